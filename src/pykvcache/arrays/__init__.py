@@ -1,0 +1,1 @@
+"""Cache systems over NumPy arrays; independent of the compiled layer."""

@@ -1,0 +1,220 @@
+"""Every exception that pykvcache raises on purpose.
+
+Each class is also the builtin that a reader would expect (``ValueError``,
+``IndexError``, ...) and carries what it is about as attributes, so that a
+program never has to read a message.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ClosedError",
+    "ContextCreateError",
+    "DecodeAborted",
+    "DecodeError",
+    "InternalError",
+    "InvalidBatch",
+    "KvCacheConversionError",
+    "KvCacheError",
+    "KvCacheFull",
+    "ModelLoadError",
+    "NoKvCacheSlot",
+    "NotSupported",
+    "P0TooLarge",
+    "P1TooLarge",
+    "PositionError",
+    "SeqIdTooLarge",
+    "SequenceIdError",
+    "SharedCellsError",
+    "StateError",
+    "UnsupportedOperation",
+]
+
+
+class KvCacheError(Exception):
+    """Base class of every error of this package."""
+
+
+# Conversion of Python integers to C, and what a memory cannot do -------------------
+
+
+class KvCacheConversionError(KvCacheError, ValueError):
+    """A value cannot be handed to the memory API."""
+
+
+class _TooLarge(KvCacheConversionError, OverflowError):
+    _what = "value"
+
+    def __init__(self, value: int) -> None:
+        super().__init__(f"Provided {self._what} is too large for a i32")
+        #: The value that was given.
+        self.value = value
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return type(self), (self.value,)
+
+
+class SeqIdTooLarge(_TooLarge):
+    """A sequence id does not fit a C ``int32_t``."""
+
+    _what = "sequence id"
+
+
+class P0TooLarge(_TooLarge):
+    """The start of a range does not fit a C ``int32_t``."""
+
+    _what = "start position"
+
+
+class P1TooLarge(_TooLarge):
+    """The end of a range does not fit a C ``int32_t``."""
+
+    _what = "end position"
+
+
+class UnsupportedOperation(KvCacheConversionError):
+    """This memory, or this model, cannot do what was asked.
+
+    Attributes
+    ----------
+    operation : str
+        Name of the method that was called.
+    reason : str
+        Why it cannot be done, and what to do instead where there is something.
+    """
+
+    def __init__(self, operation: str, reason: str) -> None:
+        super().__init__(f"operation not supported by this model: {operation}: {reason}")
+        self.operation = operation
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.operation, self.reason)
+
+
+# Wrong arguments --------------------------------------------------------------------
+
+
+class SequenceIdError(KvCacheError, IndexError):
+    """A sequence id is outside ``[0, n_seq_max)``."""
+
+    def __init__(self, seq_id: int, n_seq_max: int) -> None:
+        super().__init__(f"sequence id {seq_id} is outside [0, {n_seq_max}): n_seq_max is {n_seq_max}")
+        self.seq_id = seq_id
+        self.n_seq_max = n_seq_max
+
+    def __reduce__(self) -> tuple[type, tuple[int, int]]:
+        return type(self), (self.seq_id, self.n_seq_max)
+
+
+class PositionError(KvCacheError, ValueError):
+    """A position, or a range of positions, cannot be meant.
+
+    Attributes
+    ----------
+    p0, p1 : int or None
+        The range that was given; ``None`` for an open end.
+    """
+
+    def __init__(self, message: str, p0: int | None = None, p1: int | None = None) -> None:
+        super().__init__(message)
+        self.p0 = p0
+        self.p1 = p1
+
+    def __reduce__(self) -> tuple[type, tuple[str, int | None, int | None]]:
+        return type(self), (str(self), self.p0, self.p1)
+
+
+class SharedCellsError(KvCacheError, RuntimeError):
+    """Cells that another sequence shares would be moved with this one."""
+
+
+class KvCacheFull(KvCacheError, RuntimeError):
+    """An array cache has no room for the batch; nothing was changed.
+
+    Attributes
+    ----------
+    capacity : int or None
+        Number of cells of the cache.
+    batch : int or None
+        Number of tokens that were to be stored.
+    """
+
+    def __init__(
+        self, message: str, *, capacity: int | None = None, batch: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.capacity = capacity
+        self.batch = batch
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_full, (str(self), self.capacity, self.batch)
+
+
+def _rebuild_full(message: str, capacity: int | None, batch: int | None) -> KvCacheFull:
+    return KvCacheFull(message, capacity=capacity, batch=batch)
+
+
+class NotSupported(KvCacheError, RuntimeError):
+    """An array cache of this kind cannot do what was asked; nothing was changed."""
+
+
+# Life cycle --------------------------------------------------------------------------
+
+
+class ClosedError(KvCacheError, ValueError):
+    """The object was closed, or belongs to the process before a fork."""
+
+
+class ModelLoadError(KvCacheError, OSError):
+    """A file is not a model that llama.cpp can load."""
+
+
+class ContextCreateError(KvCacheError, RuntimeError):
+    """llama.cpp refused to create a context with these parameters."""
+
+
+class InternalError(KvCacheError, RuntimeError):
+    """llama.cpp hit an assertion or an exception that no check foresaw.
+
+    The process lives on; the context refuses further work until it is cleared.
+    """
+
+
+# Decode ------------------------------------------------------------------------------
+
+
+class DecodeError(KvCacheError, RuntimeError):
+    """``llama_decode`` or ``llama_encode`` failed.
+
+    Attributes
+    ----------
+    code : int or None
+        What llama.cpp returned; ``None`` when the call was not made.
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self) -> tuple[type, tuple[str, int | None]]:
+        return type(self), (str(self), self.code)
+
+
+class NoKvCacheSlot(DecodeError):
+    """The cache has no free cells for the batch (code 1); that batch changed nothing."""
+
+
+class DecodeAborted(DecodeError):
+    """``abort()`` stopped the decode (code 2); the message says what is left where."""
+
+
+class InvalidBatch(DecodeError, ValueError):
+    """The batch is not one that can be decoded; raised before the call."""
+
+
+# At rest -----------------------------------------------------------------------------
+
+
+class StateError(KvCacheError, ValueError):
+    """A saved state cannot be used; the destination is as it was."""

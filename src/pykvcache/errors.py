@@ -8,6 +8,10 @@ program never has to read a message.
 from __future__ import annotations
 
 __all__ = [
+    "CacheDTypeError",
+    "CacheLayerError",
+    "CacheOrderError",
+    "CacheValueError",
     "ClosedError",
     "ContextCreateError",
     "DecodeAborted",
@@ -157,6 +161,22 @@ def _rebuild_full(message: str, capacity: int | None, batch: int | None) -> KvCa
 
 class NotSupported(KvCacheError, RuntimeError):
     """An array cache of this kind cannot do what was asked; nothing was changed."""
+
+
+class CacheValueError(KvCacheError, ValueError):
+    """A number, a shape or a saved state does not fit an array cache; nothing was changed."""
+
+
+class CacheDTypeError(KvCacheError, TypeError):
+    """An array has a dtype that an array cache cannot store; nothing was changed."""
+
+
+class CacheLayerError(KvCacheError, IndexError):
+    """A layer is not one of an array cache's; nothing was changed."""
+
+
+class CacheOrderError(KvCacheError, RuntimeError):
+    """A method of an array cache was called before or after its turn; nothing was changed."""
 
 
 # Life cycle --------------------------------------------------------------------------

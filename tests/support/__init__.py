@@ -1,0 +1,1 @@
+"""Generated models and independent references for the tests."""

@@ -1,0 +1,196 @@
+"""The generated test models: what each is, and `make_model`, which writes one.
+
+Weights are random but seeded, all F32, 0.1 to 0.9 MB and a few milliseconds per file.
+They are scaled such that every cell matters: see ``test_support_models.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+import gguf
+import pytest
+
+from . import attention_models, recurrent_models, vocab
+from .blueprint import Blueprint, Key, Sizes
+
+Memory = Literal[
+    "attention", "sliding-window", "recurrent", "hybrid", "hybrid-sliding-window", "none"
+]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a test may expect of one generated model."""
+
+    name: str
+    arch: str
+    plan: Callable[[Sizes, int], Blueprint]
+    memory: Memory = "attention"
+    vocab: Callable[[], vocab.Vocab] = vocab.spm
+    sizes: Sizes = field(default_factory=Sizes)
+    has_mrope: bool = False
+    has_encoder: bool = False
+    has_decoder: bool = True
+    can_shift: bool = True
+    """Whether shifted positions can be right, with ``swa_full=True`` and an F32 K cache."""
+    rollback: bool = False
+    """Whether a recurrent state can step back when ``n_rs_seq`` asks for it."""
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of tokens."""
+        return len(self.vocab())
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether a context keeps anything between two decodes."""
+        return self.memory != "none"
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether some layer folds its past into one state instead of keeping cells."""
+        return self.memory in ("recurrent", "hybrid", "hybrid-sliding-window")
+
+    @property
+    def n_swa(self) -> int:
+        """Length of the sliding window, 0 without one."""
+        return self.sizes.n_swa if "sliding-window" in self.memory else 0
+
+    @property
+    def can_remove_partial(self) -> bool:
+        """Whether cells can be removed from the middle or the tail of a sequence."""
+        return self.has_memory and not self.has_recurrent_state
+
+    @property
+    def can_copy_partial(self) -> bool:
+        """Whether part of a sequence can be copied within one stream."""
+        return self.can_remove_partial
+
+
+_att = attention_models
+_rec = recurrent_models
+
+MODELS = MappingProxyType(
+    {
+        info.name: info
+        for info in (
+            ModelInfo("llama", "llama", _att.llama),
+            ModelInfo("llama3l", "llama", _att.llama, sizes=Sizes(n_layer=3)),
+            ModelInfo("llama_h64", "llama", _att.llama, sizes=Sizes(n_embd=256)),
+            ModelInfo("llama_none", "llama", _att.llama, vocab=vocab.without_tokenizer),
+            ModelInfo("llama_bpe", "llama", _att.llama, vocab=vocab.bpe),
+            ModelInfo("llama_test", "llama", _att.llama, vocab=vocab.dummy),
+            ModelInfo("gemma3", "gemma3", _att.gemma3, "sliding-window", sizes=Sizes(n_layer=4)),
+            ModelInfo(
+                "qwen2vl",
+                "qwen2vl",
+                _att.qwen2vl,
+                vocab=lambda: vocab.bpe("qwen2"),
+                has_mrope=True,
+                can_shift=False,
+            ),
+            ModelInfo("mamba", "mamba", _rec.mamba1, "recurrent"),
+            ModelInfo("mamba2", "mamba2", _rec.mamba2_only, "recurrent", rollback=True),
+            ModelInfo("jamba", "jamba", _rec.jamba, "hybrid"),
+            ModelInfo("granitehybrid", "granitehybrid", _rec.granitehybrid, "hybrid"),
+            ModelInfo(
+                "granite_nope", "granitehybrid", _rec.granite_nope, "hybrid", can_shift=False
+            ),
+            ModelInfo("lfm2", "lfm2", _rec.lfm2, "hybrid", rollback=True),
+            ModelInfo("lfm2_swa", "lfm2", _rec.lfm2_swa, "hybrid-sliding-window", can_shift=False),
+            ModelInfo(
+                "bert",
+                "bert",
+                _att.bert,
+                "none",
+                vocab.wpm,
+                has_encoder=True,
+                has_decoder=False,
+                can_shift=False,
+            ),
+            ModelInfo("t5", "t5", _att.t5, has_encoder=True),
+        )
+    }
+)
+"""Every generated model by name."""
+
+
+def make_model(name: str, folder: Path, *, seed: int = 0, **overrides: int) -> Path:
+    """Write the model `name` into `folder`, unless it is there already.
+
+    Parameters
+    ----------
+    name
+        A key of `MODELS`.
+    folder
+        Where the file goes; several processes may share it (see `shared_folder`).
+    seed
+        Of the weights.
+    **overrides
+        Fields of `Sizes`, such as ``n_layer=3`` or ``n_ctx_train=4096``.
+
+    Returns
+    -------
+    Path
+        The GGUF file. Equal arguments give the same path.
+    """
+    info = MODELS[name]
+    details = "".join(f"-{key}={value}" for key, value in sorted(overrides.items()))
+    path = folder / f"{name}-seed={seed}{details}.gguf"
+    if path.exists():
+        return path
+    words = info.vocab()
+    plan = info.plan(replace(info.sizes, **overrides), len(words))
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=folder, prefix=f".{name}-", suffix=".part")
+    os.close(handle)
+    try:
+        write_gguf(Path(draft), plan, words, seed)
+        # Another process may have been first: its bytes are the same, so either may win.
+        os.replace(draft, path)
+    finally:
+        Path(draft).unlink(missing_ok=True)
+    return path
+
+
+def write_gguf(path: Path, plan: Blueprint, words: vocab.Vocab, seed: int) -> None:
+    """Draw the weights of `plan` and write everything to `path`."""
+    writer = gguf.GGUFWriter(path, plan.arch)
+    for key, value in plan.keys.items():
+        _add_key(writer, f"{plan.arch}{key}" if key.startswith(".") else key, value)
+    words.write(writer)
+    for name, tensor in plan.tensors.items():
+        writer.add_tensor(name, tensor.values(name, seed))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return one folder for the models of this test session, the same for every worker."""
+    base = tmp_path_factory.getbasetemp()
+    # Under pytest-xdist each worker's base lies inside the session's.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    return base / "models"
+
+
+def _add_key(writer: gguf.GGUFWriter, key: str, value: Key) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)

@@ -1,0 +1,294 @@
+"""One sequence, one flat row of floats per token and layer."""
+
+from __future__ import annotations
+
+from typing import Any, SupportsIndex
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from pykvcache.arrays._checks import as_int
+from pykvcache.errors import CacheDTypeError, CacheLayerError, CacheOrderError, CacheValueError
+
+__all__ = ["FlatKVCache"]
+
+# Rows of the first allocation; later ones double, so a token costs O(1) copies on average.
+_FIRST_ROWS = 256
+
+
+class FlatKVCache:
+    """K and V of a single sequence as flat arrays, one per layer.
+
+    A forward pass appends the token's K and V to every layer, reading ``k(layer)`` and
+    ``v(layer)`` (which include that token) as it goes, and calls ``advance`` at the end.
+
+    It follows forgellm's ``KVCache``, with its gaps closed: there ``advance`` counts tokens
+    that no layer holds, a layer may lag behind or run ahead, lengths are checked in debug
+    builds only, and there is no way to append a prompt at once (``extend``), to step back
+    (``truncate``) or to choose the dtype. Here a call that raises changes nothing.
+
+    Not safe for use by several threads without a lock.
+
+    Parameters
+    ----------
+    num_layers, num_kv_heads, head_dim : int
+        At least 1 each.
+    dtype : dtype, optional
+        float32 (the default), float16 or float64.
+
+    Raises
+    ------
+    TypeError
+        A size is not an integer.
+    CacheValueError
+        A size is below 1.
+    CacheDTypeError
+        `dtype` is none of the three.
+    """
+
+    def __init__(
+        self,
+        num_layers: SupportsIndex,
+        num_kv_heads: SupportsIndex,
+        head_dim: SupportsIndex,
+        *,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        self._num_layers = as_int("num_layers", num_layers, minimum=1)
+        self._num_kv_heads = as_int("num_kv_heads", num_kv_heads, minimum=1)
+        self._head_dim = as_int("head_dim", head_dim, minimum=1)
+        self._dtype = np.dtype(dtype)
+        if self._dtype not in (np.float32, np.float16, np.float64):
+            raise CacheDTypeError(f"dtype is {self._dtype}; float16, float32 or float64 is needed")
+        self._len = 0
+        # Tokens that a layer holds beyond _len, until advance() counts them.
+        self._pending = [0] * self._num_layers
+        # (K and V, layer, token, element): a layer's tokens are one contiguous run.
+        self._data = self._rows(0)
+
+    @classmethod
+    def with_capacity(
+        cls,
+        num_layers: SupportsIndex,
+        num_kv_heads: SupportsIndex,
+        head_dim: SupportsIndex,
+        max_seq_len: SupportsIndex,
+        *,
+        dtype: DTypeLike = np.float32,
+    ) -> FlatKVCache:
+        """Make an empty cache that does not reallocate up to `max_seq_len` tokens.
+
+        Longer sequences are not refused, the cache grows for them. Raises as the
+        constructor does, and `CacheValueError` for a negative `max_seq_len`.
+        """
+        cache = cls(num_layers, num_kv_heads, head_dim, dtype=dtype)
+        cache._data = cache._rows(as_int("max_seq_len", max_seq_len, minimum=0))
+        return cache
+
+    def append(self, layer: SupportsIndex, k: NDArray[Any], v: NDArray[Any]) -> None:
+        """Store the current token's K and V in one layer.
+
+        Parameters
+        ----------
+        layer : int
+            In ``[0, num_layers)``.
+        k, v : ndarray, shape (entry_size,)
+            The cache's dtype, or a narrower float. Copied.
+
+        Raises
+        ------
+        CacheLayerError
+            There is no such layer.
+        CacheValueError
+            `k` or `v` has another shape.
+        CacheDTypeError
+            `k` or `v` would lose precision, or is not floating point.
+        CacheOrderError
+            The layer has its token already: ``advance`` comes first.
+        """
+        index = self._layer(layer)
+        k, v = self._floats("k", k), self._floats("v", v)
+        for name, array in (("k", k), ("v", v)):
+            if array.shape != (self.entry_size,):
+                raise CacheValueError(
+                    f"{name} has shape {array.shape}; ({self.entry_size},) is needed"
+                )
+        self._store(index, k, v, 1)
+
+    def extend(self, layer: SupportsIndex, k: NDArray[Any], v: NDArray[Any]) -> None:
+        """Store K and V of several tokens in one layer; ``advance`` then counts them all.
+
+        Parameters
+        ----------
+        layer : int
+            In ``[0, num_layers)``.
+        k, v : ndarray, shape (n * entry_size,)
+            Token after token, `n` at least 1 and the same for every layer. Copied.
+
+        Raises
+        ------
+        CacheLayerError, CacheDTypeError
+            As ``append`` does.
+        CacheValueError
+            `k` or `v` is not a whole number of tokens, or the two differ.
+        CacheOrderError
+            The layer has its tokens already, or another layer got another number.
+        """
+        index = self._layer(layer)
+        k, v = self._floats("k", k), self._floats("v", v)
+        count, rest = divmod(k.size, self.entry_size)
+        if k.ndim != 1 or v.shape != k.shape or rest or count == 0:
+            raise CacheValueError(
+                f"k has shape {k.shape} and v {v.shape}; "
+                f"both must be (n * {self.entry_size},) with n at least 1"
+            )
+        self._store(index, k, v, count)
+
+    def advance(self) -> None:
+        """Count the appended tokens, once every layer holds them.
+
+        Raises
+        ------
+        CacheOrderError
+            A layer got nothing since the last ``advance``.
+        """
+        if not all(self._pending):
+            raise CacheOrderError(f"nothing was appended to layer {self._pending.index(0)}")
+        self._len += self._pending[0]
+        self._pending = [0] * self._num_layers
+
+    def k(self, layer: SupportsIndex) -> NDArray[Any]:
+        """Keys of a layer, those appended since the last ``advance`` included.
+
+        Returns
+        -------
+        ndarray, shape (n_tokens * entry_size,)
+            A read-only view, valid until the next call that changes the cache.
+
+        Raises
+        ------
+        CacheLayerError
+            There is no such layer.
+        """
+        return self._view(0, layer)
+
+    def v(self, layer: SupportsIndex) -> NDArray[Any]:
+        """Values of a layer; see ``k``."""
+        return self._view(1, layer)
+
+    def truncate(self, length: SupportsIndex) -> None:
+        """Keep the first `length` tokens, and nothing that ``advance`` has not counted.
+
+        ``truncate(len(cache))`` takes back a forward pass that failed half-way.
+
+        Raises
+        ------
+        CacheValueError
+            `length` is outside ``[0, len(cache)]``.
+        """
+        self._len = as_int("length", length, minimum=0, maximum=self._len)
+        self._pending = [0] * self._num_layers
+
+    def clear(self) -> None:
+        """Forget every token; the memory stays allocated."""
+        self.truncate(0)
+
+    def copy(self) -> FlatKVCache:
+        """Return an independent cache of the same content and capacity."""
+        cls = type(self)
+        other = cls.with_capacity(
+            self._num_layers, self._num_kv_heads, self._head_dim, self.capacity, dtype=self._dtype
+        )
+        used = self._len + max(self._pending)
+        other._data[:, :, :used] = self._data[:, :, :used]
+        other._len, other._pending = self._len, self._pending.copy()
+        return other
+
+    # The default shallow copy would share the arrays.
+    __copy__ = copy
+
+    def __len__(self) -> int:
+        """Tokens that ``advance`` has counted."""
+        return self._len
+
+    def is_empty(self) -> bool:
+        """Tell whether ``len`` is 0."""
+        return self._len == 0
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self._num_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of K/V heads."""
+        return self._num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+        return self._head_dim
+
+    @property
+    def entry_size(self) -> int:
+        """Elements of one token in one layer: ``num_kv_heads * head_dim``."""
+        return self._num_kv_heads * self._head_dim
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of what ``k`` and ``v`` return."""
+        return self._dtype
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which memory is allocated."""
+        return int(self._data.shape[2])
+
+    def __repr__(self) -> str:
+        return (
+            f"FlatKVCache(num_layers={self._num_layers}, num_kv_heads={self._num_kv_heads}, "
+            f"head_dim={self._head_dim}, dtype={self._dtype}, len={self._len}, "
+            f"capacity={self.capacity})"
+        )
+
+    def _layer(self, layer: SupportsIndex) -> int:
+        index = as_int("layer", layer)
+        if not 0 <= index < self._num_layers:
+            raise CacheLayerError(f"layer is {index}; the cache has {self._num_layers} layers")
+        return index
+
+    def _floats(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        array = np.asarray(array)
+        if array.dtype.kind != "f" or not np.can_cast(array.dtype, self._dtype):
+            raise CacheDTypeError(
+                f"{name} has dtype {array.dtype}; {self._dtype} or a narrower float is needed"
+            )
+        return array
+
+    def _store(self, layer: int, k: NDArray[Any], v: NDArray[Any], count: int) -> None:
+        if self._pending[layer]:
+            raise CacheOrderError(f"layer {layer} has its tokens already; call advance() first")
+        pending = max(self._pending)
+        if pending not in (0, count):
+            raise CacheOrderError(
+                f"layer {layer} gets {count} tokens and another layer got {pending}"
+            )
+        end = self._len + count
+        if end > self.capacity:
+            grown = self._rows(max(end, _FIRST_ROWS, 2 * self.capacity))
+            used = self._len + pending
+            grown[:, :, :used] = self._data[:, :, :used]
+            self._data = grown
+        self._data[0, layer, self._len : end].reshape(-1)[:] = k
+        self._data[1, layer, self._len : end].reshape(-1)[:] = v
+        self._pending[layer] = count
+
+    def _rows(self, count: int) -> NDArray[Any]:
+        return np.empty((2, self._num_layers, count, self.entry_size), self._dtype)
+
+    def _view(self, which: int, layer: SupportsIndex) -> NDArray[Any]:
+        index = self._layer(layer)
+        view = self._data[which, index, : self._len + self._pending[index]].reshape(-1)
+        view.flags.writeable = False
+        return view

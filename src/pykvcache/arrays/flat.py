@@ -260,9 +260,10 @@ class FlatKVCache:
 
     def _floats(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         array = np.asarray(array)
-        if array.dtype.kind != "f" or not np.can_cast(array.dtype, self._dtype):
+        given = array.dtype
+        if given != self._dtype and (given.kind != "f" or not np.can_cast(given, self._dtype)):
             raise CacheDTypeError(
-                f"{name} has dtype {array.dtype}; {self._dtype} or a narrower float is needed"
+                f"{name} has dtype {given}; {self._dtype} or a narrower float is needed"
             )
         return array
 
@@ -280,8 +281,8 @@ class FlatKVCache:
             used = self._len + pending
             grown[:, :, :used] = self._data[:, :, :used]
             self._data = grown
-        self._data[0, layer, self._len : end].reshape(-1)[:] = k
-        self._data[1, layer, self._len : end].reshape(-1)[:] = v
+        self._data[0, layer, self._len : end] = k.reshape(count, -1)
+        self._data[1, layer, self._len : end] = v.reshape(count, -1)
         self._pending[layer] = count
 
     def _rows(self, count: int) -> NDArray[Any]:

@@ -7,6 +7,8 @@ program never has to read a message.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "CacheDTypeError",
     "CacheLayerError",
@@ -23,10 +25,12 @@ __all__ = [
     "KvCacheFull",
     "ModelLoadError",
     "NoKvCacheSlot",
+    "NoSlot",
     "NotSupported",
     "P0TooLarge",
     "P1TooLarge",
     "PositionError",
+    "ReprocessInputs",
     "SeqIdTooLarge",
     "SequenceIdError",
     "SharedCellsError",
@@ -161,6 +165,27 @@ def _rebuild_full(message: str, capacity: int | None, batch: int | None) -> KvCa
 
 class NotSupported(KvCacheError, RuntimeError):
     """An array cache of this kind cannot do what was asked; nothing was changed."""
+
+
+class NoSlot(KvCacheError, RuntimeError):
+    """Every slot of an ``InputCache`` is in use; nothing was changed."""
+
+
+class ReprocessInputs(KvCacheError, RuntimeError):
+    """A slot could not be shifted and was emptied.
+
+    Attributes
+    ----------
+    inputs : list
+        What the slot would have held after the shift; evaluate it again from position 0.
+    """
+
+    def __init__(self, inputs: list[Any]) -> None:
+        super().__init__(f"the cache cannot shift; {len(inputs)} inputs need reprocessing")
+        self.inputs = inputs
+
+    def __reduce__(self) -> tuple[type, tuple[list[Any]]]:
+        return type(self), (self.inputs,)
 
 
 class CacheValueError(KvCacheError, ValueError):

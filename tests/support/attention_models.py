@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from .blueprint import Blueprint, Sizes, bias, matrix, norm, table
-from .layers import attention, base, blocks, ends, feed_forward, heads
+from .layers import ROPE_BASE, attention, base, blocks, ends, feed_forward, heads, rope
 
 
 def llama(sizes: Sizes, n_vocab: int) -> Blueprint:
     """Plain attention with RoPE on neighbouring pairs."""
     plan = base("llama", sizes)
-    plan.keys |= heads(sizes) | {".rope.dimension_count": sizes.head}
+    plan.keys |= heads(sizes) | rope() | {".rope.dimension_count": sizes.head}
     ends(plan, sizes, n_vocab)
     for _, prefix in blocks(sizes):
         plan.add(prefix, attn_norm=norm(sizes.n_embd))
@@ -21,26 +21,31 @@ def llama(sizes: Sizes, n_vocab: int) -> Blueprint:
 def gemma3(sizes: Sizes, n_vocab: int) -> Blueprint:
     """Sliding-window attention in every other layer; the output is the token table."""
     plan = base("gemma3", sizes)
-    plan.keys |= heads(sizes) | {
-        ".attention.key_length": sizes.head,
-        ".attention.value_length": sizes.head,
-        ".attention.sliding_window": sizes.n_swa,
-        ".attention.sliding_window_pattern": 2,
-    }
+    plan.keys |= (
+        heads(sizes)
+        | rope()
+        | {
+            ".attention.key_length": sizes.head,
+            ".attention.value_length": sizes.head,
+            ".attention.sliding_window": sizes.n_swa,
+            ".attention.sliding_window_pattern": 2,
+            ".rope.freq_base_swa": ROPE_BASE,
+        }
+    )
     # The graph multiplies embeddings by sqrt(n_embd), hence the small table and large last norm.
     plan.add(
         "",
         token_embd=table(n_vocab, sizes.n_embd, sizes.n_embd**-0.5),
-        output_norm=norm(sizes.n_embd, around=4.0),
+        output_norm=norm(sizes.n_embd, around=6.0),
     )
     for _, prefix in blocks(sizes):
         plan.add(
             prefix,
             attn_norm=norm(sizes.n_embd),
             post_attention_norm=norm(sizes.n_embd),
-            attn_k_norm=norm(sizes.head, around=1.3),
-            attn_q_norm=norm(sizes.head, around=1.3),
-            post_ffw_norm=norm(sizes.n_embd, around=0.7),
+            attn_k_norm=norm(sizes.head),
+            attn_q_norm=norm(sizes.head),
+            post_ffw_norm=norm(sizes.n_embd, around=0.25),
         )
         attention(plan, prefix, sizes)
         feed_forward(plan, prefix, sizes)
@@ -53,7 +58,7 @@ def qwen2vl(sizes: Sizes, n_vocab: int) -> Blueprint:
     half = sizes.head // 2
     rest = half - half // 4
     sections = [half // 4, rest - rest // 2, rest // 2, 0]
-    plan.keys |= heads(sizes) | {".rope.dimension_sections": sections}
+    plan.keys |= heads(sizes) | rope() | {".rope.dimension_sections": sections}
     ends(plan, sizes, n_vocab)
     for _, prefix in blocks(sizes):
         plan.add(
@@ -86,13 +91,17 @@ def bert(sizes: Sizes, n_vocab: int) -> Blueprint:
         token_embd_norm=norm(n),
         token_embd_norm_b=bias(n),
     )
-    for _, prefix in blocks(sizes):
+    for layer, prefix in blocks(sizes):
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
             plan.add(prefix, **{name: matrix(n, n, 1.3), f"{name}_b": bias(n)})
-        for name in ("attn_output_norm", "layer_output_norm"):
-            plan.add(prefix, **{name: norm(n), f"{name}_b": bias(n)})
+        # The last norm is large because pooling divides what one token changes by their number.
+        last = 6.0 if layer == sizes.n_layer - 1 else 1.0
         plan.add(
             prefix,
+            attn_output_norm=norm(n),
+            attn_output_norm_b=bias(n),
+            layer_output_norm=norm(n, around=last),
+            layer_output_norm_b=bias(n),
             ffn_up=matrix(sizes.n_ff, n),
             ffn_up_b=bias(sizes.n_ff),
             ffn_down=matrix(n, sizes.n_ff),
@@ -134,5 +143,5 @@ def _t5_attention(plan: Blueprint, prefix: str, sizes: Sizes) -> None:
         q=matrix(n, n, 0.6),
         k=matrix(n, n, 0.6),
         v=matrix(n, n),
-        o=matrix(n, n, 1.5),
+        o=matrix(n, n, 2.0),
     )

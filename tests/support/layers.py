@@ -10,8 +10,10 @@ from collections.abc import Iterator
 
 from .blueprint import Blueprint, Key, Sizes, Tensor, bias, matrix, norm, table
 
-LOGIT_GAIN = 4.0
+LOGIT_GAIN = 6.0
 """Standard deviation of the logits of the models with an output matrix of their own."""
+
+ROPE_BASE = 10.0
 
 
 def base(arch: str, sizes: Sizes, *, rms_eps: bool = True) -> Blueprint:
@@ -48,8 +50,8 @@ def attention(plan: Blueprint, prefix: str, sizes: Sizes) -> None:
     """The four projections of grouped-query attention."""
     plan.add(
         prefix,
-        attn_q=matrix(sizes.n_embd, sizes.n_embd, 1.3),
-        attn_k=matrix(sizes.n_kv, sizes.n_embd, 1.3),
+        attn_q=matrix(sizes.n_embd, sizes.n_embd),
+        attn_k=matrix(sizes.n_kv, sizes.n_embd),
         attn_v=matrix(sizes.n_kv, sizes.n_embd),
         attn_output=matrix(sizes.n_embd, sizes.n_embd, 2.0),
     )
@@ -104,3 +106,8 @@ def mamba2(plan: Blueprint, prefix: str, sizes: Sizes, n_heads: int, n_groups: i
 def heads(sizes: Sizes) -> dict[str, Key]:
     """Keys of grouped-query attention, the same in every layer."""
     return {".attention.head_count": sizes.n_head, ".attention.head_count_kv": sizes.n_head_kv}
+
+
+def rope() -> dict[str, Key]:
+    """Keys of RoPE; the base is small so that moving a cell by one position shows."""
+    return {".rope.freq_base": ROPE_BASE}

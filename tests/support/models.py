@@ -40,6 +40,8 @@ class ModelInfo:
     has_decoder: bool = True
     can_shift: bool = True
     """Whether shifted positions can be right, with ``swa_full=True`` and an F32 K cache."""
+    can_stream: bool = True
+    """Whether ``kv_unified=False`` with several sequences gives a context at all."""
     rollback: bool = False
     """Whether a recurrent state can step back when ``n_rs_seq`` asks for it."""
 
@@ -115,7 +117,7 @@ MODELS = MappingProxyType(
                 has_decoder=False,
                 can_shift=False,
             ),
-            ModelInfo("t5", "t5", _att.t5, has_encoder=True),
+            ModelInfo("t5", "t5", _att.t5, has_encoder=True, can_stream=False),
         )
     }
 )

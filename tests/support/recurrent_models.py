@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .blueprint import Blueprint, Key, Sizes, matrix, norm, table
-from .layers import attention, base, blocks, ends, feed_forward, mamba, mamba2
+from .layers import attention, base, blocks, ends, feed_forward, mamba, mamba2, rope
 
 SSM_HEADS, SSM_GROUPS, SSM_DT_RANK = 8, 2, 4
 
@@ -54,7 +54,7 @@ def jamba(sizes: Sizes, n_vocab: int) -> Blueprint:
 def granitehybrid(sizes: Sizes, n_vocab: int) -> Blueprint:
     """Even layers attend (with RoPE), odd layers are state-space of the second generation."""
     plan = base("granitehybrid", sizes)
-    plan.keys |= _ssm(sizes, SSM_HEADS, SSM_GROUPS) | _mixed_heads(sizes)
+    plan.keys |= _ssm(sizes, SSM_HEADS, SSM_GROUPS) | _mixed_heads(sizes) | rope()
     plan.keys[".rope.dimension_count"] = sizes.head
     ends(plan, sizes, n_vocab)
     for layer, prefix in blocks(sizes):
@@ -77,10 +77,10 @@ def granite_nope(sizes: Sizes, n_vocab: int) -> Blueprint:
 def lfm2(sizes: Sizes, n_vocab: int) -> Blueprint:
     """Even layers attend, odd layers are short convolutions; the output is the token table."""
     plan = base("lfm2", sizes)
-    plan.keys |= _mixed_heads(sizes) | {".shortconv.l_cache": 3}
+    plan.keys |= _mixed_heads(sizes) | rope() | {".shortconv.l_cache": 3}
     plan.add(
         "",
-        token_embd=table(n_vocab, sizes.n_embd, 0.5),
+        token_embd=table(n_vocab, sizes.n_embd, 0.7),
         token_embd_norm=norm(sizes.n_embd),
     )
     for layer, prefix in blocks(sizes):
@@ -88,8 +88,8 @@ def lfm2(sizes: Sizes, n_vocab: int) -> Blueprint:
         if _attends(layer):
             plan.add(
                 prefix,
-                attn_q_norm=norm(sizes.head, around=1.3),
-                attn_k_norm=norm(sizes.head, around=1.3),
+                attn_q_norm=norm(sizes.head),
+                attn_k_norm=norm(sizes.head),
             )
             attention(plan, prefix, sizes)
         else:

@@ -48,11 +48,15 @@ class ModelInfo:
     memory: Memory = "attention"
     vocab: Callable[[], vocab.Vocab] = vocab.spm
     sizes: Sizes = field(default_factory=Sizes)
+    has_rope: bool = True
+    """Whether K is rotated by position; without it only the order of decoding may matter."""
     has_mrope: bool = False
     has_encoder: bool = False
-    has_decoder: bool = True
+    """Whether `encode` must come before `decode`."""
+    is_embedder: bool = False
+    """Whether it gives one embedding per sequence instead of logits."""
     can_shift: bool = True
-    """Whether shifted positions can be right, with ``swa_full=True`` and an F32 K cache."""
+    """Whether llama.cpp shifts positions rightly, with ``swa_full=True`` and an F32 K cache."""
     can_stream: bool = True
     """Whether ``kv_unified=False`` with several sequences gives a context at all."""
     rollback: bool = False
@@ -111,12 +115,17 @@ MODELS = MappingProxyType(
                 has_mrope=True,
                 can_shift=False,
             ),
-            ModelInfo("mamba", "mamba", _rec.mamba1, "recurrent"),
-            ModelInfo("mamba2", "mamba2", _rec.mamba2_only, "recurrent"),
-            ModelInfo("jamba", "jamba", _rec.jamba, "hybrid"),
+            ModelInfo("mamba", "mamba", _rec.mamba1, "recurrent", has_rope=False),
+            ModelInfo("mamba2", "mamba2", _rec.mamba2_only, "recurrent", has_rope=False),
+            ModelInfo("jamba", "jamba", _rec.jamba, "hybrid", has_rope=False),
             ModelInfo("granitehybrid", "granitehybrid", _rec.granitehybrid, "hybrid"),
             ModelInfo(
-                "granite_nope", "granitehybrid", _rec.granite_nope, "hybrid", can_shift=False
+                "granite_nope",
+                "granitehybrid",
+                _rec.granite_nope,
+                "hybrid",
+                has_rope=False,
+                can_shift=False,
             ),
             ModelInfo("lfm2", "lfm2", _rec.lfm2, "hybrid", rollback=True),
             ModelInfo(
@@ -133,11 +142,11 @@ MODELS = MappingProxyType(
                 _att.bert,
                 "none",
                 vocab.wpm,
-                has_encoder=True,
-                has_decoder=False,
+                has_rope=False,
+                is_embedder=True,
                 can_shift=False,
             ),
-            ModelInfo("t5", "t5", _att.t5, has_encoder=True, can_stream=False),
+            ModelInfo("t5", "t5", _att.t5, has_rope=False, has_encoder=True, can_stream=False),
         )
     }
 )

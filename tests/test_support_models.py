@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from support import vocab
-from support.models import MODELS, make_model, shared_folder
-from support.numpy_llama import END, LedgerLlama
+from support.ledger import END
+from support.models import EXACT, MODELS, RIGHT, WRONG, ModelInfo, make_model, shared_folder
+from support.numpy_llama import LedgerLlama
+
+Tokens = NDArray[np.integer[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +135,176 @@ def test_ledger_operations_leave_the_cells_and_positions_they_name(ledger: Ledge
     assert [ledger.pos_max(seq) for seq in range(3)] == [-1, -1, 3]
     ledger.copy(0, 2)
     assert ledger.pos_max(2) == -1
+
+
+# --- the same models in llama.cpp -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def native() -> ModuleType:
+    """The package, or a skip where its compiled layer was not built."""
+    reason = "the compiled layer is missing"
+    pytest.importorskip("pykvcache._native.lib", reason=reason, exc_type=ImportError)
+    return importlib.import_module("pykvcache")
+
+
+class Runner:
+    """One context in which prompts can be run from scratch again and again."""
+
+    def __init__(self, native: ModuleType, info: ModelInfo, path: Path) -> None:
+        self.info = info
+        self.ctx = native.LlamaContext(
+            native.LlamaModel(path),
+            n_ctx=256,
+            n_seq_max=2,
+            swa_full=True,
+            n_threads=1,
+            embeddings=info.is_embedder,
+            **EXACT,
+        )
+
+    def fresh(self, tokens: Tokens) -> None:
+        """Forget everything, then decode `tokens`."""
+        if self.info.has_memory:
+            self.ctx.clear_kv_cache()
+        if self.info.has_encoder:
+            self.ctx.encode(np.arange(10, 30, dtype=np.int32))
+        self.ctx.decode(tokens)
+
+    def output(self) -> NDArray[np.float32]:
+        """Logits of the last token, or the pooled embedding."""
+        return self.ctx.seq_embeddings(0) if self.info.is_embedder else self.ctx.logits(-1)
+
+    def run(self, tokens: Tokens) -> NDArray[np.float32]:
+        self.fresh(tokens)
+        return self.output().copy()
+
+
+def prompt(info: ModelInfo, n: int) -> Tokens:
+    return np.random.default_rng(1).integers(5, info.n_vocab - 2, n, dtype=np.int32)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def runner(request: pytest.FixtureRequest, native: ModuleType, folder: Path) -> Runner:
+    return Runner(native, MODELS[request.param], make_model(request.param, folder))
+
+
+def distance(a: NDArray[np.floating], b: NDArray[np.floating]) -> float:
+    return float(np.abs(a - b).max())
+
+
+def test_model_says_of_itself_what_the_table_says(runner: Runner) -> None:
+    info, model = runner.info, runner.ctx.model
+    assert model.n_vocab == info.n_vocab
+    assert model.n_layer == info.sizes.n_layer
+    assert model.n_ctx_train == info.sizes.n_ctx_train
+    assert model.n_swa == info.n_swa
+    assert model.is_recurrent == (info.memory == "recurrent")
+    assert model.is_hybrid == ("hybrid" in info.memory)
+    assert model.has_encoder == info.has_encoder
+
+
+def test_every_token_in_reach_moves_the_output(runner: Runner) -> None:
+    info = runner.info
+    reach = info.n_swa - 1 if info.memory == "hybrid-sliding-window" else 64
+    tokens = prompt(info, 64)
+    base = runner.run(tokens)
+    assert np.isfinite(base).all()
+    assert base.std() > 1
+    for i in range(64 - reach, 64, 5):
+        other = tokens.copy()
+        other[i] = 5 + (tokens[i] + 2) % (info.n_vocab - 7)
+        assert distance(runner.run(other), base) > WRONG, f"token {i} does not matter"
+
+
+def test_one_batch_equals_token_by_token(runner: Runner) -> None:
+    if not runner.info.has_memory:
+        pytest.skip("a model without memory sees one batch only")
+    tokens = prompt(runner.info, 48)
+    base = runner.run(tokens)
+    runner.fresh(tokens[:1])
+    for i in range(1, len(tokens)):
+        runner.ctx.decode(tokens[i : i + 1])
+    assert distance(runner.output(), base) < RIGHT
+
+
+def test_one_removed_cell_and_one_moved_cell_show(runner: Runner) -> None:
+    info = runner.info
+    if not info.can_remove_partial:
+        pytest.skip(f"{info.memory} memory cannot lose single cells")
+    tokens = prompt(info, 64)
+    base = runner.run(tokens)
+    for i in range(0, 60, 7):
+        runner.fresh(tokens[:-1])
+        assert runner.ctx.clear_kv_cache_seq(0, i, i + 1)
+        runner.ctx.decode(tokens[-1:])
+        without = runner.output().copy()
+        assert distance(without, base) > WRONG, f"cell {i} can go unnoticed"
+        if not (info.can_shift and info.has_rope):
+            continue
+        runner.fresh(tokens[:-1])
+        runner.ctx.clear_kv_cache_seq(0, i, i + 1)
+        runner.ctx.kv_cache_seq_add(0, i + 1, i + 2, -1)
+        runner.ctx.decode(tokens[-1:])
+        assert distance(runner.output(), without) > WRONG, f"cell {i + 1} can move unnoticed"
+
+
+def test_a_shift_of_everything_changes_nothing(runner: Runner) -> None:
+    info = runner.info
+    if not info.can_shift:
+        pytest.skip("llama.cpp cannot shift this model")
+    tokens = prompt(info, 48)
+    base = runner.run(tokens)
+    runner.fresh(tokens[:-1])
+    runner.ctx.kv_cache_seq_add(0, 0, None, 9)
+    runner.ctx.decode(tokens[-1:])
+    assert distance(runner.output(), base) < RIGHT
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3l", "llama_h64", "llama_bpe"])
+def test_ledger_agrees_with_llama_cpp(name: str, native: ModuleType, folder: Path) -> None:
+    path = make_model(name, folder, seed=3)
+    ctx = Runner(native, MODELS[name], path).ctx
+    ledger = LedgerLlama(path)
+    tokens = prompt(MODELS[name], 60)
+    start = 0
+
+    def both(n: int, seq: int = 0) -> None:
+        nonlocal start
+        part = tokens[start : start + n]
+        start += n
+        ctx.decode(part, seq_id=seq)
+        ledger.decode(seq, part)
+        assert distance(ctx.logits(-1), ledger.logits) < RIGHT
+
+    both(30)
+    both(1)
+    ctx.clear_kv_cache_seq(0, 10, 15)
+    ledger.remove(0, 10, 15)
+    both(5)
+    ctx.kv_cache_seq_add(0, 15, None, -5)
+    ledger.add(0, 15, END, -5)
+    both(5)
+    ctx.copy_kv_cache_seq(0, 1, 0, 20)
+    ledger.copy(0, 1, 0, 20)
+    both(3, seq=1)
+    ctx.clear_kv_cache_seq(1)
+    ledger.remove(1)
+    ctx.kv_cache_seq_add(0, 12, None, 7)
+    ledger.add(0, 12, END, 7)
+    both(5)
+    ctx.kv_cache_seq_div(0, 20, 30, 2)
+    ledger.div(0, 20, 30, 2)
+    both(5)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_bpe"])
+def test_any_text_survives_encoding_and_decoding(
+    name: str, native: ModuleType, folder: Path
+) -> None:
+    model = native.LlamaModel(make_model(name, folder))
+    for text in ["Hello world", "The cat, ünïcödé 日本 🙂\n\t 42"]:
+        tokens = model.tokenize(text, add_special=False)
+        assert len(tokens) < 2 * len(text.encode())
+        assert model.detokenize(tokens).removeprefix(" ") == text
+    assert len(model.tokenize("Hello world", add_special=False)) < len("Hello world")

@@ -17,15 +17,24 @@ from .ledger import Cells, Floats, Ints, Mask
 from .numpy_llama import LedgerLlama, attend
 
 
-class LedgerQwen2vl(LedgerLlama):
-    """M-RoPE: for text all sections have the same position, so halves are rotated as one."""
+class RotatesHalves(LedgerLlama):
+    """RoPE on pairs whose two values lie half a head apart."""
 
     def rotate(self, x: Floats, pos: Ints) -> Floats:
         half = self.head // 2
         return np.concatenate(self.turn(x[..., :half], x[..., half:], pos), axis=-1)
 
 
-class LedgerGemma3(LedgerQwen2vl):
+class LedgerQwen2vl(RotatesHalves):
+    """M-RoPE: for text all sections have the same position, so they rotate as one."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        # llama.cpp reads the epsilon of this architecture nowhere and computes with 0.
+        self.eps = 0.0
+
+
+class LedgerGemma3(RotatesHalves):
     """Every second layer sees everything, the others only the window."""
 
     def __init__(self, path: Path) -> None:

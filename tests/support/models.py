@@ -24,7 +24,9 @@ Memory = Literal[
     "attention", "sliding-window", "recurrent", "hybrid", "hybrid-sliding-window", "none"
 ]
 
-EXACT: Mapping[str, Any] = MappingProxyType({"type_k": "f32", "type_v": "f32", "flash_attn": "off"})
+EXACT: Mapping[str, Any] = MappingProxyType(
+    {"type_k": "f32", "type_v": "f32", "flash_attn": "disabled"}
+)
 """Context options under which equal caches give logits equal within `RIGHT`.
 
 Flash attention is off because it rounds K and V to f16 whatever their type: the same tokens in

@@ -1,1 +1,87 @@
-"""llama.cpp's memory (KV cache) as a Python object that can be trusted."""
+"""llama.cpp's memory (KV cache) as a Python object that can be trusted.
+
+Load a GGUF with `LlamaModel`, decode with `LlamaContext`, and fork, rewind, shift
+and clear its sequences. Nothing that is passed in can end the process, and after
+every call that succeeds the next logits are right for what the sequence holds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from pykvcache import errors
+from pykvcache.errors import *  # noqa: F403
+
+if TYPE_CHECKING:
+    from pykvcache._models import embedded_model_path
+    from pykvcache._native.lib import system_info
+    from pykvcache.batch import LlamaBatch
+    from pykvcache.context import LlamaContext, PerfData
+    from pykvcache.enums import (
+        AttentionType,
+        FlashAttention,
+        GgmlType,
+        LoadMode,
+        PoolingType,
+        RopeScalingType,
+        RopeType,
+        SplitMode,
+    )
+    from pykvcache.model import LlamaModel
+    from pykvcache.sampling import Sampler
+
+try:
+    __version__ = version("pykvcache")
+except PackageNotFoundError:
+    __version__ = "0+unbuilt"
+
+# Where each public name lives. Loaded on first use: pykvcache.arrays needs NumPy
+# only, and must import where the compiled layer was never built.
+_HOMES = {
+    "AttentionType": "enums",
+    "FlashAttention": "enums",
+    "GgmlType": "enums",
+    "LlamaBatch": "batch",
+    "LlamaContext": "context",
+    "LlamaModel": "model",
+    "LoadMode": "enums",
+    "PerfData": "context",
+    "PoolingType": "enums",
+    "RopeScalingType": "enums",
+    "RopeType": "enums",
+    "Sampler": "sampling",
+    "SplitMode": "enums",
+    "embedded_model_path": "_models",
+    "system_info": "_native.lib",
+}
+
+__all__ = ["__version__", "errors", *errors.__all__, *_HOMES]
+
+_UNBUILT = (
+    "pykvcache is not built: this is a source tree without its compiled layer. "
+    "Run 'pip install -e .' (or 'make venv') in the folder of pyproject.toml"
+)
+
+if importlib.util.find_spec("pykvcache._native.lib") is None:
+    warnings.warn(_UNBUILT, RuntimeWarning, stacklevel=2)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pykvcache' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"pykvcache.{home}")
+    except ModuleNotFoundError as error:
+        if error.name == "pykvcache._native.lib":
+            raise ImportError(_UNBUILT) from None
+        raise
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,46 @@
+# Find or fetch llama.cpp and define its static target `llama`.
+#
+# LLAMA_CPP_SOURCE_DIR (environment or -D) names a tree of one's own; otherwise
+# vendor/llama.cpp is used and filled by vendor/fetch.py. No GPU backend is named
+# here, so CMAKE_ARGS="-DGGML_CUDA=ON" reaches ggml untouched.
+
+if(NOT LLAMA_CPP_SOURCE_DIR AND DEFINED ENV{LLAMA_CPP_SOURCE_DIR})
+  set(LLAMA_CPP_SOURCE_DIR "$ENV{LLAMA_CPP_SOURCE_DIR}")
+endif()
+
+if(LLAMA_CPP_SOURCE_DIR)
+  get_filename_component(LLAMA_CPP_SOURCE_DIR "${LLAMA_CPP_SOURCE_DIR}" ABSOLUTE BASE_DIR "${PROJECT_SOURCE_DIR}")
+  if(NOT EXISTS "${LLAMA_CPP_SOURCE_DIR}/include/llama.h")
+    message(FATAL_ERROR "pykvcache: LLAMA_CPP_SOURCE_DIR=${LLAMA_CPP_SOURCE_DIR} is not a llama.cpp source tree (no include/llama.h there)")
+  endif()
+else()
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" "${PROJECT_SOURCE_DIR}/vendor/fetch.py"
+    OUTPUT_VARIABLE LLAMA_CPP_SOURCE_DIR
+    ERROR_VARIABLE fetch_error
+    RESULT_VARIABLE fetch_result
+    OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_STRIP_TRAILING_WHITESPACE)
+  if(NOT fetch_result EQUAL 0)
+    message(FATAL_ERROR "${fetch_error}")
+  endif()
+endif()
+message(STATUS "pykvcache: llama.cpp sources in ${LLAMA_CPP_SOURCE_DIR}")
+
+# Debug builds of ggml abort in more places: Release always, unless asked.
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release)
+endif()
+
+# Static, hidden, position independent: the extension exports no llama_* or ggml_* symbol.
+set(BUILD_SHARED_LIBS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_C_VISIBILITY_PRESET hidden)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+
+foreach(extra APP COMMON TOOLS TESTS EXAMPLES SERVER UI MTMD)
+  set(LLAMA_BUILD_${extra} OFF)
+endforeach()
+set(LLAMA_OPENSSL OFF)
+
+add_subdirectory("${LLAMA_CPP_SOURCE_DIR}" "${CMAKE_CURRENT_BINARY_DIR}/llama.cpp" EXCLUDE_FROM_ALL)

@@ -1,0 +1,77 @@
+"""Checks on arguments that several of the thin classes share."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, SupportsIndex, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["IntArray", "TokenInput", "as_int", "as_token_array", "choose"]
+
+IntArray = npt.NDArray[np.int32]
+#: What is accepted as tokens: an integer array, or a sequence of integers.
+TokenInput = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
+
+E = TypeVar("E", bound=IntEnum)
+INT32 = np.iinfo(np.int32)
+
+
+def as_int(value: SupportsIndex, what: str, lo: int, hi: int) -> int:
+    """Return an integer in ``[lo, hi]``; a ``bool`` or ``float`` is not one."""
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {value!r}")
+    number = operator.index(value)
+    if not lo <= number <= hi:
+        raise ValueError(f"{what} is {number}: it must be in [{lo}, {hi}]")
+    return number
+
+
+def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:
+    """Return a contiguous int32 vector, without a copy where it already is one.
+
+    Raises
+    ------
+    TypeError
+        For floats, booleans, strings and other things that hold no integers.
+    ValueError
+        For arrays of another rank, and values that do not fit an int32.
+    """
+    if isinstance(tokens, np.ndarray):
+        array = tokens
+    else:
+        if isinstance(tokens, (str, bytes)):
+            raise TypeError(f"{what} must be integers, not {type(tokens).__name__}: tokenize it first")
+        try:
+            items = [as_int(t, what, INT32.min, INT32.max) for t in tokens]
+        except TypeError as error:
+            raise TypeError(f"{what} must be a sequence of integers: {error}") from None
+        return np.array(items, dtype=np.int32)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{what} must have an integer dtype, not {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(f"{what} must have one dimension, not {array.ndim}")
+    if array.dtype != np.int32:
+        if array.size and (int(array.max()) > INT32.max or int(array.min()) < INT32.min):
+            raise ValueError(f"{what} hold values that do not fit an int32")
+        return np.ascontiguousarray(array, dtype=np.int32)
+    return np.ascontiguousarray(array)
+
+
+def choose(value: str | int, kind: type[E], what: str, names: Mapping[str, E]) -> E:
+    """Return an enum member from itself, its value or its name; ``ValueError`` lists the names."""
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str):
+        found = names.get(value.lower())
+        if found is not None:
+            return found
+    elif isinstance(value, int) and not isinstance(value, bool):
+        if value in kind.__members__.values():
+            return kind(value)
+    else:
+        raise TypeError(f"{what} must be a string or a {kind.__name__}, not {type(value).__name__}")
+    raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(sorted(names))}")

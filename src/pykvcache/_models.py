@@ -1,0 +1,28 @@
+"""Where the embedded model is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["embedded_model_path"]
+
+NAME = "stories.gguf"
+
+
+def embedded_model_path() -> str:
+    """Return the path of the small trained model that ships with the package.
+
+    Raises
+    ------
+    FileNotFoundError
+        The package was built without it.
+    """
+    import pykvcache
+
+    # An editable install has the code in the source tree and built files elsewhere.
+    for folder in pykvcache.__path__:
+        path = Path(folder) / "data" / NAME
+        if path.is_file():
+            return os.fspath(path)
+    raise FileNotFoundError(f"the embedded model {NAME} is missing from this installation")

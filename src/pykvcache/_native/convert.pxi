@@ -1,0 +1,57 @@
+# Python values to C, with the seed's errors.
+
+cdef inline long long _index(object value, str what, int* overflow) except? -1:
+    """Read an integer; ``bool`` and ``float`` are not integers here."""
+    if type(value) is not int:
+        if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+            raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {value!r}")
+        value = value.__index__()
+    return PyLong_AsLongLongAndOverflow(value, overflow)
+
+
+cdef inline int32_t _seq(object value, int n_seq_max) except -1:
+    """A sequence id in ``[0, n_seq_max)``."""
+    cdef int overflow = 0
+    cdef long long n = _index(value, "sequence id", &overflow)
+    if overflow > 0 or n > INT32_MAX:
+        raise SeqIdTooLarge(int(value))
+    if overflow < 0 or n < 0 or n >= n_seq_max:
+        raise SequenceIdError(int(value), n_seq_max)
+    return <int32_t>n
+
+
+cdef inline int32_t _p0(object value) except -1:
+    """The start of a range; ``None`` is 0."""
+    cdef int overflow = 0
+    cdef long long n
+    if value is None:
+        return 0
+    n = _index(value, "p0", &overflow)
+    if overflow > 0 or n > INT32_MAX:
+        raise P0TooLarge(int(value))
+    if overflow < 0 or n < 0:
+        raise PositionError(f"p0 is {value}: positions start at 0", p0=int(value))
+    return <int32_t>n
+
+
+cdef inline int32_t _p1(object value) except -1:
+    """The end of a range; ``None`` is the end of the sequence."""
+    cdef int overflow = 0
+    cdef long long n
+    if value is None:
+        return INT32_MAX
+    n = _index(value, "p1", &overflow)
+    if overflow > 0 or n > INT32_MAX:
+        raise P1TooLarge(int(value))
+    if overflow < 0 or n < 0:
+        raise PositionError(f"p1 is {value}: positions start at 0", p1=int(value))
+    return <int32_t>n
+
+
+cdef inline long long _int(object value, str what, long long lo, long long hi) except? -1:
+    """An integer in ``[lo, hi]``; ``ValueError`` names the limits."""
+    cdef int overflow = 0
+    cdef long long n = _index(value, what, &overflow)
+    if overflow or n < lo or n > hi:
+        raise ValueError(f"{what} is {value}: it must be in [{lo}, {hi}]")
+    return n

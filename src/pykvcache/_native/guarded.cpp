@@ -1,0 +1,117 @@
+// The hooks behind guarded.h: a log queue and the throwing abort callback.
+#include "guarded.h"
+
+#include <atomic>
+#include <cstdio>
+#include <deque>
+#include <mutex>
+#include <utility>
+
+namespace pykv {
+
+thread_local int guard_depth = 0;
+
+namespace {
+
+// Enough for a model load at debug level; a program that never drains keeps only the newest.
+constexpr size_t LOG_LINES_MAX = 4096;
+
+thread_local std::string caught_text;
+thread_local bool        caught_bad_alloc = false;
+thread_local std::string notes;
+
+std::mutex                              log_mutex;
+std::deque<std::pair<int, std::string>> log_lines;
+std::atomic<bool>                       log_waiting{false};
+std::atomic<int>                        log_threshold{GGML_LOG_LEVEL_WARN};
+int                                     last_level = GGML_LOG_LEVEL_NONE;  // guarded by log_mutex
+
+ggml_abort_callback_t previous_abort = nullptr;
+
+void on_log(ggml_log_level level, const char * text, void *) {
+    try {
+        if (guard_depth > 0 && (level == GGML_LOG_LEVEL_WARN || level == GGML_LOG_LEVEL_ERROR) && notes.size() < 4096) {
+            notes += text;
+        }
+        std::lock_guard<std::mutex> lock(log_mutex);
+        if (level == GGML_LOG_LEVEL_CONT) {
+            if (last_level >= log_threshold && !log_lines.empty()) {
+                log_lines.back().second += text;
+            }
+            return;
+        }
+        last_level = level;
+        if (level < log_threshold) {
+            return;
+        }
+        if (log_lines.size() == LOG_LINES_MAX) {
+            log_lines.pop_front();
+        }
+        log_lines.emplace_back(level, text);
+        log_waiting = true;
+    } catch (...) {
+        // A lost log line is better than an exception through C.
+    }
+}
+
+void on_abort(const char * message) {
+    if (previous_abort) {
+        previous_abort(message);
+    }
+    if (guard_depth > 0) {
+        throw std::runtime_error(message);
+    }
+    // A worker thread: nobody can catch there, so at least say why the process ends.
+    std::fprintf(stderr, "%s\n", message);
+}
+
+}  // namespace
+
+void install_hooks() {
+    static bool done = false;
+    if (done) {
+        return;
+    }
+    done = true;
+    llama_log_set(on_log, nullptr);
+    previous_abort = ggml_set_abort_callback(on_abort);
+    llama_backend_init();
+}
+
+std::string caught() { return caught_text; }
+bool caught_memory() { return caught_bad_alloc; }
+
+void note_caught(const char * what, bool memory) {
+    try {
+        caught_text = what;
+    } catch (...) {
+    }
+    caught_bad_alloc = memory;
+}
+
+void forget_caught() {
+    if (!caught_text.empty()) {
+        caught_text.clear();
+        caught_bad_alloc = false;
+    }
+}
+
+void begin_notes() { notes.clear(); }
+std::string take_notes() { return std::exchange(notes, {}); }
+
+void set_log_threshold(int level) { log_threshold = level; }
+bool has_log() { return log_waiting.load(std::memory_order_relaxed); }
+
+bool take_log(int & level, std::string & text) {
+    std::lock_guard<std::mutex> lock(log_mutex);
+    if (log_lines.empty()) {
+        log_waiting = false;
+        return false;
+    }
+    level = log_lines.front().first;
+    text = std::move(log_lines.front().second);
+    log_lines.pop_front();
+    return true;
+}
+
+}  // namespace pykv

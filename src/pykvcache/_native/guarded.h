@@ -1,0 +1,155 @@
+// llama.h's calls with every C++ exception caught at the border.
+//
+// ggml reports a broken precondition through an abort callback; ours throws, so
+// that what no check foresaw becomes a code here instead of the end of the process.
+// This is the net behind the checks, not the check.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "llama.h"
+
+namespace pykv {
+
+constexpr int32_t CAUGHT = INT32_MIN;  // no call here returns it by itself
+
+// Install the log and abort hooks; once, under the GIL.
+void install_hooks();
+
+// What the last guarded call on this thread caught; empty if nothing.
+std::string caught();
+// Whether it was std::bad_alloc.
+bool caught_memory();
+// The warnings and errors that llama.cpp logged on this thread since begin_notes().
+void begin_notes();
+std::string take_notes();
+
+// The queue of log lines: drained under the GIL, because the callback must not need it.
+void set_log_threshold(int level);
+bool has_log();
+bool take_log(int & level, std::string & text);
+
+// Details of guarded().
+extern thread_local int guard_depth;
+void note_caught(const char * what, bool memory);
+void forget_caught();
+
+template <class R, class F> R guarded(R on_error, F && call) noexcept {
+    R result = on_error;
+    ++guard_depth;
+    try {
+        forget_caught();
+        result = call();
+    } catch (const std::bad_alloc &) {
+        note_caught("out of memory", true);
+    } catch (const std::exception & error) {
+        note_caught(error.what(), false);
+    } catch (...) {
+        note_caught("unknown C++ exception", false);
+    }
+    --guard_depth;
+    return result;
+}
+
+template <class F> int32_t guarded_void(F && call) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] { call(); return 0; });
+}
+
+inline llama_model * model_load(const char * path, llama_model_params params) noexcept {
+    return guarded<llama_model *>(nullptr, [&] { return llama_model_load_from_file(path, params); });
+}
+inline int32_t model_free(llama_model * model) noexcept {
+    return guarded_void([&] { llama_model_free(model); });
+}
+// Contexts share the model: it is freed when the last of them is.
+inline std::shared_ptr<llama_model> own_model(llama_model * model) {
+    return std::shared_ptr<llama_model>(model, [](llama_model * last) { model_free(last); });
+}
+inline llama_context * context_new(llama_model * model, llama_context_params params) noexcept {
+    return guarded<llama_context *>(nullptr, [&] { return llama_init_from_model(model, params); });
+}
+inline int32_t context_free(llama_context * ctx) noexcept {
+    return guarded_void([&] { llama_free(ctx); });
+}
+inline int32_t decode(llama_context * ctx, llama_batch batch) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        const int32_t code = llama_decode(ctx, batch);
+        if (code == 0) {
+            llama_synchronize(ctx);  // results are read later, possibly by another thread
+        }
+        return code;
+    });
+}
+inline int32_t encode(llama_context * ctx, llama_batch batch) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        const int32_t code = llama_encode(ctx, batch);
+        if (code == 0) {
+            llama_synchronize(ctx);
+        }
+        return code;
+    });
+}
+inline const float * logits_ith(llama_context * ctx, int32_t i) noexcept {
+    return guarded<const float *>(nullptr, [&] { return llama_get_logits_ith(ctx, i); });
+}
+inline const float * embeddings_ith(llama_context * ctx, int32_t i) noexcept {
+    return guarded<const float *>(nullptr, [&] { return llama_get_embeddings_ith(ctx, i); });
+}
+inline const float * embeddings_seq(llama_context * ctx, llama_seq_id seq) noexcept {
+    return guarded<const float *>(nullptr, [&] { return llama_get_embeddings_seq(ctx, seq); });
+}
+
+inline int32_t memory_clear(llama_memory_t mem, bool data) noexcept {
+    return guarded_void([&] { llama_memory_clear(mem, data); });
+}
+inline int32_t seq_rm(llama_memory_t mem, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] { return int32_t(llama_memory_seq_rm(mem, seq, p0, p1)); });
+}
+inline int32_t seq_cp(llama_memory_t mem, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
+    return guarded_void([&] { llama_memory_seq_cp(mem, src, dst, p0, p1); });
+}
+inline int32_t seq_keep(llama_memory_t mem, llama_seq_id seq) noexcept {
+    return guarded_void([&] { llama_memory_seq_keep(mem, seq); });
+}
+inline int32_t seq_add(llama_memory_t mem, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {
+    return guarded_void([&] { llama_memory_seq_add(mem, seq, p0, p1, delta); });
+}
+inline int32_t seq_pos_min(llama_memory_t mem, llama_seq_id seq) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] { return llama_memory_seq_pos_min(mem, seq); });
+}
+inline int32_t seq_pos_max(llama_memory_t mem, llama_seq_id seq) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] { return llama_memory_seq_pos_max(mem, seq); });
+}
+
+inline int32_t tokenize(const llama_vocab * vocab, const char * text, int32_t size, llama_token * out, int32_t room,
+                        bool add_special, bool parse_special) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        return llama_tokenize(vocab, text, size, out, room, add_special, parse_special);
+    });
+}
+inline int32_t detokenize(const llama_vocab * vocab, const llama_token * tokens, int32_t n, char * out, int32_t room,
+                          bool remove_special, bool unparse_special) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        return llama_detokenize(vocab, tokens, n, out, room, remove_special, unparse_special);
+    });
+}
+inline int32_t token_to_piece(const llama_vocab * vocab, llama_token token, char * out, int32_t room, bool special) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] { return llama_token_to_piece(vocab, token, out, room, 0, special); });
+}
+
+inline llama_sampler * sampler_grammar(const llama_vocab * vocab, const char * grammar, const char * root) noexcept {
+    return guarded<llama_sampler *>(nullptr, [&] { return llama_sampler_init_grammar(vocab, grammar, root); });
+}
+inline int32_t sampler_apply(llama_sampler * chain, llama_token_data_array * candidates) noexcept {
+    return guarded_void([&] { llama_sampler_apply(chain, candidates); });
+}
+inline int32_t sampler_accept(llama_sampler * chain, llama_token token) noexcept {
+    return guarded_void([&] { llama_sampler_accept(chain, token); });
+}
+
+}  // namespace pykv

@@ -1,0 +1,185 @@
+# The context's pointer, its lock and its life.
+
+@cython.no_gc_clear  # __dealloc__ frees the context before the model that it points into
+cdef class Handle:
+    """Own a ``llama_context``; every method of a subclass runs between enter() and leave()."""
+
+    cdef lib.llama_context* ctx
+    cdef lib.memory* mem
+    cdef shared_ptr[lib.llama_model] model_ref
+    cdef lib.owned_mutex lock
+    cdef lib.abort_flag abort_flag
+    cdef readonly Model model
+    cdef int generation
+    cdef bint closed
+    cdef bint broken
+    cdef readonly uint32_t n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max
+    cdef readonly bint embeddings, causal
+    cdef readonly int pooling_type
+    cdef int32_t n_vocab, n_embd_out
+    cdef int kind
+    cdef bint streams
+
+    def __cinit__(self, Model model not None, dict params not None):
+        cdef lib.llama_context_params p = lib.llama_context_default_params()
+        cdef lib.llama_context* ctx
+        self.generation = _generation
+        self.model = model
+        self.model_ref = model.share()
+        self.n_vocab = model.n_vocab
+        self.n_embd_out = model.n_embd_out
+        _fill_context_params(&p, params)
+        p.abort_callback = lib.abort_flag.poll
+        p.abort_callback_data = &self.abort_flag
+        _sync_log()
+        with nogil:
+            lib.begin_notes()
+            ctx = lib.context_new(self.model_ref.get(), p)
+        notes = _notes()
+        _drain_log()
+        if ctx == NULL:
+            why = lib.caught().decode("utf-8", "replace") or notes or "llama.cpp gave no reason"
+            raise ContextCreateError(f"cannot create a context: {why}")
+        self.ctx = ctx
+        self.mem = lib.memory_new(ctx)
+        if self.mem == NULL:
+            raise _caught_error("create")
+        self.kind = lib.kind(self.mem)
+        self.streams = lib.n_stream(self.mem) > 1
+        self.n_ctx = lib.llama_n_ctx(ctx)
+        self.n_ctx_seq = lib.llama_n_ctx_seq(ctx)
+        self.n_batch = lib.llama_n_batch(ctx)
+        self.n_ubatch = lib.llama_n_ubatch(ctx)
+        self.n_seq_max = lib.llama_n_seq_max(ctx)
+        self.causal = lib.causal(ctx)
+        self.pooling_type = lib.pooling(ctx)
+        self.embeddings = p.embeddings
+
+    def __dealloc__(self):
+        # Threads do not survive a fork: the child leaks what it cannot free safely.
+        if self.generation == _generation:
+            self.free()
+
+    cdef void free(self) noexcept:
+        cdef lib.llama_context* ctx = self.ctx
+        if ctx != NULL:
+            self.ctx = NULL
+            lib.memory_delete(self.mem)
+            self.mem = NULL
+            with nogil:
+                lib.context_free(ctx)
+        self.model_ref.reset()
+
+    cdef int enter(self) except -1:
+        """Take the lock; the GIL is given up only when there is somebody to wait for."""
+        if self.generation != _generation:
+            raise ClosedError("this context belongs to the process before fork(); open a new one")
+        if not self.lock.try_enter():
+            if self.lock.is_mine():
+                raise RuntimeError("a callback of this context called the context itself")
+            with nogil:
+                self.lock.enter()
+        if self.closed:
+            self.lock.leave()
+            raise ClosedError("the context is closed")
+        return 0
+
+    cdef int usable(self) except -1:
+        """Refuse work after an error that left llama.cpp in an unknown state."""
+        if self.broken:
+            raise InternalError(
+                "llama.cpp failed earlier in this context: call clear_kv_cache() or close it")
+        return 0
+
+    cdef object fail(self, str where):
+        """Mark the context after a caught C++ exception and return what to raise."""
+        error = _caught_error(where)
+        self.broken = True
+        return error
+
+    def close(self):
+        """Free the context; waits for a running call of another thread."""
+        if self.generation != _generation:
+            self.closed = True
+            return
+        if self.closed:
+            return
+        if not self.lock.try_enter():
+            if self.lock.is_mine():
+                raise RuntimeError("a callback of this context called close()")
+            with nogil:
+                self.lock.enter()
+        try:
+            self.closed = True
+            self.free()
+        finally:
+            self.lock.leave()
+
+    @property
+    def is_closed(self):
+        """Whether close() was called, or the process forked."""
+        return self.closed or self.generation != _generation
+
+    def abort(self):
+        """Ask a running decode to stop; tells whether one was running."""
+        if self.generation != _generation:
+            return False
+        return self.abort_flag.ask()
+
+    def set_n_threads(self, n_threads, n_threads_batch):
+        """Call ``llama_set_n_threads``."""
+        cdef int n = _int(n_threads, "n_threads", 1, 512)
+        cdef int nb = _int(n_threads_batch, "n_threads_batch", 1, 512)
+        self.enter()
+        try:
+            lib.llama_set_n_threads(self.ctx, n, nb)
+        finally:
+            self.lock.leave()
+
+    def perf(self):
+        """Return ``llama_perf_context`` as a tuple."""
+        cdef lib.llama_perf_context_data d
+        self.enter()
+        try:
+            d = lib.llama_perf_context(self.ctx)
+        finally:
+            self.lock.leave()
+        return d.t_load_ms, d.t_p_eval_ms, d.t_eval_ms, d.n_p_eval, d.n_eval, d.n_reused
+
+    def perf_reset(self):
+        """Call ``llama_perf_context_reset``."""
+        self.enter()
+        try:
+            lib.llama_perf_context_reset(self.ctx)
+        finally:
+            self.lock.leave()
+
+
+cdef int _fill_context_params(lib.llama_context_params* p, dict d) except -1:
+    """Write validated values into the struct; every key is written, none is optional."""
+    p.n_ctx = d["n_ctx"]
+    p.n_batch = d["n_batch"]
+    p.n_ubatch = d["n_ubatch"]
+    p.n_seq_max = d["n_seq_max"]
+    p.n_threads = d["n_threads"]
+    p.n_threads_batch = d["n_threads_batch"]
+    p.rope_scaling_type = <lib.llama_rope_scaling_type><int>d["rope_scaling_type"]
+    p.pooling_type = <lib.llama_pooling_type_e><int>d["pooling_type"]
+    p.attention_type = <lib.llama_attention_type><int>d["attention_type"]
+    p.flash_attn_type = <lib.llama_flash_attn_type><int>d["flash_attn"]
+    p.rope_freq_base = d["rope_freq_base"]
+    p.rope_freq_scale = d["rope_freq_scale"]
+    p.yarn_ext_factor = d["yarn_ext_factor"]
+    p.yarn_attn_factor = d["yarn_attn_factor"]
+    p.yarn_beta_fast = d["yarn_beta_fast"]
+    p.yarn_beta_slow = d["yarn_beta_slow"]
+    p.yarn_orig_ctx = d["yarn_orig_ctx"]
+    p.type_k = <lib.ggml_type><int>d["type_k"]
+    p.type_v = <lib.ggml_type><int>d["type_v"]
+    p.embeddings = d["embeddings"]
+    p.offload_kqv = d["offload_kqv"]
+    p.op_offload = d["op_offload"]
+    p.no_perf = d["no_perf"]
+    p.swa_full = d["swa_full"]
+    p.kv_unified = d["kv_unified"]
+    return 0

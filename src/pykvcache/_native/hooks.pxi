@@ -1,0 +1,72 @@
+# Logging, errors caught in C++, fork.
+
+cdef object _logger = logging.getLogger("pykvcache.llama")
+_logger.addHandler(logging.NullHandler())
+
+# ggml_log_level -> logging
+cdef tuple _LEVELS = (
+    logging.NOTSET, logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.INFO)
+
+# Counts forks: an object of another generation belongs to the parent process.
+cdef int _generation = 0
+
+
+def _after_fork_in_child():
+    global _generation
+    _generation += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+lib.install_hooks()
+
+
+cdef int _sync_log() except -1:
+    """Tell C which lines the logger wants, so that the others cost no copy."""
+    cdef int level = _logger.getEffectiveLevel()
+    lib.set_log_threshold(
+        1 if level <= 10 else 2 if level <= 20 else 3 if level <= 30 else 4 if level <= 40 else 6)
+    return 0
+
+
+cdef int _drain_log() except -1:
+    """Hand queued log lines to Python; a logger that raises is reported, not obeyed."""
+    cdef int level = 0
+    cdef string text
+    if not lib.has_log():
+        return 0
+    while lib.take_log(level, text):
+        line = text.decode("utf-8", "replace").rstrip()
+        if line:
+            try:
+                _logger.log(_LEVELS[level], "%s", line)
+            except Exception as error:
+                logging.lastResort.handle(logging.LogRecord(
+                    "pykvcache", logging.ERROR, __file__, 0,
+                    "a log handler raised %r", (error,), None))
+    return 0
+
+
+cdef str _notes():
+    """What llama.cpp had to say about the failure of this thread's call, in one line."""
+    text = lib.take_notes().decode("utf-8", "replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return "; ".join(dict.fromkeys(lines))
+
+
+cdef object _caught_error(str where):
+    """The exception for a call that came back with CAUGHT."""
+    text = lib.caught().decode("utf-8", "replace")
+    if lib.caught_memory():
+        return MemoryError(f"{where}: out of memory inside llama.cpp")
+    return InternalError(f"{where}: llama.cpp failed: {text or 'unknown C++ exception'}")
+
+
+def system_info() -> dict:
+    """Return the version of llama.cpp and what it was built with."""
+    return {
+        "llama_version": lib.llama_version().decode(),
+        "supports_gpu_offload": bool(lib.llama_supports_gpu_offload()),
+        "max_sequences": lib.llama_max_parallel_sequences(),
+    }

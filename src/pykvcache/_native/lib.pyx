@@ -1,0 +1,51 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+# cython: embedsignature=False, initializedcheck=False
+"""llama.cpp, 1:1, behind checks: pointers, locks, codes turned into exceptions.
+
+Nothing here has a default and nothing guesses. A line with ``lib.`` is C.
+"""
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.long cimport PyLong_AsLongLongAndOverflow
+from libc.stdint cimport INT32_MAX, int8_t, int32_t, int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+from libcpp cimport bool as cbool
+from libcpp.memory cimport shared_ptr
+from libcpp.string cimport string
+from libcpp.vector cimport vector
+
+from pykvcache._native cimport libllama as lib
+
+import logging
+import os
+
+import numpy as np
+
+from pykvcache.errors import (
+    ClosedError,
+    ContextCreateError,
+    DecodeAborted,
+    DecodeError,
+    InternalError,
+    InvalidBatch,
+    ModelLoadError,
+    NoKvCacheSlot,
+    P0TooLarge,
+    P1TooLarge,
+    PositionError,
+    SeqIdTooLarge,
+    SequenceIdError,
+    UnsupportedOperation,
+)
+
+# llama.cpp's own limit of sequences per context (LLAMA_MAX_SEQ).
+cdef enum:
+    MAX_SEQ = 256
+
+include "hooks.pxi"
+include "convert.pxi"
+include "model.pxi"
+include "handle.pxi"
+include "memory.pxi"
+include "decode.pxi"
+include "sampler.pxi"

@@ -1,0 +1,282 @@
+# What is called of llama.h, in header order; only the struct fields that are read or written.
+# The guarded.h, probe.h and sync.h declarations follow it.
+
+from libc.stdint cimport int8_t, int32_t, int64_t, uint32_t, uint64_t
+from libcpp cimport bool
+from libcpp.memory cimport shared_ptr
+from libcpp.string cimport string
+
+
+cdef extern from "llama.h" nogil:
+    ctypedef int32_t llama_pos
+    ctypedef int32_t llama_token
+    ctypedef int32_t llama_seq_id
+
+    cdef struct llama_vocab:
+        pass
+    cdef struct llama_model:
+        pass
+    cdef struct llama_context:
+        pass
+    cdef struct llama_sampler:
+        pass
+    ctypedef struct llama_memory_i:
+        pass
+    ctypedef llama_memory_i* llama_memory_t
+
+    ctypedef int ggml_type
+    ctypedef int llama_split_mode
+    ctypedef int llama_load_mode
+    ctypedef int llama_rope_scaling_type
+    ctypedef int llama_pooling_type_e "enum llama_pooling_type"
+    ctypedef int llama_attention_type
+    ctypedef int llama_flash_attn_type
+
+    const llama_token LLAMA_TOKEN_NULL
+
+    ctypedef struct llama_token_data:
+        llama_token id
+        float logit
+        float p
+
+    ctypedef struct llama_token_data_array:
+        llama_token_data* data
+        size_t size
+        int64_t selected
+        bool sorted
+
+    ctypedef bool (*llama_progress_callback)(float progress, void* user_data) noexcept
+
+    ctypedef struct llama_batch:
+        int32_t n_tokens
+        llama_token* token
+        float* embd
+        llama_pos* pos
+        int32_t* n_seq_id
+        llama_seq_id** seq_id
+        int8_t* logits
+
+    ctypedef struct llama_model_params:
+        int32_t n_gpu_layers
+        llama_split_mode split_mode
+        llama_load_mode load_mode
+        int32_t main_gpu
+        llama_progress_callback progress_callback
+        void* progress_callback_user_data
+        bool vocab_only
+        bool check_tensors
+        bool use_extra_bufts
+
+    ctypedef struct llama_context_params:
+        uint32_t n_ctx
+        uint32_t n_batch
+        uint32_t n_ubatch
+        uint32_t n_seq_max
+        int32_t n_threads
+        int32_t n_threads_batch
+        llama_rope_scaling_type rope_scaling_type
+        llama_pooling_type_e pooling_type
+        llama_attention_type attention_type
+        llama_flash_attn_type flash_attn_type
+        float rope_freq_base
+        float rope_freq_scale
+        float yarn_ext_factor
+        float yarn_attn_factor
+        float yarn_beta_fast
+        float yarn_beta_slow
+        uint32_t yarn_orig_ctx
+        ggml_type type_k
+        ggml_type type_v
+        bool (*abort_callback)(void*) noexcept
+        void* abort_callback_data
+        bool embeddings
+        bool offload_kqv
+        bool no_perf
+        bool op_offload
+        bool swa_full
+        bool kv_unified
+
+    ctypedef struct llama_sampler_chain_params:
+        bool no_perf
+
+    const char* llama_version()
+    llama_model_params llama_model_default_params()
+    llama_context_params llama_context_default_params()
+    llama_sampler_chain_params llama_sampler_chain_default_params()
+
+    size_t llama_max_parallel_sequences()
+    bool llama_supports_gpu_offload()
+
+    uint32_t llama_n_ctx(const llama_context*)
+    uint32_t llama_n_ctx_seq(const llama_context*)
+    uint32_t llama_n_batch(const llama_context*)
+    uint32_t llama_n_ubatch(const llama_context*)
+    uint32_t llama_n_seq_max(const llama_context*)
+    llama_memory_t llama_get_memory(const llama_context*)
+
+    const llama_vocab* llama_model_get_vocab(const llama_model*)
+    int llama_model_rope_type(const llama_model*)
+    int32_t llama_model_n_ctx_train(const llama_model*)
+    int32_t llama_model_n_embd(const llama_model*)
+    int32_t llama_model_n_layer(const llama_model*)
+    int32_t llama_model_n_head(const llama_model*)
+    int32_t llama_model_n_head_kv(const llama_model*)
+    int32_t llama_model_n_swa(const llama_model*)
+    int llama_vocab_type(const llama_vocab*)
+    int32_t llama_vocab_n_tokens(const llama_vocab*)
+    int32_t llama_model_meta_count(const llama_model*)
+    int32_t llama_model_meta_key_by_index(const llama_model*, int32_t i, char* buf, size_t size)
+    int32_t llama_model_meta_val_str_by_index(const llama_model*, int32_t i, char* buf, size_t size)
+    int32_t llama_model_desc(const llama_model*, char* buf, size_t size)
+    uint64_t llama_model_size(const llama_model*)
+    const char* llama_model_chat_template(const llama_model*, const char* name)
+    uint64_t llama_model_n_params(const llama_model*)
+    bool llama_model_has_encoder(const llama_model*)
+    bool llama_model_has_decoder(const llama_model*)
+    llama_token llama_model_decoder_start_token(const llama_model*)
+    bool llama_model_is_recurrent(const llama_model*)
+    bool llama_model_is_hybrid(const llama_model*)
+
+    void llama_set_n_threads(llama_context*, int32_t n_threads, int32_t n_threads_batch)
+
+    bool llama_vocab_is_eog(const llama_vocab*, llama_token)
+    bool llama_vocab_is_control(const llama_vocab*, llama_token)
+    llama_token llama_vocab_bos(const llama_vocab*)
+    llama_token llama_vocab_eos(const llama_vocab*)
+    llama_token llama_vocab_eot(const llama_vocab*)
+    llama_token llama_vocab_sep(const llama_vocab*)
+    llama_token llama_vocab_nl(const llama_vocab*)
+    llama_token llama_vocab_pad(const llama_vocab*)
+    llama_token llama_vocab_mask(const llama_vocab*)
+    bool llama_vocab_get_add_bos(const llama_vocab*)
+    bool llama_vocab_get_add_eos(const llama_vocab*)
+
+    void llama_sampler_reset(llama_sampler*)
+    void llama_sampler_free(llama_sampler*)
+    llama_sampler* llama_sampler_chain_init(llama_sampler_chain_params)
+    void llama_sampler_chain_add(llama_sampler*, llama_sampler*)
+    llama_sampler* llama_sampler_init_greedy()
+    llama_sampler* llama_sampler_init_dist(uint32_t seed)
+    llama_sampler* llama_sampler_init_top_k(int32_t k)
+    llama_sampler* llama_sampler_init_top_p(float p, size_t min_keep)
+    llama_sampler* llama_sampler_init_min_p(float p, size_t min_keep)
+    llama_sampler* llama_sampler_init_temp(float t)
+    llama_sampler* llama_sampler_init_penalties(
+        int32_t n_vocab, int32_t last_n, float repeat, float freq, float present)
+
+    ctypedef struct llama_perf_context_data:
+        double t_load_ms
+        double t_p_eval_ms
+        double t_eval_ms
+        int32_t n_p_eval
+        int32_t n_eval
+        int32_t n_reused
+    llama_perf_context_data llama_perf_context(const llama_context*)
+    void llama_perf_context_reset(llama_context*)
+
+
+cdef extern from "guarded.h" namespace "pykv" nogil:
+    const int32_t CAUGHT
+    void install_hooks()
+    string caught()
+    bool caught_memory()
+    void begin_notes()
+    string take_notes()
+    void set_log_threshold(int level)
+    bool has_log()
+    bool take_log(int& level, string& text)
+
+    llama_model* model_load(const char* path, llama_model_params)
+    shared_ptr[llama_model] own_model(llama_model*)
+    llama_context* context_new(llama_model*, llama_context_params)
+    int32_t context_free(llama_context*)
+    int32_t decode(llama_context*, llama_batch)
+    int32_t encode(llama_context*, llama_batch)
+    const float* logits_ith(llama_context*, int32_t i)
+    const float* embeddings_ith(llama_context*, int32_t i)
+    const float* embeddings_seq(llama_context*, llama_seq_id)
+    int32_t memory_clear(llama_memory_t, bool data)
+    int32_t seq_rm(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1)
+    int32_t seq_cp(llama_memory_t, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
+    int32_t seq_keep(llama_memory_t, llama_seq_id)
+    int32_t seq_add(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
+    int32_t seq_pos_min(llama_memory_t, llama_seq_id)
+    int32_t seq_pos_max(llama_memory_t, llama_seq_id)
+    int32_t tokenize(const llama_vocab*, const char* text, int32_t size, llama_token* out,
+                     int32_t room, bool add_special, bool parse_special)
+    int32_t detokenize(const llama_vocab*, const llama_token* tokens, int32_t n, char* out,
+                       int32_t room, bool remove_special, bool unparse_special)
+    int32_t token_to_piece(const llama_vocab*, llama_token, char* out, int32_t room, bool special)
+    llama_sampler* sampler_grammar(const llama_vocab*, const char* grammar, const char* root)
+    int32_t sampler_apply(llama_sampler*, llama_token_data_array*)
+    int32_t sampler_accept(llama_sampler*, llama_token)
+
+
+cdef extern from "probe.h" namespace "pykv" nogil:
+    enum memory_kind:
+        MEMORY_NONE
+        MEMORY_ATTENTION
+        MEMORY_SLIDING_WINDOW
+        MEMORY_RECURRENT
+        MEMORY_HYBRID
+        MEMORY_HYBRID_SLIDING_WINDOW
+        MEMORY_OTHER
+    enum no_shift:
+        SHIFT_OK
+        SHIFT_MULTI_POS
+        SHIFT_ARCH
+        SHIFT_NO_ROPE
+        SHIFT_BF16
+    enum shift_problem:
+        SHIFT_FITS
+        SHIFT_NEGATIVE
+        SHIFT_OVERFLOW
+        SHIFT_COLLIDES
+    ctypedef struct model_facts:
+        bool learned_positions
+        bool causal
+        int32_t n_embd_out
+        int32_t n_cls_out
+        uint64_t k_per_cell
+        uint64_t v_per_cell
+    cdef cppclass memory:
+        pass
+
+    model_facts look_at_model(const llama_model*)
+    bool heads_divisible(const llama_model*, ggml_type, bool keys)
+    memory* memory_new(llama_context*)
+    void memory_delete(memory*)
+    memory_kind kind(const memory*)
+    const char* class_name(const memory*)
+    no_shift why_no_shift(const memory*)
+    uint32_t n_stream(const memory*)
+    bool causal(const llama_context*)
+    int pooling(const llama_context*)
+    bool extent(const memory*, llama_seq_id, llama_pos& lo, llama_pos& hi)
+    void note_first(memory*, llama_seq_id, llama_pos first)
+    llama_pos first_of(const memory*, llama_seq_id)
+    size_t count(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)
+    bool window_intact(const memory*, llama_seq_id, llama_pos next)
+    bool window_dropped(const memory*, llama_seq_id)
+    bool shared(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)
+    bool same_cells(const memory*, llama_seq_id, llama_seq_id)
+    shift_problem add_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int64_t delta,
+                            llama_pos& where)
+    shift_problem div_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d,
+                            llama_pos& where)
+    int32_t div_apply(memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d)
+    int32_t flush(llama_context*)
+
+
+cdef extern from "sync.h" namespace "pykv" nogil:
+    cdef cppclass owned_mutex:
+        bool try_enter()
+        void enter()
+        void leave()
+        bool is_mine()
+    cdef cppclass abort_flag:
+        void begin()
+        void end()
+        bool ask()
+        @staticmethod
+        bool poll(void*) noexcept

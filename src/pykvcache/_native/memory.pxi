@@ -1,0 +1,362 @@
+# The sequence operations, each behind its preconditions.
+#
+# A sequence holds (token, position) pairs. After every operation that succeeds the
+# next logits are those of attention over exactly these cells; what this memory
+# cannot do that way is refused before llama.cpp is called, with nothing changed.
+
+cdef dict _KIND_NAMES = {
+    lib.MEMORY_NONE: "none",
+    lib.MEMORY_ATTENTION: "attention",
+    lib.MEMORY_SLIDING_WINDOW: "sliding-window",
+    lib.MEMORY_RECURRENT: "recurrent",
+    lib.MEMORY_HYBRID: "hybrid",
+    lib.MEMORY_HYBRID_SLIDING_WINDOW: "hybrid-sliding-window",
+    lib.MEMORY_OTHER: "other",
+}
+
+cdef dict _NO_SHIFT = {
+    lib.SHIFT_MULTI_POS: "M-RoPE stores several positions per token, which llama.cpp cannot shift",
+    lib.SHIFT_ARCH: "llama.cpp cannot rotate the keys of this architecture again",
+    lib.SHIFT_NO_ROPE: "a part of this cache has no rotary layer (NoPE), which llama.cpp cannot shift",
+    lib.SHIFT_BF16: "keys stored as bf16 cannot be rotated; create the context with type_k='f16'",
+}
+
+
+cdef class Memory(Handle):
+    """``llama_memory_*`` behind checks."""
+
+    # Sequences whose recurrent state is ahead of what was computed (an aborted decode).
+    cdef bint poisoned[MAX_SEQ]
+
+    # Facts ---------------------------------------------------------------------------
+
+    @property
+    def memory_kind(self):
+        """What kind of memory this is, as a word."""
+        return _KIND_NAMES[self.kind]
+
+    @property
+    def n_streams(self):
+        """Number of separate streams of cells."""
+        self.enter()
+        try:
+            return lib.n_stream(self.mem)
+        finally:
+            self.lock.leave()
+
+    def can_shift(self):
+        """Tell whether seq_add can be right on this memory."""
+        self.enter()
+        try:
+            return lib.why_no_shift(self.mem) == lib.SHIFT_OK
+        finally:
+            self.lock.leave()
+
+    cdef lib.llama_memory_t memory(self) noexcept nogil:
+        return lib.llama_get_memory(self.ctx)
+
+    cdef bint is_recurrent_like(self) noexcept:
+        return (self.kind == lib.MEMORY_RECURRENT or self.kind == lib.MEMORY_HYBRID
+                or self.kind == lib.MEMORY_HYBRID_SLIDING_WINDOW)
+
+    cdef bint whole_only(self) noexcept:
+        """Whether a part of a sequence can be neither removed, copied nor moved."""
+        return self.is_recurrent_like() or self.kind == lib.MEMORY_OTHER
+
+    cdef int need_memory(self, str operation) except -1:
+        if self.kind == lib.MEMORY_NONE:
+            raise UnsupportedOperation(operation, "this model keeps no memory")
+        return 0
+
+    cdef int done(self, int32_t code, str where) except -1:
+        """Turn what a guarded call returned into an exception where it was caught."""
+        if code == lib.CAUGHT:
+            raise self.fail(where)
+        if lib.has_log():
+            _drain_log()
+        return 0
+
+    # Positions -----------------------------------------------------------------------
+
+    def seq_pos(self, seq_id, bint want_max):
+        """Return the lowest or highest position; -1 for empty, unused or out of range."""
+        cdef int overflow = 0
+        cdef long long n = _index(seq_id, "sequence id", &overflow)
+        cdef int32_t result
+        self.enter()
+        try:
+            self.usable()
+            if overflow or n < 0 or n >= self.n_seq_max or self.kind == lib.MEMORY_NONE:
+                return -1
+            if want_max:
+                result = lib.seq_pos_max(self.memory(), <int32_t>n)
+            else:
+                result = lib.seq_pos_min(self.memory(), <int32_t>n)
+            if result == lib.CAUGHT:
+                raise self.fail("seq_pos")
+            return result
+        finally:
+            self.lock.leave()
+
+    cdef int32_t next_pos(self, int32_t seq) except -1:
+        cdef int32_t result
+        if self.kind == lib.MEMORY_NONE:
+            return 0
+        result = lib.seq_pos_max(self.memory(), seq)
+        if result == lib.CAUGHT:
+            raise self.fail("seq_pos_max")
+        return result + 1
+
+    # Removal -------------------------------------------------------------------------
+
+    def clear(self, bint data):
+        """Call ``llama_memory_clear``; cures poisoned sequences and a broken context."""
+        cdef int32_t code = 0
+        self.enter()
+        try:
+            if self.kind != lib.MEMORY_NONE:
+                with nogil:
+                    code = lib.memory_clear(self.memory(), data)
+            self.done(code, "clear")
+            for s in range(MAX_SEQ):
+                self.poisoned[s] = False
+            self.broken = False
+        finally:
+            self.lock.leave()
+
+    cdef int removable(self, int32_t seq, int32_t p0, int32_t p1) except -1:
+        """0: nothing there, 1: the whole sequence, 2: a part that can go, 3: one that cannot."""
+        cdef int32_t lo = 0, hi = 0, keep
+        if not lib.extent(self.mem, seq, lo, hi):
+            # Also a sequence that only the window or the recurrent half knows is cured here.
+            return 1 if p0 == 0 and p1 == INT32_MAX else 0
+        if p0 <= lo and p1 > hi:
+            return 1
+        if lib.count(self.mem, seq, p0, p1) == 0:
+            return 0
+        if self.whole_only() or self.poisoned[seq]:
+            return 3
+        # Queries come from the end: what they see must not have been dropped by the window.
+        keep = hi + 1 if p1 <= hi else self.last_before(seq, lo, p0) + 1
+        return 2 if lib.window_intact(self.mem, seq, keep) else 3
+
+    cdef int32_t last_before(self, int32_t seq, int32_t lo, int32_t p) noexcept:
+        """The highest held position below p; there is one."""
+        cdef int32_t a = lo, b = p, middle
+        while b - a > 1:
+            middle = a + (b - a) // 2
+            if lib.count(self.mem, seq, middle, p):
+                a = middle
+            else:
+                b = middle
+        return a
+
+    cdef int remove_from(self, int32_t seq, int what, int32_t p0, int32_t p1) except -1:
+        cdef int32_t code
+        if what == 0:
+            return 0
+        if what == 1:
+            p0 = p1 = -1
+        code = lib.seq_rm(
+            self.memory(), seq, p0 if p0 else -1, p1 if p1 != INT32_MAX else -1)
+        self.done(code, "seq_rm")
+        if code == 0:
+            raise InternalError(f"llama_memory_seq_rm refused a removal from sequence {seq}")
+        if what == 1:
+            self.poisoned[seq] = False
+        return 0
+
+    def seq_rm(self, seq_id, p0, p1):
+        """Remove ``[p0, p1)``; False, and nothing changed, where the memory cannot."""
+        cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
+        cdef int32_t a = _p0(p0), b = _p1(p1)
+        cdef int what
+        self.enter()
+        try:
+            self.need_memory("clear_kv_cache_seq")
+            self.usable()
+            if a >= b:
+                return True
+            if seq >= 0:
+                what = self.removable(seq, a, b)
+                if what == 3:
+                    return False
+                self.remove_from(seq, what, a, b)
+                return True
+            for s in range(self.n_seq_max):
+                if self.removable(s, a, b) == 3:
+                    return False
+            for s in range(self.n_seq_max):
+                self.remove_from(s, self.removable(s, a, b), a, b)
+            return True
+        finally:
+            self.lock.leave()
+
+    def seq_keep(self, seq_id):
+        """Remove every other sequence, in every stream and half."""
+        cdef int32_t s, seq = _seq(seq_id, self.n_seq_max)
+        self.enter()
+        try:
+            self.need_memory("kv_cache_seq_keep")
+            self.usable()
+            # llama_memory_seq_keep looks at one stream only.
+            for s in range(self.n_seq_max):
+                if s != seq:
+                    self.remove_from(s, self.removable(s, 0, INT32_MAX), 0, INT32_MAX)
+        finally:
+            self.lock.leave()
+
+    # Copy ----------------------------------------------------------------------------
+
+    def seq_cp(self, src, dst, p0, p1, str operation):
+        """Make dst hold what src holds in ``[p0, p1)``, and nothing else."""
+        cdef int32_t s = _seq(src, self.n_seq_max), d = _seq(dst, self.n_seq_max)
+        cdef int32_t a = _p0(p0), b = _p1(p1), lo = 0, hi = 0
+        cdef bint whole
+        self.enter()
+        try:
+            self.need_memory(operation)
+            self.usable()
+            if s == d or a >= b:
+                return
+            if not lib.extent(self.mem, s, lo, hi):
+                self.remove_from(d, self.removable(d, 0, INT32_MAX), 0, INT32_MAX)
+                return
+            whole = a <= lo and b > hi
+            if not whole:
+                self.check_partial_copy(operation, s, a, b, hi)
+            if self.poisoned[s]:
+                raise UnsupportedOperation(
+                    operation, f"sequence {s} holds the rest of an aborted decode: remove all of it")
+            # llama_memory_seq_cp merges into a unified destination; a copy replaces.
+            self.remove_from(d, self.removable(d, 0, INT32_MAX), 0, INT32_MAX)
+            if whole:
+                a = b = -1
+            elif lib.count(self.mem, s, a, b) == 0:
+                return
+            self.done(lib.seq_cp(
+                self.memory(), s, d, a if a else -1, b if b != INT32_MAX else -1), "seq_cp")
+            lib.note_first(self.mem, d, lib.first_of(self.mem, s))
+        finally:
+            self.lock.leave()
+
+    cdef int check_partial_copy(
+            self, str operation, int32_t s, int32_t a, int32_t b, int32_t hi) except -1:
+        cdef int32_t lo = 0, top = 0
+        if self.whole_only():
+            raise UnsupportedOperation(
+                operation, f"{self.memory_kind} memory copies whole sequences only: leave out p0 and p1")
+        if self.streams:
+            raise UnsupportedOperation(
+                operation, "with kv_unified=False a copy goes to another stream and must be whole: "
+                "copy all, then remove what is not wanted")
+        if lib.count(self.mem, s, a, b) == 0:
+            return 0
+        lib.extent(self.mem, s, lo, top)
+        top = hi if b > hi else self.last_before(s, lo, b)
+        if not lib.window_intact(self.mem, s, top + 1):
+            raise UnsupportedOperation(
+                operation, f"the sliding window has dropped cells that position {top + 1} would see: "
+                "copy the whole sequence, or decode the prefix again")
+        return 0
+
+    # Shift ---------------------------------------------------------------------------
+
+    def seq_add(self, seq_id, p0, p1, delta):
+        """Add delta to the positions in ``[p0, p1)``."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = _p0(p0), b = _p1(p1), where = 0
+        cdef int overflow = 0
+        cdef long long by = _index(delta, "delta", &overflow)
+        cdef lib.shift_problem problem
+        self.enter()
+        try:
+            if not self.begin_move("kv_cache_seq_add", seq, a, b):
+                return
+            if by == 0 and not overflow:
+                return
+            self.check_move("kv_cache_seq_add", seq, &a, &b)
+            if overflow or by > INT32_MAX or by < -INT32_MAX - 1:
+                problem = lib.SHIFT_OVERFLOW
+            else:
+                problem = lib.add_check(self.mem, seq, a, b, by, where)
+            self.raise_problem(problem, f"adding {delta}", where, p0, p1)
+            self.done(lib.seq_add(
+                self.memory(), seq, a, b if b != INT32_MAX else -1, <int32_t>by), "seq_add")
+            lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) + <int32_t>by)
+        finally:
+            self.lock.leave()
+
+    def seq_div(self, seq_id, p0, p1, d):
+        """Divide the positions in ``[p0, p1)`` by d, rotating K the right way."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = _p0(p0), b = _p1(p1), where = 0
+        cdef int by = _int(d, "d", 1, 255)
+        self.enter()
+        try:
+            if not self.begin_move("kv_cache_seq_div", seq, a, b):
+                return
+            if by == 1:
+                return
+            self.check_move("kv_cache_seq_div", seq, &a, &b)
+            self.raise_problem(
+                lib.div_check(self.mem, seq, a, b, by, where), f"dividing by {by}", where, p0, p1)
+            self.done(lib.div_apply(self.mem, seq, a, b, by), "seq_div")
+            lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) // by)
+        finally:
+            self.lock.leave()
+
+    cdef int begin_move(self, str operation, int32_t seq, int32_t a, int32_t b) except -1:
+        """0 when there is nothing to move; refusals that hold for any delta come first."""
+        self.need_memory(operation)
+        self.usable()
+        if lib.why_no_shift(self.mem) == lib.SHIFT_MULTI_POS:
+            raise UnsupportedOperation(operation, _NO_SHIFT[lib.SHIFT_MULTI_POS])
+        return a < b and lib.count(self.mem, seq, a, b) > 0
+
+    cdef int check_move(self, str operation, int32_t seq, int32_t* a, int32_t* b) except -1:
+        cdef int32_t lo = 0, hi = 0
+        cdef int why = lib.why_no_shift(self.mem)
+        if why != lib.SHIFT_OK:
+            raise UnsupportedOperation(operation, _NO_SHIFT[why])
+        lib.extent(self.mem, seq, lo, hi)
+        if self.whole_only():
+            if a[0] > lo or b[0] <= hi:
+                raise UnsupportedOperation(
+                    operation, f"{self.memory_kind} memory moves whole sequences only")
+            a[0] = 0
+            b[0] = INT32_MAX
+        if self.poisoned[seq]:
+            raise UnsupportedOperation(
+                operation, f"sequence {seq} holds the rest of an aborted decode: remove all of it")
+        if lib.shared(self.mem, seq, a[0], b[0]):
+            raise UnsupportedOperation(
+                operation, f"sequence {seq} shares cells with another sequence, which would move too: "
+                "remove the other, or decode into a sequence of its own")
+        if lib.window_dropped(self.mem, seq):
+            raise UnsupportedOperation(
+                operation, "the sliding window has dropped cells of this sequence: "
+                "create the context with swa_full=True, or decode again")
+        return 0
+
+    cdef int raise_problem(self, int problem, str what, int32_t where, object p0, object p1) except -1:
+        if problem == lib.SHIFT_NEGATIVE:
+            raise PositionError(f"{what} would move position {where} below 0", p0=p0, p1=p1)
+        if problem == lib.SHIFT_OVERFLOW:
+            raise PositionError(f"{what} would move position {where} past {INT32_MAX - 1}", p0=p0, p1=p1)
+        if problem == lib.SHIFT_COLLIDES:
+            raise PositionError(f"{what} would land on position {where}, which is held already", p0=p0, p1=p1)
+        return 0
+
+    # Pending updates -----------------------------------------------------------------
+
+    def update(self):
+        """Apply pending shifts and stream copies now (``llama_context::memory_update``)."""
+        cdef int32_t code = 0
+        self.enter()
+        try:
+            self.usable()
+            if self.kind != lib.MEMORY_NONE:
+                with nogil:
+                    code = lib.flush(self.ctx)
+            self.done(code, "update")
+        finally:
+            self.lock.leave()

@@ -1,0 +1,248 @@
+# The model: weights and vocabulary, shared by contexts and safe to use from several threads.
+
+cdef cbool _on_progress(float fraction, void* data) noexcept with gil:
+    """Ask the Python callback; a raising one stops the load and is raised afterwards."""
+    cdef list box = <list>data
+    try:
+        go_on = box[0](fraction) is not False
+        box[2] = not go_on
+        return go_on
+    except BaseException as error:
+        box[1] = error
+        return False
+
+
+cdef class Model:
+    """Own a ``llama_model``."""
+
+    cdef shared_ptr[lib.llama_model] ref
+    cdef int generation
+    cdef const lib.llama_vocab* vocab
+    cdef lib.model_facts facts
+    cdef readonly int32_t n_vocab, n_ctx_train, n_embd, n_embd_out, n_layer, n_head, n_head_kv, n_swa
+    cdef readonly int rope_type, vocab_type
+    cdef readonly bint is_recurrent, is_hybrid, has_encoder, has_decoder, vocab_only
+    cdef readonly object size, n_params
+    cdef readonly str description
+    cdef readonly object chat_template
+    cdef readonly dict metadata
+
+    def __cinit__(self, bytes path not None, dict params not None, object progress):
+        cdef lib.llama_model_params p = lib.llama_model_default_params()
+        cdef const char* c_path = path
+        cdef lib.llama_model* model
+        cdef list box = [progress, None, False]  # callback, what it raised, whether it cancelled
+        self.generation = _generation
+        p.n_gpu_layers = params["n_gpu_layers"]
+        p.split_mode = <lib.llama_split_mode><int>params["split_mode"]
+        p.load_mode = <lib.llama_load_mode><int>params["load_mode"]
+        p.main_gpu = params["main_gpu"]
+        p.vocab_only = params["vocab_only"]
+        p.check_tensors = params["check_tensors"]
+        p.use_extra_bufts = params["use_extra_bufts"]
+        if progress is not None:
+            p.progress_callback = _on_progress
+            p.progress_callback_user_data = <void*>box
+        _sync_log()
+        with nogil:
+            lib.begin_notes()
+            model = lib.model_load(c_path, p)
+        notes = _notes()
+        _drain_log()
+        if model != NULL:
+            self.ref = lib.own_model(model)
+        if box[1] is not None:
+            raise box[1]
+        if model == NULL:
+            if lib.caught_memory():
+                raise MemoryError(f"not enough memory to load {os.fsdecode(path)!r}")
+            why = lib.caught().decode("utf-8", "replace") or notes or "llama.cpp gave no reason"
+            if box[2]:
+                why = "cancelled by the progress callback"
+            raise ModelLoadError(f"cannot load {os.fsdecode(path)!r}: {why}")
+        self.vocab_only = p.vocab_only
+        self.read_facts()
+
+    cdef int read_facts(self) except -1:
+        cdef const lib.llama_model* m = self.ref.get()
+        cdef const char* template
+        self.vocab = lib.llama_model_get_vocab(m)
+        self.vocab_type = lib.llama_vocab_type(self.vocab)
+        self.n_vocab = lib.llama_vocab_n_tokens(self.vocab)
+        self.n_ctx_train = lib.llama_model_n_ctx_train(m)
+        self.n_embd = lib.llama_model_n_embd(m)
+        self.n_layer = lib.llama_model_n_layer(m)
+        self.n_swa = lib.llama_model_n_swa(m)
+        self.rope_type = lib.llama_model_rope_type(m)
+        self.is_recurrent = lib.llama_model_is_recurrent(m)
+        self.is_hybrid = lib.llama_model_is_hybrid(m)
+        self.has_encoder = lib.llama_model_has_encoder(m)
+        self.has_decoder = lib.llama_model_has_decoder(m)
+        self.size = lib.llama_model_size(m)
+        self.n_params = lib.llama_model_n_params(m)
+        self.n_embd_out = self.n_embd
+        if self.n_layer > 0 and not self.vocab_only:
+            self.n_head = lib.llama_model_n_head(m)
+            self.n_head_kv = lib.llama_model_n_head_kv(m)
+            self.facts = lib.look_at_model(m)
+            self.n_embd_out = self.facts.n_embd_out
+        self.description = self.read_text(-1, 0)
+        self.metadata = {
+            self.read_text(0, i): self.read_text(1, i)
+            for i in range(lib.llama_model_meta_count(m))}
+        template = lib.llama_model_chat_template(m, NULL)
+        self.chat_template = None if template == NULL else template.decode("utf-8", "replace")
+        return 0
+
+    cdef str read_text(self, int what, int i):
+        """Read a description (-1), metadata key (0) or value (1), whatever its length."""
+        cdef const lib.llama_model* m = self.ref.get()
+        cdef vector[char] buffer
+        cdef int32_t n
+        buffer.resize(256)
+        while True:
+            if what < 0:
+                n = lib.llama_model_desc(m, buffer.data(), buffer.size())
+            elif what == 0:
+                n = lib.llama_model_meta_key_by_index(m, i, buffer.data(), buffer.size())
+            else:
+                n = lib.llama_model_meta_val_str_by_index(m, i, buffer.data(), buffer.size())
+            if n < 0:
+                return ""
+            if <size_t>n < buffer.size():
+                return buffer.data()[:n].decode("utf-8", "replace")
+            buffer.resize(<size_t>n + 1)
+
+    cdef shared_ptr[lib.llama_model] share(self) except *:
+        self.check_open()
+        return self.ref
+
+    cdef int check_open(self) except -1:
+        if self.generation != _generation:
+            raise ClosedError("this model belongs to the process before fork(); load it again")
+        if self.ref.get() == NULL:
+            raise ClosedError("the model is closed")
+        return 0
+
+    cdef int check_vocab(self) except -1:
+        self.check_open()
+        if self.vocab_type == 0:
+            raise UnsupportedOperation("tokenize", "the model has no vocabulary")
+        return 0
+
+    cdef int32_t check_token(self, object token) except -1:
+        cdef int overflow = 0
+        cdef long long n = _index(token, "token", &overflow)
+        if overflow or n < 0 or n >= self.n_vocab:
+            raise IndexError(f"token {token} is outside [0, {self.n_vocab})")
+        return <int32_t>n
+
+    def close(self):
+        """Drop the model; contexts that were made from it keep it alive."""
+        self.ref.reset()
+
+    @property
+    def is_closed(self):
+        """Whether close() was called, or the process forked."""
+        return self.ref.get() == NULL or self.generation != _generation
+
+    def cell_sizes(self):
+        """Return K and V values per cache cell, summed over the layers."""
+        return self.facts.k_per_cell, self.facts.v_per_cell
+
+    def heads_divisible(self, int ggml_type, bint keys):
+        """Tell whether every head size is a multiple of the type's block."""
+        self.check_open()
+        return lib.heads_divisible(self.ref.get(), <lib.ggml_type>ggml_type, keys)
+
+    def special_tokens(self):
+        """Return (bos, eos, eot, sep, nl, pad, mask, decoder_start); -1 where there is none."""
+        self.check_open()
+        v = self.vocab
+        return (
+            lib.llama_vocab_bos(v), lib.llama_vocab_eos(v), lib.llama_vocab_eot(v),
+            lib.llama_vocab_sep(v), lib.llama_vocab_nl(v), lib.llama_vocab_pad(v),
+            lib.llama_vocab_mask(v), lib.llama_model_decoder_start_token(self.ref.get()))
+
+    def adds_special(self):
+        """Return whether tokenizing puts a BOS in front and an EOS at the end."""
+        self.check_open()
+        return (bool(lib.llama_vocab_get_add_bos(self.vocab)),
+                bool(lib.llama_vocab_get_add_eos(self.vocab)))
+
+    def is_eog(self, token):
+        """Call ``llama_vocab_is_eog``."""
+        self.check_vocab()
+        return bool(lib.llama_vocab_is_eog(self.vocab, self.check_token(token)))
+
+    def is_control(self, token):
+        """Call ``llama_vocab_is_control``."""
+        self.check_vocab()
+        return bool(lib.llama_vocab_is_control(self.vocab, self.check_token(token)))
+
+    def tokenize(self, bytes text not None, bint add_special, bint parse_special):
+        """Call ``llama_tokenize``; the GIL is free meanwhile."""
+        cdef const char* c_text = text
+        cdef Py_ssize_t size = len(text)
+        cdef vector[int32_t] out
+        cdef int32_t n
+        self.check_vocab()
+        if size > INT32_MAX - 16:
+            raise ValueError(f"text of {size} bytes is too long: the limit is {INT32_MAX - 16}")
+        cdef shared_ptr[lib.llama_model] keep = self.ref
+        out.resize(size + 8)
+        with nogil:
+            n = lib.tokenize(
+                self.vocab, c_text, <int32_t>size, out.data(), <int32_t>out.size(),
+                add_special, parse_special)
+            if n < 0 and n != lib.CAUGHT:
+                out.resize(<size_t>(-n))
+                n = lib.tokenize(
+                    self.vocab, c_text, <int32_t>size, out.data(), <int32_t>out.size(),
+                    add_special, parse_special)
+        _drain_log()
+        if n == lib.CAUGHT:
+            raise _caught_error("tokenize")
+        result = np.empty(n, dtype=np.int32)
+        cdef int32_t[::1] view = result
+        if n:
+            memcpy(&view[0], out.data(), n * sizeof(int32_t))
+        return result
+
+    def detokenize(self, const int32_t[::1] tokens not None, bint remove_special, bint unparse_special):
+        """Call ``llama_detokenize`` and return bytes."""
+        cdef Py_ssize_t i, n = tokens.shape[0]
+        cdef vector[char] out
+        cdef int32_t got
+        self.check_vocab()
+        for i in range(n):
+            if tokens[i] < 0 or tokens[i] >= self.n_vocab:
+                raise IndexError(f"token {tokens[i]} (at {i}) is outside [0, {self.n_vocab})")
+        if n == 0:
+            return b""
+        out.resize(8 * n + 64)
+        while True:
+            got = lib.detokenize(
+                self.vocab, &tokens[0], <int32_t>n, out.data(), <int32_t>out.size(),
+                remove_special, unparse_special)
+            if got == lib.CAUGHT:
+                raise _caught_error("detokenize")
+            if got >= 0:
+                return out.data()[:got]
+            out.resize(<size_t>(-got))
+
+    def token_to_piece(self, token, bint special):
+        """Call ``llama_token_to_piece`` and return bytes."""
+        cdef vector[char] out
+        cdef int32_t got, c_token
+        self.check_vocab()
+        c_token = self.check_token(token)
+        out.resize(64)
+        while True:
+            got = lib.token_to_piece(
+                self.vocab, c_token, out.data(), <int32_t>out.size(), special)
+            if got == lib.CAUGHT:
+                raise _caught_error("token_to_piece")
+            if got >= 0:
+                return out.data()[:got]
+            out.resize(<size_t>(-got))

@@ -1,0 +1,355 @@
+#include "probe.h"
+
+#include <algorithm>
+#include <limits>
+#include <new>
+#include <vector>
+
+#include "guarded.h"
+#include "llama-context.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
+#include "llama-model.h"
+
+namespace pykv {
+
+// A memory is at most one attention cache, a window cache beside it, and a recurrent part.
+class memory {
+  public:
+    memory_kind               kind = MEMORY_NONE;
+    const char *              name = "none";
+    no_shift                  shift = SHIFT_OK;
+    llama_memory_i *          mem = nullptr;
+    llama_kv_cache *          base = nullptr;
+    llama_kv_cache *          swa = nullptr;
+    llama_memory_recurrent *  recurrent = nullptr;
+    const llama_hparams *     hparams = nullptr;
+    std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
+};
+
+namespace {
+
+using cell_set = std::set<std::pair<llama_pos, uint32_t>>;
+
+constexpr llama_pos POS_END = std::numeric_limits<llama_pos>::max();
+
+const cell_set & cells_of(const llama_kv_cache * cache, llama_seq_id seq) {
+    return cache->get_cells(seq).seq_pos_get(seq);
+}
+
+cell_set::const_iterator from(const cell_set & cells, llama_pos p) {
+    return cells.lower_bound({p, 0});
+}
+
+// The state that holds a recurrent sequence: one cell, or none.
+const llama_memory_recurrent::mem_cell * tail_of(const memory * m, llama_seq_id seq) {
+    const auto & cells = m->recurrent->cells;
+    if (size_t(seq) >= cells.size() || cells[seq].tail < 0) {
+        return nullptr;
+    }
+    return &cells[cells[seq].tail];
+}
+
+bool rotates(const llama_kv_cache * cache, const llama_hparams & hparams) {
+    for (const uint32_t il : cache->get_layer_ids()) {
+        if (hparams.has_rope(il)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+no_shift find_no_shift(const memory & m) {
+    if (m.kind == MEMORY_NONE || m.kind == MEMORY_OTHER) {
+        return SHIFT_ARCH;
+    }
+    if (m.hparams->n_pos_per_embd() > 1) {
+        return SHIFT_MULTI_POS;
+    }
+    for (const llama_kv_cache * cache : {m.base, m.swa}) {
+        if (!cache) {
+            continue;
+        }
+        if (!cache->get_can_shift()) {
+            return SHIFT_ARCH;
+        }
+        // Without rotary embedding no K has to be turned, and llama.cpp skips the graph.
+        if (m.hparams->rope_type == LLAMA_ROPE_TYPE_NONE) {
+            continue;
+        }
+        if (!rotates(cache, *m.hparams)) {
+            return SHIFT_NO_ROPE;
+        }
+        if (cache->type_k() == GGML_TYPE_BF16) {
+            return SHIFT_BF16;
+        }
+    }
+    return SHIFT_OK;
+}
+
+void classify(memory & m) {
+    if (!m.mem) {
+        return;
+    }
+    if (auto * kv = dynamic_cast<llama_kv_cache *>(m.mem)) {
+        m.kind = MEMORY_ATTENTION;
+        m.name = "llama_kv_cache";
+        m.base = kv;
+    } else if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(m.mem)) {
+        m.kind = MEMORY_SLIDING_WINDOW;
+        m.name = "llama_kv_cache_iswa";
+        m.base = iswa->get_base();
+        m.swa = iswa->get_swa();
+    } else if (auto * recurrent = dynamic_cast<llama_memory_recurrent *>(m.mem)) {
+        m.kind = MEMORY_RECURRENT;
+        m.name = "llama_memory_recurrent";
+        m.recurrent = recurrent;
+    } else if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(m.mem)) {
+        m.kind = MEMORY_HYBRID;
+        m.name = "llama_memory_hybrid";
+        m.base = hybrid->get_mem_attn();
+        m.recurrent = hybrid->get_mem_recr();
+    } else if (auto * hybrid_iswa = dynamic_cast<llama_memory_hybrid_iswa *>(m.mem)) {
+        m.kind = MEMORY_HYBRID_SLIDING_WINDOW;
+        m.name = "llama_memory_hybrid_iswa";
+        m.base = hybrid_iswa->get_mem_attn()->get_base();
+        m.swa = hybrid_iswa->get_mem_attn()->get_swa();
+        m.recurrent = hybrid_iswa->get_mem_recr();
+    } else {
+        m.kind = MEMORY_OTHER;
+        m.name = "other";
+    }
+}
+
+// First position that a query at `next` sees.
+llama_pos window_start(const memory * m, llama_pos next) {
+    const int64_t n_swa = m->hparams->n_swa;
+    int64_t start = 0;
+    switch (m->hparams->swa_type) {
+        case LLAMA_SWA_TYPE_NONE:      break;
+        case LLAMA_SWA_TYPE_STANDARD:  start = next - n_swa + 1; break;
+        case LLAMA_SWA_TYPE_CHUNKED:   start = (next / n_swa) * n_swa; break;
+        case LLAMA_SWA_TYPE_SYMMETRIC: start = next - n_swa / 2; break;
+    }
+    return llama_pos(std::max<int64_t>(start, 0));
+}
+
+bool same_positions(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    const auto & held = cells_of(m->base, seq);
+    const auto & kept = cells_of(m->swa, seq);
+    auto a = from(held, p0);
+    auto b = from(kept, p0);
+    while (true) {
+        const bool a_end = a == held.end() || a->first >= p1;
+        const bool b_end = b == kept.end() || b->first >= p1;
+        if (a_end || b_end) {
+            return a_end && b_end;
+        }
+        if (a->first != b->first) {
+            return false;
+        }
+        ++a;
+        ++b;
+    }
+}
+
+// Every position of [p0, p1) moves to `moved(p)`, which must not decrease with p.
+template <class F>
+shift_problem check_moves(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, F && moved, llama_pos & where) {
+    if (!m->base) {
+        llama_pos lo, hi;
+        if (!extent(m, seq, lo, hi)) {
+            return SHIFT_FITS;
+        }
+        where = hi;
+        return moved(lo) < 0 ? SHIFT_NEGATIVE : moved(hi) >= POS_END ? SHIFT_OVERFLOW : SHIFT_FITS;
+    }
+    const auto & cells = cells_of(m->base, seq);
+    for (auto it = from(cells, p0); it != cells.end() && it->first < p1; ++it) {
+        const int64_t target = moved(it->first);
+        where = it->first;
+        if (target < 0) {
+            return SHIFT_NEGATIVE;
+        }
+        if (target >= POS_END) {
+            return SHIFT_OVERFLOW;
+        }
+        if (target < p0 || target >= p1) {
+            const auto other = from(cells, llama_pos(target));
+            if (other != cells.end() && other->first == target) {
+                where = llama_pos(target);
+                return SHIFT_COLLIDES;
+            }
+        }
+    }
+    return SHIFT_FITS;
+}
+
+}  // namespace
+
+model_facts look_at_model(const llama_model * model) {
+    const auto & hparams = model->hparams;
+    model_facts facts{};
+    facts.learned_positions = model->pos_embd != nullptr;
+    facts.causal = hparams.causal_attn;
+    facts.n_embd_out = int32_t(hparams.n_embd_out());
+    facts.n_cls_out = int32_t(hparams.n_cls_out);
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        if (hparams.n_head_kv(il) == 0 || !hparams.has_kv(il)) {
+            continue;
+        }
+        facts.k_per_cell += hparams.n_embd_k_gqa(il);
+        facts.v_per_cell += hparams.n_embd_v_gqa(il);
+    }
+    return facts;
+}
+
+bool heads_divisible(const llama_model * model, ggml_type type, bool keys) {
+    const auto & hparams = model->hparams;
+    const auto block = uint32_t(ggml_blck_size(type));
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        if ((keys ? hparams.n_embd_head_k(il) : hparams.n_embd_head_v(il)) % block != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+memory * memory_new(llama_context * ctx) noexcept {
+    return guarded<memory *>(nullptr, [&] {
+        auto * m = new memory;
+        m->mem = llama_get_memory(ctx);
+        m->hparams = &llama_get_model(ctx)->hparams;
+        classify(*m);
+        m->shift = find_no_shift(*m);
+        return m;
+    });
+}
+
+void memory_delete(memory * m) noexcept { delete m; }
+
+memory_kind  kind(const memory * m) { return m->kind; }
+const char * class_name(const memory * m) { return m->name; }
+no_shift     why_no_shift(const memory * m) { return m->shift; }
+uint32_t     n_stream(const memory * m) { return m->base ? m->base->get_n_stream() : 1; }
+bool         causal(const llama_context * ctx) { return ctx->get_causal_attn(); }
+int          pooling(const llama_context * ctx) { return int(ctx->pooling_type()); }
+
+bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi) {
+    if (m->base) {
+        const auto & cells = cells_of(m->base, seq);
+        if (cells.empty()) {
+            return false;
+        }
+        lo = cells.begin()->first;
+        hi = cells.rbegin()->first;
+        return true;
+    }
+    if (m->recurrent) {
+        const auto * cell = tail_of(m, seq);
+        if (!cell || cell->pos < 0) {
+            return false;
+        }
+        // One state stands for all tokens up to its position.
+        lo = m->first[seq];
+        hi = cell->pos;
+        return true;
+    }
+    if (!m->mem) {
+        return false;
+    }
+    lo = 0;
+    hi = m->mem->seq_pos_max(seq);
+    return hi >= 0;
+}
+
+void note_first(memory * m, llama_seq_id seq, llama_pos first) { m->first[seq] = first; }
+llama_pos first_of(const memory * m, llama_seq_id seq) { return m->first[seq]; }
+
+size_t count(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    if (!m->base) {
+        llama_pos lo, hi;
+        if (!extent(m, seq, lo, hi)) {
+            return 0;
+        }
+        return size_t(std::max<int64_t>(0, int64_t(std::min(p1, hi + 1)) - std::max(p0, lo)));
+    }
+    const auto & cells = cells_of(m->base, seq);
+    return size_t(std::distance(from(cells, p0), from(cells, p1)));
+}
+
+bool window_intact(const memory * m, llama_seq_id seq, llama_pos next) {
+    return !m->swa || same_positions(m, seq, window_start(m, next), next);
+}
+
+bool window_dropped(const memory * m, llama_seq_id seq) {
+    return m->swa && cells_of(m->base, seq).size() != cells_of(m->swa, seq).size();
+}
+
+bool shared(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    for (const llama_kv_cache * cache : {m->base, m->swa}) {
+        if (!cache) {
+            continue;
+        }
+        const auto & all = cache->get_cells(seq);
+        const auto & cells = all.seq_pos_get(seq);
+        for (auto it = from(cells, p0); it != cells.end() && it->first < p1; ++it) {
+            if (all.seq_count(it->second) > 1) {
+                return true;
+            }
+        }
+    }
+    if (m->recurrent) {
+        const auto * cell = tail_of(m, seq);
+        return cell && cell->seq_id.size() > 1;
+    }
+    return false;
+}
+
+bool same_cells(const memory * m, llama_seq_id a, llama_seq_id b) {
+    for (const llama_kv_cache * cache : {m->base, m->swa}) {
+        if (cache && (&cache->get_cells(a) != &cache->get_cells(b) || cells_of(cache, a) != cells_of(cache, b))) {
+            return false;
+        }
+    }
+    return !m->recurrent || tail_of(m, a) == tail_of(m, b);
+}
+
+shift_problem add_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int64_t delta, llama_pos & where) {
+    return check_moves(m, seq, p0, p1, [&](llama_pos p) { return int64_t(p) + delta; }, where);
+}
+
+shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d, llama_pos & where) {
+    return check_moves(m, seq, p0, p1, [&](llama_pos p) { return int64_t(p) / d; }, where);
+}
+
+int32_t div_apply(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
+    return guarded_void([&] {
+        for (llama_kv_cache * cache : {m->base, m->swa}) {
+            if (!cache) {
+                continue;
+            }
+            // The cells are the cache's own non-const member; only its accessor is const.
+            auto & all = const_cast<llama_kv_cells &>(cache->get_cells(seq));
+            const auto & cells = all.seq_pos_get(seq);
+            const std::vector<std::pair<llama_pos, uint32_t>> moving(from(cells, p0), from(cells, p1));
+            for (const auto & [pos, cell] : moving) {
+                if (pos / d != pos) {
+                    all.pos_add(cell, pos / d - pos);
+                }
+            }
+        }
+        if (m->recurrent) {
+            m->recurrent->seq_div(seq, p0, p1, d);  // a label: there is no K to rotate
+        }
+    });
+}
+
+int32_t flush(llama_context * ctx) noexcept {
+    return guarded_void([&] { ctx->memory_update(false); });
+}
+
+}  // namespace pykv

@@ -1,0 +1,84 @@
+// Facts that llama.cpp keeps to itself: which memory this is, and which cells are really there.
+//
+// probe.cpp is the only file that includes llama.cpp's private headers. Nothing here
+// changes a memory except div_apply() and flush(); every function expects the
+// context's lock to be held and ids and ranges to be valid.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "llama.h"
+
+namespace pykv {
+
+enum memory_kind : int {
+    MEMORY_NONE,
+    MEMORY_ATTENTION,
+    MEMORY_SLIDING_WINDOW,
+    MEMORY_RECURRENT,
+    MEMORY_HYBRID,
+    MEMORY_HYBRID_SLIDING_WINDOW,
+    MEMORY_OTHER,  // a class that is known to llama.cpp only: whole sequences and nothing else
+};
+
+enum no_shift : int {
+    SHIFT_OK,
+    SHIFT_MULTI_POS,   // M-RoPE: several positions per token
+    SHIFT_ARCH,        // per-layer rotary sizes (step35), or a class without shifts
+    SHIFT_NO_ROPE,     // a sub-cache in which no layer is rotated
+    SHIFT_BF16,        // no kernel rotates bf16
+};
+
+enum shift_problem : int { SHIFT_FITS, SHIFT_NEGATIVE, SHIFT_OVERFLOW, SHIFT_COLLIDES };
+
+struct model_facts {
+    bool     learned_positions;  // a table of absolute positions: n_ctx_train is a hard limit
+    bool     causal;
+    int32_t  n_embd_out;
+    int32_t  n_cls_out;
+    uint64_t k_per_cell;         // K values per cell, summed over layers
+    uint64_t v_per_cell;
+};
+
+model_facts look_at_model(const llama_model * model);
+// Whether every cached head size is a multiple of the block of this type.
+bool heads_divisible(const llama_model * model, ggml_type type, bool keys);
+
+class memory;  // a classified llama_memory_t; dies with its context
+
+memory * memory_new(llama_context * ctx) noexcept;
+void memory_delete(memory * m) noexcept;
+
+memory_kind  kind(const memory * m);
+const char * class_name(const memory * m);
+no_shift     why_no_shift(const memory * m);
+uint32_t     n_stream(const memory * m);
+bool         causal(const llama_context * ctx);
+int          pooling(const llama_context * ctx);
+
+// Lowest and highest position that the sequence holds; false when it holds nothing.
+bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi);
+// A recurrent state does not know where its sequence began; told here, kept through moves.
+void note_first(memory * m, llama_seq_id seq, llama_pos first);
+llama_pos first_of(const memory * m, llama_seq_id seq);
+// Cells of the sequence in [p0, p1).
+size_t count(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1);
+// Whether the window cache still has every cell that a query at `next` would see.
+bool window_intact(const memory * m, llama_seq_id seq, llama_pos next);
+// Whether the window cache has dropped any cell of the sequence.
+bool window_dropped(const memory * m, llama_seq_id seq);
+// Whether another sequence shares a cell of this one in [p0, p1).
+bool shared(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1);
+// Whether both sequences hold the very same cells.
+bool same_cells(const memory * m, llama_seq_id a, llama_seq_id b);
+
+shift_problem add_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int64_t delta, llama_pos & where);
+shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d, llama_pos & where);
+// llama_memory_seq_div rotates K the wrong way; this adds each cell's own shift instead.
+int32_t div_apply(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept;
+
+// Apply pending shifts and stream copies now (llama_context::memory_update).
+int32_t flush(llama_context * ctx) noexcept;
+
+}  // namespace pykv

@@ -1,0 +1,55 @@
+// What several threads touch: the context's lock, the abort flag, the fork counter.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+namespace pykv {
+
+// A mutex that knows its owner, so that a call from one of the context's own
+// callbacks is refused instead of waiting for itself for ever.
+class owned_mutex {
+  public:
+    bool try_enter() {
+        if (!mutex.try_lock()) {
+            return false;
+        }
+        owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
+        return true;
+    }
+    void enter() {
+        mutex.lock();
+        owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
+    }
+    void leave() {
+        owner.store(std::thread::id(), std::memory_order_relaxed);
+        mutex.unlock();
+    }
+    bool is_mine() const { return owner.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
+
+  private:
+    std::mutex                   mutex;
+    std::atomic<std::thread::id> owner{};
+};
+
+// abort() from another thread concerns a decode that runs, and no later one.
+struct abort_flag {
+    std::atomic<bool> running{false};
+    std::atomic<bool> wanted{false};
+
+    void begin() {
+        wanted = false;
+        running = true;
+    }
+    void end() { running = false; }
+    bool ask() {
+        if (running) {
+            wanted = true;
+        }
+        return running;
+    }
+    static bool poll(void * self) { return static_cast<abort_flag *>(self)->wanted.load(std::memory_order_relaxed); }
+};
+
+}  // namespace pykv

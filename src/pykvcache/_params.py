@@ -1,0 +1,155 @@
+"""Context parameters: checked here, so that llama.cpp sees only what it can honour."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pykvcache._convert import as_int, choose
+from pykvcache.enums import (
+    AttentionType,
+    FlashAttention,
+    GgmlType,
+    PoolingType,
+    RopeScalingType,
+)
+from pykvcache.errors import ContextCreateError
+from pykvcache.model import LlamaModel
+
+__all__ = ["N_CTX_DEFAULT", "cache_bytes", "check_params", "default_threads"]
+
+#: Enough for a chat, and no more than a gigabyte of cache even on an 8B model without GQA.
+N_CTX_DEFAULT = 2048
+MAX_SEQUENCES = 256
+#: Bookkeeping of llama.cpp per cell: position, 2D position, shift and 256 sequence bits.
+CELL_BYTES = 52
+
+_TYPES = {t.name.lower(): t for t in GgmlType}
+_FLASH = {t.name.lower(): t for t in FlashAttention}
+_POOLING = {t.name.lower(): t for t in PoolingType}
+_ATTENTION = {t.name.lower(): t for t in AttentionType}
+_SCALING = {t.name.lower(): t for t in RopeScalingType}
+
+
+def default_threads() -> int:
+    """Return the number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 4
+
+
+def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every field of ``llama_context_params`` that is set, validated.
+
+    Raises
+    ------
+    TypeError, ValueError
+        One value is wrong by itself.
+    ContextCreateError
+        Values that do not fit each other or this model.
+    """
+    if model.vocab_only:
+        raise ContextCreateError("the model was loaded with vocab_only=True: it has no weights")
+    n_ctx = given["n_ctx"]
+    if n_ctx is None:
+        n_ctx = min(N_CTX_DEFAULT, model.n_ctx_train or N_CTX_DEFAULT)
+    threads = default_threads() if given["n_threads"] is None else given["n_threads"]
+    batch_threads = threads if given["n_threads_batch"] is None else given["n_threads_batch"]
+    params: dict[str, Any] = {
+        "n_ctx": as_int(n_ctx, "n_ctx", 0, 2**31 - 1),
+        "n_batch": as_int(given["n_batch"], "n_batch", 1, 2**31 - 1),
+        "n_ubatch": as_int(given["n_ubatch"], "n_ubatch", 1, 2**31 - 1),
+        "n_seq_max": as_int(given["n_seq_max"], "n_seq_max", 1, MAX_SEQUENCES),
+        "n_threads": as_int(threads, "n_threads", 1, 512),
+        "n_threads_batch": as_int(batch_threads, "n_threads_batch", 1, 512),
+        "type_k": choose(given["type_k"], GgmlType, "type_k", _TYPES),
+        "type_v": choose(given["type_v"], GgmlType, "type_v", _TYPES),
+        "flash_attn": choose(given["flash_attn"], FlashAttention, "flash_attn", _FLASH),
+        "pooling_type": choose(given["pooling_type"], PoolingType, "pooling_type", _POOLING),
+        "attention_type": choose(
+            given["attention_type"], AttentionType, "attention_type", _ATTENTION
+        ),
+        "rope_scaling_type": choose(
+            given["rope_scaling_type"], RopeScalingType, "rope_scaling_type", _SCALING
+        ),
+        "rope_freq_base": _number(given["rope_freq_base"], "rope_freq_base", 0.0),
+        "rope_freq_scale": _number(given["rope_freq_scale"], "rope_freq_scale", 0.0),
+        "yarn_ext_factor": _number(given["yarn_ext_factor"], "yarn_ext_factor", -1.0),
+        "yarn_attn_factor": _number(given["yarn_attn_factor"], "yarn_attn_factor", -1.0),
+        "yarn_beta_fast": _number(given["yarn_beta_fast"], "yarn_beta_fast", -1.0),
+        "yarn_beta_slow": _number(given["yarn_beta_slow"], "yarn_beta_slow", -1.0),
+        "yarn_orig_ctx": as_int(given["yarn_orig_ctx"], "yarn_orig_ctx", 0, 2**31 - 1),
+    }
+    for flag in ("kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "no_perf"):
+        if not isinstance(given[flag], bool):
+            raise TypeError(f"{flag} must be True or False, not {type(given[flag]).__name__}")
+        params[flag] = given[flag]
+    _check_together(model, params)
+    return params
+
+
+def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
+    n_ctx = params["n_ctx"] or model.n_ctx_train
+    if n_ctx == 0:
+        raise ContextCreateError("n_ctx=0 asks for the model's own context length, which it lacks")
+    n_batch = min(params["n_batch"], n_ctx)
+    if n_batch < params["n_seq_max"]:
+        raise ContextCreateError(
+            f"n_batch is {n_batch} (at most n_ctx, {n_ctx}): it must not be below "
+            f"n_seq_max, {params['n_seq_max']}"
+        )
+    if model.has_encoder and model.has_decoder and params["n_seq_max"] > 1 and not params["kv_unified"]:
+        raise ContextCreateError("an encoder-decoder model needs kv_unified=True or n_seq_max=1")
+    _check_types(model, params)
+    total, available = cache_bytes(model, params, n_ctx), _physical_memory()
+    if available and total > available:
+        raise ContextCreateError(
+            f"a cache of n_ctx={n_ctx} would take {total / 2**30:.1f} GiB; "
+            f"this machine has {available / 2**30:.1f} GiB"
+        )
+
+
+def _check_types(model: LlamaModel, params: dict[str, Any]) -> None:
+    for what, keys in (("type_k", True), ("type_v", False)):
+        kind: GgmlType = params[what]
+        if kind.is_quantized and not model.native.heads_divisible(int(kind), keys):
+            raise ContextCreateError(
+                f"{what}={kind.name.lower()!r} stores blocks of {kind.block_size} values, "
+                "which do not divide this model's head size: use 'f16'"
+            )
+    if params["type_v"].is_quantized and params["flash_attn"] == FlashAttention.DISABLED:
+        raise ContextCreateError(
+            f"type_v={params['type_v'].name.lower()!r} needs flash_attn='enabled' or 'auto'"
+        )
+
+
+def cache_bytes(model: LlamaModel, params: Mapping[str, Any], n_ctx: int) -> int:
+    """Estimate the bytes of the attention cache and its bookkeeping, from above."""
+    streams = 1 if params["kv_unified"] else params["n_seq_max"]
+    per_stream = -(-n_ctx // streams)
+    cells = streams * (-(-per_stream // 256) * 256)
+    keys, values = model.native.cell_sizes()
+    per_cell = CELL_BYTES + _type_bytes(params["type_k"], keys) + _type_bytes(params["type_v"], values)
+    return int(cells * per_cell)
+
+
+def _type_bytes(kind: GgmlType, values: int) -> int:
+    return values * kind.block_bytes // kind.block_size
+
+
+def _physical_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
+def _number(value: Any, what: str, lo: float) -> float:
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise TypeError(f"{what} must be a number, not {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number) or not lo <= number <= 1e30:
+        raise ValueError(f"{what} is {number}: it must be finite and at least {lo:g}")
+    return number

@@ -1,0 +1,362 @@
+"""A loaded GGUF model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import SupportsIndex
+
+from pykvcache._convert import IntArray, TokenInput, as_int, as_token_array, choose
+from pykvcache._native import lib
+from pykvcache.enums import LoadMode, RopeType, SplitMode
+from pykvcache.errors import ModelLoadError
+
+__all__ = ["LlamaModel"]
+
+_LOAD_MODES = {m.name.lower(): m for m in LoadMode}
+_SPLIT_MODES = {m.name.lower(): m for m in SplitMode}
+
+
+class LlamaModel:
+    """Weights and vocabulary of a GGUF file (``llama_model_load_from_file``).
+
+    A model is read-only: any number of contexts and threads may share it. It lives
+    until it is closed (or collected) *and* the last context made from it is closed.
+
+    Parameters
+    ----------
+    path
+        The file; of a split model the first part.
+    n_gpu_layers
+        Layers to keep in GPU memory; negative means all. Without a GPU backend
+        in the build it has no effect.
+    load_mode
+        ``"auto"``, ``"none"``, ``"mmap"``, ``"mlock"``, ``"mmap_mlock"`` or ``"direct_io"``.
+    split_mode, main_gpu
+        How several GPUs share the model, as in ``llama.h``.
+    vocab_only
+        Load the vocabulary and no weights: tokenizing works, contexts cannot be made.
+    check_tensors
+        Let llama.cpp validate the tensor data while loading.
+    use_extra_bufts
+        Let backends repack weights for speed.
+    progress
+        Called with a fraction in [0, 1]; returning ``False`` cancels the load.
+
+    Raises
+    ------
+    ModelLoadError
+        The file is missing, unreadable, damaged, not a GGUF, or the load was cancelled.
+
+    Examples
+    --------
+    >>> from pykvcache import LlamaModel, embedded_model_path
+    >>> with LlamaModel(embedded_model_path()) as model:
+    ...     model.rope_type.name
+    'NORM'
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_gpu_layers: int = 0,
+        load_mode: str | LoadMode = "auto",
+        split_mode: str | SplitMode = "layer",
+        main_gpu: int = 0,
+        vocab_only: bool = False,
+        check_tensors: bool = False,
+        use_extra_bufts: bool = True,
+        progress: Callable[[float], bool | None] | None = None,
+    ) -> None:
+        params = {
+            "n_gpu_layers": as_int(n_gpu_layers, "n_gpu_layers", -(2**31), 2**31 - 1),
+            "load_mode": choose(load_mode, LoadMode, "load_mode", _LOAD_MODES),
+            "split_mode": choose(split_mode, SplitMode, "split_mode", _SPLIT_MODES),
+            "main_gpu": as_int(main_gpu, "main_gpu", 0, 255),
+            "vocab_only": bool(vocab_only),
+            "check_tensors": bool(check_tensors),
+            "use_extra_bufts": bool(use_extra_bufts),
+        }
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress must be callable, not {type(progress).__name__}")
+        self._path = os.fspath(path)
+        self._native = lib.Model(_readable(self._path), params, progress)
+
+    @property
+    def native(self) -> lib.Model:
+        """The object of the compiled layer."""
+        return self._native
+
+    @property
+    def path(self) -> str:
+        """The path the model was loaded from."""
+        return self._path
+
+    # Facts ----------------------------------------------------------------------------
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of tokens in the vocabulary."""
+        return self._native.n_vocab
+
+    @property
+    def n_ctx_train(self) -> int:
+        """Context length that the model was trained with, in tokens."""
+        return self._native.n_ctx_train
+
+    @property
+    def n_embd(self) -> int:
+        """Width of the hidden state."""
+        return self._native.n_embd
+
+    @property
+    def n_layer(self) -> int:
+        """Number of layers."""
+        return self._native.n_layer
+
+    @property
+    def n_head(self) -> int:
+        """Number of query heads (of the first layer, where layers differ)."""
+        return self._native.n_head
+
+    @property
+    def n_head_kv(self) -> int:
+        """Number of key/value heads (of the first layer, where layers differ)."""
+        return self._native.n_head_kv
+
+    @property
+    def n_swa(self) -> int:
+        """Sliding window in tokens; 0 if there is none."""
+        return self._native.n_swa
+
+    @property
+    def rope_type(self) -> RopeType:
+        """Kind of rotary embedding."""
+        return RopeType(self._native.rope_type)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the memory is a recurrent state (Mamba, RWKV)."""
+        return self._native.is_recurrent
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether attention and recurrent layers are mixed (Jamba, Granite 4)."""
+        return self._native.is_hybrid
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether ``encode()`` has to run first (T5)."""
+        return self._native.has_encoder
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether the model decodes at all."""
+        return self._native.has_decoder
+
+    @property
+    def vocab_only(self) -> bool:
+        """Whether only the vocabulary was loaded."""
+        return self._native.vocab_only
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return self._native.size
+
+    @property
+    def n_params(self) -> int:
+        """Number of parameters."""
+        return self._native.n_params
+
+    @property
+    def description(self) -> str:
+        """llama.cpp's short description, such as ``"llama 7B Q4_0"``."""
+        return self._native.description
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The GGUF's scalar metadata as text (read-only)."""
+        return MappingProxyType(self._native.metadata)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja chat template of the file, if it has one."""
+        return self._native.chat_template
+
+    # Special tokens --------------------------------------------------------------------
+
+    def _special(self, place: int) -> int | None:
+        token = self._native.special_tokens()[place]
+        return None if token < 0 else token
+
+    @property
+    def token_bos(self) -> int | None:
+        """Beginning of sequence; ``None`` if the vocabulary has none."""
+        return self._special(0)
+
+    @property
+    def token_eos(self) -> int | None:
+        """End of sequence."""
+        return self._special(1)
+
+    @property
+    def token_eot(self) -> int | None:
+        """End of turn."""
+        return self._special(2)
+
+    @property
+    def token_sep(self) -> int | None:
+        """Separator of sentences."""
+        return self._special(3)
+
+    @property
+    def token_nl(self) -> int | None:
+        """New line."""
+        return self._special(4)
+
+    @property
+    def token_pad(self) -> int | None:
+        """Padding."""
+        return self._special(5)
+
+    @property
+    def token_mask(self) -> int | None:
+        """Mask."""
+        return self._special(6)
+
+    @property
+    def token_decoder_start(self) -> int | None:
+        """Token that an encoder-decoder model's decoder starts with."""
+        return self._special(7)
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether ``tokenize(add_special=True)`` puts a BOS in front."""
+        return self._native.adds_special()[0]
+
+    @property
+    def add_eos(self) -> bool:
+        """Whether ``tokenize(add_special=True)`` puts an EOS at the end."""
+        return self._native.adds_special()[1]
+
+    def is_eog(self, token: SupportsIndex) -> bool:
+        """Tell whether a token ends generation (EOS, EOT, ...)."""
+        return self._native.is_eog(token)
+
+    # Text ------------------------------------------------------------------------------
+
+    def tokenize(
+        self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False
+    ) -> IntArray:
+        """Convert text to tokens (``llama_tokenize``); safe from several threads.
+
+        Parameters
+        ----------
+        text
+            Text, or UTF-8 bytes.
+        add_special
+            Put BOS/EOS where the model wants them.
+        parse_special
+            Read special tokens such as ``</s>`` in the text as tokens.
+
+        Returns
+        -------
+        ndarray of int32, shape (n,)
+        """
+        if isinstance(text, str):
+            text = text.encode("utf-8", "surrogatepass")
+        elif not isinstance(text, bytes):
+            raise TypeError(f"text must be str or bytes, not {type(text).__name__}")
+        return self._native.tokenize(text, bool(add_special), bool(parse_special))
+
+    def detokenize(self, tokens: TokenInput, *, special: bool = False) -> str:
+        """Convert tokens to text (``llama_detokenize``).
+
+        Parameters
+        ----------
+        tokens
+            Token ids.
+        special
+            Write special tokens out instead of leaving them away.
+
+        Returns
+        -------
+        str
+            Bytes that are not UTF-8 (a character cut in two) become U+FFFD.
+        """
+        array = as_token_array(tokens)
+        text = self._native.detokenize(array, not special, bool(special))
+        return text.decode("utf-8", "replace")
+
+    def token_to_piece(self, token: SupportsIndex, *, special: bool = False) -> bytes:
+        """Return the bytes of one token (``llama_token_to_piece``)."""
+        return self._native.token_to_piece(token, bool(special))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+    ) -> str:
+        """Render messages with the model's chat template (needs ``pykvcache[chat]``).
+
+        Parameters
+        ----------
+        messages
+            Mappings with ``role`` and ``content``.
+        add_generation_prompt
+            End with the start of an assistant message.
+        template
+            Another Jinja template than the model's own.
+        """
+        from pykvcache._chat import render
+
+        source = template if template is not None else self.chat_template
+        if source is None:
+            raise ValueError("the model has no chat template: pass template=...")
+        return render(self, source, messages, add_generation_prompt)
+
+    # Life ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Drop the model. Contexts made from it go on; calling it twice does nothing."""
+        self._native.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the model was closed, or belongs to the process before a fork."""
+        return self._native.is_closed
+
+    def __enter__(self) -> LlamaModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = " (closed)" if self.is_closed else ""
+        return f"<LlamaModel {self._path!r}: {self.description}{state}>"
+
+
+def _readable(path: str) -> bytes:
+    """Return the path as bytes, after the checks whose failure llama.cpp describes badly."""
+    raw = os.fsencode(path)
+    if b"\0" in raw:
+        raise ModelLoadError(f"cannot load {path!r}: the path holds a NUL character")
+    try:
+        with open(raw, "rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelLoadError(error.errno, f"cannot load model: {error.strerror}", path) from None
+    if magic != b"GGUF":
+        raise ModelLoadError(f"cannot load {path!r}: it is not a GGUF file")
+    return raw

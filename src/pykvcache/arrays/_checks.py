@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex
+from collections.abc import Iterable
+from typing import Any, SupportsIndex
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
-from pykvcache.errors import CacheValueError
+from pykvcache.errors import CacheDTypeError, CacheValueError
 
-__all__ = ["as_int"]
+__all__ = ["as_float_dtype", "as_int", "as_ints", "as_storable"]
+
+# Names that llama.cpp's world uses; NumPy reads "f16" as a 16-byte float.
+_DTYPE_NAMES = {"f16": np.float16, "f32": np.float32}
 
 
 def as_int(
@@ -33,3 +38,72 @@ def as_int(
     if maximum is not None and number > maximum:
         raise CacheValueError(f"{name} is {number}; it must be at most {maximum}")
     return number
+
+
+def as_ints(name: str, values: Iterable[SupportsIndex]) -> NDArray[np.int64]:
+    """Return `values` as a new one-dimensional int64 array.
+
+    Raises
+    ------
+    TypeError
+        `values` cannot be iterated, or holds something that is not an integer.
+    CacheValueError
+        `values` is an array of another dimension, or a number does not fit int64.
+    """
+    if isinstance(values, np.ndarray):
+        if values.ndim != 1:
+            raise CacheValueError(f"{name} has shape {values.shape}; one dimension is needed")
+        if values.dtype.kind not in "iu" and values.size:
+            raise TypeError(f"{name} must hold integers, not {values.dtype}")
+        if values.dtype.kind == "u" and values.size and int(values.max()) >= 2**63:
+            raise CacheValueError(f"{name} holds {values.max()}; it must be below 2**63")
+        return values.astype(np.int64)
+    items: list[Any] = list(values)
+    if not {int}.issuperset(map(type, items)):
+        items = [as_int(f"{name}[{i}]", item) for i, item in enumerate(items)]
+    try:
+        return np.array(items, np.int64)
+    except OverflowError:
+        raise CacheValueError(f"{name} holds a number outside int64") from None
+
+
+def as_float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """Return `dtype` as float16, float32 or float64; "f16" and "f32" count in bits.
+
+    Raises
+    ------
+    CacheDTypeError
+        It is none of the three.
+    """
+    name = _DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    try:
+        found = np.dtype(name)
+    except (TypeError, ValueError):
+        raise CacheDTypeError(f"dtype is {dtype!r}, which NumPy does not know") from None
+    # np.dtype(None) is float64, which nobody means.
+    if dtype is None or found not in (np.float16, np.float32, np.float64):
+        raise CacheDTypeError(f"dtype is {dtype!r}; float16, float32 or float64 is needed")
+    return found
+
+
+def as_storable(name: str, array: Any, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
+    """Return `array` as an array of numbers that a cache of `dtype` can store.
+
+    Floats of another width and integers are converted when they are stored; booleans,
+    complex numbers, strings and objects are refused.
+
+    Raises
+    ------
+    CacheDTypeError
+        `array` is no such array.
+    """
+    try:
+        given = np.asarray(array)
+    except ValueError as error:
+        raise CacheDTypeError(f"{name} is not an array: {error}") from None
+    # "V" is the kind of bfloat16 and its like, which other packages add.
+    if given.dtype.kind not in "fiuV" or (
+        dtype is not None and not np.can_cast(given.dtype, dtype, "same_kind")
+    ):
+        raise CacheDTypeError(f"{name} has dtype {given.dtype}; numbers like {dtype} are needed")
+    return given

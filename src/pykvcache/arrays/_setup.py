@@ -1,0 +1,73 @@
+"""The state of a causal cache: what ``init`` and ``start_forward`` fix."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, SupportsIndex
+
+from numpy.typing import DTypeLike, NDArray
+
+from pykvcache.arrays._batch import UNLIMITED, Batch
+from pykvcache.arrays._cells import CellTable
+from pykvcache.arrays._checks import as_float_dtype, as_int
+from pykvcache.arrays._layers import LayerStore
+from pykvcache.arrays._placement import effective_memory
+from pykvcache.arrays.protocol import CacheConfig
+
+__all__ = ["Pass", "Setup"]
+
+
+class Setup(NamedTuple):
+    """What ``init`` fixes, and the contents.
+
+    Attributes
+    ----------
+    memory : int
+        How many tokens the sliding window keeps, `UNLIMITED` if it never slides.
+    """
+
+    cells: CellTable
+    store: LayerStore
+    config: CacheConfig
+    memory: int
+    max_batch: int
+
+    @classmethod
+    def sized(
+        cls,
+        config: CacheConfig,
+        window: int,
+        window_memory: int,
+        dtype: DTypeLike,
+        max_sequences: SupportsIndex,
+        capacity: SupportsIndex,
+        max_batch: SupportsIndex,
+    ) -> Setup:
+        """Make an empty cache; cheap, as layers get their arrays with their first ``put``."""
+        found = as_float_dtype(dtype)
+        sequences = as_int("max_sequences", max_sequences, minimum=1)
+        tokens = as_int("capacity", capacity, minimum=1)
+        batch = as_int("max_batch", max_batch, minimum=1)
+        memory = effective_memory(window, window_memory, sequences, tokens)
+        n_cells = sequences * tokens if memory == UNLIMITED else sequences * memory + batch
+        cells = CellTable(-(-n_cells // config.cache_padding) * config.cache_padding)
+        store = LayerStore(cells.size, found, config.permuted_v)
+        return cls(cells, store, config, memory, batch)
+
+
+class Pass(NamedTuple):
+    """What ``start_forward`` fixes.
+
+    Attributes
+    ----------
+    slot, history : slice
+        The cells of the batch, and those that it attends to.
+    ahead : set of int
+        Batch rows to which later positions are visible.
+    """
+
+    batch: Batch
+    reserve: bool
+    slot: slice
+    history: slice
+    ahead: frozenset[int]
+    mask: NDArray[Any]

@@ -1,0 +1,160 @@
+"""What every cache of the Ollama family can do, and how it is configured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, SupportsIndex, TypeAlias, runtime_checkable
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from pykvcache.arrays._checks import as_float_dtype, as_int
+
+__all__ = ["Cache", "CacheConfig", "ShiftFn"]
+
+#: ``shift_fn(layer, key, shift) -> key``: rotate the keys ``(n_tokens, n_kv_heads, head_dim)``
+#: of a layer by `shift` positions each, an int32 array ``(n_tokens,)``.
+ShiftFn: TypeAlias = Callable[[int, NDArray[Any], NDArray[np.int32]], NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How a cache lays out what ``get`` returns, to suit an attention kernel.
+
+    The default is the plain layout.
+
+    Parameters
+    ----------
+    cache_padding : int
+        ``get`` returns a history whose start and length are multiples of this many cells;
+        0 counts as 1.
+    mask_batch_padding : int
+        The mask has a multiple of this many rows, those added all -inf; 0 counts as 1.
+    mask_dtype : dtype
+        float16, float32 or float64; None counts as float32.
+    permuted_v : bool
+        ``get`` returns V as ``(n_kv_heads, head_dim, history)``; ``put`` takes the usual order.
+
+    Raises
+    ------
+    TypeError
+        A padding is not an integer, or `permuted_v` not a bool.
+    CacheValueError
+        A padding is negative.
+    CacheDTypeError
+        `mask_dtype` is not one of the three.
+    """
+
+    cache_padding: int = 1
+    mask_batch_padding: int = 1
+    mask_dtype: DTypeLike = np.float32
+    permuted_v: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("cache_padding", "mask_batch_padding"):
+            padding = as_int(name, getattr(self, name), minimum=0)
+            object.__setattr__(self, name, padding or 1)
+        mask_dtype = np.float32 if self.mask_dtype is None else self.mask_dtype
+        object.__setattr__(self, "mask_dtype", as_float_dtype(mask_dtype))
+        if not isinstance(self.permuted_v, (bool, np.bool_)):
+            raise TypeError(f"permuted_v must be a bool, not {type(self.permuted_v).__name__}")
+        object.__setattr__(self, "permuted_v", bool(self.permuted_v))
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """A cache that a model's forward pass writes to and attends through.
+
+    The order of calls is that of Ollama's ``kvcache.Cache``: ``set_config`` if need be, ``init``,
+    then for every batch ``start_forward`` and, per layer, ``set_layer``, ``put``, ``get``.
+    A call that raises leaves the cache as it was. Not safe for use by several threads without
+    a lock.
+    """
+
+    def init(
+        self,
+        dtype: DTypeLike,
+        max_sequences: SupportsIndex,
+        capacity: SupportsIndex,
+        max_batch: SupportsIndex,
+    ) -> None:
+        """Set the cache up, empty.
+
+        Parameters
+        ----------
+        dtype : dtype
+            What K and V are stored as: float16, float32 or float64.
+        max_sequences : int
+            Number of sequences to make room for, over all batches; at least 1.
+        capacity : int
+            Number of tokens to make room for, per sequence; at least 1.
+        max_batch : int
+            Largest number of tokens in one batch; at least 1.
+        """
+        ...
+
+    def set_config(self, config: CacheConfig) -> None:
+        """Choose the layout, once and before ``init``; ``CacheConfig()`` is the plain one."""
+        ...
+
+    def close(self) -> None:
+        """Free the arrays. ``init`` makes the cache usable again; closing twice is fine."""
+        ...
+
+    def set_layer(self, layer: SupportsIndex) -> None:
+        """Choose the layer for ``put`` and ``get``, 0 until it is called."""
+        ...
+
+    def start_forward(
+        self,
+        positions: Iterable[SupportsIndex],
+        sequences: Iterable[SupportsIndex],
+        reserve: bool = False,
+        multimodal: Iterable[SupportsIndex] = (),
+    ) -> None:
+        """Begin a forward pass.
+
+        Parameters
+        ----------
+        positions, sequences : ints, shape (n_tokens,)
+            Position and sequence id of every token of the batch, 0 or more.
+        reserve : bool
+            Only lay out the largest pass there can be: ``put`` allocates and stores nothing.
+        multimodal : ints
+            Batch indices of the multimodal items.
+        """
+        ...
+
+    def put(self, key: NDArray[Any], value: NDArray[Any]) -> None:
+        """Store the batch's K and V in the active layer."""
+        ...
+
+    def get(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None]:
+        """Return K, V and mask of the active layer, as read-only views."""
+        ...
+
+    def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
+        """Let the batch rows in `except_` look ahead, until the next ``start_forward``."""
+        ...
+
+    def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
+        """Make `dst_seq` the tokens of `src_seq` at positions below `n`, and nothing else."""
+        ...
+
+    def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
+        """Tell whether `seq` can go on with a token at `pos`.
+
+        The caller has verified that the cached tokens below `pos` are the right ones.
+        """
+        ...
+
+    def remove(
+        self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
+    ) -> None:
+        """Remove the tokens of `seq` at positions ``[begin, end)``; later ones move up.
+
+        `end` None removes to the end, which never fails. After an exception from here the
+        caller may always ``remove(seq, 0)`` and evaluate the sequence again.
+        """
+        ...

@@ -11,6 +11,7 @@ from typing import Any
 
 __all__ = [
     "CacheDTypeError",
+    "CacheKeyError",
     "CacheLayerError",
     "CacheOrderError",
     "CacheValueError",
@@ -194,6 +195,13 @@ class CacheValueError(KvCacheError, ValueError):
 
 class CacheDTypeError(KvCacheError, TypeError):
     """An array has a dtype that an array cache cannot store; nothing was changed."""
+
+
+class CacheKeyError(KvCacheError, KeyError):
+    """Nothing is stored under this key."""
+
+    # KeyError shows the repr of its argument, which suits keys and not sentences.
+    __str__ = Exception.__str__
 
 
 class CacheLayerError(KvCacheError, IndexError):

@@ -1,0 +1,109 @@
+"""Affine group quantization: codes of a few bits in 32-bit words."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache.errors import CacheDTypeError, CacheValueError
+
+__all__ = ["BITS", "Triple", "dequantize", "quantize"]
+
+#: Packed codes (uint32), scales and biases.
+Triple: TypeAlias = tuple[NDArray[np.uint32], NDArray[Any], NDArray[Any]]
+
+#: Widths of a code.
+BITS = (2, 3, 4, 6, 8)
+
+
+def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
+    """Quantize groups of `group_size` along the last axis.
+
+    ``x ~ code * scale + bias`` with ``bias = min`` and ``scale = (max - min) / (2**bits - 1)``
+    of the group, both in the dtype of `x`, so that no element is off by more than half a
+    scale and one rounding to that dtype. (mlx shifts the grid so that 0 stays 0, and can
+    be off by more.)
+
+    Parameters
+    ----------
+    x : ndarray of float
+        Last axis a multiple of `group_size` and, in bits, of 32.
+    group_size, bits : int
+        Elements that share a scale, and the width of a code, one of `BITS`.
+
+    Returns
+    -------
+    words : ndarray of uint32, last axis ``x.shape[-1] * bits // 32``
+        The codes as a little-endian stream of bits.
+    scales, biases : ndarray, last axis ``x.shape[-1] // group_size``
+    """
+    if x.dtype.kind != "f":
+        raise CacheDTypeError(f"dtype {x.dtype} cannot be quantized; expected floating point")
+    dim = x.shape[-1]
+    if dim % group_size or dim * bits % 32:
+        raise CacheValueError(
+            f"head_dim {dim} does not fit: it must be a multiple of the group size "
+            f"{group_size}, and head_dim * {bits} bits one of 32"
+        )
+    levels = 2**bits - 1
+    groups = x.reshape(*x.shape[:-1], dim // group_size, group_size).astype(np.float64)
+    low = groups.min(axis=-1)
+    reach = groups.max(axis=-1) - low
+    if not np.isfinite(reach).all():
+        raise CacheValueError("keys or values hold infinities or NaN; they cannot be quantized")
+    scales = (reach / levels).astype(x.dtype)
+    # A scale rounded down would leave the maximum more than half a step beyond the grid.
+    above = np.nextafter(scales, x.dtype.type("inf"))
+    scales = np.where(scales.astype(np.float64) * levels < reach, above, scales)
+    steps = np.where(scales > 0, scales, x.dtype.type(1)).astype(np.float64)
+    codes = np.rint((groups - low[..., None]) / steps[..., None]).clip(0, levels)
+    return _pack(codes.astype(np.uint8).reshape(x.shape), bits), scales, low.astype(x.dtype)
+
+
+def dequantize(triple: Triple, group_size: int, bits: int) -> NDArray[Any]:
+    """Return ``code * scale + bias`` in the dtype of the scales."""
+    words, scales, biases = triple
+    codes = _unpack(words, bits)
+    groups = codes.reshape(*codes.shape[:-1], codes.shape[-1] // group_size, group_size)
+    x = groups.astype(scales.dtype)
+    x *= scales[..., None]
+    x += biases[..., None]
+    return x.reshape(codes.shape)
+
+
+def _unit(bits: int) -> int:
+    # Bytes after which codes and bytes line up again.
+    return 3 if bits in (3, 6) else 1
+
+
+def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
+    unit = _unit(bits)
+    per_unit = 8 * unit // bits
+    grouped = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_unit, per_unit)
+    packed = np.zeros(grouped.shape[:-1], np.uint32)
+    for i in range(per_unit):
+        packed |= grouped[..., i].astype(np.uint32) << np.uint32(i * bits)
+    stream = np.empty((*packed.shape, unit), np.uint8)
+    for i in range(unit):
+        stream[..., i] = (packed >> np.uint32(8 * i)) & np.uint32(255)
+    flat = stream.reshape(*codes.shape[:-1], codes.shape[-1] * bits // 8)
+    return flat.view("<u4").astype(np.uint32, copy=False)
+
+
+def _unpack(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint8]:
+    stream = np.ascontiguousarray(words, "<u4").view(np.uint8)
+    if bits == 8:
+        return stream
+    unit = _unit(bits)
+    per_unit = 8 * unit // bits
+    if unit == 1:
+        packed: NDArray[Any] = stream
+    else:
+        thirds = stream.reshape(*stream.shape[:-1], stream.shape[-1] // 3, 3).astype(np.uint32)
+        packed = thirds[..., 0] | thirds[..., 1] << np.uint32(8) | thirds[..., 2] << np.uint32(16)
+    codes = np.empty((*packed.shape, per_unit), np.uint8)
+    for i in range(per_unit):
+        codes[..., i] = (packed >> packed.dtype.type(i * bits)) & packed.dtype.type(2**bits - 1)
+    return codes.reshape(*words.shape[:-1], words.shape[-1] * 32 // bits)

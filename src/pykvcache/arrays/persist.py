@@ -1,0 +1,233 @@
+"""Prompt caches in safetensors files, laid out as mlx-lm does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache.arrays._base import BaseCache
+from pykvcache.arrays.kinds import KvCacheKind, from_state
+from pykvcache.errors import CacheDTypeError, CacheValueError
+
+__all__ = ["load_prompt_cache", "save_prompt_cache"]
+
+# Dotted keys of a file as a tree: numbered branches, arrays or texts as leaves.
+_Node: TypeAlias = Any
+_MAX_DEPTH = 16
+_RECURRENT = (KvCacheKind.ARRAYS_CACHE, KvCacheKind.MAMBA_CACHE)
+
+
+def save_prompt_cache(
+    file_name: str | os.PathLike[str],
+    cache: Sequence[BaseCache],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Save the caches of all layers.
+
+    The file holds the arrays of each layer under ``layer.array``, and as its metadata the
+    layers' meta states (``0.``), `metadata` (``1.``) and class names (``2.``), as mlx-lm's;
+    mlx-lm reads it if it knows the classes and no cache is empty. It appears under its
+    name when it is complete; one that was there before stays until then.
+
+    Parameters
+    ----------
+    file_name : path
+        Used as it is; no suffix is added.
+    cache : sequence of cache
+        One for each layer.
+    metadata : mapping of str to str, optional
+        Anything that shall come back with the cache.
+
+    Raises
+    ------
+    OSError
+        The file cannot be written.
+    CacheDTypeError
+        A dtype that the format does not have, or metadata that is not text.
+    CacheOrderError
+        A batch waits for ``finalize``.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    texts: dict[str, Any] = {}
+    _flatten("0", [c.meta_state for c in cache], texts, empty="")
+    for key, text in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise CacheDTypeError(f"metadata is text under text; got {key!r}: {text!r}")
+        texts[f"1.{key}"] = text
+    _flatten("2", [type(c).__name__ for c in cache], texts)
+    arrays: dict[str, Any] = {}
+    for i, layer in enumerate(cache):
+        _flatten(str(i), layer.state, arrays)
+    path = Path(file_name)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        save_file({key: _plain(array) for key, array in arrays.items()}, part, texts)
+        os.replace(part, path)
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise CacheDTypeError(f"{path}: an array cannot be saved: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@overload
+def load_prompt_cache(
+    file_name: str | os.PathLike[str], return_metadata: Literal[False] = False
+) -> list[BaseCache]: ...
+@overload
+def load_prompt_cache(
+    file_name: str | os.PathLike[str], return_metadata: Literal[True]
+) -> tuple[list[BaseCache], dict[str, str]]: ...
+def load_prompt_cache(
+    file_name: str | os.PathLike[str], return_metadata: bool = False
+) -> list[BaseCache] | tuple[list[BaseCache], dict[str, str]]:
+    """Load what `save_prompt_cache`, or mlx-lm, saved.
+
+    bfloat16, which NumPy lacks, becomes float32.
+
+    Returns
+    -------
+    list of cache, or (list of cache, dict of str to str) with `return_metadata`
+
+    Raises
+    ------
+    OSError
+        The file is missing or cannot be read.
+    CacheValueError, CacheDTypeError
+        It is damaged, no prompt cache, or its parts do not belong together.
+    """
+    arrays, texts = _read(Path(file_name))
+    parts: dict[str, dict[str, str]] = {"0": {}, "1": {}, "2": {}}
+    for key, text in texts.items():
+        head, _, rest = key.partition(".")
+        if head in parts:
+            parts[head][rest] = text
+    info, states = _tree(parts["0"]), _tree(arrays)
+    names = _dense(_tree(parts["2"]), "class names")
+    extra = (set(states) | set(info)) - set(range(len(names)))
+    if extra:
+        raise CacheValueError(f"layers {sorted(extra)[:8]} have no class name")
+    caches: list[BaseCache] = []
+    for i, name in enumerate(names):
+        if not isinstance(name, str):
+            raise CacheValueError(f"the class name of layer {i} is no text")
+        kind = KvCacheKind.parse(name)
+        meta = _meta(kind, info.get(i, ""))
+        caches.append(from_state(kind, _state(kind, states.get(i, {}), meta), meta))
+    return (caches, parts["1"]) if return_metadata else caches
+
+
+def _plain(array: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+
+
+def _flatten(key: str, tree: Any, out: dict[str, Any], empty: str | None = None) -> None:
+    if isinstance(tree, (tuple, list)):
+        for i, part in enumerate(tree):
+            _flatten(f"{key}.{i}", part, out, empty)
+        if not tree and empty is not None:
+            out[key] = empty
+    elif tree is not None:
+        out[key] = tree
+
+
+def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    with path.open("rb"):  # a missing or unreadable file is an OSError, whatever follows
+        pass
+    try:
+        with safe_open(path, framework="np") as file:
+            texts = file.metadata()
+            names = list(file.keys())
+            halves = {k for k in names if file.get_slice(k).get_dtype() == "BF16"}
+            arrays = {k: file.get_tensor(k) for k in names if k not in halves}
+        if halves:
+            arrays |= _widened(path, halves)
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CacheValueError(f"{path}: damaged, or no safetensors file: {error}") from error
+    if not texts:
+        raise CacheValueError(f"{path}: no prompt cache, its metadata are missing")
+    return arrays, texts
+
+
+def _widened(path: Path, names: set[str]) -> dict[str, NDArray[Any]]:
+    import safetensors
+
+    # Untyped in its own package.
+    deserialize: Any = safetensors.deserialize
+    arrays = {}
+    for name, entry in deserialize(path.read_bytes()):
+        if name in names:
+            # bfloat16 is the upper half of a float32.
+            upper = np.frombuffer(bytes(entry["data"]), "<u2").astype(np.uint32)
+            arrays[name] = (upper << np.uint32(16)).view(np.float32).reshape(entry["shape"])
+    return arrays
+
+
+def _tree(leaves: Mapping[str, Any]) -> dict[int, _Node]:
+    root: dict[int, _Node] = {}
+    for key, leaf in leaves.items():
+        steps = key.split(".")
+        if len(steps) > _MAX_DEPTH or not all(
+            s.isascii() and s.isdigit() and len(s) < 7 for s in steps
+        ):
+            raise CacheValueError(f"key {key[:80]!r} is no path of numbers")
+        node = root
+        for step in steps[:-1]:
+            node = node.setdefault(int(step), {})
+            if not isinstance(node, dict):
+                raise CacheValueError(f"key {key!r} lies within another one")
+        if int(steps[-1]) in node:
+            raise CacheValueError(f"key {key!r} comes twice, or another one lies within it")
+        node[int(steps[-1])] = leaf
+    return root
+
+
+def _dense(node: _Node, what: str) -> tuple[_Node, ...]:
+    if isinstance(node, str) and not node:
+        return ()
+    if not isinstance(node, dict) or sorted(node) != list(range(len(node))):
+        raise CacheValueError(f"{what} are not numbered from 0 on without a gap")
+    return tuple(node[i] for i in range(len(node)))
+
+
+def _meta(kind: KvCacheKind, node: _Node) -> tuple[Any, ...]:
+    parts = _dense(node, "values of a meta state")
+    if kind is not KvCacheKind.CACHE_LIST:
+        if not all(isinstance(part, str) for part in parts):
+            raise CacheValueError(f"the meta state of a {kind} holds more than texts")
+        return parts
+    if not parts:
+        return (), ()
+    if len(parts) != 2:
+        raise CacheValueError(f"the meta state of a CacheList has {len(parts)} parts, not 2")
+    names, metas = _dense(parts[0], "names of caches"), _dense(parts[1], "meta states")
+    if len(names) != len(metas) or not all(isinstance(name, str) for name in names):
+        raise CacheValueError(f"a CacheList has {len(names)} names and {len(metas)} meta states")
+    kinds = [KvCacheKind.parse(name) for name in names]
+    return names, tuple(_meta(k, m) for k, m in zip(kinds, metas, strict=True))
+
+
+def _state(kind: KvCacheKind, node: _Node, meta: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not isinstance(node, dict):
+        raise CacheValueError(f"the state of a {kind} is a single array")
+    if kind is KvCacheKind.CACHE_LIST:
+        if set(node) - set(range(len(meta[0]))):
+            raise CacheValueError(f"a CacheList of {len(meta[0])} caches has states {sorted(node)}")
+        kinds = [KvCacheKind.parse(name) for name in meta[0]]
+        return tuple(_state(k, node.get(i, {}), meta[1][i]) for i, k in enumerate(kinds))
+    if kind in _RECURRENT:  # empty slots have no array
+        return tuple(node.get(i) for i in range(max(node, default=-1) + 1))
+    return _arrays(node, kind)
+
+
+def _arrays(node: _Node, kind: KvCacheKind) -> tuple[Any, ...]:
+    parts = _dense(node, f"arrays of a {kind}")
+    return tuple(_arrays(part, kind) if isinstance(part, dict) else part for part in parts)

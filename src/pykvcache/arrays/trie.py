@@ -1,0 +1,180 @@
+"""Values under token sequences, found by their longest common prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache.errors import CacheKeyError, CacheValueError
+
+__all__ = ["PromptTrie", "PromptTrieResult"]
+
+V = TypeVar("V")
+#: Token ids as a caller gives them.
+Tokens: TypeAlias = Sequence[int] | NDArray[Any]
+
+
+@dataclass(frozen=True)
+class PromptTrieResult:
+    """What `PromptTrie.search` found.
+
+    Attributes
+    ----------
+    model : hashable
+        The model that was asked for.
+    exact : list of int, optional
+        The tokens themselves, if they have a value; then there is no `shorter` or `longer`.
+    shorter : list of int, optional
+        The longest prefix of the tokens, not empty, that has a value.
+    longer : list of int, optional
+        The shortest sequence with a value that begins with the common prefix and goes on.
+    common_prefix : int
+        Tokens in common with any stored sequence.
+    """
+
+    model: Hashable
+    exact: list[int] | None
+    shorter: list[int] | None
+    longer: list[int] | None
+    common_prefix: int
+
+
+class _Node(Generic[V]):
+    __slots__ = ("children", "values")
+
+    def __init__(self) -> None:
+        self.children: dict[int, _Node[V]] = {}
+        self.values: list[V] = []  # none or one: a value may be None
+
+
+class PromptTrie(Generic[V]):
+    """One value for each model and token sequence.
+
+    It follows mlx-lm's ``PromptTrie``. There a stored prefix of one token is never found by
+    `search`, and one that would have to go on where nothing is stored fails.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[Hashable, _Node[V]] = {}
+
+    def add(self, model: Hashable, tokens: Tokens, value: V) -> V | None:
+        """Store `value`; return the one that it replaces, or None."""
+        node = self._roots.setdefault(model, _Node())
+        for token in token_list(tokens):
+            child = node.children.get(token)
+            if child is None:
+                child = node.children[token] = _Node()
+            node = child
+        previous = node.values[0] if node.values else None
+        node.values = [value]
+        return previous
+
+    def get(self, model: Hashable, tokens: Tokens) -> V:
+        """Return the value of exactly these tokens, or raise ``CacheKeyError``."""
+        return self._path(model, token_list(tokens))[-1].values[0]
+
+    def pop(self, model: Hashable, tokens: Tokens) -> V:
+        """Remove and return a value, or raise ``CacheKeyError``; empty branches go as well."""
+        keys = token_list(tokens)
+        path = self._path(model, keys)
+        value = path[-1].values.pop()
+        for parent, node, token in zip(path[-2::-1], path[:0:-1], keys[::-1], strict=True):
+            if node.values or node.children:
+                return value
+            del parent.children[token]
+        if not path[0].values and not path[0].children:
+            del self._roots[model]
+        return value
+
+    def pop_prefixes(self, model: Hashable, tokens: Tokens) -> list[tuple[int, V]]:
+        """Remove the values of all shorter prefixes; return them with their lengths.
+
+        The value of `tokens` itself stays. Nothing has to be stored there.
+        """
+        removed: list[tuple[int, V]] = []
+        keys = token_list(tokens)
+        node = self._roots.get(model)
+        lengths = []
+        for length, token in enumerate(keys):
+            if node is None:
+                break
+            if node.values:
+                lengths.append(length)
+            node = node.children.get(token)
+        for length in lengths:
+            removed.append((length, self.pop(model, keys[:length])))
+        return removed
+
+    def search(self, model: Hashable, tokens: Tokens) -> PromptTrieResult:
+        """Find the value of `tokens`, or those of the nearest sequences around it."""
+        keys = token_list(tokens)
+        node = self._roots.get(model)
+        if node is None:
+            return PromptTrieResult(model, None, None, None, 0)
+        best = common = 0
+        for token in keys:
+            child = node.children.get(token)
+            if child is None:
+                break
+            node = child
+            common += 1
+            if node.values:
+                best = common
+        if common == len(keys) and node.values:
+            return PromptTrieResult(model, keys, None, None, common)
+        shorter = keys[:best] if best else None
+        longer = _shortest_below(node) if common else None
+        if longer is not None:
+            longer = keys[:common] + longer
+        return PromptTrieResult(model, None, shorter, longer, common)
+
+    def _path(self, model: Hashable, keys: list[int]) -> list[_Node[V]]:
+        node = self._roots.get(model)
+        path = []
+        for token in keys:
+            if node is None:
+                break
+            path.append(node)
+            node = node.children.get(token)
+        if node is None or not node.values:
+            raise CacheKeyError(
+                f"nothing is stored for model {model!r} and these {len(keys)} tokens"
+            )
+        return [*path, node]
+
+
+def _shortest_below(node: _Node[V]) -> list[int] | None:
+    # Level by level, so that the first value is the nearest; each node knows its way up.
+    level: list[tuple[_Node[V], Any]] = [(node, None)]
+    while level:
+        below = []
+        for parent, way in level:
+            for token, child in parent.children.items():
+                if child.values:
+                    return _unwound((token, way))
+                below.append((child, (token, way)))
+        level = below
+    return None
+
+
+def _unwound(way: Any) -> list[int]:
+    tokens = []
+    while way is not None:
+        token, way = way
+        tokens.append(token)
+    return tokens[::-1]
+
+
+def token_list(tokens: Tokens) -> list[int]:
+    """Return token ids as a list of its own."""
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise CacheValueError(
+                f"tokens are {tokens.dtype} of shape {tokens.shape}, no row of ids"
+            )
+        return [int(token) for token in tokens.tolist()]
+    return list(tokens)

@@ -44,7 +44,9 @@ def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:
         array = tokens
     else:
         if isinstance(tokens, (str, bytes)):
-            raise TypeError(f"{what} must be integers, not {type(tokens).__name__}: tokenize it first")
+            raise TypeError(
+                f"{what} must be integers, not {type(tokens).__name__}: tokenize it first"
+            )
         try:
             items = [as_int(t, what, INT32.min, INT32.max) for t in tokens]
         except TypeError as error:

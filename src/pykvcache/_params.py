@@ -100,7 +100,12 @@ def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
             f"n_batch is {n_batch} (at most n_ctx, {n_ctx}): it must not be below "
             f"n_seq_max, {params['n_seq_max']}"
         )
-    if model.has_encoder and model.has_decoder and params["n_seq_max"] > 1 and not params["kv_unified"]:
+    if (
+        model.has_encoder
+        and model.has_decoder
+        and params["n_seq_max"] > 1
+        and not params["kv_unified"]
+    ):
         raise ContextCreateError("an encoder-decoder model needs kv_unified=True or n_seq_max=1")
     _check_types(model, params)
     total, available = cache_bytes(model, params, n_ctx), _physical_memory()
@@ -131,7 +136,9 @@ def cache_bytes(model: LlamaModel, params: Mapping[str, Any], n_ctx: int) -> int
     per_stream = -(-n_ctx // streams)
     cells = streams * (-(-per_stream // 256) * 256)
     keys, values = model.native.cell_sizes()
-    per_cell = CELL_BYTES + _type_bytes(params["type_k"], keys) + _type_bytes(params["type_v"], values)
+    per_cell = (
+        CELL_BYTES + _type_bytes(params["type_k"], keys) + _type_bytes(params["type_v"], values)
+    )
     return int(cells * per_cell)
 
 

@@ -97,12 +97,9 @@ class LlamaBatch:
         """
         t = as_int(token, "token", 0, INT32_MAX)
         p = as_int(pos, "pos", 0, INT32_MAX)
-        # Arrays have __index__ too, whatever their size.
-        single = hasattr(seq_ids, "__index__") and not isinstance(seq_ids, np.ndarray)
-        ids = [seq_ids] if single else list(seq_ids)  # type: ignore[arg-type]
-        if not ids:
+        seqs = [as_int(s, "sequence id", 0, INT32_MAX) for s in _ids(seq_ids)]
+        if not seqs:
             raise ValueError("a token must belong to at least one sequence")
-        seqs = [as_int(s, "sequence id", 0, INT32_MAX) for s in ids]
         flag = _flag(logits)
         self._reserve(1, len(seqs))
         i = self._n
@@ -210,6 +207,13 @@ def _frozen(view: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return view
 
 
+def _ids(seq_ids: SupportsIndex | Sequence[SupportsIndex]) -> Sequence[SupportsIndex]:
+    # Arrays have __index__ too, whatever their size.
+    if isinstance(seq_ids, SupportsIndex) and not isinstance(seq_ids, np.ndarray):
+        return [seq_ids]
+    return list(seq_ids)
+
+
 def _flag(value: bool) -> int:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"logits must be True or False, not {type(value).__name__}")
@@ -232,8 +236,9 @@ def _sequences(seq_ids: Any, n: int) -> IntArray:
         if array.shape[0] != n or array.shape[1] == 0:
             raise ValueError(f"seq_ids has shape {array.shape}: ({n}, k) with k >= 1 is expected")
         flat = as_token_array(array.ravel(), "seq_ids")
-        return flat.reshape(array.shape).copy()
-    return _column(as_token_array(seq_ids, "seq_ids"), n, "seq_ids").reshape(n, 1).copy()
+        return np.array(flat.reshape(array.shape), np.int32)
+    column = _column(as_token_array(seq_ids, "seq_ids"), n, "seq_ids")
+    return np.array(column.reshape(n, 1), np.int32)
 
 
 def _flags(logits: Any, n: int) -> npt.NDArray[np.int8]:
@@ -244,4 +249,4 @@ def _flags(logits: Any, n: int) -> npt.NDArray[np.int8]:
         raise TypeError(f"logits must be booleans, not {array.dtype}")
     if array.shape != (n,):
         raise ValueError(f"logits has shape {array.shape}: ({n},) is expected")
-    return (array != 0).astype(np.int8)
+    return np.array(array != 0, np.int8)

@@ -224,7 +224,9 @@ class LlamaContext:
 
     # Decode ---------------------------------------------------------------------------
 
-    def decode(self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0) -> None:
+    def decode(
+        self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0
+    ) -> None:
         """Compute tokens and store them in the memory (``llama_decode``).
 
         Parameters
@@ -259,7 +261,9 @@ class LlamaContext:
         else:
             self._native.decode_tokens(as_token_array(batch_or_tokens), seq_id)
 
-    def encode(self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0) -> None:
+    def encode(
+        self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0
+    ) -> None:
         """Run the encoder (``llama_encode``): T5 before decoding, BERT for embeddings.
 
         Raises
@@ -357,10 +361,11 @@ class LlamaContext:
         self, tokens: npt.NDArray[np.int32], limit: int, sampler: Sampler, seq_id: SupportsIndex
     ) -> Iterator[int]:
         step = np.empty(1, np.int32)
+        has_eog = self._model.native.vocab_type != 0
         for _ in range(limit):
             self._native.decode_tokens(tokens, seq_id)
             token = sampler.sample(self)
-            if self._model.is_eog(token):
+            if has_eog and self._model.is_eog(token):
                 return
             yield token
             step[0] = token
@@ -514,7 +519,9 @@ class LlamaContext:
 
     def set_n_threads(self, n_threads: int, n_threads_batch: int | None = None) -> None:
         """Change the number of threads, 1 to 512 (``llama_set_n_threads``)."""
-        self._native.set_n_threads(n_threads, n_threads if n_threads_batch is None else n_threads_batch)
+        self._native.set_n_threads(
+            n_threads, n_threads if n_threads_batch is None else n_threads_batch
+        )
 
     def perf(self) -> PerfData:
         """Return llama.cpp's own figures since the last `perf_reset`."""

@@ -23,7 +23,7 @@ cdef class Context(Memory):
     cdef int64_t expect[MAX_SEQ]
     cdef uint64_t history[MAX_SEQ]
 
-    def __init__(self, model, params):
+    def __cinit__(self, Model model not None, dict params not None):
         self.tokens_evaluated = 0
         self.forget_outputs()
 

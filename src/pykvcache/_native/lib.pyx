@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-# cython: embedsignature=False, initializedcheck=False
+# cython: embedsignature=False, initializedcheck=False, auto_pickle=False, autotestdict=False
 """llama.cpp, 1:1, behind checks: pointers, locks, codes turned into exceptions.
 
 Nothing here has a default and nothing guesses. A line with ``lib.`` is C.

@@ -1,0 +1,117 @@
+"""Fixtures that every test may use: generated models, contexts that get closed, fresh runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from support.models import EXACT, MODELS, make_model, shared_folder
+
+# The array caches are tested without the compiled layer too, so nothing here imports it at once.
+if TYPE_CHECKING:
+    from pykvcache import LlamaContext, LlamaModel
+
+    ModelFactory = Callable[..., LlamaModel]
+    ContextFactory = Callable[..., LlamaContext]
+
+FreshLogits = Callable[..., NDArray[np.float32]]
+
+ENCODER_INPUT = np.arange(10, 30, dtype=np.int32)
+"""What encoder-decoder models are given before they decode."""
+
+
+@pytest.fixture(scope="session")
+def binding() -> ModuleType:
+    """The package, or a skip where its compiled layer was not built."""
+    reason = "the compiled layer is missing"
+    pytest.importorskip("pykvcache._native.lib", reason=reason, exc_type=ImportError)
+    return importlib.import_module("pykvcache")
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the generated models of this session lie, for all workers."""
+    return shared_folder(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def model(binding: ModuleType, model_folder: Path) -> Iterator[ModelFactory]:
+    """``model(name, **sizes)``: a generated model, loaded once per worker."""
+    loaded: dict[tuple[object, ...], LlamaModel] = {}
+
+    def load(name: str, **sizes: int) -> LlamaModel:
+        key = (name, *sorted(sizes.items()))
+        if key not in loaded:
+            loaded[key] = binding.LlamaModel(make_model(name, model_folder, **sizes))
+        return loaded[key]
+
+    yield load
+    for one in loaded.values():
+        one.close()
+
+
+def open_context(
+    binding: ModuleType, load: ModelFactory, which: str | LlamaModel, options: dict[str, Any]
+) -> LlamaContext:
+    """Return a small exact context; an encoder-decoder model has its input encoded for all."""
+    defaults = {"n_ctx": 256, "n_seq_max": 4, "n_threads": 1, **EXACT}
+    source = load(which) if isinstance(which, str) else which
+    if isinstance(which, str) and MODELS[which].is_embedder:
+        defaults["embeddings"] = True
+    ctx: LlamaContext = binding.LlamaContext(source, **(defaults | options))
+    if source.has_encoder and source.has_decoder:
+        n = len(ENCODER_INPUT)
+        # Cross attention sees only the sequences that the encoded tokens belong to.
+        everyone = np.tile(np.arange(ctx.n_seq_max, dtype=np.int32), (n, 1))
+        ctx.encode(binding.LlamaBatch.from_arrays(ENCODER_INPUT, np.arange(n), everyone))
+    return ctx
+
+
+@pytest.fixture
+def make_context(binding: ModuleType, model: ModelFactory) -> Iterator[ContextFactory]:
+    """``make_context(name_or_model, **options)``: a context, closed after the test.
+
+    Without options: 256 cells, 4 sequences, one thread and `EXACT`.
+    """
+    opened: list[LlamaContext] = []
+
+    def make(which: str | LlamaModel, **options: Any) -> LlamaContext:
+        opened.append(open_context(binding, model, which, options))
+        return opened[-1]
+
+    yield make
+    for ctx in opened:
+        ctx.close()
+
+
+@pytest.fixture(scope="session")
+def fresh_logits(binding: ModuleType, model: ModelFactory) -> FreshLogits:
+    """``fresh_logits(name_or_model, tokens, **options)``: of the last token, in a new context.
+
+    Tokens are decoded at 0, 1, ... in one call in a context with one sequence and room for all
+    of them. The answer is read-only, and remembered for the names of models without options.
+    """
+    known: dict[tuple[str, bytes], NDArray[np.float32]] = {}
+
+    def run(which: str | LlamaModel, tokens: Any, **options: Any) -> NDArray[np.float32]:
+        words = np.asarray(tokens, dtype=np.int32)
+        key = (which, words.tobytes()) if isinstance(which, str) and not options else None
+        if key is not None and key in known:
+            return known[key]
+        room = {"n_ctx": max(256, len(words)), "n_seq_max": 1}
+        with open_context(binding, model, which, room | options) as ctx:
+            ctx.decode(words)
+            logits = ctx.logits()
+        logits.flags.writeable = False
+        if key is not None:
+            known[key] = logits
+        return logits
+
+    return run

@@ -58,7 +58,27 @@ _HOMES = {
     "system_info": "_native.lib",
 }
 
-__all__ = ["__version__", "errors", *errors.__all__, *_HOMES]
+# Written out, so that type checkers see what is exported.
+__all__ = [
+    "AttentionType",
+    "FlashAttention",
+    "GgmlType",
+    "LlamaBatch",
+    "LlamaContext",
+    "LlamaModel",
+    "LoadMode",
+    "PerfData",
+    "PoolingType",
+    "RopeScalingType",
+    "RopeType",
+    "Sampler",
+    "SplitMode",
+    "__version__",
+    "embedded_model_path",
+    "errors",
+    "system_info",
+]
+__all__ += errors.__all__
 
 _UNBUILT = (
     "pykvcache is not built: this is a source tree without its compiled layer. "

@@ -1,0 +1,75 @@
+# Everything a contributor runs. `make help` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# What the compiled layer is made of: a change of any of these rebuilds it, a change of a .py does not.
+NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.py \
+          $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/*)) $(wildcard models/*.gguf)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-arrays lint format wheel bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+venv: $(VENV)/.dev $(VENV)/.built ## make .venv: tools, extras and the package, editable
+
+demo: $(VENV)/.built ## show what it does, on the model that ships with it
+	$(BIN)/python -m pykvcache demo
+
+test: lint ## lint, types, stubs, then every test (not those marked slow)
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/.dev $(VENV)/.built ## ruff, mypy, cython-lint, codespell, stubtest
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/cython-lint src
+	$(BIN)/codespell
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest pykvcache._native
+
+format: $(VENV)/.dev ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Where there is no compiler: a second environment that never sees the compiled layer.
+test-arrays: $(VENV)-arrays/.ready ## the array caches alone, without the compiled layer
+	PYTHONPATH=src $(VENV)-arrays/bin/python -m pytest tests/arrays -W "ignore:pykvcache is not built:RuntimeWarning"
+
+wheel: $(VENV)/.dev ## build sdist and wheel into dist/, install and try each away from here
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m pytest tests/packaging -m slow -rA
+
+bench: $(VENV)/.built ## what a call costs
+	$(BIN)/python benchmarks/call_overhead.py
+
+clean: ## remove what was built (.venv, build, dist, the fetched llama.cpp)
+	rm -rf $(VENV) $(VENV)-arrays build dist vendor/llama.cpp vendor/llama.cpp.partial
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# Stamps: each says that the step above it in the chain was done since its inputs changed.
+$(VENV)/.venv:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade "pip>=25.1"
+	@touch $@
+
+$(VENV)/.build-tools: pyproject.toml | $(VENV)/.venv
+	$(PIP) install --quiet --group build
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/.venv
+	$(PIP) install --quiet --group test --group lint --group package
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.build-tools $(NATIVE)
+	$(PIP) install --quiet --no-build-isolation --editable ".[demo,chat,arrays]"
+	@touch $@
+
+$(VENV)-arrays/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-arrays
+	$(VENV)-arrays/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(VENV)-arrays/bin/python -m pip install --quiet --group arrays-test
+	@touch $@

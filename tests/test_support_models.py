@@ -179,10 +179,11 @@ class Runner:
 
     def output(self) -> NDArray[np.float32]:
         """Logits of the last token, or the pooled embedding."""
-        out: NDArray[np.float32] = (
-            self.ctx.seq_embeddings(0) if self.info.is_embedder else self.ctx.logits(-1)
-        )
-        return out.copy()
+        if self.info.is_embedder:
+            out: NDArray[np.float32] = np.array(self.ctx.seq_embeddings(0))
+        else:
+            out = np.array(self.ctx.logits(-1))
+        return out
 
     def run(self, tokens: Tokens) -> NDArray[np.float32]:
         self.fresh(tokens)

@@ -36,7 +36,7 @@ def gemma3(sizes: Sizes, n_vocab: int) -> Blueprint:
     plan.add(
         "",
         token_embd=table(n_vocab, sizes.n_embd, sizes.n_embd**-0.5),
-        output_norm=norm(sizes.n_embd, around=6.0),
+        output_norm=norm(sizes.n_embd, around=7.0),
     )
     for _, prefix in blocks(sizes):
         plan.add(

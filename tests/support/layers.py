@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from .blueprint import Blueprint, Key, Sizes, Tensor, bias, matrix, norm, table
 
-LOGIT_GAIN = 6.0
+LOGIT_GAIN = 7.0
 """Standard deviation of the logits of the models with an output matrix of their own."""
 
 ROPE_BASE = 10.0

@@ -80,7 +80,7 @@ def lfm2(sizes: Sizes, n_vocab: int) -> Blueprint:
     plan.keys |= _mixed_heads(sizes) | rope() | {".shortconv.l_cache": 3}
     plan.add(
         "",
-        token_embd=table(n_vocab, sizes.n_embd, 0.7),
+        token_embd=table(n_vocab, sizes.n_embd, 0.8),
         token_embd_norm=norm(sizes.n_embd),
     )
     for layer, prefix in blocks(sizes):

@@ -1,0 +1,148 @@
+import numpy as np
+import pytest
+from mlx_reference import kv, snapshot, stored
+
+from pykvcache.arrays import (
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    from_state,
+)
+from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported
+
+
+def filled(cache, *tokens):
+    cache.update(*kv(list(tokens)))
+    return cache
+
+
+def test_list_is_trimmable_if_all_are():
+    """CacheList: trimmable = all; trim returns last."""
+    both = CacheList(filled(KVCache(), 1, 2, 3), filled(KVCache(), 4))
+    assert both.is_trimmable() and both.trim(2) == 1
+    assert stored(both[0]) == [1] and stored(both[1]) == []
+    one = CacheList(filled(KVCache(), 1, 2, 3), ArraysCache(1))
+    assert not one.is_trimmable()
+    before = snapshot(one)
+    assert one.trim(2) == 0 and snapshot(one) == before
+    with pytest.raises(CacheValueError):
+        both.trim(-1)
+
+
+def test_list_size_empty_and_nbytes():
+    """CacheList: size = max, empty = first, nbytes = sum."""
+    caches = CacheList(filled(KVCache(), 1), filled(KVCache(), 1, 2, 3))
+    assert caches.size() == 3 and not caches.is_empty()
+    assert caches.nbytes == caches[0].nbytes + caches[1].nbytes
+    assert CacheList(KVCache(), filled(KVCache(), 1)).is_empty()
+    assert not CacheList(filled(KVCache(), 1), KVCache()).is_empty()
+    assert CacheList().is_empty() and CacheList().size() == 0 and CacheList().trim(1) == 0
+    assert caches.offset == caches.rope_offset == 1
+
+
+def test_list_meta_is_names_and_metas():
+    """CacheList: a CacheList's meta is (names, metas); nested from_state by class name."""
+    inner = CacheList(filled(ChunkedKVCache(4), 1), ArraysCache(2))
+    caches = CacheList(filled(RotatingKVCache(2), 1, 2, 3), inner)
+    names, metas = caches.meta_state
+    assert names == ("RotatingKVCache", "CacheList")
+    assert metas == (("0", "2", "3", "3"), inner.meta_state)
+    again = from_state("CacheList", caches.state, caches.meta_state)
+    assert snapshot(again) == snapshot(caches)
+    assert type(again[1][0]) is ChunkedKVCache and len(again[1][1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "meta"),
+    [
+        ((), ()),
+        ((), (("KVCache",), ())),
+        (((), ()), (("KVCache",), ((),))),
+        (((),), (("Nothing",), ((),))),
+        (((),), (("KVCache",), (("1",),))),
+    ],
+)
+def test_list_state_and_meta_must_fit(state, meta):
+    """from_state: CacheList recursive, members checked."""
+    with pytest.raises(CacheValueError):
+        from_state("CacheList", state, meta)
+
+
+def test_list_changes_all_members_or_none():
+    """CacheList: a member that refuses leaves the others as they were."""
+    one, two = BatchKVCache([0, 0]), KVCache()
+    one.update(*kv([1, 2], [3, 4]))
+    two.update(*kv([1, 2]))
+    caches = CacheList(one, two)
+    before = snapshot(caches)
+    for change in (
+        lambda: caches.filter([0]),
+        lambda: caches.prepare(right_padding=[0, 1]),
+        lambda: caches.extend(CacheList(BatchKVCache([0]), KVCache())),
+        lambda: caches.extend(CacheList(one)),
+        lambda: caches.extract(0),
+    ):
+        with pytest.raises((NotSupported, CacheValueError)):
+            change()
+        assert snapshot(caches) == before
+    other = CacheList(BatchKVCache([0, 0]), BatchKVCache([0]))
+    with pytest.raises(CacheValueError):
+        other.filter([1])
+    assert other[0].batch_size == 2
+    state = caches.state
+    with pytest.raises(CacheValueError):
+        caches.from_serialized((state[0], state[0]), caches.meta_state)
+    with pytest.raises(CacheValueError):
+        caches.state = ((), kv([1])[:1])
+    assert snapshot(caches) == before
+
+
+def test_list_drives_batches_together():
+    """CacheList: prepare, finalize, filter, extend, extract, merge, advance reach all members."""
+
+    def single(a, b):
+        caches = CacheList(filled(KVCache(), *a), ArraysCache(1))
+        caches[1][0] = np.full((1, 2), float(b), np.float32)
+        return caches
+
+    batch = CacheList.merge([single([1, 2, 3], 5), single([4], 6)])
+    assert batch[0].left_padding.tolist() == [0, 2] and batch[1][0][:, 0].tolist() == [5, 6]
+    batch.prepare(lengths=[2, 1], right_padding=[0, 1])
+    batch[0].update(*kv([7, 8], [9, 0]))
+    batch.advance(2)
+    assert batch[1].lengths.tolist() == [0, -1]
+    batch.finalize()
+    assert batch[0].left_padding.tolist() == [0, 3] and batch[1].lengths is None
+    batch.extend(CacheList.merge([single([1], 9)]))
+    batch.filter([2, 1])
+    alone = batch.extract(1)
+    assert stored(alone[0]) == [4, 9] and alone[1][0][:, 0].tolist() == [6]
+    assert stored(batch.extract(0)[0]) == [1]
+
+
+def test_list_copy_is_deep():
+    caches = CacheList(filled(KVCache(), 1), CacheList(filled(KVCache(), 2)))
+    twin = caches.copy()
+    twin[1][0].update(*kv([3]))
+    assert stored(caches[1][0]) == [2] and stored(twin[1][0]) == [2, 3]
+
+
+def test_list_members_keep_their_identity():
+    member = filled(KVCache(), 1, 2)
+    caches = CacheList(member)
+    caches.trim(1)
+    assert caches[0] is member and stored(member) == [1]
+    assert list(caches) == [member] and caches.caches == (member,)
+
+
+def test_list_itself_stores_nothing():
+    caches = CacheList(KVCache())
+    with pytest.raises(NotSupported):
+        caches.update(*kv([1]))
+    with pytest.raises(NotSupported):
+        caches.make_mask(1)
+    with pytest.raises(CacheDTypeError):
+        CacheList(KVCache(), None)

@@ -1,0 +1,183 @@
+import numpy as np
+import pytest
+from mlx_reference import kv, snapshot
+
+from pykvcache.arrays import ArraysCache, MambaCache, from_state
+from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported
+
+
+def rows(*numbers):
+    return np.array(numbers, np.float32)[:, None] * np.ones((1, 3), np.float32)
+
+
+def first(cache, slot=0):
+    return cache[slot][:, 0].tolist()
+
+
+def test_slots_are_set_and_read_by_index():
+    """ArraysCache: slots by index; a given array is copied."""
+    cache = ArraysCache(2)
+    assert len(cache) == 2 and cache[0] is None and cache.is_empty()
+    array = rows(1, 2)
+    cache[1] = array
+    array[:] = 9
+    assert first(cache, 1) == [1, 2] and not cache.is_empty()
+    assert cache.nbytes == 24 and cache.offset == 0 and cache.size() == 0
+    for slot, error in ((2, CacheValueError), (-1, CacheValueError), (0.0, TypeError)):
+        with pytest.raises(error):
+            cache[slot]
+    with pytest.raises(CacheDTypeError):
+        cache[0] = [1, 2]
+    with pytest.raises(CacheValueError):
+        cache[0] = np.array(1.0)
+
+
+def test_batch_size_rule():
+    """ArraysCache: batch_size is the first array's, else left_padding, else lengths, else 1."""
+    cache = ArraysCache(2)
+    assert cache.batch_size == 1
+    cache.prepare(lengths=[4, 5, 6])
+    assert cache.batch_size == 3
+    assert ArraysCache(2, left_padding=[0, 1]).batch_size == 2
+    cache = ArraysCache(2, left_padding=[0, 1])
+    cache[1] = rows(1, 2, 3, 4)
+    assert cache.batch_size == 4
+
+
+def test_arrays_filter():
+    """ArraysCache: filter keeps rows of arrays, left_padding and lengths."""
+    cache = ArraysCache(2, left_padding=[1, 2, 3])
+    cache[0] = rows(1, 2, 3)
+    cache.prepare(lengths=[4, 5, 6])
+    cache.filter([2, 0])
+    assert first(cache) == [3, 1] and cache[1] is None
+    assert cache.left_padding.tolist() == [3, 1] and cache.lengths.tolist() == [6, 4]
+    before = snapshot(cache)
+    for bad in ([2], [-1]):
+        with pytest.raises(CacheValueError):
+            cache.filter(bad)
+    assert snapshot(cache) == before
+
+
+def test_arrays_extend_puts_zeros_for_a_missing_side():
+    """ArraysCache: extend (zeros for a missing side)."""
+    a, b = ArraysCache(3), ArraysCache(3, left_padding=[5])
+    a[0], a[1] = rows(1, 2), rows(3, 4)
+    b[0] = rows(9)
+    a.extend(b)
+    assert first(a, 0) == [1, 2, 9] and first(a, 1) == [3, 4, 0] and a[2] is None
+    assert a.left_padding.tolist() == [0, 0, 5] and a.lengths is None
+    before = snapshot(a)
+    wrong = ArraysCache(3)
+    wrong[1] = np.ones((1, 4), np.float32)
+    for other in (wrong, ArraysCache(2)):
+        with pytest.raises(CacheValueError):
+            a.extend(other)
+    with pytest.raises(CacheDTypeError):
+        a.extend(None)
+    assert snapshot(a) == before
+
+
+def test_arrays_extract():
+    """ArraysCache: extract one row; empty slots stay empty (mlx-lm fails)."""
+    cache = MambaCache(left_padding=[0, 1])
+    cache[0] = rows(1, 2)
+    alone = cache.extract(1)
+    assert type(alone) is MambaCache
+    assert first(alone) == [2] and alone[1] is None and alone.left_padding is None
+    assert not np.shares_memory(alone[0], cache[0])
+    with pytest.raises(CacheValueError):
+        cache.extract(2)
+
+
+def test_arrays_prepare_advance_and_finalize():
+    """ArraysCache: prepare(lengths), advance(N) lowers lengths and left_padding, finalize."""
+    cache = ArraysCache(1, left_padding=[0, 3])
+    cache.prepare(lengths=[7, 4], right_padding=[0, 3])
+    cache.advance(2)
+    assert cache.lengths.tolist() == [5, 2] and cache.left_padding.tolist() == [-2, 1]
+    cache.finalize()
+    assert cache.lengths is None and cache.left_padding is None
+    cache.prepare(left_padding=[1, 1])
+    cache.prepare(left_padding=[1, 0])
+    assert cache.left_padding.tolist() == [2, 1]
+    cache[0] = rows(1, 2)
+    with pytest.raises(CacheValueError):
+        cache.prepare(left_padding=[1, 1])
+
+
+def test_arrays_mask():
+    """ArraysCache make_mask: pos >= left_padding, else pos < lengths, else None."""
+    cache = ArraysCache(1, left_padding=[0, 2])
+    assert cache.make_mask(3).astype(int).tolist() == [[1, 1, 1], [0, 0, 1]]
+    cache.prepare(lengths=[1, 1])
+    assert cache.make_mask(3).astype(int).tolist() == [[1, 1, 1], [0, 0, 1]]
+    cache.finalize()
+    assert cache.make_mask(3) is None
+    cache.prepare(lengths=[3, 1])
+    assert cache.make_mask(3).astype(int).tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+def test_arrays_merge():
+    """ArraysCache: merge; all empty -> left_padding zeros; a slot that nobody filled stays."""
+    a, b, c = MambaCache(), MambaCache(), MambaCache()
+    a[0], c[0] = rows(1), rows(3)
+    merged = MambaCache.merge([a, b, c])
+    assert first(merged) == [1, 0, 3] and merged[1] is None and merged.left_padding is None
+    empty = ArraysCache.merge([ArraysCache(2), ArraysCache(2)])
+    assert empty.is_empty() and empty.left_padding.tolist() == [0, 0] and empty.batch_size == 2
+    a[0] = rows(1, 2)
+    for bad in ([], [a, b], [ArraysCache(1), ArraysCache(2)]):
+        with pytest.raises(CacheValueError):
+            ArraysCache.merge(bad)
+
+
+def test_mamba_cache_has_two_slots():
+    """Arrays / Mamba flag: MambaCache(left_padding=None) has two slots."""
+    cache = MambaCache([1])
+    assert len(cache) == 2 and cache.left_padding.tolist() == [1]
+    with pytest.raises(CacheValueError):
+        cache.state = (rows(1), rows(2), rows(3))
+    assert isinstance(from_state("MambaCache", (), ()), MambaCache)
+    assert type(from_state("ArraysCache", (rows(1),), ())) is ArraysCache
+
+
+@pytest.mark.parametrize("filled", [(), (0,), (1,), (0, 1)])
+def test_arrays_state_round_trip(filled):
+    """ArraysCache: slots, left_padding and lengths survive from_state."""
+    cache = ArraysCache(2, left_padding=[1, 0])
+    cache.prepare(lengths=[3, 4])
+    cache.advance(2)
+    for slot in filled:
+        cache[slot] = rows(slot, 7)
+    again = from_state("ArraysCache", cache.state, cache.meta_state)
+    assert snapshot(again) == snapshot(cache) and len(again) == 2
+    assert again.left_padding.tolist() == [-1, -2] and again.lengths.tolist() == [1, 2]
+
+
+def test_arrays_state_is_that_of_mlx_lm_where_it_can_be():
+    cache = ArraysCache(2)
+    assert cache.state == ()
+    cache[0], cache[1] = rows(1), rows(2)
+    assert cache.meta_state == () and len(cache.state) == 2
+    cache.state = ()
+    assert len(cache) == 2 and cache.is_empty()
+
+
+@pytest.mark.parametrize(
+    "meta", [("1", "", ""), ("x", "", ""), ("2", "a", ""), ("2", ""), ("99999999", "", ""), (2, "", "")]
+)  # fmt: skip
+def test_arrays_meta_must_fit(meta):
+    with pytest.raises(CacheValueError):
+        from_state("ArraysCache", (rows(1), None), meta)
+
+
+def test_recurrent_cache_has_no_keys_and_does_not_trim():
+    cache = ArraysCache(1)
+    with pytest.raises(NotSupported):
+        cache.update(*kv([1]))
+    cache[0] = rows(1)
+    assert not cache.is_trimmable() and cache.trim(1) == 0
+    twin = cache.copy()
+    twin[0][:] = 5
+    assert first(cache) == [1]

@@ -20,11 +20,16 @@ thread_local std::string caught_text;
 thread_local bool        caught_bad_alloc = false;
 thread_local std::string notes;
 
-std::mutex                              log_mutex;
-std::deque<std::pair<int, std::string>> log_lines;
-std::atomic<bool>                       log_waiting{false};
-std::atomic<int>                        log_threshold{GGML_LOG_LEVEL_WARN};
-int                                     last_level = GGML_LOG_LEVEL_NONE;  // guarded by log_mutex
+struct log_queue {
+    std::mutex                              mutex;
+    std::deque<std::pair<int, std::string>> lines;
+    int                                     last_level = GGML_LOG_LEVEL_NONE;
+};
+
+// Never destroyed: llama.cpp may still log while the process ends.
+log_queue *       queue = new log_queue;
+std::atomic<bool> log_waiting{false};
+std::atomic<int>  log_threshold{GGML_LOG_LEVEL_WARN};
 
 ggml_abort_callback_t previous_abort = nullptr;
 
@@ -33,21 +38,21 @@ void on_log(ggml_log_level level, const char * text, void *) {
         if (guard_depth > 0 && (level == GGML_LOG_LEVEL_WARN || level == GGML_LOG_LEVEL_ERROR) && notes.size() < 4096) {
             notes += text;
         }
-        std::lock_guard<std::mutex> lock(log_mutex);
+        std::lock_guard<std::mutex> lock(queue->mutex);
         if (level == GGML_LOG_LEVEL_CONT) {
-            if (last_level >= log_threshold && !log_lines.empty()) {
-                log_lines.back().second += text;
+            if (queue->last_level >= log_threshold && !queue->lines.empty()) {
+                queue->lines.back().second += text;
             }
             return;
         }
-        last_level = level;
+        queue->last_level = level;
         if (level < log_threshold) {
             return;
         }
-        if (log_lines.size() == LOG_LINES_MAX) {
-            log_lines.pop_front();
+        if (queue->lines.size() == LOG_LINES_MAX) {
+            queue->lines.pop_front();
         }
-        log_lines.emplace_back(level, text);
+        queue->lines.emplace_back(level, text);
         log_waiting = true;
     } catch (...) {
         // A lost log line is better than an exception through C.
@@ -103,15 +108,17 @@ void set_log_threshold(int level) { log_threshold = level; }
 bool has_log() { return log_waiting.load(std::memory_order_relaxed); }
 
 bool take_log(int & level, std::string & text) {
-    std::lock_guard<std::mutex> lock(log_mutex);
-    if (log_lines.empty()) {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+    if (queue->lines.empty()) {
         log_waiting = false;
         return false;
     }
-    level = log_lines.front().first;
-    text = std::move(log_lines.front().second);
-    log_lines.pop_front();
+    level = queue->lines.front().first;
+    text = std::move(queue->lines.front().second);
+    queue->lines.pop_front();
     return true;
 }
+
+void renew_log() { queue = new log_queue; }
 
 }  // namespace pykv

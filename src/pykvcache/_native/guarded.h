@@ -33,6 +33,8 @@ std::string take_notes();
 void set_log_threshold(int level);
 bool has_log();
 bool take_log(int & level, std::string & text);
+// In the child of a fork another thread's lock on the queue would never be opened.
+void renew_log();
 
 // Details of guarded().
 extern thread_local int guard_depth;

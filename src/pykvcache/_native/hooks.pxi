@@ -14,6 +14,7 @@ cdef int _generation = 0
 def _after_fork_in_child():
     global _generation
     _generation += 1
+    lib.renew_log()
 
 
 if hasattr(os, "register_at_fork"):

@@ -136,6 +136,7 @@ cdef extern from "llama.h" nogil:
     llama_token llama_model_decoder_start_token(const llama_model*)
     bool llama_model_is_recurrent(const llama_model*)
     bool llama_model_is_hybrid(const llama_model*)
+    bool llama_model_is_diffusion(const llama_model*)
 
     void llama_set_n_threads(llama_context*, int32_t n_threads, int32_t n_threads_batch)
 
@@ -185,6 +186,7 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     void set_log_threshold(int level)
     bool has_log()
     bool take_log(int& level, string& text)
+    void renew_log()
 
     llama_model* model_load(const char* path, llama_model_params)
     shared_ptr[llama_model] own_model(llama_model*)
@@ -255,7 +257,8 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     bool extent(const memory*, llama_seq_id, llama_pos& lo, llama_pos& hi)
     void note_first(memory*, llama_seq_id, llama_pos first)
     llama_pos first_of(const memory*, llama_seq_id)
-    size_t count(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)
+    bool holds(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)
+    llama_pos last_before(const memory*, llama_seq_id, llama_pos p)
     bool window_intact(const memory*, llama_seq_id, llama_pos next)
     bool window_dropped(const memory*, llama_seq_id)
     bool shared(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)
@@ -265,7 +268,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     shift_problem div_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d,
                             llama_pos& where)
     int32_t div_apply(memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d)
-    int32_t flush(llama_context*)
+    int32_t flush(llama_context*, const memory*)
 
 
 cdef extern from "sync.h" namespace "pykv" nogil:

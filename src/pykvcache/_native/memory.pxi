@@ -27,6 +27,8 @@ cdef class Memory(Handle):
 
     # Sequences whose recurrent state is ahead of what was computed (an aborted decode).
     cdef bint poisoned[MAX_SEQ]
+    # Whether a shift or a stream copy waits for the next update.
+    cdef bint pending
 
     # Facts ---------------------------------------------------------------------------
 
@@ -120,6 +122,7 @@ cdef class Memory(Handle):
             self.done(code, "clear")
             for s in range(MAX_SEQ):
                 self.poisoned[s] = False
+            self.pending = self.pending and self.streams
             self.broken = False
         finally:
             self.lock.leave()
@@ -132,24 +135,13 @@ cdef class Memory(Handle):
             return 1 if p0 == 0 and p1 == INT32_MAX else 0
         if p0 <= lo and p1 > hi:
             return 1
-        if lib.count(self.mem, seq, p0, p1) == 0:
+        if not lib.holds(self.mem, seq, p0, p1):
             return 0
         if self.whole_only() or self.poisoned[seq]:
             return 3
         # Queries come from the end: what they see must not have been dropped by the window.
-        keep = hi + 1 if p1 <= hi else self.last_before(seq, lo, p0) + 1
+        keep = hi + 1 if p1 <= hi else lib.last_before(self.mem, seq, p0) + 1
         return 2 if lib.window_intact(self.mem, seq, keep) else 3
-
-    cdef int32_t last_before(self, int32_t seq, int32_t lo, int32_t p) noexcept:
-        """The highest held position below p; there is one."""
-        cdef int32_t a = lo, b = p, middle
-        while b - a > 1:
-            middle = a + (b - a) // 2
-            if lib.count(self.mem, seq, middle, p):
-                a = middle
-            else:
-                b = middle
-        return a
 
     cdef int remove_from(self, int32_t seq, int what, int32_t p0, int32_t p1) except -1:
         cdef int32_t code
@@ -224,7 +216,7 @@ cdef class Memory(Handle):
                 return
             whole = a <= lo and b > hi
             if not whole:
-                self.check_partial_copy(operation, s, a, b, hi)
+                self.check_partial_copy(operation, s, a, b)
             if self.poisoned[s]:
                 raise UnsupportedOperation(
                     operation, f"sequence {s} holds the rest of an aborted decode: remove all of it")
@@ -232,17 +224,17 @@ cdef class Memory(Handle):
             self.remove_from(d, self.removable(d, 0, INT32_MAX), 0, INT32_MAX)
             if whole:
                 a = b = -1
-            elif lib.count(self.mem, s, a, b) == 0:
+            elif not lib.holds(self.mem, s, a, b):
                 return
             self.done(lib.seq_cp(
                 self.memory(), s, d, a if a else -1, b if b != INT32_MAX else -1), "seq_cp")
             lib.note_first(self.mem, d, lib.first_of(self.mem, s))
+            self.pending = self.pending or self.streams
         finally:
             self.lock.leave()
 
-    cdef int check_partial_copy(
-            self, str operation, int32_t s, int32_t a, int32_t b, int32_t hi) except -1:
-        cdef int32_t lo = 0, top = 0
+    cdef int check_partial_copy(self, str operation, int32_t s, int32_t a, int32_t b) except -1:
+        cdef int32_t next_pos = lib.last_before(self.mem, s, b) + 1
         if self.whole_only():
             raise UnsupportedOperation(
                 operation, f"{self.memory_kind} memory copies whole sequences only: leave out p0 and p1")
@@ -250,13 +242,9 @@ cdef class Memory(Handle):
             raise UnsupportedOperation(
                 operation, "with kv_unified=False a copy goes to another stream and must be whole: "
                 "copy all, then remove what is not wanted")
-        if lib.count(self.mem, s, a, b) == 0:
-            return 0
-        lib.extent(self.mem, s, lo, top)
-        top = hi if b > hi else self.last_before(s, lo, b)
-        if not lib.window_intact(self.mem, s, top + 1):
+        if lib.holds(self.mem, s, a, b) and not lib.window_intact(self.mem, s, next_pos):
             raise UnsupportedOperation(
-                operation, f"the sliding window has dropped cells that position {top + 1} would see: "
+                operation, f"the sliding window has dropped cells that position {next_pos} would see: "
                 "copy the whole sequence, or decode the prefix again")
         return 0
 
@@ -283,6 +271,7 @@ cdef class Memory(Handle):
             self.done(lib.seq_add(
                 self.memory(), seq, a, b if b != INT32_MAX else -1, <int32_t>by), "seq_add")
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) + <int32_t>by)
+            self.pending = True
         finally:
             self.lock.leave()
 
@@ -301,6 +290,7 @@ cdef class Memory(Handle):
                 lib.div_check(self.mem, seq, a, b, by, where), f"dividing by {by}", where, p0, p1)
             self.done(lib.div_apply(self.mem, seq, a, b, by), "seq_div")
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) // by)
+            self.pending = True
         finally:
             self.lock.leave()
 
@@ -310,7 +300,7 @@ cdef class Memory(Handle):
         self.usable()
         if lib.why_no_shift(self.mem) == lib.SHIFT_MULTI_POS:
             raise UnsupportedOperation(operation, _NO_SHIFT[lib.SHIFT_MULTI_POS])
-        return a < b and lib.count(self.mem, seq, a, b) > 0
+        return a < b and lib.holds(self.mem, seq, a, b)
 
     cdef int check_move(self, str operation, int32_t seq, int32_t* a, int32_t* b) except -1:
         cdef int32_t lo = 0, hi = 0
@@ -350,13 +340,23 @@ cdef class Memory(Handle):
 
     def update(self):
         """Apply pending shifts and stream copies now (``llama_context::memory_update``)."""
-        cdef int32_t code = 0
         self.enter()
         try:
             self.usable()
-            if self.kind != lib.MEMORY_NONE:
-                with nogil:
-                    code = lib.flush(self.ctx)
-            self.done(code, "update")
+            self.settle()
         finally:
             self.lock.leave()
+
+    cdef int settle(self) except -1:
+        """Apply what is pending, where no abort() can stop it half-way."""
+        cdef int32_t code
+        if not self.pending:
+            return 0
+        with nogil:
+            code = lib.flush(self.ctx, self.mem)
+        self.done(code, "update")
+        if code != 0:
+            self.broken = True
+            raise InternalError("llama.cpp could not apply a pending shift")
+        self.pending = False
+        return 0

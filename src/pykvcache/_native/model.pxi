@@ -21,7 +21,7 @@ cdef class Model:
     cdef lib.model_facts facts
     cdef readonly int32_t n_vocab, n_ctx_train, n_embd, n_embd_out, n_layer, n_head, n_head_kv, n_swa
     cdef readonly int rope_type, vocab_type
-    cdef readonly bint is_recurrent, is_hybrid, has_encoder, has_decoder, vocab_only
+    cdef readonly bint is_recurrent, is_hybrid, has_encoder, has_decoder, is_diffusion, vocab_only
     cdef readonly object size, n_params
     cdef readonly str description
     cdef readonly object chat_template
@@ -77,6 +77,7 @@ cdef class Model:
         self.is_recurrent = lib.llama_model_is_recurrent(m)
         self.is_hybrid = lib.llama_model_is_hybrid(m)
         self.has_encoder = lib.llama_model_has_encoder(m)
+        self.is_diffusion = lib.llama_model_is_diffusion(m)
         self.has_decoder = lib.llama_model_has_decoder(m)
         self.size = lib.llama_model_size(m)
         self.n_params = lib.llama_model_n_params(m)

@@ -269,16 +269,22 @@ bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi) 
 void note_first(memory * m, llama_seq_id seq, llama_pos first) { m->first[seq] = first; }
 llama_pos first_of(const memory * m, llama_seq_id seq) { return m->first[seq]; }
 
-size_t count(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
-    if (!m->base) {
-        llama_pos lo, hi;
-        if (!extent(m, seq, lo, hi)) {
-            return 0;
-        }
-        return size_t(std::max<int64_t>(0, int64_t(std::min(p1, hi + 1)) - std::max(p0, lo)));
+bool holds(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    const llama_pos last = last_before(m, seq, p1);
+    return last >= 0 && last >= p0;
+}
+
+llama_pos last_before(const memory * m, llama_seq_id seq, llama_pos p) {
+    if (m->base) {
+        const auto & cells = cells_of(m->base, seq);
+        auto it = from(cells, p);
+        return it == cells.begin() ? -1 : (--it)->first;
     }
-    const auto & cells = cells_of(m->base, seq);
-    return size_t(std::distance(from(cells, p0), from(cells, p1)));
+    llama_pos lo, hi;
+    if (!extent(m, seq, lo, hi) || p <= lo) {
+        return -1;
+    }
+    return std::min(hi, p - 1);
 }
 
 bool window_intact(const memory * m, llama_seq_id seq, llama_pos next) {
@@ -348,8 +354,12 @@ int32_t div_apply(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int 
     });
 }
 
-int32_t flush(llama_context * ctx) noexcept {
-    return guarded_void([&] { ctx->memory_update(false); });
+int32_t flush(llama_context * ctx, const memory * m) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        ctx->memory_update(false);
+        // llama.cpp only logs a failed rotation, and would rotate again what it did rotate.
+        return int32_t((m->base && m->base->get_has_shift()) || (m->swa && m->swa->get_has_shift()));
+    });
 }
 
 }  // namespace pykv

@@ -62,8 +62,10 @@ bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi);
 // A recurrent state does not know where its sequence began; told here, kept through moves.
 void note_first(memory * m, llama_seq_id seq, llama_pos first);
 llama_pos first_of(const memory * m, llama_seq_id seq);
-// Cells of the sequence in [p0, p1).
-size_t count(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1);
+// Whether the sequence holds anything in [p0, p1).
+bool holds(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1);
+// Highest held position below p, or -1.
+llama_pos last_before(const memory * m, llama_seq_id seq, llama_pos p);
 // Whether the window cache still has every cell that a query at `next` would see.
 bool window_intact(const memory * m, llama_seq_id seq, llama_pos next);
 // Whether the window cache has dropped any cell of the sequence.
@@ -78,7 +80,7 @@ shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_
 // llama_memory_seq_div rotates K the wrong way; this adds each cell's own shift instead.
 int32_t div_apply(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept;
 
-// Apply pending shifts and stream copies now (llama_context::memory_update).
-int32_t flush(llama_context * ctx) noexcept;
+// Apply pending shifts and stream copies now (llama_context::memory_update); 1 if that failed.
+int32_t flush(llama_context * ctx, const memory * m) noexcept;
 
 }  // namespace pykv

@@ -10,7 +10,6 @@ cdef class Sampler:
     cdef vector[lib.llama_token_data] candidates
     cdef dict params
     cdef int32_t n_vocab
-    cdef lib.owned_mutex lock
 
     def __cinit__(self, dict params not None, Model model):
         self.params = params
@@ -92,9 +91,9 @@ cdef class Sampler:
         cdef const float[::1] row = ctx.logits(i)
         cdef Py_ssize_t t, n = row.shape[0]
         cdef int32_t token
+        if self.grammar != NULL and ctx.model is not self.model:
+            raise ValueError("the sampler's grammar was made for another model")
         if self.chain == NULL or self.n_vocab != ctx.n_vocab:
-            if self.grammar != NULL:
-                raise ValueError("the sampler's grammar was made for another model")
             self.build(ctx.model)
         self.candidates.resize(n)
         for t in range(n):

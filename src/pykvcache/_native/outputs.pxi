@@ -1,0 +1,126 @@
+# What a decode leaves: logits and embeddings, handed out as copies.
+
+cdef class Outputs(Memory):
+    """``llama_get_logits_ith`` and ``llama_get_embeddings_*``."""
+
+    # Where the outputs of the last decode are: batch indices in order, the first of
+    # the part that llama.cpp still holds, and the rows of earlier parts.
+    cdef vector[int32_t] outputs
+    cdef int32_t part_start
+    cdef list kept_logits
+    cdef list kept_embeddings
+
+    cdef void forget_outputs(self):
+        self.outputs.clear()
+        self.kept_logits = None
+        self.kept_embeddings = None
+        self.part_start = 0
+
+    cdef int note_outputs(self, lib.llama_batch batch, int32_t start, bint more) except -1:
+        """Remember which tokens have outputs; rows that the next part overwrites are kept."""
+        cdef int32_t i
+        self.part_start = start
+        for i in range(batch.n_tokens):
+            if batch.logits[i]:
+                self.outputs.push_back(start + i)
+                if more:
+                    self.keep_row(i)
+        return 0
+
+    cdef int keep_row(self, int32_t i) except -1:
+        if self.kept_logits is None:
+            self.kept_logits = []
+            self.kept_embeddings = []
+        row = self.copy_row(lib.logits_ith(self.ctx, i), self.n_vocab)
+        self.kept_logits.append(row)
+        self.kept_embeddings.append(
+            self.copy_row(lib.embeddings_ith(self.ctx, i), self.n_embd_out) if self.embeddings else None)
+        return 0
+
+    cdef object copy_row(self, const float* row, int32_t n):
+        if row == NULL:
+            return None
+        result = np.empty(n, dtype=np.float32)
+        cdef float[::1] view = result
+        memcpy(&view[0], row, n * sizeof(float))
+        return result
+
+    cdef int find_output(self, object i, str what) except -1:
+        """Place of batch index i (from the end of the outputs if negative) in the outputs."""
+        cdef int overflow = 0
+        cdef long long index = _index(i, "index", &overflow)
+        cdef Py_ssize_t n = <Py_ssize_t>self.outputs.size(), a, b, middle
+        if n == 0:
+            raise IndexError(f"there are no {what}: nothing was decoded, or the last decode failed")
+        if not overflow and index < 0 and index >= -n:
+            return <int>(n + index)
+        a = 0
+        b = n
+        while a < b:
+            middle = (a + b) // 2
+            if self.outputs[middle] < index:
+                a = middle + 1
+            else:
+                b = middle
+        if overflow or a == n or self.outputs[a] != index:
+            raise IndexError(
+                f"token {i} of the last decode has no {what}: {n} of its tokens asked for them")
+        return <int>a
+
+    cdef object row(self, int place, bint embeddings):
+        cdef list kept = self.kept_embeddings if embeddings else self.kept_logits
+        cdef int32_t i
+        if kept is not None and place < len(kept):
+            return None if kept[place] is None else kept[place].copy()
+        i = self.outputs[place] - self.part_start
+        if embeddings:
+            return self.copy_row(lib.embeddings_ith(self.ctx, i), self.n_embd_out)
+        return self.copy_row(lib.logits_ith(self.ctx, i), self.n_vocab)
+
+    def logits(self, i):
+        """Copy one row of logits."""
+        self.enter()
+        try:
+            self.usable()
+            if self.kind == lib.MEMORY_NONE and not self.model.is_diffusion:
+                raise UnsupportedOperation("logits", "this model gives embeddings only")
+            result = self.row(self.find_output(i, "logits"), False)
+            if result is None:
+                raise IndexError(f"token {i} of the last decode has no logits")
+            return result
+        finally:
+            self.lock.leave()
+
+    def token_embeddings(self, i):
+        """Copy one row of embeddings."""
+        self.enter()
+        try:
+            self.usable()
+            if not self.embeddings:
+                raise UnsupportedOperation("embeddings", "create the context with embeddings=True")
+            result = self.row(self.find_output(i, "embeddings"), True)
+            if result is None:
+                raise IndexError(
+                    f"token {i} of the last decode has no embeddings of its own: "
+                    "they were pooled, see seq_embeddings()")
+            return result
+        finally:
+            self.lock.leave()
+
+    def seq_embeddings(self, seq_id):
+        """Copy the pooled embedding of a sequence."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
+        cdef int32_t n = self.n_embd_out if self.pooling_type != 4 else self.model.facts.n_cls_out
+        self.enter()
+        try:
+            self.usable()
+            if not self.embeddings or self.pooling_type == 0:
+                raise UnsupportedOperation(
+                    "seq_embeddings", "create the context with embeddings=True and a pooling_type")
+            self.find_output(-1, "embeddings")
+            result = self.copy_row(lib.embeddings_seq(self.ctx, seq), n)
+            if result is None:
+                raise IndexError(f"sequence {seq} was not in the last decode")
+            return result
+        finally:
+            self.lock.leave()

@@ -7,13 +7,11 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pykvcache.arrays._checks import as_int
-from pykvcache.errors import CacheDTypeError, CacheLayerError, CacheOrderError, CacheValueError
+from pykvcache.arrays._checks import as_float_dtype, as_int, as_storable
+from pykvcache.arrays._growth import grow, grown_capacity
+from pykvcache.errors import CacheLayerError, CacheOrderError, CacheValueError
 
 __all__ = ["FlatKVCache"]
-
-# Rows of the first allocation; later ones double, so a token costs O(1) copies on average.
-_FIRST_ROWS = 256
 
 
 class FlatKVCache:
@@ -57,9 +55,7 @@ class FlatKVCache:
         self._num_layers = as_int("num_layers", num_layers, minimum=1)
         self._num_kv_heads = as_int("num_kv_heads", num_kv_heads, minimum=1)
         self._head_dim = as_int("head_dim", head_dim, minimum=1)
-        self._dtype = np.dtype(dtype)
-        if self._dtype not in (np.float32, np.float16, np.float64):
-            raise CacheDTypeError(f"dtype is {self._dtype}; float16, float32 or float64 is needed")
+        self._dtype = as_float_dtype(dtype)
         self._len = 0
         # Tokens that a layer holds beyond _len, until advance() counts them.
         self._pending = [0] * self._num_layers
@@ -93,7 +89,7 @@ class FlatKVCache:
         layer : int
             In ``[0, num_layers)``.
         k, v : ndarray, shape (entry_size,)
-            The cache's dtype, or a narrower float. Copied.
+            Copied, and converted to the cache's dtype.
 
         Raises
         ------
@@ -102,12 +98,12 @@ class FlatKVCache:
         CacheValueError
             `k` or `v` has another shape.
         CacheDTypeError
-            `k` or `v` would lose precision, or is not floating point.
+            `k` or `v` is not an array of real numbers.
         CacheOrderError
             The layer has its token already: ``advance`` comes first.
         """
         index = self._layer(layer)
-        k, v = self._floats("k", k), self._floats("v", v)
+        k, v = self._storable("k", k), self._storable("v", v)
         for name, array in (("k", k), ("v", v)):
             if array.shape != (self.entry_size,):
                 raise CacheValueError(
@@ -135,7 +131,7 @@ class FlatKVCache:
             The layer has its tokens already, or another layer got another number.
         """
         index = self._layer(layer)
-        k, v = self._floats("k", k), self._floats("v", v)
+        k, v = self._storable("k", k), self._storable("v", v)
         count, rest = divmod(k.size, self.entry_size)
         if k.ndim != 1 or v.shape != k.shape or rest or count == 0:
             raise CacheValueError(
@@ -195,12 +191,8 @@ class FlatKVCache:
 
     def copy(self) -> FlatKVCache:
         """Return an independent cache of the same content and capacity."""
-        cls = type(self)
-        other = cls.with_capacity(
-            self._num_layers, self._num_kv_heads, self._head_dim, self.capacity, dtype=self._dtype
-        )
-        used = self._len + max(self._pending)
-        other._data[:, :, :used] = self._data[:, :, :used]
+        other = FlatKVCache(self._num_layers, self._num_kv_heads, self._head_dim, dtype=self._dtype)
+        other._data = grow(self._data, 2, 0, self._len + max(self._pending), self.capacity)
         other._len, other._pending = self._len, self._pending.copy()
         return other
 
@@ -258,14 +250,11 @@ class FlatKVCache:
             raise CacheLayerError(f"layer is {index}; the cache has {self._num_layers} layers")
         return index
 
-    def _floats(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
-        array = np.asarray(array)
-        given = array.dtype
-        if given != self._dtype and (given.kind != "f" or not np.can_cast(given, self._dtype)):
-            raise CacheDTypeError(
-                f"{name} has dtype {given}; {self._dtype} or a narrower float is needed"
-            )
-        return array
+    def _storable(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        # The usual array is the right one already, and a token costs few microseconds.
+        if type(array) is np.ndarray and array.dtype == self._dtype:
+            return array
+        return as_storable(name, array, self._dtype)
 
     def _store(self, layer: int, k: NDArray[Any], v: NDArray[Any], count: int) -> None:
         if self._pending[layer]:
@@ -277,10 +266,8 @@ class FlatKVCache:
             )
         end = self._len + count
         if end > self.capacity:
-            grown = self._rows(max(end, _FIRST_ROWS, 2 * self.capacity))
-            used = self._len + pending
-            grown[:, :, :used] = self._data[:, :, :used]
-            self._data = grown
+            capacity = grown_capacity(self.capacity, end)
+            self._data = grow(self._data, 2, 0, self._len + pending, capacity)
         self._data[0, layer, self._len : end] = k.reshape(count, -1)
         self._data[1, layer, self._len : end] = v.reshape(count, -1)
         self._pending[layer] = count

@@ -136,7 +136,8 @@ def test_growth_copies_a_constant_number_of_times_per_token() -> None:
         cache.advance()
         capacities.append(cache.capacity)
     reallocations = [b for a, b in itertools.pairwise(capacities) if a != b]
-    assert sum(reallocations) <= 4 * 5000
+    assert len(reallocations) > 1
+    assert sum(reallocations) <= 5 * 5000
 
 
 def test_a_token_is_readable_before_advance() -> None:
@@ -207,8 +208,8 @@ def test_wrong_lengths_are_refused(which: str, shape: tuple[int, ...]) -> None:
     assert contents(cache) == before
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.int32, np.bool_, np.complex64, object, "U3"])
-def test_dtypes_that_would_lose_something_are_refused(dtype: Any) -> None:
+@pytest.mark.parametrize("dtype", [np.bool_, np.complex64, object, "U3", "M8[s]"])
+def test_dtypes_that_are_no_real_numbers_are_refused(dtype: Any) -> None:
     cache = filled()
     before = contents(cache)
     good, bad = np.zeros(6, np.float32), np.zeros(6, dtype)
@@ -218,11 +219,14 @@ def test_dtypes_that_would_lose_something_are_refused(dtype: Any) -> None:
     assert contents(cache) == before
 
 
-def test_half_precision_is_widened_exactly() -> None:
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.int32])
+def test_other_numbers_are_converted(dtype: Any) -> None:
     cache = FlatKVCache(1, 1, 3)
-    half = np.array([0.1, -2.5, 65504], np.float16)
-    cache.append(0, half, half)
-    np.testing.assert_array_equal(cache.k(0), half.astype(np.float32))
+    numbers = np.array([0.1, -2.5, 65504]).astype(dtype)
+    cache.append(0, numbers, [0.1, -2.5, 3.0])  # type: ignore[arg-type]
+    assert cache.k(0).dtype == cache.v(0).dtype == np.float32
+    np.testing.assert_array_equal(cache.k(0), numbers.astype(np.float32))
+    np.testing.assert_array_equal(cache.v(0), np.array([0.1, -2.5, 3], np.float32))
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 10**30])

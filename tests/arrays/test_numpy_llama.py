@@ -1,0 +1,225 @@
+"""The bridge: one forward pass on three caches, against a reference and llama.cpp."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pykvcache.arrays import CausalCache, FlatKVCache
+from support.models import MODELS, make_model
+from support.numpy_llama import LedgerLlama
+
+if TYPE_CHECKING:
+    from pykvcache import LlamaContext
+
+    ContextFactory = Callable[..., LlamaContext]
+
+ROOT = Path(__file__).parents[2]
+STORIES = ROOT / "models" / "stories.gguf"
+EXAMPLE = ROOT / "examples" / "numpy_llama.py"
+KINDS = ["kv", "causal", "flat"]
+TOKENS = np.random.default_rng(5).integers(3, 300, 40).tolist()
+
+
+@pytest.fixture(scope="module")
+def example() -> Any:
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
+
+
+@pytest.fixture(scope="module", params=["llama", "llama3l", "llama_h64"])
+def path(request: pytest.FixtureRequest, model_folder: Path) -> Path:
+    return make_model(request.param, model_folder)
+
+
+@pytest.fixture(scope="module")
+def tiny(model_folder: Path) -> Path:
+    return make_model("llama", model_folder)
+
+
+def run(example: Any, model: Any, exchange: Any, tokens: list[int], batches: list[int]) -> Any:
+    """Logits of all tokens, decoded in `batches`."""
+    assert sum(batches) == len(tokens)
+    rows, start = [], 0
+    for count in batches:
+        positions = np.arange(start, start + count)
+        rows.append(model.forward(tokens[start : start + count], positions, exchange))
+        start += count
+    return np.concatenate(rows)
+
+
+def test_the_example_is_short() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("batches", [[40], [1] * 40, [17, 1, 1, 20, 1]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_cache_gives_the_reference_logits(
+    example: Any, path: Path, kind: str, batches: list[int]
+) -> None:
+    model = example.Llama(str(path))
+    logits = run(example, model, example.empty_cache(model, kind, 40), TOKENS, batches)
+    expected = LedgerLlama(path).decode(0, TOKENS)
+    np.testing.assert_allclose(logits, expected, atol=2e-4)
+    # The logits differ between tokens far more than that, so the history matters.
+    assert np.abs(np.diff(expected, axis=0)).max(axis=1).min() > 0.1
+
+
+def test_a_causal_cache_holds_two_sequences_and_removes_from_the_middle(
+    example: Any, tiny: Path
+) -> None:
+    model, ledger = example.Llama(str(tiny)), LedgerLlama(tiny)
+    cache = CausalCache(lambda layer, key, shift: model.rope(key, shift))
+    cache.init(np.float32, max_sequences=2, capacity=64, max_batch=16)
+    first, second = (example.on_causal_cache(cache, sequence) for sequence in (0, 1))
+    for start in (0, 10):
+        for sequence, exchange in enumerate((first, second)):
+            words = TOKENS[start + sequence : start + sequence + 10]
+            logits = model.forward(words, np.arange(start, start + 10), exchange)
+            np.testing.assert_allclose(logits, ledger.decode(sequence, words), atol=2e-4)
+    cache.remove(0, 4, 9)
+    ledger.remove(0, 4, 9)
+    ledger.add(0, 9, 20, -5)
+    logits = model.forward([7, 8], [15, 16], first)
+    np.testing.assert_allclose(logits, ledger.decode(0, [7, 8]), atol=2e-4)
+    cache.copy_prefix(1, 0, 12)
+    ledger.copy(1, 0, 0, 12)
+    logits = model.forward([9], [12], first)
+    np.testing.assert_allclose(logits, ledger.decode(0, [9]), atol=2e-4)
+    logits = model.forward([9], [20], second)
+    np.testing.assert_allclose(logits, ledger.decode(1, [9]), atol=2e-4)
+
+
+def test_a_flat_cache_steps_back(example: Any, tiny: Path) -> None:
+    model = example.Llama(str(tiny))
+    cache = FlatKVCache(model.n_layer, model.n_head_kv, model.head_dim)
+    exchange = example.on_flat_cache(cache)
+    run(example, model, exchange, TOKENS, [40])
+    cache.truncate(25)
+    logits = model.forward([5], [25], exchange)
+    ledger = LedgerLlama(tiny)
+    ledger.decode(0, TOKENS[:25])
+    np.testing.assert_allclose(logits, ledger.decode(0, [5]), atol=2e-4)
+
+
+@pytest.mark.parametrize("qtype", ["F16", "Q8_0"])
+def test_other_tensor_types_equal_their_dequantised_weights(
+    example: Any, tiny: Path, tmp_path: Path, qtype: str
+) -> None:
+    kind = gguf.GGMLQuantizationType[qtype]
+
+    def stored(data: NDArray[np.float32]) -> Any:
+        return gguf.quants.quantize(data, kind)
+
+    def rounded(data: NDArray[np.float32]) -> Any:
+        return gguf.quants.dequantize(stored(data), kind)
+
+    small, large = tmp_path / "small.gguf", tmp_path / "large.gguf"
+    rewrite(tiny, small, stored, kind)
+    rewrite(tiny, large, rounded, None)
+    results = []
+    for file in (small, large):
+        model = example.Llama(str(file))
+        exchange = example.empty_cache(model, "kv", 40)
+        results.append(model.forward(TOKENS, np.arange(40), exchange))
+    assert small.stat().st_size < 0.7 * large.stat().st_size
+    np.testing.assert_allclose(results[0], results[1], atol=1e-5)
+    assert np.abs(results[0] - LedgerLlama(tiny).decode(0, TOKENS)).max() < 0.5
+
+
+def rewrite(
+    source: Path, target: Path, convert: Callable[[NDArray[np.float32]], Any], kind: Any
+) -> None:
+    """Copy what the example reads, with its matrices converted."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "llama")
+    for name, field in reader.fields.items():
+        if name.startswith("llama.") and name != "llama.vocab_size":
+            writer.add_key_value(name, field.contents(), field.types[0])
+    # llama.cpp loads a model without words, too.
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(len(reader.fields["tokenizer.ggml.tokens"].data))
+    for tensor in reader.tensors:
+        if tensor.data.ndim == 2:
+            writer.add_tensor(tensor.name, convert(np.array(tensor.data)), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_models_that_the_example_cannot_run_are_refused(example: Any, model_folder: Path) -> None:
+    for name in ("gemma3", "qwen2vl"):
+        with pytest.raises(ValueError, match="architecture llama"):
+            example.Llama(str(make_model(name, model_folder)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_script_generates(
+    kind: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [str(EXAMPLE), str(tiny), "5", "9", "-n", "6", "--cache", kind])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    # The greedy continuation by the reference.
+    ledger, pieces = LedgerLlama(tiny), MODELS["llama"].vocab().tokens
+    words, tokens = [], [5, 9]
+    for _ in range(6):
+        ledger.decode(0, tokens)
+        tokens = [int(ledger.logits.argmax())]
+        words.append(pieces[tokens[0]].decode())
+    assert capsys.readouterr().out.split() == words
+
+
+# Against llama.cpp ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_llama_cpp_gives_the_same_logits(
+    example: Any, path: Path, kind: str, binding: ModuleType, make_context: ContextFactory
+) -> None:
+    with binding.LlamaModel(path) as native:
+        compare(example, path, kind, TOKENS, make_context(native))
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with every weight as float32, so that llama.cpp computes in float32."""
+    if not STORIES.exists():
+        pytest.skip("models/stories.gguf is not there")
+    file = tmp_path_factory.mktemp("stories") / "stories-f32.gguf"
+    rewrite(STORIES, file, lambda data: data.astype(np.float32), None)
+    return file
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_llama_cpp_gives_the_same_logits_for_the_embedded_model(
+    example: Any, stories: Path, kind: str, binding: ModuleType, make_context: ContextFactory
+) -> None:
+    with binding.LlamaModel(STORIES) as native:
+        tokens = native.tokenize("Once upon a time there was a little girl.")
+    with binding.LlamaModel(stories) as native:
+        compare(example, stories, kind, tokens, make_context(native))
+
+
+def compare(
+    example: Any, path: Path, kind: str, tokens: Sequence[int], context: LlamaContext
+) -> None:
+    """A prompt, and then a few tokens one by one."""
+    model = example.Llama(str(path))
+    exchange = example.empty_cache(model, kind, len(tokens))
+    start = 0
+    for count in (len(tokens) - 3, 1, 1, 1):
+        words = np.array(tokens[start : start + count], np.int32)
+        logits = model.forward(words, np.arange(start, start + count), exchange)
+        context.decode(words, seq_id=0)
+        np.testing.assert_allclose(logits[-1], context.logits(-1), atol=1e-2)
+        start += count

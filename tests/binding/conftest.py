@@ -1,0 +1,43 @@
+"""Fixtures for the tests of the compiled layer's Python face."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent.parent
+
+# These tests import the package at the top: there is nothing to collect without its compiled layer.
+if importlib.util.find_spec("pykvcache._native.lib") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+Child = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def child() -> Child:
+    """``child(code, *args, timeout=30)``: run Python code in a process of its own."""
+
+    def run(code: str, *args: object, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+        env = os.environ | {
+            # Otherwise every abort first tries to start a debugger.
+            "GGML_NO_BACKTRACE": "1",
+            "OMP_WAIT_POLICY": "passive",
+            "PYTHONPATH": str(TESTS),
+        }
+        return subprocess.run(
+            [sys.executable, "-c", code, *map(str, args)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=env,
+            check=False,
+        )
+
+    return run

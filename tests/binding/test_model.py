@@ -1,0 +1,207 @@
+"""What a loaded model says about itself, and how long it lives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from pykvcache import (
+    ClosedError,
+    ContextCreateError,
+    LlamaContext,
+    LlamaModel,
+    RopeType,
+    UnsupportedOperation,
+)
+from support.models import MODELS, make_model
+
+LLAMA_METADATA = {
+    "general.architecture": "llama",
+    "llama.context_length": "512",
+    "llama.embedding_length": "64",
+    "llama.block_count": "2",
+    "llama.attention.head_count": "4",
+    "llama.attention.head_count_kv": "2",
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.eos_token_id": "2",
+    "tokenizer.ggml.add_bos_token": "true",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_are_those_the_file_was_written_with(model: Any, name: str) -> None:
+    info, one = MODELS[name], model(name)
+    assert one.n_vocab == info.n_vocab
+    assert one.n_ctx_train == info.sizes.n_ctx_train
+    assert one.n_embd == info.sizes.n_embd
+    assert one.n_layer == info.sizes.n_layer
+    assert one.n_swa == info.n_swa
+    assert one.is_recurrent == (info.memory == "recurrent")
+    assert one.is_hybrid == info.memory.startswith("hybrid")
+    assert one.has_encoder == info.has_encoder
+    assert one.vocab_only is False
+    assert one.is_closed is False
+
+
+def test_heads_and_rope_of_each_kind(model: Any) -> None:
+    assert (model("llama").n_head, model("llama").n_head_kv) == (4, 2)
+    assert (model("jamba").n_head, model("jamba").n_head_kv) == (4, 2)
+    assert model("bert").n_head_kv == 4
+    assert model("mamba").n_head_kv == 0
+    assert model("llama").rope_type is RopeType.NORM
+    assert model("gemma3").rope_type is RopeType.NEOX
+    assert model("qwen2vl").rope_type is RopeType.MROPE
+    assert model("mamba").rope_type is RopeType.NONE
+    assert model("t5").rope_type is RopeType.NONE
+
+
+def test_size_and_parameters_count_what_is_in_the_file(model: Any, model_folder: Path) -> None:
+    for name in ("llama", "mamba", "bert", "t5"):
+        tensors = gguf.GGUFReader(make_model(name, model_folder)).tensors
+        one = model(name)
+        assert one.n_params == sum(int(t.n_elements) for t in tensors)
+        assert one.size == sum(int(t.n_bytes) for t in tensors)
+        assert isinstance(one.size, int)
+        assert one.description.startswith(name)
+
+
+def test_metadata_is_the_scalar_metadata_as_text(model: Any) -> None:
+    metadata = model("llama").metadata
+    assert LLAMA_METADATA.items() <= dict(metadata).items()
+    assert len(metadata) == len(list(metadata))
+    assert all(isinstance(k, str) and isinstance(v, str) for k, v in metadata.items())
+
+
+def test_metadata_cannot_be_changed(model: Any) -> None:
+    one = model("llama")
+    before = dict(one.metadata)
+    for change in (
+        lambda: one.metadata.__setitem__("a", "b"),
+        lambda: one.metadata.clear(),
+        lambda: one.metadata.pop("general.architecture"),
+        lambda: one.metadata.update(a="b"),
+    ):
+        with pytest.raises(AttributeError):
+            change()
+    with pytest.raises(TypeError):
+        one.metadata["a"] = "b"
+    assert dict(one.metadata) == before
+
+
+def test_metadata_of_any_length_and_unicode_is_whole(tmp_path: Path, model_folder: Path) -> None:
+    long = "é" * 100_000
+    path = with_keys(
+        make_model("llama", model_folder),
+        tmp_path / "long.gguf",
+        {"general.name": long, "k" * 4000: "v", "漢": "字\n😀"},
+    )
+    with LlamaModel(path) as one:
+        assert one.metadata["general.name"] == long
+        assert one.metadata["k" * 4000] == "v"
+        assert one.metadata["漢"] == "字\n😀"
+
+
+def test_special_tokens_are_numbers_or_none(model: Any) -> None:
+    llama, bert, t5, none = (model(n) for n in ("llama", "bert", "t5", "llama_none"))
+    assert (llama.token_bos, llama.token_eos, llama.token_nl) == (1, 2, 13)
+    assert (llama.token_eot, llama.token_pad, llama.token_mask) == (None, None, None)
+    assert (llama.add_bos, llama.add_eos) == (True, False)
+    assert (bert.token_bos, bert.token_sep, bert.token_mask, bert.token_pad) == (2, 3, 4, 0)
+    assert t5.token_decoder_start == 0
+    assert llama.token_decoder_start is None
+    names = [n for n in dir(none) if n.startswith("token_") and n != "token_to_piece"]
+    assert len(names) == 8
+    assert {getattr(none, n) for n in names} == {None}
+    assert (none.add_bos, none.add_eos) == (False, False)
+
+
+def test_end_of_generation_is_what_the_vocabulary_says(model: Any) -> None:
+    llama = model("llama")
+    assert [t for t in range(llama.n_vocab) if llama.is_eog(t)] == [2]
+    assert llama.is_eog(np.int64(2)) is True
+
+
+@pytest.mark.parametrize("name", ["qwen2vl", "llama", "gemma3"])
+def test_properties_cannot_be_set(model: Any, name: str) -> None:
+    one = model(name)
+    public = [n for n in dir(type(one)) if isinstance(getattr(type(one), n), property)]
+    assert len(public) > 25
+    for attribute in public:
+        with pytest.raises(AttributeError):
+            setattr(one, attribute, 1)
+
+
+def test_vocab_only_tokenizes_and_gives_no_context(model: Any, model_folder: Path) -> None:
+    with LlamaModel(make_model("llama", model_folder), vocab_only=True) as words:
+        assert words.vocab_only is True
+        assert words.n_vocab == 320
+        assert words.tokenize("Hello").tolist() == model("llama").tokenize("Hello").tolist()
+        assert words.token_eos == 2
+        with pytest.raises(ContextCreateError, match="vocab_only"):
+            LlamaContext(words)
+
+
+def test_the_repr_names_file_and_kind_and_survives_close(model_folder: Path) -> None:
+    path = make_model("llama", model_folder)
+    one = LlamaModel(path)
+    assert repr(one) == f"<LlamaModel {str(path)!r}: {one.description}>"
+    one.close()
+    assert repr(one) == f"<LlamaModel {str(path)!r}: {one.description} (closed)>"
+
+
+def test_a_closed_model_refuses_work_and_keeps_its_facts(model_folder: Path) -> None:
+    with LlamaModel(make_model("llama", model_folder)) as one:
+        pass
+    one.close()
+    assert one.is_closed
+    assert one.n_vocab == 320
+    for use in (
+        lambda: one.tokenize("a"),
+        lambda: one.detokenize([1]),
+        lambda: one.token_to_piece(1),
+        lambda: one.is_eog(1),
+        lambda: one.token_bos,
+        lambda: one.add_bos,
+        lambda: LlamaContext(one),
+        lambda: one.apply_chat_template([], template="{{ bos_token }}"),
+    ):
+        with pytest.raises(ClosedError):
+            use()
+
+
+def test_without_a_vocabulary_text_is_refused(model: Any) -> None:
+    none = model("llama_none")
+    assert none.n_vocab == 320
+    for use in (
+        lambda: none.tokenize("a"),
+        lambda: none.tokenize(""),
+        lambda: none.detokenize([1, 2]),
+        lambda: none.token_to_piece(1),
+    ):
+        with pytest.raises(UnsupportedOperation, match="vocabulary"):
+            use()
+
+
+def with_keys(source: Path, target: Path, strings: dict[str, str]) -> Path:
+    """Copy a GGUF with string keys added or replaced."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "llama")
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", *strings):
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, inner)
+    for key, value in strings.items():
+        writer.add_string(key, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target

@@ -18,11 +18,15 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 LOCK = HERE / "llama.cpp.lock"
 TARGET = HERE / "llama.cpp"
 STAMP = ".pykvcache-lock"
+
+# Python 3.10.0 to 3.10.11 lack tar filters; check_member stands alone there.
+TAR_FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 # 36 of 176 MB: what CMake reads for the library itself, and the licences.
 WANTED = {"CMakeLists.txt", "LICENSE", "licenses", "cmake", "ggml", "include", "src", "vendor"}
@@ -81,6 +85,13 @@ def wanted_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
             yield member.replace(name="/".join(parts[3:]), deep=False)
 
 
+def check_member(member: tarfile.TarInfo) -> None:
+    """Refuse what could be written outside the target; the sources are plain files and folders."""
+    outside = member.name.startswith("/") or ".." in member.name.split("/")
+    if outside or not (member.isfile() or member.isdir()):
+        raise FetchError(f"the archive holds {member.name!r}, which is no plain file inside it")
+
+
 def unpack(sdist: Path, target: Path, lock: str) -> None:
     """Unpack into a sibling folder first, so that a half-written one is never used."""
     partial = target.with_name(target.name + ".partial")
@@ -88,7 +99,8 @@ def unpack(sdist: Path, target: Path, lock: str) -> None:
     partial.mkdir(parents=True)
     with tarfile.open(sdist) as archive:
         for member in wanted_members(archive):
-            archive.extract(member, partial, filter="data")
+            check_member(member)
+            archive.extract(member, partial, **TAR_FILTER)
     if not (partial / "include" / "llama.h").is_file():
         raise FetchError(f"{sdist.name} holds no llama.cpp sources at vendor/llama.cpp")
     (partial / STAMP).write_text(lock)

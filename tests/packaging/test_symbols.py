@@ -1,0 +1,42 @@
+"""The extension shares a process with other llama.cpp bindings: it exports its init alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from elftools.elf.elffile import ELFFile
+from elftools.elf.sections import SymbolTableSection
+
+from pykvcache._native import lib
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF symbol tables")
+
+
+def exported(path: Path) -> set[str]:
+    """Names that the dynamic linker can bind other libraries to."""
+    with path.open("rb") as file:
+        table = ELFFile(file).get_section_by_name(".dynsym")
+        assert isinstance(table, SymbolTableSection)
+        return {
+            symbol.name
+            for symbol in table.iter_symbols()
+            if symbol["st_shndx"] != "SHN_UNDEF"
+            and symbol["st_info"]["bind"] in ("STB_GLOBAL", "STB_WEAK", "STB_LOOS")
+            and symbol["st_other"]["visibility"] in ("STV_DEFAULT", "STV_PROTECTED")
+        }
+
+
+def test_only_the_init_function_is_exported() -> None:
+    assert exported(Path(lib.__file__)) == {"PyInit_lib"}
+
+
+def test_the_reader_sees_exports(tmp_path: Path) -> None:
+    """Guards the test above: a library that does export is seen to."""
+    source = tmp_path / "loud.c"
+    source.write_text("int llama_decode(void) { return 0; }\n")
+    library = tmp_path / "libloud.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    assert "llama_decode" in exported(library)

@@ -56,21 +56,25 @@ def save_prompt_cache(
     from safetensors.numpy import save_file
 
     texts: dict[str, Any] = {}
-    _flatten("0", [c.meta_state for c in cache], texts, empty="")
+    for i, layer in enumerate(cache):
+        _flatten(f"0.{i}", layer.meta_state, texts, empty="")
+        texts[f"2.{i}"] = type(layer).__name__
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise CacheDTypeError(f"metadata is text under text; got {key!r}: {text!r}")
         texts[f"1.{key}"] = text
-    _flatten("2", [type(c).__name__ for c in cache], texts)
     arrays: dict[str, Any] = {}
     for i, layer in enumerate(cache):
         _flatten(str(i), layer.state, arrays)
     path = Path(file_name)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        save_file({key: _plain(array) for key, array in arrays.items()}, part, texts)
+        part.touch()  # where nothing can be written, this says so with an OSError
+        save_file({key: _plain(array) for key, array in arrays.items()}, part, texts or None)
         os.replace(part, path)
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+    except SafetensorError as error:
+        if "I/O error" in str(error):
+            raise OSError(f"{path}: {error}") from error
         raise CacheDTypeError(f"{path}: an array cannot be saved: {error}") from error
     finally:
         part.unlink(missing_ok=True)
@@ -152,9 +156,9 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
             arrays |= _widened(path, halves)
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise CacheValueError(f"{path}: damaged, or no safetensors file: {error}") from error
-    if not texts:
+    if arrays and not texts:
         raise CacheValueError(f"{path}: no prompt cache, its metadata are missing")
-    return arrays, texts
+    return arrays, texts or {}
 
 
 def _widened(path: Path, names: set[str]) -> dict[str, NDArray[Any]]:
@@ -224,7 +228,8 @@ def _state(kind: KvCacheKind, node: _Node, meta: tuple[Any, ...]) -> tuple[Any, 
         kinds = [KvCacheKind.parse(name) for name in meta[0]]
         return tuple(_state(k, node.get(i, {}), meta[1][i]) for i, k in enumerate(kinds))
     if kind in _RECURRENT:  # empty slots have no array
-        return tuple(node.get(i) for i in range(max(node, default=-1) + 1))
+        least = 2 if kind is KvCacheKind.MAMBA_CACHE and node else 0
+        return tuple(node.get(i) for i in range(max(least, max(node, default=-1) + 1)))
     return _arrays(node, kind)
 
 

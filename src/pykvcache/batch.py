@@ -13,6 +13,8 @@ from pykvcache._convert import IntArray, TokenInput, as_int, as_token_array
 __all__ = ["LlamaBatch"]
 
 INT32_MAX = 2**31 - 1
+#: llama.cpp's limit of sequences per context.
+SEQUENCES_MAX = 256
 
 
 class LlamaBatch:
@@ -31,7 +33,7 @@ class LlamaBatch:
 
     def __init__(self, capacity: int = 512, n_seq_max: int = 1) -> None:
         rows = as_int(capacity, "capacity", 0, INT32_MAX)
-        width = as_int(n_seq_max, "n_seq_max", 1, 256)
+        width = as_int(n_seq_max, "n_seq_max", 1, SEQUENCES_MAX)
         self._n = 0
         self._token: IntArray = np.empty(rows, np.int32)
         self._pos: IntArray = np.empty(rows, np.int32)
@@ -211,6 +213,10 @@ def _ids(seq_ids: SupportsIndex | Sequence[SupportsIndex]) -> Sequence[SupportsI
     # Arrays have __index__ too, whatever their size.
     if isinstance(seq_ids, SupportsIndex) and not isinstance(seq_ids, np.ndarray):
         return [seq_ids]
+    if len(seq_ids) > SEQUENCES_MAX:
+        raise ValueError(
+            f"a token belongs to at most {SEQUENCES_MAX} sequences, not {len(seq_ids)}"
+        )
     return list(seq_ids)
 
 
@@ -233,8 +239,10 @@ def _sequences(seq_ids: Any, n: int) -> IntArray:
     if array.ndim == 2:
         if array.dtype.kind not in "iu":
             raise TypeError(f"seq_ids must have an integer dtype, not {array.dtype}")
-        if array.shape[0] != n or array.shape[1] == 0:
-            raise ValueError(f"seq_ids has shape {array.shape}: ({n}, k) with k >= 1 is expected")
+        if array.shape[0] != n or not 1 <= array.shape[1] <= SEQUENCES_MAX:
+            raise ValueError(
+                f"seq_ids has shape {array.shape}: ({n}, k) with k in [1, {SEQUENCES_MAX}] is expected"
+            )
         flat = as_token_array(array.ravel(), "seq_ids")
         return np.array(flat.reshape(array.shape), np.int32)
     column = _column(as_token_array(seq_ids, "seq_ids"), n, "seq_ids")

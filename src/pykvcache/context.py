@@ -259,7 +259,7 @@ class LlamaContext:
             b = batch_or_tokens
             self._native.decode_batch(b.token, b.pos, b.n_seq_id, b.seq_id, b.logits)
         else:
-            self._native.decode_tokens(as_token_array(batch_or_tokens), seq_id)
+            self._native.decode_tokens(as_token_array(batch_or_tokens), seq_id, False)
 
     def encode(
         self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0
@@ -350,22 +350,26 @@ class LlamaContext:
             The sequence.
         """
         limit = as_int(max_tokens, "max_tokens", 0, 2**31 - 1)
+        if sampler is None:
+            sampler = Sampler(temperature=0)
+        elif not isinstance(sampler, Sampler):
+            raise TypeError(f"sampler must be a Sampler, not {type(sampler).__name__}")
         if isinstance(prompt, str):
             empty = self.kv_cache_seq_pos_max(seq_id) < 0
             tokens = self._model.tokenize(prompt, add_special=empty)
         else:
             tokens = as_token_array(prompt)
-        return self._generate(tokens, limit, sampler or Sampler(temperature=0), seq_id)
+        return self._generate(tokens, limit, sampler, seq_id)
 
     def _generate(
         self, tokens: npt.NDArray[np.int32], limit: int, sampler: Sampler, seq_id: SupportsIndex
     ) -> Iterator[int]:
         step = np.empty(1, np.int32)
-        has_eog = self._model.native.vocab_type != 0
         for _ in range(limit):
-            self._native.decode_tokens(tokens, seq_id)
-            token = sampler.sample(self)
-            if has_eog and self._model.is_eog(token):
+            row = self._native.decode_tokens(tokens, seq_id, True)
+            assert row is not None
+            token = sampler.native.sample(self._native, row)
+            if self._native.is_eog(token):
                 return
             yield token
             step[0] = token

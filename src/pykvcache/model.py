@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import SupportsIndex
@@ -81,7 +82,7 @@ class LlamaModel:
         }
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
-        self._path = os.fspath(path)
+        self._path = os.fsdecode(path)
         self._native = lib.Model(_readable(self._path), params, progress)
 
     @property
@@ -353,8 +354,14 @@ def _readable(path: str) -> bytes:
     if b"\0" in raw:
         raise ModelLoadError(f"cannot load {path!r}: the path holds a NUL character")
     try:
+        # A pipe would block for ever, and only a file can be mapped.
+        mode = os.stat(raw).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ModelLoadError(f"cannot load {path!r}: it is not a regular file")
         with open(raw, "rb") as file:
             magic = file.read(4)
+    except ModelLoadError:
+        raise
     except OSError as error:
         raise ModelLoadError(error.errno, f"cannot load model: {error.strerror}", path) from None
     if magic != b"GGUF":

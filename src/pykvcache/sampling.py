@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex, TypeVar
 
 from pykvcache._convert import as_int
 from pykvcache._native import lib
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pykvcache.model import LlamaModel
 
 __all__ = ["Sampler"]
+
+N = TypeVar("N", lib.Model, lib.Context)
 
 #: ``LLAMA_DEFAULT_SEED``: llama.cpp then takes a random one.
 RANDOM_SEED = 0xFFFFFFFF
@@ -69,6 +71,7 @@ class Sampler:
         grammar_root: str = "root",
         model: LlamaModel | None = None,
     ) -> None:
+        native_model = None if model is None else _native(model, "model", lib.Model)
         if grammar is not None and model is None:
             raise ValueError("a grammar needs model=: it is made for one vocabulary")
         for what, text in (("grammar", grammar), ("grammar_root", grammar_root)):
@@ -87,7 +90,12 @@ class Sampler:
             "grammar": grammar,
             "grammar_root": grammar_root,
         }
-        self._native = lib.Sampler(self._params, None if model is None else model.native)
+        self._native = lib.Sampler(self._params, native_model)
+
+    @property
+    def native(self) -> lib.Sampler:
+        """The object of the compiled layer."""
+        return self._native
 
     def sample(self, ctx: LlamaContext, i: SupportsIndex = -1) -> int:
         """Choose a token from the logits of token i of the last decode, and accept it.
@@ -99,11 +107,12 @@ class Sampler:
         DecodeError
             The logits hold NaN, or the grammar allows no further token.
         """
-        return self._native.sample(ctx.native, i)
+        native = _native(ctx, "ctx", lib.Context)
+        return self._native.sample(native, native.logits(i))
 
     def accept(self, token: SupportsIndex, model: LlamaModel) -> None:
         """Count a token that came from elsewhere (a prompt) for the penalties."""
-        self._native.accept(token, model.native)
+        self._native.accept(token, _native(model, "model", lib.Model))
 
     def reset(self) -> None:
         """Forget the history; the random state starts again from the seed."""
@@ -117,6 +126,13 @@ class Sampler:
             f"Sampler(temperature={shown}, top_k={self._params['top_k']}, "
             f"top_p={self._params['top_p']}, min_p={self._params['min_p']})"
         )
+
+
+def _native(value: object, what: str, kind: type[N]) -> N:
+    native = getattr(value, "native", None)
+    if not isinstance(native, kind):
+        raise TypeError(f"{what} must be a Llama{kind.__name__}, not {type(value).__name__}")
+    return native
 
 
 def _number(value: float, what: str, lo: float, hi: float) -> float:

@@ -48,7 +48,8 @@ cdef class Context(Outputs):
         # A cache with a window may not lose cells in a batch that then does not fit.
         if self.kind == lib.MEMORY_SLIDING_WINDOW or self.kind == lib.MEMORY_HYBRID_SLIDING_WINDOW:
             limit = self.n_ubatch
-        if not self.causal or (self.embeddings and self.pooling_type != 0):
+        if (not self.causal or self.kind == lib.MEMORY_NONE
+                or (self.embeddings and self.pooling_type != 0)):
             if n > self.n_ubatch:
                 raise InvalidBatch(
                     f"{n} tokens must be computed at once, and n_ubatch is {self.n_ubatch}: "
@@ -58,8 +59,8 @@ cdef class Context(Outputs):
 
     # Decode --------------------------------------------------------------------------
 
-    def decode_tokens(self, const int32_t[::1] tokens not None, seq_id):
-        """Append tokens to a sequence; logits for the last one."""
+    def decode_tokens(self, const int32_t[::1] tokens not None, seq_id, bint want_row):
+        """Append tokens to a sequence; returns the logits of the last one if they are wanted."""
         cdef Py_ssize_t i, n = tokens.shape[0]
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef int64_t first
@@ -82,6 +83,8 @@ cdef class Context(Outputs):
                 self.flags[i] = self.embeddings
             self.flags[n - 1] = 1
             self.run_parts(n, 1)
+            # In the same hold of the lock: another thread may decode right after it.
+            return self.checked_row(-1) if want_row else None
         finally:
             self.lock.leave()
 
@@ -115,6 +118,7 @@ cdef class Context(Outputs):
             const int32_t[:, ::1] seq_id, const int8_t[::1] logits) except -1:
         """Copy the caller's arrays; ``logits`` is None where every token gives an output."""
         cdef size_t n = token.shape[0], width = seq_id.shape[1], i
+        cdef bint every = self.embeddings or logits is None
         if n == 0 or width == 0:
             raise InvalidBatch("the batch holds no token")
         if (<size_t>pos.shape[0] != n or <size_t>n_seq_id.shape[0] != n
@@ -127,7 +131,7 @@ cdef class Context(Outputs):
         memcpy(self.n_seq_id.data(), &n_seq_id[0], n * sizeof(int32_t))
         memcpy(self.seq_ids.data(), &seq_id[0, 0], n * width * sizeof(int32_t))
         for i in range(n):
-            self.flags[i] = 1 if self.embeddings or logits is None or logits[i] else 0
+            self.flags[i] = every or logits[i] != 0
         return 0
 
     cdef lib.llama_batch part(self, size_t start, int32_t n, size_t width) noexcept:
@@ -151,28 +155,42 @@ cdef class Context(Outputs):
         cdef int32_t size, code
         cdef lib.llama_batch batch
         self.forget_outputs()
-        self.settle()
-        while start < n:
-            size = <int32_t>min(limit, n - start)
-            batch = self.part(start, size, width)
-            code = self.run_decode(batch)
-            if code != 0:
-                self.decode_failed(code, batch, start)
-            self.note_outputs(batch, <int32_t>start, start + size < n)
-            start += size
-            if start < n:
-                PyErr_CheckSignals()
+        self.abort_flag.begin()
+        try:
+            self.settle()
+            self.abort_flag.arm(True)
+            while start < n:
+                size = <int32_t>min(limit, n - start)
+                batch = self.part(start, size, width)
+                code = self.run_decode(batch)
+                if code != 0:
+                    self.decode_failed(code, batch, start)
+                self.note_outputs(batch, <int32_t>start, start + size < n)
+                start += size
+                if start < n:
+                    PyErr_CheckSignals()
+                    self.check_wanted(start)
+        except BaseException:
+            self.forget_outputs()
+            raise
+        finally:
+            self.abort_flag.end()
+        return 0
+
+    cdef int check_wanted(self, int64_t start) except -1:
+        """Stop between two parts, where nothing is half done."""
+        if self.abort_flag.is_wanted():
+            raise DecodeAborted(
+                f"the decode was aborted; {start} tokens of this call were decoded before and stay", 2)
         return 0
 
     cdef int32_t run_decode(self, lib.llama_batch batch) except? -1:
         cdef int32_t code
         if self.kind == lib.MEMORY_RECURRENT:
             self.note_fresh(batch)
-        self.abort_flag.begin()
         with nogil:
             lib.begin_notes()
             code = lib.decode(self.ctx, batch)
-        self.abort_flag.end()
         if lib.has_log():
             _drain_log()
         if code == 0:
@@ -190,7 +208,6 @@ cdef class Context(Outputs):
         """Raise what a non-zero code means; what is left in the sequences is said."""
         cdef int32_t i, j, s
         cdef set damaged = set()
-        self.forget_outputs()
         if code == lib.CAUGHT:
             raise self.fail("decode")
         notes = _notes()
@@ -314,6 +331,7 @@ cdef class Context(Outputs):
             self.forget_outputs()
             batch = self.part(0, <int32_t>n, width)
             self.abort_flag.begin()
+            self.abort_flag.arm(True)
             with nogil:
                 lib.begin_notes()
                 code = lib.encode(self.ctx, batch)

@@ -12,6 +12,8 @@ cdef class Handle:
     cdef readonly Model model
     cdef int generation
     cdef bint closed
+    cdef bint parked
+    cdef object __weakref__
     cdef bint broken
     cdef readonly uint32_t n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max
     cdef readonly bint embeddings, causal
@@ -54,10 +56,12 @@ cdef class Handle:
         self.causal = lib.causal(ctx)
         self.pooling_type = lib.pooling(ctx)
         self.embeddings = p.embeddings
+        _live.add(self)
 
     def __dealloc__(self):
-        # Threads do not survive a fork: the child leaks what it cannot free safely.
-        if self.generation == _generation:
+        # Threads do not survive a fork, and may still run while the process ends:
+        # what cannot be freed safely is left to the system.
+        if self.generation == _generation and not self.parked:
             self.free()
 
     cdef void free(self) noexcept:
@@ -74,6 +78,8 @@ cdef class Handle:
         """Take the lock; the GIL is given up only when there is somebody to wait for."""
         if self.generation != _generation:
             raise ClosedError("this context belongs to the process before fork(); open a new one")
+        if self.parked:
+            raise ClosedError("the interpreter is shutting down")
         if not self.lock.try_enter():
             if self.lock.is_mine():
                 raise RuntimeError("a callback of this context called the context itself")
@@ -102,7 +108,7 @@ cdef class Handle:
         if self.generation != _generation:
             self.closed = True
             return
-        if self.closed:
+        if self.closed or self.parked:
             return
         if not self.lock.try_enter():
             if self.lock.is_mine():
@@ -112,6 +118,25 @@ cdef class Handle:
         try:
             self.closed = True
             self.free()
+        finally:
+            self.lock.leave()
+
+    def park(self):
+        """Stop for good, at interpreter exit: no thread may decode while libraries unload."""
+        if self.generation != _generation or self.closed or self.parked or self.lock.is_mine():
+            return
+        self.abort_flag.ask()
+        with nogil:
+            self.lock.enter()
+        self.parked = True
+
+    def is_eog(self, int32_t token):
+        """Call ``llama_vocab_is_eog``; the model may have been closed meanwhile."""
+        self.enter()
+        try:
+            if self.model.vocab_type == 0 or token < 0 or token >= self.n_vocab:
+                return False
+            return bool(lib.llama_vocab_is_eog(self.model.vocab, token))
         finally:
             self.lock.leave()
 

@@ -22,6 +22,14 @@ if hasattr(os, "register_at_fork"):
 
 lib.install_hooks()
 
+cdef object _live = weakref.WeakSet()
+
+
+@atexit.register
+def _park_all():
+    for context in list(_live):
+        context.park()
+
 
 cdef int _sync_log() except -1:
     """Tell C which lines the logger wants, so that the others cost no copy."""

@@ -16,8 +16,10 @@ from libcpp.vector cimport vector
 
 from pykvcache._native cimport libllama as lib
 
+import atexit
 import logging
 import os
+import weakref
 
 import numpy as np
 

@@ -279,7 +279,9 @@ cdef extern from "sync.h" namespace "pykv" nogil:
         bool is_mine()
     cdef cppclass abort_flag:
         void begin()
+        void arm(bool on)
         void end()
+        bool is_wanted()
         bool ask()
         @staticmethod
         bool poll(void*) noexcept

@@ -279,6 +279,7 @@ cdef class Memory(Handle):
         """Divide the positions in ``[p0, p1)`` by d, rotating K the right way."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = _p0(p0), b = _p1(p1), where = 0
         cdef int by = _int(d, "d", 1, 255)
+        cdef lib.shift_problem problem
         self.enter()
         try:
             if not self.begin_move("kv_cache_seq_div", seq, a, b):
@@ -286,8 +287,8 @@ cdef class Memory(Handle):
             if by == 1:
                 return
             self.check_move("kv_cache_seq_div", seq, &a, &b)
-            self.raise_problem(
-                lib.div_check(self.mem, seq, a, b, by, where), f"dividing by {by}", where, p0, p1)
+            problem = lib.div_check(self.mem, seq, a, b, by, where)
+            self.raise_problem(problem, f"dividing by {by}", where, p0, p1)
             self.done(lib.div_apply(self.mem, seq, a, b, by), "seq_div")
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) // by)
             self.pending = True

@@ -77,17 +77,24 @@ cdef class Outputs(Memory):
             return self.copy_row(lib.embeddings_ith(self.ctx, i), self.n_embd_out)
         return self.copy_row(lib.logits_ith(self.ctx, i), self.n_vocab)
 
+    cdef object checked_row(self, object i):
+        """The logits of batch index i, or the reason why there are none."""
+        if self.kind == lib.MEMORY_NONE and not self.model.is_diffusion:
+            raise UnsupportedOperation("logits", "this model gives embeddings only")
+        result = self.row(self.find_output(i, "logits"), False)
+        if result is None:
+            raise IndexError(f"token {i} of the last decode has no logits")
+        # Some graphs leave the logits out beside embeddings, and the buffer at zero.
+        if self.embeddings and not result.any():
+            raise UnsupportedOperation("logits", "with embeddings=True this model computes no logits")
+        return result
+
     def logits(self, i):
         """Copy one row of logits."""
         self.enter()
         try:
             self.usable()
-            if self.kind == lib.MEMORY_NONE and not self.model.is_diffusion:
-                raise UnsupportedOperation("logits", "this model gives embeddings only")
-            result = self.row(self.find_output(i, "logits"), False)
-            if result is None:
-                raise IndexError(f"token {i} of the last decode has no logits")
-            return result
+            return self.checked_row(i)
         finally:
             self.lock.leave()
 
@@ -98,11 +105,12 @@ cdef class Outputs(Memory):
             self.usable()
             if not self.embeddings:
                 raise UnsupportedOperation("embeddings", "create the context with embeddings=True")
+            if self.pooling_type != 0:
+                raise UnsupportedOperation(
+                    "embeddings", "they are pooled: see seq_embeddings(), or use pooling_type='none'")
             result = self.row(self.find_output(i, "embeddings"), True)
             if result is None:
-                raise IndexError(
-                    f"token {i} of the last decode has no embeddings of its own: "
-                    "they were pooled, see seq_embeddings()")
+                raise IndexError(f"token {i} of the last decode has no embeddings")
             return result
         finally:
             self.lock.leave()

@@ -16,7 +16,7 @@ cdef class Sampler:
         self.model = model
         self.n_vocab = 0
         if params["grammar"] is not None:
-            self.build(model)
+            self.build(model, model.share())
 
     def __dealloc__(self):
         self.free()
@@ -29,14 +29,14 @@ cdef class Sampler:
             lib.llama_sampler_free(self.grammar)
             self.grammar = NULL
 
-    cdef int build(self, Model model) except -1:
+    cdef int build(self, Model model, shared_ptr[lib.llama_model] ref) except -1:
         """Make the chain for a vocabulary; the penalties need to know its size."""
         cdef dict p = self.params
         cdef bytes text, root
         cdef lib.llama_sampler* grammar = NULL
         cdef lib.llama_sampler* chain
         self.free()
-        self.model_ref = model.share()
+        self.model_ref = ref
         if p["grammar"] is not None:
             model.check_vocab()
             text = p["grammar"].encode()
@@ -80,25 +80,24 @@ cdef class Sampler:
     def accept(self, token, Model model not None):
         """Tell the chain about a token that was not sampled by it (a prompt's, for penalties)."""
         if self.chain == NULL or self.n_vocab != model.n_vocab:
-            self.build(model)
+            self.build(model, model.share())
         cdef int32_t t = model.check_token(token)
         if lib.sampler_accept(self.chain, t) == lib.CAUGHT:
             raise _caught_error("accept")
 
-    def sample(self, Context ctx not None, i):
-        """Choose a token from row i of the last decode, and accept it."""
+    def sample(self, Context ctx not None, const float[::1] row not None):
+        """Choose a token from a row of the context's logits, and accept it."""
         cdef lib.llama_token_data_array found
-        cdef const float[::1] row = ctx.logits(i)
         cdef Py_ssize_t t, n = row.shape[0]
         cdef int32_t token
         if self.grammar != NULL and ctx.model is not self.model:
             raise ValueError("the sampler's grammar was made for another model")
         if self.chain == NULL or self.n_vocab != ctx.n_vocab:
-            self.build(ctx.model)
+            self.build(ctx.model, ctx.model_ref)
         self.candidates.resize(n)
         for t in range(n):
             if row[t] != row[t]:
-                raise DecodeError(f"the logits of token {i} hold NaN: nothing can be sampled from them")
+                raise DecodeError("the logits hold NaN: nothing can be sampled from them")
             self.candidates[t].id = <int32_t>t
             self.candidates[t].logit = row[t]
             self.candidates[t].p = 0

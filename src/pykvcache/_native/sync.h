@@ -33,23 +33,32 @@ class owned_mutex {
     std::atomic<std::thread::id> owner{};
 };
 
-// abort() from another thread concerns a decode that runs, and no later one.
+// abort() from another thread concerns a decode that runs, in whatever part, and no later one.
 struct abort_flag {
     std::atomic<bool> running{false};
     std::atomic<bool> wanted{false};
+    std::atomic<bool> armed{false};  // off while a pending shift is applied: half of one is damage
 
     void begin() {
         wanted = false;
         running = true;
     }
-    void end() { running = false; }
+    void arm(bool on) { armed = on; }
+    void end() {
+        running = false;
+        armed = false;
+    }
+    bool is_wanted() const { return wanted; }
     bool ask() {
         if (running) {
             wanted = true;
         }
         return running;
     }
-    static bool poll(void * self) { return static_cast<abort_flag *>(self)->wanted.load(std::memory_order_relaxed); }
+    static bool poll(void * self) { 
+        const auto * flag = static_cast<abort_flag *>(self);
+        return flag->wanted.load(std::memory_order_relaxed) && flag->armed.load(std::memory_order_relaxed);
+    }
 };
 
 }  // namespace pykv

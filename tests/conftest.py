@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 from support.models import EXACT, MODELS, make_model, shared_folder
+
+# Read when the compiled layer is loaded: OpenMP threads that spin while they wait make tests
+# on a busy machine several times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The array caches are tested without the compiled layer too, so nothing here imports it at once.
 if TYPE_CHECKING:

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from pykvcache import LlamaContext, LlamaModel
+from pykvcache import (
+    KvCacheConversionError,
+    LlamaBatch,
+    LlamaContext,
+    LlamaModel,
+    P0TooLarge,
+    P1TooLarge,
+    SeqIdTooLarge,
+    UnsupportedOperation,
+)
 
 U32_MAX = 2**32 - 1
 
@@ -22,14 +29,12 @@ SEQ_ID_TOO_LARGE = "Provided sequence id is too large for a i32"
 P0_TOO_LARGE = "Provided start position is too large for a i32"
 P1_TOO_LARGE = "Provided end position is too large for a i32"
 
-OpenContext = Callable[[str], "LlamaContext"]
+OpenContext = Callable[[str], LlamaContext]
 
 
 @pytest.fixture
 def open_context(model: Callable[[str], LlamaModel]) -> Iterator[OpenContext]:
     """A context made as the seed makes it."""
-    from pykvcache import LlamaContext
-
     with ExitStack() as stack:
         yield lambda name: stack.enter_context(LlamaContext(model(name), n_ctx=512))
 
@@ -42,8 +47,6 @@ def context(request: pytest.FixtureRequest, open_context: OpenContext) -> LlamaC
 
 def decode_hello_world(context: LlamaContext) -> int:
     """Decode "Hello world" into sequence 0 as the seed does; return the number of tokens."""
-    from pykvcache import LlamaBatch
-
     tokens = context.model.tokenize("Hello world", add_special=True)
     batch = LlamaBatch(512, 1)
     batch.add_sequence(tokens, 0, False)
@@ -82,8 +85,6 @@ def test_copy_cache_executes_without_crash(context: LlamaContext) -> None:
 
 
 def test_kv_cache_seq_add_returns_error_for_mrope_model(open_context: OpenContext) -> None:
-    from pykvcache import KvCacheConversionError, UnsupportedOperation
-
     context = open_context("qwen2vl")
     n = decode_hello_world(context)
     with pytest.raises(UnsupportedOperation) as caught:
@@ -94,8 +95,6 @@ def test_kv_cache_seq_add_returns_error_for_mrope_model(open_context: OpenContex
 
 
 def test_kv_cache_seq_div_returns_error_for_mrope_model(open_context: OpenContext) -> None:
-    from pykvcache import KvCacheConversionError, UnsupportedOperation
-
     context = open_context("qwen2vl")
     n = decode_hello_world(context)
     with pytest.raises(UnsupportedOperation) as caught:
@@ -136,66 +135,64 @@ def test_kv_cache_seq_pos_max_returns_negative_one_for_unused_seq(context: Llama
     assert context.kv_cache_seq_pos_max(999) == -1
 
 
-def refused(caught: pytest.ExceptionInfo[BaseException], kind: str, text: str) -> None:
+def refused(caught: pytest.ExceptionInfo[BaseException], kind: type[Exception], text: str) -> None:
     """The error is what the seed's comparison accepts: class, text and the value behind it."""
-    import pykvcache
-
     error = caught.value
-    assert type(error) is getattr(pykvcache, kind)
+    assert type(error) is kind
     assert str(error) == text
     assert getattr(error, "value", None) == U32_MAX
-    assert isinstance(error, pykvcache.KvCacheConversionError)
+    assert isinstance(error, KvCacheConversionError)
 
 
 def test_copy_kv_cache_seq_rejects_p0_exceeding_i32_max(context: LlamaContext) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011 - `refused` looks closer
         context.copy_kv_cache_seq(0, 1, U32_MAX, None)
-    refused(caught, "P0TooLarge", P0_TOO_LARGE)
+    refused(caught, P0TooLarge, P0_TOO_LARGE)
 
 
 def test_copy_kv_cache_seq_rejects_p1_exceeding_i32_max(context: LlamaContext) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         context.copy_kv_cache_seq(0, 1, 0, U32_MAX)
-    refused(caught, "P1TooLarge", P1_TOO_LARGE)
+    refused(caught, P1TooLarge, P1_TOO_LARGE)
 
 
 def test_clear_kv_cache_seq_rejects_src_exceeding_i32_max(context: LlamaContext) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         context.clear_kv_cache_seq(U32_MAX, None, None)
-    refused(caught, "SeqIdTooLarge", SEQ_ID_TOO_LARGE)
+    refused(caught, SeqIdTooLarge, SEQ_ID_TOO_LARGE)
 
 
 def test_clear_kv_cache_seq_rejects_p0_exceeding_i32_max(context: LlamaContext) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         context.clear_kv_cache_seq(0, U32_MAX, None)
-    refused(caught, "P0TooLarge", P0_TOO_LARGE)
+    refused(caught, P0TooLarge, P0_TOO_LARGE)
 
 
 def test_clear_kv_cache_seq_rejects_p1_exceeding_i32_max(context: LlamaContext) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         context.clear_kv_cache_seq(0, 0, U32_MAX)
-    refused(caught, "P1TooLarge", P1_TOO_LARGE)
+    refused(caught, P1TooLarge, P1_TOO_LARGE)
 
 
 def test_kv_cache_seq_add_rejects_p0_exceeding_i32_max(context: LlamaContext) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         context.kv_cache_seq_add(0, U32_MAX, None, 1)
-    refused(caught, "P0TooLarge", P0_TOO_LARGE)
+    refused(caught, P0TooLarge, P0_TOO_LARGE)
 
 
 def test_kv_cache_seq_add_rejects_p1_exceeding_i32_max(context: LlamaContext) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         context.kv_cache_seq_add(0, 0, U32_MAX, 1)
-    refused(caught, "P1TooLarge", P1_TOO_LARGE)
+    refused(caught, P1TooLarge, P1_TOO_LARGE)
 
 
 def test_kv_cache_seq_div_rejects_p0_exceeding_i32_max(context: LlamaContext) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         context.kv_cache_seq_div(0, U32_MAX, None, 2)
-    refused(caught, "P0TooLarge", P0_TOO_LARGE)
+    refused(caught, P0TooLarge, P0_TOO_LARGE)
 
 
 def test_kv_cache_seq_div_rejects_p1_exceeding_i32_max(context: LlamaContext) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         context.kv_cache_seq_div(0, 0, U32_MAX, 2)
-    refused(caught, "P1TooLarge", P1_TOO_LARGE)
+    refused(caught, P1TooLarge, P1_TOO_LARGE)

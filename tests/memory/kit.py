@@ -1,0 +1,145 @@
+"""What the memory tests share: which memories there are, and a bench to try one on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache import LlamaContext
+from support.models import MODELS, RIGHT, ModelInfo
+
+Logits = NDArray[np.float32]
+Tokens = NDArray[np.int32]
+
+NAMES = (
+    "llama",
+    "llama3l",
+    "gemma3",
+    "qwen2vl",
+    "mamba",
+    "mamba2",
+    "jamba",
+    "granitehybrid",
+    "granite_nope",
+    "lfm2",
+    "lfm2_swa",
+    "t5",
+)
+"""One model per memory and architecture; the others differ in their vocabulary or head size."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with the options that change how its memory works."""
+
+    name: str
+    unified: bool = True
+    swa_full: bool = True
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the model is."""
+        return MODELS[self.name]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `make_context`."""
+        options: dict[str, Any] = {"kv_unified": self.unified, "swa_full": self.swa_full}
+        if not self.swa_full:
+            # Otherwise the window's cache is as large as the context, and drops nothing.
+            options |= {"n_ctx": 2048, "n_ubatch": 32}
+        elif not self.unified:
+            options |= {"n_ctx": 1024}
+        return options
+
+    def __str__(self) -> str:
+        parts = [self.name, "unified" if self.unified else "streams"]
+        return "-".join(parts if self.swa_full else [*parts, "window"])
+
+
+CASES = tuple(
+    Case(name, unified, swa_full)
+    for name in NAMES
+    for unified in (True, False)
+    if unified or MODELS[name].can_stream
+    for swa_full in (True, False)
+    if swa_full or MODELS[name].n_swa
+)
+"""Every kind of memory in every mode."""
+
+PARTIAL = tuple(case for case in CASES if case.info.can_remove_partial)
+"""Those of which parts of a sequence can be removed."""
+
+WHOLE_ONLY = tuple(case for case in CASES if case.info.has_recurrent_state)
+"""Those that fold their past into a state."""
+
+SHIFTABLE = tuple(case for case in CASES if case.info.can_shift and case.swa_full)
+"""Those whose sequences can be shifted."""
+
+
+def apart(a: NDArray[np.floating[Any]], b: NDArray[np.floating[Any]]) -> float:
+    """Largest difference between two rows of logits; a NaN counts as infinite."""
+    worst = float(np.abs(a - b).max())
+    return worst if worst == worst else float("inf")
+
+
+class Bench:
+    """A context, and what each of its sequences ought to hold, told by plain lists.
+
+    `held` maps a sequence to its tokens; the first lies at `start` (0 unless shifted). Tests
+    change the context through `ctx` and `held` by hand, so that nothing here repeats the rules.
+    """
+
+    def __init__(
+        self, case: Case, ctx: LlamaContext, fresh: Callable[..., Logits], seed: int = 0
+    ) -> None:
+        self.case = case
+        self.ctx = ctx
+        self.held: dict[int, list[int]] = {}
+        self.start: dict[int, int] = {}
+        self._fresh = fresh
+        self._rng = np.random.default_rng(seed)
+
+    def prompt(self, n: int) -> Tokens:
+        """Return n new random tokens."""
+        return self._rng.integers(5, self.case.info.n_vocab - 2, n, dtype=np.int32)
+
+    def feed(self, seq: int, n: int) -> Tokens:
+        """Decode n new tokens into a sequence."""
+        tokens = self.prompt(n)
+        self.ctx.decode(tokens, seq_id=seq)
+        self.held.setdefault(seq, []).extend(tokens.tolist())
+        return tokens
+
+    def fresh(self, tokens: Iterable[int]) -> Logits:
+        """Logits of a new context that has seen these tokens."""
+        return self._fresh(self.case.name, list(tokens))
+
+    def positions(self) -> None:
+        """Every sequence reports what it ought to hold."""
+        for seq in range(self.ctx.n_seq_max):
+            n, first = len(self.held.get(seq, [])), self.start.get(seq, 0)
+            last = first + n - 1 if n else -1
+            assert self.ctx.kv_cache_seq_pos_max(seq) == last, f"highest of sequence {seq}"
+            lowest = self.ctx.kv_cache_seq_pos_min(seq)
+            if n == 0 or (self.case.info.can_remove_partial and self.case.swa_full):
+                assert lowest == (first if n else -1), f"lowest of sequence {seq}"
+            else:
+                # A window or a state holds less than the sequence means.
+                assert first <= lowest <= last, f"lowest of sequence {seq}"
+
+    def check(self, *seqs: int, n: int = 1) -> None:
+        """Positions are true, and n more tokens of each sequence get the logits of a fresh run."""
+        self.positions()
+        for seq in seqs or sorted(self.held):
+            if not self.held[seq]:
+                continue
+            for _ in range(n):
+                self.feed(seq, 1)
+                difference = apart(self.ctx.logits(), self.fresh(self.held[seq]))
+                assert difference < RIGHT, f"sequence {seq} is {difference:.2g} off"
+        self.positions()

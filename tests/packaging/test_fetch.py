@@ -1,0 +1,175 @@
+"""``vendor/fetch.py``: one clear line for every way to fail, and nothing half done."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAME = "llama_cpp_python-0.3.36"
+
+# A source distribution that pip can read without downloading anything for it.
+BACKEND = f"""
+import os
+def prepare_metadata_for_build_wheel(folder, config_settings=None):
+    info = os.path.join(folder, "{NAME}.dist-info")
+    os.mkdir(info)
+    with open(os.path.join(info, "METADATA"), "w") as file:
+        file.write("Metadata-Version: 2.1\\nName: llama-cpp-python\\nVersion: 0.3.36\\n")
+    return os.path.basename(info)
+def build_wheel(*args, **kwargs): raise NotImplementedError
+def build_sdist(*args, **kwargs): raise NotImplementedError
+"""
+FILES = {
+    "PKG-INFO": "Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: 0.3.36\n",
+    "backend.py": BACKEND,
+    "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\n'
+    'backend-path = ["."]\n',
+    "README.md": "not wanted",
+    "vendor/llama.cpp/README.md": "not wanted",
+    "vendor/llama.cpp/include/llama.h": "// the header",
+    "vendor/llama.cpp/src/llama.cpp": "// the source",
+}
+
+
+def make_sdist(folder: Path, extra: tarfile.TarInfo | None = None) -> Path:
+    path = folder / f"{NAME}.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in FILES.items():
+            info = tarfile.TarInfo(f"{NAME}/{name}")
+            info.size = len(text.encode())
+            archive.addfile(info, io.BytesIO(text.encode()))
+        if extra is not None:
+            archive.addfile(extra, io.BytesIO(b"x" * extra.size))
+    return path
+
+
+class Vendor:
+    """A ``vendor`` folder of its own, whose pip sees one folder and no network."""
+
+    def __init__(self, folder: Path) -> None:
+        self.vendor = folder / "vendor"
+        self.wares = folder / "wares"
+        self.vendor.mkdir()
+        self.wares.mkdir()
+        shutil.copy(ROOT / "vendor" / "fetch.py", self.vendor)
+        self.target = self.vendor / "llama.cpp"
+        self.python = sys.executable
+
+    def lock(self, digest: str) -> None:
+        text = f"llama-cpp-python==0.3.36 --hash=sha256:{digest}\n"
+        (self.vendor / "llama.cpp.lock").write_text(text)
+
+    def offer(self, extra: tarfile.TarInfo | None = None) -> None:
+        self.lock(hashlib.sha256(make_sdist(self.wares, extra).read_bytes()).hexdigest())
+
+    def fetch(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        env = {k: v for k, v in os.environ.items() if not k.upper().startswith("PIP_")}
+        env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
+        env |= {"PIP_FIND_LINKS": str(self.wares), **environment}
+        command = [self.python, str(self.vendor / "fetch.py")]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+    def refusal(self, **environment: str) -> str:
+        """Fetch, which must fail with one line and leave nothing behind; the line."""
+        done = self.fetch(**environment)
+        assert done.returncode == 1
+        assert not self.target.exists()
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("pykvcache: ")
+        return line
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Vendor:
+    return Vendor(tmp_path)
+
+
+def test_what_the_build_reads_is_unpacked(shelf: Vendor) -> None:
+    shelf.offer()
+    done = shelf.fetch()
+    assert done.stdout.strip() == str(shelf.target), done.stderr
+    names = {p.relative_to(shelf.target).as_posix() for p in shelf.target.rglob("*.*")}
+    assert names == {".pykvcache-lock", "include/llama.h", "src/llama.cpp"}
+
+
+def test_an_equal_stamp_needs_no_network(shelf: Vendor) -> None:
+    shelf.offer()
+    shelf.fetch()
+    shutil.rmtree(shelf.wares)
+    assert shelf.fetch().returncode == 0
+    shelf.lock("0" * 64)
+    assert shelf.fetch().returncode == 1
+    assert (shelf.target / "include" / "llama.h").is_file()
+
+
+def test_a_changed_archive_is_refused(shelf: Vendor) -> None:
+    shelf.offer()
+    shelf.lock("0" * 64)
+    assert "do not match the hash in vendor/llama.cpp.lock" in shelf.refusal()
+
+
+def test_nothing_to_download_from(shelf: Vendor) -> None:
+    shelf.lock("0" * 64)
+    line = shelf.refusal()
+    assert "cannot download" in line
+    assert "LLAMA_CPP_SOURCE_DIR" in line
+
+
+def test_a_proxy_that_refuses(shelf: Vendor) -> None:
+    shelf.lock("0" * 64)
+    line = shelf.refusal(
+        PIP_NO_INDEX="0", PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="0"
+    )
+    assert "no network?" in line
+
+
+def test_a_python_without_pip(shelf: Vendor) -> None:
+    shelf.lock("0" * 64)
+    bare = shelf.wares / "venv"
+    venv.create(bare, with_pip=False, symlinks=os.name != "nt")
+    shelf.python = str(bare / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+    assert "python -m ensurepip" in shelf.refusal()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "link"),
+    [
+        ("src/../../../evil", tarfile.REGTYPE, ""),
+        ("src/evil", tarfile.SYMTYPE, "/etc/passwd"),
+        ("src/evil", tarfile.LNKTYPE, "../../../evil"),
+        ("src/evil", tarfile.FIFOTYPE, ""),
+    ],
+)
+def test_an_archive_that_reaches_outside(shelf: Vendor, name: str, kind: bytes, link: str) -> None:
+    # Hand-made: pip itself refuses some of these before fetch.py sees them.
+    extra = tarfile.TarInfo(f"{NAME}/vendor/llama.cpp/{name}")
+    extra.type, extra.linkname = kind, link
+    sdist = make_sdist(shelf.wares, extra)
+    code = (
+        "import fetch, pathlib, sys\n"
+        "try: fetch.unpack(pathlib.Path(sys.argv[1]), fetch.TARGET, 'lock')\n"
+        "except fetch.FetchError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(sdist)],
+        cwd=shelf.vendor, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "no plain file inside it" in done.stdout
+    assert not shelf.target.exists()
+    assert not list(shelf.vendor.parent.glob("evil"))
+
+
+def test_an_archive_without_llama_cpp(shelf: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(FILES, "vendor/llama.cpp/include/llama.h")
+    shelf.offer()
+    assert "holds no llama.cpp sources" in shelf.refusal()

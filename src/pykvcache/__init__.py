@@ -85,7 +85,8 @@ _UNBUILT = (
     "Run 'pip install -e .' (or 'make venv') in the folder of pyproject.toml"
 )
 
-if importlib.util.find_spec("pykvcache._native.lib") is None:
+_IS_BUILT = importlib.util.find_spec("pykvcache._native.lib") is not None
+if not _IS_BUILT:
     warnings.warn(_UNBUILT, RuntimeWarning, stacklevel=2)
 
 
@@ -95,10 +96,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'pykvcache' has no attribute {name!r}")
     try:
         module = importlib.import_module(f"pykvcache.{home}")
-    except ModuleNotFoundError as error:
-        if error.name == "pykvcache._native.lib":
-            raise ImportError(_UNBUILT) from None
-        raise
+    except ImportError:
+        if _IS_BUILT:
+            raise
+        raise ImportError(_UNBUILT) from None
     value = globals()[name] = getattr(module, name)
     return value
 

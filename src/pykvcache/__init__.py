@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pykvcache._models import embedded_model_path
     from pykvcache._native.lib import system_info
     from pykvcache.batch import LlamaBatch
-    from pykvcache.context import LlamaContext, PerfData
+    from pykvcache.context import LlamaContext
     from pykvcache.enums import (
         AttentionType,
         FlashAttention,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         SplitMode,
     )
     from pykvcache.model import LlamaModel
+    from pykvcache.perf import PerfData
     from pykvcache.sampling import Sampler
 
 try:
@@ -48,7 +49,7 @@ _HOMES = {
     "LlamaContext": "context",
     "LlamaModel": "model",
     "LoadMode": "enums",
-    "PerfData": "context",
+    "PerfData": "perf",
     "PoolingType": "enums",
     "RopeScalingType": "enums",
     "RopeType": "enums",

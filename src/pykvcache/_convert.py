@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["IntArray", "TokenInput", "as_int", "as_token_array", "choose"]
+__all__ = ["IntArray", "TokenInput", "as_bool", "as_int", "as_token_array", "choose"]
 
 IntArray = npt.NDArray[np.int32]
 #: What is accepted as tokens: an integer array, or a sequence of integers.
@@ -18,6 +18,13 @@ TokenInput = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
 
 E = TypeVar("E", bound=IntEnum)
 INT32 = np.iinfo(np.int32)
+
+
+def as_bool(value: object, what: str) -> bool:
+    """Return a flag; 0, 1 and "no" are not flags."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{what} must be True or False, not {type(value).__name__}")
+    return bool(value)
 
 
 def as_int(value: SupportsIndex, what: str, lo: int, hi: int) -> int:

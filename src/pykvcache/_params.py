@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pykvcache._convert import as_int, choose
+from pykvcache._convert import as_bool, as_int, choose
 from pykvcache.enums import (
     AttentionType,
     FlashAttention,
@@ -83,9 +83,7 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
         "yarn_orig_ctx": as_int(given["yarn_orig_ctx"], "yarn_orig_ctx", 0, 2**31 - 1),
     }
     for flag in ("kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "no_perf"):
-        if not isinstance(given[flag], bool):
-            raise TypeError(f"{flag} must be True or False, not {type(given[flag]).__name__}")
-        params[flag] = given[flag]
+        params[flag] = as_bool(given[flag], flag)
     _check_together(model, params)
     return params
 

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._convert import IntArray, TokenInput, as_int, as_token_array
+from pykvcache._convert import IntArray, TokenInput, as_bool, as_int, as_token_array
 
 __all__ = ["LlamaBatch"]
 
@@ -102,7 +102,7 @@ class LlamaBatch:
         seqs = [as_int(s, "sequence id", 0, INT32_MAX) for s in _ids(seq_ids)]
         if not seqs:
             raise ValueError("a token must belong to at least one sequence")
-        flag = _flag(logits)
+        flag = as_bool(logits, "logits")
         self._reserve(1, len(seqs))
         i = self._n
         self._token[i] = t
@@ -136,7 +136,7 @@ class LlamaBatch:
         token = as_token_array(tokens)
         seq = as_int(seq_id, "sequence id", 0, INT32_MAX)
         first = as_int(start, "start", 0, INT32_MAX - len(token))
-        flag = _flag(logits_all)
+        flag = as_bool(logits_all, "logits_all")
         n = len(token)
         if n == 0:
             return
@@ -220,12 +220,6 @@ def _ids(seq_ids: SupportsIndex | Sequence[SupportsIndex]) -> Sequence[SupportsI
     return list(seq_ids)
 
 
-def _flag(value: bool) -> int:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"logits must be True or False, not {type(value).__name__}")
-    return int(value)
-
-
 def _column(values: IntArray, n: int, what: str) -> IntArray:
     if len(values) != n:
         raise ValueError(f"{what} holds {len(values)} values for {n} tokens")
@@ -241,7 +235,7 @@ def _sequences(seq_ids: Any, n: int) -> IntArray:
             raise TypeError(f"seq_ids must have an integer dtype, not {array.dtype}")
         if array.shape[0] != n or not 1 <= array.shape[1] <= SEQUENCES_MAX:
             raise ValueError(
-                f"seq_ids has shape {array.shape}: ({n}, k) with k in [1, {SEQUENCES_MAX}] is expected"
+                f"seq_ids has shape {array.shape}: ({n}, k) is expected, k in [1, {SEQUENCES_MAX}]"
             )
         flat = as_token_array(array.ravel(), "seq_ids")
         return np.array(flat.reshape(array.shape), np.int32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import SupportsIndex
 
@@ -21,30 +20,17 @@ from pykvcache.enums import (
     PoolingType,
     RopeScalingType,
 )
+from pykvcache.memory import KvCacheMethods
 from pykvcache.model import LlamaModel
+from pykvcache.perf import PerfData
 from pykvcache.sampling import Sampler
 
-__all__ = ["LlamaContext", "PerfData"]
+__all__ = ["LlamaContext"]
 
 FloatArray = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class PerfData:
-    """What ``llama_perf_context`` counted; times in milliseconds.
-
-    llama.cpp counts a call with one token as generation and any other as prompt.
-    """
-
-    t_load_ms: float
-    t_p_eval_ms: float
-    t_eval_ms: float
-    n_p_eval: int
-    n_eval: int
-    n_reused: int
-
-
-class LlamaContext:
+class LlamaContext(KvCacheMethods):
     """A context of a model: it decodes tokens and holds what it has seen in its memory.
 
     Every method takes the context's lock, so threads may share a context; they wait
@@ -208,16 +194,6 @@ class LlamaContext:
         return PoolingType(self._native.pooling_type)
 
     @property
-    def memory_kind(self) -> str:
-        """Kind of memory.
-
-        ``"attention"``, ``"sliding-window"``, ``"recurrent"``, ``"hybrid"``,
-        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: a class of llama.cpp
-        of which only whole sequences are handled.
-        """
-        return self._native.memory_kind
-
-    @property
     def tokens_evaluated(self) -> int:
         """Number of tokens that were computed since the context was made."""
         return self._native.tokens_evaluated
@@ -374,150 +350,6 @@ class LlamaContext:
             yield token
             step[0] = token
             tokens = step
-
-    # Memory: the seed's methods -----------------------------------------------------------
-
-    def copy_cache(self, src: SupportsIndex, dest: SupportsIndex, size: SupportsIndex) -> None:
-        """Make ``dest`` hold the positions ``[0, size)`` of ``src``.
-
-        The same as ``copy_kv_cache_seq(src, dest, 0, size)``.
-        """
-        self._native.seq_cp(src, dest, 0, size, "copy_cache")
-
-    def copy_kv_cache_seq(
-        self,
-        src: SupportsIndex,
-        dest: SupportsIndex,
-        p0: SupportsIndex | None = None,
-        p1: SupportsIndex | None = None,
-    ) -> None:
-        """Make ``dest`` hold what ``src`` holds in ``[p0, p1)`` (``llama_memory_seq_cp``).
-
-        What ``dest`` held before is removed. With ``kv_unified=True`` the cells are
-        shared, and the copy costs no memory; otherwise the data is copied at the next
-        decode or `kv_cache_update`. An empty range does nothing; an empty source
-        empties ``dest``.
-
-        Parameters
-        ----------
-        src, dest
-            Sequence ids.
-        p0, p1
-            Half-open range of positions; ``None`` leaves that end open.
-
-        Raises
-        ------
-        SeqIdTooLarge, P0TooLarge, P1TooLarge
-            A value does not fit an int32.
-        SequenceIdError, PositionError
-            A value is out of range.
-        UnsupportedOperation
-            This memory cannot copy a part: recurrent and hybrid memory, streams, a
-            sliding window that has dropped cells of that part.
-        """
-        self._native.seq_cp(src, dest, p0, p1, "copy_kv_cache_seq")
-
-    def clear_kv_cache_seq(
-        self,
-        src: SupportsIndex | None = None,
-        p0: SupportsIndex | None = None,
-        p1: SupportsIndex | None = None,
-    ) -> bool:
-        """Remove the positions ``[p0, p1)`` of a sequence (``llama_memory_seq_rm``).
-
-        Parameters
-        ----------
-        src
-            Sequence id; ``None`` for all sequences.
-        p0, p1
-            Half-open range of positions; ``None`` leaves that end open.
-
-        Returns
-        -------
-        bool
-            ``False``, with nothing changed, where this memory cannot remove a part:
-            recurrent and hybrid memory, and a sliding window that has dropped what
-            would be seen afterwards. Removing all that a sequence holds always succeeds.
-
-        Raises
-        ------
-        SeqIdTooLarge, P0TooLarge, P1TooLarge
-            A value does not fit an int32; no removal is attempted.
-        SequenceIdError, PositionError
-            A value is out of range.
-        """
-        return self._native.seq_rm(src, p0, p1)
-
-    def clear_kv_cache(self) -> None:
-        """Forget everything, metadata and data (``llama_memory_clear``)."""
-        self._native.clear(True)
-
-    def kv_cache_seq_keep(self, seq_id: SupportsIndex) -> None:
-        """Remove every sequence but one, in every stream (``llama_memory_seq_keep``)."""
-        self._native.seq_keep(seq_id)
-
-    def kv_cache_seq_add(
-        self,
-        seq_id: SupportsIndex,
-        p0: SupportsIndex | None,
-        p1: SupportsIndex | None,
-        delta: SupportsIndex,
-    ) -> None:
-        """Add ``delta`` to the positions in ``[p0, p1)`` (``llama_memory_seq_add``).
-
-        Keys are rotated to their new positions at the next decode, or now by
-        `kv_cache_update`.
-
-        Raises
-        ------
-        SeqIdTooLarge, P0TooLarge, P1TooLarge
-            A value does not fit an int32.
-        SequenceIdError
-            The sequence id is out of range.
-        PositionError
-            A position would become negative, too large, or one that is held already.
-        UnsupportedOperation
-            M-RoPE, architectures and types whose keys cannot be rotated again, cells
-            that another sequence shares, windows that dropped cells, and a part of a
-            recurrent or hybrid sequence.
-        """
-        self._native.seq_add(seq_id, p0, p1, delta)
-
-    def kv_cache_seq_div(
-        self,
-        seq_id: SupportsIndex,
-        p0: SupportsIndex | None,
-        p1: SupportsIndex | None,
-        d: SupportsIndex,
-    ) -> None:
-        """Divide the positions in ``[p0, p1)`` by ``d``, an integer in [1, 255].
-
-        Several cells may then share a position. ``llama_memory_seq_div`` rotates keys
-        the wrong way; here each cell gets the shift that it moved by. Raises as
-        `kv_cache_seq_add`.
-        """
-        self._native.seq_div(seq_id, p0, p1, d)
-
-    def kv_cache_seq_pos_max(self, seq_id: SupportsIndex) -> int:
-        """Return the highest position of a sequence; -1 if empty, unused or out of range."""
-        return self._native.seq_pos(seq_id, True)
-
-    # Memory: what the seed lacks ------------------------------------------------------------
-
-    def kv_cache_seq_pos_min(self, seq_id: SupportsIndex) -> int:
-        """Return the lowest position of a sequence; -1 if empty, unused or out of range.
-
-        On a sliding-window memory: the lowest one that the window still holds.
-        """
-        return self._native.seq_pos(seq_id, False)
-
-    def kv_cache_can_shift(self) -> bool:
-        """Tell whether `kv_cache_seq_add` can be done on this memory at all."""
-        return self._native.can_shift()
-
-    def kv_cache_update(self) -> None:
-        """Apply pending shifts and copies now instead of at the next decode."""
-        self._native.update()
 
     # Figures and life -----------------------------------------------------------------------
 

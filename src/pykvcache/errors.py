@@ -82,7 +82,7 @@ class P1TooLarge(_TooLarge):
 
 
 class UnsupportedOperation(KvCacheConversionError):
-    """This memory, or this model, cannot do what was asked.
+    """What was asked cannot be done by this memory, or this model.
 
     Attributes
     ----------
@@ -108,7 +108,9 @@ class SequenceIdError(KvCacheError, IndexError):
     """A sequence id is outside ``[0, n_seq_max)``."""
 
     def __init__(self, seq_id: int, n_seq_max: int) -> None:
-        super().__init__(f"sequence id {seq_id} is outside [0, {n_seq_max}): n_seq_max is {n_seq_max}")
+        super().__init__(
+            f"sequence id {seq_id} is outside [0, {n_seq_max}): n_seq_max is {n_seq_max}"
+        )
         self.seq_id = seq_id
         self.n_seq_max = n_seq_max
 

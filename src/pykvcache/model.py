@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import SupportsIndex
 
-from pykvcache._convert import IntArray, TokenInput, as_int, as_token_array, choose
+from pykvcache._convert import IntArray, TokenInput, as_bool, as_int, as_token_array, choose
 from pykvcache._native import lib
 from pykvcache.enums import LoadMode, RopeType, SplitMode
 from pykvcache.errors import ModelLoadError
@@ -76,9 +76,9 @@ class LlamaModel:
             "load_mode": choose(load_mode, LoadMode, "load_mode", _LOAD_MODES),
             "split_mode": choose(split_mode, SplitMode, "split_mode", _SPLIT_MODES),
             "main_gpu": as_int(main_gpu, "main_gpu", 0, 255),
-            "vocab_only": bool(vocab_only),
-            "check_tensors": bool(check_tensors),
-            "use_extra_bufts": bool(use_extra_bufts),
+            "vocab_only": as_bool(vocab_only, "vocab_only"),
+            "check_tensors": as_bool(check_tensors, "check_tensors"),
+            "use_extra_bufts": as_bool(use_extra_bufts, "use_extra_bufts"),
         }
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")

@@ -136,11 +136,7 @@ def _native(value: object, what: str, kind: type[N]) -> N:
 
 
 def _number(value: float, what: str, lo: float, hi: float) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        and not hasattr(value, "__float__")
-    ):
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise TypeError(f"{what} must be a number, not {type(value).__name__}")
     number = float(value)
     if not math.isfinite(number) or not lo <= number <= hi:

@@ -1,0 +1,174 @@
+"""Control over a context's memory: the methods that fork, rewind, shift and clear."""
+
+from __future__ import annotations
+
+from typing import SupportsIndex
+
+from pykvcache._native import lib
+
+__all__ = ["KvCacheMethods"]
+
+
+class KvCacheMethods:
+    """The memory methods of `LlamaContext`; not made by itself.
+
+    A sequence holds (token, position) pairs. After every method that succeeds, the
+    next logits are those of attention over exactly the cells that the sequence holds.
+    What a memory cannot do is refused before llama.cpp is called, with nothing changed.
+    """
+
+    _native: lib.Context
+
+    @property
+    def memory_kind(self) -> str:
+        """Kind of memory.
+
+        ``"attention"``, ``"sliding-window"``, ``"recurrent"``, ``"hybrid"``,
+        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: a class of llama.cpp
+        of which only whole sequences are handled.
+        """
+        return self._native.memory_kind
+
+    # Memory: the seed's methods -----------------------------------------------------------
+
+    def copy_cache(self, src: SupportsIndex, dest: SupportsIndex, size: SupportsIndex) -> None:
+        """Make ``dest`` hold the positions ``[0, size)`` of ``src``.
+
+        The same as ``copy_kv_cache_seq(src, dest, 0, size)``.
+        """
+        self._native.seq_cp(src, dest, 0, size, "copy_cache")
+
+    def copy_kv_cache_seq(
+        self,
+        src: SupportsIndex,
+        dest: SupportsIndex,
+        p0: SupportsIndex | None = None,
+        p1: SupportsIndex | None = None,
+    ) -> None:
+        """Make ``dest`` hold what ``src`` holds in ``[p0, p1)`` (``llama_memory_seq_cp``).
+
+        What ``dest`` held before is removed. With ``kv_unified=True`` the cells are
+        shared, and the copy costs no memory; otherwise the data is copied at the next
+        decode or `kv_cache_update`. An empty range does nothing; an empty source
+        empties ``dest``.
+
+        Parameters
+        ----------
+        src, dest
+            Sequence ids.
+        p0, p1
+            Half-open range of positions; ``None`` leaves that end open.
+
+        Raises
+        ------
+        SeqIdTooLarge, P0TooLarge, P1TooLarge
+            A value does not fit an int32.
+        SequenceIdError, PositionError
+            A value is out of range.
+        UnsupportedOperation
+            This memory cannot copy a part: recurrent and hybrid memory, streams, a
+            sliding window that has dropped cells of that part.
+        """
+        self._native.seq_cp(src, dest, p0, p1, "copy_kv_cache_seq")
+
+    def clear_kv_cache_seq(
+        self,
+        src: SupportsIndex | None = None,
+        p0: SupportsIndex | None = None,
+        p1: SupportsIndex | None = None,
+    ) -> bool:
+        """Remove the positions ``[p0, p1)`` of a sequence (``llama_memory_seq_rm``).
+
+        Parameters
+        ----------
+        src
+            Sequence id; ``None`` for all sequences.
+        p0, p1
+            Half-open range of positions; ``None`` leaves that end open.
+
+        Returns
+        -------
+        bool
+            ``False``, with nothing changed, where this memory cannot remove a part:
+            recurrent and hybrid memory, and a sliding window that has dropped what
+            would be seen afterwards. Removing all that a sequence holds always succeeds.
+
+        Raises
+        ------
+        SeqIdTooLarge, P0TooLarge, P1TooLarge
+            A value does not fit an int32; no removal is attempted.
+        SequenceIdError, PositionError
+            A value is out of range.
+        """
+        return self._native.seq_rm(src, p0, p1)
+
+    def clear_kv_cache(self) -> None:
+        """Forget everything, metadata and data (``llama_memory_clear``)."""
+        self._native.clear(True)
+
+    def kv_cache_seq_keep(self, seq_id: SupportsIndex) -> None:
+        """Remove every sequence but one, in every stream (``llama_memory_seq_keep``)."""
+        self._native.seq_keep(seq_id)
+
+    def kv_cache_seq_add(
+        self,
+        seq_id: SupportsIndex,
+        p0: SupportsIndex | None,
+        p1: SupportsIndex | None,
+        delta: SupportsIndex,
+    ) -> None:
+        """Add ``delta`` to the positions in ``[p0, p1)`` (``llama_memory_seq_add``).
+
+        Keys are rotated to their new positions at the next decode, or now by
+        `kv_cache_update`.
+
+        Raises
+        ------
+        SeqIdTooLarge, P0TooLarge, P1TooLarge
+            A value does not fit an int32.
+        SequenceIdError
+            The sequence id is out of range.
+        PositionError
+            A position would become negative, too large, or one that is held already.
+        UnsupportedOperation
+            M-RoPE, architectures and types whose keys cannot be rotated again, cells
+            that another sequence shares, windows that dropped cells, and a part of a
+            recurrent or hybrid sequence.
+        """
+        self._native.seq_add(seq_id, p0, p1, delta)
+
+    def kv_cache_seq_div(
+        self,
+        seq_id: SupportsIndex,
+        p0: SupportsIndex | None,
+        p1: SupportsIndex | None,
+        d: SupportsIndex,
+    ) -> None:
+        """Divide the positions in ``[p0, p1)`` by ``d``, an integer in [1, 255].
+
+        Several cells may then share a position. ``llama_memory_seq_div`` rotates keys
+        the wrong way; here each cell gets the shift that it moved by. Raises as
+        `kv_cache_seq_add`.
+        """
+        self._native.seq_div(seq_id, p0, p1, d)
+
+    def kv_cache_seq_pos_max(self, seq_id: SupportsIndex) -> int:
+        """Return the highest position of a sequence; -1 if empty, unused or out of range."""
+        return self._native.seq_pos(seq_id, True)
+
+    # Memory: what the seed lacks ------------------------------------------------------------
+
+    def kv_cache_seq_pos_min(self, seq_id: SupportsIndex) -> int:
+        """Return the lowest position of a sequence; -1 if empty, unused or out of range.
+
+        On a sliding-window memory: the lowest one that the window still holds.
+        """
+        return self._native.seq_pos(seq_id, False)
+
+    def kv_cache_can_shift(self) -> bool:
+        """Tell whether `kv_cache_seq_add` can be done on this memory at all."""
+        return self._native.can_shift()
+
+    def kv_cache_update(self) -> None:
+        """Apply pending shifts and copies now instead of at the next decode."""
+        self._native.update()

@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-TEXTS = ["", "Hello world", "a", " ", "  two  spaces ", "\n\n", "\0", "a\0b\0", "é漢字😀 ✓", "x" * 5000]
+TEXTS = [
+    "",
+    "Hello world",
+    "a",
+    " ",
+    "  two  spaces ",
+    "\n\n",
+    "\0",
+    "a\0b\0",
+    "é漢字😀 ✓",
+    "x" * 5000,
+]
 HOSTILE_INTS = [-1, 320, 2**31 - 1, 2**31, -(2**31), 2**63, -(2**63) - 1, 10**40]
 
 
@@ -56,8 +67,12 @@ def test_bytes_are_taken_as_they_are(model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_bpe", "bert", "llama_test"])
-@pytest.mark.parametrize("text", [b"\xff\xfe\x80abc", b"\xe2\x9c", b"\xf0", b"\xed\xa0\x80", "\ud800x"])
-def test_text_that_is_no_unicode_is_tokenized_without_harm(model: Any, name: str, text: Any) -> None:
+@pytest.mark.parametrize(
+    "text", [b"\xff\xfe\x80abc", b"\xe2\x9c", b"\xf0", b"\xed\xa0\x80", "\ud800x"]
+)
+def test_text_that_is_no_unicode_is_tokenized_without_harm(
+    model: Any, name: str, text: Any
+) -> None:
     one = model(name)
     tokens = one.tokenize(text)
     assert ((tokens >= 0) & (tokens < one.n_vocab)).all()
@@ -118,7 +133,9 @@ def test_what_is_no_integer_is_no_token(model: Any, token: Any) -> None:
             use(token)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64, ">i4"])
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64, ">i4"]
+)
 def test_any_integer_dtype_is_taken(model: Any, dtype: Any) -> None:
     one = model("llama")
     tokens = np.array([72, 105, 110, 120]).astype(dtype)
@@ -152,7 +169,9 @@ def test_what_is_no_vector_of_integers_is_refused(
         model("llama").detokenize(tokens)
 
 
-@pytest.mark.parametrize("text", [None, 5, 1.5, ["a"], bytearray(b"a"), memoryview(b"a"), np.array("a")])
+@pytest.mark.parametrize(
+    "text", [None, 5, 1.5, ["a"], bytearray(b"a"), memoryview(b"a"), np.array("a")]
+)
 def test_what_is_no_text_is_refused(model: Any, text: Any) -> None:
     with pytest.raises(TypeError):
         model("llama").tokenize(text)

@@ -1,0 +1,217 @@
+"""Loading a model: what is refused, how, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from binding.conftest import Child
+from pykvcache import KvCacheError, LlamaModel, ModelLoadError
+from support.models import make_model
+
+
+@pytest.fixture
+def llama(model_folder: Path) -> Path:
+    return make_model("llama", model_folder)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Paths --------------------------------------------------------------------------------
+
+
+def test_a_path_object_a_string_and_any_pathlike_load_the_same(llama: Path) -> None:
+    class Somewhere:
+        def __fspath__(self) -> str:
+            return str(llama)
+
+    for path in (llama, str(llama), Somewhere()):
+        with LlamaModel(path) as model:
+            assert model.n_vocab == 320
+            assert model.path == str(llama)
+
+
+def test_a_relative_path_and_one_with_odd_characters_load(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / "mödel 漢字 'q' %s.gguf"
+    odd.write_bytes(llama.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    with LlamaModel(odd.name) as model:
+        assert model.n_layer == 2
+        assert model.path == odd.name
+
+
+def test_a_missing_file_names_itself_and_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "missing.gguf"
+    with pytest.raises(ModelLoadError, match=r"missing\.gguf") as error:
+        LlamaModel(path)
+    assert isinstance(error.value, OSError)
+    assert isinstance(error.value, KvCacheError)
+    assert error.value.errno == 2
+    assert error.value.filename == str(path)
+
+
+def test_a_directory_an_empty_path_and_a_nul_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, "", "a\0b.gguf", str(tmp_path / "x.gguf") + "\0"):
+        with pytest.raises(ModelLoadError):
+            LlamaModel(path)
+
+
+@pytest.mark.parametrize("path", [None, 5, 1.5, True, [], object()])
+def test_what_is_no_path_is_a_type_error(path: Any) -> None:
+    with pytest.raises(TypeError):
+        LlamaModel(path)
+
+
+def test_an_unreadable_file_is_refused(llama: Path, tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root reads everything")
+    copy = tmp_path / "secret.gguf"
+    copy.write_bytes(llama.read_bytes())
+    copy.chmod(0)
+    with pytest.raises(ModelLoadError) as error:
+        LlamaModel(copy)
+    assert error.value.errno == 13
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/proc/self/mem"])
+def test_a_device_is_refused(device: str) -> None:
+    if not os.path.exists(device):
+        pytest.skip(f"there is no {device}")
+    with pytest.raises(ModelLoadError):
+        LlamaModel(device)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path, child: Child) -> None:
+    fifo = tmp_path / "pipe.gguf"
+    os.mkfifo(fifo)
+    code = (
+        "import sys, pykvcache\n"
+        "try: pykvcache.LlamaModel(sys.argv[1])\n"
+        "except pykvcache.ModelLoadError: print('refused')"
+    )
+    done = child(code, fifo, timeout=20)
+    assert done.stdout == "refused\n", done.stderr
+
+
+# Damaged files ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"G",
+        b"GGUF",
+        b"GGUF" + b"\0" * 20,
+        b"GGUF" + b"\xff" * 400,
+        b"PK\3\4" * 99,
+        b"\0" * 999,
+    ],
+)
+def test_what_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"broken\.gguf"):
+        LlamaModel(path)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "bert"])
+def test_a_truncated_file_is_refused_wherever_it_ends(
+    model_folder: Path, tmp_path: Path, name: str
+) -> None:
+    whole = make_model(name, model_folder).read_bytes()
+    # The header is some 10 kB, the rest is weights.
+    cuts = [*range(4, 64), *range(64, 12_000, 397), *range(12_000, len(whole), 40_961)]
+    cuts += [len(whole) - 1, len(whole) - 4, len(whole) - 256]
+    path = tmp_path / "cut.gguf"
+    files = open_files()
+    for cut in cuts:
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ModelLoadError):
+            LlamaModel(path)
+    assert open_files() == files
+
+
+def test_a_failed_load_says_in_one_line_what_llama_cpp_said(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(llama.read_bytes()[:200_000])
+    with pytest.raises(ModelLoadError) as error:
+        LlamaModel(path)
+    assert "\n" not in str(error.value)
+    assert "out of bounds" in str(error.value) or "bounds" in str(error.value)
+
+
+# Progress -----------------------------------------------------------------------------
+
+
+def test_progress_rises_from_zero_to_one(llama: Path) -> None:
+    seen: list[float] = []
+    LlamaModel(llama, progress=seen.append).close()
+    assert seen[0] == 0.0
+    assert seen[-1] == 1.0
+    assert seen == sorted(seen)
+    assert all(type(f) is float for f in seen)
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_false_from_progress_cancels_the_load(llama: Path, at: int) -> None:
+    seen: list[float] = []
+
+    def go_on(fraction: float) -> bool:
+        seen.append(fraction)
+        return len(seen) <= at
+
+    with pytest.raises(ModelLoadError, match="cancel"):
+        LlamaModel(llama, progress=go_on)
+    assert len(seen) == at + 1
+
+
+def test_only_false_cancels(llama: Path) -> None:
+    def nothing(fraction: float) -> None:
+        return None
+
+    LlamaModel(llama, progress=nothing).close()
+    LlamaModel(llama, progress=lambda fraction: True).close()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, StopIteration])
+def test_what_progress_raises_comes_out(llama: Path, error: type[BaseException]) -> None:
+    mine = error("from the callback")
+
+    def fail(fraction: float) -> None:
+        raise mine
+
+    with pytest.raises(error) as caught:
+        LlamaModel(llama, progress=fail)
+    assert caught.value is mine
+    LlamaModel(llama).close()
+
+
+def test_progress_runs_on_the_loading_thread_and_may_load_another_model(llama: Path) -> None:
+    threads: set[int] = set()
+    inner: list[int] = []
+
+    def nested(fraction: float) -> None:
+        threads.add(threading.get_ident())
+        if fraction == 1.0:
+            with LlamaModel(llama) as other:
+                inner.append(other.n_vocab)
+
+    LlamaModel(llama, progress=nested).close()
+    assert threads == {threading.get_ident()}
+    assert inner == [320]
+
+
+@pytest.mark.parametrize("progress", [1, "x", True, 0.5, []])
+def test_progress_must_be_callable(llama: Path, progress: Any) -> None:
+    with pytest.raises(TypeError, match="progress"):
+        LlamaModel(llama, progress=progress)

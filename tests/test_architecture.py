@@ -1,0 +1,177 @@
+"""The layers of docs/architecture.md, read from the imports: they point down only."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "pykvcache"
+
+# Lowest first. A module imports from lines below its own only; a name may be a file or a folder,
+# and inside a folder anything goes. A new module needs a place here, and a reason for it.
+LAYERS = [
+    {"errors", "enums"},
+    {"_native", "arrays"},
+    {"_convert"},
+    {"batch", "_chat", "perf"},
+    {"model", "_models"},
+    {"sampling", "_params", "state", "kv"},
+    {"memory"},
+    {"context"},
+    {"__init__"},
+    {"demo"},
+    {"cli"},
+    {"__main__"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+# Beyond the table: what may be imported at all, by those that promise less.
+ONLY = {
+    "errors": set(),
+    "enums": set(),
+    "arrays": {"errors"},
+    "_native": {"errors"},
+}
+# Outside the standard library. Whatever is not NumPy is an extra: imported where it is used.
+REQUIRED = {"numpy"}
+EXTRAS = {"_chat": {"jinja2"}, "arrays": {"safetensors"}, "demo": {"rich"}}
+
+MAX_LINES = 400
+
+
+def unit(path: Path) -> str:
+    """The name in the table that a file of the package belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def imports(tree: ast.AST, *, lazy: bool = False) -> Iterator[tuple[str, bool]]:
+    """Yield (dotted module, inside a function?), without what only type checkers run."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            if node.module == "pykvcache":
+                yield from ((f"pykvcache.{alias.name}", lazy) for alias in node.names)
+            else:
+                yield node.module, lazy
+        elif is_type_checking(node):
+            assert isinstance(node, ast.If)
+            for branch in node.orelse:
+                yield from imports(ast.Module([branch], []), lazy=lazy)
+        else:
+            inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from imports(node, lazy=lazy or inside)
+
+
+def cython_imports(text: str) -> Iterator[str]:
+    """Yield the modules of ours that Cython text imports or cimports."""
+    for line in text.splitlines():
+        found = re.match(r"\s*(?:from\s+([\w.]+)\s+c?import|c?import\s+([\w.]+))", line)
+        if found and (name := found[1] or found[2]).startswith("pykvcache"):
+            yield name
+
+
+PYTHON = sorted(PACKAGE.rglob("*.py"))
+CYTHON = sorted(p for p in PACKAGE.rglob("*.*") if p.suffix in {".pyx", ".pxi", ".pxd"})
+
+
+def ours(name: str) -> str | None:
+    """Return the unit of the package that a dotted name lies in, None for other packages."""
+    head, _, rest = name.partition(".")
+    if head != "pykvcache":
+        return None
+    return rest.partition(".")[0] if rest else "__init__"
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_imports_point_down(path: Path) -> None:
+    here = unit(path)
+    assert here in LEVEL, f"{here} has no place in LAYERS"
+    for name, lazy in imports(ast.parse(path.read_text())):
+        there = ours(name)
+        if there is None or there == here:
+            continue
+        if there not in LEVEL:  # a name that pykvcache itself exports
+            there = "__init__"
+        below = LEVEL[there] < LEVEL[here]
+        # The package's own path is all that a function may ask of what is above it.
+        assert below or (lazy and name == "pykvcache"), f"{here} imports {name}"
+        assert there in ONLY.get(here, {there}), f"{here} may not import {name}"
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_what_is_needed_is_numpy(path: Path) -> None:
+    here = unit(path)
+    for name, lazy in imports(ast.parse(path.read_text())):
+        head = name.partition(".")[0]
+        if head in sys.stdlib_module_names or head == "pykvcache" or head in REQUIRED:
+            continue
+        assert head in EXTRAS.get(here, set()), f"{here} imports {name}"
+        assert lazy, f"{here} needs {name} to be imported at all"
+
+
+@pytest.mark.parametrize("path", CYTHON, ids=lambda p: p.name)
+def test_the_compiled_layer_needs_errors_alone(path: Path) -> None:
+    assert unit(path) == "_native", "C is met in _native alone"
+    for name in cython_imports(path.read_text()):
+        assert ours(name) in {"_native", *ONLY["_native"]}, f"{path.name} imports {name}"
+
+
+def test_c_names_have_one_alias() -> None:
+    """A line with ``lib.`` is C, in every file of the compiled layer."""
+    text = "\n".join(p.read_text() for p in CYTHON if p.suffix != ".pxd")
+    taken = re.findall(r"^.*cimport.*libllama.*$", text, re.MULTILINE)
+    assert taken == ["from pykvcache._native cimport libllama as lib"]
+
+
+def test_private_headers_are_read_in_one_file() -> None:
+    private = re.compile(r'#include\s+"(llama-[\w-]+\.h)"')
+    readers = {p.name for p in (PACKAGE / "_native").iterdir() if private.search(p.read_text())}
+    assert readers <= {"probe.cpp"}
+
+
+def written_files() -> list[Path]:
+    suffixes = {".py", ".pyi", ".pyx", ".pxi", ".pxd", ".h", ".cpp"}
+    folders = [ROOT / name for name in ("src", "tests", "examples", "benchmarks", "vendor")]
+    found = (p for folder in folders for p in folder.rglob("*.*") if p.suffix in suffixes)
+    return sorted(
+        p for p in found if ROOT / "vendor" / "llama.cpp" not in p.parents and p.is_file()
+    )
+
+
+def test_no_file_is_long() -> None:
+    lines = {
+        p.relative_to(ROOT).as_posix(): len(p.read_text().splitlines()) for p in written_files()
+    }
+    assert not {name: n for name, n in lines.items() if n > MAX_LINES}
+
+
+def test_the_reader_of_imports_sees_them() -> None:
+    """Guards the tests above."""
+    tree = ast.parse(
+        "import a.b\nfrom c import d\nfrom pykvcache import context\n"
+        "if TYPE_CHECKING:\n    import never\nelse:\n    import e\ndef f():\n    import g\n"
+    )
+    assert list(imports(tree)) == [
+        ("a.b", False),
+        ("c", False),
+        ("pykvcache.context", False),
+        ("e", False),
+        ("g", True),
+    ]
+    assert list(cython_imports("from pykvcache.x cimport y\n  import pykvcache.z")) == [
+        "pykvcache.x",
+        "pykvcache.z",
+    ]

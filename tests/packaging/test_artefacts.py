@@ -103,7 +103,7 @@ class Place:
         return done.stdout
 
     def try_it(self) -> None:
-        said = self.run(self.smoke)
+        said = self.run(str(self.smoke))
         assert "works" in said
         assert str(ROOT) not in said
 

@@ -1,0 +1,116 @@
+"""What a user sees first: the cache forked, rewound and shifted, and checked on the way."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from pykvcache.demo.acts import Stage, fill_and_shift, fork, move, rewind, tell
+from pykvcache.demo.measure import Fresh, Row
+from pykvcache.demo.screen import Screen, open_screen
+from pykvcache.demo.script import ANY_MODEL, STORY_MODEL
+from pykvcache.model import LlamaModel
+
+__all__ = ["run"]
+
+_NO_TEXT = "this model does not generate text by itself: the demo needs one that does"
+
+
+def run(
+    model_path: str,
+    *,
+    is_embedded: bool,
+    seed: int = 1,
+    n_ctx: int = 1024,
+    n_threads: int | None = None,
+    quick: bool = False,
+    plain: bool = False,
+) -> bool:
+    """Show forks, rewinds and shifts of a model's cache, each compared with a fresh run.
+
+    Parameters
+    ----------
+    model_path
+        The GGUF.
+    is_embedded
+        Whether it is the model that ships with the package, which wants its own prompts.
+    seed
+        Of everything that is sampled.
+    n_ctx
+        Cells of the cache; a quarter of it is filled to show shifting.
+    n_threads
+        Threads; default as `LlamaContext`.
+    quick
+        Generate less.
+    plain
+        No colour, even if rich is installed.
+
+    Returns
+    -------
+    bool
+        Whether every comparison came out equal.
+
+    Raises
+    ------
+    KvCacheError
+        The model cannot be loaded, or has no vocabulary.
+    ValueError
+        The model does not generate text.
+    """
+    start = time.perf_counter()
+    screen = open_screen(plain=plain)
+    with LlamaModel(model_path) as model:
+        if model.has_encoder or not model.has_decoder:
+            raise ValueError(_NO_TEXT)
+        fresh = Fresh(model, n_threads)
+        with fresh.context(n_ctx, n_seq_max=8) as ctx:
+            if ctx.memory_kind == "none":
+                raise ValueError(_NO_TEXT)
+            name = model.metadata.get("general.name") or os.path.basename(model_path)
+            screen.line(
+                f"{name}: {model.description}, {model.n_params / 1e6:.1f} M parameters, "
+                f"{model.n_layer} layers, {ctx.memory_kind} memory, {ctx.n_ctx} cells"
+            )
+            stage = Stage(
+                model,
+                ctx,
+                fresh,
+                STORY_MODEL if is_embedded else ANY_MODEL,
+                screen,
+                seed,
+                n_story=ctx.n_ctx // (16 if quick else 6),
+                n_fork=8 if quick else 24,
+            )
+            for act in (tell, fork, rewind, move, fill_and_shift):
+                act(stage)
+    return _summary(screen, stage, fresh.tolerance, time.perf_counter() - start)
+
+
+def _summary(screen: Screen, stage: Stage, tolerance: float, seconds: float) -> bool:
+    screen.heading("What was done")
+    screen.table(
+        ("operation", "tokens\nevaluated", "anew", "time", "equal to a\nfresh run?"),
+        [(row.operation, *_figures(row), _verdict(row, tolerance)) for row in stage.rows],
+    )
+    for note in stage.notes:
+        screen.line(note)
+    right = all(max(row.differences, default=0.0) <= tolerance for row in stage.rows)
+    screen.line(
+        f"anew: tokens that a fresh run evaluates. Equal: no logit differs by more than "
+        f"{tolerance:.2g}. All in {seconds:.1f} s."
+    )
+    return right
+
+
+def _figures(row: Row) -> tuple[str, str, str]:
+    if not row.differences:
+        return "-", "-", "-"
+    return str(row.tokens), str(row.tokens_anew), f"{row.seconds * 1e3:.1f} ms"
+
+
+def _verdict(row: Row, tolerance: float) -> str:
+    if not row.differences:
+        return row.note
+    worst = max(row.differences)
+    how = f"within {worst:.0e}" if worst else "exactly"
+    return f"{'yes' if worst <= tolerance else 'NO'}, {how}{row.note}"

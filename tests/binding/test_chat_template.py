@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from binding.test_model import with_keys
+from binding.kit import with_keys
 from pykvcache import LlamaModel
 from support.models import make_model
 

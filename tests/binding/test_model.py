@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
+from binding.kit import with_keys
 from pykvcache import (
     ClosedError,
     ContextCreateError,
@@ -184,24 +185,3 @@ def test_without_a_vocabulary_text_is_refused(model: Any) -> None:
     ):
         with pytest.raises(UnsupportedOperation, match="vocabulary"):
             use()
-
-
-def with_keys(source: Path, target: Path, strings: dict[str, str]) -> Path:
-    """Copy a GGUF with string keys added or replaced."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, "llama")
-    for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in ("general.architecture", *strings):
-            continue
-        kind = field.types[0]
-        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, field.contents(), kind, inner)
-    for key, value in strings.items():
-        writer.add_string(key, value)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target

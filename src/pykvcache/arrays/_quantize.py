@@ -49,8 +49,9 @@ def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
         )
     levels = 2**bits - 1
     groups = x.reshape(*x.shape[:-1], dim // group_size, group_size).astype(np.float64)
-    low = groups.min(axis=-1)
-    reach = groups.max(axis=-1) - low
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below
+        low = groups.min(axis=-1)
+        reach = groups.max(axis=-1) - low
     if not np.isfinite(reach).all():
         raise CacheValueError("keys or values hold infinities or NaN; they cannot be quantized")
     scales = (reach / levels).astype(x.dtype)

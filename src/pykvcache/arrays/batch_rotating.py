@@ -130,13 +130,20 @@ class BatchRotatingKVCache(PairCache):
         # Padding that earlier updates appended goes left first, so that it is dropped
         # before any token is.
         self._roll_padding()
-        surplus = self._pair.length - (self._max_size - 1)
+        surplus = self._pair.length - self._room
         if surplus > 0:
             self._pair = ordered(self._pair, self._index, drop=surplus, more=(keys, values))
             self._padding = np.maximum(self._padding - surplus, 0)
         else:
             self._pair.append(keys, values)
         self._index = self._pair.length
+
+    @property
+    def _room(self) -> int:
+        """Columns that stay when several come."""
+        # A row that gets nothing but padding must not lose its last token, and with it its
+        # place, in a ring of size 1.
+        return max(self._max_size - 1, 0 if self._ends is None else 1)
 
     def _overrun(self) -> Rows:
         """Columns at the end of each row that are announced padding."""
@@ -223,7 +230,7 @@ class BatchRotatingKVCache(PairCache):
         n = as_int("n", n, minimum=1)
         limit = max(self._max_size, 1)
         window = limit if window_size is None else window_size
-        before = min(self._pair.count, limit - 1)
+        before = min(self._pair.count, self._room if n > 1 else limit - 1)
         padding = np.maximum(self._padding + self._overrun() - (self._pair.count - before), 0)
         mask = create_causal_mask(n, before, window, left_padding=padding)
         if n == 1 and self._pair.count >= limit:

@@ -82,6 +82,13 @@ class ArraysCache(BaseCache):
                 return counts.size
         return 1
 
+    def _one_batch(self) -> int:
+        parts = (*self._slots, self._padding, self._lengths)
+        sizes = {int(part.shape[0]) for part in parts if part is not None}
+        if len(sizes) > 1:
+            raise CacheValueError(f"slots, left_padding and lengths are of {sorted(sizes)} rows")
+        return self.batch_size
+
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
@@ -160,9 +167,7 @@ class ArraysCache(BaseCache):
 
     def filter(self, batch_indices: Counts) -> None:
         """Keep the given rows, in that order."""
-        rows = row_indices(batch_indices, self.batch_size)
-        if any(array is not None and array.shape[0] != self.batch_size for array in self._slots):
-            raise CacheValueError("the slots hold arrays of different batch sizes")
+        rows = row_indices(batch_indices, self._one_batch())
         self._slots = tuple(None if array is None else array[rows] for array in self._slots)
         self._padding = None if self._padding is None else self._padding[rows]
         self._lengths = None if self._lengths is None else self._lengths[rows]
@@ -173,7 +178,7 @@ class ArraysCache(BaseCache):
             raise CacheDTypeError(f"other is a {type(other).__name__}; expected an ArraysCache")
         if len(self) != len(other):
             raise CacheValueError(f"{len(self)} slots cannot be extended by {len(other)}")
-        counts = (self.batch_size, other.batch_size)
+        counts = (self._one_batch(), other._one_batch())
         slots = tuple(
             _stacked(pair, counts) for pair in zip(self._slots, other._slots, strict=True)
         )
@@ -183,7 +188,7 @@ class ArraysCache(BaseCache):
 
     def extract(self, index: SupportsIndex) -> Self:
         """Return row `index` as a cache of its own, without `left_padding` and `lengths`."""
-        row = as_int("index", index, minimum=0, maximum=self.batch_size - 1)
+        row = as_int("index", index, minimum=0, maximum=self._one_batch() - 1)
         alone = copy.copy(self)
         alone._slots = tuple(
             None if array is None else array[row : row + 1].copy() for array in self._slots

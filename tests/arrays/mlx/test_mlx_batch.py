@@ -30,11 +30,14 @@ def real(cache, row):
 def test_batch_offset_starts_at_minus_left_padding():
     """BatchKVCache(left_padding): offset = -left_padding; one rope offset per row."""
     cache = batch([1, 3, 0])
-    assert cache.rope_offset.tolist() == [-1, -3, 0] and cache.offset == 0
+    assert cache.rope_offset.tolist() == [-1, -3, 0]
+    assert cache.offset == 0
     cache.update(*kv([P, 1, 2, 3], [P, P, P, 4], [5, 6, 7, 8]))
-    assert cache.rope_offset.tolist() == [3, 1, 4] and cache.offset == 4
+    assert cache.rope_offset.tolist() == [3, 1, 4]
+    assert cache.offset == 4
     assert [real(cache, row) for row in range(3)] == [[1, 2, 3], [4], [5, 6, 7, 8]]
-    assert cache.left_padding.tolist() == [1, 3, 0] and cache.size() == 4
+    assert cache.left_padding.tolist() == [1, 3, 0]
+    assert cache.size() == 4
 
 
 def test_batch_mask_hides_left_padding():
@@ -42,7 +45,8 @@ def test_batch_mask_hides_left_padding():
     cache = batch([1, 0], [P, 1], [2, 3])
     mask = cache.make_mask(2)
     assert np.array_equal(mask, create_causal_mask(2, 2, left_padding=[1, 0]))
-    assert mask.shape == (2, 1, 2, 4) and not mask[0, 0, :, 0].any()
+    assert mask.shape == (2, 1, 2, 4)
+    assert not mask[0, 0, :, 0].any()
     windowed = cache.make_mask(1, window_size=2)
     assert windowed[:, 0, 0].astype(int).tolist() == [[0, 1, 1], [0, 1, 1]]
 
@@ -51,12 +55,14 @@ def test_left_padding_only_while_empty():
     """BatchKVCache: prepare(left_padding) only if empty, else ValueError."""
     cache = batch([0, 1])
     cache.prepare(left_padding=[2, 0])
-    assert cache.left_padding.tolist() == [2, 1] and cache.rope_offset.tolist() == [-2, -1]
+    assert cache.left_padding.tolist() == [2, 1]
+    assert cache.rope_offset.tolist() == [-2, -1]
     cache.update(*kv([P, P, 1], [P, 2, 3]))
     before = snapshot(cache)
     with pytest.raises(ValueError, match="only be added to an empty BatchKVCache") as caught:
         cache.prepare(left_padding=[1, 1])
-    assert isinstance(caught.value, KvCacheError) and snapshot(cache) == before
+    assert isinstance(caught.value, KvCacheError)
+    assert snapshot(cache) == before
 
 
 def test_finalize_rolls_right_padding_to_the_left():
@@ -66,8 +72,10 @@ def test_finalize_rolls_right_padding_to_the_left():
     cache.update(*kv([5, 6], [7, P]))
     cache.update(*kv([8], [P]))
     cache.finalize()
-    assert cache.left_padding.tolist() == [0, 2] and cache.rope_offset.tolist() == [5, 3]
-    assert real(cache, 0) == [1, 2, 5, 6, 8] and real(cache, 1) == [3, 4, 7]
+    assert cache.left_padding.tolist() == [0, 2]
+    assert cache.rope_offset.tolist() == [5, 3]
+    assert real(cache, 0) == [1, 2, 5, 6, 8]
+    assert real(cache, 1) == [3, 4, 7]
     assert ids(cache.update(*kv([9], [10]))[1], 1)[2:] == [3, 4, 7, 10]
     cache.finalize()
     assert cache.left_padding.tolist() == [0, 2]
@@ -88,13 +96,15 @@ def test_missing_finalize_is_an_error():
         with pytest.raises(RuntimeError, match="finalize") as caught:
             call()
         assert isinstance(caught.value, CacheOrderError)
-    assert not cache.is_trimmable() and cache.trim(1) == 0
+    assert not cache.is_trimmable()
+    assert cache.trim(1) == 0
     twin = cache.copy()
     twin.filter([1])
     twin.finalize()
     assert real(twin, 0) == [3, 4]
     cache.finalize()
-    assert real(cache, 0) == [1, 2, 5] and real(cache, 1) == [3, 4]
+    assert real(cache, 0) == [1, 2, 5]
+    assert real(cache, 1) == [3, 4]
 
 
 def test_finalize_waits_for_the_announced_columns():
@@ -115,9 +125,12 @@ def test_filter_keeps_rows_and_shifts_common_padding():
     """BatchKVCache: filter shifts left by the common padding."""
     cache = batch([1, 3, 2], [P, 1, 2, 3], [P, P, P, 4], [P, P, 5, 6])
     cache.filter([2, 1])
-    assert cache.offset == 2 and cache.left_padding.tolist() == [0, 1]
-    assert cache.rope_offset.tolist() == [2, 1] and cache.batch_size == 2
-    assert real(cache, 0) == [5, 6] and real(cache, 1) == [4]
+    assert cache.offset == 2
+    assert cache.left_padding.tolist() == [0, 1]
+    assert cache.rope_offset.tolist() == [2, 1]
+    assert cache.batch_size == 2
+    assert real(cache, 0) == [5, 6]
+    assert real(cache, 1) == [4]
     cache.filter([1, 1])
     assert [real(cache, row) for row in (0, 1)] == [[4], [4]]
     cache.filter([])
@@ -131,7 +144,8 @@ def test_filter_of_an_empty_batch_keeps_its_padding():
     """BatchKVCache: filter on an empty batch does not count below zero (mlx-lm does)."""
     cache = batch([2, 3])
     cache.filter([1])
-    assert cache.left_padding.tolist() == [3] and cache.offset == 0
+    assert cache.left_padding.tolist() == [3]
+    assert cache.offset == 0
     assert ids(cache.update(*kv([P, P, P, 1]))[1]) == [P, P, P, 1]
     assert real(cache, 0) == [1]
 
@@ -142,7 +156,8 @@ def test_extend_right_justifies():
     other = batch([0], [4, 5, 6, 7])
     before = snapshot(other)
     cache.extend(other)
-    assert cache.left_padding.tolist() == [3, 2, 0] and cache.rope_offset.tolist() == [1, 2, 4]
+    assert cache.left_padding.tolist() == [3, 2, 0]
+    assert cache.rope_offset.tolist() == [1, 2, 4]
     assert [real(cache, row) for row in range(3)] == [[1], [2, 3], [4, 5, 6, 7]]
     assert snapshot(other) == before
     assert not np.shares_memory(cache.state[0], other.state[0])
@@ -153,9 +168,11 @@ def test_extend_right_justifies():
 def test_extend_with_an_empty_side():
     cache = batch([0, 1])
     cache.extend(batch([2]))
-    assert cache.left_padding.tolist() == [0, 1, 2] and cache.is_empty()
+    assert cache.left_padding.tolist() == [0, 1, 2]
+    assert cache.is_empty()
     cache.extend(batch([0], [5, 6]))
-    assert real(cache, 3) == [5, 6] and [real(cache, row) for row in range(3)] == [[]] * 3
+    assert real(cache, 3) == [5, 6]
+    assert [real(cache, row) for row in range(3)] == [[]] * 3
     # The empty rows go on with the padding that they wait for.
     assert cache.rope_offset.tolist() == [0, -1, -2, 2]
     cache.update(*kv([1, 2], [P, 3], [P, P], [7, 8]))
@@ -166,7 +183,9 @@ def test_extract_gives_a_cache_without_padding():
     """BatchKVCache: extract -> KVCache without padding."""
     cache = batch([1, 0], [P, 1], [2, 3])
     alone = cache.extract(0)
-    assert type(alone) is KVCache and alone.offset == 1 and stored(alone) == [1]
+    assert type(alone) is KVCache
+    assert alone.offset == 1
+    assert stored(alone) == [1]
     alone.update(*kv([9]))
     assert real(cache, 0) == [1]
     assert batch([3]).extract(0).is_empty()
@@ -178,10 +197,12 @@ def test_extract_gives_a_cache_without_padding():
 def test_merge_pads_on_the_left():
     """BatchKVCache: merge."""
     merged = BatchKVCache.merge([single(1, 2, 3), single(), single(4)])
-    assert merged.left_padding.tolist() == [0, 3, 2] and merged.rope_offset.tolist() == [3, 0, 1]
+    assert merged.left_padding.tolist() == [0, 3, 2]
+    assert merged.rope_offset.tolist() == [3, 0, 1]
     assert [real(merged, row) for row in range(3)] == [[1, 2, 3], [], [4]]
     empty = BatchKVCache.merge([single(), single()])
-    assert empty.is_empty() and empty.left_padding.tolist() == [0, 0]
+    assert empty.is_empty()
+    assert empty.left_padding.tolist() == [0, 0]
     wide, double = KVCache(), KVCache()
     wide.update(np.ones((1, 3, 1, 8), np.float32), np.ones((1, 3, 1, 4), np.float32))
     double.update(*(a.astype(np.float64) for a in kv([1])))
@@ -196,12 +217,16 @@ def test_merge_pads_on_the_left():
 def test_batch_trim_drops_columns():
     """BatchKVCache: trim drops columns of all rows; padding stays."""
     cache = batch([0, 2], [1, 2, 3], [P, P, 4])
-    assert cache.is_trimmable() and cache.trim(1) == 1
-    assert cache.rope_offset.tolist() == [2, 0] and cache.left_padding.tolist() == [0, 2]
+    assert cache.is_trimmable()
+    assert cache.trim(1) == 1
+    assert cache.rope_offset.tolist() == [2, 0]
+    assert cache.left_padding.tolist() == [0, 2]
     cache.update(*kv([5], [6]))
-    assert real(cache, 0) == [1, 2, 5] and real(cache, 1) == [6]
+    assert real(cache, 0) == [1, 2, 5]
+    assert real(cache, 1) == [6]
     assert cache.trim(9) == 3
-    assert cache.is_empty() and cache.left_padding.tolist() == [0, 2]
+    assert cache.is_empty()
+    assert cache.left_padding.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("rows", [(), ([P, 1], [2, 3])])
@@ -213,7 +238,8 @@ def test_batch_state_round_trip(rows):
     assert snapshot(again) == snapshot(cache)
     assert again.left_padding.tolist() == [1, 0]
     cache.state = ()
-    assert cache.is_empty() and cache.left_padding.tolist() == [1, 0]
+    assert cache.is_empty()
+    assert cache.left_padding.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,15 @@ def filled(cache, *tokens):
 def test_list_is_trimmable_if_all_are():
     """CacheList: trimmable = all; trim returns last."""
     both = CacheList(filled(KVCache(), 1, 2, 3), filled(KVCache(), 4))
-    assert both.is_trimmable() and both.trim(2) == 1
-    assert stored(both[0]) == [1] and stored(both[1]) == []
+    assert both.is_trimmable()
+    assert both.trim(2) == 1
+    assert stored(both[0]) == [1]
+    assert stored(both[1]) == []
     one = CacheList(filled(KVCache(), 1, 2, 3), ArraysCache(1))
     assert not one.is_trimmable()
     before = snapshot(one)
-    assert one.trim(2) == 0 and snapshot(one) == before
+    assert one.trim(2) == 0
+    assert snapshot(one) == before
     with pytest.raises(CacheValueError):
         both.trim(-1)
 
@@ -35,11 +38,14 @@ def test_list_is_trimmable_if_all_are():
 def test_list_size_empty_and_nbytes():
     """CacheList: size = max, empty = first, nbytes = sum."""
     caches = CacheList(filled(KVCache(), 1), filled(KVCache(), 1, 2, 3))
-    assert caches.size() == 3 and not caches.is_empty()
+    assert caches.size() == 3
+    assert not caches.is_empty()
     assert caches.nbytes == caches[0].nbytes + caches[1].nbytes
     assert CacheList(KVCache(), filled(KVCache(), 1)).is_empty()
     assert not CacheList(filled(KVCache(), 1), KVCache()).is_empty()
-    assert CacheList().is_empty() and CacheList().size() == 0 and CacheList().trim(1) == 0
+    assert CacheList().is_empty()
+    assert CacheList().size() == 0
+    assert CacheList().trim(1) == 0
     assert caches.offset == caches.rope_offset == 1
 
 
@@ -52,7 +58,8 @@ def test_list_meta_is_names_and_metas():
     assert metas == (("0", "2", "3", "3"), inner.meta_state)
     again = from_state("CacheList", caches.state, caches.meta_state)
     assert snapshot(again) == snapshot(caches)
-    assert type(again[1][0]) is ChunkedKVCache and len(again[1][1]) == 2
+    assert type(again[1][0]) is ChunkedKVCache
+    assert len(again[1][1]) == 2
 
 
 @pytest.mark.parametrize(
@@ -109,17 +116,20 @@ def test_list_drives_batches_together():
         return caches
 
     batch = CacheList.merge([single([1, 2, 3], 5), single([4], 6)])
-    assert batch[0].left_padding.tolist() == [0, 2] and batch[1][0][:, 0].tolist() == [5, 6]
+    assert batch[0].left_padding.tolist() == [0, 2]
+    assert batch[1][0][:, 0].tolist() == [5, 6]
     batch.prepare(lengths=[2, 1], right_padding=[0, 1])
     batch[0].update(*kv([7, 8], [9, 0]))
     batch.advance(2)
     assert batch[1].lengths.tolist() == [0, -1]
     batch.finalize()
-    assert batch[0].left_padding.tolist() == [0, 3] and batch[1].lengths is None
+    assert batch[0].left_padding.tolist() == [0, 3]
+    assert batch[1].lengths is None
     batch.extend(CacheList.merge([single([1], 9)]))
     batch.filter([2, 1])
     alone = batch.extract(1)
-    assert stored(alone[0]) == [4, 9] and alone[1][0][:, 0].tolist() == [6]
+    assert stored(alone[0]) == [4, 9]
+    assert alone[1][0][:, 0].tolist() == [6]
     assert stored(batch.extract(0)[0]) == [1]
 
 
@@ -127,15 +137,18 @@ def test_list_copy_is_deep():
     caches = CacheList(filled(KVCache(), 1), CacheList(filled(KVCache(), 2)))
     twin = caches.copy()
     twin[1][0].update(*kv([3]))
-    assert stored(caches[1][0]) == [2] and stored(twin[1][0]) == [2, 3]
+    assert stored(caches[1][0]) == [2]
+    assert stored(twin[1][0]) == [2, 3]
 
 
 def test_list_members_keep_their_identity():
     member = filled(KVCache(), 1, 2)
     caches = CacheList(member)
     caches.trim(1)
-    assert caches[0] is member and stored(member) == [1]
-    assert list(caches) == [member] and caches.caches == (member,)
+    assert caches[0] is member
+    assert stored(member) == [1]
+    assert list(caches) == [member]
+    assert caches.caches == (member,)
 
 
 def test_list_itself_stores_nothing():

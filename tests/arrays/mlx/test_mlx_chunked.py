@@ -11,13 +11,15 @@ def test_front_is_trimmed_to_the_chunk():
     cache = ChunkedKVCache(4)
     cache.update(*kv([1, 2, 3]))
     cache.maybe_trim_front()
-    assert stored(cache) == [1, 2, 3] and cache.start_position == 0
+    assert stored(cache) == [1, 2, 3]
+    assert cache.start_position == 0
     cache.update(*kv([4, 5, 6]))
     cache.maybe_trim_front()
     assert stored(cache) == [3, 4, 5, 6]
     assert (cache.start_position, cache.offset, cache.chunk_size) == (2, 6, 4)
     assert ids(cache.update(*kv([7]))[1]) == [3, 4, 5, 6, 7]
-    assert cache.offset == 7 and cache.size() == 5
+    assert cache.offset == 7
+    assert cache.size() == 5
 
 
 def test_spare_room_is_not_counted_as_tokens():
@@ -25,7 +27,8 @@ def test_spare_room_is_not_counted_as_tokens():
     cache = ChunkedKVCache(100)
     cache.update(*kv([1]))
     cache.maybe_trim_front()
-    assert cache.start_position == 0 and stored(cache) == [1]
+    assert cache.start_position == 0
+    assert stored(cache) == [1]
 
 
 def test_trim_goes_back_to_start_position_at_most():
@@ -33,10 +36,13 @@ def test_trim_goes_back_to_start_position_at_most():
     cache = ChunkedKVCache(3)
     cache.update(*kv([1, 2, 3, 4, 5]))
     cache.maybe_trim_front()
-    assert cache.is_trimmable() and cache.trim(1) == 1
-    assert stored(cache) == [3, 4] and cache.offset == 4
+    assert cache.is_trimmable()
+    assert cache.trim(1) == 1
+    assert stored(cache) == [3, 4]
+    assert cache.offset == 4
     assert cache.trim(9) == 2
-    assert cache.offset == cache.start_position == 2 and cache.is_empty()
+    assert cache.offset == cache.start_position == 2
+    assert cache.is_empty()
 
 
 def test_front_trimmed_cache_survives_saving():
@@ -47,7 +53,8 @@ def test_front_trimmed_cache_survives_saving():
     assert cache.meta_state == ("4", "6")
     again = from_state("ChunkedKVCache", cache.state, cache.meta_state)
     assert snapshot(again) == snapshot(cache)
-    assert again.offset == 10 and again.start_position == 6
+    assert again.offset == 10
+    assert again.start_position == 6
     assert ids(again.update(*kv([10]))[1]) == [6, 7, 8, 9, 10]
 
 
@@ -56,7 +63,8 @@ def test_chunked_mask_is_causal_over_the_stored_tokens():
     cache = ChunkedKVCache(3)
     cache.update(*kv([*range(8)]))
     cache.maybe_trim_front()
-    assert cache.make_mask(1) is None and cache.make_mask(2) == "causal"
+    assert cache.make_mask(1) is None
+    assert cache.make_mask(2) == "causal"
     mask = cache.make_mask(2, return_array=True)
     assert mask.astype(int).tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
 
@@ -70,7 +78,8 @@ def test_trimming_the_front_keeps_memory_bounded():
         keys, _ = cache.update(*kv([n % 2000]))
         buffers.add(keys.base.__array_interface__["data"][0])
     assert cache.nbytes <= 1024 * token
-    assert cache.offset == 3000 and cache.start_position == 3000 - 301
+    assert cache.offset == 3000
+    assert cache.start_position == 3000 - 301
     assert stored(cache) == [n % 2000 for n in range(2699, 3000)]
 
 
@@ -82,7 +91,8 @@ def test_chunked_copy_keeps_its_place():
     assert snapshot(twin) == snapshot(cache)
     twin.update(*kv([6]))
     twin.maybe_trim_front()
-    assert stored(cache) == [3, 4, 5] and stored(twin) == [4, 5, 6]
+    assert stored(cache) == [3, 4, 5]
+    assert stored(twin) == [4, 5, 6]
     assert not np.shares_memory(cache.state[0], twin.state[0])
 
 

@@ -62,9 +62,11 @@ def test_fetch_shorter():
     lru.insert_cache("m", [1, 2], fixed([1, 2]))
     lru.insert_cache("m", [1, 2, 3, 4], fixed([1, 2, 3, 4]))
     got, rest = lru.fetch_nearest_cache("m", [1, 2, 3])
-    assert got[0][0].item() == 3 and rest == [3]
+    assert got[0][0].item() == 3
+    assert rest == [3]
     got, rest = lru.fetch_nearest_cache("m", [1, 9])
-    assert got[0][0].item() == 1 and rest == [9]
+    assert got[0][0].item() == 1
+    assert rest == [9]
 
 
 def test_one_token_prefix_is_found():
@@ -88,7 +90,9 @@ def test_caches_that_cannot_go_back_are_not_handed_out():
     lru.insert_cache("m", [1, 2, 3, 4, 5], long)
     assert fetched(lru, [1, 2, 9])[0] is None
     got, rest = lru.fetch_nearest_cache("m", [1, 2, 3, 4, 9])
-    assert [stored(cache) for cache in got] == [[4]] * 2 and got[0].offset == 4 and rest == [9]
+    assert [stored(cache) for cache in got] == [[4]] * 2
+    assert got[0].offset == 4
+    assert rest == [9]
     ring = caches([1, 2, 3, 4, 5], lambda: RotatingKVCache(4))
     lru.insert_cache("r", [1, 2, 3, 4, 5], ring)
     assert fetched(lru, [1, 2, 9], "r") == (None, [1, 2, 9])
@@ -129,7 +133,8 @@ def test_trimmed_fetch_copies_only_what_it_hands_out():
     tokens = [*range(1000)]
     lru.insert_cache("m", tokens, caches(tokens))
     got, rest = lru.fetch_nearest_cache("m", [*range(10), 2000])
-    assert rest == [2000] and stored(got[0]) == [*range(10)]
+    assert rest == [2000]
+    assert stored(got[0]) == [*range(10)]
     assert sum(cache.nbytes for cache in got) == 2 * BYTES
     lru.insert_cache("q", tokens, [QuantizedKVCache(4, 8).copy()])
     assert lru.fetch_nearest_cache("q", tokens)[0][0].is_empty()
@@ -140,7 +145,8 @@ def test_insert_removes_prefixes_of_trimmable_caches():
     lru = LRUPromptCache()
     lru.insert_cache("m", [1], caches([1]))
     lru.insert_cache("m", [1, 2, 3], caches([1, 2, 3]))
-    assert len(lru) == 1 and lru.nbytes == 2 * BYTES
+    assert len(lru) == 1
+    assert lru.nbytes == 2 * BYTES
     other = LRUPromptCache()
     other.insert_cache("m", [1], fixed([1]))
     other.insert_cache("m", [1, 2, 3], fixed([1, 2, 3]))
@@ -151,7 +157,8 @@ def test_insert_replaces():
     lru = LRUPromptCache()
     lru.insert_cache("m", [1], caches([1]))
     lru.insert_cache("m", [1], caches([1]), cache_type="system")
-    assert len(lru) == 1 and lru.nbytes == 2 * BYTES
+    assert len(lru) == 1
+    assert lru.nbytes == 2 * BYTES
     assert lru.stats_by_type()["system"] == {"n_sequences": 1, "n_bytes": 2 * BYTES}
     assert lru.stats_by_type()["assistant"] == {"n_sequences": 0, "n_bytes": 0}
 
@@ -161,12 +168,15 @@ def test_count_limit_then_byte_limit():
     lru = LRUPromptCache(max_size=3, max_bytes=4 * BYTES)
     for token in (1, 2, 3):
         lru.insert_cache("m", [token], caches([token]))
-    assert len(lru) == 2 and lru.nbytes == 4 * BYTES
-    assert fetched(lru, [1])[0] is None and fetched(lru, [2])[0] is not None
+    assert len(lru) == 2
+    assert lru.nbytes == 4 * BYTES
+    assert fetched(lru, [1])[0] is None
+    assert fetched(lru, [2])[0] is not None
     lru = LRUPromptCache(max_size=2)
     for token in (1, 2, 3):
         lru.insert_cache("m", [token], caches([token]))
-    assert len(lru) == 2 and fetched(lru, [1])[0] is None
+    assert len(lru) == 2
+    assert fetched(lru, [1])[0] is None
     assert (lru.max_size, lru.max_bytes, LRUPromptCache().max_size) == (2, 1 << 63, 10)
 
 
@@ -174,10 +184,12 @@ def test_what_exceeds_all_room_drives_nobody_out():
     lru = LRUPromptCache(max_bytes=3 * BYTES)
     lru.insert_cache("m", [1], caches([1]))
     lru.insert_cache("m", [2], caches([2], layers=4))
-    assert fetched(lru, [1])[0] is not None and fetched(lru, [2])[0] is None
+    assert fetched(lru, [1])[0] is not None
+    assert fetched(lru, [2])[0] is None
     none = LRUPromptCache(max_size=0)
     none.insert_cache("m", [1], caches([1]))
-    assert len(none) == 0 and none.nbytes == 0
+    assert len(none) == 0
+    assert none.nbytes == 0
 
 
 def test_pop_order_balances_types():
@@ -211,11 +223,14 @@ def test_trim_to():
     lru.trim_to()
     assert len(lru) == 6
     lru.trim_to(n_sequences=5)
-    assert len(lru) == 5 and not fetched_exact(lru, 0)
+    assert len(lru) == 5
+    assert not fetched_exact(lru, 0)
     lru.trim_to(n_bytes=4 * BYTES + 1)
-    assert len(lru) == 2 and lru.nbytes == 4 * BYTES
+    assert len(lru) == 2
+    assert lru.nbytes == 4 * BYTES
     lru.trim_to(n_sequences=-3)
-    assert len(lru) == 0 and lru.nbytes == 0
+    assert len(lru) == 0
+    assert lru.nbytes == 0
 
 
 def test_stats_by_type():

@@ -43,7 +43,8 @@ def test_user_metadata_come_back(tmp_path):
     metadata = {"model": "m", "a.b": "c", "0": "zero", "": "nameless", "unicode": "é"}
     save_prompt_cache(path, [fill(KVCache())], metadata)
     caches, back = load_prompt_cache(path, return_metadata=True)
-    assert back == metadata and len(caches) == 1
+    assert back == metadata
+    assert len(caches) == 1
     save_prompt_cache(path, [])
     assert load_prompt_cache(path, return_metadata=True) == ([], {})
 
@@ -84,9 +85,13 @@ def test_a_file_as_mlx_lm_writes_it_is_read(tmp_path):
     }  # fmt: skip
     save_file(arrays, path, texts)
     plain, ring, slots, batch, batch_ring = load_prompt_cache(path)
-    assert stored(plain) == [1, 2, 3] and ring.offset == 7 and ring.rotated
-    assert len(slots) == 2 and batch.left_padding.tolist() == [1, 0]
-    assert batch_ring.rotated and batch_ring.left_padding.tolist() == [0, 0]
+    assert stored(plain) == [1, 2, 3]
+    assert ring.offset == 7
+    assert ring.rotated
+    assert len(slots) == 2
+    assert batch.left_padding.tolist() == [1, 0]
+    assert batch_ring.rotated
+    assert batch_ring.left_padding.tolist() == [0, 0]
 
 
 def test_bfloat16_becomes_float32(tmp_path):
@@ -204,7 +209,9 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
     pending.update(*kv([1], [2]))
     pending.prepare(right_padding=[0, 1])
     strange = KVCache()
-    strange.update(*(a.astype(np.complex256 if hasattr(np, "complex256") else complex) for a in kv([1])))
+    strange.update(
+        *(a.astype(np.complex256 if hasattr(np, "complex256") else complex) for a in kv([1]))
+    )
     for caches, metadata, error in (
         ([pending], None, CacheOrderError),
         ([strange], None, CacheDTypeError),
@@ -213,7 +220,8 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
     ):
         with pytest.raises(error):
             save_prompt_cache(path, caches, metadata)
-        assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+        assert path.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]
 
 
 def test_loaded_cache_goes_on(tmp_path):

@@ -17,12 +17,17 @@ def first(cache, slot=0):
 def test_slots_are_set_and_read_by_index():
     """ArraysCache: slots by index; a given array is copied."""
     cache = ArraysCache(2)
-    assert len(cache) == 2 and cache[0] is None and cache.is_empty()
+    assert len(cache) == 2
+    assert cache[0] is None
+    assert cache.is_empty()
     array = rows(1, 2)
     cache[1] = array
     array[:] = 9
-    assert first(cache, 1) == [1, 2] and not cache.is_empty()
-    assert cache.nbytes == 24 and cache.offset == 0 and cache.size() == 0
+    assert first(cache, 1) == [1, 2]
+    assert not cache.is_empty()
+    assert cache.nbytes == 24
+    assert cache.offset == 0
+    assert cache.size() == 0
     for slot, error in ((2, CacheValueError), (-1, CacheValueError), (0.0, TypeError)):
         with pytest.raises(error):
             cache[slot]
@@ -50,8 +55,10 @@ def test_arrays_filter():
     cache[0] = rows(1, 2, 3)
     cache.prepare(lengths=[4, 5, 6])
     cache.filter([2, 0])
-    assert first(cache) == [3, 1] and cache[1] is None
-    assert cache.left_padding.tolist() == [3, 1] and cache.lengths.tolist() == [6, 4]
+    assert first(cache) == [3, 1]
+    assert cache[1] is None
+    assert cache.left_padding.tolist() == [3, 1]
+    assert cache.lengths.tolist() == [6, 4]
     before = snapshot(cache)
     for bad in ([2], [-1]):
         with pytest.raises(CacheValueError):
@@ -65,8 +72,11 @@ def test_arrays_extend_puts_zeros_for_a_missing_side():
     a[0], a[1] = rows(1, 2), rows(3, 4)
     b[0] = rows(9)
     a.extend(b)
-    assert first(a, 0) == [1, 2, 9] and first(a, 1) == [3, 4, 0] and a[2] is None
-    assert a.left_padding.tolist() == [0, 0, 5] and a.lengths is None
+    assert first(a, 0) == [1, 2, 9]
+    assert first(a, 1) == [3, 4, 0]
+    assert a[2] is None
+    assert a.left_padding.tolist() == [0, 0, 5]
+    assert a.lengths is None
     before = snapshot(a)
     wrong = ArraysCache(3)
     wrong[1] = np.ones((1, 4), np.float32)
@@ -84,7 +94,9 @@ def test_arrays_extract():
     cache[0] = rows(1, 2)
     alone = cache.extract(1)
     assert type(alone) is MambaCache
-    assert first(alone) == [2] and alone[1] is None and alone.left_padding is None
+    assert first(alone) == [2]
+    assert alone[1] is None
+    assert alone.left_padding is None
     assert not np.shares_memory(alone[0], cache[0])
     with pytest.raises(CacheValueError):
         cache.extract(2)
@@ -95,9 +107,11 @@ def test_arrays_prepare_advance_and_finalize():
     cache = ArraysCache(1, left_padding=[0, 3])
     cache.prepare(lengths=[7, 4], right_padding=[0, 3])
     cache.advance(2)
-    assert cache.lengths.tolist() == [5, 2] and cache.left_padding.tolist() == [-2, 1]
+    assert cache.lengths.tolist() == [5, 2]
+    assert cache.left_padding.tolist() == [-2, 1]
     cache.finalize()
-    assert cache.lengths is None and cache.left_padding is None
+    assert cache.lengths is None
+    assert cache.left_padding is None
     cache.prepare(left_padding=[1, 1])
     cache.prepare(left_padding=[1, 0])
     assert cache.left_padding.tolist() == [2, 1]
@@ -123,9 +137,13 @@ def test_arrays_merge():
     a, b, c = MambaCache(), MambaCache(), MambaCache()
     a[0], c[0] = rows(1), rows(3)
     merged = MambaCache.merge([a, b, c])
-    assert first(merged) == [1, 0, 3] and merged[1] is None and merged.left_padding is None
+    assert first(merged) == [1, 0, 3]
+    assert merged[1] is None
+    assert merged.left_padding is None
     empty = ArraysCache.merge([ArraysCache(2), ArraysCache(2)])
-    assert empty.is_empty() and empty.left_padding.tolist() == [0, 0] and empty.batch_size == 2
+    assert empty.is_empty()
+    assert empty.left_padding.tolist() == [0, 0]
+    assert empty.batch_size == 2
     a[0] = rows(1, 2)
     for bad in ([], [a, b], [ArraysCache(1), ArraysCache(2)]):
         with pytest.raises(CacheValueError):
@@ -135,7 +153,8 @@ def test_arrays_merge():
 def test_mamba_cache_has_two_slots():
     """Arrays / Mamba flag: MambaCache(left_padding=None) has two slots."""
     cache = MambaCache([1])
-    assert len(cache) == 2 and cache.left_padding.tolist() == [1]
+    assert len(cache) == 2
+    assert cache.left_padding.tolist() == [1]
     with pytest.raises(CacheValueError):
         cache.state = (rows(1), rows(2), rows(3))
     assert isinstance(from_state("MambaCache", (), ()), MambaCache)
@@ -151,22 +170,34 @@ def test_arrays_state_round_trip(filled):
     for slot in filled:
         cache[slot] = rows(slot, 7)
     again = from_state("ArraysCache", cache.state, cache.meta_state)
-    assert snapshot(again) == snapshot(cache) and len(again) == 2
-    assert again.left_padding.tolist() == [-1, -2] and again.lengths.tolist() == [1, 2]
+    assert snapshot(again) == snapshot(cache)
+    assert len(again) == 2
+    assert again.left_padding.tolist() == [-1, -2]
+    assert again.lengths.tolist() == [1, 2]
 
 
 def test_arrays_state_is_that_of_mlx_lm_where_it_can_be():
     cache = ArraysCache(2)
     assert cache.state == ()
     cache[0], cache[1] = rows(1), rows(2)
-    assert cache.meta_state == () and len(cache.state) == 2
+    assert cache.meta_state == ()
+    assert len(cache.state) == 2
     cache.state = ()
-    assert len(cache) == 2 and cache.is_empty()
+    assert len(cache) == 2
+    assert cache.is_empty()
 
 
 @pytest.mark.parametrize(
-    "meta", [("1", "", ""), ("x", "", ""), ("2", "a", ""), ("2", ""), ("99999999", "", ""), (2, "", "")]
-)  # fmt: skip
+    "meta",
+    [
+        ("1", "", ""),
+        ("x", "", ""),
+        ("2", "a", ""),
+        ("2", ""),
+        ("99999999", "", ""),
+        (2, "", ""),
+    ],
+)
 def test_arrays_meta_must_fit(meta):
     with pytest.raises(CacheValueError):
         from_state("ArraysCache", (rows(1), None), meta)
@@ -177,7 +208,22 @@ def test_recurrent_cache_has_no_keys_and_does_not_trim():
     with pytest.raises(NotSupported):
         cache.update(*kv([1]))
     cache[0] = rows(1)
-    assert not cache.is_trimmable() and cache.trim(1) == 0
+    assert not cache.is_trimmable()
+    assert cache.trim(1) == 0
     twin = cache.copy()
     twin[0][:] = 5
     assert first(cache) == [1]
+
+
+def test_rows_of_different_number_are_refused():
+    cache = ArraysCache(2)
+    cache[0], cache[1] = rows(1), rows(1, 2)
+    before = snapshot(cache)
+    for call in (
+        lambda: cache.filter([0]),
+        lambda: cache.extract(0),
+        lambda: cache.extend(ArraysCache(2)),
+    ):
+        with pytest.raises(CacheValueError, match="rows"):
+            call()
+    assert snapshot(cache) == before

@@ -28,7 +28,8 @@ def test_several_tokens_come_in_temporal_order():
     """RotatingKVCache: the multi-token path orders the ring, keeps max_size + S - 1 at most."""
     cache = ring(4, [1, 2, 3, 4, 5, 6])
     assert ids(cache.update(*kv([7, 8, 9]))[1]) == [4, 5, 6, 7, 8, 9]
-    assert cache.offset == 9 and cache.size() == 4
+    assert cache.offset == 9
+    assert cache.size() == 4
     assert ids(cache.update(*kv([10]))[1]) == [10, 7, 8, 9]
     kept = ring(5, [1, 2, 3, 4, 5, 6, 7], keep=2)
     assert ids(kept.update(*kv([8, 9]))[1]) == [1, 2, 6, 7, 8, 9]
@@ -39,7 +40,8 @@ def test_several_tokens_come_in_temporal_order():
 def test_a_long_prompt_is_kept_whole_until_the_next_token():
     """RotatingKVCache: every token of a prompt finds its whole window."""
     cache = ring(4, [*range(10)], one_by_one=False)
-    assert stored(cache) == [*range(10)] and cache.size() == 4
+    assert stored(cache) == [*range(10)]
+    assert cache.size() == 4
     assert ids(cache.update(*kv([10]))[1]) == [10, 7, 8, 9]
 
 
@@ -80,14 +82,16 @@ def test_ring_trim_moves_offset_and_index():
     assert cache.meta_state == ("1", "8", "3", "3")
     assert ids(cache.update(*kv([9]))[1]) == [1, 2, 3, 9]
     assert ids(cache.update(*kv([10, 11]))[1]) == [1, 2, 3, 9, 10, 11]
-    assert cache.trim(99) == 6 and cache.is_empty()
+    assert cache.trim(99) == 6
+    assert cache.is_empty()
 
 
 def test_ring_meta_is_keep_max_offset_index():
     """RotatingKVCache: meta (keep, max, offset, _idx)."""
     cache = ring(4, [1, 2, 3, 4, 5, 6], keep=1)
     assert cache.meta_state == ("1", "4", "6", "3")
-    assert cache.rotated and cache.keep == 1
+    assert cache.rotated
+    assert cache.keep == 1
     again = from_state("RotatingKVCache", cache.state, cache.meta_state)
     assert snapshot(again) == snapshot(cache)
     assert ids(again.update(*kv([7]))[1]) == ids(cache.update(*kv([7]))[1]) == [1, 5, 6, 7]
@@ -177,7 +181,8 @@ def test_kept_tokens_stay_visible():
 
 def test_keep_leaves_room_for_the_newest_token():
     cache = ring(3, [1, 2, 3, 4, 5], keep=7)
-    assert cache.keep == 7 and stored(cache) == [1, 2, 5]
+    assert cache.keep == 7
+    assert stored(cache) == [1, 2, 5]
     assert stored(ring(1, [1, 2, 3], keep=4)) == [3]
 
 
@@ -185,16 +190,19 @@ def test_ring_without_room_refuses():
     cache = RotatingKVCache(0, keep=4)
     with pytest.raises(CacheValueError):
         cache.update(*kv([1]))
-    assert cache.is_empty() and cache.state == ()
+    assert cache.is_empty()
+    assert cache.state == ()
     with pytest.raises(CacheValueError):
         RotatingKVCache(-1)
 
 
 def test_ring_merge_makes_a_batch():
     batch = RotatingKVCache.merge([ring(4, [1, 2, 3, 4, 5]), ring(4, [6])])
-    assert isinstance(batch, BatchRotatingKVCache) and batch.max_size == 4
-    assert [ids(batch.state[1], row) for row in (0, 1)][0] == [2, 3, 4, 5]
-    assert batch.left_padding.tolist() == [0, 3] and batch.rope_offset.tolist() == [5, 1]
+    assert isinstance(batch, BatchRotatingKVCache)
+    assert batch.max_size == 4
+    assert ids(batch.state[1], 0) == [2, 3, 4, 5]
+    assert batch.left_padding.tolist() == [0, 3]
+    assert batch.rope_offset.tolist() == [5, 1]
 
 
 def test_ring_copy_is_independent():

@@ -72,7 +72,8 @@ def test_update_returns_views():
 def test_state_has_the_exact_length_and_sets_the_offset(cls):
     """KVCache: state = exact length, set_state sets offset from shape."""
     cache = cls()
-    assert cache.state == () and cache.meta_state == ()
+    assert cache.state == ()
+    assert cache.meta_state == ()
     cache.update(*kv([1, 2, 3]))
     assert cache.state[0].shape == (1, HEADS, 3, K_DIM)
     assert cache.state[1].shape == (1, HEADS, 3, V_DIM)
@@ -81,7 +82,8 @@ def test_state_has_the_exact_length_and_sets_the_offset(cls):
     assert other.offset == 3
     assert ids(other.update(*kv([4]))[1]) == [1, 2, 3, 4]
     other.state = ()
-    assert other.is_empty() and other.offset == 0
+    assert other.is_empty()
+    assert other.offset == 0
 
 
 @pytest.mark.parametrize("cls", BOTH)
@@ -90,9 +92,12 @@ def test_trim_drops_at_most_what_there_is(cls):
     cache = cls()
     cache.update(*kv([1, 2, 3]))
     assert cache.is_trimmable()
-    assert cache.trim(2) == 2 and stored(cache) == [1]
+    assert cache.trim(2) == 2
+    assert stored(cache) == [1]
     assert cache.trim(9) == 1
-    assert cache.is_empty() and cache.state == () and cache.offset == 0
+    assert cache.is_empty()
+    assert cache.state == ()
+    assert cache.offset == 0
     assert ids(cache.update(*kv([7]))[1]) == [7]
 
 
@@ -123,7 +128,8 @@ def test_to_quantized_holds_the_same_tokens(bits):
     assert (cache.to_quantized().group_size, cache.to_quantized().bits) == (64, 4)
     quantized = cache.to_quantized(group_size=32, bits=bits)
     assert isinstance(quantized, QuantizedKVCache)
-    assert quantized.offset == 5 and quantized.bits == bits
+    assert quantized.offset == 5
+    assert quantized.bits == bits
     one = rng.standard_normal((1, 2, 1, 64)).astype(np.float32)
     got, _ = quantized.update(one, one)
     assert np.abs(got[:, :, :5] - keys).max() < 6 / (2**bits - 1) / 2
@@ -143,9 +149,12 @@ def test_kv_cache_merge_makes_a_batch():
 def test_kv_cache_size_empty_and_nbytes():
     """KVCache: size, empty, nbytes (allocated, not used)."""
     cache = KVCache()
-    assert cache.is_empty() and cache.size() == 0 and cache.nbytes == 0
+    assert cache.is_empty()
+    assert cache.size() == 0
+    assert cache.nbytes == 0
     cache.update(*kv([1]))
-    assert not cache.is_empty() and cache.size() == 1
+    assert not cache.is_empty()
+    assert cache.size() == 1
     assert cache.nbytes > sum(a.nbytes for a in cache.state)
 
 
@@ -228,7 +237,8 @@ def test_an_emptied_cache_takes_another_layout():
     cache.trim(2)
     wide = np.ones((3, 1, 2, 5))
     keys, values = cache.update(wide, wide)
-    assert keys.shape == values.shape == (3, 1, 2, 5) and keys.dtype == np.float64
+    assert keys.shape == values.shape == (3, 1, 2, 5)
+    assert keys.dtype == np.float64
 
 
 @pytest.mark.parametrize("n", [True, 1.0, "1", None, np.float32(2)])

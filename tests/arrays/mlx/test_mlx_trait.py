@@ -81,12 +81,16 @@ def test_rope_offset_is_scalar_or_one_per_row(kind):
 def test_every_cache_answers_the_whole_trait(kind):
     """offset, max_size (None but for rings), state, nbytes, is_empty, state_count, class name."""
     cache = FRESH[kind]()
-    assert cache.is_empty() and cache.offset == 0 and cache.size() == 0
+    assert cache.is_empty()
+    assert cache.offset == 0
+    assert cache.size() == 0
     assert cache.max_size == (4 if "Rotating" in kind else None)
-    assert cache.nbytes == 0 and type(cache).__name__ == kind
+    assert cache.nbytes == 0
+    assert type(cache).__name__ == kind
     assert cache.state == (((), ()) if kind == "CacheList" else ())
     fill(cache)
-    assert not cache.is_empty() and cache.nbytes > 0
+    assert not cache.is_empty()
+    assert cache.nbytes > 0
     assert len(cache.state) == (4 if kind.startswith("Batch") else 2)
 
 
@@ -200,7 +204,8 @@ def test_copy_is_deep(kind):
     cache = fill(FRESH[kind]())
     before = snapshot(cache)
     twin = cache.copy()
-    assert type(twin) is type(cache) and snapshot(twin) == before
+    assert type(twin) is type(cache)
+    assert snapshot(twin) == before
     fill(twin)
     assert snapshot(cache) == before
 
@@ -258,7 +263,10 @@ def test_make_prompt_cache():
         rings = make_prompt_cache(PromptCacheConfig(2, sliding_window=window))
         assert [(type(c), c.max_size, c.keep) for c in rings] == [(RotatingKVCache, size, 4)] * 2
     assert make_prompt_cache(PromptCacheConfig(0)) == []
-    for bad, error in ((PromptCacheConfig(-1), CacheValueError), (PromptCacheConfig(1.0), TypeError)):
+    for bad, error in (
+        (PromptCacheConfig(-1), CacheValueError),
+        (PromptCacheConfig(1.0), TypeError),
+    ):
         with pytest.raises(error):
             make_prompt_cache(bad)
 
@@ -266,12 +274,15 @@ def test_make_prompt_cache():
 def test_prompt_cache_trims_all_layers_or_none():
     """can_trim_prompt_cache; trim_prompt_cache (0 if any layer cannot)."""
     layers = [fill(KVCache()), fill(KVCache())]
-    assert can_trim_prompt_cache(layers) and trim_prompt_cache(layers, 2) == 2
+    assert can_trim_prompt_cache(layers)
+    assert trim_prompt_cache(layers, 2) == 2
     assert [layer.offset for layer in layers] == [3, 3]
     layers.append(fill(FRESH["ArraysCache"]()))
-    assert not can_trim_prompt_cache(layers) and trim_prompt_cache(layers, 2) == 0
+    assert not can_trim_prompt_cache(layers)
+    assert trim_prompt_cache(layers, 2) == 0
     assert [layer.offset for layer in layers] == [3, 3, 0]
-    assert can_trim_prompt_cache([]) and trim_prompt_cache([], 2) == 0
+    assert can_trim_prompt_cache([])
+    assert trim_prompt_cache([], 2) == 0
     with pytest.raises(CacheValueError):
         trim_prompt_cache(layers, -1)
 
@@ -280,7 +291,6 @@ def test_all_names_of_the_family_are_exported():
     """Re-exported modules: everything under pykvcache.arrays."""
     for name in (*FRESH, "create_attention_mask", "create_causal_mask", "save_prompt_cache",
                  "load_prompt_cache", "PromptTrie", "LRUPromptCache", "TokenBuffer"):  # fmt: skip
-        assert name in arrays.__all__ and hasattr(arrays, name)
-    assert list(arrays.__all__) == sorted(arrays.__all__) or len(set(arrays.__all__)) == len(
-        arrays.__all__
-    )
+        assert name in arrays.__all__
+        assert hasattr(arrays, name)
+    assert len(set(arrays.__all__)) == len(arrays.__all__)

@@ -45,7 +45,8 @@ def test_trie_pop_prefixes():
     """PromptTrie pop_prefixes: the values of shorter prefixes with their lengths."""
     made = trie([], [1], [1, 2, 3], [1, 2, 3, 4], [1, 9])
     assert made.pop_prefixes("m", [1, 2, 3, 4]) == [(0, ()), (1, (1,)), (3, (1, 2, 3))]
-    assert made.get("m", [1, 2, 3, 4]) and made.get("m", [1, 9])
+    assert made.get("m", [1, 2, 3, 4])
+    assert made.get("m", [1, 9])
     assert made.pop_prefixes("m", [1, 2, 3, 4]) == []
     assert made.pop_prefixes("other", [1]) == []
     assert made.pop_prefixes("m", [1, 9, 8, 7]) == [(2, (1, 9))]  # nothing is stored there
@@ -88,7 +89,8 @@ def test_trie_is_a_plain_dictionary(stored, asked, popped):
     common = max((n for n in range(len(key) + 1) for k in plain if k[:n] == key[:n]), default=0)
     assert found.common_prefix == common
     if key in plain:
-        assert found.exact == asked and found.shorter is found.longer is None
+        assert found.exact == asked
+        assert found.shorter is found.longer is None
         assert made.get("m", asked) == plain[key]
         return
     prefixes = [k for k in plain if k and key[: len(k)] == k]
@@ -104,15 +106,21 @@ def test_token_buffer_appends():
     """TokenBuffer (step 256)."""
     buffer = TokenBuffer([1, 2])
     assert buffer.update(np.array([3])).tolist() == [1, 2, 3]
-    assert buffer.tokens.dtype == np.int32 and len(buffer) == 3
+    assert buffer.tokens.dtype == np.int32
+    assert len(buffer) == 3
     assert buffer.update([]).tolist() == buffer.state.tolist() == [1, 2, 3]
     addresses = set()
     for n in range(2000):
         addresses.add(buffer.update([n]).__array_interface__["data"][0])
     assert len(addresses) <= 8
     assert buffer.tokens.tolist() == [1, 2, 3, *range(2000)]
-    for bad, error in (([1.5], CacheDTypeError), ([True], CacheDTypeError), ([2**31], CacheValueError),
-                       ([[1]], CacheValueError)):  # fmt: skip
+    refused = [
+        ([1.5], CacheDTypeError),
+        ([True], CacheDTypeError),
+        ([2**31], CacheValueError),
+        ([[1]], CacheValueError),
+    ]
+    for bad, error in refused:
         with pytest.raises(error):
             buffer.update(bad)
     assert len(buffer) == 2003

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
         RopeType,
         SplitMode,
     )
+    from pykvcache.facts import PerfData
+    from pykvcache.introspection import CellTable, MemoryInfo, SequenceRange
     from pykvcache.model import LlamaModel
-    from pykvcache.perf import PerfData
     from pykvcache.sampling import Sampler
 
 try:
@@ -43,17 +44,20 @@ except PackageNotFoundError:
 # only, and must import where the compiled layer was never built.
 _HOMES = {
     "AttentionType": "enums",
+    "CellTable": "introspection",
     "FlashAttention": "enums",
     "GgmlType": "enums",
     "LlamaBatch": "batch",
     "LlamaContext": "context",
     "LlamaModel": "model",
     "LoadMode": "enums",
-    "PerfData": "perf",
+    "MemoryInfo": "introspection",
+    "PerfData": "facts",
     "PoolingType": "enums",
     "RopeScalingType": "enums",
     "RopeType": "enums",
     "Sampler": "sampling",
+    "SequenceRange": "introspection",
     "SplitMode": "enums",
     "embedded_model_path": "_models",
     "system_info": "_native.lib",
@@ -62,17 +66,20 @@ _HOMES = {
 # Written out, so that type checkers see what is exported.
 __all__ = [
     "AttentionType",
+    "CellTable",
     "FlashAttention",
     "GgmlType",
     "LlamaBatch",
     "LlamaContext",
     "LlamaModel",
     "LoadMode",
+    "MemoryInfo",
     "PerfData",
     "PoolingType",
     "RopeScalingType",
     "RopeType",
     "Sampler",
+    "SequenceRange",
     "SplitMode",
     "__version__",
     "embedded_model_path",

@@ -20,9 +20,10 @@ from pykvcache.enums import (
     PoolingType,
     RopeScalingType,
 )
+from pykvcache.facts import ContextFacts, PerfData
+from pykvcache.introspection import IntrospectionMethods
 from pykvcache.memory import KvCacheMethods
 from pykvcache.model import LlamaModel
-from pykvcache.perf import PerfData
 from pykvcache.sampling import Sampler
 
 __all__ = ["LlamaContext"]
@@ -30,7 +31,7 @@ __all__ = ["LlamaContext"]
 FloatArray = npt.NDArray[np.float32]
 
 
-class LlamaContext(KvCacheMethods):
+class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods):
     """A context of a model: it decodes tokens and holds what it has seen in its memory.
 
     Every method takes the context's lock, so threads may share a context; they wait
@@ -133,70 +134,7 @@ class LlamaContext(KvCacheMethods):
         self._model = model
         self._type_k: GgmlType = params["type_k"]
         self._type_v: GgmlType = params["type_v"]
-        self._kv_unified = kv_unified
         self._native = lib.Context(model.native, params)
-
-    # Facts ----------------------------------------------------------------------------
-
-    @property
-    def native(self) -> lib.Context:
-        """The object of the compiled layer."""
-        return self._native
-
-    @property
-    def model(self) -> LlamaModel:
-        """The model of this context."""
-        return self._model
-
-    @property
-    def n_ctx(self) -> int:
-        """Cells over all sequences, as llama.cpp rounded it (``llama_n_ctx``)."""
-        return self._native.n_ctx
-
-    @property
-    def n_ctx_seq(self) -> int:
-        """Cells that one sequence can use (``llama_n_ctx_seq``)."""
-        return self._native.n_ctx_seq
-
-    @property
-    def n_batch(self) -> int:
-        """Effective number of tokens per call (``llama_n_batch``)."""
-        return self._native.n_batch
-
-    @property
-    def n_ubatch(self) -> int:
-        """Effective number of tokens per compute step (``llama_n_ubatch``)."""
-        return self._native.n_ubatch
-
-    @property
-    def n_seq_max(self) -> int:
-        """Number of sequences (``llama_n_seq_max``)."""
-        return self._native.n_seq_max
-
-    @property
-    def kv_unified(self) -> bool:
-        """Whether all sequences share one pool of cells."""
-        return self._kv_unified
-
-    @property
-    def type_k(self) -> GgmlType:
-        """Stored type of keys."""
-        return self._type_k
-
-    @property
-    def type_v(self) -> GgmlType:
-        """Stored type of values."""
-        return self._type_v
-
-    @property
-    def pooling_type(self) -> PoolingType:
-        """Effective pooling of embeddings."""
-        return PoolingType(self._native.pooling_type)
-
-    @property
-    def tokens_evaluated(self) -> int:
-        """Number of tokens that were computed since the context was made."""
-        return self._native.tokens_evaluated
 
     # Decode ---------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ cdef class Handle:
     cdef readonly bint embeddings, causal
     cdef readonly int pooling_type
     cdef int32_t n_vocab, n_embd_out
+    cdef lib.context_facts effective
     cdef int kind
     cdef bint streams
 
@@ -53,8 +54,9 @@ cdef class Handle:
         self.n_batch = lib.llama_n_batch(ctx)
         self.n_ubatch = lib.llama_n_ubatch(ctx)
         self.n_seq_max = lib.llama_n_seq_max(ctx)
-        self.causal = lib.causal(ctx)
-        self.pooling_type = lib.pooling(ctx)
+        self.effective = lib.look_at_context(ctx)
+        self.causal = self.effective.causal
+        self.pooling_type = self.effective.pooling_type
         self.embeddings = p.embeddings
         _live.add(self)
 
@@ -141,6 +143,26 @@ cdef class Handle:
             self.lock.leave()
 
     @property
+    def flash_attn(self):
+        """Whether flash attention is used, after "auto" was resolved."""
+        return self.effective.flash_attn
+
+    @property
+    def kv_unified(self):
+        """Whether all sequences share one pool of cells."""
+        return self.effective.kv_unified
+
+    @property
+    def n_threads(self):
+        """Threads for one token."""
+        return self.effective.n_threads
+
+    @property
+    def n_threads_batch(self):
+        """Threads for more than one token."""
+        return self.effective.n_threads_batch
+
+    @property
     def is_closed(self):
         """Whether close() was called, or the process forked."""
         return self.closed or self.generation != _generation
@@ -158,6 +180,8 @@ cdef class Handle:
         self.enter()
         try:
             lib.llama_set_n_threads(self.ctx, n, nb)
+            self.effective.n_threads = n
+            self.effective.n_threads_batch = nb
         finally:
             self.lock.leave()
 

@@ -7,7 +7,7 @@ Nothing here has a default and nothing guesses. A line with ``lib.`` is C.
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.long cimport PyLong_AsLongLongAndOverflow
-from libc.stdint cimport INT32_MAX, int8_t, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT32_MAX, int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 from libcpp cimport bool as cbool
 from libcpp.memory cimport shared_ptr
@@ -49,6 +49,7 @@ include "convert.pxi"
 include "model.pxi"
 include "handle.pxi"
 include "memory.pxi"
+include "cells.pxi"
 include "outputs.pxi"
 include "decode.pxi"
 include "sampler.pxi"

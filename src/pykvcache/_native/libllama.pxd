@@ -1,7 +1,7 @@
 # What is called of llama.h, in header order; only the struct fields that are read or written.
 # The guarded.h, probe.h and sync.h declarations follow it.
 
-from libc.stdint cimport int8_t, int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libcpp cimport bool
 from libcpp.memory cimport shared_ptr
 from libcpp.string cimport string
@@ -241,6 +241,23 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         int32_t n_cls_out
         uint64_t k_per_cell
         uint64_t v_per_cell
+    ctypedef struct context_facts:
+        bool flash_attn
+        bool kv_unified
+        bool causal
+        int pooling_type
+        int32_t n_threads
+        int32_t n_threads_batch
+    ctypedef struct memory_facts:
+        uint32_t n_cells
+        uint32_t n_swa
+        uint32_t max_rollback
+        uint64_t bytes_total
+        uint64_t bytes_per_token
+    enum memory_part:
+        PART_ATTENTION
+        PART_WINDOW
+        PART_RECURRENT
     cdef cppclass memory:
         pass
 
@@ -252,8 +269,12 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     const char* class_name(const memory*)
     no_shift why_no_shift(const memory*)
     uint32_t n_stream(const memory*)
-    bool causal(const llama_context*)
-    int pooling(const llama_context*)
+    context_facts look_at_context(const llama_context*)
+    memory_facts look_at_memory(const memory*)
+    bool next_cell(const memory*, memory_part, uint32_t n_seq_max, uint32_t& stream, uint32_t& cell,
+                   llama_pos& pos, uint8_t* members)
+    uint32_t n_used(const memory*, memory_part)
+    size_t n_held(const memory*, llama_seq_id)
     bool extent(const memory*, llama_seq_id, llama_pos& lo, llama_pos& hi)
     void note_first(memory*, llama_seq_id, llama_pos first)
     llama_pos first_of(const memory*, llama_seq_id)

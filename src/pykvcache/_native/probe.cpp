@@ -1,9 +1,15 @@
 #include "probe.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
-#include <new>
+#include <string>
+#include <typeinfo>
 #include <vector>
+
+#ifdef __GNUG__
+#include <cxxabi.h>
+#endif
 
 #include "guarded.h"
 #include "llama-context.h"
@@ -20,7 +26,7 @@ namespace pykv {
 class memory {
   public:
     memory_kind               kind = MEMORY_NONE;
-    const char *              name = "none";
+    std::string               name = "none";
     no_shift                  shift = SHIFT_OK;
     llama_memory_i *          mem = nullptr;
     llama_kv_cache *          base = nullptr;
@@ -90,6 +96,18 @@ no_shift find_no_shift(const memory & m) {
     return SHIFT_OK;
 }
 
+std::string readable(const char * mangled) {
+#ifdef __GNUG__
+    int status = 0;
+    char * text = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
+    std::string result = status == 0 ? text : mangled;
+    std::free(text);
+    return result;
+#else
+    return mangled;
+#endif
+}
+
 void classify(memory & m) {
     if (!m.mem) {
         return;
@@ -120,7 +138,7 @@ void classify(memory & m) {
         m.recurrent = hybrid_iswa->get_mem_recr();
     } else {
         m.kind = MEMORY_OTHER;
-        m.name = "other";
+        m.name = readable(typeid(*m.mem).name());
     }
 }
 
@@ -232,11 +250,89 @@ memory * memory_new(llama_context * ctx) noexcept {
 void memory_delete(memory * m) noexcept { delete m; }
 
 memory_kind  kind(const memory * m) { return m->kind; }
-const char * class_name(const memory * m) { return m->name; }
+const char * class_name(const memory * m) { return m->name.c_str(); }
 no_shift     why_no_shift(const memory * m) { return m->shift; }
 uint32_t     n_stream(const memory * m) { return m->base ? m->base->get_n_stream() : 1; }
-bool         causal(const llama_context * ctx) { return ctx->get_causal_attn(); }
-int          pooling(const llama_context * ctx) { return int(ctx->pooling_type()); }
+
+context_facts look_at_context(const llama_context * ctx) {
+    const auto & c = ctx->get_cparams();
+    return {c.flash_attn, c.kv_unified, c.causal_attn, int(c.pooling_type), c.n_threads, c.n_threads_batch};
+}
+
+memory_facts look_at_memory(const memory * m) {
+    memory_facts facts{};
+    if (!m->mem) {
+        return facts;
+    }
+    for (const auto & [_, bytes] : m->mem->memory_breakdown()) {
+        facts.bytes_total += bytes;
+    }
+    facts.n_swa = m->hparams->n_swa;
+    if (m->recurrent) {
+        facts.n_cells = m->recurrent->size;
+        facts.max_rollback = m->recurrent->n_rs_seq;
+    }
+    for (const llama_kv_cache * cache : {m->base, m->swa}) {
+        if (!cache) {
+            continue;
+        }
+        for (const uint32_t il : cache->get_layer_ids()) {
+            const auto & h = *m->hparams;
+            facts.bytes_per_token += ggml_row_size(cache->type_k(), h.n_embd_k_gqa(il));
+            facts.bytes_per_token += h.is_mla() ? 0 : ggml_row_size(cache->type_v(), h.n_embd_v_gqa(il));
+        }
+    }
+    if (m->base) {
+        facts.n_cells = m->base->get_size();
+    }
+    return facts;
+}
+
+uint32_t n_used(const memory * m, memory_part part) {
+    if (part == PART_RECURRENT) {
+        return m->recurrent ? m->recurrent->used : 0;
+    }
+    const llama_kv_cache * cache = part == PART_WINDOW ? m->swa : m->base;
+    uint32_t used = 0;
+    // A stream is reached through a sequence of its own.
+    for (uint32_t s = 0; cache && s < cache->get_n_stream(); ++s) {
+        used += cache->get_cells(llama_seq_id(s)).get_used();
+    }
+    return used;
+}
+
+bool next_cell(const memory * m, memory_part part, uint32_t n_seq_max, uint32_t & stream, uint32_t & cell,
+               llama_pos & pos, uint8_t * members) {
+    if (part == PART_RECURRENT) {
+        for (; m->recurrent && cell < m->recurrent->size; ++cell) {
+            const auto & state = m->recurrent->cells[cell];
+            if (state.is_empty()) {
+                continue;
+            }
+            pos = state.pos;
+            for (uint32_t s = 0; s < n_seq_max; ++s) {
+                members[s] = state.has_seq_id(llama_seq_id(s));
+            }
+            return true;
+        }
+        return false;
+    }
+    const llama_kv_cache * cache = part == PART_WINDOW ? m->swa : m->base;
+    for (; cache && stream < cache->get_n_stream(); ++stream, cell = 0) {
+        const auto & cells = cache->get_cells(llama_seq_id(stream));
+        for (; cell < cells.used_max_p1(); ++cell) {
+            if (cells.is_empty(cell)) {
+                continue;
+            }
+            pos = cells.pos_get(cell);
+            for (uint32_t s = 0; s < n_seq_max; ++s) {
+                members[s] = cells.seq_has(cell, llama_seq_id(s));
+            }
+            return true;
+        }
+    }
+    return false;
+}
 
 bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi) {
     if (m->base) {
@@ -268,6 +364,14 @@ bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi) 
 
 void note_first(memory * m, llama_seq_id seq, llama_pos first) { m->first[seq] = first; }
 llama_pos first_of(const memory * m, llama_seq_id seq) { return m->first[seq]; }
+
+size_t n_held(const memory * m, llama_seq_id seq) {
+    llama_pos lo, hi;
+    if (m->base) {
+        return cells_of(m->base, seq).size();
+    }
+    return extent(m, seq, lo, hi) ? 1 : 0;
+}
 
 bool holds(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
     const llama_pos last = last_before(m, seq, p1);

@@ -41,6 +41,26 @@ struct model_facts {
     uint64_t v_per_cell;
 };
 
+// What llama.cpp made of the parameters it was given.
+struct context_facts {
+    bool    flash_attn;
+    bool    kv_unified;
+    bool    causal;
+    int     pooling_type;
+    int32_t n_threads;
+    int32_t n_threads_batch;
+};
+
+struct memory_facts {
+    uint32_t n_cells;          // cells per stream of the attention part, states of a recurrent one
+    uint32_t n_swa;
+    uint32_t max_rollback;     // tokens that a recurrent state can step back
+    uint64_t bytes_total;
+    uint64_t bytes_per_token;  // of attention cells; a recurrent state costs the same for any length
+};
+
+enum memory_part : int { PART_ATTENTION, PART_WINDOW, PART_RECURRENT };
+
 model_facts look_at_model(const llama_model * model);
 // Whether every cached head size is a multiple of the block of this type.
 bool heads_divisible(const llama_model * model, ggml_type type, bool keys);
@@ -54,8 +74,14 @@ memory_kind  kind(const memory * m);
 const char * class_name(const memory * m);
 no_shift     why_no_shift(const memory * m);
 uint32_t     n_stream(const memory * m);
-bool         causal(const llama_context * ctx);
-int          pooling(const llama_context * ctx);
+context_facts look_at_context(const llama_context * ctx);
+memory_facts look_at_memory(const memory * m);
+
+// Visit used cells in order: start with stream = cell = 0, go on until false. `members`
+// has room for n_seq_max flags.
+bool next_cell(const memory * m, memory_part part, uint32_t n_seq_max, uint32_t & stream, uint32_t & cell,
+               llama_pos & pos, uint8_t * members);
+uint32_t n_used(const memory * m, memory_part part);
 
 // Lowest and highest position that the sequence holds; false when it holds nothing.
 bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi);
@@ -64,6 +90,8 @@ void note_first(memory * m, llama_seq_id seq, llama_pos first);
 llama_pos first_of(const memory * m, llama_seq_id seq);
 // Whether the sequence holds anything in [p0, p1).
 bool holds(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1);
+// Number of cells that the sequence holds.
+size_t n_held(const memory * m, llama_seq_id seq);
 // Highest held position below p, or -1.
 llama_pos last_before(const memory * m, llama_seq_id seq, llama_pos p);
 // Whether the window cache still has every cell that a query at `next` would see.

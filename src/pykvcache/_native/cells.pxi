@@ -1,0 +1,159 @@
+# Looking at the cells, and the two operations that need the look.
+
+cdef dict _PARTS = {
+    "attention": lib.PART_ATTENTION,
+    "window": lib.PART_WINDOW,
+    "recurrent": lib.PART_RECURRENT,
+}
+
+
+cdef class Cells(Memory):
+    """What is in which cell; resume, copy a prefix, remove and close the gap."""
+
+    def memory_info(self):
+        """Return the facts of the memory as a dict."""
+        cdef lib.memory_facts facts
+        self.enter()
+        try:
+            facts = lib.look_at_memory(self.mem)
+            return {
+                "kind": self.memory_kind,
+                "class_name": lib.class_name(self.mem).decode(),
+                "kv_unified": bool(self.effective.kv_unified),
+                "n_streams": lib.n_stream(self.mem) if self.kind != lib.MEMORY_NONE else 0,
+                "n_cells": facts.n_cells,
+                "n_swa": facts.n_swa,
+                "can_shift": lib.why_no_shift(self.mem) == lib.SHIFT_OK,
+                "can_copy_partial":
+                    self.kind != lib.MEMORY_NONE and not self.whole_only() and not self.streams,
+                "can_remove_partial": self.kind != lib.MEMORY_NONE and not self.whole_only(),
+                "max_rollback": facts.max_rollback,
+                "bytes_total": facts.bytes_total,
+                "bytes_per_token": facts.bytes_per_token,
+            }
+        finally:
+            self.lock.leave()
+
+    cdef int default_part(self) noexcept:
+        return lib.PART_RECURRENT if self.kind == lib.MEMORY_RECURRENT else lib.PART_ATTENTION
+
+    @property
+    def n_cells_used(self):
+        """Number of cells that hold something."""
+        self.enter()
+        try:
+            return lib.n_used(self.mem, <lib.memory_part>self.default_part())
+        finally:
+            self.lock.leave()
+
+    def cells(self, part):
+        """Return (stream, cell, pos, members) of the used cells of one part."""
+        cdef int which
+        cdef uint32_t i = 0, n, stream = 0, cell = 0
+        cdef int32_t pos = 0
+        if part is None:
+            which = self.default_part()
+        elif part in _PARTS:
+            which = _PARTS[part]
+        else:
+            raise ValueError(f"part is {part!r}: it must be one of {', '.join(_PARTS)}")
+        self.enter()
+        try:
+            n = lib.n_used(self.mem, <lib.memory_part>which)
+            streams = np.empty(n, np.int32)
+            indices = np.empty(n, np.int32)
+            positions = np.empty(n, np.int32)
+            members = np.zeros((n, self.n_seq_max), np.uint8)
+            if n:
+                i = self.fill_cells(which, n, streams, indices, positions, members)
+            return streams[:i], indices[:i], positions[:i], members[:i].view(np.bool_)
+        finally:
+            self.lock.leave()
+
+    cdef uint32_t fill_cells(
+            self, int which, uint32_t n, int32_t[::1] streams, int32_t[::1] indices,
+            int32_t[::1] positions, uint8_t[:, ::1] members) except? 0:
+        cdef uint32_t i = 0, stream = 0, cell = 0
+        cdef int32_t pos = 0
+        while i < n and lib.next_cell(
+                self.mem, <lib.memory_part>which, self.n_seq_max, stream, cell, pos, &members[i, 0]):
+            streams[i] = stream
+            indices[i] = cell
+            positions[i] = pos
+            i += 1
+            cell += 1
+        return i
+
+    def sequences(self):
+        """Return {seq_id: (lowest, highest, number of cells)} of what is not empty."""
+        cdef int32_t s, lo = 0, hi = 0
+        cdef dict found = {}
+        self.enter()
+        try:
+            if self.kind == lib.MEMORY_NONE:
+                return found
+            for s in range(self.n_seq_max):
+                if lib.extent(self.mem, s, lo, hi):
+                    found[s] = (lo, hi, lib.n_held(self.mem, s))
+            return found
+        finally:
+            self.lock.leave()
+
+    def can_resume(self, seq_id, pos):
+        """Tell whether a decode at pos, after removing from pos on, would be right."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), p = _p0(pos), lo = 0, hi = 0
+        self.enter()
+        try:
+            self.usable()
+            if p == 0:
+                return True
+            if self.kind == lib.MEMORY_NONE or not lib.extent(self.mem, seq, lo, hi):
+                return False
+            if self.poisoned[seq] or lib.last_before(self.mem, seq, p) != p - 1:
+                return False
+            if p <= hi and self.whole_only():
+                return False
+            return bool(lib.window_intact(self.mem, seq, p))
+        finally:
+            self.lock.leave()
+
+    def copy_prefix(self, src, dst, n):
+        """Make dst hold the positions below n of src, and nothing else."""
+        cdef int32_t s = _seq(src, self.n_seq_max), d = _seq(dst, self.n_seq_max), end = _p1(n)
+        if s != d and end > 0:
+            self.seq_cp(s, d, 0, end, "copy_prefix")
+            return
+        # To itself: keep the prefix. An empty prefix: nothing is left.
+        if not self.seq_rm(d, end, None):
+            raise UnsupportedOperation(
+                "copy_prefix", f"{self.memory_kind} memory cannot cut sequence {d} at {end}")
+
+    def remove(self, seq_id, begin, end):
+        """Remove ``[begin, end)`` and move what follows down; all or nothing."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = _p0(begin), b = _p1(end)
+        cdef int32_t from_pos = b, to = INT32_MAX
+        cdef int what
+        cdef bint follows
+        self.enter()
+        try:
+            self.need_memory("remove")
+            self.usable()
+            if a >= b:
+                return
+            what = self.removable(seq, a, b)
+            follows = b != INT32_MAX and lib.holds(self.mem, seq, b, INT32_MAX)
+            if what == 3:
+                raise UnsupportedOperation(
+                    "remove", f"{self.memory_kind} memory cannot give up [{a}, {b}) of sequence {seq}: "
+                    "remove all of it and decode again")
+            if follows:
+                if self.whole_only():
+                    raise UnsupportedOperation(
+                        "remove", f"{self.memory_kind} memory moves whole sequences only")
+                self.check_move("remove", seq, &from_pos, &to)
+            self.remove_from(seq, what, a, b)
+            if follows:
+                self.done(lib.seq_add(self.memory(), seq, b, -1, a - b), "seq_add")
+                self.pending = True
+        finally:
+            self.lock.leave()

@@ -1,0 +1,168 @@
+"""Looking into a context's memory, so that nobody needs to guess."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._native import lib
+from pykvcache.enums import GgmlType
+
+__all__ = ["CellTable", "IntrospectionMethods", "MemoryInfo", "SequenceRange"]
+
+Part = Literal["attention", "window", "recurrent"]
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """What the memory of a context is and can do.
+
+    Attributes
+    ----------
+    kind
+        ``"attention"``, ``"sliding-window"``, ``"recurrent"``, ``"hybrid"``,
+        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: a class of llama.cpp of
+        which only whole sequences are handled.
+    class_name
+        llama.cpp's C++ class.
+    kv_unified
+        Whether all sequences share one pool of cells.
+    n_streams
+        Number of separate pools; 0 without memory.
+    n_cells
+        Cells per stream; states of a recurrent memory.
+    n_swa
+        Sliding window in tokens; 0 if there is none.
+    type_k, type_v
+        Stored types of keys and values.
+    can_shift
+        Whether positions can be moved at all; single calls may still be refused.
+    can_copy_partial, can_remove_partial
+        Whether a part of a sequence can be copied, or removed.
+    max_rollback
+        Tokens that a recurrent state can step back.
+    bytes_total
+        Bytes of the buffers.
+    bytes_per_token
+        Bytes of one attention cell over all layers; 0 for recurrent memory, whose
+        size does not depend on the length.
+    """
+
+    kind: str
+    class_name: str
+    kv_unified: bool
+    n_streams: int
+    n_cells: int
+    n_swa: int
+    type_k: GgmlType
+    type_v: GgmlType
+    can_shift: bool
+    can_copy_partial: bool
+    can_remove_partial: bool
+    max_rollback: int
+    bytes_total: int
+    bytes_per_token: int
+
+
+class SequenceRange(NamedTuple):
+    """Lowest and highest position that a sequence holds, and in how many cells."""
+
+    pos_min: int
+    pos_max: int
+    n_cells: int
+
+
+@dataclass(frozen=True)
+class CellTable:
+    """The used cells of a memory, one row each; a copy.
+
+    Attributes
+    ----------
+    stream, cell
+        Where the cell is; int32, shape (n,).
+    pos
+        Its position; int32, shape (n,).
+    members
+        Which sequences hold it; bool, shape (n, n_seq_max).
+    """
+
+    stream: npt.NDArray[np.int32]
+    cell: npt.NDArray[np.int32]
+    pos: npt.NDArray[np.int32]
+    members: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.pos)
+
+
+class IntrospectionMethods:
+    """The looking methods of `LlamaContext`, and the two operations that need the look."""
+
+    _native: lib.Context
+    _type_k: GgmlType
+    _type_v: GgmlType
+
+    @property
+    def memory_info(self) -> MemoryInfo:
+        """What the memory is and can do."""
+        facts: dict[str, Any] = self._native.memory_info()
+        return MemoryInfo(type_k=self._type_k, type_v=self._type_v, **facts)
+
+    @property
+    def n_cells_used(self) -> int:
+        """Number of cells in use over all streams; states of a recurrent memory."""
+        return self._native.n_cells_used
+
+    def cells(self, part: Part | None = None) -> CellTable:
+        """Return every used cell with its position and its sequences.
+
+        Parameters
+        ----------
+        part
+            ``"attention"``, ``"window"`` (the cache of sliding-window layers) or
+            ``"recurrent"``. Default: attention, or recurrent where there is nothing else.
+        """
+        return CellTable(*self._native.cells(part))
+
+    def sequences(self) -> dict[int, SequenceRange]:
+        """Return the sequences that hold anything, with their ranges."""
+        return {s: SequenceRange(*r) for s, r in self._native.sequences().items()}
+
+    def can_resume(self, seq_id: SupportsIndex, pos: SupportsIndex) -> bool:
+        """Tell whether a decode at ``pos``, after removing from ``pos`` on, would be right.
+
+        Decided by the cells that are really there: a recurrent state can only go on at
+        its end, a sliding window must still hold what the query at ``pos`` sees. True at
+        0 always; an empty sequence can resume at 0 only.
+        """
+        return self._native.can_resume(seq_id, pos)
+
+    def copy_prefix(self, src: SupportsIndex, dst: SupportsIndex, n: SupportsIndex) -> None:
+        """Make ``dst`` hold the positions below ``n`` of ``src``, and nothing else.
+
+        To itself it keeps the prefix. An ``n`` of 0 empties ``dst``.
+
+        Raises
+        ------
+        UnsupportedOperation
+            As for `copy_kv_cache_seq`.
+        """
+        self._native.copy_prefix(src, dst, n)
+
+    def remove(
+        self, seq_id: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
+    ) -> None:
+        """Remove ``[begin, end)`` and move what follows down to close the gap.
+
+        All or nothing. ``end=None`` removes to the end.
+
+        Raises
+        ------
+        UnsupportedOperation
+            The memory cannot remove that part, or what follows cannot be moved:
+            shared with another sequence, M-RoPE, recurrent state, dropped window cells.
+        """
+        self._native.remove(seq_id, begin, end)

@@ -1,0 +1,319 @@
+"""What is settled for every memory class and mode: one meaning, whatever llama.cpp does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from memory.kit import CASES, WHOLE_ONLY, Bench, Case
+from pykvcache import (
+    LlamaContext,
+    P0TooLarge,
+    P1TooLarge,
+    PositionError,
+    SeqIdTooLarge,
+    SequenceIdError,
+    UnsupportedOperation,
+)
+
+MakeBench = Callable[..., Bench]
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+INT32_MAX = 2**31 - 1
+
+
+def with_two_sequences(bench: MakeBench, case: Case) -> Bench:
+    b = bench(case)
+    b.feed(0, 20)
+    b.feed(1, 12)
+    return b
+
+
+Call = Callable[[LlamaContext], object]
+
+RANGED: dict[str, Callable[[LlamaContext, int | None, int | None], object]] = {
+    "copy": lambda ctx, p0, p1: ctx.copy_kv_cache_seq(0, 1, p0, p1),
+    "copy to itself": lambda ctx, p0, p1: ctx.copy_kv_cache_seq(0, 0, p0, p1),
+    "copy an empty one": lambda ctx, p0, p1: ctx.copy_kv_cache_seq(2, 3, p0, p1),
+    "clear": lambda ctx, p0, p1: ctx.clear_kv_cache_seq(0, p0, p1),
+    "clear an empty one": lambda ctx, p0, p1: ctx.clear_kv_cache_seq(3, p0, p1),
+    "clear all": lambda ctx, p0, p1: ctx.clear_kv_cache_seq(None, p0, p1),
+    "add": lambda ctx, p0, p1: ctx.kv_cache_seq_add(0, p0, p1, 1),
+    "add 0": lambda ctx, p0, p1: ctx.kv_cache_seq_add(0, p0, p1, 0),
+    "div": lambda ctx, p0, p1: ctx.kv_cache_seq_div(0, p0, p1, 2),
+    "div by 1": lambda ctx, p0, p1: ctx.kv_cache_seq_div(0, p0, p1, 1),
+}
+
+BY_SEQUENCE: dict[str, Callable[[LlamaContext, int], object]] = {
+    "copy_cache from": lambda ctx, s: ctx.copy_cache(s, 0, 5),
+    "copy_cache to": lambda ctx, s: ctx.copy_cache(0, s, 5),
+    "copy from": lambda ctx, s: ctx.copy_kv_cache_seq(s, 0),
+    "copy to": lambda ctx, s: ctx.copy_kv_cache_seq(0, s),
+    "copy between": lambda ctx, s: ctx.copy_kv_cache_seq(s, s),
+    "copy nothing to": lambda ctx, s: ctx.copy_kv_cache_seq(0, s, 5, 5),
+    "clear": lambda ctx, s: ctx.clear_kv_cache_seq(s),
+    "clear nothing": lambda ctx, s: ctx.clear_kv_cache_seq(s, 3, 3),
+    "keep": lambda ctx, s: ctx.kv_cache_seq_keep(s),
+    "add": lambda ctx, s: ctx.kv_cache_seq_add(s, None, None, 1),
+    "add 0": lambda ctx, s: ctx.kv_cache_seq_add(s, None, None, 0),
+    "div": lambda ctx, s: ctx.kv_cache_seq_div(s, None, None, 2),
+    "div by 1": lambda ctx, s: ctx.kv_cache_seq_div(s, None, None, 1),
+    "decode": lambda ctx, s: ctx.decode([7], seq_id=s),
+}
+
+
+@every_case
+def test_negative_positions_are_position_errors(case: Case, bench: MakeBench) -> None:
+    b = with_two_sequences(bench, case)
+    for name, call in RANGED.items():
+        for p0, p1 in [(-1, None), (None, -1), (-5, -2), (-(2**31), 3), (4, -1), (-(2**40), 1)]:
+            with pytest.raises(PositionError) as caught:
+                call(b.ctx, p0, p1)
+            assert isinstance(caught.value, ValueError), name
+    for size in (-1, -(2**31)):
+        with pytest.raises(PositionError):
+            b.ctx.copy_cache(0, 1, size)
+    b.check()
+
+
+@every_case
+def test_positions_past_int32_have_their_own_errors(case: Case, bench: MakeBench) -> None:
+    b = with_two_sequences(bench, case)
+    for call in RANGED.values():
+        for value in (2**31, 2**32 - 1, 2**63, 2**64, 2**100):
+            with pytest.raises(P0TooLarge) as p0:
+                call(b.ctx, value, None)
+            with pytest.raises(P1TooLarge) as p1:
+                call(b.ctx, 0, value)
+            assert p0.value.value == p1.value.value == value
+    with pytest.raises(P1TooLarge):
+        b.ctx.copy_cache(0, 1, 2**31)
+    b.check()
+
+
+@every_case
+def test_sequence_ids_out_of_range_are_errors_save_for_queries(
+    case: Case, bench: MakeBench
+) -> None:
+    b = with_two_sequences(bench, case)
+    for name, call in BY_SEQUENCE.items():
+        for seq in (-1, -2, 4, 255, 256, INT32_MAX, -(2**31)):
+            with pytest.raises(SequenceIdError) as caught:
+                call(b.ctx, seq)
+            assert caught.value.seq_id == seq, name
+            assert caught.value.n_seq_max == 4
+            assert isinstance(caught.value, IndexError)
+        with pytest.raises(SeqIdTooLarge):
+            call(b.ctx, 2**31)
+    for seq in (-1, 4, 999, 2**31, 2**80, -(2**80)):
+        assert b.ctx.kv_cache_seq_pos_min(seq) == -1
+        assert b.ctx.kv_cache_seq_pos_max(seq) == -1
+    b.check()
+
+
+@every_case
+def test_an_empty_range_does_nothing(case: Case, bench: MakeBench) -> None:
+    b = with_two_sequences(bench, case)
+    for p0, p1 in [(0, 0), (None, 0), (5, 5), (7, 3), (20, 20), (INT32_MAX, 0)]:
+        for name, call in RANGED.items():
+            if case.info.has_mrope and name.startswith(("add", "div")):
+                with pytest.raises(UnsupportedOperation):
+                    call(b.ctx, p0, p1)
+            else:
+                assert call(b.ctx, p0, p1) in (None, True), name
+        b.positions()
+    b.ctx.copy_cache(0, 1, 0)
+    b.check()
+
+
+@every_case
+def test_a_range_that_holds_nothing_changes_no_source(case: Case, bench: MakeBench) -> None:
+    b = with_two_sequences(bench, case)
+    for p0, p1 in [(20, None), (20, 30), (500, INT32_MAX)]:
+        for name, call in RANGED.items():
+            if name.startswith("copy") or (name.startswith(("add", "div")) and case.info.has_mrope):
+                continue
+            assert call(b.ctx, p0, p1) in (None, True), name
+        b.positions()
+    b.check()
+
+
+@every_case
+def test_an_empty_source_empties_the_destination(case: Case, bench: MakeBench) -> None:
+    b = with_two_sequences(bench, case)
+    b.ctx.copy_kv_cache_seq(3, 1)
+    b.held[1] = []
+    b.check()
+    b.feed(1, 9)
+    b.ctx.copy_kv_cache_seq(2, 1, 0, 5)
+    b.held[1] = []
+    b.check()
+    b.ctx.copy_kv_cache_seq(2, 3)
+    b.ctx.copy_cache(2, 0, 1)
+    b.held[0] = []
+    b.positions()
+    b.feed(0, 10)
+    b.feed(1, 10)
+    b.check()
+
+
+@every_case
+def test_a_copy_to_itself_does_nothing(case: Case, bench: MakeBench) -> None:
+    b = with_two_sequences(bench, case)
+    for p0, p1 in [(None, None), (0, 20), (3, 7), (0, 1), (30, 40)]:
+        b.ctx.copy_kv_cache_seq(0, 0, p0, p1)
+        b.ctx.copy_kv_cache_seq(3, 3, p0, p1)
+    b.ctx.copy_cache(1, 1, 3)
+    b.check()
+
+
+@every_case
+def test_a_range_that_covers_everything_is_a_whole_copy(case: Case, bench: MakeBench) -> None:
+    b = with_two_sequences(bench, case)
+    for p0, p1 in [(0, 20), (None, 20), (0, None), (0, 21), (0, 256), (0, 1024), (0, INT32_MAX)]:
+        b.ctx.copy_kv_cache_seq(0, 2, p0, p1)
+        b.held[2] = b.held[0].copy()
+        b.check(2)
+
+
+@every_case
+def test_a_covering_removal_always_succeeds(case: Case, bench: MakeBench) -> None:
+    for p0, p1 in [(None, None), (0, None), (None, 20), (0, 20), (0, 21), (0, INT32_MAX)]:
+        b = with_two_sequences(bench, case)
+        assert b.ctx.clear_kv_cache_seq(0, p0, p1) is True
+        b.held[0] = []
+        b.check()
+        assert b.ctx.clear_kv_cache_seq(0, p0, p1) is True
+        b.feed(0, 9)
+        b.check()
+
+
+@every_case
+def test_all_sequences_can_be_removed_at_once(case: Case, bench: MakeBench) -> None:
+    b = with_two_sequences(bench, case)
+    b.ctx.copy_kv_cache_seq(0, 3)
+    for p0, p1 in [(None, None), (0, None), (0, 20), (None, 1000)]:
+        assert b.ctx.clear_kv_cache_seq(None, p0, p1) is True
+        b.held = {}
+        b.positions()
+        b.feed(0, 20)
+        b.feed(2, 7)
+        b.check()
+        assert b.ctx.clear_kv_cache_seq() is True
+        b.held = {}
+        b.feed(0, 18)
+        b.feed(1, 3)
+        b.positions()
+
+
+@every_case
+def test_shifts_by_zero_and_divisions_by_one(case: Case, bench: MakeBench) -> None:
+    b = with_two_sequences(bench, case)
+    for p0, p1 in [(None, None), (0, None), (3, 7), (19, None), (0, 20)]:
+        if case.info.has_mrope:
+            with pytest.raises(UnsupportedOperation):
+                b.ctx.kv_cache_seq_add(0, p0, p1, 0)
+            with pytest.raises(UnsupportedOperation):
+                b.ctx.kv_cache_seq_div(0, p0, p1, 1)
+        else:
+            b.ctx.kv_cache_seq_add(0, p0, p1, 0)
+            b.ctx.kv_cache_seq_div(0, p0, p1, 1)
+    b.check()
+
+
+@every_case
+def test_divisors_outside_1_to_255_are_value_errors(case: Case, bench: MakeBench) -> None:
+    b = with_two_sequences(bench, case)
+    for d in (0, -1, 256, -(2**31), 2**31, 2**63, 2**64):
+        for seq in (0, 3):
+            with pytest.raises(ValueError, match=r"\b1\b.*255|M-RoPE"):
+                b.ctx.kv_cache_seq_div(seq, None, None, d)
+    b.check()
+
+
+@every_case
+def test_bools_and_floats_are_not_integers_and_numpy_integers_are(
+    case: Case, bench: MakeBench
+) -> None:
+    b = with_two_sequences(bench, case)
+    for bad in (True, 1.0, "1", np.float32(1), np.bool_(True), [1], np.array([1, 2])):
+        for call in BY_SEQUENCE.values():
+            with pytest.raises(TypeError):
+                call(b.ctx, bad)  # type: ignore[arg-type]
+        for ranged in RANGED.values():
+            with pytest.raises(TypeError):
+                ranged(b.ctx, bad, None)  # type: ignore[arg-type]
+            with pytest.raises(TypeError):
+                ranged(b.ctx, None, bad)  # type: ignore[arg-type]
+        for query in (b.ctx.kv_cache_seq_pos_max, b.ctx.kv_cache_seq_pos_min):
+            with pytest.raises(TypeError):
+                query(bad)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            b.ctx.kv_cache_seq_add(0, None, None, bad)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            b.ctx.kv_cache_seq_div(0, None, None, bad)  # type: ignore[arg-type]
+    b.positions()
+    assert b.ctx.kv_cache_seq_pos_max(np.uint8(0)) == 19
+    b.ctx.copy_kv_cache_seq(np.int64(0), np.int16(2), np.uint64(0), np.int32(20))
+    b.held[2] = b.held[0].copy()
+    b.check()
+
+
+@pytest.mark.parametrize("case", WHOLE_ONLY, ids=str)
+def test_what_a_state_cannot_do_is_refused_and_changes_nothing(
+    case: Case, bench: MakeBench
+) -> None:
+    b = with_two_sequences(bench, case)
+    for p0, p1 in [(5, None), (0, 19), (None, 1), (19, None), (3, 7), (19, 20), (1, 500)]:
+        assert b.ctx.clear_kv_cache_seq(0, p0, p1) is False
+        assert b.ctx.clear_kv_cache_seq(None, p0, p1) is False
+        with pytest.raises(UnsupportedOperation, match="whole"):
+            b.ctx.copy_kv_cache_seq(0, 1, p0, p1)
+        with pytest.raises(UnsupportedOperation, match="whole"):
+            b.ctx.copy_kv_cache_seq(0, 3, p0, p1)
+        b.positions()
+    with pytest.raises(UnsupportedOperation):
+        b.ctx.copy_cache(0, 1, 19)
+    # A removal from all that only one of them cannot do removes nothing of the others.
+    assert b.ctx.clear_kv_cache_seq(None, 0, 15) is False
+    b.check()
+
+
+def test_division_may_collide_inside_its_range_only(bench: MakeBench) -> None:
+    b = bench(Case("llama"))
+    b.feed(0, 20)
+    with pytest.raises(PositionError):
+        b.ctx.kv_cache_seq_div(0, 10, None, 2)
+    b.positions()
+    b.ctx.kv_cache_seq_div(0, None, None, 5)
+    assert b.ctx.kv_cache_seq_pos_max(0) == 3
+    b.ctx.kv_cache_seq_add(0, None, None, 20)
+    b.ctx.kv_cache_seq_div(0, 23, None, 23)
+    assert (b.ctx.kv_cache_seq_pos_min(0), b.ctx.kv_cache_seq_pos_max(0)) == (1, 22)
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
+def test_a_model_without_memory_refuses_and_answers_minus_one(
+    unified: bool, make_context: Callable[..., LlamaContext]
+) -> None:
+    ctx = make_context("bert", kv_unified=unified)
+    ctx.decode(np.arange(10, dtype=np.int32))
+    before = ctx.seq_embeddings(0)
+    for call in (*RANGED.values(),):
+        for p0, p1 in [(None, None), (0, 0), (2, 5)]:
+            with pytest.raises(UnsupportedOperation):
+                call(ctx, p0, p1)
+    for by_sequence in (ctx.kv_cache_seq_keep, ctx.clear_kv_cache_seq):
+        with pytest.raises(UnsupportedOperation):
+            by_sequence(0)
+    with pytest.raises(UnsupportedOperation):
+        ctx.copy_cache(0, 1, 5)
+    for seq in (-1, 0, 1, 4, 999):
+        assert ctx.kv_cache_seq_pos_min(seq) == -1
+        assert ctx.kv_cache_seq_pos_max(seq) == -1
+    assert not ctx.kv_cache_can_shift()
+    ctx.kv_cache_update()
+    ctx.clear_kv_cache()
+    ctx.decode(np.arange(10, dtype=np.int32))
+    np.testing.assert_allclose(ctx.seq_embeddings(0), before, atol=1e-6)

@@ -41,7 +41,7 @@ test-arrays: $(VENV)-arrays/.ready ## the array caches alone, without the compil
 wheel: $(VENV)/.dev ## build sdist and wheel into dist/, install and try each away from here
 	rm -rf dist
 	$(BIN)/python -m build
-	$(BIN)/python -m pytest tests/packaging -m slow -rA
+	$(BIN)/python -m pytest --noconftest -m slow -v tests/packaging/test_artefacts.py
 
 bench: $(VENV)/.built ## what a call costs
 	$(BIN)/python benchmarks/call_overhead.py

@@ -29,7 +29,7 @@ WHEEL_NAMES = [
     r"pykvcache/py\.typed",
     r"pykvcache/_native/lib\.[\w-]+\.(so|pyd)",
     r"pykvcache/data/stories\.gguf",
-    r"pykvcache/licenses/LICENSE\.llama\.cpp",
+    r"pykvcache/licenses/llama\.cpp\.LICENSE",
     r"pykvcache-[\w.]+\.dist-info/(METADATA|WHEEL|RECORD|entry_points\.txt|licenses/LICENSE)",
 ]
 

@@ -44,3 +44,20 @@ endforeach()
 set(LLAMA_OPENSSL OFF)
 
 add_subdirectory("${LLAMA_CPP_SOURCE_DIR}" "${CMAKE_CURRENT_BINARY_DIR}/llama.cpp" EXCLUDE_FROM_ALL)
+
+# GCC before 11.5, 12.4, 13.3 and 14.1 drops the stores that _tile_loadconfig reads (GCC PR
+# 114098): ggml's AMX kernels then crash at the first decode with quantised weights.
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND TARGET ggml-cpu)
+  include(CheckCXXSourceCompiles)
+  set(CMAKE_REQUIRED_FLAGS "-mamx-tile")
+  set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
+  check_cxx_source_compiles("int main() { return 0; }" PYKVCACHE_HAS_AMX)
+  check_cxx_source_compiles(
+    "#if !__has_builtin(__builtin_ia32_ldtilecfg)\n#error\n#endif\nint main() { return 0; }"
+    PYKVCACHE_HAS_SOUND_AMX)
+  unset(CMAKE_REQUIRED_FLAGS)
+  unset(CMAKE_TRY_COMPILE_TARGET_TYPE)
+  if(PYKVCACHE_HAS_AMX AND NOT PYKVCACHE_HAS_SOUND_AMX)
+    target_compile_options(ggml-cpu PRIVATE -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
+  endif()
+endif()

@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 from pykvcache.arrays._growth import TokenPair
 from pykvcache.errors import CacheDTypeError, CacheValueError
 
-__all__ = ["Counts", "Rows", "right_justified", "row_counts", "row_indices", "take_rows"]
+__all__ = [
+    "Counts",
+    "Rows",
+    "announced",
+    "right_justified",
+    "row_counts",
+    "row_indices",
+    "take_rows",
+]
 
 #: One number per row, as a caller gives it.
 Counts: TypeAlias = Sequence[int] | NDArray[Any]
@@ -38,6 +46,15 @@ def row_counts(
     if not signed and array.size and array.min() < 0:
         raise CacheValueError(f"{name} is {array.tolist()}; no number may be negative")
     return array
+
+
+def announced(
+    batch: int | None, left: Counts | None, lengths: Counts | None, right: Counts | None
+) -> tuple[Rows | None, Rows | None, Rows | None]:
+    """Return what `prepare` was told of the columns to come, each checked if it is there."""
+    told = (("left_padding", left), ("lengths", lengths), ("right_padding", right))
+    checked = [None if c is None else row_counts(name, c, batch) for name, c in told]
+    return checked[0], checked[1], checked[2]
 
 
 def row_indices(indices: Counts, batch: int) -> Rows:

@@ -15,6 +15,7 @@ from pykvcache.arrays._ring import roll_columns
 from pykvcache.arrays._rows import (
     Counts,
     Rows,
+    announced,
     right_justified,
     row_counts,
     row_indices,
@@ -73,7 +74,7 @@ class BatchKVCache(PairCache):
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Store new columns; return views of all of them. Errors as in `KVCache`."""
-        if self._pair.count == 0:
+        if self._pair.length == 0:
             self._pair.check(keys, values)
             if keys.shape[0] != self.batch_size:
                 raise CacheValueError(f"keys have {keys.shape[0]} rows; expected {self.batch_size}")
@@ -104,11 +105,7 @@ class BatchKVCache(PairCache):
         CacheOrderError
             Right padding that was announced before is not finalized.
         """
-        batch = self.batch_size
-        left = None if left_padding is None else row_counts("left_padding", left_padding, batch)
-        right = None if right_padding is None else row_counts("right_padding", right_padding, batch)
-        if lengths is not None:
-            row_counts("lengths", lengths, batch)
+        left, _, right = announced(self.batch_size, left_padding, lengths, right_padding)
         if left is not None and self._pair.count:
             raise CacheValueError("left padding can only be added to an empty BatchKVCache")
         self._refuse_pending("prepare")

@@ -15,6 +15,7 @@ from pykvcache.arrays._ring import ordered, roll_columns
 from pykvcache.arrays._rows import (
     Counts,
     Rows,
+    announced,
     right_justified,
     row_counts,
     row_indices,
@@ -47,12 +48,18 @@ class BatchRotatingKVCache(PairCache):
     def __init__(self, max_size: SupportsIndex, left_padding: Counts) -> None:
         super().__init__()
         self._max_size = as_int("max_size", max_size, minimum=0)
-        self._padding = row_counts("left_padding", left_padding)
-        self._row_offset: Rows = -self._padding
+        padding = row_counts("left_padding", left_padding)
         self._offset = 0
         self._index = 0  # next column to write; `columns stored` unless rotated
+        self._set_rows(padding, -padding)
         # Offset of each row at which its announced tokens end and its padding begins.
         self._ends: Rows | None = None
+
+    def _set_rows(self, padding: Rows, row_offset: Rows) -> None:
+        # Padding and offsets of all rows, less what `_gone` and `_offset` add to them:
+        # a single column then costs two integers instead of two arrays.
+        self._lead, self._gone = padding, 0
+        self._shift: Rows = row_offset - self._offset
 
     @property
     def offset(self) -> int:
@@ -62,7 +69,7 @@ class BatchRotatingKVCache(PairCache):
     @property
     def rope_offset(self) -> Rows:
         """Position of the next token of each row, maybe negative within left padding."""
-        return np.array(self._row_offset)
+        return np.add(self._shift, self._offset)
 
     @property
     def max_size(self) -> int:
@@ -72,7 +79,7 @@ class BatchRotatingKVCache(PairCache):
     @property
     def left_padding(self) -> Rows:
         """Columns of each row without a token, counted from the oldest one, as a copy."""
-        return np.array(self._padding)
+        return np.maximum(self._lead - self._gone, 0)
 
     @property
     def rotated(self) -> bool:
@@ -82,7 +89,7 @@ class BatchRotatingKVCache(PairCache):
     @property
     def batch_size(self) -> int:
         """Number of rows."""
-        return self._padding.size
+        return self._lead.size
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Store new columns; return views of what they may attend to.
@@ -108,7 +115,6 @@ class BatchRotatingKVCache(PairCache):
             self._refuse_pending("decoding with a BatchRotatingKVCache")
             self._put_one(keys, values)
         self._offset += n
-        self._row_offset = self._row_offset + n
         return self._pair.view()
 
     def _put_one(self, keys: NDArray[Any], values: NDArray[Any]) -> None:
@@ -124,7 +130,7 @@ class BatchRotatingKVCache(PairCache):
         column = 0 if self._index == limit else self._index
         self._pair.replace_one(column, keys, values)
         self._index = column + 1
-        self._padding = np.maximum(self._padding - surplus - 1, 0)
+        self._gone += surplus + 1
 
     def _put_several(self, keys: NDArray[Any], values: NDArray[Any]) -> None:
         # Padding that earlier updates appended goes left first, so that it is dropped
@@ -133,7 +139,7 @@ class BatchRotatingKVCache(PairCache):
         surplus = self._pair.length - self._room
         if surplus > 0:
             self._pair = ordered(self._pair, self._index, drop=surplus, more=(keys, values))
-            self._padding = np.maximum(self._padding - surplus, 0)
+            self._gone += surplus
         else:
             self._pair.append(keys, values)
         self._index = self._pair.length
@@ -148,8 +154,8 @@ class BatchRotatingKVCache(PairCache):
     def _overrun(self) -> Rows:
         """Columns at the end of each row that are announced padding."""
         if self._ends is None:
-            return np.zeros_like(self._padding)
-        over: Rows = np.maximum(self._row_offset - self._ends, 0)
+            return np.zeros_like(self._lead)
+        over: Rows = np.maximum(self.rope_offset - self._ends, 0)
         return over
 
     def _roll_padding(self) -> None:
@@ -158,8 +164,7 @@ class BatchRotatingKVCache(PairCache):
             return
         self._pair = roll_columns(ordered(self._pair, self._index), over)
         self._index = self._pair.length
-        self._padding = self._padding + over
-        self._row_offset = self._row_offset - over
+        self._set_rows(self.left_padding + over, self.rope_offset - over)
 
     def prepare(
         self,
@@ -172,10 +177,7 @@ class BatchRotatingKVCache(PairCache):
 
         With `right_padding`, `lengths` tells how many tokens each row will get.
         """
-        batch = self.batch_size
-        left = None if left_padding is None else row_counts("left_padding", left_padding, batch)
-        right = None if right_padding is None else row_counts("right_padding", right_padding, batch)
-        real = None if lengths is None else row_counts("lengths", lengths, batch)
+        left, real, right = announced(self.batch_size, left_padding, lengths, right_padding)
         if left is not None and self._pair.count:
             raise CacheValueError("left padding can only be added to an empty BatchRotatingKVCache")
         padded = right is not None and bool(right.any())
@@ -183,10 +185,9 @@ class BatchRotatingKVCache(PairCache):
             raise CacheValueError("right_padding needs lengths: the tokens of each row")
         self._refuse_pending("prepare")
         if left is not None:
-            self._padding = self._padding + left
-            self._row_offset = self._row_offset - left
+            self._set_rows(self.left_padding + left, self.rope_offset - left)
         if padded and real is not None:
-            self._ends = self._row_offset + real
+            self._ends = self.rope_offset + real
 
     def finalize(self) -> None:
         """Move announced right padding to the left, so that all rows end together."""
@@ -213,7 +214,6 @@ class BatchRotatingKVCache(PairCache):
         self._pair.length -= dropped
         self._offset -= dropped
         self._index -= dropped
-        self._row_offset = self._row_offset - dropped
         return dropped
 
     def make_mask(
@@ -231,7 +231,7 @@ class BatchRotatingKVCache(PairCache):
         limit = max(self._max_size, 1)
         window = limit if window_size is None else window_size
         before = min(self._pair.count, self._room if n > 1 else limit - 1)
-        padding = np.maximum(self._padding + self._overrun() - (self._pair.count - before), 0)
+        padding = np.maximum(self.left_padding + self._overrun() - (self._pair.count - before), 0)
         mask = create_causal_mask(n, before, window, left_padding=padding)
         if n == 1 and self._pair.count >= limit:
             column = self._index if self._index < limit else 0
@@ -243,7 +243,7 @@ class BatchRotatingKVCache(PairCache):
         rows = row_indices(batch_indices, self.batch_size)
         if self._pair.count:
             self._pair = take_rows(self._pair, rows)
-        self._padding, self._row_offset = self._padding[rows], self._row_offset[rows]
+        self._set_rows(self.left_padding[rows], self.rope_offset[rows])
         if self._ends is not None:
             self._ends = self._ends[rows]
 
@@ -262,9 +262,10 @@ class BatchRotatingKVCache(PairCache):
         ]
         pair = right_justified(parts)
         mine, others = pair.count - self._pair.count, pair.count - other._pair.count
-        self._padding = np.concatenate([self._padding + mine, other._padding + others])
-        self._row_offset = np.concatenate([self._row_offset, other._row_offset])
+        padding = np.concatenate([self.left_padding + mine, other.left_padding + others])
+        row_offset = np.concatenate([self.rope_offset, other.rope_offset])
         self._offset = max(self._offset, other._offset)
+        self._set_rows(padding, row_offset)
         self._pair, self._index = pair, pair.length
 
     def extract(self, index: SupportsIndex) -> RotatingKVCache:
@@ -272,13 +273,13 @@ class BatchRotatingKVCache(PairCache):
         row = as_int("index", index, minimum=0, maximum=self.batch_size - 1)
         self._refuse_pending("extract")
         alone = RotatingKVCache(self._max_size)
-        first = int(self._padding[row])
+        first = int(self.left_padding[row])
         if first < self._pair.count:
             keys, values = ordered(self._pair, self._index).view()
             alone._pair = TokenPair.copied(
                 keys[row : row + 1, :, first:], values[row : row + 1, :, first:], self._max_size
             )
-            alone._offset, alone._index = int(self._row_offset[row]), alone._pair.length
+            alone._offset, alone._index = int(self.rope_offset[row]), alone._pair.length
         return alone
 
     @classmethod
@@ -307,8 +308,9 @@ class BatchRotatingKVCache(PairCache):
         together = right_justified([(1, pair) for pair in newest])
         batch = cls(caches[0].max_size, [together.count - pair.count for pair in newest])
         batch._pair, batch._index = together, together.length
-        batch._row_offset = np.array([cache.offset for cache in caches], np.int64)
-        batch._offset = int(batch._row_offset.max())
+        row_offset = np.array([cache.offset for cache in caches], np.int64)
+        batch._offset = int(row_offset.max())
+        batch._set_rows(batch.left_padding, row_offset)
         return batch
 
     @property
@@ -321,11 +323,11 @@ class BatchRotatingKVCache(PairCache):
         self._refuse_pending("state")
         if self._pair.count == 0:
             return ()
-        return (*self._pair.view(), self._row_offset.copy(), self._padding.copy())
+        return (*self._pair.view(), self.rope_offset, self.left_padding)
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        padding, pair = self._padding, TokenPair()
+        padding, pair = self.left_padding, TokenPair()
         row_offset: Rows = -padding
         if len(state):
             if len(state) != 4:
@@ -339,15 +341,15 @@ class BatchRotatingKVCache(PairCache):
             padding = np.maximum(
                 row_counts("left_padding", state[3], row_offset.size, signed=True), 0
             )
-        self._pair, self._padding, self._row_offset = pair, padding, row_offset
+        self._pair, self._ends = pair, None
         self._offset = self._index = pair.length
-        self._ends = None
+        self._set_rows(padding, row_offset)
 
     @property
     def meta_state(self) -> tuple[str, ...]:
         """``(max_size, offset, index, rotated)`` as text; then the padding of an empty batch."""
         numbers = str(self._max_size), str(self._offset), str(self._index), str(self.rotated)
-        return numbers if self._pair.count else (*numbers, *(str(p) for p in self._padding))
+        return numbers if self._pair.count else (*numbers, *(str(p) for p in self.left_padding))
 
     @meta_state.setter
     def meta_state(self, meta: Sequence[Any]) -> None:
@@ -356,13 +358,14 @@ class BatchRotatingKVCache(PairCache):
         if len(meta) < 4 or meta[3] not in ("True", "False"):
             raise CacheValueError(f"rotated of a BatchRotatingKVCache is {meta[3:4]!r}, no flag")
         rotated, rows = meta[3] == "True", self._pair.length
+        padding, row_offset = self.left_padding, self.rope_offset
         told = f"max_size={max_size}, offset={offset}, index={index}, {rotated=}, {rows} columns"
         if rows == 0:
             if offset or index or rotated:
                 raise CacheValueError(f"an empty ring has offset 0 and index 0; got {told}")
             if len(meta) > 4:
-                self._padding = parse_padding(meta[4:])
-            self._row_offset = -self._padding
+                padding = parse_padding(meta[4:])
+            row_offset = -padding
         elif len(meta) > 4 or max_size == 0 or index > rows or rows > offset:
             raise CacheValueError(f"columns, index and offset of a ring do not fit: {told}")
         elif rotated and rows != max_size:
@@ -372,6 +375,7 @@ class BatchRotatingKVCache(PairCache):
         if not rotated:
             self._pair.length = index  # what lies behind was trimmed
         self._max_size, self._offset, self._index = max_size, offset, index
+        self._set_rows(padding, row_offset)
 
 
 def _refuse_sizes(sizes: list[int]) -> None:

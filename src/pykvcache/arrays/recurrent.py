@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pykvcache.arrays._base import Arrays, BaseCache
 from pykvcache.arrays._checks import as_int
-from pykvcache.arrays._rows import Counts, Rows, row_counts, row_indices
+from pykvcache.arrays._rows import Counts, Rows, announced, row_counts, row_indices
 from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported
 
 if TYPE_CHECKING:
@@ -111,10 +111,7 @@ class ArraysCache(BaseCache):
         the same. Left padding on a cache with content raises ``CacheValueError``.
         """
         batch = self.batch_size if not self.is_empty() or self._padding is not None else None
-        left = None if left_padding is None else row_counts("left_padding", left_padding, batch)
-        real = None if lengths is None else row_counts("lengths", lengths, batch)
-        if right_padding is not None:
-            row_counts("right_padding", right_padding, batch)
+        left, real, _ = announced(batch, left_padding, lengths, right_padding)
         if left is not None and not self.is_empty():
             raise CacheValueError("left padding can only be added to an empty ArraysCache")
         if left is not None:

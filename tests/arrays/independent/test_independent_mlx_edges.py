@@ -27,6 +27,7 @@ from pykvcache.arrays import (
     PromptTrie,
     QuantizedKVCache,
     RotatingKVCache,
+    TokenBuffer,
     can_trim_prompt_cache,
     create_attention_mask,
     create_causal_mask,
@@ -774,6 +775,16 @@ def test_trimming_prompt_caches_is_all_or_nothing() -> None:
     with pytest.raises(KvCacheError):
         trim_prompt_cache(caches, -1)
     assert trim_prompt_cache([], 3) == 0
+
+
+def test_a_token_buffer() -> None:
+    buffer = TokenBuffer([1, 2])
+    assert buffer.update([3]).tolist() == [1, 2, 3]
+    for token in range(4, 600):
+        buffer.update([token])
+    assert len(buffer) == 599
+    assert buffer.tokens.tolist() == list(range(1, 600))
+    assert TokenBuffer().update([]).tolist() == []
 
 
 def test_the_trie() -> None:

@@ -1,13 +1,31 @@
-"""Tokens as arrays and back, for the caches of (batch, heads, tokens, dim)."""
+"""Tokens as arrays and back, and states, for the caches of (batch, heads, tokens, dim)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pykvcache.arrays import (
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    from_state,
+)
+
 HEADS, K_DIM, V_DIM = 2, 3, 2
+
+SINGLE: dict[str, Callable[[], Any]] = {
+    "KVCache": KVCache,
+    "ConcatenateKVCache": ConcatenateKVCache,
+    "ChunkedKVCache": lambda: ChunkedKVCache(4),
+    "RotatingKVCache": lambda: RotatingKVCache(6, keep=2),
+    "QuantizedKVCache": lambda: QuantizedKVCache(32, 8),
+}
 
 
 def keys_of(tokens: Any) -> NDArray[np.float32]:
@@ -66,3 +84,42 @@ def feed(
         plain = mask if mask.ndim == 2 else mask[:, 0]
         visible = np.broadcast_to(plain, (batch, n, total))
     return [[held[row][visible[row, i]].tolist() for i in range(n)] for row in range(batch)]
+
+
+def wide(tokens: int, seed: int = 0, batch: int = 1, dim: int = 64) -> Any:
+    return np.random.default_rng(seed).standard_normal((batch, 2, tokens, dim)).astype(np.float32)
+
+
+def filled(name: str, tokens: int = 3) -> Any:
+    cache = SINGLE[name]()
+    if tokens:
+        cache.update(wide(tokens), wide(tokens, 1))
+    return cache
+
+
+def rebuilt(kind: str, state: Any, meta: Any) -> Any:
+    return from_state(kind, state, meta)
+
+
+def leaves(state: Any) -> list[Any]:
+    """Arrays of a state, however it nests."""
+    if isinstance(state, np.ndarray):
+        return [state]
+    if isinstance(state, (tuple, list)):
+        return [leaf for part in state for leaf in leaves(part)]
+    return []
+
+
+def same_state(first: Any, second: Any) -> None:
+    one, two = leaves(first.state), leaves(second.state)
+    assert len(one) == len(two)
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert first.meta_state == second.meta_state
+    assert np.array_equal(first.rope_offset, second.rope_offset)
+
+
+def leaves_of_meta(meta: Any) -> list[Any]:
+    if isinstance(meta, (tuple, list)):
+        return [leaf for part in meta for leaf in leaves_of_meta(part)]
+    return [] if meta == "" else [meta]

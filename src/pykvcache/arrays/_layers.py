@@ -35,6 +35,7 @@ class Layer:
         "key_shape",
         "keys",
         "keys_out",
+        "permuted_v",
         "value_shape",
         "values",
         "values_out",
@@ -55,12 +56,26 @@ class Layer:
             self.values = self.values.transpose(2, 0, 1)
         else:
             self.values = np.zeros((n_cells, *value.shape[1:]), dtype)
-        self.keys_out = self.keys.view()
-        self.values_out = self.values.transpose(1, 2, 0) if permuted_v else self.values.view()
-        self.keys_out.flags.writeable = self.values_out.flags.writeable = False
+        self.permuted_v = permuted_v
         self.dtype_in = dtype
         self.key_shape: tuple[int, ...] | None = None
         self.value_shape: tuple[int, ...] | None = None
+        self._make_views()
+
+    def _make_views(self) -> None:
+        self.keys_out = self.keys.view()
+        self.values_out = self.values.transpose(1, 2, 0) if self.permuted_v else self.values.view()
+        self.keys_out.flags.writeable = self.values_out.flags.writeable = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copied one by one, the views would no longer be views.
+        out = ("keys_out", "values_out")
+        return {name: getattr(self, name) for name in self.__slots__ if name not in out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._make_views()
 
     def expect(self, n_tokens: int | None) -> None:
         """Set the shapes that ``put`` takes in this pass; None takes none."""
@@ -79,13 +94,16 @@ class LayerStore:
     layers : dict of int to Layer
     active : Layer or None
         The layer that was selected, if it has arrays.
+    dtype : dtype
+        Of K and V.
     """
 
     def __init__(self, n_cells: int, dtype: np.dtype[Any], permuted_v: bool) -> None:
         self.layers: dict[int, Layer] = {}
         self.active: Layer | None = None
         self._index = 0
-        self._n_cells, self._dtype, self._permuted_v = n_cells, dtype, permuted_v
+        self.dtype = dtype
+        self._n_cells, self._permuted_v = n_cells, permuted_v
 
     def select(self, index: int) -> None:
         """Make a layer the active one."""
@@ -98,8 +116,8 @@ class LayerStore:
 
     def put(self, key: Any, value: Any, n_tokens: int, slot: slice, reserve: bool) -> None:
         """Check and store K and V of a batch in the active layer; see `CausalCache.put`."""
-        key = as_storable("key", key, self._dtype)
-        value = as_storable("value", value, self._dtype)
+        key = as_storable("key", key, self.dtype)
+        value = as_storable("value", value, self.dtype)
         for name, array in (("key", key), ("value", value)):
             if array.ndim != 3:
                 raise CacheValueError(
@@ -114,7 +132,7 @@ class LayerStore:
             raise CacheValueError(f"key has {key.shape[1]} heads, but value {value.shape[1]}")
         layer = self.active
         if layer is None:
-            layer = Layer(self._n_cells, key, value, self._dtype, self._permuted_v)
+            layer = Layer(self._n_cells, key, value, self.dtype, self._permuted_v)
             layer.expect(None if reserve else n_tokens)
             self.active = self.layers[self._index] = layer
         for name, array, kept in (("key", key, layer.keys), ("value", value, layer.values)):
@@ -158,11 +176,11 @@ class LayerStore:
                 shift = np.where(cut.later[span], cut.begin - cut.end, 0).astype(np.int32)
                 # A copy: what fails half-way has then not touched the cache.
                 before = layer.keys[span].copy()
-                after = as_storable("shift_fn's key", shift_fn(index, before, shift), self._dtype)
+                after = as_storable("shift_fn's key", shift_fn(index, before, shift), self.dtype)
                 if after.shape != before.shape:
                     raise CacheValueError(
                         f"shift_fn returned shape {after.shape} for keys of {before.shape}"
                     )
-                rotated = after[cells - span.start].astype(self._dtype, copy=False)
+                rotated = after[cells - span.start].astype(self.dtype, copy=False)
                 out.append((layer, cells, rotated))
         return out

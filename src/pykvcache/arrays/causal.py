@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
+import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._batch import (
@@ -48,6 +49,8 @@ class CausalCache(FamilyCache):
     - Defragmenting keeps positions with their data (Ollama swaps the positions of two cells that
       move as neighbours), and moves runs of any length as one.
     - ``copy_prefix(s, s, n)`` keeps the first `n` positions; Ollama wipes the sequence.
+
+    ``copy.deepcopy`` makes an independent cache of the same contents.
 
     A position stored twice in a sequence is two tokens, both visible, as in Ollama.
 
@@ -105,6 +108,11 @@ class CausalCache(FamilyCache):
 
     def _sized(self, *sizes: Any) -> Setup:
         return Setup.sized(self._config or CacheConfig(), self._window, self._window_memory, *sizes)
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """What K and V are stored as; None while the cache is not set up."""
+        return None if self._setup is None else self._setup.store.dtype
 
     def close(self) -> None:
         """Free the arrays; see `Cache.close`."""

@@ -1,0 +1,419 @@
+"""What sequences share, lose and shift: sliding, resuming, copying, removing, defragmenting."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from ollama_support import INF, add_shift, attend, fill, forward, rope, rope_shift, seen
+
+from pykvcache.arrays import CacheConfig, CausalCache, ChunkedAttentionCache, SWACache, SWAMemCache
+from pykvcache.errors import CacheValueError, NotSupported, PositionError, SharedCellsError
+
+
+def made(cache: Any, sequences: int = 1, capacity: int = 16, max_batch: int = 8) -> Any:
+    cache.init(np.float32, sequences, capacity, max_batch)
+    return cache
+
+
+def held(cache: Any, positions: int = 40) -> list[int]:
+    """Return from which positions sequence 0 can be resumed."""
+    return [pos for pos in range(positions) if cache.can_resume(0, pos)]
+
+
+# A.1 updateSlidingWindow: cells below lowest - memory go, and become free.
+def test_sliding_window_drops_what_lies_below_the_memory() -> None:
+    cache = made(SWAMemCache(2, 4), max_batch=2)
+    fill(cache, 10)
+    # The last batch began at 9: 5 and above are kept, so that 7 is the first to be resumed.
+    assert held(cache) == [7, 8, 9, 10]
+    # 4 + 2 cells serve a sequence of any length.
+    fill(cache, 30, start=10)
+    assert held(cache) == [37, 38, 39]
+
+
+# A.1 updateSlidingWindow: the lowest position of the sequence in the batch counts.
+def test_sliding_window_is_that_of_the_lowest_position_in_the_batch() -> None:
+    cache = made(SWACache(2), max_batch=4)
+    fill(cache, 4, step=4)
+    _, mask = forward(cache, [6, 4, 5], [0, 0, 0], [6, 4, 5])
+    assert sum(entry == 0 for entry in mask[1]) == 3
+    # 2 is still there for the token at 4; the token at 6 sees 4, 5 and itself.
+    assert held(cache, 8) == [4, 5, 6, 7]
+    assert [sum(entry == 0 for entry in row) for row in mask] == [3, 3, 3]
+
+
+# A.1 updateSlidingWindow: sequences outside the batch slide too, to their last position + 1.
+def test_sliding_window_moves_for_sequences_outside_the_batch() -> None:
+    cache = made(SWACache(3), sequences=2, max_batch=8)
+    fill(cache, 8, step=8)
+    assert held(cache, 9) == list(range(9))
+    forward(cache, [0], [1], [0])
+    # The memory is 4 here: tokens 4 to 7 of sequence 0 are left for a token at 8.
+    assert held(cache, 9) == [7, 8]
+
+
+# A.1 updateSlidingWindow: the history covers only what the batch's window needs.
+def test_history_covers_only_the_window_of_the_batch() -> None:
+    cache = made(SWAMemCache(1, 8), capacity=32, max_batch=1)
+    fill(cache, 8)
+    assert forward(cache, [8], [0], [8]) == ([7, 8], [[0, 0]])
+    # Sequences that are not in the batch do not widen it.
+    cache = made(SWAMemCache(1, 4), sequences=2, capacity=32, max_batch=4)
+    fill(cache, 3, sequence=1)
+    fill(cache, 3)
+    assert forward(cache, [9], [1], [3])[0] == [2, 0, 1, 2, 9]
+    assert forward(cache, [9], [0], [3])[0] == [2, 9, 9]
+
+
+# A.1 updateSlidingWindow: a shared cell is free when no sequence is left.
+def test_sliding_window_drops_only_its_own_reference() -> None:
+    cache = made(SWACache(2), sequences=2, max_batch=4)
+    fill(cache, 3, step=3)
+    cache.copy_prefix(0, 1, 3)
+    fill(cache, 6, start=3)
+    assert seen(cache, 1, 3) == [0.5, 1, 2]
+
+
+# A.1 CanResume: no sliding means always, for unknown sequences too.
+def test_can_resume_without_sliding_is_always_true() -> None:
+    for cache in (CausalCache(), ChunkedAttentionCache(2), SWACache(16)):
+        made(cache)
+        assert cache.can_resume(7, 0)
+        fill(cache, 3)
+        assert cache.can_resume(0, 12)
+
+
+# A.1 CanResume: unknown or empty sequences cannot be resumed in a sliding cache.
+def test_can_resume_needs_a_sequence_in_a_sliding_cache() -> None:
+    cache = made(SWACache(4), max_batch=4)
+    assert not cache.can_resume(0, 0)
+    fill(cache, 4)
+    cache.remove(0, 0)
+    assert not cache.can_resume(0, 0)
+    cache.copy_prefix(0, 1, 4)
+    assert not cache.can_resume(1, 0)
+
+
+# A.1 CanResume: max(0, pos - window) >= first stored and pos <= last + 1.
+def test_can_resume_needs_the_whole_window() -> None:
+    cache = made(SWAMemCache(3, 5), capacity=32, max_batch=1)
+    fill(cache, 4)
+    assert held(cache) == [0, 1, 2, 3, 4]
+    fill(cache, 6, start=4)
+    # Kept: 4 to 9.
+    assert held(cache) == [7, 8, 9, 10]
+    # A.1 the window moves at the start of a batch, not with the tokens that it drops.
+    cache.remove(0, 8)
+    assert held(cache) == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("seq", "pos", "error"), [(-1, 0, CacheValueError), (0, -1, PositionError)]
+)
+def test_can_resume_refuses_negative_numbers(seq: int, pos: int, error: type) -> None:
+    with pytest.raises(error):
+        made(CausalCache()).can_resume(seq, pos)
+
+
+# A.1 CopyPrefix shares every source cell below len; nothing is copied.
+def test_copy_prefix_shares_cells() -> None:
+    cache = made(CausalCache(), capacity=6)
+    fill(cache, 4, step=4)
+    cache.copy_prefix(0, 1, 2)
+    assert forward(cache, [7, 8], [1, 1], [2, 3]) == (
+        [0, 1, 2, 3, 7, 8],
+        [[0, 0, -INF, -INF, 0, -INF], [0, 0, -INF, -INF, 0, 0]],
+    )
+    cache.remove(1, 2)
+    assert seen(cache, 0, 4) == [0, 0.5, 1, 2, 3]
+
+
+# A.1 CopyPrefix removes what the destination held.
+def test_copy_prefix_replaces_the_destination() -> None:
+    cache = made(CausalCache())
+    fill(cache, 4, step=4)
+    forward(cache, [50, 51, 52], [1] * 3, range(3))
+    cache.copy_prefix(0, 1, 2)
+    assert seen(cache, 1, 2) == [0, 0.5, 1]
+    cache.copy_prefix(9, 1, 5)
+    assert seen(cache, 1, 0) == [0.5]
+    cache.copy_prefix(0, 1, 2**40)
+    assert seen(cache, 1, 4) == [0, 0.5, 1, 2, 3]
+    cache.copy_prefix(0, 1, 0)
+    assert seen(cache, 1, 0) == [0.5]
+
+
+# A.1 CopyPrefix(s, s, len), which wipes the sequence in the seed, keeps the prefix.
+def test_copy_prefix_onto_itself_keeps_the_prefix() -> None:
+    cache = made(CausalCache())
+    fill(cache, 4, step=4)
+    cache.copy_prefix(0, 0, 9)
+    cache.copy_prefix(0, 0, 2)
+    assert seen(cache, 0, 2) == [0, 0.5, 1]
+
+
+@pytest.mark.parametrize("arguments", [(-1, 0, 1), (0, -1, 1), (0, 1, -1)])
+def test_copy_prefix_refuses_negative_numbers(arguments: tuple[int, int, int]) -> None:
+    cache = made(CausalCache())
+    fill(cache, 2)
+    with pytest.raises(CacheValueError):
+        cache.copy_prefix(*arguments)
+    assert seen(cache, 0, 2) == [0, 0.5, 1]
+
+
+# A.1 Remove to the end never fails: shared cells, no shift_fn, unknown sequences, nothing left.
+def test_remove_to_the_end_never_fails() -> None:
+    for cache in (CausalCache(), SWACache(2), ChunkedAttentionCache(8)):
+        made(cache, sequences=2)
+        fill(cache, 5, step=5)
+        cache.copy_prefix(0, 1, 4)
+        cache.remove(0, 3)
+        cache.remove(0, 3)
+        cache.remove(0, 100)
+        cache.remove(77, 0)
+        # A.1 MaxInt32 is the end as well.
+        cache.remove(1, 2, 2**31 - 1)
+        assert max(seen(cache, 0, 3)) == 2
+        assert max(seen(cache, 1, 2)) == 1
+
+
+# A.1 Remove from the middle: later positions move up and their keys are shifted.
+def test_remove_from_the_middle_shifts_later_tokens() -> None:
+    cache = made(CausalCache(add_shift))
+    fill(cache, 6, step=6)
+    cache.remove(0, 1, 3)
+    cache.start_forward([4], [0])
+    cache.put(np.full((1, 1, 1), 4.0), np.full((1, 1, 1), 6.0))
+    key, value, mask = cache.get()
+    visible = mask[0] == 0
+    assert key.ravel()[visible].tolist() == [0, 4, 1, 2, 3]
+    assert value.ravel()[visible].tolist() == [0, 6, 3, 4, 5]
+
+
+# A.1 Remove: with a gap of its own, a sequence is moved by begin - end all the same.
+def test_remove_of_positions_that_are_not_there_moves_later_tokens() -> None:
+    cache = made(CausalCache(add_shift))
+    forward(cache, [0, 5], [0, 0], [0, 5])
+    cache.remove(0, 1, 4)
+    assert seen(cache, 0, 3) == [0, 0.5, 2]
+    cache.remove(0, 2, 2)
+    assert sorted(seen(cache, 0, 4)) == [0, 0.5, 0.5, 2]
+
+
+# A.1 shift(): chunks of max_batch cells, trimmed to first..last affected, untouched ones skipped.
+def test_keys_are_shifted_in_chunks_of_max_batch_cells() -> None:
+    calls = []
+
+    def shift_fn(layer: int, key: Any, shift: Any) -> Any:
+        calls.append((layer, key.ravel().tolist(), shift.tolist()))
+        assert shift.dtype.kind == "i"
+        return key + shift[:, None, None]
+
+    cache = made(CausalCache(shift_fn), max_batch=4)
+    forward(cache, [0, 1, 2, 3], [0] * 4, range(4))
+    forward(cache, [4, 50, 5], [0, 1, 0], [4, 0, 5])
+    forward(cache, [51, 6], [1, 0], [1, 6])
+    for layer in (2, 0):
+        cache.set_layer(layer)
+        cache.put(np.ones((2, 1, 1)), np.ones((2, 1, 1)))
+    calls.clear()
+    cache.remove(0, 1, 4)
+    # Cells 0 to 3 hold nothing that moves; cell 8 starts a chunk of its own.
+    assert [call for call in calls if call[0] == 0] == [
+        (0, [4, 50, 5], [-3, 0, -3]),
+        (0, [1], [-3]),
+    ]
+    assert [layer for layer, _, _ in calls] == [0, 2, 0, 2]
+    assert seen(cache, 1, 2) == [0.5, 1, 50]
+
+
+# A.1 shift(): what shift_fn gets is its own, and a shift of 0 is not written back.
+def test_shift_fn_may_write_to_its_keys_and_cannot_touch_other_sequences() -> None:
+    def shift_fn(layer: int, key: Any, shift: Any) -> Any:
+        key += 1000 * (shift != 0)[:, None, None] - 500
+        return key
+
+    cache = made(CausalCache(shift_fn))
+    forward(cache, [0, 10, 1, 11, 2, 12], [0, 1] * 3, [0, 0, 1, 1, 2, 2])
+    cache.remove(0, 1, 2)
+    cache.start_forward([3], [1])
+    # From the first cell of sequence 1 on; the new token has the cell that 1 left.
+    assert cache.get()[0].ravel().tolist() == [10, 1, 11, 502, 12]
+
+
+# A.1 a later cell that another sequence shares cannot be shifted.
+def test_remove_before_shared_tokens_is_refused() -> None:
+    cache = made(CausalCache(add_shift))
+    fill(cache, 4, step=4)
+    cache.copy_prefix(0, 1, 4)
+    with pytest.raises(SharedCellsError, match="shared by multiple sequences") as caught:
+        cache.remove(0, 1, 2)
+    assert not isinstance(caught.value, NotSupported)
+    # Shared tokens before the cut do no harm; nor do those in it.
+    cache.copy_prefix(0, 1, 2)
+    cache.remove(0, 1, 3)
+    assert seen(cache, 0, 2) == [0, 0.5, 1]
+    assert seen(cache, 1, 2) == [0, 0.5, 1]
+
+
+# A.1 shiftFn nil: ErrNotSupported, unless nothing comes after the end.
+def test_remove_from_the_middle_needs_a_shift_fn() -> None:
+    cache = made(CausalCache())
+    fill(cache, 4, step=4)
+    with pytest.raises(NotSupported, match="without a shift_fn"):
+        cache.remove(0, 1, 2)
+    cache.remove(0, 2, 4)
+    assert seen(cache, 0, 2) == [0, 0.5, 1]
+    cache.remove(0, 1, 100)
+    assert seen(cache, 0, 1) == [0, 0.5]
+
+
+# A.1 a sequence without tokens is deleted, and leaves nothing behind.
+def test_removed_sequences_leave_nothing_behind() -> None:
+    cache = made(SWAMemCache(2, 4), capacity=32)
+    sizes = set()
+    for seq in range(100, 164):
+        fill(cache, 8, sequence=seq)
+        cache.copy_prefix(seq, seq + 1000, 7)
+        cache.remove(seq, 0)
+        assert not cache.can_resume(seq, 0)
+        cache.remove(seq + 1000, 0, 8)
+        sizes.add(len(pickle.dumps(cache)))
+    assert max(sizes) - min(sizes) < 64
+
+
+# A.1 the documented hole: a removal that pulls the window over dropped tokens is refused.
+def test_remove_that_pulls_the_window_over_dropped_tokens_is_refused() -> None:
+    cache = made(SWAMemCache(3, 5, add_shift), capacity=32, max_batch=1)
+    fill(cache, 12)
+    # Kept: 6 to 11. Without 2 of them the next token, at 10, attends back to 7.
+    with pytest.raises(NotSupported, match="at 8 attends back to 5, but the tokens below 6"):
+        cache.remove(0, 7, 11)
+    cache.remove(0, 7, 9)
+    assert seen(cache, 0, 10) == [0.5, 7, 8, 9]
+
+
+# A.1 the documented hole: tokens that were dropped may be removed, and a copy inherits the hole.
+def test_dropped_tokens_count_where_they_are() -> None:
+    cache = made(SWAMemCache(3, 5, add_shift), sequences=2, capacity=32, max_batch=1)
+    fill(cache, 12)
+    cache.remove(0, 1, 4)
+    assert seen(cache, 0, 9) == [0.5, 6, 7, 8]
+    cache.remove(0, 9)
+    # 1 to 9 gone, of which 1 and 2 were dropped long ago: 0 is missing before the next token.
+    with pytest.raises(NotSupported, match="below 1 were dropped"):
+        cache.remove(0, 1, 8)
+    # Position 0 itself may go with them: then nothing is missing.
+    cache.remove(0, 0, 8)
+    assert seen(cache, 0, 1) == [0, 0.5]
+
+
+# A.1 the documented hole, for copies.
+def test_copies_know_what_was_dropped() -> None:
+    cache = made(SWAMemCache(2, 4, add_shift), sequences=2, capacity=32, max_batch=1)
+    fill(cache, 8)
+    cache.copy_prefix(0, 1, 8)
+    cache.remove(0, 0)
+    with pytest.raises(NotSupported, match="dropped"):
+        cache.remove(1, 3, 7)
+    cache.remove(1, 4, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0, 3, 2), PositionError, "begin is 3, over end, which is 2"),
+        ((0, -1), PositionError, "begin is -1"),
+        ((0, 0, -1), PositionError, "end is -1"),
+        ((0, 0, 2**31), PositionError, "end is 2147483648"),
+        ((-1, 0), CacheValueError, "seq is -1"),
+        ((0, 1.0), TypeError, "not float"),
+        ((0, True), TypeError, "not bool"),
+        ((None, 0), TypeError, "not NoneType"),
+    ],
+)
+def test_remove_refuses_bad_ranges(arguments: Any, error: type, message: str) -> None:
+    cache = made(CausalCache())
+    fill(cache, 4, step=4)
+    with pytest.raises(error, match=message):
+        cache.remove(*arguments)
+    assert seen(cache, 0, 4) == [0, 0.5, 1, 2, 3]
+
+
+# A.1 defrag: holes at the front are filled from the end, neighbours together and in order.
+def test_full_cache_is_defragmented_and_keeps_position_and_data_paired() -> None:
+    cache = made(CausalCache(add_shift), max_batch=16)
+    fill(cache, 16, step=16)
+    cache.remove(0, 2, 4)
+    cache.remove(0, 13)
+    numbers, mask = forward(cache, [20, 21, 22], [0] * 3, [13, 14, 15])
+    assert numbers == [0, 1, 11, 12, *range(2, 11), 20, 21, 22]
+    assert mask[0] == [0] * 14 + [-INF] * 2
+    # Each key is the position of its token: it shows where the position went.
+    cache.remove(0, 12)
+    assert seen(cache, 0, 12) == sorted([*range(12), 0.5])
+
+
+# A.1 defrag (beat): runs of any length move as one.
+def test_defragmenting_keeps_the_order_of_long_runs() -> None:
+    cache = made(CausalCache(), max_batch=16)
+    forward(cache, range(100, 106), [1] * 6, range(6))
+    fill(cache, 9, step=9)
+    cache.remove(1, 1, 6)
+    numbers, _ = forward(cache, range(9, 15), [0] * 6, range(9, 15))
+    assert numbers == [4, 5, 6, 7, 8, 0, 1, 2, 3, *range(9, 15)]
+
+
+# A.1 defrag: ranges and the window are recomputed, V follows in both layouts, in all layers.
+@pytest.mark.parametrize("permuted_v", [False, True])
+def test_defragmenting_moves_every_layer(permuted_v: bool) -> None:
+    cache = CausalCache()
+    cache.set_config(CacheConfig(permuted_v=permuted_v))
+    made(cache, capacity=8)
+    random = np.random.default_rng(3)
+    k, v = random.normal(size=(2, 8, 2, 4)), random.normal(size=(2, 8, 2, 3))
+
+    def put(tokens: list[int], sequences: list[int], positions: list[int]) -> None:
+        cache.start_forward(positions, sequences)
+        for layer in (0, 1):
+            cache.set_layer(layer)
+            cache.put(k[layer, tokens], v[layer, tokens])
+
+    put([0, 1, 2, 3, 4, 5], [1, 0, 1, 0, 1, 0], [0, 0, 1, 1, 2, 2])
+    cache.remove(1, 0)
+    put([6, 7], [0, 0], [3, 4])
+    put([0, 2, 4], [2, 2, 2], [0, 1, 2])
+    cache.start_forward([5], [0], reserve=True)
+    for layer in (0, 1):
+        cache.set_layer(layer)
+        key, value, mask = cache.get()
+        if permuted_v:
+            value = value.transpose(2, 0, 1)
+        mine = mask[0] == 0
+        order = np.argsort([np.abs(k[layer] - row).sum((1, 2)).argmin() for row in key[mine]])
+        np.testing.assert_allclose(key[mine][order], k[layer, [1, 3, 5, 6, 7]], rtol=1e-6)
+        np.testing.assert_allclose(value[mine][order], v[layer, [1, 3, 5, 6, 7]], rtol=1e-6)
+
+
+# A.1 Remove and attention: after a shift, attention equals that over the shorter history.
+def test_attention_after_a_shift_equals_attention_over_the_rest() -> None:
+    random = np.random.default_rng(11)
+    k, v = random.normal(size=(9, 2, 6)), random.normal(size=(9, 2, 4))
+    cache = CausalCache(rope_shift)
+    cache.init(np.float64, 1, 16, 3)
+    for first in range(0, 9, 3):
+        rows = slice(first, first + 3)
+        cache.start_forward(range(9)[rows], [0] * 3)
+        cache.put(rope(k[rows], range(9)[rows]), v[rows])
+    cache.remove(0, 2, 5)
+    rest = [0, 1, 5, 6, 7, 8, 8]
+    q = rope(random.normal(size=(1, 2, 6)), [6])
+    cache.start_forward([6], [0])
+    cache.put(rope(k[8:], [6]), v[8:])
+    key, value, mask = cache.get()
+    np.testing.assert_allclose(
+        attend(q, key, value, mask), attend(q, rope(k[rest], range(7)), v[rest]), rtol=1e-10
+    )

@@ -46,6 +46,13 @@ class Case:
         return MODELS[self.name]
 
     @property
+    def tolerance(self) -> float:
+        """How far logits may be from those of a fresh run."""
+        # Its GELU is a table over f16 values: the last bit of an f32 sum may choose another
+        # entry. That is rare and makes up to 1e-3; anything wrong is 50 times larger.
+        return 5 * RIGHT if self.name == "gemma3" else RIGHT
+
+    @property
     def options(self) -> dict[str, Any]:
         """For `make_context`."""
         options: dict[str, Any] = {"kv_unified": self.unified, "swa_full": self.swa_full}
@@ -126,11 +133,11 @@ class Bench:
             last = first + n - 1 if n else -1
             assert self.ctx.kv_cache_seq_pos_max(seq) == last, f"highest of sequence {seq}"
             lowest = self.ctx.kv_cache_seq_pos_min(seq)
-            if n == 0 or (self.case.info.can_remove_partial and self.case.swa_full):
-                assert lowest == (first if n else -1), f"lowest of sequence {seq}"
-            else:
+            if n and (self.case.info.n_swa or self.case.info.has_recurrent_state):
                 # A window or a state holds less than the sequence means.
                 assert first <= lowest <= last, f"lowest of sequence {seq}"
+            else:
+                assert lowest == (first if n else -1), f"lowest of sequence {seq}"
 
     def check(self, *seqs: int, n: int = 1) -> None:
         """Positions are true, and n more tokens of each sequence get the logits of a fresh run."""
@@ -141,5 +148,5 @@ class Bench:
             for _ in range(n):
                 self.feed(seq, 1)
                 difference = apart(self.ctx.logits(), self.fresh(self.held[seq]))
-                assert difference < RIGHT, f"sequence {seq} is {difference:.2g} off"
+                assert difference < self.case.tolerance, f"sequence {seq} is {difference:.3g} off"
         self.positions()

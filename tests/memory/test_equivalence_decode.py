@@ -13,7 +13,6 @@ import pytest
 
 from memory.kit import CASES, Bench, Case, apart
 from pykvcache import LlamaBatch
-from support.models import RIGHT
 
 MakeBench = Callable[..., Bench]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -43,7 +42,7 @@ def test_small_batches_change_nothing(
         n_batch, n_ubatch = 20, 20  # the encoder takes its input at once
     b = bench(case, n_batch=n_batch, n_ubatch=n_ubatch)
     tokens = b.feed(0, 45)
-    assert apart(b.ctx.logits(), b.fresh(tokens)) < RIGHT
+    assert apart(b.ctx.logits(), b.fresh(tokens)) < b.case.tolerance
     b.check(n=2)
 
 
@@ -59,7 +58,7 @@ def test_a_batch_and_an_array_are_the_same(case: Case, bench: MakeBench) -> None
     from_arrays = LlamaBatch.from_arrays(tokens, np.arange(30), 2, np.arange(30) == 29)
     for seq, batch in enumerate([one_by_one, as_sequence, from_arrays]):
         b.ctx.decode(batch)
-        assert apart(b.ctx.logits(), b.fresh(tokens)) < RIGHT
+        assert apart(b.ctx.logits(), b.fresh(tokens)) < b.case.tolerance
         b.held[seq] = tokens.tolist()
     b.check()
 
@@ -74,7 +73,7 @@ def test_every_requested_row_is_that_of_its_prefix(
     wanted = [0, 3, 22, 23, 24, 39]
     b.ctx.decode(LlamaBatch.from_arrays(tokens, np.arange(40), 0, np.isin(np.arange(40), wanted)))
     for i in wanted:
-        assert apart(b.ctx.logits(i), b.fresh(tokens[: i + 1])) < RIGHT, f"row {i}"
+        assert apart(b.ctx.logits(i), b.fresh(tokens[: i + 1])) < b.case.tolerance, f"row {i}"
     for back, i in enumerate(reversed(wanted), start=1):
         np.testing.assert_array_equal(b.ctx.logits(-back), b.ctx.logits(i))
     with pytest.raises(IndexError):
@@ -98,7 +97,7 @@ def test_several_sequences_in_one_batch_do_not_see_each_other(case: Case, bench:
     b.ctx.decode(batch)
     for row, (seq, i) in enumerate(rows):
         if i == lengths[seq] - 1:
-            assert apart(b.ctx.logits(row), b.fresh(b.held[seq])) < RIGHT
+            assert apart(b.ctx.logits(row), b.fresh(b.held[seq])) < b.case.tolerance
     b.check(n=2)
 
 

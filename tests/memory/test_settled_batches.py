@@ -21,7 +21,6 @@ from pykvcache import (
     SequenceIdError,
     UnsupportedOperation,
 )
-from support.models import RIGHT
 
 MakeBench = Callable[..., Bench]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -120,11 +119,11 @@ def test_batches_beyond_n_batch_are_split(case: Case, bench: MakeBench) -> None:
         batch.add_sequence(b.held[seq], seq)
     b.ctx.decode(batch)
     for back, seq in enumerate([2, 1, 0], start=1):
-        assert apart(b.ctx.logits(-back), b.fresh(b.held[seq])) < RIGHT
+        assert apart(b.ctx.logits(-back), b.fresh(b.held[seq])) < b.case.tolerance
     b.check()
     tokens = b.feed(3, 75)
-    assert apart(b.ctx.logits(), b.fresh(tokens)) < RIGHT
-    assert apart(b.ctx.logits(74), b.fresh(tokens)) < RIGHT
+    assert apart(b.ctx.logits(), b.fresh(tokens)) < b.case.tolerance
+    assert apart(b.ctx.logits(74), b.fresh(tokens)) < b.case.tolerance
     with pytest.raises(IndexError):
         b.ctx.logits(73)
     b.check()

@@ -22,9 +22,11 @@ Child = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def child() -> Child:
-    """``child(code, *args, timeout=30)``: run Python code in a process of its own."""
+    """``child(code, *args, stdin=, timeout=30)``: run Python code in a process of its own."""
 
-    def run(code: str, *args: object, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    def run(
+        code: str, *args: object, timeout: float = 30, stdin: str = ""
+    ) -> subprocess.CompletedProcess[str]:
         env = os.environ | {
             # Otherwise every abort first tries to start a debugger.
             "GGML_NO_BACKTRACE": "1",
@@ -33,6 +35,7 @@ def child() -> Child:
         }
         return subprocess.run(
             [sys.executable, "-c", code, *map(str, args)],
+            input=stdin,
             capture_output=True,
             text=True,
             timeout=timeout,

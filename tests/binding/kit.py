@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from pykvcache import LlamaContext
+
+Change = Callable[[str, Any], Any]
 
 HELD = {0: 20, 1: 5}
 """Sequences and their lengths after `fill`."""
@@ -21,6 +23,11 @@ HELD = {0: 20, 1: 5}
 def words(n: int, seed: int = 0) -> NDArray[np.int32]:
     """Tokens that are in every test vocabulary and end no text."""
     return np.random.default_rng(seed).integers(5, 57, n).astype(np.int32)
+
+
+def differ(a: ArrayLike, b: ArrayLike) -> float:
+    """Largest difference."""
+    return float(np.abs(np.asarray(a) - np.asarray(b)).max())
 
 
 def fill(ctx: LlamaContext) -> None:
@@ -35,8 +42,13 @@ def lengths(ctx: LlamaContext) -> dict[int, int]:
     return {seq: end for seq, end in ends.items() if end}
 
 
-def with_keys(source: Path, target: Path, values: Mapping[str, str | int]) -> Path:
-    """Copy a GGUF with keys added or replaced."""
+def with_keys(
+    source: Path,
+    target: Path,
+    values: Mapping[str, str | int],
+    change: Change = lambda name, data: data,
+) -> Path:
+    """Copy a GGUF with keys added or replaced, and weights changed."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "llama")
     for field in reader.fields.values():
@@ -51,7 +63,7 @@ def with_keys(source: Path, target: Path, values: Mapping[str, str | int]) -> Pa
         else:
             writer.add_uint32(key, value)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
+        writer.add_tensor(tensor.name, change(tensor.name, tensor.data.copy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,15 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from binding.kit import lengths, words
+from binding.kit import differ, lengths, words
 from pykvcache import DecodeError, InvalidBatch, LlamaBatch, NoKvCacheSlot, UnsupportedOperation
 from support.models import RIGHT, WRONG
 
 CACHES = ["llama", "gemma3", "qwen2vl", "t5"]
-
-
-def differ(a: Any, b: Any) -> float:
-    return float(np.abs(np.asarray(a) - np.asarray(b)).max())
 
 
 # Parts --------------------------------------------------------------------------------

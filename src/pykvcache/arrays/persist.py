@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._base import BaseCache
+from pykvcache.arrays._mlx_files import is_newer, plain_values, serialized
 from pykvcache.arrays.kinds import KvCacheKind, from_state
 from pykvcache.errors import CacheDTypeError, CacheValueError
 
@@ -30,8 +31,9 @@ def save_prompt_cache(
     """Save the caches of all layers.
 
     The file holds the arrays of each layer under ``layer.array``, and as its metadata the
-    layers' meta states (``0.``), `metadata` (``1.``) and class names (``2.``), as mlx-lm's;
-    mlx-lm reads it if it knows the classes and no cache is empty. It appears under its
+    layers' meta states (``0.``), `metadata` (``1.``) and class names (``2.``). That is the
+    layout of mlx-lm up to 0.31, which reads it if it knows the classes and no cache is
+    empty; later versions have another one, which `load_prompt_cache` knows. It appears under its
     name when it is complete; one that was there before stays until then.
 
     Parameters
@@ -91,7 +93,7 @@ def load_prompt_cache(
 def load_prompt_cache(
     file_name: str | os.PathLike[str], return_metadata: bool = False
 ) -> list[BaseCache] | tuple[list[BaseCache], dict[str, str]]:
-    """Load what `save_prompt_cache`, or mlx-lm, saved.
+    """Load what `save_prompt_cache`, or mlx-lm in either of its layouts, saved.
 
     bfloat16, which NumPy lacks, becomes float32.
 
@@ -112,6 +114,9 @@ def load_prompt_cache(
         head, _, rest = key.partition(".")
         if head in parts:
             parts[head][rest] = text
+    if is_newer(texts):
+        found, metadata = _newer(arrays, texts, parts["1"]), parts["0"]
+        return (found, metadata) if return_metadata else found
     info, states = _tree(parts["0"]), _tree(arrays)
     names = _dense(_tree(parts["2"]), "class names")
     extra = (set(states) | set(info)) - set(range(len(names)))
@@ -125,6 +130,18 @@ def load_prompt_cache(
         meta = _meta(kind, info.get(i, ""))
         caches.append(from_state(kind, _state(kind, states.get(i, {}), meta), meta))
     return (caches, parts["1"]) if return_metadata else caches
+
+
+def _newer(
+    arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str], classes: Mapping[str, str]
+) -> list[BaseCache]:
+    names = _dense(_tree(classes), "class names")
+    states = _dense(_tree(plain_values(arrays, texts)), "states")
+    if len(names) != len(states) or not all(isinstance(name, str) for name in names):
+        raise CacheValueError(f"{len(states)} states have {len(names)} class names")
+    kinds = [KvCacheKind.parse(name) for name in names]
+    pairs = zip(kinds, states, strict=True)
+    return [from_state(kind, *serialized(kind, state)) for kind, state in pairs]
 
 
 def _plain(array: NDArray[Any]) -> NDArray[Any]:

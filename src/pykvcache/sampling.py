@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, SupportsIndex, TypeVar
 
 from pykvcache._convert import as_int
+from pykvcache._grammar import check_grammar
 from pykvcache._native import lib
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class Sampler:
         for what, text in (("grammar", grammar), ("grammar_root", grammar_root)):
             if text is not None and (not isinstance(text, str) or "\0" in text):
                 raise TypeError(f"{what} must be text without NUL")
+        if grammar is not None:
+            check_grammar(grammar)
         self._params: dict[str, float | int | str | None] = {
             "temperature": _number(temperature, "temperature", 0.0, 1e4),
             "top_k": as_int(top_k, "top_k", 0, 2**31 - 1),

@@ -19,7 +19,7 @@ LAYERS = [
     {"errors", "enums"},
     {"_native", "arrays"},
     {"_convert"},
-    {"batch", "_chat"},
+    {"batch", "_chat", "_grammar"},
     {"model", "_models"},
     {"sampling", "_params", "state", "kv"},
     {"memory", "facts", "introspection"},

@@ -138,6 +138,22 @@ class Bench:
                 assert first <= lowest <= last, f"lowest of sequence {seq}"
             else:
                 assert lowest == (first if n else -1), f"lowest of sequence {seq}"
+        self._cells()
+
+    def _cells(self) -> None:
+        """The attention cells are those of the sequences, each at its own position."""
+        alive = {seq: tokens for seq, tokens in self.held.items() if tokens}
+        assert set(self.ctx.sequences()) == set(alive)
+        if self.case.info.memory == "recurrent":
+            return
+        table = self.ctx.cells("attention")
+        assert table.members.any(axis=1).all(), "a cell is used that no sequence holds"
+        assert len(table) == self.ctx.n_cells_used
+        for seq, tokens in alive.items():
+            first = self.start.get(seq, 0)
+            pos = np.sort(table.pos[table.members[:, seq]])
+            wanted = np.arange(first, first + len(tokens))
+            np.testing.assert_array_equal(pos, wanted, f"cells of sequence {seq}")
 
     def check(self, *seqs: int, n: int = 1) -> None:
         """Positions are true, and n more tokens of each sequence get the logits of a fresh run."""

@@ -1,0 +1,215 @@
+"""Recurrent and hybrid memory: whole sequences, wherever llama.cpp pretends to do parts.
+
+The rows of the hazards reference are named where llama.cpp is silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from memory.kit import WHOLE_ONLY, Bench, Case
+from pykvcache import LlamaBatch, PositionError, SequenceIdError, UnsupportedOperation
+
+MakeBench = Callable[..., Bench]
+whole_case = pytest.mark.parametrize("case", WHOLE_ONLY, ids=str)
+shifting_case = pytest.mark.parametrize(
+    "case", [case for case in WHOLE_ONLY if case.info.can_shift and case.swa_full], ids=str
+)
+
+
+@whole_case
+def test_m2_all_sequences_can_be_removed(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    for seq in range(4):
+        b.feed(seq, 10)
+    assert b.ctx.clear_kv_cache_seq() is True
+    b.held = {}
+    b.positions()
+    assert b.ctx.n_cells_used == 0
+    b.feed(3, 10)
+    b.check()
+
+
+@whole_case
+def test_m4_a_bad_id_wipes_nothing(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 10)
+    b.feed(3, 10)
+    for seq in (-1, 4, 300):
+        with pytest.raises(SequenceIdError):
+            b.ctx.kv_cache_seq_keep(seq)
+        with pytest.raises(SequenceIdError):
+            b.ctx.clear_kv_cache_seq(seq)
+    b.check()
+
+
+@whole_case
+def test_m12_and_m13_a_part_is_not_copied(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 20)
+    b.feed(1, 9)
+    for p0, p1 in [(0, 10), (10, None), (5, 15), (0, 19), (1, 20), (20, None)]:
+        for dst in (1, 2):
+            with pytest.raises(UnsupportedOperation, match="whole"):
+                b.ctx.copy_kv_cache_seq(0, dst, p0, p1)
+    for n in (1, 19):
+        with pytest.raises(UnsupportedOperation):
+            b.ctx.copy_prefix(0, 1, n)
+        with pytest.raises(UnsupportedOperation):
+            b.ctx.copy_cache(0, 1, n)
+    b.check()
+    b.ctx.copy_prefix(0, 1, len(b.held[0]))
+    b.held[1] = b.held[0].copy()
+    b.check()
+
+
+@whole_case
+def test_m16_m17_and_m19_a_part_is_not_removed(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 20)
+    b.ctx.copy_kv_cache_seq(0, 1)
+    b.held[1] = b.held[0].copy()
+    for p0, p1 in [(0, 10), (5, 15), (10, None), (19, None), (19, 20), (10, 20), (1, 500)]:
+        assert b.ctx.clear_kv_cache_seq(0, p0, p1) is False
+        b.positions()
+    for begin, end in [(5, 10), (10, None), (0, 5)]:
+        with pytest.raises(UnsupportedOperation):
+            b.ctx.remove(0, begin, end)
+        b.positions()
+    assert b.ctx.clear_kv_cache_seq(0, 20) is True  # nothing is there
+    b.check()
+    assert b.ctx.clear_kv_cache_seq(0, 0, 21) is True
+    b.held[0] = []
+    b.feed(0, 5)
+    b.check()
+
+
+@whole_case
+def test_m10_and_m11_a_copy_replaces_both_halves(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 10)
+    b.feed(1, 25)
+    b.ctx.copy_kv_cache_seq(0, 1)
+    b.held[1] = b.held[0].copy()
+    b.check()
+    b.ctx.copy_kv_cache_seq(2, 1)
+    b.held[1] = []
+    b.positions()
+    b.feed(1, 12)
+    b.check()
+
+
+@whole_case
+def test_forks_of_forks_share_no_state(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 10)
+    for dst in (1, 2, 3):
+        b.ctx.copy_kv_cache_seq(0, dst)
+        b.held[dst] = b.held[0].copy()
+    b.feed(2, 3)
+    b.ctx.copy_kv_cache_seq(2, 1)
+    b.held[1] = b.held[2].copy()
+    b.feed(0, 1)
+    assert b.ctx.clear_kv_cache_seq(2)
+    b.held[2] = []
+    b.check(n=2)
+
+
+@whole_case
+def test_m22_keep_drops_both_halves(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 10)
+    for dst in (1, 2, 3):
+        b.ctx.copy_kv_cache_seq(0, dst)
+        b.held[dst] = b.held[0].copy()
+    b.feed(3, 4)
+    b.ctx.kv_cache_seq_keep(2)
+    b.held = {2: b.held[2]}
+    b.positions()
+    for seq in (0, 1, 3):
+        b.feed(seq, 6)
+    b.check()
+
+
+@shifting_case
+def test_m31_a_shift_below_zero_is_refused(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 10)
+    for delta in (-1, -10, -11, -(2**31), 2**31 - 5, 2**31 - 1):
+        with pytest.raises(PositionError):
+            b.ctx.kv_cache_seq_add(0, None, None, delta)
+        b.positions()
+    b.ctx.kv_cache_seq_add(0, None, None, 6)
+    b.start[0] = 6
+    b.check()
+    for delta in (-7, -16):
+        with pytest.raises(PositionError):
+            b.ctx.kv_cache_seq_add(0, None, None, delta)
+    b.ctx.kv_cache_seq_add(0, None, None, -6)
+    b.start[0] = 0
+    b.check()
+    # Its positions are those of an ordinary sequence: it can be removed.
+    assert b.ctx.clear_kv_cache_seq(0)
+    b.held[0] = []
+    b.positions()
+    assert b.ctx.n_cells_used == 0
+
+
+@shifting_case
+def test_a_range_that_covers_a_shifted_sequence_is_all_of_it(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 10)
+    b.ctx.kv_cache_seq_add(0, None, None, 40)
+    b.start[0] = 40
+    b.check()
+    end = b.ctx.kv_cache_seq_pos_max(0) + 1
+    assert b.ctx.clear_kv_cache_seq(0, 41, None) is False
+    assert b.ctx.clear_kv_cache_seq(0, 40, end - 1) is False
+    b.ctx.copy_kv_cache_seq(0, 1, 40, end)
+    b.held[1], b.start[1] = b.held[0].copy(), 40
+    b.check()
+    assert b.ctx.clear_kv_cache_seq(0, 40, 500) is True
+    b.held[0] = []
+    b.check()
+
+
+@shifting_case
+def test_a_copy_of_a_shifted_state_has_its_position(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 10)
+    b.ctx.kv_cache_seq_add(0, None, None, 5)
+    b.ctx.copy_kv_cache_seq(0, 2)
+    b.held[2] = b.held[0].copy()
+    b.start |= {0: 5, 2: 5}
+    b.check()
+    assert b.ctx.clear_kv_cache_seq(0)  # the attention cells were shared
+    b.held[0] = []
+    b.ctx.kv_cache_seq_add(2, None, None, -5)
+    b.start[2] = 0
+    b.check()
+
+
+@whole_case
+def test_d17_a_token_of_several_sequences_is_refused(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 5)
+    b.ctx.copy_kv_cache_seq(0, 1)
+    b.held[1] = b.held[0].copy()
+    with pytest.raises(UnsupportedOperation):
+        b.ctx.decode(LlamaBatch.from_arrays([7], [5], np.array([[0, 1]])))
+    with pytest.raises(UnsupportedOperation):
+        b.ctx.decode(LlamaBatch.from_arrays([7], [0], np.array([[2, 3]])))
+    b.check()
+
+
+@whole_case
+def test_it_can_resume_at_its_end_and_at_zero(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 10)
+    resumable = [pos for pos in range(15) if b.ctx.can_resume(0, pos)]
+    assert resumable == [0, 10]
+    assert [pos for pos in range(5) if b.ctx.can_resume(1, pos)] == [0]
+    b.check()

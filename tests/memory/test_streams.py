@@ -1,0 +1,210 @@
+"""With ``kv_unified=False`` each sequence has a stream; the calls mean what they always mean.
+
+The rows of the hazards reference are named where llama.cpp aborts or is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from memory.kit import CASES, Bench, Case
+from pykvcache import LlamaBatch, LlamaContext, NoKvCacheSlot, SequenceIdError, UnsupportedOperation
+
+MakeBench = Callable[..., Bench]
+STREAMS = [case for case in CASES if not case.unified]
+stream_case = pytest.mark.parametrize("case", STREAMS, ids=str)
+stream_partial_case = pytest.mark.parametrize(
+    "case", [case for case in STREAMS if case.info.can_remove_partial], ids=str
+)
+
+
+@stream_partial_case
+def test_m7_a_part_is_not_copied_to_another_stream(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 20)
+    b.feed(1, 9)
+    for p0, p1 in [(0, 19), (1, None), (3, 7), (19, 20), (0, 1)]:
+        for dst in (1, 2):
+            with pytest.raises(UnsupportedOperation, match="stream"):
+                b.ctx.copy_kv_cache_seq(0, dst, p0, p1)
+            b.positions()
+    with pytest.raises(UnsupportedOperation):
+        b.ctx.copy_cache(0, 1, 19)
+    with pytest.raises(UnsupportedOperation):
+        b.ctx.copy_prefix(0, 1, 19)
+    b.check()
+
+
+@stream_case
+def test_m8_ranges_near_the_cache_size_mean_what_they_say(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    size = b.ctx.n_ctx_seq
+    b.feed(0, 20)
+    b.feed(1, 9)
+    b.ctx.copy_kv_cache_seq(0, 1, 0, 0)  # empty, where llama.cpp takes everything
+    b.check()
+    for p0, p1 in [(size - 1, size), (size - 1, None), (size, None), (1, size), (1, size - 1)]:
+        # Nothing of the source lies there, or a part of it.
+        with pytest.raises(UnsupportedOperation):
+            b.ctx.copy_kv_cache_seq(0, 1, p0, p1)
+        b.positions()
+    for p1 in (size - 1, size, size + 1):
+        b.feed(1, 2) if b.held[1] else None
+        b.ctx.copy_kv_cache_seq(0, 1, 0, p1)
+        b.held[1] = b.held[0].copy()
+        b.check()
+
+
+@stream_case
+def test_m9_an_end_of_int32_max_is_the_end(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 20)
+    b.ctx.copy_kv_cache_seq(0, 1, 0, 2**31 - 1)
+    b.ctx.copy_kv_cache_seq(0, 2, None, 2**31 - 1)
+    b.held |= {1: b.held[0].copy(), 2: b.held[0].copy()}
+    b.check()
+
+
+@stream_case
+def test_m11_copying_an_empty_stream_empties_both_halves(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(1, 20)
+    b.ctx.copy_kv_cache_seq(0, 1)
+    b.held[1] = []
+    b.positions()
+    assert b.ctx.n_cells_used == 0
+    b.feed(1, 9)
+    b.check()
+
+
+@stream_case
+def test_m21_and_m22_keep_reaches_every_stream(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    for seq in range(4):
+        b.feed(seq, 10)
+    b.ctx.kv_cache_seq_keep(1)
+    b.held = {1: b.held[1]}
+    b.positions()
+    for seq in (0, 2, 3):
+        b.feed(seq, 5)
+    b.check()
+
+
+@stream_case
+def test_d17_a_token_of_several_sequences_is_refused(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 5)
+    with pytest.raises(UnsupportedOperation, match="kv_unified"):
+        b.ctx.decode(LlamaBatch.from_arrays([7, 8], [0, 1], np.array([[2, 3], [2, 3]])))
+    b.check()
+
+
+@stream_partial_case
+def test_each_stream_has_its_own_room(case: Case, bench: MakeBench) -> None:
+    b = bench(case, n_ctx=1024, n_batch=64, n_ubatch=64)
+    assert b.ctx.n_ctx == 1024
+    assert b.ctx.n_ctx_seq == 256
+    b.feed(0, 200)
+    b.feed(1, 200)
+    with pytest.raises(NoKvCacheSlot):
+        b.ctx.decode(b.prompt(57), seq_id=0)
+    b.positions()
+    b.feed(0, 55)
+    b.check(0)
+    with pytest.raises(NoKvCacheSlot):
+        b.ctx.decode([7], seq_id=0)
+    b.check(1)
+
+
+@stream_partial_case
+def test_cells_stay_in_the_stream_of_their_sequence(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    for seq in range(3):
+        b.feed(seq, 10 + seq)
+    b.ctx.copy_kv_cache_seq(1, 3)
+    table = b.ctx.cells()
+    assert b.ctx.memory_info.n_streams == 4
+    for seq, n in enumerate([10, 11, 12, 11]):
+        assert (table.stream[table.members[:, seq]] == seq).all()
+        assert table.members[:, seq].sum() == n
+    assert (table.members.sum(axis=1) == 1).all()
+
+
+@stream_case
+def test_a_copy_does_not_follow_its_source(case: Case, bench: MakeBench) -> None:
+    # The data is moved by the next decode, whichever sequence that is for.
+    b = bench(case)
+    b.feed(0, 20)
+    for between in ("other", "source", "destination", "update", "clear source"):
+        b.ctx.copy_kv_cache_seq(0, 1)
+        b.held[1] = b.held[0].copy()
+        if between == "other":
+            b.feed(2, 3)
+        elif between == "source":
+            b.feed(0, 3)
+        elif between == "destination":
+            b.feed(1, 3)
+        elif between == "update":
+            b.ctx.kv_cache_update()
+        else:
+            assert b.ctx.clear_kv_cache_seq(0)
+            b.held[0] = []
+            b.feed(0, 30)
+        b.check(1, 0)
+
+
+@stream_case
+def test_a_chain_of_pending_copies_moves_in_order(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 20)
+    b.feed(1, 13)
+    # A swap by way of 2, then a copy of a copy, with no decode between.
+    for src, dst in [(0, 2), (1, 0), (2, 1), (1, 3)]:
+        b.ctx.copy_kv_cache_seq(src, dst)
+        b.held[dst] = b.held[src].copy()
+    b.check()
+
+
+@stream_partial_case
+def test_a_pending_copy_and_a_pending_shift_together(case: Case, bench: MakeBench) -> None:
+    if not case.info.can_shift or not case.swa_full:
+        pytest.skip("this memory does not shift")
+    for first in ("shift", "copy"):
+        b = bench(case)
+        b.feed(0, 20)
+        if first == "shift":
+            b.ctx.kv_cache_seq_add(0, None, None, 7)
+            b.start[0] = 7
+            b.ctx.copy_kv_cache_seq(0, 1)
+            b.start[1] = 7
+        else:
+            b.ctx.copy_kv_cache_seq(0, 1)
+            b.ctx.kv_cache_seq_add(1, None, None, 7)
+            b.start[1] = 7
+        b.held[1] = b.held[0].copy()
+        b.check()
+        b.ctx.copy_kv_cache_seq(1, 2)
+        b.ctx.kv_cache_seq_add(1, None, None, 30)
+        b.ctx.kv_cache_seq_add(2, None, None, 4)
+        b.held[2] = b.held[1].copy()
+        b.start |= {1: 37, 2: 11}
+        b.check()
+
+
+def test_ids_end_at_n_seq_max_also_with_one_sequence(
+    make_context: Callable[..., LlamaContext],
+) -> None:
+    # M6: llama.cpp takes ids up to 255 here, and leaks the cells of such ghosts.
+    for unified in (True, False):
+        ctx = make_context("llama", n_seq_max=1, kv_unified=unified)
+        ctx.decode([5, 6, 7])
+        for seq in (1, 2, 255):
+            with pytest.raises(SequenceIdError):
+                ctx.copy_kv_cache_seq(0, seq)
+            with pytest.raises(SequenceIdError):
+                ctx.kv_cache_seq_keep(seq)
+        assert ctx.clear_kv_cache_seq(0)
+        assert ctx.n_cells_used == 0

@@ -6,6 +6,8 @@ from pykvcache.arrays.batch import BatchKVCache
 from pykvcache.arrays.batch_rotating import BatchRotatingKVCache
 from pykvcache.arrays.cache_list import CacheList
 from pykvcache.arrays.causal import CausalCache
+from pykvcache.arrays.checkpointed import RecurrentCache
+from pykvcache.arrays.checkpoints import CheckpointRing
 from pykvcache.arrays.chunked import ChunkedKVCache
 from pykvcache.arrays.encoder import EncoderCache
 from pykvcache.arrays.flat import FlatKVCache
@@ -41,6 +43,7 @@ __all__ = [
     "CacheConfig",
     "CacheList",
     "CausalCache",
+    "CheckpointRing",
     "ChunkedAttentionCache",
     "ChunkedKVCache",
     "ConcatenateKVCache",
@@ -59,6 +62,7 @@ __all__ = [
     "PromptTrie",
     "PromptTrieResult",
     "QuantizedKVCache",
+    "RecurrentCache",
     "ReprocessInputs",
     "RotatingKVCache",
     "SWACache",

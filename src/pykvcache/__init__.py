@@ -13,7 +13,35 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from pykvcache import errors
-from pykvcache.errors import *  # noqa: F403
+from pykvcache.errors import (
+    CacheDTypeError,
+    CacheKeyError,
+    CacheLayerError,
+    CacheOrderError,
+    CacheValueError,
+    ClosedError,
+    ContextCreateError,
+    DecodeAborted,
+    DecodeError,
+    InternalError,
+    InvalidBatch,
+    KvCacheConversionError,
+    KvCacheError,
+    KvCacheFull,
+    ModelLoadError,
+    NoKvCacheSlot,
+    NoSlot,
+    NotSupported,
+    P0TooLarge,
+    P1TooLarge,
+    PositionError,
+    ReprocessInputs,
+    SeqIdTooLarge,
+    SequenceIdError,
+    SharedCellsError,
+    StateError,
+    UnsupportedOperation,
+)
 
 if TYPE_CHECKING:
     from pykvcache._models import embedded_model_path
@@ -63,30 +91,56 @@ _HOMES = {
     "system_info": "_native.lib",
 }
 
-# Written out, so that type checkers see what is exported.
+# Written out, errors included, so that type checkers see what is exported.
 __all__ = [
     "AttentionType",
+    "CacheDTypeError",
+    "CacheKeyError",
+    "CacheLayerError",
+    "CacheOrderError",
+    "CacheValueError",
     "CellTable",
+    "ClosedError",
+    "ContextCreateError",
+    "DecodeAborted",
+    "DecodeError",
     "FlashAttention",
     "GgmlType",
+    "InternalError",
+    "InvalidBatch",
+    "KvCacheConversionError",
+    "KvCacheError",
+    "KvCacheFull",
     "LlamaBatch",
     "LlamaContext",
     "LlamaModel",
     "LoadMode",
     "MemoryInfo",
+    "ModelLoadError",
+    "NoKvCacheSlot",
+    "NoSlot",
+    "NotSupported",
+    "P0TooLarge",
+    "P1TooLarge",
     "PerfData",
     "PoolingType",
+    "PositionError",
+    "ReprocessInputs",
     "RopeScalingType",
     "RopeType",
     "Sampler",
+    "SeqIdTooLarge",
+    "SequenceIdError",
     "SequenceRange",
+    "SharedCellsError",
     "SplitMode",
+    "StateError",
+    "UnsupportedOperation",
     "__version__",
     "embedded_model_path",
     "errors",
     "system_info",
 ]
-__all__ += errors.__all__
 
 _UNBUILT = (
     "pykvcache is not built: this is a source tree without its compiled layer. "

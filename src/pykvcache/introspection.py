@@ -13,7 +13,7 @@ from pykvcache.enums import GgmlType
 
 __all__ = ["CellTable", "IntrospectionMethods", "MemoryInfo", "SequenceRange"]
 
-Part = Literal["attention", "window", "recurrent"]
+_Part = Literal["attention", "window", "recurrent"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class IntrospectionMethods:
         """Number of cells in use over all streams; states of a recurrent memory."""
         return self._native.n_cells_used
 
-    def cells(self, part: Part | None = None) -> CellTable:
+    def cells(self, part: _Part | None = None) -> CellTable:
         """Return every used cell with its position and its sequences.
 
         Parameters

@@ -304,5 +304,6 @@ cdef extern from "sync.h" namespace "pykv" nogil:
         void end()
         bool is_wanted()
         bool ask()
+
         @staticmethod
         bool poll(void*) noexcept

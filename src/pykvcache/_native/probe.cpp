@@ -1,63 +1,17 @@
-#include "probe.h"
-
-#include <algorithm>
+// Which memory a context has, what it is made of, and applying what is pending.
 #include <cstdlib>
-#include <limits>
-#include <string>
 #include <typeinfo>
-#include <vector>
 
 #ifdef __GNUG__
 #include <cxxabi.h>
 #endif
 
 #include "guarded.h"
-#include "llama-context.h"
-#include "llama-kv-cache-iswa.h"
-#include "llama-kv-cache.h"
-#include "llama-memory-hybrid-iswa.h"
-#include "llama-memory-hybrid.h"
-#include "llama-memory-recurrent.h"
-#include "llama-model.h"
+#include "probe_memory.h"
 
 namespace pykv {
 
-// A memory is at most one attention cache, a window cache beside it, and a recurrent part.
-class memory {
-  public:
-    memory_kind               kind = MEMORY_NONE;
-    std::string               name = "none";
-    no_shift                  shift = SHIFT_OK;
-    llama_memory_i *          mem = nullptr;
-    llama_kv_cache *          base = nullptr;
-    llama_kv_cache *          swa = nullptr;
-    llama_memory_recurrent *  recurrent = nullptr;
-    const llama_hparams *     hparams = nullptr;
-    std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
-};
-
 namespace {
-
-using cell_set = std::set<std::pair<llama_pos, uint32_t>>;
-
-constexpr llama_pos POS_END = std::numeric_limits<llama_pos>::max();
-
-const cell_set & cells_of(const llama_kv_cache * cache, llama_seq_id seq) {
-    return cache->get_cells(seq).seq_pos_get(seq);
-}
-
-cell_set::const_iterator from(const cell_set & cells, llama_pos p) {
-    return cells.lower_bound({p, 0});
-}
-
-// The state that holds a recurrent sequence: one cell, or none.
-const llama_memory_recurrent::mem_cell * tail_of(const memory * m, llama_seq_id seq) {
-    const auto & cells = m->recurrent->cells;
-    if (size_t(seq) >= cells.size() || cells[seq].tail < 0) {
-        return nullptr;
-    }
-    return &cells[cells[seq].tail];
-}
 
 bool rotates(const llama_kv_cache * cache, const llama_hparams & hparams) {
     for (const uint32_t il : cache->get_layer_ids()) {
@@ -142,70 +96,6 @@ void classify(memory & m) {
     }
 }
 
-// First position that a query at `next` sees.
-llama_pos window_start(const memory * m, llama_pos next) {
-    const int64_t n_swa = m->hparams->n_swa;
-    int64_t start = 0;
-    switch (m->hparams->swa_type) {
-        case LLAMA_SWA_TYPE_NONE:      break;
-        case LLAMA_SWA_TYPE_STANDARD:  start = next - n_swa + 1; break;
-        case LLAMA_SWA_TYPE_CHUNKED:   start = (next / n_swa) * n_swa; break;
-        case LLAMA_SWA_TYPE_SYMMETRIC: start = next - n_swa / 2; break;
-    }
-    return llama_pos(std::max<int64_t>(start, 0));
-}
-
-bool same_positions(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
-    const auto & held = cells_of(m->base, seq);
-    const auto & kept = cells_of(m->swa, seq);
-    auto a = from(held, p0);
-    auto b = from(kept, p0);
-    while (true) {
-        const bool a_end = a == held.end() || a->first >= p1;
-        const bool b_end = b == kept.end() || b->first >= p1;
-        if (a_end || b_end) {
-            return a_end && b_end;
-        }
-        if (a->first != b->first) {
-            return false;
-        }
-        ++a;
-        ++b;
-    }
-}
-
-// Every position of [p0, p1) moves to `moved(p)`, which must not decrease with p.
-template <class F>
-shift_problem check_moves(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, F && moved, llama_pos & where) {
-    if (!m->base) {
-        llama_pos lo, hi;
-        if (!extent(m, seq, lo, hi)) {
-            return SHIFT_FITS;
-        }
-        where = hi;
-        return moved(lo) < 0 ? SHIFT_NEGATIVE : moved(hi) >= POS_END ? SHIFT_OVERFLOW : SHIFT_FITS;
-    }
-    const auto & cells = cells_of(m->base, seq);
-    for (auto it = from(cells, p0); it != cells.end() && it->first < p1; ++it) {
-        const int64_t target = moved(it->first);
-        where = it->first;
-        if (target < 0) {
-            return SHIFT_NEGATIVE;
-        }
-        if (target >= POS_END) {
-            return SHIFT_OVERFLOW;
-        }
-        if (target < p0 || target >= p1) {
-            const auto other = from(cells, llama_pos(target));
-            if (other != cells.end() && other->first == target) {
-                where = llama_pos(target);
-                return SHIFT_COLLIDES;
-            }
-        }
-    }
-    return SHIFT_FITS;
-}
-
 }  // namespace
 
 model_facts look_at_model(const llama_model * model) {
@@ -286,176 +176,6 @@ memory_facts look_at_memory(const memory * m) {
         facts.n_cells = m->base->get_size();
     }
     return facts;
-}
-
-uint32_t n_used(const memory * m, memory_part part) {
-    if (part == PART_RECURRENT) {
-        return m->recurrent ? m->recurrent->used : 0;
-    }
-    const llama_kv_cache * cache = part == PART_WINDOW ? m->swa : m->base;
-    uint32_t used = 0;
-    // A stream is reached through a sequence of its own.
-    for (uint32_t s = 0; cache && s < cache->get_n_stream(); ++s) {
-        used += cache->get_cells(llama_seq_id(s)).get_used();
-    }
-    return used;
-}
-
-bool next_cell(const memory * m, memory_part part, uint32_t n_seq_max, uint32_t & stream, uint32_t & cell,
-               llama_pos & pos, uint8_t * members) {
-    if (part == PART_RECURRENT) {
-        for (; m->recurrent && cell < m->recurrent->size; ++cell) {
-            const auto & state = m->recurrent->cells[cell];
-            if (state.is_empty()) {
-                continue;
-            }
-            pos = state.pos;
-            for (uint32_t s = 0; s < n_seq_max; ++s) {
-                members[s] = state.has_seq_id(llama_seq_id(s));
-            }
-            return true;
-        }
-        return false;
-    }
-    const llama_kv_cache * cache = part == PART_WINDOW ? m->swa : m->base;
-    for (; cache && stream < cache->get_n_stream(); ++stream, cell = 0) {
-        const auto & cells = cache->get_cells(llama_seq_id(stream));
-        for (; cell < cells.used_max_p1(); ++cell) {
-            if (cells.is_empty(cell)) {
-                continue;
-            }
-            pos = cells.pos_get(cell);
-            for (uint32_t s = 0; s < n_seq_max; ++s) {
-                members[s] = cells.seq_has(cell, llama_seq_id(s));
-            }
-            return true;
-        }
-    }
-    return false;
-}
-
-bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi) {
-    if (m->base) {
-        const auto & cells = cells_of(m->base, seq);
-        if (cells.empty()) {
-            return false;
-        }
-        lo = cells.begin()->first;
-        hi = cells.rbegin()->first;
-        return true;
-    }
-    if (m->recurrent) {
-        const auto * cell = tail_of(m, seq);
-        if (!cell || cell->pos < 0) {
-            return false;
-        }
-        // One state stands for all tokens up to its position.
-        lo = m->first[seq];
-        hi = cell->pos;
-        return true;
-    }
-    if (!m->mem) {
-        return false;
-    }
-    lo = 0;
-    hi = m->mem->seq_pos_max(seq);
-    return hi >= 0;
-}
-
-void note_first(memory * m, llama_seq_id seq, llama_pos first) { m->first[seq] = first; }
-llama_pos first_of(const memory * m, llama_seq_id seq) { return m->first[seq]; }
-
-size_t n_held(const memory * m, llama_seq_id seq) {
-    llama_pos lo, hi;
-    if (m->base) {
-        return cells_of(m->base, seq).size();
-    }
-    return extent(m, seq, lo, hi) ? 1 : 0;
-}
-
-bool holds(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
-    const llama_pos last = last_before(m, seq, p1);
-    return last >= 0 && last >= p0;
-}
-
-llama_pos last_before(const memory * m, llama_seq_id seq, llama_pos p) {
-    if (m->base) {
-        const auto & cells = cells_of(m->base, seq);
-        auto it = from(cells, p);
-        return it == cells.begin() ? -1 : (--it)->first;
-    }
-    llama_pos lo, hi;
-    if (!extent(m, seq, lo, hi) || p <= lo) {
-        return -1;
-    }
-    return std::min(hi, p - 1);
-}
-
-bool window_intact(const memory * m, llama_seq_id seq, llama_pos next) {
-    return !m->swa || same_positions(m, seq, window_start(m, next), next);
-}
-
-bool window_dropped(const memory * m, llama_seq_id seq) {
-    return m->swa && cells_of(m->base, seq).size() != cells_of(m->swa, seq).size();
-}
-
-bool shared(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
-    for (const llama_kv_cache * cache : {m->base, m->swa}) {
-        if (!cache) {
-            continue;
-        }
-        const auto & all = cache->get_cells(seq);
-        const auto & cells = all.seq_pos_get(seq);
-        for (auto it = from(cells, p0); it != cells.end() && it->first < p1; ++it) {
-            if (all.seq_count(it->second) > 1) {
-                return true;
-            }
-        }
-    }
-    if (m->recurrent) {
-        const auto * cell = tail_of(m, seq);
-        return cell && cell->seq_id.size() > 1;
-    }
-    return false;
-}
-
-bool same_cells(const memory * m, llama_seq_id a, llama_seq_id b) {
-    for (const llama_kv_cache * cache : {m->base, m->swa}) {
-        if (cache && (&cache->get_cells(a) != &cache->get_cells(b) || cells_of(cache, a) != cells_of(cache, b))) {
-            return false;
-        }
-    }
-    return !m->recurrent || tail_of(m, a) == tail_of(m, b);
-}
-
-shift_problem add_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int64_t delta, llama_pos & where) {
-    return check_moves(m, seq, p0, p1, [&](llama_pos p) { return int64_t(p) + delta; }, where);
-}
-
-shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d, llama_pos & where) {
-    return check_moves(m, seq, p0, p1, [&](llama_pos p) { return int64_t(p) / d; }, where);
-}
-
-int32_t div_apply(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
-    return guarded_void([&] {
-        for (llama_kv_cache * cache : {m->base, m->swa}) {
-            if (!cache) {
-                continue;
-            }
-            // The cells are the cache's own non-const member; only its accessor is const.
-            auto & all = const_cast<llama_kv_cells &>(cache->get_cells(seq));
-            const auto & cells = all.seq_pos_get(seq);
-            const std::vector<std::pair<llama_pos, uint32_t>> moving(from(cells, p0), from(cells, p1));
-            for (const auto & [pos, cell] : moving) {
-                if (pos / d != pos) {
-                    all.pos_add(cell, pos / d - pos);
-                }
-            }
-        }
-        if (m->recurrent) {
-            m->recurrent->seq_div(seq, p0, p1, d);  // a label: there is no K to rotate
-        }
-    });
 }
 
 int32_t flush(llama_context * ctx, const memory * m) noexcept {

@@ -1,6 +1,6 @@
 // Facts that llama.cpp keeps to itself: which memory this is, and which cells are really there.
 //
-// probe.cpp is the only file that includes llama.cpp's private headers. Nothing here
+// probe_memory.h is the only file that includes llama.cpp's private headers. Nothing here
 // changes a memory except div_apply() and flush(); every function expects the
 // context's lock to be held and ids and ranges to be valid.
 #pragma once

@@ -1,0 +1,35 @@
+// The classified memory behind probe.h; the one header that reads llama.cpp's private ones.
+#pragma once
+
+#include <limits>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llama-context.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
+#include "llama-model.h"
+#include "probe.h"
+
+namespace pykv {
+
+// A memory is at most one attention cache, a window cache beside it, and a recurrent part.
+class memory {
+  public:
+    memory_kind               kind = MEMORY_NONE;
+    std::string               name = "none";
+    no_shift                  shift = SHIFT_OK;
+    llama_memory_i *          mem = nullptr;
+    llama_kv_cache *          base = nullptr;
+    llama_kv_cache *          swa = nullptr;
+    llama_memory_recurrent *  recurrent = nullptr;
+    const llama_hparams *     hparams = nullptr;
+    std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
+};
+
+}  // namespace pykv

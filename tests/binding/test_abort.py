@@ -1,0 +1,182 @@
+"""abort(): it stops a decode that runs, and the sequences say truthfully what is left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from binding.conftest import Child
+from binding.kit import differ, lengths, words
+from pykvcache import DecodeAborted, DecodeError, InvalidBatch, LlamaBatch
+from support.models import RIGHT
+
+LONG = 3000
+
+
+def stop_soon(ctx: Any, delay: float) -> threading.Thread:
+    def stop() -> None:
+        time.sleep(delay)
+        # There is nothing to stop before the other thread is inside of llama.cpp.
+        until = time.monotonic() + 10
+        while not ctx.abort() and time.monotonic() < until:
+            time.sleep(0)
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    return thread
+
+
+def aborted(make_context: Any, name: str, **options: Any) -> Any:
+    """A context whose decode of `LONG` tokens was stopped, and whose sequence 1 holds 20."""
+    for delay in (0.02, 0.01, 0.005, 0.0):
+        ctx = make_context(name, n_ctx=4096, **options)
+        ctx.decode(words(20, 1), seq_id=1)
+        thread = stop_soon(ctx, delay)
+        try:
+            ctx.decode(words(LONG))
+        except DecodeAborted as error:
+            return ctx, error
+        finally:
+            thread.join()
+    raise AssertionError("the decode was never stopped")
+
+
+def test_there_is_nothing_to_stop(make_context: Any) -> None:
+    ctx = make_context("llama")
+    assert ctx.abort() is False
+    ctx.decode(words(50))
+    assert ctx.abort() is False
+    ctx.decode(words(50))
+    assert lengths(ctx) == {0: 100}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl"])
+@pytest.mark.parametrize("n_batch", [4096, 256])
+def test_attention_keeps_what_was_computed_and_goes_on(
+    make_context: Any, fresh_logits: Any, name: str, n_batch: int
+) -> None:
+    ctx, error = aborted(make_context, name, n_batch=n_batch, n_ubatch=64)
+    assert error.code == 2
+    assert isinstance(error, DecodeError)
+    with pytest.raises(IndexError):
+        ctx.logits()
+    held = lengths(ctx)
+    assert held.pop(1) == 20
+    done = held.get(0, 0)
+    assert 0 <= done < LONG
+    tokens = words(LONG)[: done + 40]
+    ctx.decode(tokens[done:])
+    assert lengths(ctx) == {0: done + 40, 1: 20}
+    assert differ(ctx.logits(), fresh_logits(name, tokens)) < RIGHT
+    ctx.decode([7], seq_id=1)
+    assert differ(ctx.logits(), fresh_logits(name, [*words(20, 1), 7])) < RIGHT
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "lfm2_swa"])
+def test_a_recurrent_sequence_refuses_to_go_on_until_it_is_removed(
+    make_context: Any, fresh_logits: Any, name: str
+) -> None:
+    ctx, error = aborted(make_context, name, n_batch=4096, n_ubatch=64)
+    assert "remove" in str(error)
+    batch = LlamaBatch()
+    batch.add(5, ctx.kv_cache_seq_pos_max(0) + 1, 0, True)
+    for use in (
+        lambda: ctx.decode([5]),
+        lambda: ctx.decode(batch),
+        lambda: next(ctx.generate([5], 1)),
+    ):
+        with pytest.raises(DecodeError, match="remove"):
+            use()
+    with pytest.raises((ValueError, RuntimeError)):
+        ctx.copy_kv_cache_seq(0, 2)
+    assert 2 not in lengths(ctx)
+    # The others are as they were.
+    ctx.decode([7], seq_id=1)
+    assert differ(ctx.logits(), fresh_logits(name, [*words(20, 1), 7])) < RIGHT
+    assert ctx.clear_kv_cache_seq(0)
+    assert lengths(ctx) == {1: 21}
+    ctx.decode(words(30))
+    assert differ(ctx.logits(), fresh_logits(name, words(30))) < RIGHT
+
+
+@pytest.mark.parametrize("cure", ["clear_kv_cache", "kv_cache_seq_keep", "copy_kv_cache_seq"])
+def test_every_way_of_removing_cures(make_context: Any, fresh_logits: Any, cure: str) -> None:
+    ctx, _ = aborted(make_context, "mamba", n_batch=4096, n_ubatch=64)
+    arguments = {"clear_kv_cache": (), "kv_cache_seq_keep": (1,), "copy_kv_cache_seq": (1, 0)}
+    getattr(ctx, cure)(*arguments[cure])
+    before = words(20, 1) if cure == "copy_kv_cache_seq" else words(0)
+    ctx.decode(words(10))
+    assert differ(ctx.logits(), fresh_logits("mamba", [*before, *words(10)])) < RIGHT
+
+
+def test_an_encode_can_be_stopped_and_repeated(make_context: Any) -> None:
+    ctx = make_context("t5", n_seq_max=1, n_ctx=4096, n_batch=4096, n_ubatch=4096)
+    thread = stop_soon(ctx, 0.005)
+    # It may be done before it can be stopped.
+    with suppress(DecodeAborted):
+        ctx.encode(words(2000))
+    thread.join()
+    twin = make_context("t5", n_seq_max=1)
+    for each in (ctx, twin):
+        each.encode(words(30, 2))
+        each.decode([0, 5])
+    assert differ(ctx.logits(), twin.logits()) < RIGHT
+
+
+def test_a_signal_handler_stops_a_decode_between_its_parts(child: Child, model: Any) -> None:
+    code = """
+import signal, sys
+import numpy as np
+from pykvcache import DecodeAborted, LlamaBatch, LlamaContext, LlamaModel
+ctx = LlamaContext(LlamaModel(sys.argv[1]), n_ctx=8192, n_batch=64, n_threads=1)
+said = []
+signal.signal(signal.SIGALRM, lambda *_: said.append(ctx.abort()))
+batch = LlamaBatch.from_arrays(np.full(8000, 5), np.arange(8000), 0, False)
+for what in (np.full(8000, 5), batch):
+    ctx.clear_kv_cache()
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    try: ctx.decode(what)
+    except DecodeAborted: pass
+    else: sys.exit("it was not stopped")
+    assert said.pop() is True
+    assert ctx.kv_cache_seq_pos_max(0) % 64 == 63
+"""
+    done = child(code, model("llama").path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_ends_a_long_decode_and_leaves_the_truth(child: Child, model: Any) -> None:
+    code = """
+import signal, sys
+import numpy as np
+from pykvcache import LlamaContext, LlamaModel
+ctx = LlamaContext(LlamaModel(sys.argv[1]), n_ctx=8192, n_batch=64, n_threads=1)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+tokens = np.random.default_rng(1).integers(5, 57, 8000)
+signal.setitimer(signal.ITIMER_REAL, 0.01)
+try: ctx.decode(tokens)
+except KeyboardInterrupt: pass
+else: sys.exit("it was not stopped")
+try: ctx.logits()
+except IndexError: pass
+else: sys.exit("there are logits")
+done = ctx.kv_cache_seq_pos_max(0) + 1
+assert 0 < done < 8000
+ctx.decode(tokens[done:done + 64]); some = ctx.logits()
+ctx.clear_kv_cache(); ctx.decode(tokens[:done + 64])
+assert np.abs(some - ctx.logits()).max() < 0.05
+"""
+    done = child(code, model("llama").path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_stopped_batch_is_checked_again_from_where_it_stands(make_context: Any) -> None:
+    ctx, _ = aborted(make_context, "llama", n_batch=256, n_ubatch=64)
+    done = lengths(ctx).get(0, 0)
+    with pytest.raises(InvalidBatch):
+        ctx.decode(LlamaBatch.from_arrays([5], [done + 1], 0))
+    ctx.decode(LlamaBatch.from_arrays([5], [done], 0))

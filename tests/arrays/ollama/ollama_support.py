@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pykvcache.arrays import Input, InputCache, Slot
+
 INF = float("inf")
+
+
+def made(cache: Any, sequences: int = 1, capacity: int = 16, max_batch: int = 8) -> Any:
+    """Return the cache, set up for float32."""
+    cache.init(np.float32, sequences, capacity, max_batch)
+    return cache
 
 
 def forward(cache: Any, values: Any, sequences: Any, positions: Any, **options: Any) -> Any:
@@ -82,3 +90,15 @@ def assert_same(a: list[Any], b: list[Any]) -> None:
 
 def twin(cache: Any) -> Any:
     return copy.deepcopy(cache)
+
+
+def tokens(*numbers: int) -> list[Input]:
+    return [Input(number) for number in numbers]
+
+
+def evaluate(policy: InputCache, slot: Slot, rest: list[Input]) -> None:
+    """Put the rest of a prompt into the cache, one number per token, and note it."""
+    start = len(slot.inputs)
+    for pos, item in enumerate(rest, start):
+        forward(policy.cache, [item.token], [slot.id], [pos])
+    slot.inputs = slot.inputs + rest

@@ -44,3 +44,10 @@ def child() -> Child:
         )
 
     return run
+
+
+def assert_quiet(done: subprocess.CompletedProcess[str]) -> None:
+    """Check that a child ended well and wrote nothing."""
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr == ""
+    assert done.stdout == ""

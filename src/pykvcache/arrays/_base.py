@@ -36,6 +36,9 @@ class BaseCache(ABC):
     No cache may be used by two threads at once.
     """
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(offset={self.offset}, nbytes={self.nbytes})"
+
     @property
     @abstractmethod
     def offset(self) -> int:
@@ -129,7 +132,7 @@ class BaseCache(ABC):
         """Tell whether nothing is stored."""
 
     def copy(self) -> Self:
-        """Return an independent cache with the same content and no spare room."""
+        """Return an independent cache with the same content."""
         return copy.deepcopy(self)
 
     def to_quantized(self, group_size: SupportsIndex = 64, bits: SupportsIndex = 4) -> BaseCache:

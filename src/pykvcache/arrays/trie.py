@@ -54,8 +54,8 @@ class _Node(Generic[V]):
 class PromptTrie(Generic[V]):
     """One value for each model and token sequence.
 
-    It follows mlx-lm's ``PromptTrie``. There a stored prefix of one token is never found by
-    `search`, and one that would have to go on where nothing is stored fails.
+    It follows mlx-lm's ``PromptTrie``. There `search` never finds a stored prefix of one
+    token, and `pop_prefixes` fails where nothing is stored under the whole tokens.
     """
 
     def __init__(self) -> None:

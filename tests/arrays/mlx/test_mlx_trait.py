@@ -88,6 +88,7 @@ def test_every_cache_answers_the_whole_trait(kind):
     assert cache.nbytes == 0
     assert type(cache).__name__ == kind
     assert cache.state == (((), ()) if kind == "CacheList" else ())
+    assert repr(cache) == f"{kind}(offset=0, nbytes=0)"
     fill(cache)
     assert not cache.is_empty()
     assert cache.nbytes > 0

@@ -13,8 +13,6 @@ from pykvcache.enums import GgmlType
 
 __all__ = ["CellTable", "IntrospectionMethods", "MemoryInfo", "SequenceRange"]
 
-_Part = Literal["attention", "window", "recurrent"]
-
 
 @dataclass(frozen=True)
 class MemoryInfo:
@@ -116,7 +114,9 @@ class IntrospectionMethods:
         """Number of cells in use over all streams; states of a recurrent memory."""
         return self._native.n_cells_used
 
-    def cells(self, part: _Part | None = None) -> CellTable:
+    def cells(
+        self, part: Literal["attention", "window", "recurrent"] | None = None
+    ) -> CellTable:
         """Return every used cell with its position and its sequences.
 
         Parameters

@@ -27,6 +27,8 @@ cdef object _live = weakref.WeakSet()
 
 @atexit.register
 def _park_all():
+    with nogil:
+        lib.loads.finish()
     for context in list(_live):
         context.park()
 

@@ -307,3 +307,11 @@ cdef extern from "sync.h" namespace "pykv" nogil:
 
         @staticmethod
         bool poll(void*) noexcept
+
+    cdef cppclass load_gate:
+        void begin()
+        void end()
+        bool is_exiting()
+        void finish()
+
+    load_gate loads

@@ -1,5 +1,11 @@
 # The model: weights and vocabulary, shared by contexts and safe to use from several threads.
 
+cdef cbool _progress_gate(float fraction, void* data) noexcept nogil:
+    if lib.loads.is_exiting():
+        return False
+    return _on_progress(fraction, data) if data != NULL else True
+
+
 cdef cbool _on_progress(float fraction, void* data) noexcept with gil:
     """Ask the Python callback; a raising one stops the load and is raised afterwards."""
     cdef list box = <list>data
@@ -40,13 +46,14 @@ cdef class Model:
         p.vocab_only = params["vocab_only"]
         p.check_tensors = params["check_tensors"]
         p.use_extra_bufts = params["use_extra_bufts"]
-        if progress is not None:
-            p.progress_callback = _on_progress
-            p.progress_callback_user_data = <void*>box
+        p.progress_callback = _progress_gate
+        p.progress_callback_user_data = <void*>box if progress is not None else NULL
         _sync_log()
         with nogil:
+            lib.loads.begin()
             lib.begin_notes()
             model = lib.model_load(c_path, p)
+            lib.loads.end()
         notes = _notes()
         _drain_log()
         if model != NULL:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <mutex>
 #include <thread>
 
@@ -60,5 +61,24 @@ struct abort_flag {
         return flag->wanted.load(std::memory_order_relaxed) && flag->armed.load(std::memory_order_relaxed);
     }
 };
+
+// At interpreter exit a load may no longer call back: taking the GIL would end its
+// thread inside C++. It is cancelled instead, and waited for.
+struct load_gate {
+    std::atomic<int>  running{0};
+    std::atomic<bool> exiting{false};
+
+    void begin() { ++running; }
+    void end() { --running; }
+    bool is_exiting() const { return exiting; }
+    void finish() {
+        exiting = true;
+        for (int i = 0; i < 5000 && running > 0; ++i) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+    }
+};
+
+inline load_gate loads;
 
 }  // namespace pykv

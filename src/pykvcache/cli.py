@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--n-ctx", type=_number(256, 2**20), default=1024, help="cells of the cache (1024)"
     )
-    demo.add_argument("--threads", type=_number(1, 512), help="default: all CPUs")
+    demo.add_argument(
+        "--threads", type=_number(1, 512), help="default: all CPUs, 1 for a small model"
+    )
     demo.add_argument("--quick", action="store_true", help="generate less")
     demo.add_argument("--plain", action="store_true", help="no colour, even with rich")
     return parser

@@ -13,6 +13,12 @@ from pykvcache.model import LlamaModel
 
 __all__ = ["run"]
 
+COARSE = 0.01
+"""Noise above this is that of quantised weights."""
+
+SMALL = 64 * 2**20
+"""Bytes of tensors below which threads wait for each other longer than they compute."""
+
 _NO_TEXT = "this model does not generate text by itself: the demo needs one that does"
 
 
@@ -39,7 +45,7 @@ def run(
     n_ctx
         Cells of the cache; a quarter of it is filled to show shifting.
     n_threads
-        Threads; default as `LlamaContext`.
+        Threads; default as `LlamaContext`, and 1 for a small model.
     quick
         Generate less.
     plain
@@ -62,6 +68,8 @@ def run(
     with LlamaModel(model_path) as model:
         if model.has_encoder or not model.has_decoder:
             raise ValueError(_NO_TEXT)
+        if n_threads is None and model.size < SMALL:
+            n_threads = 1
         fresh = Fresh(model, n_threads)
         with fresh.context(n_ctx, n_seq_max=8) as ctx:
             if ctx.memory_kind == "none":
@@ -83,22 +91,27 @@ def run(
             )
             for act in (tell, fork, rewind, move, fill_and_shift):
                 act(stage)
-    return _summary(screen, stage, fresh.tolerance, time.perf_counter() - start)
+    return _summary(screen, stage, fresh, time.perf_counter() - start)
 
 
-def _summary(screen: Screen, stage: Stage, tolerance: float, seconds: float) -> bool:
+def _summary(screen: Screen, stage: Stage, fresh: Fresh, seconds: float) -> bool:
     screen.heading("What was done")
     screen.table(
         ("operation", "tokens\nevaluated", "anew", "time", "equal to a\nfresh run?"),
-        [(row.operation, *_figures(row), _verdict(row, tolerance)) for row in stage.rows],
+        [(row.operation, *_figures(row), _verdict(row, fresh.tolerance)) for row in stage.rows],
     )
     for note in stage.notes:
         screen.line(note)
-    right = all(max(row.differences, default=0.0) <= tolerance for row in stage.rows)
+    right = all(max(row.differences, default=0.0) <= fresh.tolerance for row in stage.rows)
     screen.line(
         f"anew: tokens that a fresh run evaluates. Equal: no logit differs by more than "
-        f"{tolerance:.2g}. All in {seconds:.1f} s."
+        f"{fresh.tolerance:.2g}. All in {seconds:.1f} s."
     )
+    if fresh.noise > COARSE:
+        screen.line(
+            f"The weights are quantised: rounding alone moves logits of this model by "
+            f"{fresh.noise:.2g}, so that equal cannot mean less."
+        )
     return right
 
 

@@ -9,6 +9,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache.batch import LlamaBatch
 from pykvcache.context import LlamaContext
 from pykvcache.model import LlamaModel
 
@@ -18,6 +19,9 @@ Logits = npt.NDArray[np.float32]
 
 RIGHT = 1e-3
 """Logits that differ by less are the same: llama.cpp rounds differently batch by batch."""
+
+ELSEWHERE = (64, 100, 300)
+"""Other positions to evaluate the same tokens at."""
 
 
 @dataclass
@@ -73,6 +77,7 @@ class Fresh:
     def __init__(self, model: LlamaModel, n_threads: int | None) -> None:
         self._model = model
         self._n_threads = n_threads
+        self.noise = 0.0
         self.tolerance = RIGHT
 
     def context(self, n_ctx: int, n_seq_max: int = 1) -> LlamaContext:
@@ -98,15 +103,23 @@ class Fresh:
         return apart(logits, self.logits(tokens))
 
     def calibrate(self, tokens: list[int]) -> None:
-        """Widen the tolerance to what the model itself gives or takes.
+        """Measure how far rounding alone moves the logits of this model, and allow for it.
 
-        Quantised weights round the activations too, so that the same tokens one by one
-        and in one call differ by more than `RIGHT` with nothing remembered wrongly.
+        The same tokens are evaluated at several places. Attention looks at distances, so the
+        logits are the same but for rounding, which float16 and above all quantised
+        weights pass on: they round activations too, and a last bit may flip a step.
         """
-        with self.context(len(tokens)) as ctx:
-            for token in tokens:
-                ctx.decode([token])
-            self.tolerance = max(RIGHT, 4 * self.difference(ctx.logits(), tokens))
+        here = self._logits_at(tokens, 0)
+        self.noise = max(apart(here, self._logits_at(tokens, start)) for start in ELSEWHERE)
+        self.tolerance = max(RIGHT, 5 * self.noise)
+
+    def _logits_at(self, tokens: list[int], start: int) -> Logits:
+        n = len(tokens)
+        where = np.arange(start, start + n, dtype=np.int32)
+        wanted = np.arange(n) == n - 1
+        with self.context(n) as ctx:
+            ctx.decode(LlamaBatch.from_arrays(tokens, where, 0, wanted))
+            return ctx.logits()
 
 
 def apart(a: Logits, b: Logits) -> float:

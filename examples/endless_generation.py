@@ -1,0 +1,44 @@
+"""Generate more text than the cache holds: drop the oldest part, close the gap, go on.
+
+The beginning of the prompt stays. The kept tokens are not evaluated again, which is fast, but
+what was computed for them once saw the dropped ones: it is not what a fresh run over the kept
+tokens would give.
+
+Usage: python examples/endless_generation.py [model.gguf]
+"""
+
+import sys
+
+from pykvcache import LlamaContext, LlamaModel, NoKvCacheSlot, Sampler, embedded_model_path
+
+PROMPT = "Once upon a time there was a little village. This is the story of Lucy and Tom.\n"
+NEXT_SCENE = "\nThe next morning Tom walks to the mill."
+TOTAL = 600
+
+path = sys.argv[1] if len(sys.argv) > 1 else embedded_model_path()
+with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_seq_max=1) as ctx:
+    if not ctx.kv_cache_can_shift():
+        sys.exit("the memory of this model cannot be shifted")
+    sampler = Sampler(temperature=0.8, seed=1)
+    scene = model.tokenize(NEXT_SCENE, add_special=False).tolist()
+    pending = model.tokenize(PROMPT).tolist()
+    keep, shifts = len(pending), 0
+
+    for _ in range(TOTAL):
+        try:
+            ctx.decode(pending)
+        except NoKvCacheSlot:
+            end = ctx.kv_cache_seq_pos_max(0) + 1
+            drop = (end - keep) // 2
+            if not ctx.clear_kv_cache_seq(0, keep, keep + drop):
+                sys.exit("the memory of this model cannot drop a part of a sequence")
+            ctx.kv_cache_seq_add(0, keep + drop, None, -drop)
+            shifts += 1
+            print(f" [{end} tokens: dropped {drop}]", end="")
+            ctx.decode(pending)
+        print(model.detokenize(pending), end="", flush=True)
+
+        token = sampler.sample(ctx)
+        pending = scene if model.is_eog(token) else [token]
+
+    print(f"\n\n{ctx.tokens_evaluated} tokens evaluated, {shifts} shifts, {ctx.n_ctx} cells")

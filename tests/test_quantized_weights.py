@@ -1,0 +1,100 @@
+"""Models with quantised weights, which take other paths through llama.cpp than float ones.
+
+On x86 with AMX llama.cpp repacks them, and compilers that drop stores before ``ldtilecfg``
+(GCC before 11.5, 12.4 and 13.3) turned the first decode into a crash: hence the child process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from support.models import MODELS, _add_key
+
+pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
+
+NAME = "llama_h64"  # wide enough for every block size
+
+TOO_FAR = {Kind.F16: 0.1, Kind.Q8_0: 2.0, Kind.Q4_0: 12.0, Kind.Q4_1: 12.0, Kind.Q5_0: 8.0}
+"""How far the rounding of the weights may move a logit from those of the float model."""
+
+CHILD = """
+import sys
+import numpy as np
+from pykvcache import LlamaContext, LlamaModel
+
+options = {"n_ctx": 256, "n_seq_max": 2, "n_threads": 1, "type_k": "f32", "type_v": "f32"}
+with LlamaModel(sys.argv[1]) as model:
+    tokens = (np.arange(40, dtype=np.int32) * 37) % 250 + 5
+    with LlamaContext(model, flash_attn="disabled", **options) as ctx:
+        ctx.decode(tokens[:-1])
+        ctx.copy_kv_cache_seq(0, 1)
+        ctx.decode(tokens[-1:], seq_id=0)
+        one = ctx.logits()
+        ctx.decode(tokens[-1:], seq_id=1)
+        fork = ctx.logits()
+        ctx.clear_kv_cache()
+        ctx.decode(tokens)
+        fresh = ctx.logits()
+np.save(sys.argv[2], [one, fork, fresh])
+"""
+
+
+def quantized(path: Path, kind: Kind) -> Path:
+    """Write the generated model with its matrices stored as `kind`."""
+    info = MODELS[NAME]
+    words = info.vocab()
+    plan = info.plan(info.sizes, len(words))
+    writer = gguf.GGUFWriter(path, plan.arch)
+    for key, value in plan.keys.items():
+        _add_key(writer, f"{plan.arch}{key}" if key.startswith(".") else key, value)
+    words.write(writer)
+    for name, tensor in plan.tensors.items():
+        values = tensor.values(name, 0)
+        if values.ndim == 2:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def logits(model: Path, folder: Path) -> np.ndarray:
+    """Three rows from a child process: a sequence, its fork, and a fresh run."""
+    out = folder / "logits.npy"
+    run = subprocess.run(
+        [sys.executable, "-c", CHILD, str(model), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+    )
+    assert run.returncode == 0, f"ended with {run.returncode}: {run.stderr[-500:]}"
+    rows: np.ndarray = np.load(out)
+    assert np.isfinite(rows).all()
+    return rows
+
+
+@pytest.fixture(scope="module")
+def float_logits(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    folder = tmp_path_factory.mktemp("float")
+    return logits(quantized(folder / "f32.gguf", Kind.F32), folder)
+
+
+@pytest.mark.parametrize("kind", TOO_FAR, ids=lambda kind: kind.name.lower())
+def test_decodes_forks_and_repeats(kind: Kind, tmp_path: Path, float_logits: np.ndarray) -> None:
+    one, fork, fresh = logits(quantized(tmp_path / "model.gguf", kind), tmp_path)
+    np.testing.assert_allclose(one, fork, atol=1e-3)
+    # One token and forty take different kernels, which round activations differently.
+    np.testing.assert_allclose(one, fresh, atol=0.02)
+    assert np.abs(fresh - float_logits[2]).max() < TOO_FAR[kind]

@@ -56,11 +56,11 @@ class FlatKVCache:
         self._num_kv_heads = as_int("num_kv_heads", num_kv_heads, minimum=1)
         self._head_dim = as_int("head_dim", head_dim, minimum=1)
         self._dtype = as_float_dtype(dtype)
+        # (K and V, layer, token, element): a layer's tokens are one contiguous run.
+        self._data = self._rows(0)
         self._len = 0
         # Tokens that a layer holds beyond _len, until advance() counts them.
         self._pending = [0] * self._num_layers
-        # (K and V, layer, token, element): a layer's tokens are one contiguous run.
-        self._data = self._rows(0)
 
     @classmethod
     def with_capacity(
@@ -273,7 +273,11 @@ class FlatKVCache:
         self._pending[layer] = count
 
     def _rows(self, count: int) -> NDArray[Any]:
-        return np.empty((2, self._num_layers, count, self.entry_size), self._dtype)
+        shape = 2, self._num_layers, count, self.entry_size
+        try:
+            return np.empty(shape, self._dtype)
+        except ValueError:  # more than an address can reach, which is not yet a MemoryError
+            raise CacheValueError(f"no array can have the shape {shape}") from None
 
     def _view(self, which: int, layer: SupportsIndex) -> NDArray[Any]:
         index = self._layer(layer)

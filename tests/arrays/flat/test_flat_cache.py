@@ -274,6 +274,12 @@ def test_capacity_is_not_negative() -> None:
     assert FlatKVCache.with_capacity(1, 1, 1, 0).capacity == 0
 
 
+def test_sizes_beyond_every_address_are_refused() -> None:
+    for sizes in ((1, 2**40, 2**40, 0), (2**70, 1, 1, 0), (1, 1, 1, 2**62), (1, 1, 1, 2**70)):
+        with pytest.raises(CacheValueError):
+            FlatKVCache.with_capacity(*sizes)
+
+
 def test_every_error_is_a_cache_error() -> None:
     for error in (CacheDTypeError, CacheLayerError, CacheOrderError, CacheValueError):
         assert issubclass(error, KvCacheError)

@@ -220,6 +220,17 @@ def test_a_window_is_not_pulled_over_dropped_tokens() -> None:
     assert cache.can_resume(0, 10) is False
 
 
+def test_a_window_is_not_pulled_over_the_very_first_token() -> None:
+    cache = started(SWACache(2, add_shift), 1, 100, 4)
+    forward(cache, [0, 1, 2])
+    forward(cache, [3])  # token 0 is dropped
+    assert cache.can_resume(0, 3) is True
+    assert cache.can_resume(0, 2) is False
+    refused(cache, lambda: cache.remove(0, 1, 3), NotSupported)
+    cache.remove(0, 0, 1)  # nothing but what is lost already
+    assert cache.can_resume(0, 3) is True
+
+
 @pytest.mark.parametrize(
     "arguments", [(0, 3, 2), (-1, 0, 1), (0, -1, 1), (0, 0, -1), (0, 1.0, 2), (0, 0, True)]
 )

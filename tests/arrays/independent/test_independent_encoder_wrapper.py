@@ -48,6 +48,18 @@ def test_any_shape_comes_back_without_a_mask() -> None:
         assert mask is None
 
 
+def test_permuted_values() -> None:
+    cache = EncoderCache()
+    cache.set_config(CacheConfig(permuted_v=True))
+    cache.init(np.float32, 1, 16, 16)
+    cache.start_forward([0], [0], multimodal=(0,))
+    value = np.random.default_rng(0).random((5, 2, 3), np.float32)
+    for _ in range(2):
+        cache.put(value, value)
+        np.testing.assert_array_equal(cache.get()[0], value)
+        np.testing.assert_array_equal(cache.get()[1], value.transpose(1, 2, 0))
+
+
 def test_an_empty_layer_gives_nothing() -> None:
     cache = encoder()
     cache.start_forward([0], [0])

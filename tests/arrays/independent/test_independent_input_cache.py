@@ -206,6 +206,14 @@ def test_sizes_that_cannot_work_are_refused() -> None:
         Runner().inputs.load_slot([])
 
 
+def test_element_types() -> None:
+    for dtype in ("f16", "f32", np.float64):
+        runner = Runner(dtype=dtype)
+        runner.run(1, 2, 3)
+    with pytest.raises(KvCacheError):
+        Runner(dtype="q8_0")
+
+
 # Shifting -----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,41 @@
+"""Survival: thousands of hostile calls in child processes; none may die, hang or surprise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from binding.conftest import TESTS
+from support.models import make_model
+
+MODELS = ["llama", "gemma3", "qwen2vl", "mamba", "jamba", "bert", "t5", "lfm2_swa"]
+CALLS = int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "1500"))
+SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hostile_calls_end_in_documented_exceptions(
+    name: str, model_folder: Path, tmp_path: Path
+) -> None:
+    for needed in (name, "llama", "qwen2vl"):
+        make_model(needed, model_folder)
+    journal = tmp_path / "journal"
+    command = [sys.executable, "-m", "binding.fuzz_driver", name, "--folder", str(model_folder)]
+    command += ["--calls", str(CALLS), "--seed", SEED, "--journal", str(journal)]
+    env = os.environ | {"PYTHONPATH": str(TESTS), "GGML_NO_BACKTRACE": "1"}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60 + CALLS / 50,
+        check=False,
+    )
+    last = journal.read_text().splitlines()[-3:]
+    assert done.returncode == 0, f"{done.stderr[-3000:]}\nlast calls: {last}"
+    assert done.stdout.startswith("returned ")

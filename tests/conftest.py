@@ -18,6 +18,7 @@ from support.models import EXACT, MODELS, make_model, shared_folder
 # Read when the compiled layer is loaded: OpenMP threads that spin while they wait make tests
 # on a busy machine several times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # The array caches are tested without the compiled layer too, so nothing here imports it at once.
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,12 @@ NAMES = (
 """One model per memory and architecture; the others differ in their vocabulary or head size."""
 
 
+@cache
+def _n_vocab(name: str) -> int:
+    # Some vocabularies take long to write down.
+    return MODELS[name].n_vocab
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with the options that change how its memory works."""
@@ -46,11 +53,16 @@ class Case:
         return MODELS[self.name]
 
     @property
+    def n_vocab(self) -> int:
+        """Number of tokens."""
+        return _n_vocab(self.name)
+
+    @property
     def tolerance(self) -> float:
         """How far logits may be from those of a fresh run."""
-        # Its GELU is a table over f16 values: the last bit of an f32 sum may choose another
-        # entry. That is rare and makes up to 1e-3; anything wrong is 50 times larger.
-        return 5 * RIGHT if self.name == "gemma3" else RIGHT
+        # A GELU is a table over f16 values: the last bit of an f32 sum may choose another
+        # entry. That is rare and makes up to 3e-3; anything wrong makes 0.05 and more.
+        return 10 * RIGHT if self.name in ("gemma3", "t5") else RIGHT
 
     @property
     def options(self) -> dict[str, Any]:
@@ -113,7 +125,7 @@ class Bench:
 
     def prompt(self, n: int) -> Tokens:
         """Return n new random tokens."""
-        return self._rng.integers(5, self.case.info.n_vocab - 2, n, dtype=np.int32)
+        return self._rng.integers(5, self.case.n_vocab - 2, n, dtype=np.int32)
 
     def feed(self, seq: int, n: int) -> Tokens:
         """Decode n new tokens into a sequence."""

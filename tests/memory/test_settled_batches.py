@@ -58,7 +58,7 @@ def test_bad_batches_are_refused_before_the_call(case: Case, bench: MakeBench) -
     for empty in nothing:
         with pytest.raises(InvalidBatch):
             b.ctx.decode(empty)
-    for bad in ([-1], [case.info.n_vocab], [7, -(2**31)]):
+    for bad in ([-1], [case.n_vocab], [7, -(2**31)]):
         with pytest.raises(InvalidBatch):
             b.ctx.decode(bad)
     with pytest.raises(SequenceIdError):

@@ -1,0 +1,254 @@
+"""Random programs over four sequences, run on a context and on the plain reference at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from memory.kit import Case, Logits, apart
+from memory.reference import BROKEN, DONE, END, REFUSED, UNSUPPORTED, Reference, Verdict
+from pykvcache import DecodeError, LlamaContext, NoKvCacheSlot, PositionError, UnsupportedOperation
+from support.numpy_llama import LedgerLlama
+
+N_SEQ = 4
+OPERATIONS = {
+    "decode": 16,
+    "copy": 5,
+    "copy_prefix": 2,
+    "clear": 5,
+    "clear_all": 1,
+    "remove": 2,
+    "keep": 1,
+    "add": 3,
+    "div": 2,
+    "update": 1,
+    "resume": 2,
+    "wipe": 1,
+}
+
+
+class Program:
+    """Steps are drawn from a seed; `log` is what to replay by hand when one fails."""
+
+    def __init__(
+        self,
+        case: Case,
+        ctx: LlamaContext,
+        fresh: Callable[..., Logits],
+        ledger: LedgerLlama | None,
+        seed: int,
+    ) -> None:
+        self.case, self.ctx, self.fresh, self.ledger = case, ctx, fresh, ledger
+        self.ref = Reference(case, N_SEQ, ctx.n_ctx_seq)
+        self.random = random.Random(f"{case} {seed}")
+        self.log: list[str] = []
+        self.outcomes: dict[tuple[str, str], int] = {}
+
+    def run(self, steps: int) -> None:
+        """Take steps; an error names the program so far."""
+        names, weights = [*OPERATIONS], [*OPERATIONS.values()]
+        try:
+            for _ in range(steps):
+                getattr(self, self.random.choices(names, weights)[0])()
+                self.compare()
+        except Exception as error:
+            raise AssertionError(
+                "after\n  " + "\n  ".join([*self.log[-40:], repr(error)])
+            ) from error
+
+    # Drawing -----------------------------------------------------------------------------
+
+    def seq(self) -> int:
+        return self.random.randrange(N_SEQ)
+
+    def span(self, seq: int) -> tuple[int | None, int | None]:
+        """A range; often one that matters to what the sequence holds."""
+        top = max(self.ref.positions(seq), default=0)
+        low = min(self.ref.positions(seq), default=0)
+        kind = self.random.randrange(8)
+        if kind == 0:
+            return self.random.choice([None, 0]), self.random.choice([None, END])
+        if kind == 1:
+            return self.random.choice([0, low, None]), self.random.choice([top + 1, top + 9, END])
+        if kind == 2:
+            return self.random.randint(max(low, top - 20), top + 1), None
+        if kind == 3:
+            return self.random.choice([0, low, None]), self.random.randint(low, top + 1)
+        return self.random.randint(0, top + 2), self.random.randint(0, top + 2)
+
+    # Steps -------------------------------------------------------------------------------
+
+    def do(self, name: str, verdict: Verdict, *arguments: Any, **named: Any) -> bool:
+        """Call a method of the context; whether it was done. The reference follows."""
+        self.log.append(f"ctx.{name}({', '.join(map(repr, arguments))}) {named or ''}")
+        try:
+            answer = getattr(self.ctx, name)(*arguments, **named)
+            outcome = "False" if answer is False else DONE
+        except (NoKvCacheSlot, PositionError, UnsupportedOperation) as error:
+            outcome = type(error).__name__
+        except DecodeError:
+            outcome = BROKEN
+        self.log[-1] += f"  # {outcome}"
+        assert outcome in verdict.allowed, f"{outcome} instead of {sorted(verdict.allowed)}"
+        self.outcomes[name, outcome] = self.outcomes.get((name, outcome), 0) + 1
+        if outcome == DONE:
+            verdict.effect()
+        return outcome == DONE
+
+    def decode(self) -> None:
+        seq = self.seq()
+        n = self.random.choice([1, 1, 2, 5, 9, 15, 25])
+        tokens = [self.random.randrange(5, self.case.n_vocab - 2) for _ in range(n)]
+        if not self.do("decode", self.ref.decode(seq, tokens), tokens, seq_id=seq):
+            return
+        if self.ledger is not None:
+            self.ledger.decode(seq, tokens)
+            right: Any = self.ledger.logits
+        elif self.ref.tokens[seq] is not None and self.random.random() < 0.3:
+            right = self.fresh(self.case.name, self.ref.tokens[seq])
+        else:
+            return
+        difference = apart(self.ctx.logits(), right)
+        assert difference < self.case.tolerance, f"sequence {seq} is {difference:.3g} off"
+
+    def copy(self) -> None:
+        src, dst = self.seq(), self.seq()
+        p0, p1 = self.span(src)
+        verdict = self.ref.copy(src, dst, *plain(p0, p1))
+        if self.do("copy_kv_cache_seq", verdict, src, dst, p0, p1) and self.ledger:
+            self.ledger.copy(src, dst, *plain(p0, p1))
+
+    def copy_prefix(self) -> None:
+        src, dst = self.seq(), self.seq()
+        n = self.random.randint(1, max(self.ref.positions(src), default=0) + 2)
+        if src == dst:
+            return
+        if self.do("copy_prefix", self.ref.copy(src, dst, 0, n), src, dst, n) and self.ledger:
+            self.ledger.copy(src, dst, 0, n)
+
+    def clear(self) -> None:
+        seq = self.seq()
+        p0, p1 = self.span(seq)
+        verdict = self.ref.remove([seq], *plain(p0, p1))
+        if self.do("clear_kv_cache_seq", verdict, seq, p0, p1) and self.ledger:
+            self.ledger.remove(seq, *plain(p0, p1))
+
+    def clear_all(self) -> None:
+        p0, p1 = self.span(self.seq())
+        verdict = self.ref.remove([*range(N_SEQ)], *plain(p0, p1))
+        if self.do("clear_kv_cache_seq", verdict, None, p0, p1) and self.ledger:
+            for seq in range(N_SEQ):
+                self.ledger.remove(seq, *plain(p0, p1))
+
+    def remove(self) -> None:
+        """Remove and close the gap, or nothing of it."""
+        seq = self.seq()
+        top = max(self.ref.positions(seq), default=0)
+        begin, end = sorted(self.random.randint(0, top + 1) for _ in range(2))
+        rest = self.ref.within(seq, end, END)
+        whole = self.ref.covers(seq, begin, end)
+        removal = self.ref.remove([seq], begin, end)
+        allowed = {UNSUPPORTED if o == REFUSED else o for o in removal.allowed}
+        effects = [removal.effect]
+        if rest and begin < end and not whole:
+            shift = self.ref.without(seq, begin, end).add(seq, end, END, begin - end)
+            if DONE not in shift.allowed:
+                allowed.discard(DONE)
+            allowed |= shift.allowed - {DONE}
+            effects.append(lambda: self.ref.add(seq, end, END, begin - end).effect())
+        verdict = Verdict(frozenset(allowed), lambda: in_turn(effects))
+        if self.do("remove", verdict, seq, begin, end) and self.ledger and begin < end:
+            self.ledger.remove(seq, begin, end)
+            if rest:
+                self.ledger.add(seq, end, END, begin - end)
+
+    def keep(self) -> None:
+        seq = self.seq()
+        self.do("kv_cache_seq_keep", self.ref.keep(seq), seq)
+        if self.ledger:
+            self.ledger.keep(seq)
+
+    def add(self) -> None:
+        seq = self.seq()
+        p0, p1 = self.span(seq)
+        delta = self.random.choice([0, 1, 2, 7, 40, -1, -3, -20])
+        verdict = self.ref.add(seq, *plain(p0, p1), delta)
+        if self.do("kv_cache_seq_add", verdict, seq, p0, p1, delta) and self.ledger:
+            self.ledger.add(seq, *plain(p0, p1), delta)
+
+    def div(self) -> None:
+        seq = self.seq()
+        p0, p1 = self.span(seq)
+        d = self.random.choice([1, 2, 2, 3, 9])
+        verdict = self.ref.div(seq, *plain(p0, p1), d)
+        if self.do("kv_cache_seq_div", verdict, seq, p0, p1, d) and self.ledger:
+            self.ledger.div(seq, *plain(p0, p1), d)
+
+    def update(self) -> None:
+        self.do("kv_cache_update", self.ref.remove([], 0, 0))
+
+    def wipe(self) -> None:
+        if self.random.random() < 0.3:
+            self.do("clear_kv_cache", self.ref.clear())
+            if self.ledger:
+                self.ledger.clear()
+
+    def resume(self) -> None:
+        """`can_resume` and what a removal then does are the same."""
+        seq = self.seq()
+        held = self.ref.positions(seq)
+        top = max(held, default=-1)
+        pos = self.random.choice([0, top + 1, max(top, 0), self.random.randint(0, top + 2)])
+        told = self.ctx.can_resume(seq, pos)
+        self.log.append(f"ctx.can_resume({seq}, {pos})  # {told}")
+        if pos == 0:
+            assert told
+        elif pos - 1 not in held:
+            assert not told, "a decode there would leave a gap"
+        elif self.ref.whole_only:
+            assert told == (pos == top + 1)
+        elif not self.ref.may_refuse:
+            assert told
+        if told and pos > 0:
+            verdict = self.ref.remove([seq], pos, END)
+            only_done = Verdict(frozenset({DONE}), verdict.effect)
+            self.do("clear_kv_cache_seq", only_done, seq, pos, None)
+            if self.ledger:
+                self.ledger.remove(seq, pos)
+
+    # Comparing ---------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        """Positions, cells and sharing are those of the reference."""
+        ctx, ref = self.ctx, self.ref
+        recurrent = self.case.info.memory == "recurrent"
+        for seq in range(N_SEQ):
+            held = ref.positions(seq)
+            assert ctx.kv_cache_seq_pos_max(seq) == max(held, default=-1), f"highest of {seq}"
+            lowest = ctx.kv_cache_seq_pos_min(seq)
+            if not held or not (ref.whole_only or ref.may_refuse):
+                assert lowest == min(held, default=-1), f"lowest of {seq}"
+            else:
+                assert held[0] <= lowest <= held[-1], f"lowest of {seq}"
+        assert set(ctx.sequences()) == {seq for seq in range(N_SEQ) if ref.cells[seq]}
+        if recurrent:
+            return
+        table = ctx.cells("attention")
+        assert len(table) == ref.n_used()
+        for seq in range(N_SEQ):
+            np.testing.assert_array_equal(
+                np.sort(table.pos[table.members[:, seq]]), ref.positions(seq)
+            )
+
+
+def in_turn(effects: list[Callable[[], None]]) -> None:
+    for effect in effects:
+        effect()
+
+
+def plain(p0: int | None, p1: int | None) -> tuple[int, int]:
+    """A range with both ends."""
+    return (0 if p0 is None else p0, END if p1 is None else p1)

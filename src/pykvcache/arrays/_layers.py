@@ -92,30 +92,28 @@ class LayerStore:
     Attributes
     ----------
     layers : dict of int to Layer
-    active : Layer or None
-        The layer that was selected, if it has arrays.
     dtype : dtype
         Of K and V.
     """
 
     def __init__(self, n_cells: int, dtype: np.dtype[Any], permuted_v: bool) -> None:
         self.layers: dict[int, Layer] = {}
-        self.active: Layer | None = None
         self._index = 0
         self.dtype = dtype
         self._n_cells, self._permuted_v = n_cells, permuted_v
 
-    def select(self, index: int) -> None:
-        """Make a layer the active one."""
-        self._index, self.active = index, self.layers.get(index)
+    def select(self, index: int) -> Layer | None:
+        """Make a layer the active one; return it, if it has arrays."""
+        self._index = index
+        return self.layers.get(index)
 
     def expect(self, n_tokens: int | None) -> None:
         """Set the batch size that ``put`` takes the short way, None for a reserve pass."""
         for layer in self.layers.values():
             layer.expect(n_tokens)
 
-    def put(self, key: Any, value: Any, n_tokens: int, slot: slice, reserve: bool) -> None:
-        """Check and store K and V of a batch in the active layer; see `CausalCache.put`."""
+    def put(self, key: Any, value: Any, n_tokens: int, slot: slice, reserve: bool) -> Layer:
+        """Check and store K and V of a batch in the active layer, and return the layer."""
         key = as_storable("key", key, self.dtype)
         value = as_storable("value", value, self.dtype)
         for name, array in (("key", key), ("value", value)):
@@ -130,11 +128,11 @@ class LayerStore:
                 )
         if key.shape[1] != value.shape[1]:
             raise CacheValueError(f"key has {key.shape[1]} heads, but value {value.shape[1]}")
-        layer = self.active
+        layer = self.layers.get(self._index)
         if layer is None:
             layer = Layer(self._n_cells, key, value, self.dtype, self._permuted_v)
             layer.expect(None if reserve else n_tokens)
-            self.active = self.layers[self._index] = layer
+            self.layers[self._index] = layer
         for name, array, kept in (("key", key, layer.keys), ("value", value, layer.values)):
             if array.shape[1:] != kept.shape[1:]:
                 raise CacheValueError(
@@ -145,6 +143,7 @@ class LayerStore:
             layer.keys[slot] = key
             layer.values[slot] = value
             layer.dtype_in = key.dtype
+        return layer
 
     def move(self, dst: NDArray[np.intp], src: NDArray[np.intp]) -> None:
         """Copy the data of cells `src` to cells `dst`."""

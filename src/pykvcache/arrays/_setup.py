@@ -59,15 +59,14 @@ class Pass(NamedTuple):
 
     Attributes
     ----------
-    slot, history : slice
-        The cells of the batch, and those that it attends to.
+    history : slice
+        The cells to which the batch attends.
     ahead : set of int
         Batch rows to which later positions are visible.
     """
 
     batch: Batch
     reserve: bool
-    slot: slice
     history: slice
     ahead: frozenset[int]
     mask: NDArray[Any]

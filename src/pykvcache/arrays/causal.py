@@ -20,6 +20,7 @@ from pykvcache.arrays._cell_mask import batch_mask
 from pykvcache.arrays._cells import Cut
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays._family import FamilyCache
+from pykvcache.arrays._layers import Layer
 from pykvcache.arrays._placement import check_shift, find_room, needed_cells
 from pykvcache.arrays._setup import Pass, Setup
 from pykvcache.arrays.protocol import CacheConfig, ShiftFn
@@ -79,6 +80,10 @@ class CausalCache(FamilyCache):
         self._shift_fn = shift_fn
         self._setup: Setup | None = None
         self._pass: Pass | None = None
+        # What the short way through put needs, next to where it is: the arrays of the active
+        # layer (None while there are none) and the cells of the batch.
+        self._active: Layer | None = None
+        self._slot = slice(0)
 
     # Life cycle -------------------------------------------------------------------------
 
@@ -104,7 +109,7 @@ class CausalCache(FamilyCache):
         """
         setup = self._sized(dtype, max_sequences, capacity, max_batch)
         self._setup, self._config = setup, setup.config
-        self._pass, self._closed = None, False
+        self._pass, self._active, self._closed = None, None, False
 
     def _sized(self, *sizes: Any) -> Setup:
         return Setup.sized(self._config or CacheConfig(), self._window, self._window_memory, *sizes)
@@ -116,7 +121,7 @@ class CausalCache(FamilyCache):
 
     def close(self) -> None:
         """Free the arrays; see `Cache.close`."""
-        self._setup = self._pass = None
+        self._setup = self._pass = self._active = None
         self._closed = True
 
     def _ready(self) -> Setup:
@@ -137,7 +142,7 @@ class CausalCache(FamilyCache):
         index = as_int("layer", layer)
         if index < 0:
             raise CacheLayerError(f"layer is {index}; it must be at least 0")
-        self._ready().store.select(index)
+        self._active = self._ready().store.select(index)
 
     def start_forward(
         self,
@@ -180,8 +185,8 @@ class CausalCache(FamilyCache):
         history = slice(low // padding * padding, -(-(high + 1) // padding) * padding)
         mask = self._mask(setup, batch, history, frozenset())
         setup.store.expect(None if reserve else n)
-        slot = slice(start, start + n)
-        self._pass = Pass(batch, bool(reserve), slot, history, frozenset(), mask)
+        self._slot = slice(start, start + n)
+        self._pass = Pass(batch, bool(reserve), history, frozenset(), mask)
 
     def _mask(
         self, setup: Setup, batch: Batch, history: slice, ahead: frozenset[int]
@@ -202,9 +207,7 @@ class CausalCache(FamilyCache):
         CacheOrderError
             No batch was started.
         """
-        setup, now = self._ready(), self._pass
-        if now is None:
-            raise CacheOrderError("no batch was started; call start_forward first")
+        setup, now = self._ready(), self._started()
         ahead = frozenset(now.batch.rows("except_", except_).tolist())
         if ahead != now.ahead:
             mask = self._mask(setup, now.batch, now.history, ahead)
@@ -230,13 +233,9 @@ class CausalCache(FamilyCache):
         CacheDTypeError
             `key` or `value` holds something else than real numbers.
         """
-        setup, now = self._setup, self._pass
-        if setup is None or now is None:
-            self._ready()
-            raise CacheOrderError("no batch was started; call start_forward first")
-        layer = setup.store.active
+        layer = self._active
         try:
-            # The short way, taken by every put like the one before.
+            # Taken by every put like the one before; anything else is looked at more closely.
             if (
                 layer is not None
                 and key.shape == layer.key_shape
@@ -244,13 +243,19 @@ class CausalCache(FamilyCache):
                 and key.dtype is layer.dtype_in
                 and value.dtype is layer.dtype_in
             ):
-                slot = now.slot
+                slot = self._slot
                 layer.keys[slot] = key
                 layer.values[slot] = value
                 return
         except AttributeError:
             pass  # No array; it may yet become one.
-        setup.store.put(key, value, len(now.batch), now.slot, now.reserve)
+        setup, now = self._ready(), self._started()
+        self._active = setup.store.put(key, value, len(now.batch), self._slot, now.reserve)
+
+    def _started(self) -> Pass:
+        if self._pass is None:
+            raise CacheOrderError("no batch was started; call start_forward first")
+        return self._pass
 
     def get(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Return what the batch attends to in the active layer.
@@ -268,10 +273,7 @@ class CausalCache(FamilyCache):
         CacheOrderError
             No batch was started, or nothing was ever put in this layer.
         """
-        setup, now = self._ready(), self._pass
-        layer = setup.store.active
-        if now is None:
-            raise CacheOrderError("no batch was started; call start_forward first")
+        setup, now, layer = self._ready(), self._started(), self._active
         if layer is None:
             raise CacheOrderError("nothing was put in this layer yet")
         if setup.config.permuted_v:

@@ -14,7 +14,7 @@ from pykvcache.arrays._checks import as_float_dtype, as_int, as_storable
 from pykvcache.arrays.causal import CausalCache
 from pykvcache.arrays.checkpoints import CheckpointRing
 from pykvcache.arrays.protocol import ShiftFn
-from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported
+from pykvcache.errors import CacheValueError, NotSupported
 
 __all__ = ["RecurrentCache"]
 
@@ -110,9 +110,7 @@ class RecurrentCache(CausalCache):
             No batch was started.
         """
         self._ready()
-        if self._pass is None:
-            raise CacheOrderError("no batch was started; call start_forward first")
-        return list(self._pass.batch.ids)
+        return list(self._started().batch.ids)
 
     def start_forward(
         self,
@@ -203,7 +201,7 @@ class RecurrentCache(CausalCache):
             raise CacheValueError(
                 f"state {name!r} has shape {rows.shape}; {len(ids)} rows are needed"
             )
-        if self._pass is None or self._pass.reserve:
+        if self._started().reserve:
             return
         for row, seq in zip(rows, ids, strict=True):
             state = self._own(seq)

@@ -177,7 +177,12 @@ def test_prepare_restore_goes_back_to_the_best_checkpoint() -> None:
     cache.remove(1, 10)
     # The state is the one after tokens 0 to 9, and the sequence goes on from there.
     assert model.feed(1, [7], 10) == [sum(tokens[:10]) + 7, 11]
-    assert seen(cache, 1, 11)[-1] == 10
+    # The checkpoint at 15 is of tokens that are gone; the next one after 9 is taken at 13.
+    model.feed(1, [1] * 9, 11)
+    assert cache.prepare_restore(1, 17) == 14
+    cache.remove(1, 14)
+    assert model.feed(1, [0], 14) == [sum(tokens[:10]) + 10, 15]
+    assert seen(cache, 1, 15)[-1] == 14
     cache.remove(1, 0)
     assert model.feed(1, [3], 0) == [3, 1]
 

@@ -78,7 +78,9 @@ class Reference:
     def is_shared(self, seq: int, p0: int, p1: int) -> bool:
         keys = {cell.key for cell in self.within(seq, p0, p1)}
         others = [s for s in self.cells if s != seq and self.cells[s]]
-        if any(not keys.isdisjoint(c.key for c in self.cells[s]) for s in others):
+        if self.info.memory != "recurrent" and any(
+            not keys.isdisjoint(cell.key for cell in self.cells[s]) for s in others
+        ):
             return True
         return self.whole_only and any(self.state[s] == self.state[seq] for s in others)
 

@@ -1,0 +1,205 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.models import make_model
+
+pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
+
+import pykvcache
+from pykvcache.cli import main
+
+QUICK = ("demo", "--quick", "--plain", "--threads", "1", "--n-ctx", "256")
+
+
+def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pykvcache", *args]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        encoding="utf-8",
+        env={**os.environ, "OMP_WAIT_POLICY": "passive", **env},
+    )
+
+
+def one_line(text: str) -> str:
+    """Check that an error is one line, from us."""
+    assert text.startswith("pykvcache"), text
+    assert text.count("\n") == 1, text
+    return text
+
+
+def verdicts(stdout: str) -> dict[str, str]:
+    """Return the last column of the table at the end by the words that the rows begin with."""
+    table = stdout.partition("What was done")[2]
+    rows = {}
+    for line in table.splitlines():
+        match = re.match(r"\s*(\w.*?)  .*(yes|NO|refused)", line)
+        if match:
+            rows[match[1].split(",")[0]] = match[2]
+    return rows
+
+
+def evaluated(stdout: str, operation: str) -> tuple[int, int]:
+    """Return the tokens that an operation evaluated, and a fresh run."""
+    match = re.search(rf"{operation}.*?  (\d+) +(\d+) ", stdout.partition("What was done")[2])
+    assert match, stdout
+    return int(match[1]), int(match[2])
+
+
+def test_demo_on_the_embedded_model() -> None:
+    result = run("demo", "--quick")
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout, "no colour outside a terminal"
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    found = verdicts(result.stdout)
+    assert set(found.values()) == {"yes"}
+    assert len(found) == 5
+    forks, anew = evaluated(result.stdout, "4 forks")
+    assert forks * 5 < anew, "the story was evaluated once"
+    assert evaluated(result.stdout, "full")[0] == 1
+
+
+def test_demo_is_repeatable() -> None:
+    def texts(*args: str) -> str:
+        shown = run(*QUICK, *args).stdout.partition("What was done")[0]
+        return re.sub(r"\d+ ms|\d\.\d s", "", shown)
+
+    assert texts("--seed", "3") == texts("--seed", "3") != texts("--seed", "4")
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("llama", set()),
+        ("gemma3", set()),
+        ("mamba", set()),
+        ("lfm2", {"full: drop 96"}),
+        ("qwen2vl", {"move all by 64", "full: drop 96"}),
+        ("granite_nope", {"move all by 64", "full: drop 96"}),
+    ],
+)
+def test_demo_on_every_kind_of_memory(name: str, refused: set[str], model_folder: Path) -> None:
+    result = run(*QUICK, "--model", str(make_model(name, model_folder)))
+    assert result.returncode == 0, result.stderr
+    found = verdicts(result.stdout)
+    assert {row for row, verdict in found.items() if verdict == "refused"} == refused
+    assert "NO" not in found.values()
+    assert found["prompt and story"] == found["4 forks"] == "yes"
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "llama_none"])
+def test_demo_refuses_what_writes_no_text(name: str, model_folder: Path) -> None:
+    result = run(*QUICK, "--model", str(make_model(name, model_folder)))
+    assert result.returncode == 1
+    one_line(result.stderr)
+
+
+def test_demo_finds_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rewind that leaves one token too much is told in the table and by the exit code."""
+    clear = pykvcache.LlamaContext.clear_kv_cache_seq
+
+    def too_little(self: pykvcache.LlamaContext, src: int, p0: int = 0, p1: int = -1) -> bool:
+        if p0 and p1 < 0:
+            return clear(self, src, p0 + 1, None) and clear(self, src, p0 - 20, p0 - 19)
+        return clear(self, src, p0, p1 if p1 >= 0 else None)
+
+    monkeypatch.setattr(pykvcache.LlamaContext, "clear_kv_cache_seq", too_little)
+    assert main(QUICK) == 1
+    found = verdicts(capsys.readouterr().out)
+    assert [row.split()[0] for row, verdict in found.items() if verdict == "NO"] == ["rewind"]
+
+
+def test_demo_without_rich(tmp_path: Path) -> None:
+    (tmp_path / "rich.py").write_text("raise ImportError('no rich here')\n")
+    result = run("demo", "--quick", PYTHONPATH=str(tmp_path))
+    assert result.returncode == 0
+    assert "pykvcache[demo]" in result.stderr
+    assert set(verdicts(result.stdout).values()) == {"yes"}
+
+
+def test_demo_in_an_ascii_terminal() -> None:
+    result = run("demo", "--quick", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert result.returncode == 0, result.stderr
+
+
+def test_info(model_folder: Path) -> None:
+    result = run("info", "--model", str(make_model("gemma3", model_folder)))
+    assert result.returncode == 0
+    facts = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines())
+    assert facts["architecture"] == "gemma3"
+    assert facts["memory"] == "sliding-window"
+    assert facts["can shift"] == "yes"
+    assert facts["layers"] == "4"
+
+
+def test_info_on_the_embedded_model_and_on_one_without_memory(
+    model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info"]) == 0
+    assert re.search(r"^memory +attention$", capsys.readouterr().out, re.M)
+    assert main(["info", "--model", str(make_model("bert", model_folder))]) == 0
+    assert re.search(r"^memory +none$", capsys.readouterr().out, re.M)
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.stdout == f"pykvcache {pykvcache.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "COMMAND"),
+        (("nonsense",), "nonsense"),
+        (("demo", "--n-ctx", "255"), "[256,"),
+        (("demo", "--n-ctx", "many"), "'many' is not an integer"),
+        (("demo", "--seed", "-1"), "[0,"),
+        (("demo", "--threads", "0"), "[1,"),
+        (("info", "--quick"), "--quick"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(args)
+    assert error.value.code == 2
+    assert said in one_line(capsys.readouterr().err)
+
+
+def test_a_failure_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.gguf").write_text("not a model\n")
+    for name in ("text.gguf", "nothing.gguf", "."):
+        for command in ("demo", "info"):
+            assert main([command, "--model", str(tmp_path / name)]) == 1
+            assert str(tmp_path / name) in one_line(capsys.readouterr().err)
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "pykvcache", *QUICK],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.readline()
+    child.stdout.close()
+    said = child.stderr.read()
+    child.stderr.close()
+    assert child.wait(timeout=60) in (0, 1)
+    assert "Traceback" not in said

@@ -1,0 +1,102 @@
+"""The examples, run as scripts: on the embedded model, and on generated ones by their argument."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.models import make_model
+
+pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPTS = ("fork_a_prompt", "rewind", "endless_generation")
+
+# One CPU: threads that wait for each other on a busy machine take most of the time.
+ON_ONE_CPU = """
+import os, runpy, sys
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(name: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    script = str(EXAMPLES / f"{name}.py")
+    return subprocess.run(
+        [sys.executable, "-c", ON_ONE_CPU, script, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
+
+
+def output(name: str, *args: str | Path) -> str:
+    result = run(name, *args)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_is_short_and_flat(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 60
+    assert not re.search(r"^\s*(def|class) ", text, re.M)
+
+
+def test_fork_a_prompt() -> None:
+    shown = output("fork_a_prompt")
+    prompt = re.search(r"^prompt: (\d+) tokens evaluated$", shown, re.M)
+    figures = re.search(r"(\d+) tokens evaluated; without forks: (\d+)$", shown)
+    assert prompt
+    assert figures
+    with_forks, without = int(figures[1]), int(figures[2])
+    assert without - with_forks == 3 * int(prompt[1]), "three of four times the prompt is saved"
+    texts = re.findall(r"^fork \d: (.+)$", shown, re.M)
+    assert len(texts) == len(set(texts)) == 4
+
+
+def test_rewind() -> None:
+    shown = output("rewind")
+    costs = [int(n) for n in re.findall(r"\((\d+) tokens evaluated\)", shown)]
+    story = re.search(r"^the story: (\d+) tokens, evaluated once$", shown, re.M)
+    assert story
+    assert len(costs) == 3
+    assert all(cost < int(story[1]) for cost in costs)
+
+
+def test_endless_generation() -> None:
+    shown = output("endless_generation")
+    figures = re.search(r"(\d+) tokens evaluated, (\d+) shifts, (\d+) cells$", shown)
+    assert figures
+    evaluated, shifts, cells = map(int, figures.groups())
+    drops = [int(n) for n in re.findall(r"\[256 tokens: dropped (\d+)\]", shown)]
+    assert shifts == len(drops) >= 3
+    # Nothing was evaluated again: what was evaluated was dropped or is still there.
+    assert cells - drops[-1] < evaluated - sum(drops) <= cells
+
+
+@pytest.mark.parametrize("model", ["llama", "jamba"])
+@pytest.mark.parametrize("name", ["fork_a_prompt", "rewind"])
+def test_takes_a_model(name: str, model: str, model_folder: Path) -> None:
+    assert "tokens" in output(name, make_model(model, model_folder))
+
+
+def test_endless_generation_says_what_cannot_be_done(model_folder: Path) -> None:
+    assert re.search(
+        r"[1-9] shifts", output("endless_generation", make_model("llama", model_folder))
+    )
+    for model, said in {"qwen2vl": "cannot be shifted", "jamba": "cannot drop a part"}.items():
+        result = run("endless_generation", make_model(model, model_folder))
+        assert result.returncode == 1
+        assert said in result.stderr
+        assert result.stderr.count("\n") == 1

@@ -14,7 +14,7 @@ __all__ = ["CellTable", "Cut"]
 # A row of the membership matrix that no sequence ever owns: what unknown sequences hold.
 _NOBODY = 0
 # `first` of a sequence without cells: above every position.
-_NONE = 2**62
+_NONE = np.int64(2**62)
 
 
 class Cut(NamedTuple):

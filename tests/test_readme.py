@@ -1,0 +1,67 @@
+"""What README.md says is true: its code runs, its methods and its files exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
+
+import pykvcache
+from pykvcache.memory import KvCacheMethods
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+
+
+def table_methods() -> set[str]:
+    """Names of the first column of the table of operations."""
+    rows = re.findall(r"^\| (`.+?) \|", README, re.M)
+    return {name for row in rows for name in re.findall(r"`(\w+)", row)}
+
+
+def test_there_is_an_example() -> None:
+    assert BLOCKS
+    assert len(BLOCKS[0].splitlines()) <= 15
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_code_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    exec(compile(block, "README.md", "exec"), names)
+    assert capsys.readouterr().out
+    for value in names.values():
+        if isinstance(value, pykvcache.LlamaContext | pykvcache.LlamaModel):
+            value.close()
+
+
+def test_methods_of_the_table_exist() -> None:
+    assert table_methods()
+    for name in table_methods():
+        assert hasattr(pykvcache.LlamaContext, name), name
+
+
+def test_no_memory_method_is_left_out() -> None:
+    methods = {name for name, value in vars(KvCacheMethods).items() if callable(value)}
+    assert {name for name in methods if not name.startswith("_")} <= table_methods()
+
+
+def test_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert targets
+    for target in targets:
+        assert (ROOT / target).exists(), target
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^    make (\w+)", README, re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_errors_that_are_named_exist() -> None:
+    for name in re.findall(r"`(\w+(?:Error|TooLarge|Slot))`", README):
+        assert hasattr(pykvcache, name) or name == "TypeError", name

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from pykvcache.facts import PerfData
     from pykvcache.introspection import CellTable, MemoryInfo, SequenceRange
+    from pykvcache.kv import LayerKV, SequenceKV
     from pykvcache.model import LlamaModel
     from pykvcache.sampling import Sampler
 
@@ -75,6 +76,7 @@ _HOMES = {
     "CellTable": "introspection",
     "FlashAttention": "enums",
     "GgmlType": "enums",
+    "LayerKV": "kv",
     "LlamaBatch": "batch",
     "LlamaContext": "context",
     "LlamaModel": "model",
@@ -85,6 +87,7 @@ _HOMES = {
     "RopeScalingType": "enums",
     "RopeType": "enums",
     "Sampler": "sampling",
+    "SequenceKV": "kv",
     "SequenceRange": "introspection",
     "SplitMode": "enums",
     "embedded_model_path": "_models",
@@ -111,6 +114,7 @@ __all__ = [
     "KvCacheConversionError",
     "KvCacheError",
     "KvCacheFull",
+    "LayerKV",
     "LlamaBatch",
     "LlamaContext",
     "LlamaModel",
@@ -131,6 +135,7 @@ __all__ = [
     "Sampler",
     "SeqIdTooLarge",
     "SequenceIdError",
+    "SequenceKV",
     "SequenceRange",
     "SharedCellsError",
     "SplitMode",

@@ -22,6 +22,7 @@ from pykvcache.enums import (
 )
 from pykvcache.facts import ContextFacts, PerfData
 from pykvcache.introspection import IntrospectionMethods
+from pykvcache.kv import KvMethods
 from pykvcache.memory import KvCacheMethods
 from pykvcache.model import LlamaModel
 from pykvcache.sampling import Sampler
@@ -31,7 +32,7 @@ __all__ = ["LlamaContext"]
 FloatArray = npt.NDArray[np.float32]
 
 
-class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods):
+class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, KvMethods):
     """A context of a model: it decodes tokens and holds what it has seen in its memory.
 
     Every method takes the context's lock, so threads may share a context; they wait

@@ -128,6 +128,16 @@ inline int32_t seq_pos_max(llama_memory_t mem, llama_seq_id seq) noexcept {
     return guarded<int32_t>(CAUGHT, [&] { return llama_memory_seq_pos_max(mem, seq); });
 }
 
+inline size_t state_seq_get_size(llama_context * ctx, llama_seq_id seq) noexcept {
+    return guarded<size_t>(0, [&] { return llama_state_seq_get_size(ctx, seq); });
+}
+inline size_t state_seq_get_data(llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq) noexcept {
+    return guarded<size_t>(0, [&] { return llama_state_seq_get_data(ctx, dst, size, seq); });
+}
+inline size_t state_seq_set_data(llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id seq) noexcept {
+    return guarded<size_t>(0, [&] { return llama_state_seq_set_data(ctx, src, size, seq); });
+}
+
 inline int32_t tokenize(const llama_vocab * vocab, const char * text, int32_t size, llama_token * out, int32_t room,
                         bool add_special, bool parse_special) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {

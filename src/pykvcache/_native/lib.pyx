@@ -37,6 +37,7 @@ from pykvcache.errors import (
     PositionError,
     SeqIdTooLarge,
     SequenceIdError,
+    StateError,
     UnsupportedOperation,
 )
 
@@ -50,6 +51,7 @@ include "model.pxi"
 include "handle.pxi"
 include "memory.pxi"
 include "cells.pxi"
+include "state.pxi"
 include "outputs.pxi"
 include "decode.pxi"
 include "sampler.pxi"

@@ -204,6 +204,9 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     int32_t seq_add(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
     int32_t seq_pos_min(llama_memory_t, llama_seq_id)
     int32_t seq_pos_max(llama_memory_t, llama_seq_id)
+    size_t state_seq_get_size(llama_context*, llama_seq_id)
+    size_t state_seq_get_data(llama_context*, uint8_t* dst, size_t size, llama_seq_id)
+    size_t state_seq_set_data(llama_context*, const uint8_t* src, size_t size, llama_seq_id)
     int32_t tokenize(const llama_vocab*, const char* text, int32_t size, llama_token* out,
                      int32_t room, bool add_special, bool parse_special)
     int32_t detokenize(const llama_vocab*, const llama_token* tokens, int32_t n, char* out,
@@ -254,6 +257,10 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         uint32_t max_rollback
         uint64_t bytes_total
         uint64_t bytes_per_token
+    ctypedef struct layer_shape:
+        uint32_t n_head_kv
+        uint32_t head_dim_k
+        uint32_t head_dim_v
     enum memory_part:
         PART_ATTENTION
         PART_WINDOW
@@ -271,6 +278,8 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     uint32_t n_stream(const memory*)
     context_facts look_at_context(const llama_context*)
     memory_facts look_at_memory(const memory*)
+    uint32_t n_layers(const memory*)
+    layer_shape layer_at(const memory*, uint32_t i)
     bool next_cell(const memory*, memory_part, uint32_t n_seq_max, uint32_t& stream, uint32_t& cell,
                    llama_pos& pos, uint8_t* members)
     uint32_t n_used(const memory*, memory_part)

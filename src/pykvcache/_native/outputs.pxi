@@ -1,6 +1,6 @@
 # What a decode leaves: logits and embeddings, handed out as copies.
 
-cdef class Outputs(Cells):
+cdef class Outputs(State):
     """``llama_get_logits_ith`` and ``llama_get_embeddings_*``."""
 
     # Where the outputs of the last decode are: batch indices in order, the first of
@@ -15,6 +15,9 @@ cdef class Outputs(Cells):
         self.kept_logits = None
         self.kept_embeddings = None
         self.part_start = 0
+
+    cdef void outputs_are_gone(self):
+        self.forget_outputs()
 
     cdef int note_outputs(self, lib.llama_batch batch, int32_t start, bint more) except -1:
         """Remember which tokens have outputs; rows that the next part overwrites are kept."""

@@ -109,7 +109,6 @@ def _demo(options: argparse.Namespace) -> int:
 
     right = run(
         _model_path(options),
-        is_embedded=options.model is None,
         seed=options.seed,
         n_ctx=options.n_ctx,
         n_threads=options.threads,

@@ -13,6 +13,9 @@ from pykvcache.model import LlamaModel
 
 __all__ = ["run"]
 
+STORIES = "pykvcache stories"
+"""Name of the model that ships with the package, which wants its own prompts."""
+
 COARSE = 0.01
 """Noise above this is that of quantised weights."""
 
@@ -25,7 +28,6 @@ _NO_TEXT = "this model does not generate text by itself: the demo needs one that
 def run(
     model_path: str,
     *,
-    is_embedded: bool,
     seed: int = 1,
     n_ctx: int = 1024,
     n_threads: int | None = None,
@@ -38,8 +40,6 @@ def run(
     ----------
     model_path
         The GGUF.
-    is_embedded
-        Whether it is the model that ships with the package, which wants its own prompts.
     seed
         Of everything that is sampled.
     n_ctx
@@ -74,16 +74,18 @@ def run(
         with fresh.context(n_ctx, n_seq_max=8) as ctx:
             if ctx.memory_kind == "none":
                 raise ValueError(_NO_TEXT)
+            kind = model.description.replace(" ?B", "")  # what llama.cpp says of unknown sizes
             name = model.metadata.get("general.name") or os.path.basename(model_path)
             screen.line(
-                f"{name}: {model.description}, {model.n_params / 1e6:.1f} M parameters, "
+                f"{name}: {kind}, {model.n_params / 1e6:.1f} M parameters, "
                 f"{model.n_layer} layers, {ctx.memory_kind} memory, {ctx.n_ctx} cells"
             )
+            screen.legend()
             stage = Stage(
                 model,
                 ctx,
                 fresh,
-                STORY_MODEL if is_embedded else ANY_MODEL,
+                STORY_MODEL if name == STORIES else ANY_MODEL,
                 screen,
                 seed,
                 n_story=ctx.n_ctx // (16 if quick else 6),

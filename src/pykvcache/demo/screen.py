@@ -23,6 +23,10 @@ class Screen:
         """Write one remark."""
         print(textwrap.fill(text, WIDTH))
 
+    def legend(self) -> None:
+        """Say how the model's own words are marked."""
+        self.line("What the model writes stands in [brackets] behind what it was given.")
+
     def given(self, label: str, given: str, written: str) -> None:
         """Write text of the model after text that it was given."""
         text = f"{given}[{written}]" if given else written
@@ -53,6 +57,8 @@ class _RichScreen(Screen):
         self._console = rich.Console(highlight=False)
         if not self._console.is_terminal:
             self._console.width = WIDTH
+        # Not so in a pipe, on a dumb terminal, or with NO_COLOR.
+        self._coloured = self._console.color_system is not None and not self._console.no_color
 
     def heading(self, text: str) -> None:
         self._console.print()
@@ -61,13 +67,23 @@ class _RichScreen(Screen):
     def line(self, text: str) -> None:
         self._console.print(self._rich.Text(text))
 
+    def legend(self) -> None:
+        if not self._coloured:
+            super().legend()
+            return
+        text = self._rich.Text("What the model writes is ")
+        text.append("green", style="green")
+        text.append(", what it was given is ")
+        text.append("dim", style="dim")
+        self._console.print(text + self._rich.Text("."))
+
     def given(self, label: str, given: str, written: str) -> None:
         text = self._rich.Text()
         if label:
             text.append(f"{label}: ", style="bold")
         text.append(given, style="dim")
         # Without colour nothing else shows where the model's own words begin.
-        plain = given and not self._console.is_terminal
+        plain = given and not self._coloured
         text.append(f"[{written}]" if plain else written, style="green")
         self._console.print(self._rich.Padding(text, (0, 0, 0, 2), expand=False))
 

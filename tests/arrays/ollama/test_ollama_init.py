@@ -198,7 +198,7 @@ def test_memory_below_the_window_is_refused() -> None:
         (SWAMemCache(4, 6), 4, 28),
         (SWAMemCache(4, 10), 0, 30),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, int) else type(value).__name__,
 )
 def test_number_of_cells(cache: Any, padding: int, expected: int) -> None:
     cache.set_config(CacheConfig(cache_padding=padding))

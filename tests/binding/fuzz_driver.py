@@ -11,6 +11,7 @@ decodes as at the start. ``--journal FILE`` notes each call before it is made.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import faulthandler
 import gc
 import inspect
@@ -27,7 +28,16 @@ from typing import IO, Any
 import numpy as np
 
 from binding import fuzz_values as values
-from pykvcache import InternalError, KvCacheError, LlamaBatch, LlamaContext, LlamaModel, Sampler
+from pykvcache import (
+    InternalError,
+    KvCacheError,
+    LayerKV,
+    LlamaBatch,
+    LlamaContext,
+    LlamaModel,
+    Sampler,
+    SequenceKV,
+)
 from support.models import RIGHT, make_model
 
 ALLOWED = (KvCacheError, TypeError, ValueError, IndexError, OverflowError, MemoryError, ImportError)
@@ -96,6 +106,8 @@ class Fuzz:
             return rng.choice(pool) if pool else None
         if name == "batch_or_tokens":
             return rng.choice([values.words(rng), values.words(rng), self.batch()])
+        if name == "arrays":
+            return self.sequence()
         if name == "path":
             return rng.choice([self.path, str(self.path), "missing", "", "/", "/dev/null"])
         if name in values.NAMED:
@@ -115,6 +127,27 @@ class Fuzz:
             if rng.random() < 0.2:
                 made.add(rng.choice(values.SMALL_TOKENS), start, [0, 1], True)
         return rng.choice([made, made, *self.pool[LlamaBatch]])
+
+    def sequence(self) -> Any:
+        """The K and V of some live sequence, or nearly."""
+        rng = self.rng
+        try:
+            found = rng.choice(self.pool[LlamaContext]).kv(rng.randrange(values.N_SEQ))
+        except KvCacheError:
+            return values.hostile(rng, self.objects())
+        if rng.random() < 0.4 or not len(found):
+            return found
+        layers = [list(dataclasses.astuple(layer)) for layer in found.layers]
+        rows, k = rng.choice(layers), rng.randrange(2)
+        with np.errstate(all="ignore"):
+            rows[k] = rng.choice(values.SPOIL)(rows[k])
+        positions = found.positions
+        if rng.random() < 0.4:
+            positions = rng.choice(
+                [*values.ARRAYS, lambda: positions[::-1], lambda: positions * 0]
+            )()
+        layers = rng.choice([layers, layers, layers[:-1], layers * 2, layers[::-1]])
+        return SequenceKV(positions, [LayerKV(*pair) for pair in layers])
 
     def arguments(self, function: Callable[..., Any]) -> Any:
         rng = self.rng

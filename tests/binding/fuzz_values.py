@@ -123,6 +123,26 @@ ARRAYS: list[Callable[[], Any]] = [
     lambda: np.arange(5, 9, dtype=np.int32).view(np.matrix) if False else np.asmatrix([[5, 6]]),
 ]
 
+SPOIL: list[Callable[[Any], Any]] = [
+    lambda rows: rows,
+    lambda rows: rows[:-1],
+    lambda rows: rows[..., :-1],
+    lambda rows: rows[::-1],
+    lambda rows: rows.T,
+    lambda rows: rows[None],
+    lambda rows: rows.astype(np.float64),
+    lambda rows: rows.astype(np.int32),
+    lambda rows: rows * np.float32(1e30),
+    lambda rows: rows * np.nan,
+    lambda rows: rows.tolist(),
+    lambda rows: np.repeat(rows, 2, axis=1)[:, ::2],
+    lambda rows: np.broadcast_to(rows[:1], rows.shape),
+    lambda rows: rows.astype(">f4"),
+    lambda rows: None,
+    lambda rows: "rows",
+]
+"""What is done to the K or V of a layer before it is written back."""
+
 
 def words(rng: Random, most: int = 40) -> Any:
     tokens = [rng.choice(SMALL_TOKENS) for _ in range(rng.randint(1, most))]

@@ -17,6 +17,19 @@ CALLS = int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "1500"))
 SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
 
 
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    env = {"PYTHONPATH": str(TESTS), "GGML_NO_BACKTRACE": "1", "OMP_WAIT_POLICY": "passive"}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=60 + CALLS / 50,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_hostile_calls_end_in_documented_exceptions(
     name: str, model_folder: Path, tmp_path: Path
@@ -26,16 +39,19 @@ def test_hostile_calls_end_in_documented_exceptions(
     journal = tmp_path / "journal"
     command = [sys.executable, "-m", "binding.fuzz_driver", name, "--folder", str(model_folder)]
     command += ["--calls", str(CALLS), "--seed", SEED, "--journal", str(journal)]
-    env = os.environ | {"PYTHONPATH": str(TESTS), "GGML_NO_BACKTRACE": "1"}
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60 + CALLS / 50,
-        check=False,
-    )
+    done = run(command, tmp_path)
     last = journal.read_text().splitlines()[-3:]
     assert done.returncode == 0, f"{done.stderr[-3000:]}\nlast calls: {last}"
     assert done.stdout.startswith("returned ")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen2vl", "mamba", "jamba", "bert", "t5"])
+def test_damaged_models_are_refused_or_used(name: str, model_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "binding.damage_driver", str(make_model(name, model_folder))]
+    command += ["--copies", str(max(60, CALLS // 25)), "--seed", SEED, "--folder", str(tmp_path)]
+    done = run(command, tmp_path)
+    last = done.stdout.splitlines()[-1:]
+    assert done.returncode == 0, f"{last}: {done.stderr[-3000:]}"
+    # Some of each, otherwise nothing was tested.
+    assert "ModelLoadError" in last[0]
+    assert "fine" in last[0] or "UnsupportedOperation" in last[0]

@@ -16,9 +16,6 @@ __all__ = ["run"]
 STORIES = "pykvcache stories"
 """Name of the model that ships with the package, which wants its own prompts."""
 
-COARSE = 0.01
-"""Noise above this is that of quantised weights."""
-
 SMALL = 64 * 2**20
 """Bytes of tensors below which threads wait for each other longer than they compute."""
 
@@ -100,7 +97,7 @@ def _summary(screen: Screen, stage: Stage, fresh: Fresh, seconds: float) -> bool
     screen.heading("What was done")
     screen.table(
         ("operation", "tokens\nevaluated", "anew", "time", "equal to a\nfresh run?"),
-        [(row.operation, *_figures(row), _verdict(row, fresh.tolerance)) for row in stage.rows],
+        [(row.operation, *_figures(row), _verdict(row, fresh)) for row in stage.rows],
     )
     for note in stage.notes:
         screen.line(note)
@@ -109,7 +106,7 @@ def _summary(screen: Screen, stage: Stage, fresh: Fresh, seconds: float) -> bool
         f"anew: tokens that a fresh run evaluates. Equal: no logit differs by more than "
         f"{fresh.tolerance:.2g}. All in {seconds:.1f} s."
     )
-    if fresh.noise > COARSE:
+    if fresh.is_coarse:
         screen.line(
             f"The weights are quantised: rounding alone moves logits of this model by "
             f"{fresh.noise:.2g}, so that equal cannot mean less."
@@ -123,9 +120,12 @@ def _figures(row: Row) -> tuple[str, str, str]:
     return str(row.tokens), str(row.tokens_anew), f"{row.seconds * 1e3:.1f} ms"
 
 
-def _verdict(row: Row, tolerance: float) -> str:
+def _verdict(row: Row, fresh: Fresh) -> str:
     if not row.differences:
         return row.note
     worst = max(row.differences)
-    how = f"within {worst:.0e}" if worst else "exactly"
-    return f"{'yes' if worst <= tolerance else 'NO'}, {how}{row.note}"
+    if worst > fresh.tolerance:
+        return f"NO, {worst:.0e} off{row.note}"
+    if fresh.is_coarse:
+        return f"yes, to rounding ({worst:.1f}){row.note}"
+    return f"yes, within {worst:.0e}{row.note}" if worst else f"yes, exactly{row.note}"

@@ -20,6 +20,9 @@ Logits = npt.NDArray[np.float32]
 RIGHT = 1e-3
 """Logits that differ by less are the same: llama.cpp rounds differently batch by batch."""
 
+COARSE = 0.05
+"""Noise above this is that of quantised weights."""
+
 ELSEWHERE = (64, 100, 300)
 """Other positions to evaluate the same tokens at."""
 
@@ -111,7 +114,12 @@ class Fresh:
         """
         here = self._logits_at(tokens, 0)
         self.noise = max(apart(here, self._logits_at(tokens, start)) for start in ELSEWHERE)
-        self.tolerance = max(RIGHT, 5 * self.noise)
+        self.tolerance = max(RIGHT, self.noise * (2 if self.is_coarse else 5))
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether rounding moves logits so far that small errors would not be seen."""
+        return self.noise > COARSE
 
     def _logits_at(self, tokens: list[int], start: int) -> Logits:
         n = len(tokens)

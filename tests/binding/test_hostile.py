@@ -55,3 +55,14 @@ def test_damaged_models_are_refused_or_used(name: str, model_folder: Path, tmp_p
     # Some of each, otherwise nothing was tested.
     assert "ModelLoadError" in last[0]
     assert "fine" in last[0] or "UnsupportedOperation" in last[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba"])
+def test_threads_that_fight_over_contexts_survive(
+    name: str, model_folder: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "binding.thread_driver", str(make_model(name, model_folder))]
+    command += ["--steps", str(CALLS // 5), "--seed", SEED]
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ClosedError" in done.stdout

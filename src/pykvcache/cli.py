@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         # Every error of the package is one of these; the first line says what happened.
         text = (str(error) or type(error).__name__).splitlines()[0]
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            text = f"{error.strerror}: {error.filename}"
         print(f"pykvcache: {text}", file=sys.stderr)
         return FAILURE
 

@@ -75,7 +75,7 @@ def run(
             name = model.metadata.get("general.name") or os.path.basename(model_path)
             screen.line(
                 f"{name}: {kind}, {model.n_params / 1e6:.1f} M parameters, "
-                f"{model.n_layer} layers, {ctx.memory_kind} memory, {ctx.n_ctx} cells"
+                f"{model.n_layer} layers, {ctx.memory_kind}, {ctx.n_ctx} cells"
             )
             screen.legend()
             stage = Stage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -128,6 +129,29 @@ def test_demo_without_rich(tmp_path: Path) -> None:
     assert result.returncode == 0
     assert "pykvcache[demo]" in result.stderr
     assert set(verdicts(result.stdout).values()) == {"yes"}
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals here")
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_demo_in_a_terminal(no_color: str) -> None:
+    pytest.importorskip("rich")
+    ours, theirs = os.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "pykvcache", "demo", "--quick", "--n-ctx", "256"],
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "NO_COLOR": no_color},
+    )
+    os.close(theirs)
+    shown = b""
+    # At the end of the child Linux says EIO, others give nothing.
+    with contextlib.suppress(OSError):
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert child.wait(timeout=60) == 0
+    assert (b"\x1b[32m" in shown) != bool(no_color), "green, unless asked not to"
+    assert (b"[brackets]" in shown) == bool(no_color)
 
 
 def test_demo_in_an_ascii_terminal() -> None:

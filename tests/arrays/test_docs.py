@@ -84,7 +84,7 @@ def rows() -> list[list[str]]:
 
 
 def test_the_table_is_whole() -> None:
-    assert len(rows()) > 60
+    assert len(rows()) > 150
     for row in rows():
         assert len(row) == 4, row
         item, name, tests, _ = row
@@ -95,6 +95,8 @@ def test_the_table_is_whole() -> None:
 
 def test_every_test_in_the_table_exists() -> None:
     for row in rows():
-        for path, test in re.findall(r"`(tests/\S+?\.py)::([\w.]+)`", row[2]):
+        text = " ".join(row)
+        named = re.findall(r"`(tests/\S+?\.py)::([\w.]+)`", text)
+        assert len(named) == text.count("::"), row
+        for path, test in named:
             assert set(test.split(".")) <= names_in(path), f"{path}::{test}"
-        assert len(re.findall("::", row[2])) == len(re.findall(r"`tests/\S+?\.py::", row[2])), row

@@ -11,6 +11,7 @@ import pytest
 
 from binding.kit import differ, words
 from pykvcache import (
+    DecodeError,
     InvalidBatch,
     LlamaBatch,
     SequenceIdError,
@@ -143,3 +144,28 @@ def test_an_encoder_takes_all_at_once(make_context: Any) -> None:
     with pytest.raises(SequenceIdError):
         ctx.encode(LlamaBatch.from_arrays([5], [0], 4))
     ctx.decode([0])
+
+
+def test_only_sequences_that_were_encoded_together_can_be_decoded(make_context: Any) -> None:
+    def one(seqs: list[int]) -> LlamaBatch:
+        rows = np.tile(np.array(seqs, np.int32), (12, 1))
+        return LlamaBatch.from_arrays(words(12), np.arange(12), rows)
+
+    ctx = make_context("t5")
+    ctx.encode(one([0, 1]))
+    for seq in (0, 1):
+        ctx.decode([0, 5, 6], seq_id=seq)
+    together = ctx.logits()
+    ctx.copy_kv_cache_seq(0, 2)
+    for seq in (2, 3):
+        with pytest.raises(DecodeError, match=f"sequence {seq}"):
+            ctx.decode([7], seq_id=seq)
+    # Another input replaces the encoder's output, so what was decoded for the old must go.
+    with pytest.raises(InvalidBatch):
+        ctx.encode(one([2]))
+    ctx.clear_kv_cache()
+    ctx.encode(one([2]))
+    with pytest.raises(DecodeError, match="sequence 0"):
+        ctx.decode([0, 5, 6], seq_id=0)
+    ctx.decode([0, 5, 6], seq_id=2)
+    assert differ(ctx.logits(), together) < RIGHT

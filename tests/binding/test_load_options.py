@@ -53,3 +53,10 @@ def test_a_wrong_option_is_refused_by_name(
 ) -> None:
     with pytest.raises((TypeError, error), match=option):
         LlamaModel(llama, **{option: value})
+
+
+@pytest.mark.parametrize("flag", ["vocab_only", "check_tensors", "use_extra_bufts"])
+@pytest.mark.parametrize("value", [1, 0, None, "no", 1.0, []])
+def test_a_flag_is_true_or_false(llama: Path, flag: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=flag):
+        LlamaModel(llama, **{flag: value})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,8 @@ TESTS = Path(__file__).resolve().parent.parent
 # These tests import the package at the top: there is nothing to collect without its compiled layer.
 if importlib.util.find_spec("pykvcache._native.lib") is None:
     collect_ignore_glob = ["test_*.py"]
+
+needs_timers = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no signal timers")
 
 Child = Callable[..., "subprocess.CompletedProcess[str]"]
 

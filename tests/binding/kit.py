@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
+import pytest
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -28,6 +31,15 @@ def words(n: int, seed: int = 0) -> NDArray[np.int32]:
 def differ(a: ArrayLike, b: ArrayLike) -> float:
     """Largest difference."""
     return float(np.abs(np.asarray(a) - np.asarray(b)).max())
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use; skips the test where there is no /proc."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("needs /proc to measure memory")
+    gc.collect()
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def fill(ctx: LlamaContext) -> None:

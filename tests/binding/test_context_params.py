@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from binding.kit import resident_bytes
 from pykvcache import (
     ContextCreateError,
     GgmlType,
@@ -32,10 +32,6 @@ ENUMS = ["type_k", "type_v", "flash_attn", "pooling_type", "attention_type", "ro
 FLOATS = ["rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor"]
 FLOATS += ["yarn_beta_fast", "yarn_beta_slow"]
 FLAGS = ["kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "no_perf"]
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 # Refused ------------------------------------------------------------------------------

@@ -143,9 +143,13 @@ TOO_DEEP = {
 }
 
 IN_A_CHILD = """
-import resource, sys
+import sys
 from pykvcache import LlamaModel, Sampler
-resource.setrlimit(resource.RLIMIT_AS, (2 ** 33, 2 ** 33))
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (2 ** 33, 2 ** 33))
+except ImportError:
+    pass
 model = LlamaModel(sys.argv[1])
 try:
     Sampler(grammar=sys.stdin.read(), model=model)

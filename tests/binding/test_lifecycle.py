@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from binding.kit import differ, words
+from binding.kit import differ, resident_bytes, words
 from pykvcache import (
     ClosedError,
     ContextCreateError,
@@ -41,11 +41,6 @@ ALWAYS = {"close", "abort"}
 @pytest.fixture
 def path(model_folder: Path) -> Path:
     return make_model("llama", model_folder)
-
-
-def resident_bytes() -> int:
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def methods(kind: type) -> dict[str, tuple[Any, ...]]:

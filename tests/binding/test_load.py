@@ -20,7 +20,7 @@ def llama(model_folder: Path) -> Path:
 
 
 def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
 
 
 # Paths --------------------------------------------------------------------------------

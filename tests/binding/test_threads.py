@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from binding.conftest import Child, assert_quiet
+from binding.conftest import Child, assert_quiet, needs_timers
 from binding.kit import differ, lengths, words
 from pykvcache import ClosedError, KvCacheError
 from support.models import RIGHT
@@ -229,6 +229,7 @@ def test_an_integer_that_uses_the_context_neither_hangs_nor_crashes(make_context
     together(work)
 
 
+@needs_timers
 def test_signal_handlers_and_finalizers_may_use_the_context(child: Child, model: Any) -> None:
     code = """
 import gc, signal, sys

@@ -134,6 +134,12 @@ class Bench:
         self.held.setdefault(seq, []).extend(tokens.tolist())
         return tokens
 
+    def with_two(self) -> Bench:
+        """Decode 20 tokens into sequence 0 and 12 into sequence 1."""
+        self.feed(0, 20)
+        self.feed(1, 12)
+        return self
+
     def fresh(self, tokens: Iterable[int]) -> Logits:
         """Logits of a new context that has seen these tokens."""
         return self._fresh(self.case.name, list(tokens))

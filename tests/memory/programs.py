@@ -9,24 +9,32 @@ from typing import Any
 import numpy as np
 
 from memory.kit import Case, Logits, apart
-from memory.reference import BROKEN, DONE, END, REFUSED, UNSUPPORTED, Reference, Verdict
-from pykvcache import DecodeError, LlamaContext, NoKvCacheSlot, PositionError, UnsupportedOperation
+from memory.reference import BROKEN, DONE, END, FULL, REFUSED, UNSUPPORTED, Reference, Verdict
+from pykvcache import (
+    DecodeError,
+    LlamaBatch,
+    LlamaContext,
+    NoKvCacheSlot,
+    PositionError,
+    UnsupportedOperation,
+)
 from support.numpy_llama import LedgerLlama
 
 N_SEQ = 4
 OPERATIONS = {
-    "decode": 16,
+    "decode": 14,
+    "batch": 3,
     "copy": 5,
     "copy_prefix": 2,
     "clear": 5,
-    "clear_all": 1,
+    "clear_all": 0.5,
     "remove": 2,
-    "keep": 1,
+    "keep": 0.5,
     "add": 3,
     "div": 2,
     "update": 1,
     "resume": 2,
-    "wipe": 1,
+    "wipe": 0.2,
 }
 
 
@@ -98,20 +106,56 @@ class Program:
             verdict.effect()
         return outcome == DONE
 
-    def decode(self) -> None:
-        seq = self.seq()
-        n = self.random.choice([1, 1, 2, 5, 9, 15, 25])
-        tokens = [self.random.randrange(5, self.case.n_vocab - 2) for _ in range(n)]
+    def decode(self, seq: int | None = None, n: int | None = None) -> None:
+        seq = self.seq() if seq is None else seq
+        if n is None and not self.case.swa_full and self.random.random() < 0.05:
+            # Past the window every now and then, so that its cells are reused.
+            for _ in range(9):
+                self.decode(seq, 32)
+        sizes = [1, 1, 2, 5, 9, 15, 25] if self.case.swa_full else [1, 1, 5, 25, 32, 32]
+        n = self.random.choice(sizes) if n is None else n
+        tokens = self.words(n)
         if not self.do("decode", self.ref.decode(seq, tokens), tokens, seq_id=seq):
             return
+        self.compare_logits(seq, tokens, -1)
+
+    def batch(self) -> None:
+        """Tokens of several sequences in one call, in turns."""
+        seqs = self.random.sample(range(N_SEQ), self.random.randint(2, N_SEQ))
+        words = {seq: self.words(self.random.choice([1, 2, 7])) for seq in seqs}
+        first = {seq: max(self.ref.positions(seq), default=-1) + 1 for seq in seqs}
+        rows = [(i, seq) for seq in seqs for i in range(len(words[seq]))]
+        if self.random.random() < 0.5:
+            rows.sort()
+        batch = LlamaBatch()
+        for i, seq in rows:
+            batch.add(words[seq][i], first[seq] + i, seq, logits=i == len(words[seq]) - 1)
+        verdicts = [self.ref.decode(seq, words[seq]) for seq in seqs]
+        allowed = set().union(*(verdict.allowed for verdict in verdicts))
+        if self.ref.unified and self.case.info.memory != "recurrent" and not self.ref.may_refuse:
+            fits = self.ref.n_used() + len(rows) <= self.ref.n_cells
+            allowed = {DONE if fits else FULL}
+        elif FULL in allowed and not self.ref.may_refuse:
+            allowed = {FULL}
+        verdict = Verdict(frozenset(allowed), lambda: in_turn([v.effect for v in verdicts]))
+        if self.do("decode", verdict, batch):
+            for seq in seqs:
+                self.compare_logits(seq, words[seq], rows.index((len(words[seq]) - 1, seq)))
+
+    def words(self, n: int) -> list[int]:
+        return [self.random.randrange(5, self.case.n_vocab - 2) for _ in range(n)]
+
+    def compare_logits(self, seq: int, tokens: list[int], row: int) -> None:
+        """The logits that a decode gave are those of the ledger, or of a fresh run."""
+        known = self.ref.tokens[seq]
         if self.ledger is not None:
             self.ledger.decode(seq, tokens)
             right: Any = self.ledger.logits
-        elif self.ref.tokens[seq] is not None and self.random.random() < 0.3:
-            right = self.fresh(self.case.name, self.ref.tokens[seq])
+        elif known is not None and self.random.random() < 0.3:
+            right = self.fresh(self.case.name, known)
         else:
             return
-        difference = apart(self.ctx.logits(), right)
+        difference = apart(self.ctx.logits(row), right)
         assert difference < self.case.tolerance, f"sequence {seq} is {difference:.3g} off"
 
     def copy(self) -> None:
@@ -158,6 +202,9 @@ class Program:
             if DONE not in shift.allowed:
                 allowed.discard(DONE)
             allowed |= shift.allowed - {DONE}
+            if self.ref.whole_only:
+                # Also where it could be done: nothing is removed and all of it moves.
+                allowed.add(UNSUPPORTED)
             effects.append(lambda: self.ref.add(seq, end, END, begin - end).effect())
         verdict = Verdict(frozenset(allowed), lambda: in_turn(effects))
         if self.do("remove", verdict, seq, begin, end) and self.ledger and begin < end:
@@ -191,10 +238,9 @@ class Program:
         self.do("kv_cache_update", self.ref.remove([], 0, 0))
 
     def wipe(self) -> None:
-        if self.random.random() < 0.3:
-            self.do("clear_kv_cache", self.ref.clear())
-            if self.ledger:
-                self.ledger.clear()
+        self.do("clear_kv_cache", self.ref.clear())
+        if self.ledger:
+            self.ledger.clear()
 
     def resume(self) -> None:
         """`can_resume` and what a removal then does are the same."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from memory.kit import SHIFTABLE, Bench, Case
+from memory.kit import CASES, SHIFTABLE, Bench, Case
 from pykvcache import PositionError, UnsupportedOperation
 
 MakeBench = Callable[..., Bench]
@@ -116,3 +116,28 @@ def test_a_part_of_a_state_is_not_shifted(case: Case, bench: MakeBench) -> None:
         with pytest.raises(UnsupportedOperation):
             b.ctx.kv_cache_seq_div(0, p0, p1, 2)
     b.check()
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.info.can_shift], ids=str)
+def test_what_llama_cpp_cannot_rotate_is_refused_before_it_aborts(
+    case: Case, bench: MakeBench
+) -> None:
+    # M23 and M25: M-RoPE aborts at once, a cache without rotary layers at the next decode.
+    b = bench(case)
+    b.feed(0, 20)
+    assert b.ctx.kv_cache_can_shift() is False
+    assert b.ctx.memory_info.can_shift is False
+    for p0, p1, delta in [(None, None, 1), (0, None, 100), (5, 9, -1)]:
+        with pytest.raises(UnsupportedOperation):
+            b.ctx.kv_cache_seq_add(0, p0, p1, delta)
+    with pytest.raises(UnsupportedOperation):
+        b.ctx.kv_cache_seq_div(0, None, None, 2)
+    b.ctx.kv_cache_update()
+    b.check(n=2)
+
+
+@shiftable_case
+def test_what_can_be_shifted_says_so(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    assert b.ctx.kv_cache_can_shift() is True
+    assert b.ctx.memory_info.can_shift is True

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from memory.kit import CASES, WHOLE_ONLY, Bench, Case
+from memory.kit import CASES, Bench, Case
 from pykvcache import (
     LlamaContext,
     P0TooLarge,
@@ -21,13 +21,6 @@ from pykvcache import (
 MakeBench = Callable[..., Bench]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 INT32_MAX = 2**31 - 1
-
-
-def with_two_sequences(bench: MakeBench, case: Case) -> Bench:
-    b = bench(case)
-    b.feed(0, 20)
-    b.feed(1, 12)
-    return b
 
 
 Call = Callable[[LlamaContext], object]
@@ -65,7 +58,7 @@ BY_SEQUENCE: dict[str, Callable[[LlamaContext, int], object]] = {
 
 @every_case
 def test_negative_positions_are_position_errors(case: Case, bench: MakeBench) -> None:
-    b = with_two_sequences(bench, case)
+    b = bench(case).with_two()
     for name, call in RANGED.items():
         for p0, p1 in [(-1, None), (None, -1), (-5, -2), (-(2**31), 3), (4, -1), (-(2**40), 1)]:
             with pytest.raises(PositionError) as caught:
@@ -79,7 +72,7 @@ def test_negative_positions_are_position_errors(case: Case, bench: MakeBench) ->
 
 @every_case
 def test_positions_past_int32_have_their_own_errors(case: Case, bench: MakeBench) -> None:
-    b = with_two_sequences(bench, case)
+    b = bench(case).with_two()
     for call in RANGED.values():
         for value in (2**31, 2**32 - 1, 2**63, 2**64, 2**100):
             with pytest.raises(P0TooLarge) as p0:
@@ -96,7 +89,7 @@ def test_positions_past_int32_have_their_own_errors(case: Case, bench: MakeBench
 def test_sequence_ids_out_of_range_are_errors_save_for_queries(
     case: Case, bench: MakeBench
 ) -> None:
-    b = with_two_sequences(bench, case)
+    b = bench(case).with_two()
     for name, call in BY_SEQUENCE.items():
         for seq in (-1, -2, 4, 255, 256, INT32_MAX, -(2**31)):
             with pytest.raises(SequenceIdError) as caught:
@@ -114,7 +107,7 @@ def test_sequence_ids_out_of_range_are_errors_save_for_queries(
 
 @every_case
 def test_an_empty_range_does_nothing(case: Case, bench: MakeBench) -> None:
-    b = with_two_sequences(bench, case)
+    b = bench(case).with_two()
     for p0, p1 in [(0, 0), (None, 0), (5, 5), (7, 3), (20, 20), (INT32_MAX, 0)]:
         for name, call in RANGED.items():
             if case.info.has_mrope and name.startswith(("add", "div")):
@@ -129,7 +122,7 @@ def test_an_empty_range_does_nothing(case: Case, bench: MakeBench) -> None:
 
 @every_case
 def test_a_range_that_holds_nothing_changes_no_source(case: Case, bench: MakeBench) -> None:
-    b = with_two_sequences(bench, case)
+    b = bench(case).with_two()
     for p0, p1 in [(20, None), (20, 30), (500, INT32_MAX)]:
         for name, call in RANGED.items():
             if name.startswith("copy") or (name.startswith(("add", "div")) and case.info.has_mrope):
@@ -140,76 +133,8 @@ def test_a_range_that_holds_nothing_changes_no_source(case: Case, bench: MakeBen
 
 
 @every_case
-def test_an_empty_source_empties_the_destination(case: Case, bench: MakeBench) -> None:
-    b = with_two_sequences(bench, case)
-    b.ctx.copy_kv_cache_seq(3, 1)
-    b.held[1] = []
-    b.check()
-    b.feed(1, 9)
-    b.ctx.copy_kv_cache_seq(2, 1, 0, 5)
-    b.held[1] = []
-    b.check()
-    b.ctx.copy_kv_cache_seq(2, 3)
-    b.ctx.copy_cache(2, 0, 1)
-    b.held[0] = []
-    b.positions()
-    b.feed(0, 10)
-    b.feed(1, 10)
-    b.check()
-
-
-@every_case
-def test_a_copy_to_itself_does_nothing(case: Case, bench: MakeBench) -> None:
-    b = with_two_sequences(bench, case)
-    for p0, p1 in [(None, None), (0, 20), (3, 7), (0, 1), (30, 40)]:
-        b.ctx.copy_kv_cache_seq(0, 0, p0, p1)
-        b.ctx.copy_kv_cache_seq(3, 3, p0, p1)
-    b.ctx.copy_cache(1, 1, 3)
-    b.check()
-
-
-@every_case
-def test_a_range_that_covers_everything_is_a_whole_copy(case: Case, bench: MakeBench) -> None:
-    b = with_two_sequences(bench, case)
-    for p0, p1 in [(0, 20), (None, 20), (0, None), (0, 21), (0, 256), (0, 1024), (0, INT32_MAX)]:
-        b.ctx.copy_kv_cache_seq(0, 2, p0, p1)
-        b.held[2] = b.held[0].copy()
-        b.check(2)
-
-
-@every_case
-def test_a_covering_removal_always_succeeds(case: Case, bench: MakeBench) -> None:
-    for p0, p1 in [(None, None), (0, None), (None, 20), (0, 20), (0, 21), (0, INT32_MAX)]:
-        b = with_two_sequences(bench, case)
-        assert b.ctx.clear_kv_cache_seq(0, p0, p1) is True
-        b.held[0] = []
-        b.check()
-        assert b.ctx.clear_kv_cache_seq(0, p0, p1) is True
-        b.feed(0, 9)
-        b.check()
-
-
-@every_case
-def test_all_sequences_can_be_removed_at_once(case: Case, bench: MakeBench) -> None:
-    b = with_two_sequences(bench, case)
-    b.ctx.copy_kv_cache_seq(0, 3)
-    for p0, p1 in [(None, None), (0, None), (0, 20), (None, 1000)]:
-        assert b.ctx.clear_kv_cache_seq(None, p0, p1) is True
-        b.held = {}
-        b.positions()
-        b.feed(0, 20)
-        b.feed(2, 7)
-        b.check()
-        assert b.ctx.clear_kv_cache_seq() is True
-        b.held = {}
-        b.feed(0, 18)
-        b.feed(1, 3)
-        b.positions()
-
-
-@every_case
 def test_shifts_by_zero_and_divisions_by_one(case: Case, bench: MakeBench) -> None:
-    b = with_two_sequences(bench, case)
+    b = bench(case).with_two()
     for p0, p1 in [(None, None), (0, None), (3, 7), (19, None), (0, 20)]:
         if case.info.has_mrope:
             with pytest.raises(UnsupportedOperation):
@@ -224,7 +149,7 @@ def test_shifts_by_zero_and_divisions_by_one(case: Case, bench: MakeBench) -> No
 
 @every_case
 def test_divisors_outside_1_to_255_are_value_errors(case: Case, bench: MakeBench) -> None:
-    b = with_two_sequences(bench, case)
+    b = bench(case).with_two()
     for d in (0, -1, 256, -(2**31), 2**31, 2**63, 2**64):
         for seq in (0, 3):
             with pytest.raises(ValueError, match=r"\b1\b.*255|M-RoPE"):
@@ -236,7 +161,7 @@ def test_divisors_outside_1_to_255_are_value_errors(case: Case, bench: MakeBench
 def test_bools_and_floats_are_not_integers_and_numpy_integers_are(
     case: Case, bench: MakeBench
 ) -> None:
-    b = with_two_sequences(bench, case)
+    b = bench(case).with_two()
     for bad in (True, 1.0, "1", np.float32(1), np.bool_(True), [1], np.array([1, 2])):
         for call in BY_SEQUENCE.values():
             with pytest.raises(TypeError):
@@ -257,26 +182,6 @@ def test_bools_and_floats_are_not_integers_and_numpy_integers_are(
     assert b.ctx.kv_cache_seq_pos_max(np.uint8(0)) == 19
     b.ctx.copy_kv_cache_seq(np.int64(0), np.int16(2), np.uint64(0), np.int32(20))
     b.held[2] = b.held[0].copy()
-    b.check()
-
-
-@pytest.mark.parametrize("case", WHOLE_ONLY, ids=str)
-def test_what_a_state_cannot_do_is_refused_and_changes_nothing(
-    case: Case, bench: MakeBench
-) -> None:
-    b = with_two_sequences(bench, case)
-    for p0, p1 in [(5, None), (0, 19), (None, 1), (19, None), (3, 7), (19, 20), (1, 500)]:
-        assert b.ctx.clear_kv_cache_seq(0, p0, p1) is False
-        assert b.ctx.clear_kv_cache_seq(None, p0, p1) is False
-        with pytest.raises(UnsupportedOperation, match="whole"):
-            b.ctx.copy_kv_cache_seq(0, 1, p0, p1)
-        with pytest.raises(UnsupportedOperation, match="whole"):
-            b.ctx.copy_kv_cache_seq(0, 3, p0, p1)
-        b.positions()
-    with pytest.raises(UnsupportedOperation):
-        b.ctx.copy_cache(0, 1, 19)
-    # A removal from all that only one of them cannot do removes nothing of the others.
-    assert b.ctx.clear_kv_cache_seq(None, 0, 15) is False
     b.check()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Bench, Case
+from memory.kit import CASES, SHIFTABLE, Bench, Case
 from pykvcache import LlamaBatch, LlamaContext, NoKvCacheSlot, SequenceIdError, UnsupportedOperation
 
 MakeBench = Callable[..., Bench]
@@ -168,10 +168,10 @@ def test_a_chain_of_pending_copies_moves_in_order(case: Case, bench: MakeBench) 
     b.check()
 
 
-@stream_partial_case
+@pytest.mark.parametrize(
+    "case", [c for c in SHIFTABLE if c in STREAMS and c.info.can_remove_partial], ids=str
+)
 def test_a_pending_copy_and_a_pending_shift_together(case: Case, bench: MakeBench) -> None:
-    if not case.info.can_shift or not case.swa_full:
-        pytest.skip("this memory does not shift")
     for first in ("shift", "copy"):
         b = bench(case)
         b.feed(0, 20)

@@ -91,8 +91,11 @@ def test_a_recurrent_sequence_refuses_to_go_on_until_it_is_removed(
     ):
         with pytest.raises(DecodeError, match="remove"):
             use()
-    with pytest.raises((ValueError, RuntimeError)):
-        ctx.copy_kv_cache_seq(0, 2)
+    if 0 in lengths(ctx):
+        with pytest.raises((ValueError, RuntimeError)):
+            ctx.copy_kv_cache_seq(0, 2)
+    else:
+        ctx.copy_kv_cache_seq(0, 2)  # stopped before the first step: there is nothing to copy
     assert 2 not in lengths(ctx)
     # Another sequence is as it was, or says that it suffered too: llama.cpp moves states about.
     try:

@@ -1,4 +1,8 @@
-"""Survival: thousands of hostile calls in child processes; none may die, hang or surprise."""
+"""Survival: thousands of hostile calls in child processes; none may die, hang or surprise.
+
+``PYKVCACHE_FUZZ_CALLS=100000 PYKVCACHE_FUZZ_SEED=7`` make it a long run over other calls; the
+drivers beside this file can be run by themselves too.
+"""
 
 from __future__ import annotations
 

@@ -141,6 +141,20 @@ class Program:
         if self.do("decode", verdict, batch):
             for seq in seqs:
                 self.compare_logits(seq, words[seq], rows.index((len(words[seq]) - 1, seq)))
+        else:
+            self.keep_what_stayed(rows, words, first)
+
+    def keep_what_stayed(
+        self, rows: list[tuple[int, int]], words: dict[int, list[int]], first: dict[int, int]
+    ) -> None:
+        """A batch that is decoded in parts may fail after some: what is held is its beginning."""
+        stayed = [first[seq] + i <= self.ctx.kv_cache_seq_pos_max(seq) for i, seq in rows]
+        assert stayed == sorted(stayed, reverse=True), "a later token stays and an earlier is gone"
+        for (i, seq), here in zip(rows, stayed, strict=True):
+            if here:
+                self.ref.decode(seq, words[seq][i : i + 1]).effect()
+                if self.ledger is not None:
+                    self.ledger.decode(seq, words[seq][i : i + 1])
 
     def words(self, n: int) -> list[int]:
         return [self.random.randrange(5, self.case.n_vocab - 2) for _ in range(n)]

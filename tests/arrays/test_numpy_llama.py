@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -223,3 +224,48 @@ def compare(
         context.decode(words, seq_id=0)
         np.testing.assert_allclose(logits[-1], context.logits(-1), atol=1e-2)
         start += count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numpy_goes_on_where_llama_cpp_stopped(
+    example: Any, tiny: Path, kind: str, make_context: ContextFactory
+) -> None:
+    context, model = make_context("llama"), example.Llama(str(tiny))
+    context.decode(np.array(TOKENS[:30], np.int32), seq_id=0)
+    taken = context.kv(0)
+    assert taken.positions.tolist() == list(range(30))
+    exchange = example.empty_cache(model, kind, 40)
+    for layer, arrays in enumerate(taken.layers):
+        exchange(layer, arrays.keys, arrays.values, taken.positions)
+    for start, count in ((30, 7), (37, 1), (38, 1)):
+        words = TOKENS[start : start + count]
+        logits = model.forward(words, np.arange(start, start + count), exchange)
+        context.decode(np.array(words, np.int32), seq_id=0)
+        np.testing.assert_allclose(logits[-1], context.logits(-1), atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_llama_cpp_goes_on_where_numpy_stopped(
+    example: Any, tiny: Path, kind: str, make_context: ContextFactory
+) -> None:
+    model = example.Llama(str(tiny))
+    exchange = example.empty_cache(model, kind, 40)
+    # What the cache returns for the last tokens is all that it holds.
+    held: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
+
+    def listen(layer: int, k: Any, v: Any, positions: Any) -> Any:
+        keys, values, visible = exchange(layer, k, v, positions)
+        held[layer] = keys.copy(), values.copy()
+        return keys, values, visible
+
+    model.forward(TOKENS[:20], np.arange(20), listen)
+    model.forward(TOKENS[20:30], np.arange(20, 30), listen)
+    kv = importlib.import_module("pykvcache.kv")
+    layers = [kv.LayerKV(*held[layer]) for layer in range(model.n_layer)]
+    context = make_context("llama")
+    context.write_kv(0, kv.SequenceKV(np.arange(30, dtype=np.int32), layers))
+    for start, count in ((30, 7), (37, 1), (38, 1)):
+        words = TOKENS[start : start + count]
+        logits = model.forward(words, np.arange(start, start + count), exchange)
+        context.decode(np.array(words, np.int32), seq_id=0)
+        np.testing.assert_allclose(logits[-1], context.logits(-1), atol=1e-3)

@@ -257,7 +257,7 @@ class DecodeError(KvCacheError, RuntimeError):
 
 
 class NoKvCacheSlot(DecodeError):
-    """The cache has no free cells for the batch (code 1); that batch changed nothing."""
+    """The cache has no free cells for the batch (code 1); none of it was stored."""
 
 
 class DecodeAborted(DecodeError):

@@ -114,9 +114,7 @@ class IntrospectionMethods:
         """Number of cells in use over all streams; states of a recurrent memory."""
         return self._native.n_cells_used
 
-    def cells(
-        self, part: Literal["attention", "window", "recurrent"] | None = None
-    ) -> CellTable:
+    def cells(self, part: Literal["attention", "window", "recurrent"] | None = None) -> CellTable:
         """Return every used cell with its position and its sequences.
 
         Parameters
@@ -134,7 +132,9 @@ class IntrospectionMethods:
     def can_resume(self, seq_id: SupportsIndex, pos: SupportsIndex) -> bool:
         """Tell whether a decode at ``pos``, after removing from ``pos`` on, would be right.
 
-        Decided by the cells that are really there: a recurrent state can only go on at
+        Right means: attention over exactly the cells that are left, which is a fresh run
+        where nothing was removed from the middle, shifted or divided before. Decided by the
+        cells that are really there: a recurrent state can only go on at
         its end, a sliding window must still hold what the query at ``pos`` sees. True at
         0 always; an empty sequence can resume at 0 only.
         """

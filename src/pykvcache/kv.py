@@ -99,6 +99,8 @@ class KvMethods:
             As for `kv`.
         """
         layout = self._layout("write_kv")
+        if self._native.model.has_encoder:
+            raise UnsupportedOperation("write_kv", "the cells depend on the encoder's input")
         state = layout.write(arrays)
         self._native.seq_set_state(seq_id, np.frombuffer(state, np.uint8), len(arrays))
 

@@ -153,7 +153,7 @@ cdef class Cells(Memory):
                 self.check_move("remove", seq, &from_pos, &to)
             self.remove_from(seq, what, a, b)
             if follows:
-                self.done(lib.seq_add(self.memory(), seq, b, -1, a - b), "seq_add")
                 self.pending = True
+                self.done(lib.seq_add(self.memory(), seq, b, -1, a - b), "seq_add")
         finally:
             self.lock.leave()

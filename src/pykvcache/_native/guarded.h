@@ -115,17 +115,8 @@ inline int32_t seq_rm(llama_memory_t mem, llama_seq_id seq, llama_pos p0, llama_
 inline int32_t seq_cp(llama_memory_t mem, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
     return guarded_void([&] { llama_memory_seq_cp(mem, src, dst, p0, p1); });
 }
-inline int32_t seq_keep(llama_memory_t mem, llama_seq_id seq) noexcept {
-    return guarded_void([&] { llama_memory_seq_keep(mem, seq); });
-}
 inline int32_t seq_add(llama_memory_t mem, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {
     return guarded_void([&] { llama_memory_seq_add(mem, seq, p0, p1, delta); });
-}
-inline int32_t seq_pos_min(llama_memory_t mem, llama_seq_id seq) noexcept {
-    return guarded<int32_t>(CAUGHT, [&] { return llama_memory_seq_pos_min(mem, seq); });
-}
-inline int32_t seq_pos_max(llama_memory_t mem, llama_seq_id seq) noexcept {
-    return guarded<int32_t>(CAUGHT, [&] { return llama_memory_seq_pos_max(mem, seq); });
 }
 
 inline size_t state_seq_get_size(llama_context * ctx, llama_seq_id seq) noexcept {

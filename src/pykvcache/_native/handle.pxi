@@ -38,12 +38,12 @@ cdef class Handle:
         with nogil:
             lib.begin_notes()
             ctx = lib.context_new(self.model_ref.get(), p)
+        self.ctx = ctx
         notes = _notes()
         _drain_log()
         if ctx == NULL:
             why = lib.caught().decode("utf-8", "replace") or notes or "llama.cpp gave no reason"
             raise ContextCreateError(f"cannot create a context: {why}")
-        self.ctx = ctx
         self.mem = lib.memory_new(ctx)
         if self.mem == NULL:
             raise _caught_error("create")
@@ -58,6 +58,10 @@ cdef class Handle:
         self.causal = self.effective.causal
         self.pooling_type = self.effective.pooling_type
         self.embeddings = p.embeddings
+        if model.has_encoder and model.has_decoder and self.pooling_type != 0:
+            raise ContextCreateError("an encoder-decoder model cannot pool: use pooling_type='none'")
+        if self.pooling_type == 4 and not model.facts.has_classifier:
+            raise ContextCreateError("pooling_type='rank' needs a model with a classifier")
         _live.add(self)
 
     def __dealloc__(self):

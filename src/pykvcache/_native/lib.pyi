@@ -147,7 +147,10 @@ class Outputs(State):
     def token_embeddings(self, i: SupportsIndex) -> _Floats: ...
 
 @disjoint_base
-class Context(Outputs):
+class Batch(Outputs): ...
+
+@disjoint_base
+class Context(Batch):
     tokens_evaluated: int
     def decode_batch(
         self,

@@ -138,6 +138,7 @@ cdef extern from "llama.h" nogil:
     bool llama_model_is_hybrid(const llama_model*)
     bool llama_model_is_diffusion(const llama_model*)
 
+    void llama_set_causal_attn(llama_context*, bool causal_attn)
     void llama_set_n_threads(llama_context*, int32_t n_threads, int32_t n_threads_batch)
 
     bool llama_vocab_is_eog(const llama_vocab*, llama_token)
@@ -200,10 +201,7 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     int32_t memory_clear(llama_memory_t, bool data)
     int32_t seq_rm(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1)
     int32_t seq_cp(llama_memory_t, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
-    int32_t seq_keep(llama_memory_t, llama_seq_id)
     int32_t seq_add(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
-    int32_t seq_pos_min(llama_memory_t, llama_seq_id)
-    int32_t seq_pos_max(llama_memory_t, llama_seq_id)
     size_t state_seq_get_size(llama_context*, llama_seq_id)
     size_t state_seq_get_data(llama_context*, uint8_t* dst, size_t size, llama_seq_id)
     size_t state_seq_set_data(llama_context*, const uint8_t* src, size_t size, llama_seq_id)
@@ -240,6 +238,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     ctypedef struct model_facts:
         bool learned_positions
         bool causal
+        bool has_classifier
         int32_t n_embd_out
         int32_t n_cls_out
         uint64_t k_per_cell
@@ -285,6 +284,8 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     uint32_t n_used(const memory*, memory_part)
     size_t n_held(const memory*, llama_seq_id)
     bool extent(const memory*, llama_seq_id, llama_pos& lo, llama_pos& hi)
+    llama_pos first_kept(const memory*, llama_seq_id)
+    int32_t state_cell(const memory*, llama_seq_id)
     void note_first(memory*, llama_seq_id, llama_pos first)
     llama_pos first_of(const memory*, llama_seq_id)
     bool holds(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)

@@ -84,30 +84,24 @@ cdef class Memory(Handle):
         """Return the lowest or highest position; -1 for empty, unused or out of range."""
         cdef int overflow = 0
         cdef long long n = _index(seq_id, "sequence id", &overflow)
-        cdef int32_t result
+        cdef int32_t lo = 0, hi = 0
         self.enter()
         try:
             self.usable()
             if overflow or n < 0 or n >= self.n_seq_max or self.kind == lib.MEMORY_NONE:
                 return -1
-            if want_max:
-                result = lib.seq_pos_max(self.memory(), <int32_t>n)
-            else:
-                result = lib.seq_pos_min(self.memory(), <int32_t>n)
-            if result == lib.CAUGHT:
-                raise self.fail("seq_pos")
-            return result
+            if not want_max:
+                return lib.first_kept(self.mem, <int32_t>n)
+            return hi if lib.extent(self.mem, <int32_t>n, lo, hi) else -1
         finally:
             self.lock.leave()
 
-    cdef int32_t next_pos(self, int32_t seq) except -1:
-        cdef int32_t result
-        if self.kind == lib.MEMORY_NONE:
+    cdef int32_t next_pos(self, int32_t seq) noexcept:
+        """The position after the last held one. llama.cpp asks the window, which may hold none."""
+        cdef int32_t lo = 0, hi = 0
+        if self.kind == lib.MEMORY_NONE or not lib.extent(self.mem, seq, lo, hi):
             return 0
-        result = lib.seq_pos_max(self.memory(), seq)
-        if result == lib.CAUGHT:
-            raise self.fail("seq_pos_max")
-        return result + 1
+        return hi + 1
 
     # Removal -------------------------------------------------------------------------
 
@@ -119,11 +113,14 @@ cdef class Memory(Handle):
             if self.kind != lib.MEMORY_NONE:
                 with nogil:
                     code = lib.memory_clear(self.memory(), data)
-            self.done(code, "clear")
             for s in range(MAX_SEQ):
                 self.poisoned[s] = False
             self.pending = self.pending and self.streams
-            self.broken = False
+            if self.broken:
+                # An encode that threw has left this switched.
+                lib.llama_set_causal_attn(self.ctx, self.causal)
+                self.broken = False
+            self.done(code, "clear")
         finally:
             self.lock.leave()
 
@@ -151,11 +148,11 @@ cdef class Memory(Handle):
             p0 = p1 = -1
         code = lib.seq_rm(
             self.memory(), seq, p0 if p0 else -1, p1 if p1 != INT32_MAX else -1)
-        self.done(code, "seq_rm")
         if code == 0:
             raise InternalError(f"llama_memory_seq_rm refused a removal from sequence {seq}")
-        if what == 1:
+        if what == 1 and code != lib.CAUGHT:
             self.poisoned[seq] = False
+        self.done(code, "seq_rm")
         return 0
 
     def seq_rm(self, seq_id, p0, p1):
@@ -226,12 +223,16 @@ cdef class Memory(Handle):
                 a = b = -1
             elif not lib.holds(self.mem, s, a, b):
                 return
+            self.pending = self.pending or self.streams
+            self.copied(s, d)
+            lib.note_first(self.mem, d, lib.first_of(self.mem, s))
             self.done(lib.seq_cp(
                 self.memory(), s, d, a if a else -1, b if b != INT32_MAX else -1), "seq_cp")
-            lib.note_first(self.mem, d, lib.first_of(self.mem, s))
-            self.pending = self.pending or self.streams
         finally:
             self.lock.leave()
+
+    cdef void copied(self, int32_t src, int32_t dst) noexcept:
+        """Overridden where a sequence is more than its cells."""
 
     cdef int check_partial_copy(self, str operation, int32_t s, int32_t a, int32_t b) except -1:
         cdef int32_t next_pos = lib.last_before(self.mem, s, b) + 1
@@ -268,10 +269,10 @@ cdef class Memory(Handle):
             else:
                 problem = lib.add_check(self.mem, seq, a, b, by, where)
             self.raise_problem(problem, f"adding {delta}", where, p0, p1)
+            self.pending = True
+            lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) + <int32_t>by)
             self.done(lib.seq_add(
                 self.memory(), seq, a, b if b != INT32_MAX else -1, <int32_t>by), "seq_add")
-            lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) + <int32_t>by)
-            self.pending = True
         finally:
             self.lock.leave()
 
@@ -289,9 +290,9 @@ cdef class Memory(Handle):
             self.check_move("kv_cache_seq_div", seq, &a, &b)
             problem = lib.div_check(self.mem, seq, a, b, by, where)
             self.raise_problem(problem, f"dividing by {by}", where, p0, p1)
-            self.done(lib.div_apply(self.mem, seq, a, b, by), "seq_div")
-            lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) // by)
             self.pending = True
+            lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) // by)
+            self.done(lib.div_apply(self.mem, seq, a, b, by), "seq_div")
         finally:
             self.lock.leave()
 
@@ -355,9 +356,9 @@ cdef class Memory(Handle):
             return 0
         with nogil:
             code = lib.flush(self.ctx, self.mem)
-        self.done(code, "update")
-        if code != 0:
+        self.pending = code != 0
+        if code == 1:
             self.broken = True
             raise InternalError("llama.cpp could not apply a pending shift")
-        self.pending = False
+        self.done(code, "update")
         return 0

@@ -54,10 +54,10 @@ cdef class Model:
             lib.begin_notes()
             model = lib.model_load(c_path, p)
             lib.loads.end()
-        notes = _notes()
-        _drain_log()
         if model != NULL:
             self.ref = lib.own_model(model)
+        notes = _notes()
+        _drain_log()
         if box[1] is not None:
             raise box[1]
         if model == NULL:

@@ -9,12 +9,14 @@ cdef class Outputs(State):
     cdef int32_t part_start
     cdef list kept_logits
     cdef list kept_embeddings
+    cdef bint from_encoder
 
     cdef void forget_outputs(self):
         self.outputs.clear()
         self.kept_logits = None
         self.kept_embeddings = None
         self.part_start = 0
+        self.from_encoder = False
 
     cdef void outputs_are_gone(self):
         self.forget_outputs()
@@ -84,6 +86,8 @@ cdef class Outputs(State):
         """The logits of batch index i, or the reason why there are none."""
         if self.kind == lib.MEMORY_NONE and not self.model.is_diffusion:
             raise UnsupportedOperation("logits", "this model gives embeddings only")
+        if self.from_encoder:
+            raise IndexError("there are no logits: encode() gives none, decode() does")
         result = self.row(self.find_output(i, "logits"), False)
         if result is None:
             raise IndexError(f"token {i} of the last decode has no logits")

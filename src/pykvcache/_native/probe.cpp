@@ -103,6 +103,7 @@ model_facts look_at_model(const llama_model * model) {
     model_facts facts{};
     facts.learned_positions = model->pos_embd != nullptr;
     facts.causal = hparams.causal_attn;
+    facts.has_classifier = model->cls != nullptr || model->cls_out != nullptr;
     facts.n_embd_out = int32_t(hparams.n_embd_out());
     facts.n_cls_out = int32_t(hparams.n_cls_out);
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
@@ -117,7 +118,11 @@ model_facts look_at_model(const llama_model * model) {
 
 bool heads_divisible(const llama_model * model, ggml_type type, bool keys) {
     const auto & hparams = model->hparams;
-    const auto block = uint32_t(ggml_blck_size(type));
+    const bool known = type >= 0 && type < GGML_TYPE_COUNT;
+    const auto block = known ? uint32_t(ggml_blck_size(type)) : 0;
+    if (block == 0) {
+        return false;  // a removed type has no block
+    }
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         if ((keys ? hparams.n_embd_head_k(il) : hparams.n_embd_head_v(il)) % block != 0) {
             return false;

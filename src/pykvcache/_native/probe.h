@@ -35,6 +35,7 @@ enum shift_problem : int { SHIFT_FITS, SHIFT_NEGATIVE, SHIFT_OVERFLOW, SHIFT_COL
 struct model_facts {
     bool     learned_positions;  // a table of absolute positions: n_ctx_train is a hard limit
     bool     causal;
+    bool     has_classifier;     // what pooling_type "rank" reads its scores from
     int32_t  n_embd_out;
     int32_t  n_cls_out;
     uint64_t k_per_cell;         // K values per cell, summed over layers
@@ -92,6 +93,10 @@ uint32_t n_used(const memory * m, memory_part part);
 
 // Lowest and highest position that the sequence holds; false when it holds nothing.
 bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi);
+// Lowest position from which every part of the memory still holds the sequence, or -1.
+llama_pos first_kept(const memory * m, llama_seq_id seq);
+// Where the recurrent state of a sequence is, or -1.
+int32_t state_cell(const memory * m, llama_seq_id seq);
 // A recurrent state does not know where its sequence began; told here, kept through moves.
 void note_first(memory * m, llama_seq_id seq, llama_pos first);
 llama_pos first_of(const memory * m, llama_seq_id seq);

@@ -169,6 +169,25 @@ bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi) 
     return hi >= 0;
 }
 
+llama_pos first_kept(const memory * m, llama_seq_id seq) {
+    llama_pos lo, hi;
+    if (!extent(m, seq, lo, hi)) {
+        return -1;
+    }
+    if (m->recurrent) {
+        return hi;  // a state can be gone on from, and nothing else
+    }
+    if (m->swa) {
+        const auto & kept = cells_of(m->swa, seq);
+        return kept.empty() ? hi : std::max(lo, kept.begin()->first);
+    }
+    return m->base ? lo : m->mem->seq_pos_min(seq);
+}
+
+int32_t state_cell(const memory * m, llama_seq_id seq) {
+    return m->recurrent && size_t(seq) < m->recurrent->cells.size() ? m->recurrent->cells[seq].tail : -1;
+}
+
 void note_first(memory * m, llama_seq_id seq, llama_pos first) { m->first[seq] = first; }
 llama_pos first_of(const memory * m, llama_seq_id seq) { return m->first[seq]; }
 

@@ -16,6 +16,8 @@ cdef class Sampler:
         self.model = model
         self.n_vocab = 0
         if params["grammar"] is not None:
+            if model is None:
+                raise ValueError("a grammar needs a model")
             self.build(model, model.share())
 
     def __dealloc__(self):

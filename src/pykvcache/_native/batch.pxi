@@ -1,0 +1,234 @@
+# Batches: what llama.cpp would abort on, misread or get wrong is refused before the call.
+
+cdef class Batch(Outputs):
+    """The batch of the context: copied from the caller, then checked."""
+
+    # The batch as it was checked: another thread may change the caller's arrays meanwhile.
+    cdef vector[int32_t] token
+    cdef vector[int32_t] pos
+    cdef vector[int32_t] n_seq_id
+    cdef vector[int32_t] seq_ids
+    cdef vector[int32_t*] seq_ptr
+    cdef vector[int8_t] flags
+    # Encoder-decoder models: a hash of the encoder's tokens of each sequence, 0 for none.
+    # Sequences with the same one attend to the same input.
+    cdef uint64_t input_key[MAX_SEQ]
+    # Next position and history of each sequence while a batch is checked.
+    cdef int64_t expect[MAX_SEQ]
+    cdef uint64_t history[MAX_SEQ]
+
+    cdef int make_room(self, size_t n, size_t width) except -1:
+        if n > INT32_MAX - 1:
+            raise InvalidBatch(f"{n} tokens are too many for one batch")
+        self.token.resize(n)
+        self.pos.resize(n)
+        self.n_seq_id.resize(n)
+        self.seq_ids.resize(n * width)
+        self.seq_ptr.resize(n)
+        self.flags.resize(n)
+        return 0
+
+    cdef int load_batch(
+            self, const int32_t[::1] token, const int32_t[::1] pos, const int32_t[::1] n_seq_id,
+            const int32_t[:, ::1] seq_id, const int8_t[::1] logits) except -1:
+        """Copy the caller's arrays; ``logits`` is None where every token gives an output."""
+        cdef size_t n = token.shape[0], width = seq_id.shape[1], i
+        cdef bint every = self.embeddings or logits is None
+        if n == 0 or width == 0:
+            raise InvalidBatch("the batch holds no token")
+        if (<size_t>pos.shape[0] != n or <size_t>n_seq_id.shape[0] != n
+                or <size_t>seq_id.shape[0] != n
+                or (logits is not None and <size_t>logits.shape[0] != n)):
+            raise InvalidBatch("the arrays of the batch differ in length")
+        self.make_room(n, width)
+        memcpy(self.token.data(), &token[0], n * sizeof(int32_t))
+        memcpy(self.pos.data(), &pos[0], n * sizeof(int32_t))
+        memcpy(self.n_seq_id.data(), &n_seq_id[0], n * sizeof(int32_t))
+        memcpy(self.seq_ids.data(), &seq_id[0, 0], n * width * sizeof(int32_t))
+        for i in range(n):
+            self.flags[i] = every or logits[i] != 0
+        return 0
+
+    cdef lib.llama_batch part(self, size_t start, int32_t n, size_t width) noexcept:
+        """A view of the checked arrays as C wants it."""
+        cdef lib.llama_batch batch
+        cdef size_t i
+        for i in range(start, start + n):
+            self.seq_ptr[i] = self.seq_ids.data() + i * width
+        batch.n_tokens = n
+        batch.token = self.token.data() + start
+        batch.embd = NULL
+        batch.pos = self.pos.data() + start
+        batch.n_seq_id = self.n_seq_id.data() + start
+        batch.seq_id = self.seq_ptr.data() + start
+        batch.logits = self.flags.data() + start
+        return batch
+
+    # Checks --------------------------------------------------------------------------
+
+    cdef int check_seq_for_decode(self, int32_t seq) except -1:
+        if self.poisoned[seq]:
+            raise DecodeError(
+                f"sequence {seq} holds the rest of an aborted decode: remove all of it first")
+        if self.model.has_encoder and self.model.has_decoder and self.input_key[seq] == 0:
+            raise DecodeError(
+                f"the last encode() was not for sequence {seq}: empty it and encode its input first")
+        return 0
+
+    cdef int check_span(self, int64_t first, int64_t n) except -1:
+        """Positions ``[first, first + n)`` must exist for the model and fit an int32."""
+        if first + n > INT32_MAX - 1:
+            raise InvalidBatch(f"position {first + n - 1} is past the limit {INT32_MAX - 2}")
+        if self.model.facts.learned_positions and first + n > self.model.n_ctx_train:
+            raise InvalidBatch(
+                f"position {first + n - 1} is past the model's table of {self.model.n_ctx_train} positions")
+        if self.kind == lib.MEMORY_OTHER and first + n > self.n_ctx_seq:
+            raise InvalidBatch(f"position {first + n - 1} is outside the context of {self.n_ctx_seq}")
+        return 0
+
+    cdef int32_t part_limit(self, int64_t n, int32_t width) except -1:
+        """How many tokens one call may take."""
+        cdef int64_t limit = self.n_batch
+        # A cache with a window may not lose cells in a batch that then does not fit.
+        if self.kind == lib.MEMORY_SLIDING_WINDOW or self.kind == lib.MEMORY_HYBRID_SLIDING_WINDOW:
+            limit = self.n_ubatch
+        if (not self.causal or self.kind == lib.MEMORY_NONE
+                or (self.embeddings and self.pooling_type != 0)):
+            if n > self.n_ubatch:
+                raise InvalidBatch(
+                    f"{n} tokens must be computed at once, and n_ubatch is {self.n_ubatch}: "
+                    "create the context with a larger n_batch and n_ubatch")
+            self.check_equal_lengths(n, width)
+            if self.part_size(0, n, width) < n:
+                raise InvalidBatch(
+                    "sequences that must be computed at once (pooled embeddings, non-causal attention) "
+                    "must be decoded one at a time on a sliding window")
+            limit = self.n_ubatch
+        return <int32_t>limit
+
+    cdef int check_equal_lengths(self, int64_t n, int32_t width) except -1:
+        """llama.cpp computes streams and recurrent sequences of unequal length in pieces."""
+        cdef int64_t counts[MAX_SEQ]
+        cdef int64_t i
+        cdef int32_t s
+        if self.is_recurrent_like():
+            if self.embeddings or not self.streams and self.causal:
+                return 0  # cut by sequence, and each is whole
+        elif not self.streams:
+            return 0
+        for s in range(MAX_SEQ):
+            counts[s] = 0
+        for i in range(n):
+            counts[self.seq_ids[i * width]] += 1
+        for s in range(MAX_SEQ):
+            if counts[s] and counts[s] != counts[self.seq_ids[0]]:
+                raise InvalidBatch(
+                    "sequences that must be computed at once (pooled embeddings, non-causal attention) "
+                    "need equal lengths here: decode one at a time, or use kv_unified=True")
+        return 0
+
+    cdef int32_t part_size(self, int64_t start, int64_t n, int32_t width) noexcept:
+        """How many of the next n tokens may go into one call.
+
+        llama.cpp cuts sequences of unequal length into steps, and finding room for a
+        later step can cost the window cells that an earlier one still needs. So a call
+        on a window holds tokens of one set of sequences, or one token of each sequence.
+        """
+        cdef int64_t same = 1, single = 0
+        cdef bint seen[MAX_SEQ]
+        cdef int32_t s
+        if self.kind != lib.MEMORY_SLIDING_WINDOW and self.kind != lib.MEMORY_HYBRID_SLIDING_WINDOW:
+            return <int32_t>n
+        while same < n and self.same_sequences(start, start + same, width):
+            same += 1
+        for s in range(MAX_SEQ):
+            seen[s] = False
+        while single < n and self.n_seq_id[start + single] == 1:
+            s = self.seq_ids[(start + single) * width]
+            if seen[s]:
+                break
+            seen[s] = True
+            single += 1
+        return <int32_t>max(same, single)
+
+    cdef bint same_sequences(self, int64_t a, int64_t b, int32_t width) noexcept:
+        cdef int32_t j
+        if self.n_seq_id[a] != self.n_seq_id[b]:
+            return False
+        for j in range(self.n_seq_id[a]):
+            if self.seq_ids[a * width + j] != self.seq_ids[b * width + j]:
+                return False
+        return True
+
+    # Checks of a batch ---------------------------------------------------------------
+
+    cdef int check_batch(self, Py_ssize_t n, int32_t width, bint encoding) except -1:
+        """Everything that llama.cpp would abort on, misread or get wrong."""
+        cdef Py_ssize_t i
+        cdef int32_t j, k, s
+        cdef const int32_t* seqs
+        for s in range(MAX_SEQ):
+            self.expect[s] = -1
+        for i in range(n):
+            if self.token[i] < 0 or self.token[i] >= self.n_vocab:
+                raise InvalidBatch(f"token {self.token[i]} (at {i}) is outside [0, {self.n_vocab})")
+            if self.n_seq_id[i] < 1 or self.n_seq_id[i] > width:
+                raise InvalidBatch(
+                    f"token at {i} belongs to {self.n_seq_id[i]} sequences: 1 to {width} are possible")
+            seqs = self.seq_ids.data() + i * width
+            for j in range(self.n_seq_id[i]):
+                s = seqs[j]
+                if s < 0 or s >= <int32_t>self.n_seq_max:
+                    raise SequenceIdError(s, self.n_seq_max)
+                for k in range(j):
+                    if seqs[k] == s:
+                        raise InvalidBatch(f"token at {i} names sequence {s} twice")
+                if self.expect[s] < 0:
+                    self.expect[s] = self.first_of_batch(s, i, encoding)
+                    self.history[s] = 0
+                if self.pos[i] != self.expect[s]:
+                    raise InvalidBatch(
+                        f"position {self.pos[i]} (at {i}) does not continue sequence {s}: "
+                        f"{self.expect[s]} is next")
+                self.expect[s] += 1
+            self.check_span(self.pos[i], 1)
+            if self.n_seq_id[i] > 1:
+                self.check_coupled(seqs, i, self.n_seq_id[i])
+            for j in range(self.n_seq_id[i]):
+                s = seqs[j]
+                self.history[s] = self.history[s] * 1000003 + <uint64_t>(i + 1)
+        return 0
+
+    cdef int64_t first_of_batch(self, int32_t s, Py_ssize_t i, bint encoding) except -1:
+        """The position that the first token of a sequence in the batch must have."""
+        cdef int64_t first = self.next_pos(s)
+        if encoding:
+            if first > 0:
+                raise InvalidBatch(
+                    f"sequence {s} holds tokens that were decoded for another input: remove them first")
+        else:
+            self.check_seq_for_decode(s)
+        if first > 0:
+            return first
+        # An empty sequence may begin anywhere.
+        if self.pos[i] < 0:
+            raise InvalidBatch(f"position {self.pos[i]} (at {i}) is negative")
+        if self.kind == lib.MEMORY_OTHER and self.pos[i] != 0:
+            raise InvalidBatch(f"sequence {s} is empty and must begin at 0, not {self.pos[i]}")
+        return self.pos[i]
+
+    cdef int check_coupled(self, const int32_t* seqs, Py_ssize_t i, int32_t n) except -1:
+        """A token of several sequences is computed once, over the cells of the first of them."""
+        cdef int32_t j, s, a = seqs[0]
+        if self.streams or self.is_recurrent_like() or self.kind == lib.MEMORY_OTHER:
+            raise UnsupportedOperation(
+                "decode", f"token at {i} belongs to several sequences, which needs kv_unified=True "
+                "and a memory without recurrent state")
+        if self.kind == lib.MEMORY_NONE:
+            return 0
+        for j in range(1, n):
+            s = seqs[j]
+            if self.history[s] != self.history[a] or not lib.same_cells(self.mem, a, s):
+                raise InvalidBatch(
+                    f"token at {i} belongs to sequences {a} and {s}, which have diverged")
+        return 0

@@ -1,0 +1,212 @@
+"""Decodes that llama.cpp answers with success, or takes back, wrongly."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pykvcache import DecodeAborted, DecodeError, InvalidBatch, LlamaBatch, LlamaContext
+from support.models import RIGHT
+
+MakeContext = Callable[..., LlamaContext]
+Fresh = Callable[..., NDArray[np.float32]]
+
+
+def words(n: int, seed: int = 0) -> NDArray[np.int32]:
+    return np.random.default_rng(seed).integers(5, 57, n).astype(np.int32)
+
+
+def apart(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    return float(np.abs(a - b).max())
+
+
+def two(a: int, b: int) -> LlamaBatch:
+    """Two sequences of different length in one batch."""
+    batch = LlamaBatch()
+    batch.add_sequence(words(a, 1), 0, True)
+    batch.add_sequence(words(b, 2), 1, True)
+    return batch
+
+
+def abort_once(make: Callable[[], LlamaContext], batch: LlamaBatch) -> LlamaContext:
+    """Return a context whose decode of the batch was aborted half-way."""
+    for attempt in range(60):
+        ctx = make()
+        other = threading.Timer(0.0005 + 0.0006 * (attempt % 30), ctx.abort)
+        other.start()
+        try:
+            ctx.decode(batch)
+        except DecodeAborted:
+            return ctx
+        finally:
+            other.join()
+        ctx.close()
+    pytest.skip("no abort came in time on this machine")
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [1, 0]], ids=["ascending", "descending"])
+def test_aborted_coupled_tokens_are_taken_back_for_every_sequence(
+    make_context: MakeContext, fresh_logits: Fresh, rows: list[int]
+) -> None:
+    new = words(400, 3)
+
+    def make() -> LlamaContext:
+        ctx = make_context("llama", n_ctx=512, n_batch=512, n_ubatch=512)
+        ctx.decode(words(20))
+        ctx.copy_kv_cache_seq(0, 1)
+        return ctx
+
+    both = LlamaBatch.from_arrays(new, np.arange(20, 420), np.tile([rows], (400, 1)))
+    ctx = abort_once(make, both)
+    for seq in (0, 1):
+        held = [*words(20), *new[: ctx.kv_cache_seq_pos_max(seq) - 19]]
+        ctx.decode([9], seq_id=seq)
+        assert apart(ctx.logits(), fresh_logits("llama", [*held, 9])) < RIGHT
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "batch", "victim"),
+    [
+        ("mamba", (0, 2, 1), (0, 1), 2),
+        ("jamba", (0, 1, 2), (0, 2), 1),
+        ("lfm2", (0, 1, 2), (0, 2), 1),
+        ("lfm2_swa", (0, 1, 2), (0, 2), 1),
+    ],
+)
+def test_aborted_decode_does_not_damage_a_sequence_beside_it_in_silence(
+    make_context: MakeContext,
+    fresh_logits: Fresh,
+    name: str,
+    order: tuple[int, ...],
+    batch: tuple[int, ...],
+    victim: int,
+) -> None:
+    def make() -> LlamaContext:
+        ctx = make_context(name, n_ctx=512, n_batch=512, n_ubatch=512)
+        for seq in order:
+            ctx.decode(words(12, seq), seq_id=seq)
+        return ctx
+
+    more = LlamaBatch()
+    for seq in batch:
+        more.add_sequence(words(100, 50 + seq), seq, start=12)
+    ctx = abort_once(make, more)
+    try:
+        ctx.decode([9], seq_id=victim)
+    except DecodeError:
+        # Its state may have been under way to another cell: then it says so, and can be cured.
+        ctx.clear_kv_cache_seq(victim)
+        ctx.decode(words(12, victim), seq_id=victim)
+        ctx.decode([9], seq_id=victim)
+    assert apart(ctx.logits(), fresh_logits(name, [*words(12, victim), 9])) < RIGHT
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "lfm2", "lfm2_swa"])
+def test_pooled_embeddings_of_unequal_sequences(
+    make_context: MakeContext, name: str, pooling: str, unified: bool
+) -> None:
+    options: dict[str, Any] = {"embeddings": True, "pooling_type": pooling, "n_seq_max": 2}
+    ctx = make_context(name, kv_unified=unified, **options)
+    try:
+        ctx.decode(two(9, 4))
+    except InvalidBatch:
+        assert ctx.sequences() == {}
+        return
+    for seq, n in ((0, 9), (1, 4)):
+        alone = make_context(name, **options)
+        alone.decode(words(n, seq + 1))
+        assert apart(ctx.seq_embeddings(seq), alone.seq_embeddings()) < RIGHT
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "lfm2_swa"])
+def test_non_causal_sequences_of_unequal_length(
+    make_context: MakeContext, name: str, unified: bool
+) -> None:
+    options: dict[str, Any] = {"attention_type": "non_causal", "n_seq_max": 2}
+    ctx = make_context(name, kv_unified=unified, **options)
+    try:
+        ctx.decode(two(9, 4))
+    except InvalidBatch:
+        assert ctx.sequences() == {}
+        return
+    alone = make_context(name, **options)
+    one = LlamaBatch()
+    one.add_sequence(words(9, 1), 0, True)
+    alone.decode(one)
+    for i in range(9):
+        assert apart(ctx.logits(i), alone.logits(i)) < RIGHT
+
+
+def test_resting_sequence_whose_window_cells_are_all_recycled(
+    make_context: MakeContext, fresh_logits: Fresh, model: Callable[..., Any]
+) -> None:
+    # The window's cache alone would say that the sequence is empty (as with chunked windows).
+    tiny = model("gemma3", n_swa=1)
+    ctx = make_context(tiny, swa_full=False, n_ctx=1024, n_ubatch=32)
+    ctx.decode(words(10, 1), seq_id=1)
+    for k in range(40):
+        ctx.decode(words(16, k), seq_id=0)
+    assert ctx.kv_cache_seq_pos_max(1) == 9
+    assert ctx.can_resume(1, 10)
+    ctx.decode([7], seq_id=1)
+    wanted = fresh_logits(tiny, [*words(10, 1), 7], swa_full=False)
+    assert apart(ctx.logits(), wanted) < 5 * RIGHT
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "options"),
+    [
+        ("lfm2_swa", 5, {"swa_full": False, "n_seq_max": 3}),
+        ("lfm2_swa", 5, {"swa_full": True, "n_seq_max": 3}),
+        ("gemma3", 3, {"swa_full": False, "n_seq_max": 7}),
+        ("gemma3", 7, {"swa_full": False, "n_seq_max": 7}),
+    ],
+)
+def test_unequal_sequences_in_one_batch_keep_their_windows(
+    make_context: MakeContext, fresh_logits: Fresh, name: str, seed: int, options: dict[str, Any]
+) -> None:
+    rng = random.Random(seed)
+    room = 32
+    ctx = make_context(name, n_ctx=2048, n_batch=256, n_ubatch=room, **options)
+    held: dict[int, list[int]] = {seq: [] for seq in range(ctx.n_seq_max)}
+    for _ in range(60):
+        choice = rng.random()
+        if choice < 0.85:
+            batch, used = LlamaBatch(), []
+            for seq in rng.sample(sorted(held), rng.randint(1, len(held))):
+                n = rng.randint(1, max(1, room - len(batch)))
+                if len(batch) + n > room or len(held[seq]) + n > 400:
+                    continue
+                tokens = words(n, rng.randrange(10**6))
+                batch.add_sequence(tokens, seq, True, start=len(held[seq]))
+                used.append((seq, tokens, len(batch) - 1))
+            if not used:
+                continue
+            try:
+                ctx.decode(batch)
+            except DecodeError:
+                # No room, or poisoned since: what is left is what the positions say.
+                for seq, tokens, _ in used:
+                    end = ctx.kv_cache_seq_pos_max(seq) + 1
+                    held[seq] = [*held[seq], *tokens.tolist()][:end]
+                continue
+            for seq, tokens, last in used:
+                held[seq] += tokens.tolist()
+                assert apart(ctx.logits(last), fresh_logits(name, held[seq])) < 10 * RIGHT
+        elif choice < 0.92:
+            seq = rng.randrange(len(held))
+            ctx.clear_kv_cache_seq(seq)
+            held[seq] = []
+        else:
+            a, b = rng.sample(sorted(held), 2)
+            ctx.copy_kv_cache_seq(a, b)
+            held[b] = list(held[a])

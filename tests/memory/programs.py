@@ -60,6 +60,9 @@ class Program:
         names, weights = [*OPERATIONS], [*OPERATIONS.values()]
         try:
             for _ in range(steps):
+                if self.case.info.n_swa:
+                    kept, held = self.ctx.cells("window"), self.ctx.cells("attention")
+                    self.ref.may_refuse = len(kept) != len(held)
                 getattr(self, self.random.choices(names, weights)[0])()
                 self.compare()
         except Exception as error:
@@ -115,9 +118,12 @@ class Program:
         sizes = [1, 1, 2, 5, 9, 15, 25] if self.case.swa_full else [1, 1, 5, 25, 32, 32]
         n = self.random.choice(sizes) if n is None else n
         tokens = self.words(n)
-        if not self.do("decode", self.ref.decode(seq, tokens), tokens, seq_id=seq):
-            return
-        self.compare_logits(seq, tokens, -1)
+        first = max(self.ref.positions(seq), default=-1) + 1
+        if self.do("decode", self.ref.decode(seq, tokens), tokens, seq_id=seq):
+            self.compare_logits(seq, tokens, -1)
+        else:
+            rows = [(i, seq) for i in range(n)]
+            self.keep_what_stayed(rows, {seq: tokens}, {seq: first})
 
     def batch(self) -> None:
         """Tokens of several sequences in one call, in turns."""
@@ -132,10 +138,10 @@ class Program:
             batch.add(words[seq][i], first[seq] + i, seq, logits=i == len(words[seq]) - 1)
         verdicts = [self.ref.decode(seq, words[seq]) for seq in seqs]
         allowed = set().union(*(verdict.allowed for verdict in verdicts))
-        if self.ref.unified and self.case.info.memory != "recurrent" and not self.ref.may_refuse:
+        if self.ref.unified and self.case.info.memory != "recurrent" and not self.case.info.n_swa:
             fits = self.ref.n_used() + len(rows) <= self.ref.n_cells
             allowed = {DONE if fits else FULL}
-        elif FULL in allowed and not self.ref.may_refuse:
+        elif FULL in allowed and not self.case.info.n_swa:
             allowed = {FULL}
         verdict = Verdict(frozenset(allowed), lambda: in_turn([v.effect for v in verdicts]))
         if self.do("decode", verdict, batch):
@@ -289,7 +295,7 @@ class Program:
             held = ref.positions(seq)
             assert ctx.kv_cache_seq_pos_max(seq) == max(held, default=-1), f"highest of {seq}"
             lowest = ctx.kv_cache_seq_pos_min(seq)
-            if not held or not (ref.whole_only or ref.may_refuse):
+            if not held or not (ref.whole_only or self.case.info.n_swa):
                 assert lowest == min(held, default=-1), f"lowest of {seq}"
             else:
                 assert held[0] <= lowest <= held[-1], f"lowest of {seq}"

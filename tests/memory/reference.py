@@ -56,8 +56,8 @@ class Reference:
         self.tokens: dict[int, list[int] | None] = {seq: [] for seq in range(n_seq_max)}
         self._keys = itertools.count()
         self.whole_only = self.info.has_recurrent_state
-        # Refusals that depend on what the window has dropped.
-        self.may_refuse = bool(self.info.n_swa)
+        # Set while the window has dropped cells: what would need them may be refused.
+        self.may_refuse = False
 
     # Questions ---------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Reference:
             if known is not None:
                 known += tokens
 
-        if self.may_refuse:
+        if self.info.n_swa:
             # Shared cells of a window are not reused; a sequence may be broken by an earlier one.
             return verdict(effect, DONE, FULL, BROKEN)
         if self.info.memory == "recurrent":

@@ -12,7 +12,8 @@ import pytest
 
 from conftest import ENCODER_INPUT
 from memory.kit import CASES, Case, Logits
-from memory.programs import N_SEQ, Program
+from memory.program_runner import N_SEQ
+from memory.programs import Program
 from pykvcache import LlamaContext
 from support.models import make_model
 from support.numpy_variants import LEDGERS, LedgerT5, make_ledger

@@ -1,0 +1,235 @@
+"""Keys and values out of a live context, and back: bit for bit, or refused with nothing changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.models import EXACT, MODELS, RIGHT, make_model
+
+from pykvcache import (
+    LayerKV,
+    LlamaContext,
+    LlamaModel,
+    NoKvCacheSlot,
+    SequenceIdError,
+    SequenceKV,
+    StateError,
+    UnsupportedOperation,
+)
+
+WORDS = np.random.default_rng(3).integers(5, 300, 60).astype(np.int32)
+TYPES: dict[str, dict[str, Any]] = {
+    "f32": dict(EXACT),
+    "f16": {"type_k": "f16", "type_v": "f16", "flash_attn": "disabled"},
+    "mixed-flash": {"type_k": "f32", "type_v": "f16", "flash_attn": "enabled"},
+}
+
+
+@pytest.fixture(scope="module", params=["llama3l", "llama_h64"])
+def model(request: pytest.FixtureRequest, model_folder: Path) -> LlamaModel:
+    return LlamaModel(make_model(request.param, model_folder))
+
+
+@pytest.fixture(params=TYPES)
+def types(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return TYPES[request.param]
+
+
+@pytest.fixture(params=[True, False], ids=["unified", "streams"])
+def ctx(request: pytest.FixtureRequest, model: LlamaModel, types: dict[str, Any]) -> LlamaContext:
+    return LlamaContext(
+        model, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=request.param, **types
+    )
+
+
+def same(a: SequenceKV, b: SequenceKV) -> bool:
+    return np.array_equal(a.positions, b.positions) and all(
+        np.array_equal(x.keys, y.keys) and np.array_equal(x.values, y.values)
+        for x, y in zip(a.layers, b.layers, strict=True)
+    )
+
+
+def test_shapes_and_types(ctx: LlamaContext) -> None:
+    ctx.decode(WORDS[:20])
+    arrays = ctx.kv(0)
+    model = ctx.model
+    assert len(arrays) == 20
+    assert arrays.positions.tolist() == list(range(20))
+    assert len(arrays.layers) == model.n_layer
+    head_dim = model.n_embd // model.n_head
+    for layer in arrays.layers:
+        assert layer.keys.shape == layer.values.shape == (20, model.n_head_kv, head_dim)
+        assert layer.keys.dtype == {"F32": np.float32, "F16": np.float16}[ctx.type_k.name]
+        assert layer.values.dtype == {"F32": np.float32, "F16": np.float16}[ctx.type_v.name]
+
+
+def test_a_written_sequence_goes_on_as_the_one_it_was_read_from(ctx: LlamaContext) -> None:
+    ctx.decode(WORDS[:30])
+    ctx.decode(WORDS[30:40], seq_id=2)  # what the destination held is replaced
+    arrays = ctx.kv(0)
+    ctx.write_kv(2, arrays)
+    assert same(arrays, ctx.kv(2))
+    ctx.clear_kv_cache_seq(0)
+    ctx.decode([7], seq_id=2)
+    written = ctx.logits()
+    ctx.clear_kv_cache()
+    ctx.decode([*WORDS[:30], 7])
+    # Flash attention and f16 round, and the two runs compute in other batch sizes.
+    tolerance = RIGHT if ctx.type_v.name == "F32" else 0.05
+    assert np.abs(written - ctx.logits()).max() < tolerance
+
+
+def test_removed_and_shifted_cells_are_read_as_they_are_now(ctx: LlamaContext) -> None:
+    ctx.decode(WORDS[:30])
+    before = ctx.kv(0)
+    ctx.clear_kv_cache_seq(0, 4, 10)
+    ctx.kv_cache_seq_add(0, 10, None, -6)  # pending: kv() applies it first
+    after = ctx.kv(0)
+    assert after.positions.tolist() == list(range(24))
+    rest = np.r_[0:4, 10:30]
+    for was, now in zip(before.layers, after.layers, strict=True):
+        assert np.array_equal(was.keys[:4], now.keys[:4])
+        assert not np.allclose(was.keys[rest][4:], now.keys[4:], atol=1e-3)
+        assert np.array_equal(was.values[rest], now.values)
+
+
+def test_a_shift_is_the_rotation_that_numpy_computes(model: LlamaModel) -> None:
+    ctx = LlamaContext(model, n_ctx=512, n_threads=1, **EXACT)
+    ctx.decode(WORDS[:20])
+    before = ctx.kv(0)
+    ctx.kv_cache_seq_add(0, None, None, 37)
+    after = ctx.kv(0)
+    n_rot = int(model.metadata["llama.rope.dimension_count"])
+    base = float(model.metadata.get("llama.rope.freq_base", 10000))
+    angle = 37 * base ** (-np.arange(0, n_rot, 2) / n_rot)
+    for was, now in zip(before.layers, after.layers, strict=True):
+        pairs = was.keys[..., :n_rot:2] + 1j * was.keys[..., 1:n_rot:2]
+        turned = pairs * np.exp(1j * angle)
+        assert np.abs(turned.real - now.keys[..., :n_rot:2]).max() < 1e-3
+        assert np.abs(turned.imag - now.keys[..., 1:n_rot:2]).max() < 1e-3
+
+
+def test_a_fork_is_read_without_the_rest_of_the_cache(model: LlamaModel) -> None:
+    ctx = LlamaContext(model, n_ctx=512, n_threads=1, **EXACT)
+    ctx.decode(WORDS[:20])
+    ctx.copy_kv_cache_seq(0, 1)
+    ctx.decode(WORDS[20:25], seq_id=1)
+    ctx.decode(WORDS[25:30], seq_id=0)
+    assert len(ctx.kv(0)) == len(ctx.kv(1)) == 25
+    ctx.write_kv(1, ctx.kv(0))  # cells that another sequence shares are left alone
+    assert same(ctx.kv(0), ctx.kv(1))
+    assert ctx.n_cells_used == 50
+
+
+def test_empty_sequences(ctx: LlamaContext) -> None:
+    nothing = ctx.kv(3)
+    assert len(nothing) == 0
+    assert nothing.layers[0].keys.shape[0] == 0
+    ctx.decode(WORDS[:5])
+    ctx.write_kv(0, nothing)
+    assert ctx.sequences() == {}
+
+
+def test_there_are_no_logits_after_a_write(ctx: LlamaContext) -> None:
+    ctx.decode(WORDS[:5])
+    ctx.write_kv(1, ctx.kv(0))
+    with pytest.raises(IndexError):
+        ctx.logits()
+
+
+def test_tokens_can_be_dropped_in_numpy(ctx: LlamaContext) -> None:
+    ctx.decode(WORDS[:20])
+    arrays = ctx.kv(0)
+    keep = np.r_[0:5, 9:20]
+    layers = [LayerKV(x.keys[keep], x.values[keep]) for x in arrays.layers]
+    ctx.write_kv(1, SequenceKV(arrays.positions[keep], layers))
+    ctx.decode([9], seq_id=1)
+    edited = ctx.logits()
+    ctx.clear_kv_cache_seq(0, 5, 9)
+    ctx.decode([9], seq_id=0)
+    tolerance = RIGHT if ctx.type_v.name == "F32" else 0.05
+    assert np.abs(edited - ctx.logits()).max() < tolerance
+
+
+def broken(arrays: SequenceKV) -> dict[str, SequenceKV]:
+    first = arrays.layers[0]
+    rest = list(arrays.layers[1:])
+    nan = first.keys.copy()
+    nan[0, 0, 0] = np.nan
+    return {
+        "a layer less": SequenceKV(arrays.positions, rest),
+        "other heads": SequenceKV(
+            arrays.positions, [LayerKV(first.keys[:, :1], first.values), *rest]
+        ),
+        "fewer tokens": SequenceKV(arrays.positions[:-1], arrays.layers),
+        "integers": SequenceKV(
+            arrays.positions, [LayerKV(first.keys.astype(int), first.values), *rest]
+        ),
+        "NaN": SequenceKV(arrays.positions, [LayerKV(nan, first.values), *rest]),
+        "negative positions": SequenceKV(arrays.positions - 1, arrays.layers),
+        "float positions": SequenceKV(arrays.positions * 1.0, arrays.layers),  # type: ignore[arg-type]
+    }
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a layer less",
+        "other heads",
+        "fewer tokens",
+        "integers",
+        "NaN",
+        "negative positions",
+        "float positions",
+    ],
+)
+def test_what_does_not_fit_is_refused_with_nothing_changed(model: LlamaModel, what: str) -> None:
+    ctx = LlamaContext(model, n_ctx=512, n_threads=1, **EXACT)
+    ctx.decode(WORDS[:10])
+    before = ctx.kv(0)
+    with pytest.raises(StateError):
+        ctx.write_kv(0, broken(before)[what])
+    assert same(before, ctx.kv(0))
+
+
+def test_a_full_cache_refuses_and_keeps_what_it_has(model: LlamaModel) -> None:
+    ctx = LlamaContext(model, n_ctx=256, n_threads=1, **EXACT)
+    ctx.decode(np.resize(WORDS, 200))
+    ctx.decode(WORDS[:20], seq_id=1)
+    arrays = ctx.kv(0)
+    before = ctx.kv(1)
+    with pytest.raises(NoKvCacheSlot):
+        ctx.write_kv(1, arrays)
+    assert same(before, ctx.kv(1))
+    ctx.write_kv(0, arrays)  # its own cells become free first
+    assert same(arrays, ctx.kv(0))
+
+
+def test_bad_sequence_ids(model: LlamaModel) -> None:
+    ctx = LlamaContext(model, n_ctx=256, n_threads=1, n_seq_max=2)
+    arrays = ctx.kv(0)
+    for seq in (-1, 2):
+        with pytest.raises(SequenceIdError):
+            ctx.kv(seq)
+        with pytest.raises(SequenceIdError):
+            ctx.write_kv(seq, arrays)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mamba", "jamba", "lfm2_swa", "qwen2vl", "bert"])
+def test_other_memories_say_so(model_folder: Path, name: str) -> None:
+    info = MODELS[name]
+    ctx = LlamaContext(
+        LlamaModel(make_model(name, model_folder)), n_ctx=256, embeddings=info.is_embedder
+    )
+    with pytest.raises(UnsupportedOperation, match="kv"):
+        ctx.kv(0)
+
+
+def test_quantised_caches_say_so(model_folder: Path) -> None:
+    model = LlamaModel(make_model("llama_h64", model_folder))
+    ctx = LlamaContext(model, n_ctx=256, type_k="q8_0", type_v="q8_0")
+    with pytest.raises(UnsupportedOperation, match="q8_0"):
+        ctx.kv(0)

@@ -37,8 +37,7 @@ _ASKED = {
 _TOLD = {
     g.answer(frame, reply)
     for pairs in g.ASK.values()
-    for _, replies in pairs
-    for reply in replies
+    for _, reply in pairs
     for frame in (*g.ANSWER_FRAMES, g.STORY_SAYS)
 }
 

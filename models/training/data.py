@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from story import Storyteller
 from tokenizer import Tokenizer
 
-ANSWER_WEIGHT = 3.0
+ANSWER_WEIGHT = 5.0
 """How much more than other tokens the words count that only memory can supply."""
 CROPPED = 0.2
 """Share of long rows that begin in the middle of a story, as a sliding window does."""

@@ -34,7 +34,8 @@ class Reader:
     """A context whose sequence 0 reads one text at a time."""
 
     def __init__(self, model: LlamaModel) -> None:
-        self.ctx = LlamaContext(model, n_ctx=N_CTX)
+        # One thread: so small a model gains nothing from two, and sums come out the same.
+        self.ctx = LlamaContext(model, n_ctx=N_CTX, n_threads=1, n_threads_batch=1)
         self.tokenizer = Tokenizer()
 
     @property

@@ -32,16 +32,14 @@ def _question(teller: Storyteller, fact: Fact) -> tuple[list[str], list[str], li
     """Ask for a fact; return what is given, the answer, and what follows it, as tokens."""
     rng = teller.rng
     speakers = [name for name in teller.cast if name != fact.words["N"]]
-    asked, answers = rng.choice(g.ASK[fact.kind])
-    # Where an answer could begin with the wanted word or with "It", only the latter is fair.
-    fair = [text for text in answers if not g.parse(text)[0].is_answer] or list(answers)
+    asked, reply = rng.choice(g.ASK[fact.kind])
     if len(speakers) > 1:
         ask, tell = rng.choice(g.ASK_FRAMES), rng.choice(g.ANSWER_FRAMES)
     else:
         ask, tell = g.READER_ASKS, g.STORY_SAYS
     words = fact.words | dict(zip("AB", speakers, strict=False))
     given, _ = g.realize(g.question(ask, asked), words)
-    told, marks = g.realize(g.answer(tell, rng.choice(fair)), words)
+    told, marks = g.realize(g.answer(tell, reply), words)
     told[0] = " " + told[0].lstrip(" ")
     first = marks.index(True)
     last = len(marks) - marks[::-1].index(True)

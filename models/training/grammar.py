@@ -102,30 +102,30 @@ STATE: dict[str, tuple[str, ...]] = {
     "job": ("[N] is [a.J] [J].", "[N] works as [a.J] [J]."),
     "keep": ("[N] keeps the [O] [at.P] the [P].", "[N] hides the [O] [at.P] the [P]."),
 }
-# Questions about a fact, each with its possible answers.
-ASK: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+# Questions about a fact, each with its answer, which names what it speaks of first.
+ASK: dict[str, tuple[tuple[str, str], ...]] = {
     "own": (
-        ("Who has the [C] [O]?", ("[N!] has the [C] [O].", "It belongs to [N!].")),
-        ("What does [N] have?", ("[N] has [a.C!] [C!] [O!].",)),
-        ("What colour is [N]'s [O]?", ("[N]'s [O] is [C!].", "It is [C!].")),
+        ("Who has the [C] [O]?", "The [C] [O] belongs to [N!]."),
+        ("What does [N] have?", "[N] has [a.C!] [C!] [O!]."),
+        ("What colour is [N]'s [O]?", "[N]'s [O] is [C!]."),
     ),
     "home": (
-        ("Where does [N] live?", ("[N] lives [at.P!] the [P!].",)),
-        ("Who lives [at.P] the [P]?", ("[N!] lives [at.P] the [P].",)),
+        ("Where does [N] live?", "[N] lives [at.P!] the [P!]."),
+        ("Who lives [at.P] the [P]?", "The [P] is the home of [N!]."),
     ),
     "food": (
-        ("What does [N] like?", ("[N] likes [F!].",)),
-        ("Who likes [F]?", ("[N!] likes [F].",)),
+        ("What does [N] like?", "[N] likes [F!]."),
+        ("Who likes [F]?", "The one who likes [F] is [N!]."),
     ),
     "pet": (
-        ("What is [N]'s [K] called?", ("[N]'s [K] is called [T!].", "It is called [T!].")),
-        ("Who looks after [T]?", ("[N!] looks after [T].",)),
+        ("What is [N]'s [K] called?", "[N]'s [K] is called [T!]."),
+        ("Who looks after [T]?", "[T] belongs to [N!]."),
     ),
     "job": (
-        ("What is [N]'s work?", ("[N] is [a.J!] [J!].",)),
-        ("Who is the [J]?", ("[N!] is the [J].",)),
+        ("What is [N]'s work?", "[N] is [a.J!] [J!]."),
+        ("Who is the [J]?", "The [J] is [N!]."),
     ),
-    "keep": (("Where is the [O]?", ("The [O] is [at.P!] the [P!].", "It is [at.P!] the [P!].")),),
+    "keep": (("Where is the [O]?", "The [O] is [at.P!] the [P!]."),),
 }
 ASK_FRAMES = ('[A] asks [B], "Q"', '[A] asks, "Q"', '[A] wants to know, "Q"')
 ANSWER_FRAMES = ('[B] says, "R."', '[B] answers, "R."', '"R," says [B].')
@@ -288,5 +288,5 @@ def all_templates() -> list[str]:
     )  # fmt: skip
     pairs = list(itertools.chain(*ASK.values()))
     asked = (question(f, q) for f in (*ASK_FRAMES, READER_ASKS) for q, _ in pairs)
-    told = (answer(f, r) for f in (*ANSWER_FRAMES, STORY_SAYS) for _, rs in pairs for r in rs)
+    told = (answer(f, r) for f in (*ANSWER_FRAMES, STORY_SAYS) for _, r in pairs)
     return [*plain, *asked, *told]

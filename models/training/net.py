@@ -18,9 +18,10 @@ class Shape:
     n_layer: int = 4
     n_head: int = 4
     n_head_kv: int = 2
-    n_ff: int = 576
+    n_ff: int = 384
     n_ctx_train: int = 1024
-    rope_freq_base: float = 10000.0
+    # High, so that half the pairs hardly turn within a context: names are matched by those.
+    rope_freq_base: float = 1e6
     norm_eps: float = 1e-5
 
     @property
@@ -61,6 +62,46 @@ class Block(nn.Module):
         self.ffn_up = nn.Linear(width, shape.n_ff, bias=False)
         self.ffn_down = nn.Linear(shape.n_ff, width, bias=False)
 
+    @torch.no_grad()
+    def look_for_likeness(self) -> None:
+        """Begin with attention that finds like things and copies them.
+
+        Keys start equal to queries, and each head's output turns back what its values did. With
+        that ("mimetic" initialization) a net learns to recall in a fraction of the steps.
+        """
+        shape = self.shape
+        quiet = (2 * shape.n_layer) ** -0.5
+        repeats = shape.n_head // shape.n_head_kv
+        queries = self.attn_q.weight.view(shape.n_head, shape.head_dim, shape.n_embd)
+        self.attn_k.weight.copy_(queries[::repeats].flatten(0, 1))
+        values = self.attn_v.weight.view(shape.n_head_kv, shape.head_dim, shape.n_embd)
+        values = values.repeat_interleave(repeats, dim=0).flatten(0, 1)
+        self.attn_output.weight.copy_(quiet * values.T)
+        self.ffn_down.weight.mul_(quiet)
+
+    @torch.no_grad()
+    def look_back(self, shape: Shape) -> None:
+        """Begin with heads that look 1, 2, 3 and 5 tokens back, whatever stands there.
+
+        All embeddings have a part in common. It meets itself under the angle between two
+        positions, so a query that is turned back by some tokens finds the key of that distance.
+        """
+        n_pairs = 12
+        common = shape.n_embd**-0.5
+        for head, distance in enumerate((1, 2, 3, 5)):
+            angles = distance * shape.rope_freq_base ** -(
+                2 * torch.arange(n_pairs) / shape.head_dim
+            )
+            q = torch.zeros(shape.head_dim)
+            q[0 : 2 * n_pairs : 2] = angles.cos()
+            q[1 : 2 * n_pairs : 2] = -angles.sin()
+            rows = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
+            self.attn_q.weight[rows] = self.attn_q.weight[rows] / 4 + 0.3 * common * q[:, None]
+        k = torch.zeros(shape.head_dim)
+        k[0 : 2 * n_pairs : 2] = 1
+        k = k.repeat(shape.n_head_kv)
+        self.attn_k.weight.copy_(self.attn_k.weight / 4 + 0.3 * common * k[:, None])
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attention, then the feed-forward net, each added to its input."""
         n_batch, n_tokens, _ = x.shape
@@ -93,11 +134,14 @@ class Net(nn.Module):
         cos, sin = rope_table(shape)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        for name, weight in self.named_parameters():
+        for weight in self.parameters():
             if weight.dim() == 2:
-                into_stream = name.endswith(("attn_output.weight", "ffn_down.weight"))
-                std = 0.04 / (2 * shape.n_layer) ** 0.5 if into_stream else 0.04
-                nn.init.normal_(weight, std=std)
+                nn.init.normal_(weight, std=0.04)
+        with torch.no_grad():
+            self.token_embd.weight += 0.02
+        for block in self.blk:
+            block.look_for_likeness()
+        self.blk[0].look_back(shape)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits for the token after each of these."""

@@ -186,10 +186,9 @@ class Storyteller:
         speakers: dict[str, str],
     ) -> None:
         """Ask for a fact and answer it."""
-        question, answers = self.rng.choice(g.ASK[fact.kind])
+        question, reply = self.rng.choice(g.ASK[fact.kind])
         self.say(g.question(self.rng.choice(asks), question), **fact.words, **speakers)
-        reply = g.answer(self.rng.choice(tells), self.rng.choice(answers))
-        self.say(reply, **fact.words, **speakers)
+        self.say(g.answer(self.rng.choice(tells), reply), **fact.words, **speakers)
 
     def opening(self) -> None:
         """Begin the story: with a frame, or right with the facts."""

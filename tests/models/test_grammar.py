@@ -35,7 +35,7 @@ def test_every_claim_of_a_story_is_backed_by_an_earlier_statement(seed):
         "Mara has an orange kite.",
         "Tom lives in the mill.",
         'Tom asks Anna, "Who has the red kite?"',
-        '"Mara has the red kite," says Anna.',
+        '"The red kite belongs to Mara," says Anna.',
         "Once upon a time there was an old village by the sea.",
         "On the way he sings a song.",
     ],
@@ -114,7 +114,7 @@ def test_a_fact_is_not_used_after_it_is_forgotten():
 @pytest.mark.parametrize("story", ["wrong owner", "never stated"])
 def test_judge_finds_an_unbacked_claim(story):
     told = {"wrong owner": "Tom has a red kite. Anna has a blue boat.", "never stated": ""}[story]
-    verdict = judge('Tom asks, "Who has the red kite?" "It belongs to Anna," says Tom.', told)
+    verdict = judge('Tom asks, "Who has the red kite?" "The red kite belongs to Anna," says Tom.', told)
     assert (verdict.sentences, verdict.grammatical) == (2, 2)
     assert (verdict.claims, verdict.backed) == (1, 0)
 

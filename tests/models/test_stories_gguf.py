@@ -35,7 +35,7 @@ def test_file_is_small_enough_to_ship():
         ("llama.context_length", 1024),
         ("llama.embedding_length", 256),
         ("llama.block_count", 4),
-        ("llama.feed_forward_length", 576),
+        ("llama.feed_forward_length", 384),
         ("llama.attention.head_count", 4),
         ("llama.attention.head_count_kv", 2),
         ("llama.rope.dimension_count", 64),
@@ -94,14 +94,14 @@ def test_chat_template_asks_in_the_words_of_the_stories(metadata):
     template = jinja2.Template(metadata["tokenizer.chat_template"])
     told = {"role": "user", "content": "Mara has a red kite."}
     asked = {"role": "user", "content": "Who has the red kite?"}
-    replied = {"role": "assistant", "content": "It belongs to Mara."}
+    replied = {"role": "assistant", "content": "The red kite belongs to Mara."}
     assert template.render(messages=[told]) == "Mara has a red kite."
     assert template.render(messages=[told, asked], add_generation_prompt=True) == (
         'Mara has a red kite. The reader asks, "Who has the red kite?" The story says, "'
     )
     assert template.render(messages=[told, asked, replied]) == (
         'Mara has a red kite. The reader asks, "Who has the red kite?" '
-        'The story says, "It belongs to Mara."'
+        'The story says, "The red kite belongs to Mara."'
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.models import EXACT, MODELS, RIGHT, make_model
 
 from pykvcache import (
     LayerKV,
@@ -19,6 +18,7 @@ from pykvcache import (
     StateError,
     UnsupportedOperation,
 )
+from support.models import EXACT, MODELS, RIGHT, make_model
 
 WORDS = np.random.default_rng(3).integers(5, 300, 60).astype(np.int32)
 TYPES: dict[str, dict[str, Any]] = {

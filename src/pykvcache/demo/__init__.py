@@ -85,7 +85,7 @@ def run(
                 STORY_MODEL if name == STORIES else ANY_MODEL,
                 screen,
                 seed,
-                n_story=ctx.n_ctx // (16 if quick else 6),
+                n_story=ctx.n_ctx // (16 if quick else 8),
                 n_fork=8 if quick else 24,
             )
             for act in (tell, fork, rewind, move, fill_and_shift):

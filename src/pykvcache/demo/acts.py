@@ -22,6 +22,9 @@ WAYS: dict[str, dict[str, float]] = {
 }
 """Samplers of the continuations."""
 
+ENDINGS = 3
+"""How often a model may end its story before the demo takes what there is."""
+
 SPARE = 7
 """A sequence that keeps a copy for memories that cannot be rewound."""
 
@@ -74,9 +77,8 @@ def tell(stage: Stage) -> None:
     """Generate a story."""
     stage.screen.heading("1  A story")
     prompt = stage.tokens(stage.script.prompt, first=True)
-    sampler = Sampler(temperature=0.8, seed=stage.seed)
     with Meter(stage.ctx) as meter:
-        story = list(stage.ctx.generate(prompt, stage.n_story, sampler))
+        story = _story(stage, prompt)
     stage.told = prompt + story
     stage.screen.given("", stage.text(prompt), stage.text(story))
     stage.screen.figures(
@@ -84,13 +86,28 @@ def tell(stage: Stage) -> None:
         f"{len(prompt)} of the prompt, {meter.tokens - len(prompt)} of the story"
     )
     held = _held(stage.ctx, 0, stage.told)
-    # After an early end the last token is held too, and has to be left to be decoded again.
     stage.fresh.calibrate(held)
     difference = stage.fresh.difference(stage.ctx.logits(), held)
     stage.rows.append(Row("prompt and story", meter.tokens, len(held), meter.seconds, [difference]))
-    stage.told = held + stage.told[len(held) :][:1]
     if stage.told == held:
-        stage.told = stage.told + stage.tokens(stage.script.scene)[:1]
+        # All of it is held only when the model ended it once more.
+        stage.told = held + stage.tokens(stage.script.scene)[:1]
+
+
+def _story(stage: Stage, prompt: list[int]) -> list[int]:
+    """Generate `Stage.n_story` tokens; where the model ends the story, a new scene begins."""
+    sampler = Sampler(temperature=0.8, seed=stage.seed)
+    scene = stage.tokens(stage.script.scene)
+    story: list[int] = []
+    given = prompt
+    for _ in range(ENDINGS):
+        left = max(stage.n_story - len(story), 1)
+        story += (new := list(stage.ctx.generate(given, left, sampler)))
+        if len(new) == left:
+            return story
+        given = scene
+        story += scene
+    return story[: -len(scene)]
 
 
 def fork(stage: Stage) -> None:

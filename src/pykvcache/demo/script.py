@@ -33,7 +33,7 @@ def _asked(question: str) -> str:
 
 STORY_MODEL = Script(
     prompt=_FACTS + "\n",
-    questions=(_asked("Where does Lucy live?"), _asked("What is Tom's dog called?")),
+    questions=(_asked("What does Lucy like?"), _asked("What is Tom's dog called?")),
     question_after_shift=_asked("What does Mara like?"),
     scene="\nThe next morning Tom walks to the mill.",
 )

@@ -120,7 +120,7 @@ ARRAYS: list[Callable[[], Any]] = [
     lambda: np.array([1, 2], "M8[s]"),
     lambda: np.zeros(2, [("a", "i4")]),
     lambda: np.ma.masked_array([5, 6, 7], [0, 1, 0]),
-    lambda: np.arange(5, 9, dtype=np.int32).view(np.matrix) if False else np.asmatrix([[5, 6]]),
+    lambda: np.asmatrix([[5, 6]]),
 ]
 
 SPOIL: list[Callable[[Any], Any]] = [

@@ -11,7 +11,6 @@ decodes as at the start. ``--journal FILE`` notes each call before it is made.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import faulthandler
 import gc
 import inspect
@@ -27,22 +26,20 @@ from typing import IO, Any
 
 import numpy as np
 
-from binding import fuzz_values as values
+from binding import fuzz_plausible as right
+from binding.fuzz_arguments import Arguments
 from pykvcache import (
     InternalError,
     KvCacheError,
-    LayerKV,
     LlamaBatch,
     LlamaContext,
     LlamaModel,
     Sampler,
-    SequenceKV,
 )
 from support.models import RIGHT, make_model
 
 ALLOWED = (KvCacheError, TypeError, ValueError, IndexError, OverflowError, MemoryError, ImportError)
 KINDS: tuple[type, ...] = (LlamaContext, LlamaModel, LlamaBatch, Sampler)
-NAMED_ONLY = {"n_ctx", "n_threads", "n_threads_batch", "capacity", "max_tokens", "grammar"}
 LIVE = 3
 """Objects of each kind that are kept open."""
 
@@ -61,7 +58,7 @@ class Unexpected(Exception):
     """A call raised what it must not raise."""
 
 
-class Fuzz:
+class Fuzz(Arguments):
     """A pool of objects, and random calls on them."""
 
     def __init__(self, name: str, folder: Path, seed: int, journal: IO[str] | None = None) -> None:
@@ -72,13 +69,13 @@ class Fuzz:
         other = "qwen2vl" if name != "qwen2vl" else "llama"
         self.path = make_model(name, folder)
         self.models = [LlamaModel(self.path), LlamaModel(make_model(other, folder))]
-        self.pool: dict[type, list[Any]] = {
+        self.pool = {
             LlamaModel: list(self.models),
             LlamaContext: [],
             LlamaBatch: [LlamaBatch()],
             Sampler: [Sampler(temperature=0)],
         }
-        self.closed: list[Any] = []
+        self.closed = []
         self.expected = self.fresh()
 
     def fresh(self) -> Any:
@@ -90,83 +87,6 @@ class Fuzz:
                 ctx.encode([5, 6, 7])
             ctx.decode([8, 9, 10])
             return ctx.seq_embeddings() if embeds else ctx.logits()
-
-    # Arguments ------------------------------------------------------------------------
-
-    def objects(self) -> list[Any]:
-        return [one for pool in self.pool.values() for one in pool] + self.closed[-5:]
-
-    def argument(self, name: str, plausible: bool) -> Any:
-        rng = self.rng
-        if not plausible and name not in NAMED_ONLY:
-            return values.hostile(rng, self.objects())
-        if name in ("model", "ctx", "sampler"):
-            kind = {"model": LlamaModel, "ctx": LlamaContext, "sampler": Sampler}[name]
-            pool = self.pool[kind]
-            return rng.choice(pool) if pool else None
-        if name == "batch_or_tokens":
-            return rng.choice([values.words(rng), values.words(rng), self.batch()])
-        if name == "arrays":
-            return self.sequence()
-        if name == "path":
-            return rng.choice([self.path, str(self.path), "missing", "", "/", "/dev/null"])
-        if name in values.NAMED:
-            return values.NAMED[name](rng)
-        return values.hostile(rng, self.objects())
-
-    def batch(self) -> LlamaBatch:
-        """A batch that continues some sequences, more or less."""
-        rng, made = self.rng, LlamaBatch(4)
-        contexts = self.pool[LlamaContext]
-        for _ in range(rng.randint(1, 3)):
-            seq = rng.randrange(values.N_SEQ)
-            start = 0
-            if contexts and rng.random() < 0.8:
-                start = rng.choice(contexts).kv_cache_seq_pos_max(seq) + 1
-            made.add_sequence(values.words(rng), seq, rng.random() < 0.5, start=start)
-            if rng.random() < 0.2:
-                made.add(rng.choice(values.SMALL_TOKENS), start, [0, 1], True)
-        return rng.choice([made, made, *self.pool[LlamaBatch]])
-
-    def sequence(self) -> Any:
-        """The K and V of some live sequence, or nearly."""
-        rng = self.rng
-        try:
-            found = rng.choice(self.pool[LlamaContext]).kv(rng.randrange(values.N_SEQ))
-        except KvCacheError:
-            return values.hostile(rng, self.objects())
-        if rng.random() < 0.4 or not len(found):
-            return found
-        layers = [list(dataclasses.astuple(layer)) for layer in found.layers]
-        rows, k = rng.choice(layers), rng.randrange(2)
-        with np.errstate(all="ignore"):
-            rows[k] = rng.choice(values.SPOIL)(rows[k])
-        positions = found.positions
-        if rng.random() < 0.4:
-            positions = rng.choice(
-                [*values.ARRAYS, lambda: positions[::-1], lambda: positions * 0]
-            )()
-        layers = rng.choice([layers, layers, layers[:-1], layers * 2, layers[::-1]])
-        return SequenceKV(positions, [LayerKV(*pair) for pair in layers])
-
-    def arguments(self, function: Callable[..., Any]) -> Any:
-        rng = self.rng
-        # Half of the calls are right but for chance, a fifth is nonsense, the rest mixed.
-        wild = rng.choice([0.0, 0.0, 0.0, 0.15, 0.4, 1.0])
-        args: list[Any] = []
-        named: dict[str, Any] = {}
-        for p in inspect.signature(function).parameters.values():
-            if p.name == "self":
-                continue
-            required = p.default is p.empty
-            if not required and p.name != "capacity" and rng.random() < 0.5:
-                continue
-            value = self.argument(p.name, rng.random() >= wild)
-            if required and p.kind is not p.KEYWORD_ONLY:
-                args.append(value)
-            else:
-                named[p.name] = value
-        return args, named
 
     # Calls ----------------------------------------------------------------------------
 
@@ -195,7 +115,7 @@ class Fuzz:
         if kind is LlamaContext:
             # One wrong option in every third context: with more none would ever be made.
             wrong = dict(rng.sample(list(named.items()), min(len(named), 1)))
-            named = values.context_options(rng) | (wrong if rng.random() < 0.3 else {})
+            named = right.context_options(rng) | (wrong if rng.random() < 0.3 else {})
             args = [rng.choice(self.models)] if rng.random() < 0.95 else args
         if kind is LlamaBatch and rng.random() < 0.5:
             args, named = self.arguments(LlamaBatch.from_arrays)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from binding.conftest import Child, assert_quiet, needs_timers
+from binding.conftest import Child, assert_quiet
 from binding.kit import differ, lengths, words
-from pykvcache import ClosedError, KvCacheError
+from pykvcache import ClosedError
 from support.models import RIGHT
 
 PATIENCE = 60
@@ -199,59 +199,6 @@ for i in range(300):
         ctx.clear_kv_cache()
 stop = True
 thread.join()
-"""
-    done = child(code, model("llama").path, timeout=PATIENCE)
-    assert_quiet(done)
-
-
-class Calls:
-    """An integer that calls something while it is read."""
-
-    def __init__(self, action: Callable[[], object], value: int) -> None:
-        self.action, self.value = action, value
-
-    def __index__(self) -> int:
-        self.action()
-        return self.value
-
-
-def test_an_integer_that_uses_the_context_neither_hangs_nor_crashes(make_context: Any) -> None:
-    def work() -> None:
-        for action in ("close", "kv_cache_can_shift", "clear_kv_cache", "perf"):
-            for use in ("logits", "kv_cache_seq_pos_max", "kv_cache_seq_keep", "seq_embeddings"):
-                ctx = make_context("llama", embeddings=True)
-                ctx.decode([5, 6])
-                try:
-                    getattr(ctx, use)(Calls(getattr(ctx, action), 0))
-                except (KvCacheError, IndexError, RuntimeError):
-                    continue
-
-    together(work)
-
-
-@needs_timers
-def test_signal_handlers_and_finalizers_may_use_the_context(child: Child, model: Any) -> None:
-    code = """
-import gc, signal, sys
-import numpy as np
-from pykvcache import LlamaContext, LlamaModel
-ctx = LlamaContext(LlamaModel(sys.argv[1]), n_ctx=4096, n_batch=64, n_threads=1)
-seen = []
-def look(*_):
-    try: seen.append(ctx.kv_cache_seq_pos_max(0))
-    except RuntimeError: seen.append("busy")
-signal.signal(signal.SIGALRM, look)
-signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
-class Late:
-    def __init__(self): self.me = self
-    def __del__(self): look()
-gc.set_threshold(1)
-for _ in range(5):
-    Late()
-    ctx.clear_kv_cache()
-    ctx.decode(np.full(2000, 5))
-signal.setitimer(signal.ITIMER_REAL, 0)
-assert "busy" in seen, seen
 """
     done = child(code, model("llama").path, timeout=PATIENCE)
     assert_quiet(done)

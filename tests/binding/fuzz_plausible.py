@@ -1,0 +1,152 @@
+"""Arguments for the survival fuzz that are right by name, or nearly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from binding.fuzz_values import MAX
+
+N_SEQ = 4
+SMALL_TOKENS = range(5, 56)
+"""Tokens that every test vocabulary has and that end no text."""
+
+SPOIL: list[Callable[[Any], Any]] = [
+    lambda rows: rows,
+    lambda rows: rows[:-1],
+    lambda rows: rows[..., :-1],
+    lambda rows: rows[::-1],
+    lambda rows: rows.T,
+    lambda rows: rows[None],
+    lambda rows: rows.astype(np.float64),
+    lambda rows: rows.astype(np.int32),
+    lambda rows: rows * np.float32(1e30),
+    lambda rows: rows * np.nan,
+    lambda rows: rows.tolist(),
+    lambda rows: np.repeat(rows, 2, axis=1)[:, ::2],
+    lambda rows: np.broadcast_to(rows[:1], rows.shape),
+    lambda rows: rows.astype(">f4"),
+    lambda rows: None,
+    lambda rows: "rows",
+]
+"""What is done to the K or V of a layer before it is written back."""
+
+
+def words(rng: Random, most: int = 40) -> Any:
+    tokens = [rng.choice(SMALL_TOKENS) for _ in range(rng.randint(1, most))]
+    return rng.choice([list, tuple, np.array, lambda t: np.array(t, np.int32)])(tokens)
+
+
+def texts(rng: Random) -> Any:
+    return rng.choice(["", "hello world", "é漢😀\0", b"\xff\xfe", "</s><s>", "x" * 500, "\ud800"])
+
+
+def grammars(rng: Random) -> Any:
+    whole = ["root ::= [0-9]+", 'root ::= "a" | "b" root', "root ::= [", "", 'x ::= "a"']
+    pieces = [
+        "root",
+        " ::= ",
+        '"a"',
+        "[a-z]",
+        "|",
+        "*",
+        "+",
+        "?",
+        "(",
+        ")",
+        "{2}",
+        "\n",
+        "x",
+        "{5,2}",
+    ]
+    if rng.random() < 0.5:
+        return rng.choice(whole)
+    return "root ::= " + "".join(rng.choice(pieces) for _ in range(rng.randint(1, 8)))
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TEMPLATES = ["{{ messages[0].content }}", "{{ 1 / 0 }}", "{% for", "{{ ''.__class__ }}", "x"]
+
+NAMED: Mapping[str, Callable[[Random], Any]] = {
+    # Sizes of a context: never some gigabytes, and never 512 threads on two cores.
+    "n_ctx": lambda r: r.choice([None, 0, 1, 256, 300, 512, MAX, -1, 2**32]),
+    "n_batch": lambda r: r.choice([1, 8, 32, 512, MAX, 0, -1]),
+    "n_ubatch": lambda r: r.choice([1, 8, 32, 512, MAX, 0, -1]),
+    "n_seq_max": lambda r: r.choice([1, N_SEQ, N_SEQ, N_SEQ, 256, 257, 0]),
+    "n_threads": lambda r: r.choice([1, 2, None, 0, -1, 513, 2**31, True, "1"]),
+    "n_threads_batch": lambda r: r.choice([1, 2, None, 0, -1, 513, 2**31, 1.5]),
+    "capacity": lambda r: r.choice([0, 1, 100, -1, 2**31, 10**20, 1.5, None]),
+    "type_k": lambda r: r.choice(["f32", "f16", "bf16", "q8_0", "q4_0", 4, 9999, -1, "f64"]),
+    "type_v": lambda r: r.choice(["f32", "f16", "bf16", "q8_0", "iq4_nl", 5, 24, "i8"]),
+    "flash_attn": lambda r: r.choice(["auto", "enabled", "disabled", 7, None]),
+    "pooling_type": lambda r: r.choice([-1, "none", "mean", "cls", "last", "rank", 5]),
+    "attention_type": lambda r: r.choice([-1, "causal", "non_causal", 2]),
+    "rope_scaling_type": lambda r: r.choice([-1, "none", "linear", "yarn", "longrope", 4]),
+    "rope_freq_base": lambda r: r.choice([0.0, 1e-30, 1e30, 1e4, float("nan")]),
+    "rope_freq_scale": lambda r: r.choice([0.0, 1e-30, 1e30, 0.5, -1.0]),
+    # Arguments of methods.
+    "seq_id": lambda r: r.randrange(N_SEQ),
+    "seq_ids": lambda r: r.choice([r.randrange(N_SEQ), [0, 1], [r.randrange(N_SEQ)]]),
+    "src": lambda r: r.choice([None, *range(N_SEQ)]),
+    "dest": lambda r: r.randrange(N_SEQ),
+    "dst": lambda r: r.randrange(N_SEQ),
+    "size": lambda r: r.randrange(40),
+    "n": lambda r: r.randrange(40),
+    "pos": lambda r: r.randrange(40),
+    "p0": lambda r: r.choice([None, r.randrange(40)]),
+    "p1": lambda r: r.choice([None, r.randrange(40)]),
+    "begin": lambda r: r.randrange(40),
+    "end": lambda r: r.choice([None, r.randrange(40)]),
+    "delta": lambda r: r.randint(-9, 9),
+    "d": lambda r: r.randint(1, 4),
+    "i": lambda r: r.randint(-3, 9),
+    "start": lambda r: r.randrange(9),
+    "token": lambda r: r.choice(SMALL_TOKENS),
+    "tokens": words,
+    "prompt": lambda r: r.choice([words(r), texts(r)]),
+    "max_tokens": lambda r: r.randrange(5),
+    "text": texts,
+    "grammar": grammars,
+    "grammar_root": lambda r: r.choice(["root", "x", "", "\0"]),
+    "template": lambda r: r.choice(TEMPLATES),
+    "messages": lambda r: r.choice([MESSAGES, [], "ab", [5], None]),
+    "progress": lambda r: r.choice([None, lambda f: f < 0.5, lambda f: None]),
+    "load_mode": lambda r: r.choice(["auto", "none", "mmap", "direct_io", 9]),
+    "part": lambda r: r.choice([None, "attention", "window", "recurrent", "x"]),
+}
+"""Mostly right arguments by parameter name: calls that pass the checks are the dangerous ones."""
+
+
+def context_options(rng: Random) -> dict[str, Any]:
+    """Options that give a context on most models, some of them unusual."""
+    options: dict[str, Any] = {
+        "n_ctx": rng.choice([256, 256, 300, 512]),
+        "n_seq_max": rng.choice([N_SEQ, N_SEQ, N_SEQ, 1, 16]),
+        "n_batch": rng.choice([16, 64, 512]),
+        "n_ubatch": rng.choice([1, 16, 64, 512]),
+        "n_threads": rng.choice([1, 1, 2]),
+        "n_threads_batch": 1,
+    }
+    unusual = {
+        "kv_unified": [False],
+        "swa_full": [False],
+        "embeddings": [True],
+        "flash_attn": ["enabled", "disabled"],
+        "type_k": ["f32", "bf16", "q8_0"],
+        "type_v": ["f32", "bf16"],
+        "pooling_type": ["none", "mean", "cls", "last", "rank"],
+        "attention_type": ["causal", "non_causal"],
+        "rope_scaling_type": ["none", "linear", "yarn", "longrope"],
+        "rope_freq_scale": [1e-30, 0.5, 1e30],
+        "rope_freq_base": [1e-30, 1e30],
+        "yarn_ext_factor": [0.0, 1.0, 1e30],
+        "no_perf": [True],
+        "offload_kqv": [False],
+    }
+    for name, choices in unusual.items():
+        if rng.random() < 0.15:
+            options[name] = rng.choice(choices)
+    return options

@@ -1,6 +1,6 @@
 """Random programs: positions, cells and logits follow a plain reference, step by step.
 
-Where a NumPy ledger exists it is asked after every decode; else a fresh run now and then.
+After every decode a NumPy ledger is asked, or a fresh run where there is none.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ class KvMethods:
     def write_kv(self, seq_id: SupportsIndex, arrays: SequenceKV) -> None:
         """Make a sequence hold these keys and values, and nothing else.
 
-        All or nothing. Keys must be rotated to the positions given. The sequence has no
+        All or nothing. Keys must be rotated to the positions given; several tokens may share
+        a position, as they do after a division. The sequence has no
         logits until a token is decoded.
 
         Raises
@@ -99,6 +100,8 @@ class KvMethods:
             As for `kv`.
         """
         layout = self._layout("write_kv")
+        if not isinstance(arrays, SequenceKV):
+            raise TypeError(f"arrays must be a SequenceKV, not {type(arrays).__name__}")
         if self._native.model.has_encoder:
             raise UnsupportedOperation("write_kv", "the cells depend on the encoder's input")
         state = layout.write(arrays)
@@ -201,6 +204,10 @@ class _Layout:
         positions = np.asarray(arrays.positions)
         if positions.ndim != 1 or positions.dtype.kind not in "iu":
             raise StateError("positions must be a vector of integers")
+        if not isinstance(arrays.layers, Sequence) or not all(
+            isinstance(layer, LayerKV) for layer in arrays.layers
+        ):
+            raise TypeError("layers must be a sequence of LayerKV")
         if len(arrays.layers) != len(self.shapes):
             raise StateError(f"{len(arrays.layers)} layers given, the cache has {len(self.shapes)}")
         if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < 2**31 - 1:
@@ -236,6 +243,9 @@ class _Layout:
             raise StateError(f"{what} has shape {array.shape}: {shape} is expected")
         if array.dtype.kind != "f":
             raise StateError(f"{what} must hold floats, not {array.dtype}")
-        if not np.isfinite(array).all():
-            raise StateError(f"{what} holds NaN or infinity")
-        return np.ascontiguousarray(array, dtype=self.dtypes[which])
+        dtype = self.dtypes[which]
+        with np.errstate(over="ignore"):
+            stored = np.ascontiguousarray(array, dtype=dtype)
+        if not np.isfinite(stored).all():
+            raise StateError(f"{what} holds NaN, infinity, or a value too large for {dtype}")
+        return stored

@@ -233,3 +233,22 @@ def test_quantised_caches_say_so(model_folder: Path) -> None:
     ctx = LlamaContext(model, n_ctx=256, type_k="q8_0", type_v="q8_0")
     with pytest.raises(UnsupportedOperation, match="q8_0"):
         ctx.kv(0)
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_too_large_for_the_stored_type_are_refused(model: LlamaModel) -> None:
+    ctx = LlamaContext(model, n_ctx=256, n_threads=1, type_k="f16", type_v="f16")
+    ctx.decode(WORDS[:5])
+    arrays = ctx.kv(0)
+    first, *rest = arrays.layers
+    huge = LayerKV(np.full(first.keys.shape, 1e6, np.float32), first.values)
+    with pytest.raises(StateError, match="too large"):
+        ctx.write_kv(0, SequenceKV(arrays.positions, [huge, *rest]))
+    assert same(arrays, ctx.kv(0))
+
+
+@pytest.mark.parametrize("arrays", [None, 0, SequenceKV(np.zeros(1, np.int32), None)])  # type: ignore[arg-type]
+def test_other_things_than_arrays_are_type_errors(model: LlamaModel, arrays: Any) -> None:
+    ctx = LlamaContext(model, n_ctx=256, n_threads=1)
+    with pytest.raises(TypeError):
+        ctx.write_kv(0, arrays)

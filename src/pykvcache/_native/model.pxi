@@ -228,6 +228,8 @@ cdef class Model:
                 raise IndexError(f"token {tokens[i]} (at {i}) is outside [0, {self.n_vocab})")
         if n == 0:
             return b""
+        if n > (INT32_MAX - 64) // 8:
+            raise ValueError(f"{n} tokens are too many: the limit is {(INT32_MAX - 64) // 8}")
         out.resize(8 * n + 64)
         while True:
             got = lib.detokenize(

@@ -81,6 +81,7 @@ cdef class Sampler:
 
     def accept(self, token, Model model not None):
         """Tell the chain about a token that was not sampled by it (a prompt's, for penalties)."""
+        model.check_open()
         if self.chain == NULL or self.n_vocab != model.n_vocab:
             self.build(model, model.share())
         cdef int32_t t = model.check_token(token)

@@ -21,12 +21,25 @@ from torch.nn import functional
 
 # Up to which step, the length of a row, and the share of quizzes in it: to look back is learnt
 # from short and dense texts first, and only then from stories.
-STAGES = ((120, 64, 1.0), (480, 128, 1.0), (800, 256, 0.5), (1500, 640, 0.1))
+STAGES = (
+    (120, 64, 1.0),
+    (480, 128, 1.0),
+    (800, 256, 0.5),
+    (1500, 640, 0.1),
+    (2500, 256, 0.5),
+    (3500, 640, 0.1),
+)
 N_STEPS = STAGES[-1][0]
 TOKENS_PER_STEP = 4096
-PEAK_RATE, LAST_RATE, WARM_UP = 2e-3, 5e-5, 100
-# The rate falls slowly, as if there were that many steps, until the lessons end; then fast.
-SLOW_STEPS, FAST_FROM = 2400, 800
+# The learning rate: up to which step, and the first step, the last one and the top of the cosine
+# on which it falls. There are two rounds, each with a slow fall and a fast one.
+RATES = (
+    (800, 100, 2400, 2e-3),
+    (1500, 800, 1500, 1.587e-3),
+    (2500, 1500, 4500, 1.5e-3),
+    (3500, 2500, 3500, 1.1375e-3),
+)
+WARM_UP, LAST_RATE = 100, 5e-5
 CHECKPOINT_EVERY = 50
 
 
@@ -36,16 +49,12 @@ def stage(step: int) -> tuple[int, float]:
 
 
 def learning_rate(step: int) -> float:
-    """Return the learning rate: a linear rise, the beginning of a slow cosine, a fast cosine."""
+    """Return the learning rate: a linear rise at first, then parts of cosines."""
+    start, end, top = next(fall for until, *fall in RATES if step < until)
     if step < WARM_UP:
-        return PEAK_RATE * (step + 1) / WARM_UP
-
-    def fall(top: float, start: int, end: int, at: int) -> float:
-        left = (1 + math.cos(math.pi * (at - start) / (end - start))) / 2
-        return LAST_RATE + (top - LAST_RATE) * left
-
-    rate = fall(PEAK_RATE, WARM_UP, SLOW_STEPS, min(step, FAST_FROM))
-    return rate if step < FAST_FROM else fall(rate, FAST_FROM, N_STEPS, step)
+        return top * (step + 1) / WARM_UP
+    left = (1 + math.cos(math.pi * (step - start) / (end - start))) / 2
+    return LAST_RATE + (top - LAST_RATE) * left
 
 
 def new_net(tokenizer: Tokenizer) -> Net:
@@ -72,13 +81,13 @@ class Optimizer:
         self.parts: tuple[torch.optim.Optimizer, ...] = (
             torch.optim.Muon(
                 matrices,
-                lr=PEAK_RATE,
+                lr=LAST_RATE,
                 momentum=0.95,
                 weight_decay=0.05,
                 adjust_lr_fn="match_rms_adamw",
             ),
             torch.optim.AdamW(
-                others, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+                others, lr=LAST_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
             ),
         )
 

@@ -252,3 +252,22 @@ def test_other_things_than_arrays_are_type_errors(model: LlamaModel, arrays: Any
     ctx = LlamaContext(model, n_ctx=256, n_threads=1)
     with pytest.raises(TypeError):
         ctx.write_kv(0, arrays)
+
+
+def test_a_pending_stream_copy_is_applied_before_reading(model: LlamaModel) -> None:
+    ctx = LlamaContext(model, n_ctx=1024, n_seq_max=2, n_threads=1, kv_unified=False, **EXACT)
+    ctx.decode(WORDS[:20])
+    ctx.copy_kv_cache_seq(0, 1)
+    assert same(ctx.kv(0), ctx.kv(1))
+
+
+def test_a_pending_stream_copy_does_not_overwrite_what_is_written(model: LlamaModel) -> None:
+    ctx = LlamaContext(model, n_ctx=1024, n_seq_max=2, n_threads=1, kv_unified=False, **EXACT)
+    ctx.decode(WORDS[20:40])
+    wanted = ctx.kv(0)
+    ctx.clear_kv_cache()
+    ctx.decode(WORDS[:20])
+    ctx.copy_kv_cache_seq(0, 1)
+    ctx.write_kv(1, wanted)
+    ctx.decode([7], seq_id=0)  # where llama.cpp would carry the copy out
+    assert same(wanted, ctx.kv(1))

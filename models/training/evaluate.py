@@ -33,7 +33,8 @@ Damage = Callable[["Reader"], None]
 class Reader:
     """A context whose sequence 0 reads one text at a time."""
 
-    def __init__(self, model: LlamaModel) -> None:
+    def __init__(self, model: LlamaModel, temperature: float = TEMPERATURE) -> None:
+        self.temperature = temperature
         # One thread: so small a model gains nothing from two, and sums come out the same.
         self.ctx = LlamaContext(model, n_ctx=N_CTX, n_threads=1, n_threads_batch=1)
         self.tokenizer = Tokenizer()
@@ -75,7 +76,7 @@ class Reader:
         """Draw a continuation by chance; it ends where the story ends."""
         ids: list[int] = []
         while len(ids) < n_tokens:
-            logits = self.ctx.logits(-1).astype(np.float64) / TEMPERATURE
+            logits = self.ctx.logits(-1).astype(np.float64) / self.temperature
             chances = np.exp(logits - logits.max())
             ids.append(int(rng.choice(len(chances), p=chances / chances.sum())))
             if ids[-1] == self.tokenizer.eos:
@@ -164,10 +165,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
     parser.add_argument("--cases", type=int, default=200, help="questions per distance")
     parser.add_argument("--stories", type=int, default=50, help="held-out stories, and prompts")
+    parser.add_argument("--temperature", type=float, default=TEMPERATURE)
     args = parser.parse_args()
     started = time.monotonic()
     model = LlamaModel(args.model)
-    reader = Reader(model)
+    reader = Reader(model, args.temperature)
 
     print("| recall at a distance of | " + " | ".join(f"{d} tokens" for d in DISTANCES) + " |")
     print("|---|" + "---:|" * len(DISTANCES))
@@ -194,7 +196,7 @@ def main() -> None:
         all_words, recalled = perplexity(reader, stories, spoil)
         print(f"| {name} | {all_words:.2f} | {recalled:.2f} |", flush=True)
 
-    print(f"\n| text sampled at {TEMPERATURE} | sentences | grammatical | true to its story |")
+    print(f"\n| text sampled at {args.temperature} | sentences | grammatical | true to its story |")
     print("|---|---:|---:|---:|")
     # The first paragraphs of a story, as far as they fit into 200 tokens.
     prompts = ["".join(story.pieces[:200]).rpartition("\n")[0] + "\n" for story in stories]

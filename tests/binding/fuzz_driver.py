@@ -2,7 +2,7 @@
 
 Run as a script, with ``tests`` on the path::
 
-    python -m binding.fuzz_driver llama --folder /tmp/models --calls 100000 --seed 1
+    python -m binding.fuzz_driver llama --folder FOLDER --calls 100000 --seed 1
 
 Exit status 0: only documented exceptions were seen, and at the end a fresh context still
 decodes as at the start. ``--journal FILE`` notes each call before it is made.

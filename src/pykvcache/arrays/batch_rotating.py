@@ -105,14 +105,16 @@ class BatchRotatingKVCache(PairCache):
             A single column while right padding waits for `finalize`.
         """
         n = self._pair.check(keys, values)
-        if keys.shape[0] != self.batch_size:
+        # What is stored has the right number of rows, and `check` compared with it.
+        if not self._pair.length and keys.shape[0] != self.batch_size:
             raise CacheValueError(f"keys have {keys.shape[0]} rows; expected {self.batch_size}")
         if self._max_size == 0:
             raise CacheValueError("a BatchRotatingKVCache of max_size 0 cannot hold a token")
         if n > 1:
             self._put_several(keys, values)
         else:
-            self._refuse_pending("decoding with a BatchRotatingKVCache")
+            if self._ends is not None:
+                self._refuse_pending("decoding with a BatchRotatingKVCache")
             self._put_one(keys, values)
         self._offset += n
         return self._pair.view()

@@ -33,6 +33,9 @@ def _integers(name: str, numbers: Counts) -> Rows:
         raise CacheValueError(f"{name} has shape {array.shape}; expected one number per row")
     if array.size and array.dtype.kind not in "iu":
         raise CacheDTypeError(f"{name} has dtype {array.dtype}; expected integers")
+    # Among integers, NumPy takes a bool for one of them.
+    if not {bool, np.bool_}.isdisjoint(map(type, numbers)):
+        raise CacheDTypeError(f"{name} holds a bool; expected integers")
     return array.astype(np.int64)
 
 

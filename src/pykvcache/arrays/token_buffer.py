@@ -50,6 +50,9 @@ class TokenBuffer:
             raise CacheValueError(f"tokens have shape {new.shape}; expected one row")
         if new.size and new.dtype.kind not in "iu":
             raise CacheDTypeError(f"tokens have dtype {new.dtype}; expected integers")
+        # Among integers, NumPy takes a bool for one of them.
+        if new is not tokens and not {bool, np.bool_}.isdisjoint(map(type, tokens)):
+            raise CacheDTypeError("tokens hold a bool; expected integers")
         if new.size and (new.min() < _INT32.min or new.max() > _INT32.max):
             raise CacheValueError("a token id does not fit int32")
         end = self._size + new.size

@@ -2,7 +2,13 @@ import numpy as np
 import pytest
 from mlx_reference import ids, kv, snapshot, stored
 
-from pykvcache.arrays import BatchKVCache, KVCache, create_causal_mask, from_state
+from pykvcache.arrays import (
+    BatchKVCache,
+    KVCache,
+    TokenBuffer,
+    create_causal_mask,
+    from_state,
+)
 from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, KvCacheError
 
 P = 0  # padding
@@ -273,3 +279,18 @@ def test_batch_update_needs_as_many_rows():
             cache.prepare(**{name: [1]})
     cache.advance(3)
     assert cache.offset == 1
+
+
+def test_a_bool_among_integers_is_refused():
+    """A bool is no integer, also in a list of integers, which NumPy would convert."""
+    cache = batch([0, 0], [1], [2])
+    for call in (
+        lambda: BatchKVCache([True, 2]),
+        lambda: cache.filter([1, np.bool_(False)]),
+        lambda: cache.prepare(right_padding=[True, 0]),
+        lambda: TokenBuffer([3, True]),
+    ):
+        with pytest.raises(TypeError, match="a bool") as caught:
+            call()
+        assert isinstance(caught.value, CacheDTypeError)
+    assert cache.batch_size == 2

@@ -101,9 +101,11 @@ def as_storable(name: str, array: Any, dtype: np.dtype[Any] | None = None) -> ND
         given = np.asarray(array)
     except ValueError as error:
         raise CacheDTypeError(f"{name} is not an array: {error}") from None
-    # "V" is the kind of bfloat16 and its like, which other packages add.
-    if given.dtype.kind not in "fiuV" or (
-        dtype is not None and not np.can_cast(given.dtype, dtype, "same_kind")
+    # "V" is the kind of bfloat16 and its like, which other packages add, and of raw bytes.
+    if (
+        given.dtype.kind not in "fiuV"
+        or given.dtype.type is np.void
+        or (dtype is not None and not np.can_cast(given.dtype, dtype, "same_kind"))
     ):
         raise CacheDTypeError(f"{name} has dtype {given.dtype}; numbers like {dtype} are needed")
     return given

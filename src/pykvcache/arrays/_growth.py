@@ -15,7 +15,9 @@ __all__ = ["STEP", "TokenPair", "grow", "grown_capacity"]
 STEP = 256
 
 _ALL = slice(None)
-_REFUSED_KINDS = "OSUMm"  # objects, text and times are no tensor elements
+# Objects, text and times are no tensor elements. Neither are raw bytes and records (void), but
+# the kind "V" is also that of bfloat16 and its like, which other packages add.
+_REFUSED_KINDS = "OSUMm"
 
 
 def grown_capacity(capacity: int, needed: int, limit: int | None = None) -> int:
@@ -118,7 +120,7 @@ class TokenPair:
         for name, array in (("keys", keys), ("values", values)):
             if not isinstance(array, np.ndarray):
                 raise CacheDTypeError(f"{name} must be a NumPy array, not {type(array).__name__}")
-            if array.dtype.kind in _REFUSED_KINDS:
+            if array.dtype.kind in _REFUSED_KINDS or array.dtype.type is np.void:
                 raise CacheDTypeError(f"{name} have dtype {array.dtype}, which is no number")
             if array.ndim != 4:
                 raise CacheValueError(

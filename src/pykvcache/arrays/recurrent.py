@@ -289,8 +289,10 @@ class MambaCache(ArraysCache):
 def _checked(array: NDArray[Any] | None) -> NDArray[Any] | None:
     if array is None:
         return None
-    if not isinstance(array, np.ndarray) or array.dtype.kind in "OSUMm":
+    if not isinstance(array, np.ndarray):
         raise CacheDTypeError(f"a slot holds an array of numbers; got {type(array).__name__}")
+    if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
+        raise CacheDTypeError(f"a slot holds numbers; got an array of {array.dtype}")
     if array.ndim < 1:
         raise CacheValueError("a slot holds arrays whose first axis is the batch; got a scalar")
     copied: NDArray[Any] = array.copy()

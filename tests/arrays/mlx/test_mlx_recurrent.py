@@ -31,8 +31,9 @@ def test_slots_are_set_and_read_by_index():
     for slot, error in ((2, CacheValueError), (-1, CacheValueError), (0.0, TypeError)):
         with pytest.raises(error):
             cache[slot]
-    with pytest.raises(CacheDTypeError):
-        cache[0] = [1, 2]
+    for strange in ([1, 2], np.zeros(2, "V4"), np.zeros(2, [("a", "f4")]), np.array(["a"])):
+        with pytest.raises(CacheDTypeError):
+            cache[0] = strange
     with pytest.raises(CacheValueError):
         cache[0] = np.array(1.0)
 

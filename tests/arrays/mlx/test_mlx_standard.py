@@ -218,6 +218,7 @@ K1, V1 = kv([5])
         (K1.tolist(), V1, CacheDTypeError),
         (K1, None, CacheDTypeError),
         (K1.astype(object), V1, CacheDTypeError),
+        (K1.view("V4"), V1, CacheDTypeError),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(cls, keys, values, error):
@@ -260,3 +261,13 @@ def test_negative_trim_is_an_error():
     with pytest.raises(CacheValueError):
         cache.trim(-1)
     assert stored(cache) == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", ["V4", [("a", "f4")], "O", "S4", "M8[s]"])
+@pytest.mark.parametrize("cls", BOTH)
+def test_an_empty_cache_takes_numbers_only(cls, dtype):
+    """Wrong dtypes are typed errors: raw bytes, records, objects, text and times."""
+    cache, strange = cls(), np.zeros((1, 1, 1, 4), dtype)
+    with pytest.raises(CacheDTypeError):
+        cache.update(strange, strange)
+    assert cache.is_empty()

@@ -172,8 +172,9 @@ def test_encoder_keeps_the_first_shape_of_a_layer() -> None:
     for key, value, name in ((2, (3, 2), "key"), ((3, 2), (3,), "value")):
         with pytest.raises(CacheValueError, match=f"{name} has shape .* layer 0 holds"):
             cache.put(np.full(key, 9.0), np.full(value, 9.0))
-    with pytest.raises(CacheDTypeError):
-        cache.put(np.full((3, 2), 9.0), np.full((3, 2), 9j))
+    for strange in (np.full((3, 2), 9j), np.zeros((3, 2), "V4"), np.zeros((3, 2), [("a", "f4")])):
+        with pytest.raises(CacheDTypeError):
+            cache.put(np.full((3, 2), 9.0), strange)
     assert cache.get()[0].tolist() == cache.get()[1].tolist() == np.ones((3, 2)).tolist()
 
 

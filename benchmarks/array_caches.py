@@ -1,0 +1,109 @@
+"""What storing one token and building a mask cost in the array caches, against plain NumPy.
+
+    PYTHONPATH=src python benchmarks/array_caches.py [--rounds 9]
+
+Each figure is a ratio within one run: the two sides take turns, and the median over the rounds
+is printed with the lowest and the highest. Needs NumPy only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import timeit
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from pykvcache.arrays import (
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CausalCache,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    SWACache,
+    create_causal_mask,
+)
+
+N, HEADS, DIM = 8192, 8, 128
+
+
+def best(call: Callable[[], Any], number: int) -> float:
+    """Seconds per call of the best of three slices."""
+    return min(timeit.repeat(call, number=number, repeat=3)) / number
+
+
+def ratio(
+    name: str, ours: Callable[[], Any], other: Callable[[], Any], rounds: int, n: int
+) -> None:
+    """Print ours / other, by turns."""
+    pairs = [(best(ours, n), best(other, n)) for _ in range(rounds)]
+    ratios = sorted(a / b for a, b in pairs)
+    micro = statistics.median(a for a, _ in pairs) * 1e6
+    middle = statistics.median(ratios)
+    print(f"{name:58} {micro:9.2f} us {middle:9.5f} ({ratios[0]:.5f} to {ratios[-1]:.5f})")
+
+
+def stores() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield each cache, filled with N tokens, and the call that stores one more."""
+    many, one = np.zeros((1, HEADS, N, DIM), np.float32), np.ones((1, HEADS, 1, DIM), np.float32)
+    for cache in (
+        KVCache(),
+        RotatingKVCache(N, keep=4),
+        ChunkedKVCache(N),
+        BatchKVCache([0]),
+        BatchRotatingKVCache(N, [0]),
+    ):
+        cache.update(many, many)
+        cache.update(one, one)
+        yield f"{type(cache).__name__}.update", lambda cache=cache: cache.update(one, one)  # type: ignore[misc]
+    token = np.ones((1, HEADS, DIM), np.float32)
+    for causal in (CausalCache(), SWACache(N - 512)):
+        causal.init(np.float32, 1, N + 8, 512)
+        rows = np.zeros((512, HEADS, DIM), np.float32)
+        for start in range(0, N, 512):
+            causal.start_forward(np.arange(start, start + 512), np.zeros(512, np.int64))
+            causal.put(rows, rows)
+        causal.start_forward([N], [0])
+        yield f"{type(causal).__name__}.put", lambda causal=causal: causal.put(token, token)  # type: ignore[misc]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    one = np.ones((1, HEADS, 1, DIM), np.float32)
+    full = np.zeros((1, HEADS, N, DIM), np.float32)
+    keys, values = np.zeros((2, 1, HEADS, 2 * N, DIM), np.float32)
+    place = itertools.cycle(range(N, 2 * N))
+
+    def bare() -> None:
+        i = next(place)
+        keys[:, :, i : i + 1] = one
+        values[:, :, i : i + 1] = one
+
+    def concatenate() -> None:
+        np.concatenate([full, one], axis=2)
+        np.concatenate([full, one], axis=2)
+
+    print(
+        f"one token at {N} tokens, {HEADS} heads of {DIM}, float32; time, and ratio to the other side"
+    )
+    for name, store in stores():
+        ratio(f"{name} / bare assignment", store, bare, rounds, 200)
+        ratio(f"{name} / np.concatenate", store, concatenate, 3, 2)
+    rows, columns = np.arange(N - 512, N)[:, None], np.arange(N)[None]
+    ratio(
+        f"create_causal_mask 512 x {N} / NumPy's comparison",
+        lambda: create_causal_mask(512, N - 512),
+        lambda: rows >= columns,
+        rounds,
+        5,
+    )
+
+
+if __name__ == "__main__":
+    main()

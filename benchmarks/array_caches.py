@@ -89,11 +89,19 @@ def main() -> None:
         np.concatenate([full, one], axis=2)
         np.concatenate([full, one], axis=2)
 
-    print(
-        f"one token at {N} tokens, {HEADS} heads of {DIM}, float32; time, and ratio to the other side"
-    )
+    tokens = np.zeros((2, 2 * N, HEADS, DIM), np.float32)
+    token = np.ones((1, HEADS, DIM), np.float32)
+
+    def bare_row() -> None:
+        i = next(place)
+        tokens[0, i : i + 1] = token
+        tokens[1, i : i + 1] = token
+
+    print(f"one token at {N} tokens, {HEADS} heads of {DIM}, float32; time, ratio to the other")
     for name, store in stores():
-        ratio(f"{name} / bare assignment", store, bare, rounds, 200)
+        # A token lies in one row in a causal cache, and in one row per head in the others.
+        assignment = bare_row if name.endswith("put") else bare
+        ratio(f"{name} / bare assignment", store, assignment, rounds, 200)
         ratio(f"{name} / np.concatenate", store, concatenate, 3, 2)
     rows, columns = np.arange(N - 512, N)[:, None], np.arange(N)[None]
     ratio(

@@ -93,9 +93,9 @@ def main() -> None:
     token = np.ones((1, HEADS, DIM), np.float32)
 
     def bare_row() -> None:
-        i = next(place)
-        tokens[0, i : i + 1] = token
-        tokens[1, i : i + 1] = token
+        # Within one forward pass a repeated put writes the same place, and so does this.
+        tokens[0, N : N + 1] = token
+        tokens[1, N : N + 1] = token
 
     print(f"one token at {N} tokens, {HEADS} heads of {DIM}, float32; time, ratio to the other")
     for name, store in stores():

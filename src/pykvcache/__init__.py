@@ -39,6 +39,7 @@ from pykvcache.errors import (
     SeqIdTooLarge,
     SequenceIdError,
     SharedCellsError,
+    StaleViewError,
     StateError,
     UnsupportedOperation,
 )
@@ -139,6 +140,7 @@ __all__ = [
     "SequenceRange",
     "SharedCellsError",
     "SplitMode",
+    "StaleViewError",
     "StateError",
     "UnsupportedOperation",
     "__version__",

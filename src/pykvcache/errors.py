@@ -35,6 +35,7 @@ __all__ = [
     "SeqIdTooLarge",
     "SequenceIdError",
     "SharedCellsError",
+    "StaleViewError",
     "StateError",
     "UnsupportedOperation",
 ]
@@ -219,6 +220,10 @@ class CacheOrderError(KvCacheError, RuntimeError):
 
 class ClosedError(KvCacheError, ValueError):
     """The object was closed, or belongs to the process before a fork."""
+
+
+class StaleViewError(KvCacheError, ReferenceError):
+    """A view of a live cache was read after a call that may have changed the cells."""
 
 
 class ModelLoadError(KvCacheError, OSError):

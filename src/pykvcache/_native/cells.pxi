@@ -13,7 +13,7 @@ cdef class Cells(Memory):
     def memory_info(self):
         """Return the facts of the memory as a dict."""
         cdef lib.memory_facts facts
-        self.enter()
+        self.look()
         try:
             facts = lib.look_at_memory(self.mem)
             return {
@@ -40,7 +40,7 @@ cdef class Cells(Memory):
     @property
     def n_cells_used(self):
         """Number of cells that hold something."""
-        self.enter()
+        self.look()
         try:
             return lib.n_used(self.mem, <lib.memory_part>self.default_part())
         finally:
@@ -57,7 +57,7 @@ cdef class Cells(Memory):
             which = _PARTS[part]
         else:
             raise ValueError(f"part is {part!r}: it must be one of {', '.join(_PARTS)}")
-        self.enter()
+        self.look()
         try:
             n = lib.n_used(self.mem, <lib.memory_part>which)
             streams = np.empty(n, np.int32)
@@ -88,7 +88,7 @@ cdef class Cells(Memory):
         """Return {seq_id: (lowest, highest, number of cells)} of what is not empty."""
         cdef int32_t s, lo = 0, hi = 0
         cdef dict found = {}
-        self.enter()
+        self.look()
         try:
             if self.kind == lib.MEMORY_NONE:
                 return found
@@ -102,7 +102,7 @@ cdef class Cells(Memory):
     def can_resume(self, seq_id, pos):
         """Tell whether a decode at pos, after removing from pos on, would be right."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), p = _p0(pos), lo = 0, hi = 0
-        self.enter()
+        self.look()
         try:
             self.usable()
             if p == 0:

@@ -2,7 +2,7 @@
 
 @cython.no_gc_clear  # __dealloc__ frees the context before the model that it points into
 cdef class Handle:
-    """Own a ``llama_context``; every method of a subclass runs between enter() and leave()."""
+    """Own a ``llama_context``; every method of a subclass runs between enter() or look() and leave()."""
 
     cdef lib.llama_context* ctx
     cdef lib.memory* mem
@@ -13,6 +13,10 @@ cdef class Handle:
     cdef int generation
     cdef bint closed
     cdef bint parked
+    # Counts the calls that may have changed a cell: what was seen before one is stale after it.
+    cdef uint64_t epoch
+    # Buffers over memory of the context that are in use, and whether close() left them the rest.
+    cdef int exports
     cdef object __weakref__
     cdef bint broken
     cdef readonly uint32_t n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max
@@ -80,8 +84,22 @@ cdef class Handle:
                 lib.context_free(ctx)
         self.model_ref.reset()
 
+    cdef void free_late(self) noexcept:
+        """Free what close() had to leave, once no buffer is in use."""
+        if self.closed and self.exports == 0 and self.generation == _generation and not self.parked:
+            self.free()
+
     cdef int enter(self) except -1:
-        """Take the lock; the GIL is given up only when there is somebody to wait for."""
+        """Take the lock for a call that may change cells, and call what was seen of them stale."""
+        self.look()
+        self.epoch += 1
+        return 0
+
+    cdef int look(self) except -1:
+        """Take the lock for a call that only reads.
+
+        The GIL is given up only when there is somebody to wait for.
+        """
         if self.generation != _generation:
             raise ClosedError("this context belongs to the process before fork(); open a new one")
         if self.parked:
@@ -123,7 +141,8 @@ cdef class Handle:
                 self.lock.enter()
         try:
             self.closed = True
-            self.free()
+            if self.exports == 0:
+                self.free()
         finally:
             self.lock.leave()
 
@@ -138,7 +157,7 @@ cdef class Handle:
 
     def is_eog(self, int32_t token):
         """Call ``llama_vocab_is_eog``; the model may have been closed meanwhile."""
-        self.enter()
+        self.look()
         try:
             if self.model.vocab_type == 0 or token < 0 or token >= self.n_vocab:
                 return False
@@ -181,7 +200,7 @@ cdef class Handle:
         """Call ``llama_set_n_threads``."""
         cdef int n = _int(n_threads, "n_threads", 1, 512)
         cdef int nb = _int(n_threads_batch, "n_threads_batch", 1, 512)
-        self.enter()
+        self.look()
         try:
             lib.llama_set_n_threads(self.ctx, n, nb)
             self.effective.n_threads = n
@@ -192,7 +211,7 @@ cdef class Handle:
     def perf(self):
         """Return ``llama_perf_context`` as a tuple."""
         cdef lib.llama_perf_context_data d
-        self.enter()
+        self.look()
         try:
             d = lib.llama_perf_context(self.ctx)
         finally:
@@ -201,7 +220,7 @@ cdef class Handle:
 
     def perf_reset(self):
         """Call ``llama_perf_context_reset``."""
-        self.enter()
+        self.look()
         try:
             lib.llama_perf_context_reset(self.ctx)
         finally:

@@ -1,13 +1,14 @@
 """llama.cpp, 1:1, behind checks: pointers, locks, codes turned into exceptions."""
 
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self, disjoint_base
 
 _Ints = npt.NDArray[np.int32]
+_T = TypeVar("_T")
 _Floats = npt.NDArray[np.float32]
 
 def system_info() -> dict[str, Any]: ...
@@ -133,7 +134,30 @@ class Cells(Memory):
     ) -> None: ...
     def sequences(self) -> dict[int, tuple[int, int, int]]: ...
 
-class State(Cells):
+def read_regions(regions: list[Region], func: Callable[..., _T]) -> _T: ...
+def dequantize(ggml_type: int, data: npt.NDArray[np.uint8]) -> _Floats: ...
+def quantize(ggml_type: int, values: _Floats) -> npt.NDArray[np.uint8]: ...
+
+@final
+class Memory3D: ...
+
+@final
+class Region:
+    owner: Handle
+    @property
+    def is_valid(self) -> bool: ...
+
+class Arrays(Cells):
+    def hadamard(self, part: str) -> tuple[int, int]: ...
+    def live(
+        self, seq_id: SupportsIndex, part: str
+    ) -> tuple[_Ints, list[tuple[int, int | None, Region | None, int | None, Region | None]]]: ...
+    def rope(self, layer: int) -> dict[str, Any] | None: ...
+    def tensors(
+        self, part: str
+    ) -> list[tuple[int, tuple[int, int, int] | None, tuple[int, int, int] | None]]: ...
+
+class State(Arrays):
     def layer_shapes(self) -> list[tuple[int, int, int]]: ...
     def seq_get_state(self, seq_id: SupportsIndex) -> npt.NDArray[np.uint8]: ...
     def seq_set_state(

@@ -37,6 +37,7 @@ from pykvcache.errors import (
     PositionError,
     SeqIdTooLarge,
     SequenceIdError,
+    StaleViewError,
     StateError,
     UnsupportedOperation,
 )
@@ -51,6 +52,7 @@ include "model.pxi"
 include "handle.pxi"
 include "memory.pxi"
 include "cells.pxi"
+include "kv.pxi"
 include "state.pxi"
 include "outputs.pxi"
 include "batch.pxi"

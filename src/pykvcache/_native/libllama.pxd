@@ -5,6 +5,7 @@ from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libcpp cimport bool
 from libcpp.memory cimport shared_ptr
 from libcpp.string cimport string
+from libcpp.vector cimport vector
 
 
 cdef extern from "llama.h" nogil:
@@ -230,6 +231,9 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         SHIFT_ARCH
         SHIFT_NO_ROPE
         SHIFT_BF16
+        SHIFT_QUANTIZED
+        SHIFT_PARTIAL
+        SHIFT_SCALED
     enum shift_problem:
         SHIFT_FITS
         SHIFT_NEGATIVE
@@ -300,6 +304,46 @@ cdef extern from "probe.h" namespace "pykv" nogil:
                             llama_pos& where)
     int32_t div_apply(memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d)
     int32_t flush(llama_context*, const memory*)
+
+
+cdef extern from "probe_kv.h" namespace "pykv" nogil:
+    ctypedef struct live_tensor:
+        const char* data
+        int32_t type
+        bool host
+        int64_t n_head
+        int64_t head_dim
+        size_t cell_stride
+        size_t head_stride
+        size_t value_stride
+    ctypedef struct live_cell:
+        llama_pos pos
+        uint32_t cell
+    ctypedef struct rope_facts:
+        int32_t type
+        int32_t n_rot
+        int32_t offset
+        int32_t n_ctx_orig
+        float freq_base
+        float freq_scale
+        float ext_factor
+        float attn_factor
+        float beta_fast
+        float beta_slow
+    ctypedef struct hadamard_facts:
+        int32_t keys
+        int32_t values
+
+    vector[uint32_t] part_layers(const memory*, memory_part)
+    vector[live_cell] part_cells(const memory*, memory_part, llama_seq_id)
+    hadamard_facts part_hadamard(const memory*, memory_part)
+    live_tensor tensor_at(const memory*, memory_part, uint32_t il, int which, llama_seq_id)
+    rope_facts rope_at(const llama_context*, const memory*, uint32_t il)
+    vector[float] rope_factors(const llama_context*, uint32_t il)
+    bool dequantize(ggml_type, const void* src, float* dst, int64_t n)
+    bool quantize(ggml_type, const float* src, void* dst, int64_t n)
+    size_t bytes_of(int type, int64_t n)
+    int64_t block_of(int type)
 
 
 cdef extern from "sync.h" namespace "pykv" nogil:

@@ -98,7 +98,7 @@ cdef class Outputs(State):
 
     def logits(self, i):
         """Copy one row of logits."""
-        self.enter()
+        self.look()
         try:
             self.usable()
             return self.checked_row(i)
@@ -107,7 +107,7 @@ cdef class Outputs(State):
 
     def token_embeddings(self, i):
         """Copy one row of embeddings."""
-        self.enter()
+        self.look()
         try:
             self.usable()
             if not self.embeddings:
@@ -126,7 +126,7 @@ cdef class Outputs(State):
         """Copy the pooled embedding of a sequence."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef int32_t n = self.n_embd_out if self.pooling_type != 4 else self.model.facts.n_cls_out
-        self.enter()
+        self.look()
         try:
             self.usable()
             if not self.embeddings or self.pooling_type == 0:

@@ -1,13 +1,13 @@
 # A sequence's cells as bytes, in llama.cpp's own layout; what the bytes mean is kv.py's business.
 
-cdef class State(Cells):
+cdef class State(Arrays):
     """``llama_state_seq_*`` with pending updates applied first and failures undone."""
 
     def layer_shapes(self):
         """Return (n_head_kv, key head_dim, value head_dim) per layer of the attention part."""
         cdef uint32_t i
         cdef lib.layer_shape shape
-        self.enter()
+        self.look()
         try:
             result = []
             for i in range(lib.n_layers(self.mem)):
@@ -20,7 +20,7 @@ cdef class State(Cells):
     def seq_get_state(self, seq_id):
         """Copy a sequence's cells (``llama_state_seq_get_data``)."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        self.enter()
+        self.look()
         try:
             self.need_memory("kv")
             self.usable()

@@ -1,0 +1,250 @@
+# A live cache as arrays: where it lies, and reading it while nothing changes it.
+
+# NumPy has these; of other types it sees the bytes of the blocks.
+cdef dict _FORMATS = {0: (b"f", 4), 1: (b"e", 2), 30: (b"H", 2)}
+
+
+@cython.no_gc_clear  # the context is asked for when an array over this memory dies
+@cython.final
+cdef class Memory3D:
+    """Read-only memory of a context as a buffer; the context is not freed while one is in use."""
+
+    cdef Handle owner
+    cdef Region region
+    cdef Py_ssize_t shape[3]
+    cdef Py_ssize_t strides[3]
+
+    def __getbuffer__(self, Py_buffer* buffer, int flags):
+        cdef Region r = self.region
+        if flags & 0x1:  # PyBUF_WRITABLE
+            raise BufferError("views of a cache are read-only")
+        self.shape = r.shape
+        self.strides = r.strides
+        buffer.buf = <void*>r.data
+        buffer.obj = self
+        buffer.len = r.shape[0] * r.shape[1] * r.shape[2] * r.itemsize
+        buffer.itemsize = r.itemsize
+        buffer.readonly = 1
+        buffer.ndim = 3
+        buffer.format = r.format
+        buffer.shape = self.shape
+        buffer.strides = self.strides
+        buffer.suboffsets = NULL
+        buffer.internal = NULL
+        self.owner.exports += 1
+
+    def __releasebuffer__(self, Py_buffer* buffer):
+        self.owner.exports -= 1
+        self.owner.free_late()
+
+
+@cython.final
+cdef class Region:
+    """Part of a live tensor, shape (tokens, heads, values), until the cells change."""
+
+    cdef readonly Handle owner
+    cdef uint64_t epoch
+    cdef const char* data
+    cdef Py_ssize_t shape[3]
+    cdef Py_ssize_t strides[3]
+    cdef Py_ssize_t itemsize
+    cdef bytes format
+
+    @property
+    def is_valid(self):
+        """Whether reading would succeed."""
+        return not self.owner.is_closed and self.epoch == self.owner.epoch
+
+
+cdef Region _region(
+        Handle owner, lib.live_tensor t, Py_ssize_t n, Py_ssize_t first, Py_ssize_t step):
+    cdef Region r = Region.__new__(Region)
+    r.owner = owner
+    r.epoch = owner.epoch
+    r.data = t.data + first * <Py_ssize_t>t.cell_stride
+    r.shape = [n, t.n_head, t.head_dim]
+    r.strides = [step * <Py_ssize_t>t.cell_stride, t.head_stride, t.value_stride]
+    if t.type in _FORMATS:
+        r.format, r.itemsize = _FORMATS[t.type]
+    else:
+        r.format, r.itemsize = b"B", 1
+        r.shape[2] = lib.bytes_of(t.type, t.head_dim)
+        r.strides[2] = 1
+    return r
+
+
+def read_regions(list regions, func):
+    """Call ``func(*arrays)`` over regions of one context, which nothing can change meanwhile.
+
+    What `func` returns must not keep the arrays: it is read later, without these checks.
+    """
+    cdef Handle owner = (<Region?>regions[0]).owner
+    cdef Region region
+    cdef Memory3D memory
+    cdef list arrays = []
+    owner.look()
+    try:
+        for region in regions:
+            if region.owner is not owner:
+                raise ValueError("the regions are of different contexts")
+            if region.epoch != owner.epoch:
+                raise StaleViewError("the cache was changed since this view was made: make a new one")
+            memory = Memory3D.__new__(Memory3D)
+            memory.owner = owner
+            memory.region = region
+            arrays.append(np.asarray(memory))
+        return func(*arrays)
+    finally:
+        owner.lock.leave()
+
+
+cdef class Arrays(Cells):
+    """The tensors behind the cells."""
+
+    cdef int part_of(self, str part) except -1:
+        if part not in _PARTS:
+            raise ValueError(f"part is {part!r}: it must be one of {', '.join(_PARTS)}")
+        return _PARTS[part]
+
+    def tensors(self, str part not None):
+        """Return (layer, (type, heads, dim) of keys, the same of values or None) of one part.
+
+        Of the recurrent part: of the states r and s, either of which a layer may lack.
+        """
+        cdef lib.memory_part which = <lib.memory_part>self.part_of(part)
+        cdef lib.live_tensor a, b
+        cdef uint32_t il
+        cdef list result = []
+        self.look()
+        try:
+            for il in lib.part_layers(self.mem, which):
+                a = lib.tensor_at(self.mem, which, il, 0, 0)
+                b = lib.tensor_at(self.mem, which, il, 1, 0)
+                result.append((
+                    il,
+                    (a.type, a.n_head, a.head_dim) if a.data != NULL else None,
+                    (b.type, b.n_head, b.head_dim) if b.data != NULL else None))
+            return result
+        finally:
+            self.lock.leave()
+
+    def hadamard(self, str part not None):
+        """Return the edges of the matrices that K and V are multiplied by; 0 for none."""
+        cdef lib.hadamard_facts facts
+        cdef lib.memory_part which = <lib.memory_part>self.part_of(part)
+        self.look()
+        try:
+            facts = lib.part_hadamard(self.mem, which)
+            return facts.keys, facts.values
+        finally:
+            self.lock.leave()
+
+    def rope(self, uint32_t layer):
+        """Return how the keys of a layer of the model are rotated, or None."""
+        cdef lib.rope_facts facts
+        cdef vector[float] factors
+        cdef size_t i
+        self.look()
+        try:
+            if layer >= <uint32_t>self.model.n_layer:
+                raise IndexError(f"layer {layer} is outside [0, {self.model.n_layer})")
+            facts = lib.rope_at(self.ctx, self.mem, layer)
+            if facts.type < 0:
+                return None
+            factors = lib.rope_factors(self.ctx, layer)
+            result = dict(facts)
+            result["freq_factors"] = np.array([factors[i] for i in range(factors.size())], np.float32)
+            return result
+        finally:
+            self.lock.leave()
+
+    def live(self, seq_id, str part not None):
+        """Return (positions, [(layer, type, region, type, region)]) of a sequence, not copied.
+
+        Pending updates are applied first.
+        """
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
+        cdef lib.memory_part which = <lib.memory_part>self.part_of(part)
+        cdef vector[lib.live_cell] cells
+        cdef Py_ssize_t i, n, first = 0, step = 1
+        cdef uint32_t il
+        cdef int32_t[::1] pos
+        cdef list layers = []
+        self.look()
+        try:
+            self.need_memory("kv")
+            self.usable()
+            self.settle()
+            cells = lib.part_cells(self.mem, which, seq)
+            n = <Py_ssize_t>cells.size()
+            positions = np.empty(n, np.int32)
+            pos = positions
+            for i in range(n):
+                pos[i] = cells[i].pos
+            if n:
+                first = cells[0].cell
+            if n > 1:
+                step = <Py_ssize_t>cells[1].cell - first
+            for i in range(n):
+                if <Py_ssize_t>cells[i].cell != first + i * step:
+                    raise UnsupportedOperation(
+                        "kv", f"the {n} cells of sequence {seq} are not evenly spaced in the cache: "
+                        "read a copy, with copy=True")
+            for il in lib.part_layers(self.mem, which):
+                layers.append((
+                    il, *self.live_region(which, il, 0, seq, n, first, step),
+                    *self.live_region(which, il, 1, seq, n, first, step)))
+            return positions, layers
+        finally:
+            self.lock.leave()
+
+    cdef tuple live_region(
+            self, lib.memory_part part, uint32_t il, int which, int32_t seq,
+            Py_ssize_t n, Py_ssize_t first, Py_ssize_t step):
+        cdef lib.live_tensor t = lib.tensor_at(self.mem, part, il, which, seq)
+        if t.data == NULL:
+            return None, None
+        if not t.host:
+            raise UnsupportedOperation(
+                "kv", f"layer {il} lies in the memory of a device: read a copy, with copy=True")
+        return t.type, _region(self, t, n, first, step)
+
+
+def dequantize(int ggml_type, const uint8_t[::1] data not None):
+    """Convert stored values to float32 (the type's ``to_float``)."""
+    cdef Py_ssize_t size = lib.bytes_of(ggml_type, lib.block_of(ggml_type)), n
+    cdef float[::1] view
+    cdef bint done
+    if size == 0 or data.shape[0] % size != 0:
+        raise ValueError(f"{data.shape[0]} bytes are not whole blocks of type {ggml_type}")
+    n = data.shape[0] // size * lib.block_of(ggml_type)
+    result = np.empty(n, np.float32)
+    if n == 0:
+        return result
+    view = result
+    with nogil:
+        done = lib.dequantize(<lib.ggml_type>ggml_type, &data[0], &view[0], n)
+    if not done:
+        raise ValueError(f"ggml cannot convert type {ggml_type} to float32")
+    return result
+
+
+def quantize(int ggml_type, const float[::1] values not None):
+    """Convert finite float32 values to a stored type, as llama.cpp does when it stores K and V."""
+    cdef Py_ssize_t n = values.shape[0]
+    cdef size_t size = lib.bytes_of(ggml_type, n)
+    cdef uint8_t[::1] view
+    cdef bint done
+    if n == 0:
+        return np.empty(0, np.uint8)
+    if size == 0:
+        raise ValueError(f"{n} values are not whole blocks of type {ggml_type}")
+    if not np.isfinite(values).all():
+        raise ValueError("the values hold NaN or infinity")
+    result = np.empty(size, np.uint8)
+    view = result
+    with nogil:
+        done = lib.quantize(<lib.ggml_type>ggml_type, &values[0], &view[0], n)
+    if not done:
+        raise ValueError(f"ggml cannot convert float32 to type {ggml_type}")
+    return result

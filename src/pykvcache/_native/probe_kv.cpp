@@ -1,0 +1,187 @@
+// The live tensors of a memory, as llama.cpp lays them out.
+#include "ggml-backend.h"
+#include "ggml-cpu.h"
+#include "ggml-cpp.h"
+#include "guarded.h"
+#include "probe_kv.h"
+#include "probe_memory.h"
+
+namespace pykv {
+
+namespace {
+
+const llama_kv_cache * cache_of(const memory * m, memory_part part) {
+    return part == PART_WINDOW ? m->swa : m->base;
+}
+
+// A place for the descriptors of views; no data.
+ggml_context_ptr scratch() {
+    return ggml_context_ptr(ggml_init({4 * ggml_tensor_overhead(), nullptr, true}));
+}
+
+bool is_host(const ggml_tensor * t) {
+    const ggml_tensor * owner = t->view_src ? t->view_src : t;
+    return owner->buffer && ggml_backend_buffer_is_host(owner->buffer);
+}
+
+live_tensor attention_tensor(const memory * m, const llama_kv_cache * cache, uint32_t il, int which, llama_seq_id seq) {
+    if (which == 1 && m->hparams->is_mla()) {
+        return {};
+    }
+    const uint32_t stream = cache->get_stream(seq);
+    llama_kv_cache::slot_info where;
+    where.s0 = where.s1 = stream;
+    const auto ctx = scratch();
+    const ggml_tensor * t = which == 0 ? cache->get_k(ctx.get(), il, cache->get_size(), where)
+                                       : cache->get_v(ctx.get(), il, cache->get_size(), where);
+    live_tensor live{};
+    live.data = static_cast<const char *>(t->data);
+    live.type = t->type;
+    live.host = is_host(t);
+    live.n_head = t->ne[1];
+    // Transposed values have the cells innermost; what llama.cpp calls ne[0] is then theirs.
+    const bool transposed = which == 1 && t->nb[1] > t->nb[2];
+    live.head_dim = transposed ? t->ne[2] : t->ne[0];
+    live.cell_stride = transposed ? t->nb[0] : t->nb[2];
+    live.head_stride = t->nb[1];
+    live.value_stride = transposed ? t->nb[2] : t->nb[0];
+    return live;
+}
+
+live_tensor state_tensor(const memory * m, uint32_t il, int which) {
+    const ggml_tensor * t = which == 0 ? m->recurrent->r_l[il] : m->recurrent->s_l[il];
+    live_tensor live{};
+    if (!t) {
+        return live;
+    }
+    live.data = static_cast<const char *>(t->data);
+    live.type = t->type;
+    live.host = is_host(t);
+    live.n_head = 1;
+    live.head_dim = which == 0 ? m->hparams->n_embd_r() : m->hparams->n_embd_s();
+    live.value_stride = ggml_type_size(t->type);
+    live.head_stride = live.cell_stride = ggml_row_size(t->type, live.head_dim);
+    return live;
+}
+
+}  // namespace
+
+std::vector<uint32_t> part_layers(const memory * m, memory_part part) {
+    if (part != PART_RECURRENT) {
+        const auto * cache = cache_of(m, part);
+        return cache ? cache->get_layer_ids() : std::vector<uint32_t>{};
+    }
+    std::vector<uint32_t> layers;
+    for (uint32_t il = 0; m->recurrent && il < m->recurrent->r_l.size(); ++il) {
+        if (m->recurrent->r_l[il] || m->recurrent->s_l[il]) {
+            layers.push_back(il);
+        }
+    }
+    return layers;
+}
+
+std::vector<live_cell> part_cells(const memory * m, memory_part part, llama_seq_id seq) {
+    std::vector<live_cell> result;
+    if (part == PART_RECURRENT) {
+        // As in llama_memory_recurrent::state_write: a copy that was not carried out yet has a source.
+        for (uint32_t i = 0; m->recurrent && i < m->recurrent->size; ++i) {
+            const auto & cell = m->recurrent->cells[i];
+            if (cell.has_seq_id(seq)) {
+                const uint32_t plane = m->recurrent->n_rs_seq ? m->recurrent->rs_idx[seq] : 0;
+                result.push_back({cell.pos, plane * m->recurrent->size + (cell.src >= 0 ? uint32_t(cell.src) : i)});
+            }
+        }
+        return result;
+    }
+    const auto * cache = cache_of(m, part);
+    if (!cache) {
+        return result;
+    }
+    const auto & cells = cache->get_cells(seq);
+    const llama_pos last = cells.seq_pos_max(seq);
+    for (const auto & [pos, cell] : cells.seq_pos_get(seq)) {
+        // What the window has passed is no longer part of the sequence, there or not.
+        if (part == PART_WINDOW && llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, last)) {
+            continue;
+        }
+        result.push_back({pos, cell});
+    }
+    return result;
+}
+
+hadamard_facts part_hadamard(const memory * m, memory_part part) {
+    const auto * cache = part == PART_RECURRENT ? nullptr : cache_of(m, part);
+    if (!cache) {
+        return {0, 0};
+    }
+    const auto ctx = scratch();
+    const ggml_tensor * k = cache->build_input_k_rot(ctx.get());
+    const ggml_tensor * v = cache->build_input_v_rot(ctx.get());
+    return {k ? int32_t(k->ne[0]) : 0, v ? int32_t(v->ne[0]) : 0};
+}
+
+live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq) {
+    return part == PART_RECURRENT ? state_tensor(m, il, which)
+                                  : attention_tensor(m, cache_of(m, part), il, which, seq);
+}
+
+rope_facts rope_at(const llama_context * ctx, const memory * m, uint32_t il) {
+    const auto & c = ctx->get_cparams();
+    const auto & h = *m->hparams;
+    const auto & model = ctx->get_model();
+    rope_facts facts{};
+    facts.type = h.rope_type == LLAMA_ROPE_TYPE_NONE || !h.has_rope(il) ? -1 : int32_t(h.rope_type);
+    facts.n_rot = int32_t(h.n_rot(il));
+    facts.offset = h.n_lora_kv > 0 ? int32_t(h.n_embd_head_k(il)) - facts.n_rot : 0;
+    facts.n_ctx_orig = int32_t(c.n_ctx_orig_yarn);
+    facts.freq_base = model.get_rope_freq_base(c, int(il));
+    facts.freq_scale = model.get_rope_freq_scale(c, int(il));
+    facts.ext_factor = c.yarn_ext_factor;
+    facts.attn_factor = c.yarn_attn_factor;
+    facts.beta_fast = c.yarn_beta_fast;
+    facts.beta_slow = c.yarn_beta_slow;
+    return facts;
+}
+
+std::vector<float> rope_factors(const llama_context * ctx, uint32_t il) {
+    ggml_tensor * t = ctx->get_model().get_rope_factors(ctx->get_cparams(), int(il));
+    std::vector<float> factors;
+    if (t) {
+        factors.resize(size_t(ggml_nelements(t)));
+        ggml_backend_tensor_get(t, factors.data(), 0, factors.size() * sizeof(float));
+    }
+    return factors;
+}
+
+int64_t block_of(int type) {
+    return type < 0 || type >= GGML_TYPE_COUNT ? 0 : ggml_blck_size(ggml_type(type));
+}
+
+size_t bytes_of(int type, int64_t n) {
+    const int64_t block = block_of(type);
+    return block == 0 || n < 0 || n % block != 0 ? 0 : size_t(n / block) * ggml_type_size(ggml_type(type));
+}
+
+bool dequantize(ggml_type type, const void * src, float * dst, int64_t n) noexcept {
+    return guarded<bool>(false, [&] {
+        const auto convert = ggml_get_type_traits(type)->to_float;
+        if (convert) {
+            convert(src, dst, n);
+        }
+        return convert != nullptr;
+    });
+}
+
+bool quantize(ggml_type type, const float * src, void * dst, int64_t n) noexcept {
+    return guarded<bool>(false, [&] {
+        ggml_cpu_init();  // tables, once
+        // What ggml_set_rows uses when K and V are stored.
+        const auto convert = ggml_get_type_traits_cpu(type)->from_float;
+        if (convert) {
+            convert(src, dst, n);
+        }
+        return convert != nullptr;
+    });
+}
+
+}  // namespace pykv

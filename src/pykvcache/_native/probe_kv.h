@@ -1,0 +1,61 @@
+// Where a sequence's K, V and states lie, and what was done to them before they were stored.
+//
+// Nothing here changes anything. As in probe.h: the context's lock is held, ids are valid.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "probe.h"
+
+namespace pykv {
+
+// A tensor of a part, seen as (cells, heads, values) with strides in bytes.
+struct live_tensor {
+    const char * data;  // of stream 0, or of the sequence's own; null where there is none
+    int32_t      type;
+    bool         host;  // whether data may be read by the CPU
+    int64_t      n_head, head_dim;
+    size_t       cell_stride, head_stride, value_stride;  // value_stride is a block's for block types
+};
+
+// A cell of a sequence, in order of position.
+struct live_cell {
+    llama_pos pos;
+    uint32_t  cell;
+};
+
+// How the keys of one layer were rotated. `scale` is 1 where rotation keeps their length.
+struct rope_facts {
+    int32_t  type;     // LLAMA_ROPE_TYPE_*, -1 where the layer is not rotated
+    int32_t  n_rot;    // dimensions that are rotated, from `offset` on
+    int32_t  offset;
+    int32_t  n_ctx_orig;
+    float    freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow;
+};
+
+// Edges of the Hadamard matrices that keys and values of a part are multiplied by; 0: they are not.
+struct hadamard_facts {
+    int32_t keys, values;
+};
+
+std::vector<uint32_t>  part_layers(const memory * m, memory_part part);  // layers of the model
+std::vector<live_cell> part_cells(const memory * m, memory_part part, llama_seq_id seq);
+hadamard_facts         part_hadamard(const memory * m, memory_part part);
+
+// `which`: keys 0, values 1; of a recurrent part the two states, r 0 and s 1.
+live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq);
+
+rope_facts rope_at(const llama_context * ctx, const memory * m, uint32_t il);
+std::vector<float> rope_factors(const llama_context * ctx, uint32_t il);
+
+// ggml's conversions between float32 and a stored type; `n` is whole blocks.
+bool dequantize(ggml_type type, const void * src, float * dst, int64_t n) noexcept;
+bool quantize(ggml_type type, const float * src, void * dst, int64_t n) noexcept;
+// Bytes of n values of a type that is a whole number of blocks, or 0.
+size_t bytes_of(int type, int64_t n);
+// Values per block, or 0 for what is no type.
+int64_t block_of(int type);
+
+}  // namespace pykv

@@ -19,6 +19,11 @@ cdef dict _NO_SHIFT = {
     lib.SHIFT_ARCH: "llama.cpp cannot rotate the keys of this architecture again",
     lib.SHIFT_NO_ROPE: "a part of this cache has no rotary layer (NoPE), which llama.cpp cannot shift",
     lib.SHIFT_BF16: "keys stored as bf16 cannot be rotated; create the context with type_k='f16'",
+    lib.SHIFT_QUANTIZED: "llama.cpp cannot rotate quantised keys whose head size is not a multiple "
+                         "of 64, or with LLAMA_ATTN_ROT_DISABLE; create the context with type_k='f16'",
+    lib.SHIFT_PARTIAL: "llama.cpp cannot rotate quantised keys of which RoPE turns a part; "
+                       "create the context with type_k='f16'",
+    lib.SHIFT_SCALED: "RoPE changes the length of this model's keys, in each half by another factor",
 }
 
 
@@ -40,7 +45,7 @@ cdef class Memory(Handle):
     @property
     def n_streams(self):
         """Number of separate streams of cells."""
-        self.enter()
+        self.look()
         try:
             return lib.n_stream(self.mem)
         finally:
@@ -48,7 +53,7 @@ cdef class Memory(Handle):
 
     def can_shift(self):
         """Tell whether seq_add can be right on this memory."""
-        self.enter()
+        self.look()
         try:
             return lib.why_no_shift(self.mem) == lib.SHIFT_OK
         finally:
@@ -85,7 +90,7 @@ cdef class Memory(Handle):
         cdef int overflow = 0
         cdef long long n = _index(seq_id, "sequence id", &overflow)
         cdef int32_t lo = 0, hi = 0
-        self.enter()
+        self.look()
         try:
             self.usable()
             if overflow or n < 0 or n >= self.n_seq_max or self.kind == lib.MEMORY_NONE:
@@ -342,7 +347,7 @@ cdef class Memory(Handle):
 
     def update(self):
         """Apply pending shifts and stream copies now (``llama_context::memory_update``)."""
-        self.enter()
+        self.look()
         try:
             self.usable()
             self.settle()
@@ -354,6 +359,7 @@ cdef class Memory(Handle):
         cdef int32_t code
         if not self.pending:
             return 0
+        self.epoch += 1
         with nogil:
             code = lib.flush(self.ctx, self.mem)
         self.pending = code != 0

@@ -1,4 +1,5 @@
 // Which memory a context has, what it is made of, and applying what is pending.
+#include <cmath>
 #include <cstdlib>
 #include <typeinfo>
 
@@ -6,6 +7,7 @@
 #include <cxxabi.h>
 #endif
 
+#include "ggml-cpp.h"
 #include "guarded.h"
 #include "probe_memory.h"
 
@@ -22,13 +24,36 @@ bool rotates(const llama_kv_cache * cache, const llama_hparams & hparams) {
     return false;
 }
 
-no_shift find_no_shift(const memory & m) {
+// What ggml's RoPE multiplies keys of this layer by, beside rotating them.
+float key_scale(const llama_context * ctx, uint32_t il) {
+    const auto & c = ctx->get_cparams();
+    const float  s = ctx->get_model().get_rope_freq_scale(c, int(il));
+    return c.yarn_attn_factor * (c.yarn_ext_factor != 0 ? 1 + 0.1f * std::log(1 / s) : 1);
+}
+
+// Whether the shift graph undoes the Hadamard matrix over just the dimensions that it rotates.
+no_shift quantized_shift(const llama_kv_cache * cache, const llama_hparams & hparams) {
+    ggml_context_ptr ctx(ggml_init({2 * ggml_tensor_overhead(), nullptr, true}));
+    const ggml_tensor * matrix = cache->build_input_k_rot(ctx.get());
+    if (!matrix) {
+        return SHIFT_QUANTIZED;
+    }
+    for (const uint32_t il : cache->get_layer_ids()) {
+        if (hparams.has_rope(il) && (hparams.n_rot(il) % matrix->ne[0] != 0 || hparams.n_lora_kv > 0)) {
+            return SHIFT_PARTIAL;
+        }
+    }
+    return SHIFT_OK;
+}
+
+no_shift find_no_shift(const llama_context * ctx, memory & m) {
     if (m.kind == MEMORY_NONE || m.kind == MEMORY_OTHER) {
         return SHIFT_ARCH;
     }
     if (m.hparams->n_pos_per_embd() > 1) {
         return SHIFT_MULTI_POS;
     }
+    bool first = true;
     for (const llama_kv_cache * cache : {m.base, m.swa}) {
         if (!cache) {
             continue;
@@ -45,6 +70,23 @@ no_shift find_no_shift(const memory & m) {
         }
         if (cache->type_k() == GGML_TYPE_BF16) {
             return SHIFT_BF16;
+        }
+        if (ggml_is_quantized(cache->type_k())) {
+            const no_shift why = quantized_shift(cache, *m.hparams);
+            if (why != SHIFT_OK) {
+                return why;
+            }
+        }
+        for (const uint32_t il : cache->get_layer_ids()) {
+            if (!m.hparams->has_rope(il)) {
+                continue;
+            }
+            const float scale = key_scale(ctx, il);
+            if (!first && scale != m.key_scale) {
+                return SHIFT_SCALED;
+            }
+            m.key_scale = scale;
+            first = false;
         }
     }
     return SHIFT_OK;
@@ -137,7 +179,7 @@ memory * memory_new(llama_context * ctx) noexcept {
         m->mem = llama_get_memory(ctx);
         m->hparams = &llama_get_model(ctx)->hparams;
         classify(*m);
-        m->shift = find_no_shift(*m);
+        m->shift = find_no_shift(ctx, *m);
         return m;
     });
 }
@@ -192,6 +234,13 @@ layer_shape layer_at(const memory * m, uint32_t i) {
 
 int32_t flush(llama_context * ctx, const memory * m) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
+        // The context is this binding's own: a factor that leaves lengths alone, for the shift only.
+        struct only_turning {
+            float & factor;
+            float   before;
+            only_turning(float & f, float scale) : factor(f), before(f) { factor /= scale; }
+            ~only_turning() { factor = before; }
+        } guard(const_cast<llama_cparams &>(ctx->get_cparams()).yarn_attn_factor, m->key_scale);
         ctx->memory_update(false);
         // llama.cpp only logs a failed rotation, and would rotate again what it did rotate.
         return int32_t((m->base && m->base->get_has_shift()) || (m->swa && m->swa->get_has_shift()));

@@ -28,6 +28,9 @@ enum no_shift : int {
     SHIFT_ARCH,        // per-layer rotary sizes (step35), or a class without shifts
     SHIFT_NO_ROPE,     // a sub-cache in which no layer is rotated
     SHIFT_BF16,        // no kernel rotates bf16
+    SHIFT_QUANTIZED,   // quantised keys without a Hadamard matrix, which the shift graph reads anyway
+    SHIFT_PARTIAL,     // quantised keys of which a part is rotated, and the matrix mixes both
+    SHIFT_SCALED,      // YaRN with another length factor in each part
 };
 
 enum shift_problem : int { SHIFT_FITS, SHIFT_NEGATIVE, SHIFT_OVERFLOW, SHIFT_COLLIDES };
@@ -121,6 +124,7 @@ shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_
 int32_t div_apply(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept;
 
 // Apply pending shifts and stream copies now (llama_context::memory_update); 1 if that failed.
+// llama.cpp would multiply all keys by YaRN's length factor again with each shift; not here.
 int32_t flush(llama_context * ctx, const memory * m) noexcept;
 
 }  // namespace pykv

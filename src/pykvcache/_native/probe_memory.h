@@ -24,6 +24,7 @@ class memory {
     memory_kind               kind = MEMORY_NONE;
     std::string               name = "none";
     no_shift                  shift = SHIFT_OK;
+    float                     key_scale = 1;  // what RoPE multiplies the length of keys by
     llama_memory_i *          mem = nullptr;
     llama_kv_cache *          base = nullptr;
     llama_kv_cache *          swa = nullptr;

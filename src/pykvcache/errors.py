@@ -36,7 +36,16 @@ __all__ = [
     "SequenceIdError",
     "SharedCellsError",
     "StaleViewError",
+    "StateDamaged",
     "StateError",
+    "StateFileError",
+    "StateFileNotFound",
+    "StateFormatError",
+    "StateLayoutMismatch",
+    "StateModelMismatch",
+    "StateTrailingBytes",
+    "StateTruncated",
+    "StateVersionError",
     "UnsupportedOperation",
 ]
 
@@ -278,3 +287,41 @@ class InvalidBatch(DecodeError, ValueError):
 
 class StateError(KvCacheError, ValueError):
     """A saved state cannot be used; the destination is as it was."""
+
+
+class StateTruncated(StateError):
+    """A state ends before it is complete."""
+
+
+class StateTrailingBytes(StateError):
+    """A state is followed by bytes that do not belong to it."""
+
+
+class StateDamaged(StateError):
+    """A checksum does not match, or the bytes are such as no memory writes."""
+
+
+class StateFormatError(StateError):
+    """A file is not a state of this package, or is empty."""
+
+
+class StateVersionError(StateError):
+    """A state was written by a version of the format that cannot be read here."""
+
+
+class StateModelMismatch(StateError):
+    """A state belongs to another model, or to the same one stored otherwise."""
+
+
+class StateLayoutMismatch(StateError):
+    """A state does not fit the memory of this context: other layers, types or streams."""
+
+
+class StateFileError(StateError, OSError):
+    """The system refused to read or write a state's file; ``errno`` and ``filename`` say why."""
+
+    __str__ = OSError.__str__
+
+
+class StateFileNotFound(StateFileError, FileNotFoundError):
+    """There is no file of this name."""

@@ -38,7 +38,10 @@ from pykvcache.errors import (
     SeqIdTooLarge,
     SequenceIdError,
     StaleViewError,
-    StateError,
+    StateDamaged,
+    StateLayoutMismatch,
+    StateTrailingBytes,
+    StateTruncated,
     UnsupportedOperation,
 )
 

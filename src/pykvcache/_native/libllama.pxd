@@ -203,9 +203,8 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     int32_t seq_rm(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1)
     int32_t seq_cp(llama_memory_t, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
     int32_t seq_add(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
-    size_t state_seq_get_size(llama_context*, llama_seq_id)
-    size_t state_seq_get_data(llama_context*, uint8_t* dst, size_t size, llama_seq_id)
-    size_t state_seq_set_data(llama_context*, const uint8_t* src, size_t size, llama_seq_id)
+    size_t state_size(llama_context*, llama_seq_id)
+    size_t state_get_data(llama_context*, uint8_t* dst, size_t size, llama_seq_id)
     int32_t tokenize(const llama_vocab*, const char* text, int32_t size, llama_token* out,
                      int32_t room, bool add_special, bool parse_special)
     int32_t detokenize(const llama_vocab*, const llama_token* tokens, int32_t n, char* out,
@@ -344,6 +343,50 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
     bool quantize(ggml_type, const float* src, void* dst, int64_t n)
     size_t bytes_of(int type, int64_t n)
     int64_t block_of(int type)
+
+
+cdef extern from "probe_state.h" namespace "pykv" nogil:
+    enum block_kind:
+        BLOCK_CELLS
+    enum state_fault:
+        STATE_FITS
+        STATE_TRUNCATED
+        STATE_TRAILING
+        STATE_DAMAGED
+        STATE_MISMATCH
+        STATE_NO_ROOM
+    ctypedef struct state_part:
+        memory_part part
+        uint32_t n_stream
+        uint32_t n_cells
+        uint32_t n_layer
+        bool extended
+        bool v_trans
+    ctypedef struct state_rows:
+        block_kind kind
+        uint32_t layer
+        int32_t type
+        uint32_t n_embd
+        uint64_t row_bytes
+        uint32_t n_head
+        uint32_t head_dim
+    ctypedef struct state_block:
+        memory_part part
+        block_kind kind
+        uint32_t stream
+        uint32_t layer
+        uint32_t n_cells
+        uint64_t offset
+        uint64_t size
+    ctypedef struct state_piece:
+        const uint8_t* data
+        size_t size
+
+    vector[state_part] state_parts(const memory*, bool v_trans, bool partial) except +
+    vector[state_rows] state_rows_of(const memory*, bool v_trans, memory_part) except +
+    state_fault state_check(const memory*, bool v_trans, uint32_t n_seq_max, llama_seq_id, bool partial,
+                            const vector[state_piece]&, vector[state_block]& blocks, string& why)
+    int32_t state_read(memory*, llama_seq_id, bool partial, const vector[state_piece]&)
 
 
 cdef extern from "sync.h" namespace "pykv" nogil:

@@ -178,6 +178,7 @@ memory * memory_new(llama_context * ctx) noexcept {
         auto * m = new memory;
         m->mem = llama_get_memory(ctx);
         m->hparams = &llama_get_model(ctx)->hparams;
+        m->arch = llama_get_model(ctx)->arch;
         classify(*m);
         m->shift = find_no_shift(ctx, *m);
         return m;

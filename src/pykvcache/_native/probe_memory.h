@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "llama-arch.h"
 #include "llama-context.h"
 #include "llama-kv-cache-iswa.h"
 #include "llama-kv-cache.h"
@@ -30,6 +31,7 @@ class memory {
     llama_kv_cache *          swa = nullptr;
     llama_memory_recurrent *  recurrent = nullptr;
     const llama_hparams *     hparams = nullptr;
+    llm_arch                  arch = LLM_ARCH_UNKNOWN;
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
 };
 

@@ -1,7 +1,47 @@
-# A sequence's cells as bytes, in llama.cpp's own layout; what the bytes mean is kv.py's business.
+# States: a sequence's cells, or a whole context's, as bytes in llama.cpp's own layout.
+
+cdef dict _PART_NAMES = {
+    lib.PART_ATTENTION: "attention",
+    lib.PART_WINDOW: "window",
+    lib.PART_RECURRENT: "recurrent",
+}
+
+# Names of lib.block_kind, in its order.
+cdef tuple _BLOCKS = ("cells", "k", "v", "v_trans", "r", "ple", "s")
+
+cdef dict _FAULTS = {
+    lib.STATE_TRUNCATED: StateTruncated,
+    lib.STATE_TRAILING: StateTrailingBytes,
+    lib.STATE_DAMAGED: StateDamaged,
+    lib.STATE_MISMATCH: StateLayoutMismatch,
+    lib.STATE_NO_ROOM: NoKvCacheSlot,
+}
+
+
+@cython.internal
+cdef class Pieces:
+    """Buffers that together are one state; holds them while C reads them."""
+
+    cdef list views
+    cdef vector[lib.state_piece] pieces
+    cdef size_t size
+
+    def __cinit__(self, list buffers not None):
+        cdef const uint8_t[::1] view
+        cdef lib.state_piece piece
+        self.views = []
+        for buffer in buffers:
+            view = buffer
+            if view.shape[0] > 0:
+                piece.data = &view[0]
+                piece.size = view.shape[0]
+                self.size += piece.size
+                self.views.append(view)
+                self.pieces.push_back(piece)
+
 
 cdef class State(Arrays):
-    """``llama_state_seq_*`` with pending updates applied first and failures undone."""
+    """``llama_state_*`` with pending updates applied first and failures undone."""
 
     def layer_shapes(self):
         """Return (n_head_kv, key head_dim, value head_dim) per layer of the attention part."""
@@ -17,59 +57,218 @@ cdef class State(Arrays):
         finally:
             self.lock.leave()
 
-    def seq_get_state(self, seq_id):
-        """Copy a sequence's cells (``llama_state_seq_get_data``)."""
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
+    def state_layout(self):
+        """Return what states of this memory are made of, a dict per part, in their order."""
+        cdef lib.state_part part
+        cdef lib.state_rows rows
         self.look()
         try:
-            self.need_memory("kv")
-            self.usable()
-            self.settle()
-            return self.read_state(seq)
+            result = []
+            for part in lib.state_parts(self.mem, self.v_trans(), False):
+                layout = {
+                    "part": _PART_NAMES[part.part],
+                    "n_stream": part.n_stream,
+                    "n_cells": part.n_cells,
+                    "n_layer": part.n_layer,
+                    "extended": bool(part.extended),
+                    "v_trans": bool(part.v_trans),
+                    "rows": [],
+                }
+                for rows in lib.state_rows_of(self.mem, self.v_trans(), part.part):
+                    layout["rows"].append((
+                        _BLOCKS[<int>rows.kind], rows.layer, rows.type, rows.n_embd, rows.row_bytes,
+                        rows.n_head, rows.head_dim))
+                result.append(layout)
+            return result
         finally:
             self.lock.leave()
 
-    cdef object read_state(self, int32_t seq):
-        cdef size_t size = lib.state_seq_get_size(self.ctx, seq), got
-        cdef uint8_t[::1] view
+    cdef bint v_trans(self) noexcept:
+        return not self.effective.flash_attn
+
+    # Out -----------------------------------------------------------------------------
+
+    def state_size(self, seq_id):
+        """Bytes of a state that is taken now (``llama_state_get_size``)."""
+        cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
+        self.look()
+        try:
+            self.readable("state_size", seq)
+            return self.size_of(seq)
+        finally:
+            self.lock.leave()
+
+    def get_state(self, seq_id, uint8_t[::1] out):
+        """Copy a sequence's cells, or with None all (``llama_state_get_data``)."""
+        cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
+        cdef size_t size
+        self.look()
+        try:
+            self.readable("get_state", seq)
+            size = self.size_of(seq)
+            if out is None:
+                return self.read_state(seq, size, np.empty(size, np.uint8))
+            if <size_t>out.shape[0] < size:
+                raise ValueError(f"out has {out.shape[0]} bytes: the state has {size}")
+            return self.read_state(seq, size, np.asarray(out)[:size])
+        finally:
+            self.lock.leave()
+
+    def seq_get_state(self, seq_id):
+        """Copy a sequence's cells into a new array."""
+        return self.get_state(_seq(seq_id, self.n_seq_max), None)
+
+    cdef int readable(self, str operation, int32_t seq) except -1:
+        """Refuse where bytes could not say what the memory holds; then apply what is pending."""
+        cdef int32_t s
+        self.has_states(operation)
+        self.usable()
+        for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
+            if self.poisoned[s]:
+                raise UnsupportedOperation(
+                    operation,
+                    f"sequence {s} holds the rest of an aborted decode: remove all of it")
+        self.settle()
+        return 0
+
+    cdef int has_states(self, str operation) except -1:
+        self.need_memory(operation)
+        if self.kind == lib.MEMORY_OTHER:
+            raise UnsupportedOperation(
+                operation, f"the layout of {lib.class_name(self.mem).decode()} is not known here")
+        if self.model.has_encoder:
+            raise UnsupportedOperation(operation, "the cells depend on the encoder's input")
+        return 0
+
+    cdef size_t size_of(self, int32_t seq) except? 0:
+        cdef size_t size = lib.state_size(self.ctx, seq)
         if size == 0:
-            raise self.fail("state_seq_get_size")
-        result = np.empty(size, np.uint8)
-        view = result
+            raise self.fail("state_get_size")
+        return size
+
+    cdef object read_state(self, int32_t seq, size_t size, uint8_t[::1] out):
+        cdef size_t got
         with nogil:
-            got = lib.state_seq_get_data(self.ctx, &view[0], size, seq)
+            got = lib.state_get_data(self.ctx, &out[0], size, seq)
         if got != size:
-            raise self.fail("state_seq_get_data")
-        return result
+            raise self.fail("state_get_data")
+        return np.asarray(out)
+
+    # In ------------------------------------------------------------------------------
+
+    def check_state(self, list buffers not None, bint whole):
+        """Return where everything is in a state that fits this memory; raise where it does not.
+
+        Per block: part, what, stream, layer, number of cells, offset, size in bytes.
+        """
+        pieces = Pieces(buffers)
+        self.look()
+        try:
+            self.has_states("check_state")
+            return self.blocks_of(pieces, -1 if whole else 0)
+        finally:
+            self.lock.leave()
+
+    cdef list blocks_of(self, Pieces pieces, int32_t seq):
+        cdef vector[lib.state_block] blocks
+        cdef lib.state_block block
+        self.check(pieces, seq, blocks)
+        return [
+            (_PART_NAMES[block.part], _BLOCKS[<int>block.kind], block.stream, block.layer,
+             block.n_cells, block.offset, block.size)
+            for block in blocks
+        ]
+
+    cdef int check(self, Pieces pieces, int32_t seq, vector[lib.state_block]& blocks) except -1:
+        cdef lib.state_fault fault
+        cdef bint v_trans = self.v_trans()
+        cdef string why
+        with nogil:
+            fault = lib.state_check(
+                self.mem, v_trans, self.n_seq_max, seq, False, pieces.pieces, blocks, why)
+        if fault != lib.STATE_FITS:
+            raise _FAULTS[fault](f"the state {why.decode('utf-8', 'replace')}" if fault != lib.STATE_MISMATCH
+                                 else f"the state is of another memory: {why.decode('utf-8', 'replace')}")
+        return 0
+
+    def set_state(self, seq_id, list buffers not None, list firsts):
+        """Make a sequence, or with None the context, hold what a state holds; or change nothing.
+
+        `firsts` has (sequence, first position) of recurrent states, which the bytes do not tell.
+        """
+        cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
+        cdef int32_t code, s
+        cdef vector[lib.state_block] blocks
+        pieces = Pieces(buffers)
+        self.enter()
+        try:
+            self.has_states("set_state")
+            self.usable()
+            self.check(pieces, seq, blocks)
+            self.settle()
+            if seq >= 0:
+                self.need_room(seq, blocks)
+            self.put(seq, pieces)
+            for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
+                self.poisoned[s] = False
+                lib.note_first(self.mem, s, 0)
+            for s, first in firsts or ():
+                if 0 <= s < <int32_t>self.n_seq_max:
+                    lib.note_first(self.mem, s, first)
+        finally:
+            self.lock.leave()
 
     def seq_set_state(self, seq_id, const uint8_t[::1] state not None, Py_ssize_t n_cells):
         """Make a sequence hold the cells of a state; on failure it is as it was."""
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        cdef size_t size = state.shape[0], got
-        self.enter()
-        try:
-            self.need_memory("write_kv")
-            self.usable()
-            self.settle()
-            room = self.n_ctx_seq if self.streams else self.n_ctx
-            taken = lib.n_used(self.mem, lib.PART_ATTENTION) - self.owned_alone(seq)
-            if not self.streams and taken + n_cells > room or n_cells > room:
+        self.set_state(_seq(seq_id, self.n_seq_max), [state], None)
+
+    cdef int put(self, int32_t seq, Pieces pieces) except -1:
+        """Replace what is there; what llama.cpp refuses leaves it as it was."""
+        cdef int32_t code
+        cdef size_t size = self.size_of(seq)
+        before = Pieces([self.read_state(seq, size, np.empty(size, np.uint8))])
+        code = self.replace(seq, pieces)
+        self.outputs_are_gone()
+        if code == lib.CAUGHT:
+            error = _caught_error("set_state")
+            why = _notes() or str(error)
+            if self.replace(seq, before) == lib.CAUGHT:
+                raise self.fail("set_state")
+            if isinstance(error, MemoryError):
+                raise error
+            raise NoKvCacheSlot(f"llama.cpp could not place the state's cells: {why}", 1)
+        return 0
+
+    cdef int32_t replace(self, int32_t seq, Pieces pieces) except? -1:
+        cdef int32_t code
+        cdef bint poisoned
+        # llama.cpp leaves a destination alone for which the state holds nothing.
+        if seq >= 0:
+            poisoned = self.poisoned[seq]
+            self.remove_from(seq, 1, 0, INT32_MAX)
+            self.poisoned[seq] = poisoned
+        with nogil:
+            lib.begin_notes()
+            code = lib.state_read(self.mem, seq, False, pieces.pieces)
+        return code
+
+    cdef int need_room(self, int32_t seq, vector[lib.state_block]& blocks) except -1:
+        """Refuse what cannot fit; a window's old cells may give way, so it is only tried."""
+        cdef lib.state_block block
+        cdef size_t room, taken
+        for block in blocks:
+            if block.part != lib.PART_ATTENTION or block.kind != lib.BLOCK_CELLS:
+                continue
+            if self.streams:
+                return 0  # a stream belongs to the sequence; the check has compared the sizes
+            room = self.n_ctx
+            taken = lib.n_used(self.mem, lib.PART_ATTENTION)
+            if taken + block.n_cells > room:
+                taken -= self.owned_alone(seq)
+            if taken + block.n_cells > room:
                 raise NoKvCacheSlot(
-                    f"no room in the cache for {n_cells} cells: {taken} of {room} are taken", 1)
-            if n_cells == 0:
-                # llama.cpp leaves the destination alone; what is meant is to empty it.
-                self.remove_from(seq, 1, 0, INT32_MAX)
-                return
-            before = self.read_state(seq)
-            with nogil:
-                got = lib.state_seq_set_data(self.ctx, &state[0], size, seq)
-            self.outputs_are_gone()
-            if got != size:
-                self.put_back(seq, before)
-                raise StateError(f"llama.cpp refused the state: {_notes() or 'no reason given'}")
-            self.poisoned[seq] = False
-        finally:
-            self.lock.leave()
+                    f"no room in the cache for {block.n_cells} cells: {taken} of {room} are taken", 1)
+        return 0
 
     cdef size_t owned_alone(self, int32_t seq) except? 0:
         """Cells that become free when this sequence is removed."""
@@ -87,12 +286,6 @@ cdef class State(Arrays):
                         alone -= 1
                         break
         return alone
-
-    cdef int put_back(self, int32_t seq, const uint8_t[::1] before) except -1:
-        self.remove_from(seq, 1, 0, INT32_MAX)
-        if lib.state_seq_set_data(self.ctx, &before[0], before.shape[0], seq) == 0:
-            raise self.fail("state_seq_set_data")
-        return 0
 
     cdef void outputs_are_gone(self):
         """Overridden where outputs are kept: a restored state has none."""

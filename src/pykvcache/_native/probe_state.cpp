@@ -1,0 +1,349 @@
+// The walk over a state's bytes, and the reader that hands them to llama.cpp.
+#include <algorithm>
+#include <cstring>
+
+#include "guarded.h"
+#include "llama-arch.h"
+#include "llama-io.h"
+#include "probe_memory.h"
+#include "probe_state.h"
+
+namespace pykv {
+
+namespace {
+
+constexpr uint32_t SEQ_MAGIC = 0xaf143cd8;
+constexpr size_t   MAX_ARCH_NAME = 64;
+
+// What stopped the walk.
+struct fault {
+    state_fault kind;
+    std::string why;
+};
+
+// Bytes in several pieces, read as one.
+class cursor {
+  public:
+    explicit cursor(const std::vector<state_piece> & pieces) : pieces(pieces) {}
+
+    void skip(uint64_t n) {
+        at += n;
+        while (n > 0) {
+            if (i == pieces.size()) {
+                throw fault{STATE_TRUNCATED, "ends before byte " + std::to_string(at)};
+            }
+            const uint64_t step = std::min<uint64_t>(n, pieces[i].size - inside);
+            inside += step;
+            n -= step;
+            if (inside == pieces[i].size) {
+                ++i;
+                inside = 0;
+            }
+        }
+    }
+
+    // A run of bytes; copied only where it crosses pieces.
+    template <class F> void take(uint64_t n, F && use) {
+        while (n > 0) {
+            if (i == pieces.size()) {
+                throw fault{STATE_TRUNCATED, "ends before byte " + std::to_string(at + n)};
+            }
+            const uint64_t step = std::min<uint64_t>(n, pieces[i].size - inside);
+            use(pieces[i].data + inside, step);
+            n -= step;
+            skip(step);
+        }
+    }
+
+    void read(void * dst, uint64_t n) {
+        auto * out = static_cast<uint8_t *>(dst);
+        take(n, [&](const uint8_t * from, uint64_t step) {
+            std::memcpy(out, from, step);
+            out += step;
+        });
+    }
+
+    template <class T> T get() {
+        T value;
+        read(&value, sizeof(value));
+        return value;
+    }
+
+    uint64_t tell() const { return at; }
+
+    uint64_t left() const {
+        uint64_t n = 0;
+        for (size_t j = i; j < pieces.size(); ++j) {
+            n += pieces[j].size;
+        }
+        return n - inside;
+    }
+
+  private:
+    const std::vector<state_piece> & pieces;
+    size_t   i = 0;
+    uint64_t inside = 0, at = 0;
+};
+
+[[noreturn]] void mismatch(const std::string & what, int64_t found, int64_t expected) {
+    throw fault{STATE_MISMATCH, what + " is " + std::to_string(found) + ", not " + std::to_string(expected)};
+}
+
+template <class T> void expect(cursor & in, T expected, const std::string & what) {
+    const T found = in.get<T>();
+    if (found != expected) {
+        mismatch(what, int64_t(found), int64_t(expected));
+    }
+}
+
+struct walk {
+    const memory *  m;
+    bool            v_trans;
+    uint32_t        n_seq_max;
+    llama_seq_id    seq;
+    cursor          in;
+    std::vector<state_block> & blocks;
+    // Last position of each sequence by the parts so far; every part ends a sequence alike.
+    std::vector<llama_pos> ends = {}, last = {};
+
+    void header() {
+        if (seq >= 0) {
+            if (in.get<uint32_t>() != SEQ_MAGIC) {
+                throw fault{STATE_DAMAGED, "does not begin as a sequence's state does"};
+            }
+            in.get<int32_t>();  // the sequence it was taken from, which llama.cpp ignores too
+            return;
+        }
+        const auto size = in.get<uint32_t>();
+        if (size > MAX_ARCH_NAME) {
+            throw fault{STATE_DAMAGED, "does not begin as a context's state does"};
+        }
+        std::string arch(size, '\0');
+        in.read(arch.data(), size);
+        if (arch != llm_arch_name(m->arch)) {
+            throw fault{STATE_MISMATCH, "the architecture is another than " + std::string(llm_arch_name(m->arch))};
+        }
+    }
+
+    void ids(uint32_t n, llama_pos pos, bool recurrent, std::vector<bool> & tails) {
+        if (seq >= 0) {
+            in.skip(n * sizeof(llama_seq_id));
+            last[0] = std::max(last[0], pos);
+            return;
+        }
+        std::vector<bool> seen(n_seq_max, false);
+        for (uint32_t i = 0; i < n; ++i) {
+            const auto id = in.get<llama_seq_id>();
+            if (id < 0 || uint32_t(id) >= n_seq_max) {
+                throw fault{STATE_MISMATCH, "holds sequence " + std::to_string(id) + "; this context has " +
+                                                std::to_string(n_seq_max)};
+            }
+            if (seen[id] || (recurrent && tails[id])) {
+                throw fault{STATE_DAMAGED, "names sequence " + std::to_string(id) + " twice"};
+            }
+            seen[id] = tails[id] = true;
+            last[id] = std::max(last[id], pos);
+        }
+    }
+
+    uint32_t cells(const state_part & part, uint32_t stream) {
+        const bool recurrent = part.part == PART_RECURRENT;
+        const auto n = in.get<uint32_t>();
+        const uint64_t start = in.tell();
+        if (n > (recurrent && seq >= 0 ? 1 : part.n_cells)) {
+            throw fault{STATE_NO_ROOM, "holds " + std::to_string(n) + " cells; this memory has " +
+                                           std::to_string(part.n_cells)};
+        }
+        std::vector<bool> tails(n_seq_max, false);
+        for (uint32_t i = 0; i < n; ++i) {
+            const auto pos = in.get<llama_pos>();
+            const auto n_ids = in.get<uint32_t>();
+            if (pos < 0 || pos == std::numeric_limits<llama_pos>::max()) {
+                throw fault{STATE_DAMAGED, "holds position " + std::to_string(pos)};
+            }
+            const bool valid = seq < 0 ? n_ids >= 1 && n_ids <= n_seq_max : n_ids == (recurrent ? 0 : 1);
+            if (!valid) {
+                throw fault{STATE_DAMAGED, "holds a cell of " + std::to_string(n_ids) + " sequences"};
+            }
+            if (part.extended) {
+                in.skip(sizeof(llama_kv_cell_ext));
+            }
+            ids(n_ids, pos, recurrent, tails);
+        }
+        if (n > 0) {
+            blocks.push_back({part.part, BLOCK_CELLS, stream, 0, n, start, in.tell() - start});
+        }
+        return n;
+    }
+
+    void rows(const state_part & part, uint32_t stream, uint32_t n, const state_rows & row) {
+        const std::string where = " of layer " + std::to_string(row.layer);
+        if (row.kind != BLOCK_PLE) {
+            expect<int32_t>(in, row.type, "the type" + where);
+        }
+        if (row.kind == BLOCK_V_TRANS) {
+            expect<uint32_t>(in, uint32_t(ggml_type_size(ggml_type(row.type))), "the element size" + where);
+            expect<uint32_t>(in, row.n_embd, "the number of values" + where);
+        } else {
+            expect<uint64_t>(in, row.row_bytes, "the row size" + where);
+        }
+        if (n > 0) {
+            const uint64_t size = row.row_bytes * n;
+            blocks.push_back({part.part, row.kind, stream, row.layer, n, in.tell(), size});
+            in.skip(size);
+        }
+    }
+
+    void data(const state_part & part, uint32_t stream, uint32_t n) {
+        expect<uint32_t>(in, part.v_trans, "transposition of values (flash_attn off)");
+        expect<uint32_t>(in, part.n_layer, "the number of layers");
+        for (const state_rows & row : state_rows_of(m, v_trans, part.part)) {
+            rows(part, stream, n, row);
+        }
+    }
+
+    void streams(const state_part & part) {
+        expect<uint32_t>(in, part.n_stream, "the number of streams (kv_unified, n_seq_max)");
+        uint32_t filled = 0;
+        for (uint32_t s = 0; s < part.n_stream; ++s) {
+            const uint32_t n = cells(part, s);
+            if (n == 0) {
+                continue;
+            }
+            if (seq >= 0 && ++filled > 1) {
+                throw fault{STATE_DAMAGED, "holds one sequence in two streams"};
+            }
+            data(part, s, n);
+        }
+    }
+
+    void all(bool partial) {
+        header();
+        for (const state_part & part : state_parts(m, v_trans, partial)) {
+            last.assign(n_seq_max, -1);
+            if (part.part == PART_RECURRENT) {
+                data(part, 0, cells(part, 0));
+            } else {
+                streams(part);
+            }
+            if (ends.empty()) {
+                ends = last;
+            }
+            if (last != ends) {
+                throw fault{STATE_DAMAGED, "has halves that do not end at the same position"};
+            }
+        }
+        if (in.left() > 0) {
+            throw fault{STATE_TRAILING, "has " + std::to_string(in.left()) + " bytes too many"};
+        }
+    }
+};
+
+// The reader that llama.cpp asks for the next bytes.
+class piece_reader : public llama_io_read_i {
+  public:
+    explicit piece_reader(const std::vector<state_piece> & pieces) : in(pieces) {}
+
+    void read(void * dst, size_t size) override { in.read(dst, size); }
+
+    void read_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
+        in.take(size, [&](const uint8_t * from, uint64_t step) {
+            ggml_backend_tensor_set(tensor, from, offset, step);
+            offset += step;
+        });
+    }
+
+    size_t n_bytes() override { return in.tell(); }
+
+    cursor in;
+};
+
+}  // namespace
+
+std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial) {
+    std::vector<state_part> parts;
+    const auto add = [&](memory_part part, const llama_kv_cache * cache) {
+        if (cache) {
+            parts.push_back({part, cache->get_n_stream(), cache->get_size(),
+                             uint32_t(cache->get_layer_ids().size()), cache->has_cell_ext(), v_trans});
+        }
+    };
+    if (!partial) {
+        add(PART_ATTENTION, m->base);
+    }
+    add(PART_WINDOW, m->swa);
+    if (m->recurrent) {
+        parts.push_back({PART_RECURRENT, 1, m->recurrent->size, m->hparams->n_layer(), false, false});
+    }
+    return parts;
+}
+
+std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_part part) {
+    std::vector<state_rows> result;
+    const llama_hparams & h = *m->hparams;
+    if (part == PART_RECURRENT) {
+        const auto add = [&](block_kind kind, uint32_t il, const ggml_tensor * t, uint32_t n) {
+            if (t) {
+                result.push_back({part, kind, il, int32_t(t->type), n, ggml_row_size(t->type, n), 0, 0});
+            }
+        };
+        const auto * r = m->recurrent;
+        for (uint32_t il = 0; r && il < h.n_layer(); ++il) {
+            add(BLOCK_R, il, r->r_l[il], h.n_embd_r());
+            if (r->r_l[il]) {
+                add(BLOCK_PLE, il, r->p_l[il], h.ple_conv_state());
+            }
+        }
+        for (uint32_t il = 0; r && il < h.n_layer(); ++il) {
+            add(BLOCK_S, il, r->s_l[il], h.n_embd_s());
+        }
+        return result;
+    }
+    const llama_kv_cache * cache = part == PART_WINDOW ? m->swa : m->base;
+    // A half may have no layer, and then no types either.
+    const auto layers = cache ? cache->get_layer_ids() : std::vector<uint32_t>{};
+    if (layers.empty()) {
+        return result;
+    }
+    const ggml_type types[] = {cache->type_k(), cache->type_v()};
+    for (const uint32_t il : layers) {
+        const uint32_t n = h.n_embd_k_gqa(il);
+        result.push_back({part, BLOCK_K, il, types[0], n, ggml_row_size(types[0], n), h.n_head_kv(il), h.n_embd_head_k(il)});
+    }
+    for (const uint32_t il : layers) {
+        const uint32_t n = h.n_embd_v_gqa(il);
+        if (!h.is_mla()) {
+            result.push_back({part, v_trans ? BLOCK_V_TRANS : BLOCK_V, il, types[1], n, ggml_row_size(types[1], n),
+                              h.n_head_kv(il), h.n_embd_head_v(il)});
+        }
+    }
+    return result;
+}
+
+state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, bool partial,
+                        const std::vector<state_piece> & pieces, std::vector<state_block> & blocks,
+                        std::string & why) noexcept {
+    return guarded<state_fault>(STATE_DAMAGED, [&] {
+        try {
+            walk{m, v_trans, n_seq_max, seq, cursor(pieces), blocks}.all(partial);
+        } catch (const fault & found) {
+            why = found.why;
+            return found.kind;
+        }
+        return STATE_FITS;
+    });
+}
+
+int32_t state_read(memory * m, llama_seq_id seq, bool partial, const std::vector<state_piece> & pieces) noexcept {
+    return guarded_void([&] {
+        piece_reader io(pieces);
+        if (seq >= 0) {
+            io.in.skip(8);
+        } else {
+            io.in.skip(io.in.get<uint32_t>());
+        }
+        m->mem->state_read(io, seq, partial ? LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY : 0);
+    });
+}
+
+}  // namespace pykv

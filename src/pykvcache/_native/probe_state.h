@@ -1,0 +1,78 @@
+// llama.cpp's state bytes: what a memory's state is made of, whether given bytes are such a
+// state, and reading them from several pieces. docs/state-format.md describes the layout.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "probe.h"
+
+namespace pykv {
+
+// What a run of bytes in a state holds. The numbers are public: they stand in saved files.
+enum block_kind : int {
+    BLOCK_CELLS,    // position, number of sequences, extension, sequence ids; per cell
+    BLOCK_K,        // one row per cell
+    BLOCK_V,        // one row per cell
+    BLOCK_V_TRANS,  // one row per value dimension, which holds one element per cell
+    BLOCK_R,        // recurrent: the convolution's last inputs; one row per cell
+    BLOCK_PLE,      // recurrent: the history of per-layer embeddings; one row per cell
+    BLOCK_S,        // recurrent: the state; one row per cell
+};
+
+// One kind of row that a part stores in one layer.
+struct state_rows {
+    memory_part part;
+    block_kind  kind;
+    uint32_t    layer;
+    int32_t     type;
+    uint32_t    n_embd;  // elements of a row that belongs to one cell
+    uint64_t    row_bytes;
+    uint32_t    n_head, head_dim;  // of attention rows
+};
+
+struct state_part {
+    memory_part part;
+    uint32_t    n_stream;
+    uint32_t    n_cells;  // per stream
+    uint32_t    n_layer;  // as states count them
+    bool        extended;  // cells carry llama_kv_cell_ext
+    bool        v_trans;
+};
+
+// Where something lies in a state that was found to fit.
+struct state_block {
+    memory_part part;
+    block_kind  kind;
+    uint32_t    stream, layer;
+    uint32_t    n_cells;
+    uint64_t    offset, size;
+};
+
+enum state_fault : int {
+    STATE_FITS,
+    STATE_TRUNCATED,
+    STATE_TRAILING,
+    STATE_DAMAGED,   // no memory writes such bytes
+    STATE_MISMATCH,  // another memory's
+    STATE_NO_ROOM,   // more cells than this memory has at all
+};
+
+struct state_piece {
+    const uint8_t * data;
+    size_t          size;
+};
+
+// Parts in the order in which states hold them; `partial` leaves out what PARTIAL_ONLY does.
+std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial);
+std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_part part);
+
+// Walk the bytes without touching the memory; `seq` is -1 for a whole context's state.
+state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, bool partial,
+                        const std::vector<state_piece> & pieces, std::vector<state_block> & blocks,
+                        std::string & why) noexcept;
+
+// Put a state that was found to fit into the memory; CAUGHT when llama.cpp refuses it.
+int32_t state_read(memory * m, llama_seq_id seq, bool partial, const std::vector<state_piece> & pieces) noexcept;
+
+}  // namespace pykv

@@ -1,0 +1,34 @@
+"""Any buffer as a vector of bytes, without a copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["ByteArray", "as_bytes"]
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+def as_bytes(buffer: Buffer, what: str, *, writable: bool = False) -> ByteArray:
+    """View a C-contiguous buffer as bytes."""
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        message = f"{what} must be a buffer of bytes, not {type(buffer).__name__}"
+        raise TypeError(message) from None
+    if "O" in view.format:
+        raise TypeError(f"{what} holds Python objects, not bytes")
+    if not view.c_contiguous:
+        raise ValueError(f"{what} must be C-contiguous")
+    if writable and view.readonly:
+        raise ValueError(f"{what} is read-only")
+    if view.nbytes == 0:
+        return np.empty(0, np.uint8)
+    flat: npt.NDArray[Any] = np.frombuffer(view, np.uint8)
+    return flat

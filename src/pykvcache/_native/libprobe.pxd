@@ -1,0 +1,246 @@
+# Our own C++ around llama.cpp, declared in the order of its headers. With llama.h's declarations
+# it makes up what is called ``lib``.
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libcpp cimport bool
+from libcpp.memory cimport shared_ptr
+from libcpp.string cimport string
+from libcpp.vector cimport vector
+
+from pykvcache._native.libllama cimport *
+
+
+cdef extern from "guarded.h" namespace "pykv" nogil:
+    const int32_t CAUGHT
+    void install_hooks()
+    string caught()
+    bool caught_memory()
+    void begin_notes()
+    string take_notes()
+    void set_log_threshold(int level)
+    bool has_log()
+    bool take_log(int& level, string& text)
+    void renew_log()
+
+    llama_model* model_load(const char* path, llama_model_params)
+    shared_ptr[llama_model] own_model(llama_model*)
+    llama_context* context_new(llama_model*, llama_context_params)
+    int32_t context_free(llama_context*)
+    int32_t decode(llama_context*, llama_batch)
+    int32_t encode(llama_context*, llama_batch)
+    const float* logits_ith(llama_context*, int32_t i)
+    const float* embeddings_ith(llama_context*, int32_t i)
+    const float* embeddings_seq(llama_context*, llama_seq_id)
+    int32_t memory_clear(llama_memory_t, bool data)
+    int32_t seq_rm(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1)
+    int32_t seq_cp(llama_memory_t, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
+    int32_t seq_add(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
+    size_t state_size(llama_context*, llama_seq_id)
+    size_t state_get_data(llama_context*, uint8_t* dst, size_t size, llama_seq_id)
+    int32_t tokenize(const llama_vocab*, const char* text, int32_t size, llama_token* out,
+                     int32_t room, bool add_special, bool parse_special)
+    int32_t detokenize(const llama_vocab*, const llama_token* tokens, int32_t n, char* out,
+                       int32_t room, bool remove_special, bool unparse_special)
+    int32_t token_to_piece(const llama_vocab*, llama_token, char* out, int32_t room, bool special)
+    llama_sampler* sampler_grammar(const llama_vocab*, const char* grammar, const char* root)
+    int32_t sampler_apply(llama_sampler*, llama_token_data_array*)
+    int32_t sampler_accept(llama_sampler*, llama_token)
+
+
+cdef extern from "probe.h" namespace "pykv" nogil:
+    enum memory_kind:
+        MEMORY_NONE
+        MEMORY_ATTENTION
+        MEMORY_SLIDING_WINDOW
+        MEMORY_RECURRENT
+        MEMORY_HYBRID
+        MEMORY_HYBRID_SLIDING_WINDOW
+        MEMORY_OTHER
+    enum no_shift:
+        SHIFT_OK
+        SHIFT_MULTI_POS
+        SHIFT_ARCH
+        SHIFT_NO_ROPE
+        SHIFT_BF16
+        SHIFT_QUANTIZED
+        SHIFT_PARTIAL
+        SHIFT_SCALED
+    enum shift_problem:
+        SHIFT_FITS
+        SHIFT_NEGATIVE
+        SHIFT_OVERFLOW
+        SHIFT_COLLIDES
+    ctypedef struct model_facts:
+        bool learned_positions
+        bool causal
+        bool has_classifier
+        int32_t n_embd_out
+        int32_t n_cls_out
+        uint64_t k_per_cell
+        uint64_t v_per_cell
+    ctypedef struct context_facts:
+        bool flash_attn
+        bool kv_unified
+        bool causal
+        int pooling_type
+        int32_t n_threads
+        int32_t n_threads_batch
+    ctypedef struct memory_facts:
+        uint32_t n_cells
+        uint32_t n_swa
+        uint32_t max_rollback
+        uint64_t bytes_total
+        uint64_t bytes_per_token
+    ctypedef struct layer_shape:
+        uint32_t n_head_kv
+        uint32_t head_dim_k
+        uint32_t head_dim_v
+    enum memory_part:
+        PART_ATTENTION
+        PART_WINDOW
+        PART_RECURRENT
+    cdef cppclass memory:
+        pass
+
+    model_facts look_at_model(const llama_model*)
+    bool heads_divisible(const llama_model*, ggml_type, bool keys)
+    memory* memory_new(llama_context*)
+    void memory_delete(memory*)
+    memory_kind kind(const memory*)
+    const char* class_name(const memory*)
+    no_shift why_no_shift(const memory*)
+    uint32_t n_stream(const memory*)
+    context_facts look_at_context(const llama_context*)
+    memory_facts look_at_memory(const memory*)
+    uint32_t n_layers(const memory*)
+    layer_shape layer_at(const memory*, uint32_t i)
+    bool next_cell(const memory*, memory_part, uint32_t n_seq_max, uint32_t& stream, uint32_t& cell,
+                   llama_pos& pos, uint8_t* members)
+    uint32_t n_used(const memory*, memory_part)
+    size_t n_held(const memory*, llama_seq_id)
+    bool extent(const memory*, llama_seq_id, llama_pos& lo, llama_pos& hi)
+    llama_pos first_kept(const memory*, llama_seq_id)
+    int32_t state_cell(const memory*, llama_seq_id)
+    void note_first(memory*, llama_seq_id, llama_pos first)
+    llama_pos first_of(const memory*, llama_seq_id)
+    bool holds(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)
+    llama_pos last_before(const memory*, llama_seq_id, llama_pos p)
+    bool window_intact(const memory*, llama_seq_id, llama_pos next)
+    bool window_dropped(const memory*, llama_seq_id)
+    bool shared(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)
+    bool same_cells(const memory*, llama_seq_id, llama_seq_id)
+    shift_problem add_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int64_t delta,
+                            llama_pos& where)
+    shift_problem div_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d,
+                            llama_pos& where)
+    int32_t div_apply(memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d)
+    int32_t flush(llama_context*, const memory*)
+
+
+cdef extern from "probe_kv.h" namespace "pykv" nogil:
+    ctypedef struct live_tensor:
+        const char* data
+        int32_t type
+        bool host
+        int64_t n_head
+        int64_t head_dim
+        size_t cell_stride
+        size_t head_stride
+        size_t value_stride
+    ctypedef struct live_cell:
+        llama_pos pos
+        uint32_t cell
+    ctypedef struct rope_facts:
+        int32_t type
+        int32_t n_rot
+        int32_t offset
+        int32_t n_ctx_orig
+        float freq_base
+        float freq_scale
+        float ext_factor
+        float attn_factor
+        float beta_fast
+        float beta_slow
+    ctypedef struct hadamard_facts:
+        int32_t keys
+        int32_t values
+
+    vector[uint32_t] part_layers(const memory*, memory_part)
+    vector[live_cell] part_cells(const memory*, memory_part, llama_seq_id)
+    hadamard_facts part_hadamard(const memory*, memory_part)
+    live_tensor tensor_at(const memory*, memory_part, uint32_t il, int which, llama_seq_id)
+    rope_facts rope_at(const llama_context*, const memory*, uint32_t il)
+    vector[float] rope_factors(const llama_context*, uint32_t il)
+    bool dequantize(ggml_type, const void* src, float* dst, int64_t n)
+    bool quantize(ggml_type, const float* src, void* dst, int64_t n)
+    size_t bytes_of(int type, int64_t n)
+    int64_t block_of(int type)
+
+
+cdef extern from "probe_state.h" namespace "pykv" nogil:
+    enum block_kind:
+        BLOCK_CELLS
+    enum state_fault:
+        STATE_FITS
+        STATE_TRUNCATED
+        STATE_TRAILING
+        STATE_DAMAGED
+        STATE_MISMATCH
+        STATE_NO_ROOM
+    ctypedef struct state_part:
+        memory_part part
+        uint32_t n_stream
+        uint32_t n_cells
+        uint32_t n_layer
+        bool extended
+        bool v_trans
+    ctypedef struct state_rows:
+        block_kind kind
+        uint32_t layer
+        int32_t type
+        uint32_t n_embd
+        uint64_t row_bytes
+        uint32_t n_head
+        uint32_t head_dim
+    ctypedef struct state_block:
+        memory_part part
+        block_kind kind
+        uint32_t stream
+        uint32_t layer
+        uint32_t n_cells
+        uint64_t offset
+        uint64_t size
+    ctypedef struct state_piece:
+        const uint8_t* data
+        size_t size
+
+    vector[state_part] state_parts(const memory*, bool v_trans, bool partial) except +
+    vector[state_rows] state_rows_of(const memory*, bool v_trans, memory_part) except +
+    state_fault state_check(const memory*, bool v_trans, uint32_t n_seq_max, llama_seq_id, bool partial,
+                            const vector[state_piece]&, vector[state_block]& blocks, string& why)
+    int32_t state_read(memory*, llama_seq_id, bool partial, const vector[state_piece]&)
+
+
+cdef extern from "sync.h" namespace "pykv" nogil:
+    cdef cppclass owned_mutex:
+        bool try_enter()
+        void enter()
+        void leave()
+        bool is_mine()
+    cdef cppclass abort_flag:
+        void begin()
+        void arm(bool on)
+        void end()
+        bool is_wanted()
+        bool ask()
+
+        @staticmethod
+        bool poll(void*) noexcept
+
+    cdef cppclass load_gate:
+        void begin()
+        void end()
+        bool is_exiting()
+        void finish()
+
+    load_gate loads

@@ -132,8 +132,8 @@ def test_the_compiled_layer_needs_errors_alone(path: Path) -> None:
 def test_c_names_have_one_alias() -> None:
     """A line with ``lib.`` is C, in every file of the compiled layer."""
     text = "\n".join(p.read_text() for p in CYTHON if p.suffix != ".pxd")
-    taken = re.findall(r"^.*cimport.*libllama.*$", text, re.MULTILINE)
-    assert taken == ["from pykvcache._native cimport libllama as lib"]
+    taken = re.findall(r"^.*cimport.*lib(?:llama|probe).*$", text, re.MULTILINE)
+    assert taken == ["from pykvcache._native cimport libprobe as lib"]
 
 
 def test_private_headers_are_read_by_the_probe_alone() -> None:

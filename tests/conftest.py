@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
 from support.models import EXACT, MODELS, make_model, shared_folder
@@ -19,6 +20,18 @@ from support.models import EXACT, MODELS, make_model, shared_folder
 # on a busy machine several times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# How slow a machine is today is no property of the code. The database would make two runs differ.
+settings.register_profile(
+    "suite",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+# Fifty times the examples: pytest --hypothesis-profile=fuzz
+settings.register_profile("fuzz", settings.get_profile("suite"), max_examples=5000)
+settings.load_profile("suite")
 
 # The array caches are tested without the compiled layer too, so nothing here imports it at once.
 if TYPE_CHECKING:

@@ -65,6 +65,16 @@ class Case:
         return 10 * RIGHT if self.name in ("gemma3", "t5") else RIGHT
 
     @property
+    def can_read(self) -> bool:
+        """Whether `kv` gives its keys and values."""
+        return self.info.memory == "attention" and not self.info.has_mrope
+
+    @property
+    def can_write(self) -> bool:
+        """Whether `write_kv` takes them back."""
+        return self.can_read and not self.info.has_encoder
+
+    @property
     def options(self) -> dict[str, Any]:
         """For `make_context`."""
         options: dict[str, Any] = {"kv_unified": self.unified, "swa_full": self.swa_full}

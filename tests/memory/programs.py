@@ -2,42 +2,81 @@
 
 from __future__ import annotations
 
-from memory.program_runner import N_SEQ, Runner, in_turn, plain
-from memory.reference import DONE, END, FULL, REFUSED, UNSUPPORTED, Verdict
-from pykvcache import (
-    LlamaBatch,
-)
+from typing import Any, NamedTuple
 
-OPERATIONS = {
-    "decode": 14,
-    "batch": 3,
-    "copy": 5,
-    "copy_prefix": 2,
-    "clear": 5,
-    "clear_all": 0.5,
-    "remove": 2,
-    "keep": 0.5,
-    "add": 3,
-    "div": 2,
-    "update": 1,
-    "resume": 2,
-    "wipe": 0.2,
-}
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, initialize, precondition, rule
+
+from memory.kit import apart
+from memory.program_base import N_SEQ, ProgramBase
+from memory.reference import DONE, END, REFUSED, UNSUPPORTED, Saved, Verdict
+from pykvcache import LlamaBatch, SequenceKV
+
+SEQ = st.integers(0, N_SEQ - 1)
 
 
-class Program(Runner):
-    """Every operation as a step."""
+class Edge(NamedTuple):
+    """An end of a range: so many eighths of the way through what a sequence holds, and a bit."""
 
-    operations = OPERATIONS
+    eighths: int
+    offset: int = 0
 
-    def decode(self, seq: int | None = None, n: int | None = None) -> None:
-        seq = self.seq() if seq is None else seq
-        if n is None and not self.case.swa_full and self.random.random() < 0.05:
-            # Past the window every now and then, so that its cells are reused.
-            for _ in range(9):
-                self.decode(seq, 32)
-        sizes = [1, 1, 2, 5, 9, 15, 25] if self.case.swa_full else [1, 1, 5, 25, 32, 32]
-        n = self.random.choice(sizes) if n is None else n
+
+OPEN, ZERO, PAST = None, 0, END
+LOW, TOP = Edge(0), Edge(8)
+EDGES = [Edge(eighths, offset) for eighths in range(9) for offset in (0, -1, 1)]
+RANGES = [
+    *[(low, top) for low in (OPEN, ZERO, LOW) for top in (OPEN, PAST, TOP)],
+    *[(edge, top) for edge in EDGES for top in (OPEN, TOP)],
+    *[(low, edge) for edge in EDGES for low in (ZERO, LOW)],
+    *[(edge, Edge(eighths)) for edge in EDGES for eighths in range(1, 9)],
+]
+"""Everything, tails, heads, middles; a few are empty, or lie beyond what is held."""
+RANGE = st.one_of(st.sampled_from(RANGES[:9]), st.sampled_from(RANGES))
+Range = tuple[Any, Any]
+
+
+class Program(ProgramBase):
+    """Every operation on the memory as a rule."""
+
+    saved: Bundle[tuple[SequenceKV, Saved]] = Bundle("saved")
+
+    def at(self, seq: int, edge: Edge | int | None) -> int | None:
+        """The position that an edge means for a sequence."""
+        if not isinstance(edge, Edge):
+            return edge
+        held = self.ref.positions(seq)
+        low, end = (held[0], held[-1] + 1) if held else (0, 0)
+        return max(0, low + (end - low) * edge.eighths // 8 + edge.offset)
+
+    def ends(self, seq: int, span: Range) -> tuple[int | None, int | None]:
+        return self.at(seq, span[0]), self.at(seq, span[1])
+
+    # Decode --------------------------------------------------------------------------
+
+    @initialize(lengths=st.tuples(*[st.sampled_from([20, 0, 1, 33])] * 2))
+    def begin(self, lengths: tuple[int, int]) -> None:
+        for seq, n in enumerate(lengths):
+            if n:
+                self.append(seq, n)
+
+    @rule(seq=SEQ, n=st.sampled_from([1, 2, 5, 9, 15, 25, 32]))
+    def decode(self, seq: int, n: int) -> None:
+        self.append(seq, n)
+
+    @rule(seq=SEQ)
+    def decode_one(self, seq: int) -> None:
+        self.append(seq, 1)
+
+    @precondition(lambda self: not self.case.swa_full)
+    @rule(seq=SEQ)
+    def decode_past_the_window(self, seq: int) -> None:
+        """So that the cells of the window are reused."""
+        for _ in range(5):
+            self.append(seq, 32)
+
+    def append(self, seq: int, n: int) -> None:
         tokens = self.words(n)
         first = max(self.ref.positions(seq), default=-1) + 1
         if self.do("decode", self.ref.decode(seq, tokens), tokens, seq_id=seq):
@@ -46,134 +85,167 @@ class Program(Runner):
             rows = [(i, seq) for i in range(n)]
             self.keep_what_stayed(rows, {seq: tokens}, {seq: first})
 
-    def batch(self) -> None:
-        """Tokens of several sequences in one call, in turns."""
-        seqs = self.random.sample(range(N_SEQ), self.random.randint(2, N_SEQ))
-        words = {seq: self.words(self.random.choice([1, 2, 7])) for seq in seqs}
-        first = {seq: max(self.ref.positions(seq), default=-1) + 1 for seq in seqs}
-        rows = [(i, seq) for seq in seqs for i in range(len(words[seq]))]
-        if self.random.random() < 0.5:
+    @rule(lengths=st.tuples(*[st.sampled_from([1, 0, 2, 7])] * N_SEQ), in_turns=st.booleans())
+    def decode_batch(self, lengths: tuple[int, ...], in_turns: bool) -> None:
+        """Tokens of several sequences in one call."""
+        words = {seq: self.words(n) for seq, n in enumerate(lengths) if n}
+        first = {seq: max(self.ref.positions(seq), default=-1) + 1 for seq in words}
+        rows = [(i, seq) for seq in words for i in range(len(words[seq]))]
+        if in_turns:
             rows.sort()
         batch = LlamaBatch()
         for i, seq in rows:
             batch.add(words[seq][i], first[seq] + i, seq, logits=i == len(words[seq]) - 1)
-        verdicts = [self.ref.decode(seq, words[seq]) for seq in seqs]
-        allowed = set().union(*(verdict.allowed for verdict in verdicts))
-        if self.ref.unified and self.case.info.memory != "recurrent" and not self.case.info.n_swa:
-            fits = self.ref.n_used() + len(rows) <= self.ref.n_cells
-            allowed = {DONE if fits else FULL}
-        elif FULL in allowed and not self.case.info.n_swa:
-            allowed = {FULL}
-        verdict = Verdict(frozenset(allowed), lambda: in_turn([v.effect for v in verdicts]))
-        if self.do("decode", verdict, batch):
-            for seq in seqs:
+        if self.do("decode", self.ref.decode_batch(words), batch):
+            for seq in words:
                 self.compare_logits(seq, words[seq], rows.index((len(words[seq]) - 1, seq)))
         else:
             self.keep_what_stayed(rows, words, first)
 
-    def copy(self) -> None:
-        src, dst = self.seq(), self.seq()
-        p0, p1 = self.span(src)
+    @precondition(lambda self: self.case.info.has_memory)
+    @rule(seqs=st.permutations(range(N_SEQ)), n_seqs=st.integers(2, 3), n=st.integers(1, 3))
+    def decode_coupled(self, seqs: list[int], n_seqs: int, n: int) -> None:
+        """Tokens that belong to several sequences at once."""
+        seqs, tokens = seqs[:n_seqs], self.words(n)
+        first = max(self.ref.positions(seqs[0]), default=-1) + 1
+        batch = LlamaBatch()
+        for i, token in enumerate(tokens):
+            batch.add(token, first + i, seqs, logits=i == n - 1)
+        if self.do("decode", self.ref.decode_coupled(seqs, tokens), batch):
+            for seq in seqs:
+                self.compare_logits(seq, tokens, -1)
+
+    # Copy ----------------------------------------------------------------------------
+
+    @rule(src=SEQ, dst=SEQ, span=RANGE)
+    def copy(self, src: int, dst: int, span: Range) -> None:
+        p0, p1 = self.ends(src, span)
         verdict = self.ref.copy(src, dst, *plain(p0, p1))
         if self.do("copy_kv_cache_seq", verdict, src, dst, p0, p1) and self.ledger:
             self.ledger.copy(src, dst, *plain(p0, p1))
 
-    def copy_prefix(self) -> None:
-        src, dst = self.seq(), self.seq()
-        n = self.random.randint(1, max(self.ref.positions(src), default=0) + 2)
-        if src == dst:
-            return
-        if self.do("copy_prefix", self.ref.copy(src, dst, 0, n), src, dst, n) and self.ledger:
-            self.ledger.copy(src, dst, 0, n)
+    @rule(src=SEQ, dst=SEQ, edge=st.sampled_from(EDGES), name=st.sampled_from(["", "_prefix"]))
+    def copy_beginning(self, src: int, dst: int, edge: Edge, name: str) -> None:
+        n = self.at(src, edge)
+        assert n is not None
+        if name and (src == dst or n == 0):
+            # To itself it keeps the beginning; a beginning of nothing empties.
+            removal = self.ref.remove([dst], n, END)
+            allowed = {UNSUPPORTED if o == REFUSED else o for o in removal.allowed}
+            verdict = Verdict(frozenset(allowed), removal.effect)
+            if self.do("copy_prefix", verdict, src, dst, n) and self.ledger:
+                self.ledger.remove(dst, n)
+        else:
+            verdict = self.ref.copy(src, dst, 0, n)
+            method = "copy_prefix" if name else "copy_cache"
+            if self.do(method, verdict, src, dst, n) and self.ledger:
+                self.ledger.copy(src, dst, 0, n)
 
-    def clear(self) -> None:
-        seq = self.seq()
-        p0, p1 = self.span(seq)
+    # Remove --------------------------------------------------------------------------
+
+    @rule(seq=SEQ, span=RANGE)
+    def clear(self, seq: int, span: Range) -> None:
+        p0, p1 = self.ends(seq, span)
         verdict = self.ref.remove([seq], *plain(p0, p1))
         if self.do("clear_kv_cache_seq", verdict, seq, p0, p1) and self.ledger:
             self.ledger.remove(seq, *plain(p0, p1))
 
-    def clear_all(self) -> None:
-        p0, p1 = self.span(self.seq())
-        verdict = self.ref.remove([*range(N_SEQ)], *plain(p0, p1))
-        if self.do("clear_kv_cache_seq", verdict, None, p0, p1) and self.ledger:
-            for seq in range(N_SEQ):
-                self.ledger.remove(seq, *plain(p0, p1))
+    @rule(seq=SEQ, how=st.sampled_from(["some", "keep", "everything"]), span=RANGE)
+    def forget(self, seq: int, how: str, span: Range) -> None:
+        """What concerns several sequences at once."""
+        ledger = self.ledger
+        if how == "keep":
+            self.do("kv_cache_seq_keep", self.ref.keep(seq), seq)
+            if ledger:
+                ledger.keep(seq)
+        elif how == "everything":
+            self.do("clear_kv_cache", self.ref.clear())
+            if ledger:
+                ledger.clear()
+        else:
+            p0, p1 = self.ends(seq, span)
+            verdict = self.ref.remove([*range(N_SEQ)], *plain(p0, p1))
+            if self.do("clear_kv_cache_seq", verdict, None, p0, p1) and ledger:
+                for each in range(N_SEQ):
+                    ledger.remove(each, *plain(p0, p1))
 
-    def remove(self) -> None:
+    @rule(seq=SEQ, span=RANGE)
+    def remove(self, seq: int, span: Range) -> None:
         """Remove and close the gap, or nothing of it."""
-        seq = self.seq()
-        top = max(self.ref.positions(seq), default=0)
-        begin, end = sorted(self.random.randint(0, top + 1) for _ in range(2))
-        rest = self.ref.within(seq, end, END)
-        whole = self.ref.covers(seq, begin, end)
-        removal = self.ref.remove([seq], begin, end)
-        allowed = {UNSUPPORTED if o == REFUSED else o for o in removal.allowed}
-        effects = [removal.effect]
-        if rest and begin < end and not whole:
-            shift = self.ref.without(seq, begin, end).add(seq, end, END, begin - end)
-            if DONE not in shift.allowed:
-                allowed.discard(DONE)
-            allowed |= shift.allowed - {DONE}
-            if self.ref.whole_only:
-                # Also where it could be done: nothing is removed and all of it moves.
-                allowed.add(UNSUPPORTED)
-            effects.append(lambda: self.ref.add(seq, end, END, begin - end).effect())
-        verdict = Verdict(frozenset(allowed), lambda: in_turn(effects))
-        if self.do("remove", verdict, seq, begin, end) and self.ledger and begin < end:
-            self.ledger.remove(seq, begin, end)
-            if rest:
-                self.ledger.add(seq, end, END, begin - end)
+        begin, end = self.ends(seq, span)
+        a, b = plain(begin, end)
+        verdict = self.ref.remove_and_close(seq, a, b)
+        moves = bool(self.ref.within(seq, b, END))
+        if self.do("remove", verdict, seq, a, end) and self.ledger and a < b:
+            self.ledger.remove(seq, a, b)
+            if moves:
+                self.ledger.add(seq, b, END, a - b)
 
-    def keep(self) -> None:
-        seq = self.seq()
-        self.do("kv_cache_seq_keep", self.ref.keep(seq), seq)
-        if self.ledger:
-            self.ledger.keep(seq)
-
-    def add(self) -> None:
-        seq = self.seq()
-        p0, p1 = self.span(seq)
-        delta = self.random.choice([0, 1, 2, 7, 40, -1, -3, -20])
-        verdict = self.ref.add(seq, *plain(p0, p1), delta)
-        if self.do("kv_cache_seq_add", verdict, seq, p0, p1, delta) and self.ledger:
-            self.ledger.add(seq, *plain(p0, p1), delta)
-
-    def div(self) -> None:
-        seq = self.seq()
-        p0, p1 = self.span(seq)
-        d = self.random.choice([1, 2, 2, 3, 9])
-        verdict = self.ref.div(seq, *plain(p0, p1), d)
-        if self.do("kv_cache_seq_div", verdict, seq, p0, p1, d) and self.ledger:
-            self.ledger.div(seq, *plain(p0, p1), d)
-
-    def update(self) -> None:
-        self.do("kv_cache_update", self.ref.remove([], 0, 0))
-
-    def wipe(self) -> None:
-        self.do("clear_kv_cache", self.ref.clear())
-        if self.ledger:
-            self.ledger.clear()
-
-    def resume(self) -> None:
+    @rule(seq=SEQ, edge=st.sampled_from([ZERO, *EDGES]))
+    def resume(self, seq: int, edge: Edge | int) -> None:
         """`can_resume` and what a removal then does are the same."""
-        seq = self.seq()
-        held = self.ref.positions(seq)
-        top = max(held, default=-1)
-        pos = self.random.choice([0, top + 1, max(top, 0), self.random.randint(0, top + 2)])
-        told = self.ctx.can_resume(seq, pos)
-        self.log.append(f"ctx.can_resume({seq}, {pos})  # {told}")
-        if pos == 0:
-            assert told
-        elif pos - 1 not in held:
-            assert not told, "a decode there would leave a gap"
-        elif self.ref.whole_only:
-            assert told == (pos == top + 1)
-        elif not self.ref.may_refuse:
-            assert told
+        pos = self.at(seq, edge)
+        assert pos is not None
+        allowed = self.ref.resume(seq, pos)
+        asked = Verdict(frozenset({DONE, REFUSED}), lambda: None)
+        told = self.do("can_resume", asked, seq, pos)
+        assert told in allowed, f"can_resume({seq}, {pos}) is {told}"
         if told and pos > 0:
             verdict = self.ref.remove([seq], pos, END)
             only_done = Verdict(frozenset({DONE}), verdict.effect)
             self.do("clear_kv_cache_seq", only_done, seq, pos, None)
             if self.ledger:
                 self.ledger.remove(seq, pos)
+            self.append(seq, 1)
+
+    # Move ----------------------------------------------------------------------------
+
+    @rule(seq=SEQ, span=RANGE, delta=st.sampled_from([1, 0, 2, 7, 40, -1, -3, -20]))
+    def add(self, seq: int, span: Range, delta: int) -> None:
+        p0, p1 = self.ends(seq, span)
+        verdict = self.ref.add(seq, *plain(p0, p1), delta)
+        if self.do("kv_cache_seq_add", verdict, seq, p0, p1, delta) and self.ledger:
+            self.ledger.add(seq, *plain(p0, p1), delta)
+
+    @rule(seq=SEQ, span=RANGE, d=st.sampled_from([2, 1, 3, 9]))
+    def div(self, seq: int, span: Range, d: int) -> None:
+        p0, p1 = self.ends(seq, span)
+        verdict = self.ref.div(seq, *plain(p0, p1), d)
+        if self.do("kv_cache_seq_div", verdict, seq, p0, p1, d) and self.ledger:
+            self.ledger.div(seq, *plain(p0, p1), d)
+
+    @rule()
+    def update(self) -> None:
+        self.do("kv_cache_update", Verdict(frozenset({DONE}), lambda: None))
+
+    # Out and in ----------------------------------------------------------------------
+
+    @rule(target=saved, seq=SEQ)
+    def read(self, seq: int) -> tuple[SequenceKV, Saved]:
+        """Take keys and values out; they are those of the ledger."""
+        if not self.do("kv", self.ref.read(), seq):
+            return SequenceKV(np.empty(0, np.int32), []), self.ref.save(seq, None)
+        arrays: SequenceKV = self.result
+        assert arrays.positions.tolist() == self.ref.positions(seq)
+        cells = self.ledger.cells(seq) if self.ledger else None
+        unique = 0 < len(arrays) == len(set(arrays.positions.tolist()))
+        if self.ledger and cells and unique:
+            order = np.argsort(cells.pos)
+            for layer, held in enumerate(arrays.layers):
+                keys = cells.k[layer]
+                if self.case.info.has_rope:
+                    keys = self.ledger.rotate(keys, cells.pos)
+                assert apart(held.keys, keys[order]) < self.case.tolerance
+                assert apart(held.values, cells.v[layer][order]) < self.case.tolerance
+        return arrays, self.ref.save(seq, cells)
+
+    @rule(dst=SEQ, saved=saved)
+    def write(self, dst: int, saved: tuple[SequenceKV, Saved]) -> None:
+        arrays, what = saved
+        if self.do("write_kv", self.ref.load(dst, what), dst, arrays) and self.ledger:
+            self.ledger.sequences[dst] = what.ledger
+
+
+def plain(p0: int | None, p1: int | None) -> tuple[int, int]:
+    """A range with both ends."""
+    return (0 if p0 is None else p0, END if p1 is None else p1)

@@ -1,8 +1,8 @@
 """What the memory operations mean, in plain Python: which cells each sequence holds.
 
 Each method says which outcomes are right, and what a call that succeeds does. It knows nothing
-of llama.cpp, and only one thing that a context decides by itself: a window cache may refuse what
-would need cells that it has dropped.
+of llama.cpp, and only one thing that a context decides by itself: where a window cache has
+dropped cells of a sequence, it may refuse what would need them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memory.kit import Case
 
 END = 2**31 - 1
 DONE, REFUSED, FULL = "done", "False", "NoKvCacheSlot"
 UNSUPPORTED, POSITION, BROKEN = "UnsupportedOperation", "PositionError", "DecodeError"
+INVALID = "InvalidBatch"
 
 
 class Cell(NamedTuple):
@@ -43,12 +44,28 @@ def verdict(effect: Callable[[], None], *allowed: str) -> Verdict:
     return Verdict(frozenset(allowed), effect)
 
 
+def in_turn(effects: list[Callable[[], None]]) -> None:
+    for effect in effects:
+        effect()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a sequence held when it was read."""
+
+    positions: list[int]
+    tokens: list[int] | None
+    ledger: Any
+
+
 class Reference:
     """Sequences as lists of cells, and for a recurrent state, who shares it with whom."""
 
     def __init__(self, case: Case, n_seq_max: int, n_cells: int) -> None:
-        self.info = case.info
+        self.case, self.info = case, case.info
         self.unified = case.unified
+        self.swa_full = case.swa_full
+        self.forked = False
         self.n_cells = n_cells
         self.cells: dict[int, list[Cell]] = {seq: [] for seq in range(n_seq_max)}
         self.state = dict.fromkeys(range(n_seq_max), -1)
@@ -56,8 +73,8 @@ class Reference:
         self.tokens: dict[int, list[int] | None] = {seq: [] for seq in range(n_seq_max)}
         self._keys = itertools.count()
         self.whole_only = self.info.has_recurrent_state
-        # Set while the window has dropped cells: what would need them may be refused.
-        self.may_refuse = False
+        # Sequences of which the window has dropped cells.
+        self.dropped: set[int] = set()
 
     # Questions ---------------------------------------------------------------------------
 
@@ -98,6 +115,9 @@ class Reference:
     # Operations --------------------------------------------------------------------------
 
     def decode(self, seq: int, tokens: list[int]) -> Verdict:
+        if not self.info.has_memory:
+            return verdict(nothing, DONE)
+
         def effect() -> None:
             first = max(self.positions(seq), default=-1) + 1
             self.cells[seq] += [Cell(first + i, next(self._keys)) for i in range(len(tokens))]
@@ -106,26 +126,67 @@ class Reference:
             if known is not None:
                 known += tokens
 
-        if self.info.n_swa:
-            # Shared cells of a window are not reused; a sequence may be broken by an earlier one.
-            return verdict(effect, DONE, FULL, BROKEN)
-        if self.info.memory == "recurrent":
-            return verdict(effect, DONE)
         used = self.n_used() if self.unified else len(self.cells[seq])
-        return verdict(effect, DONE if used + len(tokens) <= self.n_cells else FULL)
+        if self.info.memory == "recurrent" or used + len(tokens) <= self.n_cells:
+            return verdict(effect, DONE, *self._window_may_refuse())
+        return verdict(effect, FULL, *self._window_may_refuse())
+
+    def _window_may_refuse(self) -> tuple[str, ...]:
+        """A small window does not reuse the cells of forks; what it lost meanwhile is broken."""
+        if self.swa_full or not self.info.n_swa:
+            return ()
+        keys = [cell.key for cells in self.cells.values() for cell in cells]
+        self.forked = self.forked or len(keys) > len(set(keys))
+        return (FULL, BROKEN) if self.forked else ()
+
+    def decode_batch(self, words: dict[int, list[int]]) -> Verdict:
+        """Decode tokens of several sequences at once."""
+        if not words:
+            return verdict(nothing, INVALID)
+        verdicts = [self.decode(seq, tokens) for seq, tokens in words.items()]
+        allowed = frozenset[str]().union(*(v.allowed for v in verdicts))
+        if self.info.has_memory and self.info.memory != "recurrent":
+            fits = allowed == {DONE}
+            if self.unified:
+                fits = self.n_used() + sum(map(len, words.values())) <= self.n_cells
+            allowed = frozenset({DONE if fits else FULL, *self._window_may_refuse()})
+        return Verdict(allowed, lambda: in_turn([v.effect for v in verdicts]))
+
+    def decode_coupled(self, seqs: list[int], tokens: list[int]) -> Verdict:
+        """Decode tokens that belong to all of these sequences."""
+        first, *others = seqs
+
+        def effect() -> None:
+            one.effect()
+            new, known = self.cells[first][-len(tokens) :], self.tokens[first]
+            for seq in others:
+                self.cells[seq] += new
+                self.tokens[seq] = None if known is None else [*known]
+
+        keys = [{cell.key for cell in self.cells[seq]} for seq in seqs]
+        starts = {max(self.positions(seq), default=-1) for seq in seqs}
+        reasons = [INVALID] if len(starts) > 1 or any(keys[0] != key for key in keys) else []
+        if not self.unified or self.whole_only:
+            reasons.append(UNSUPPORTED)
+        if reasons:
+            return verdict(nothing, *reasons)
+        one = self.decode(first, tokens)
+        return Verdict(one.allowed, effect)
 
     def copy(self, src: int, dst: int, p0: int, p1: int) -> Verdict:
+        if not self.info.has_memory:
+            return verdict(nothing, UNSUPPORTED)
+
         def effect() -> None:
             chosen = self.within(src, p0, p1)
             known = self.tokens[src]
-            whole = len(chosen) == len(self.cells[src])
             if not (self.unified or self.info.memory == "recurrent"):
                 chosen = [Cell(cell.pos, next(self._keys)) for cell in chosen]
             prefix = p0 <= min(self.positions(src), default=0)
             self.cells[dst] = chosen
             self.state[dst] = self.state[src]
             self.tokens[dst] = known[: len(chosen)] if known is not None and prefix else None
-            self._settle(dst, whole=whole)
+            self._settle(dst)
 
         if src == dst or p0 >= p1:
             return verdict(nothing, DONE)
@@ -133,14 +194,17 @@ class Reference:
             return verdict(effect, DONE)
         if self.whole_only or not self.unified:
             return verdict(nothing, UNSUPPORTED)
-        return verdict(effect, DONE, *([UNSUPPORTED] if self.may_refuse else []))
+        return verdict(effect, DONE, *([UNSUPPORTED] if src in self.dropped else []))
 
     def remove(self, seqs: list[int], p0: int, p1: int) -> Verdict:
+        if not self.info.has_memory:
+            return verdict(nothing, UNSUPPORTED)
+
         def effect() -> None:
             for seq in seqs:
                 gone = self.within(seq, p0, p1)
                 tail = not gone or max(gone).pos == max(self.positions(seq))
-                kept = [cell for cell in self.cells[seq] if cell not in gone]
+                kept = [cell for cell in self.cells[seq] if not p0 <= cell.pos < p1]
                 known = self.tokens[seq]
                 if gone:
                     self.tokens[seq] = known[: len(kept)] if known is not None and tail else None
@@ -150,12 +214,43 @@ class Reference:
         partial = [s for s in seqs if self.within(s, p0, p1) and not self.covers(s, p0, p1)]
         if partial and self.whole_only:
             return verdict(nothing, REFUSED)
-        return verdict(effect, DONE, *([REFUSED] if partial and self.may_refuse else []))
+        refused = not self.dropped.isdisjoint(partial)
+        return verdict(effect, DONE, *([REFUSED] if refused else []))
+
+    def remove_and_close(self, seq: int, begin: int, end: int) -> Verdict:
+        """Remove a range and move what follows down, or nothing of both."""
+        rest = self.within(seq, end, END)
+        removal = self.remove([seq], begin, end)
+        allowed = {UNSUPPORTED if o == REFUSED else o for o in removal.allowed}
+        effects = [removal.effect]
+        if rest and begin < end:
+            shift = self.without(seq, begin, end).add(seq, end, END, begin - end)
+            if DONE not in shift.allowed:
+                allowed.discard(DONE)
+            allowed |= shift.allowed - {DONE}
+            if self.whole_only:
+                # Also where it could be done: nothing is removed and all of it moves.
+                allowed.add(UNSUPPORTED)
+            effects.append(lambda: self.add(seq, end, END, begin - end).effect())
+        return Verdict(frozenset(allowed), lambda: in_turn(effects))
+
+    def resume(self, seq: int, pos: int) -> set[bool]:
+        """What `can_resume` may answer."""
+        held = self.positions(seq)
+        if pos == 0:
+            return {True}
+        if pos - 1 not in held:
+            return {False}  # a decode there would leave a gap
+        if self.whole_only:
+            return {pos == held[-1] + 1}
+        return {True, False} if seq in self.dropped else {True}
 
     def keep(self, seq: int) -> Verdict:
         return self.remove([other for other in self.cells if other != seq], 0, END)
 
     def clear(self) -> Verdict:
+        if not self.info.has_memory:
+            return verdict(nothing, DONE)
         return self.remove(list(self.cells), 0, END)
 
     def add(self, seq: int, p0: int, p1: int, delta: int) -> Verdict:
@@ -167,7 +262,7 @@ class Reference:
     def _move(
         self, seq: int, p0: int, p1: int, target: Callable[[int], int], idle: bool
     ) -> Verdict:
-        if self.info.has_mrope:
+        if self.info.has_mrope or not self.info.has_memory:
             return verdict(nothing, UNSUPPORTED)
         moving = self.within(seq, p0, p1)
         if p0 >= p1 or not moving or idle:
@@ -194,10 +289,32 @@ class Reference:
             reasons.append(POSITION)
         if reasons:
             # Where several apply, any of them is a right answer.
-            return verdict(nothing, *reasons, *([UNSUPPORTED] if self.may_refuse else []))
-        return verdict(effect, DONE, *([UNSUPPORTED] if self.may_refuse else []))
+            return verdict(nothing, *reasons, *([UNSUPPORTED] if seq in self.dropped else []))
+        return verdict(effect, DONE, *([UNSUPPORTED] if seq in self.dropped else []))
 
-    def _settle(self, seq: int, whole: bool = True) -> None:
+    # Out and in --------------------------------------------------------------------------
+
+    def read(self) -> Verdict:
+        return verdict(nothing, DONE if self.case.can_read else UNSUPPORTED)
+
+    def save(self, seq: int, ledger: Any) -> Saved:
+        known = self.tokens[seq]
+        return Saved(self.positions(seq), None if known is None else [*known], ledger)
+
+    def load(self, seq: int, saved: Saved) -> Verdict:
+        """Put what was read into a sequence, in cells of its own."""
+
+        def effect() -> None:
+            self.cells[seq] = [Cell(pos, next(self._keys)) for pos in saved.positions]
+            self.tokens[seq] = None if saved.tokens is None else [*saved.tokens]
+            self._settle(seq)
+
+        if not self.case.can_write:
+            return verdict(nothing, UNSUPPORTED)
+        used = self.without(seq, 0, END).n_used() if self.unified else 0
+        return verdict(effect, DONE if used + len(saved.positions) <= self.n_cells else FULL)
+
+    def _settle(self, seq: int) -> None:
         if not self.cells[seq]:
             self.tokens[seq] = []
             self.state[seq] = -1

@@ -1,33 +1,69 @@
 """Random programs: positions, cells and logits follow a plain reference, step by step.
 
-After every decode a NumPy ledger is asked, or a fresh run where there is none.
+Hypothesis draws the programs, and shrinks one that fails to the few calls that matter. After
+every decode a NumPy ledger is asked, or a fresh run where there is none. ``make fuzz`` runs many
+more of them; ``PYKVCACHE_FUZZ_SEED`` makes them others.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 import pytest
+from hypothesis import Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from conftest import ENCODER_INPUT
 from memory.kit import CASES, Case, Logits
-from memory.program_runner import N_SEQ
+from memory.program_base import N_SEQ, World
 from memory.programs import Program
+from memory.reference import DONE
 from pykvcache import LlamaContext
 from support.models import make_model
 from support.numpy_variants import LEDGERS, LedgerT5, make_ledger
 
-STEPS = 270
-STEPS_OF_A_WINDOW = 150  # they hold more cells, which the ledger pays for
-SEEDS = 3
+ALL = (*CASES, Case("bert"))
+SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
+STEPS = 8 * settings().max_examples
+"""On each memory; the profile chosen says how many examples it wants."""
+# Explaining a failure costs more programs than finding and shrinking it.
+SETTINGS = settings(max_examples=16, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])
+WITHOUT_MEMORY = {"can_resume", "clear_kv_cache", "decode", "kv_cache_update"}
+OPERATIONS = WITHOUT_MEMORY | {
+    "clear_kv_cache_seq",
+    "copy_cache",
+    "copy_kv_cache_seq",
+    "copy_prefix",
+    "kv",
+    "kv_cache_seq_add",
+    "kv_cache_seq_div",
+    "kv_cache_seq_keep",
+    "remove",
+    "write_kv",
+}
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
-@pytest.mark.parametrize("case", CASES, ids=str)
+def possible(case: Case) -> set[str]:
+    """What can be done on a memory at all."""
+    if not case.info.has_memory:
+        return WITHOUT_MEMORY
+    refused = {"kv_cache_seq_add", "kv_cache_seq_div"} if case.info.has_mrope else set()
+    refused |= set() if case.can_read else {"kv"}
+    refused |= set() if case.can_write else {"write_kv"}
+    return OPERATIONS - refused
+
+
+def test_the_programs_take_20_000_steps() -> None:
+    """At least: each test below counts its own."""
+    assert len(ALL) * STEPS >= 20_000
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
 def test_a_random_program_does_what_the_reference_says(
     case: Case,
-    seed: int,
     make_context: Callable[..., LlamaContext],
     fresh_logits: Callable[..., Logits],
     model_folder: Path,
@@ -37,6 +73,27 @@ def test_a_random_program_does_what_the_reference_says(
         ledger = make_ledger(make_model(case.name, model_folder))
         if isinstance(ledger, LedgerT5):
             ledger.encode(ENCODER_INPUT)
-    ctx = make_context(case.name, n_seq_max=N_SEQ, **case.options)
-    steps = STEPS if case.swa_full else STEPS_OF_A_WINDOW
-    Program(case, ctx, fresh_logits, ledger, seed).run(steps)
+
+    def fresh(tokens: list[int]) -> Logits:
+        if case.info.has_memory:
+            return fresh_logits(case.name, tokens)
+        with make_context(case.name) as ctx:
+            ctx.decode(tokens)
+            return ctx.seq_embeddings()
+
+    world = World(
+        case, lambda: make_context(case.name, n_seq_max=N_SEQ, **case.options), fresh, ledger
+    )
+    # Programs may end early, so the steps are counted, and rounds go on until they are enough.
+    for part in range(STEPS):
+
+        @seed(crc32(f"{case} {SEED} {part}".encode()))
+        def program() -> Program:
+            return Program(world)
+
+        run_state_machine_as_test(program, settings=SETTINGS)
+        tried = {name for name, _ in world.outcomes}
+        if world.steps >= STEPS and tried == OPERATIONS:
+            break
+    done = {name for name, outcome in world.outcomes if outcome == DONE}
+    assert (world.steps >= STEPS, tried, done) == (True, OPERATIONS, possible(case))

@@ -1,0 +1,170 @@
+"""A random program is a state machine: how its calls are made, and what holds after each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import note
+from hypothesis.stateful import RuleBasedStateMachine, invariant
+
+from memory.kit import Case, Logits, apart
+from memory.reference import BROKEN, DONE, Reference, Verdict
+from pykvcache import (
+    DecodeError,
+    InvalidBatch,
+    LlamaContext,
+    NoKvCacheSlot,
+    PositionError,
+    SequenceKV,
+    UnsupportedOperation,
+)
+from support.numpy_llama import LedgerLlama
+
+N_SEQ = 4
+BITS = 1 << np.arange(N_SEQ)
+
+
+@dataclass
+class World:
+    """What programs on one memory are given, and what they have done."""
+
+    case: Case
+    make_context: Callable[[], LlamaContext]
+    fresh: Callable[[list[int]], Logits]
+    ledger: LedgerLlama | None
+    steps: int = 0
+    """In which a method of the context was called."""
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+class ProgramBase(RuleBasedStateMachine):
+    """One program: a new context and a plain reference beside it."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world, self.case, self.ledger = world, world.case, world.ledger
+        self.ctx = world.make_context()
+        self.ref = Reference(self.case, N_SEQ, self.ctx.n_ctx_seq)
+        self.called = False
+        self.n_words = 0
+        if self.ledger is not None:
+            self.ledger.clear()
+
+    def teardown(self) -> None:
+        self.ctx.close()
+
+    def words(self, n: int) -> list[int]:
+        """New tokens; the same in every run of the same program."""
+        span, first = self.case.n_vocab - 7, self.n_words
+        self.n_words += n
+        return [5 + (i * i * 7919 + i * 104_729) % span for i in range(first, first + n)]
+
+    def do(self, name: str, verdict: Verdict, *arguments: Any, **named: Any) -> bool:
+        """Call a method of the context; whether it was done. The reference follows."""
+        self.called = True
+        self.result = None
+        try:
+            self.result = getattr(self.ctx, name)(*arguments, **named)
+            outcome = "False" if self.result is False else DONE
+        except (InvalidBatch, NoKvCacheSlot, PositionError, UnsupportedOperation) as error:
+            outcome = type(error).__name__
+        except DecodeError:
+            outcome = BROKEN
+        # What Hypothesis prints beside the shrunken program.
+        note(f"ctx.{name}({', '.join(map(brief, arguments))}) {named or ''}  # {outcome}")
+        assert outcome in verdict.allowed, f"{outcome} instead of {sorted(verdict.allowed)}"
+        self.world.outcomes[name, outcome] += 1
+        if outcome == DONE:
+            verdict.effect()
+        return outcome == DONE
+
+    def compare_logits(self, seq: int, tokens: list[int], row: int) -> None:
+        """The logits that a decode gave are those of the ledger, or of a fresh run."""
+        given = self.ctx.logits(row) if self.case.info.has_memory else self.ctx.seq_embeddings(seq)
+        known = self.ref.tokens[seq] if self.case.info.has_memory else tokens
+        if self.ledger is not None:
+            self.ledger.decode(seq, tokens)
+            right: Any = self.ledger.logits
+        elif known is not None:
+            right = self.world.fresh(known)
+        else:
+            return
+        difference = apart(given, right)
+        assert difference < self.case.tolerance, f"sequence {seq} is {difference:.3g} off"
+
+    def keep_what_stayed(
+        self, rows: list[tuple[int, int]], words: dict[int, list[int]], first: dict[int, int]
+    ) -> None:
+        """A batch that is decoded in parts may fail after some: what is held is its beginning."""
+        stayed = [first[seq] + i <= self.ctx.kv_cache_seq_pos_max(seq) for i, seq in rows]
+        assert stayed == sorted(stayed, reverse=True), "a later token stays and an earlier is gone"
+        for (i, seq), here in zip(rows, stayed, strict=True):
+            if here:
+                self.ref.decode(seq, words[seq][i : i + 1]).effect()
+                if self.ledger is not None:
+                    self.ledger.decode(seq, words[seq][i : i + 1])
+
+    @invariant()
+    def positions_are_true(self) -> None:
+        self.world.steps += self.called
+        self.called = False
+        ctx, ref = self.ctx, self.ref
+        for seq in range(N_SEQ):
+            held = ref.positions(seq)
+            assert ctx.kv_cache_seq_pos_max(seq) == max(held, default=-1), f"highest of {seq}"
+            lowest = ctx.kv_cache_seq_pos_min(seq)
+            if not held or not (ref.whole_only or self.case.info.n_swa):
+                assert lowest == min(held, default=-1), f"lowest of {seq}"
+            else:
+                assert held[0] <= lowest <= held[-1], f"lowest of {seq}"
+        assert set(ctx.sequences()) == {seq for seq in range(N_SEQ) if ref.cells[seq]}
+
+    @invariant()
+    def cells_are_shared_as_they_should(self) -> None:
+        """The cells of the context are those of the reference, each with the same sequences."""
+        if self.case.info.has_recurrent_state:
+            self._states_are_shared()
+        if self.case.info.memory in ("none", "recurrent"):
+            return
+        wanted: dict[int, tuple[int, int]] = {}
+        for seq, cells in self.ref.cells.items():
+            for cell in cells:
+                wanted[cell.key] = (cell.pos, wanted.get(cell.key, (0, 0))[1] | 1 << seq)
+        table = self.ctx.cells("attention")
+        found = sorted(zip(table.pos.tolist(), (table.members @ BITS).tolist(), strict=True))
+        assert found == sorted(wanted.values()), "(position, bits of its sequences) of each cell"
+        assert self.ctx.n_cells_used == len(wanted)
+        if self.case.info.n_swa:
+            self._window_is_a_part(found)
+
+    def _states_are_shared(self) -> None:
+        """Each sequence has one state, at its last position, and forks share theirs."""
+        ref, table = self.ref, self.ctx.cells("recurrent")
+        alive = [seq for seq in range(N_SEQ) if ref.cells[seq]]
+        groups = {state: 0 for state in ref.state.values()}
+        for seq in alive:
+            groups[ref.state[seq]] |= 1 << seq
+        assert sorted((table.members @ BITS).tolist()) == sorted(g for g in groups.values() if g)
+        last = {seq: ref.positions(seq)[-1] for seq in alive}
+        for pos, members in zip(table.pos.tolist(), table.members, strict=True):
+            assert {last[seq] for seq in np.flatnonzero(members)} == {pos}
+
+    def _window_is_a_part(self, held: list[tuple[int, int]]) -> None:
+        """The window's cells are among those held; a sequence that lost some may refuse more."""
+        window = self.ctx.cells("window")
+        kept = sorted(zip(window.pos.tolist(), (window.members @ BITS).tolist(), strict=True))
+        self.ref.dropped = set()
+        for seq in range(N_SEQ):
+            here = Counter(pos for pos, bits in kept if bits >> seq & 1)
+            there = Counter(pos for pos, bits in held if bits >> seq & 1)
+            assert here <= there, f"the window has cells that sequence {seq} does not hold"
+            if here != there:
+                self.ref.dropped.add(seq)
+
+
+def brief(argument: Any) -> str:
+    return f"<{len(argument)} cells>" if isinstance(argument, SequenceKV) else repr(argument)

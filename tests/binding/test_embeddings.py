@@ -68,6 +68,18 @@ def test_a_context_for_embeddings_gives_true_logits_or_none(
     assert differ(logits, fresh_logits(name, words(10))) < RIGHT
 
 
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_swa"])
+def test_embeddings_of_earlier_decodes_are_no_logits(make_context: Any, name: str) -> None:
+    ctx = make_context(name, embeddings=True)
+    # The buffer of the first is used for all; in the second the embeddings lie further ahead.
+    for n in (30, 5, 30):
+        ctx.clear_kv_cache()
+        ctx.decode(LlamaBatch.from_arrays(words(n), np.arange(n), 0, np.ones(n, bool)))
+        for i in range(n):
+            with pytest.raises(UnsupportedOperation):
+                ctx.logits(i)
+
+
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("use", ["decode", "encode"])
 def test_pooled_embeddings_are_pooled_from_those_of_the_tokens(

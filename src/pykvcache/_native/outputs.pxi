@@ -88,12 +88,13 @@ cdef class Outputs(State):
             raise UnsupportedOperation("logits", "this model gives embeddings only")
         if self.from_encoder:
             raise IndexError("there are no logits: encode() gives none, decode() does")
-        result = self.row(self.find_output(i, "logits"), False)
+        place = self.find_output(i, "logits")
+        # llama.cpp has a buffer for them all the same, with zeros or old embeddings in it.
+        if not self.effective.gives_logits:
+            raise UnsupportedOperation("logits", "with embeddings=True this model computes no logits")
+        result = self.row(place, False)
         if result is None:
             raise IndexError(f"token {i} of the last decode has no logits")
-        # Some graphs leave the logits out beside embeddings, and the buffer at zero.
-        if self.embeddings and not result.any():
-            raise UnsupportedOperation("logits", "with embeddings=True this model computes no logits")
         return result
 
     def logits(self, i):

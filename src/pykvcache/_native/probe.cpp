@@ -194,7 +194,9 @@ uint32_t     n_stream(const memory * m) { return m->base ? m->base->get_n_stream
 
 context_facts look_at_context(const llama_context * ctx) {
     const auto & c = ctx->get_cparams();
-    return {c.flash_attn, c.kv_unified, c.causal_attn, int(c.pooling_type), c.n_threads, c.n_threads_batch};
+    const auto * graph = ctx->get_gf_res_reserve();
+    return {c.flash_attn, c.kv_unified, c.causal_attn, int(c.pooling_type), c.n_threads, c.n_threads_batch,
+            graph && graph->get_logits()};
 }
 
 memory_facts look_at_memory(const memory * m) {

@@ -53,6 +53,7 @@ struct context_facts {
     int     pooling_type;
     int32_t n_threads;
     int32_t n_threads_batch;
+    bool    gives_logits;  // some graphs leave them out beside embeddings
 };
 
 struct memory_facts {

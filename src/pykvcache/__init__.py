@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     )
     from pykvcache.facts import PerfData
     from pykvcache.introspection import CellTable, MemoryInfo, SequenceRange
-    from pykvcache.kv import LayerKV, SequenceKV
+    from pykvcache.kv import CacheView, LayerKV, LayerState, RecurrentState, SequenceKV
     from pykvcache.model import LlamaModel
     from pykvcache.sampling import Sampler
 
@@ -83,10 +83,12 @@ except PackageNotFoundError:
 # only, and must import where the compiled layer was never built.
 _HOMES = {
     "AttentionType": "enums",
+    "CacheView": "kv",
     "CellTable": "introspection",
     "FlashAttention": "enums",
     "GgmlType": "enums",
     "LayerKV": "kv",
+    "LayerState": "kv",
     "LlamaBatch": "batch",
     "LlamaContext": "context",
     "LlamaModel": "model",
@@ -94,6 +96,7 @@ _HOMES = {
     "MemoryInfo": "introspection",
     "PerfData": "facts",
     "PoolingType": "enums",
+    "RecurrentState": "kv",
     "RopeScalingType": "enums",
     "RopeType": "enums",
     "Sampler": "sampling",
@@ -112,6 +115,7 @@ __all__ = [
     "CacheLayerError",
     "CacheOrderError",
     "CacheValueError",
+    "CacheView",
     "CellTable",
     "ClosedError",
     "ContextCreateError",
@@ -125,6 +129,7 @@ __all__ = [
     "KvCacheError",
     "KvCacheFull",
     "LayerKV",
+    "LayerState",
     "LlamaBatch",
     "LlamaContext",
     "LlamaModel",
@@ -139,6 +144,7 @@ __all__ = [
     "PerfData",
     "PoolingType",
     "PositionError",
+    "RecurrentState",
     "ReprocessInputs",
     "RopeScalingType",
     "RopeType",

@@ -16,9 +16,11 @@ from binding import fuzz_values as values
 from pykvcache import (
     KvCacheError,
     LayerKV,
+    LayerState,
     LlamaBatch,
     LlamaContext,
     LlamaModel,
+    RecurrentState,
     Sampler,
     SequenceKV,
 )
@@ -74,12 +76,37 @@ class Arguments:
         """The K and V of some live sequence, or nearly."""
         rng = self.rng
         try:
-            found = rng.choice(self.pool[LlamaContext]).kv(rng.randrange(right.N_SEQ))
+            ctx, copy = rng.choice(self.pool[LlamaContext]), rng.random() < 0.9
+            dtype = rng.choice([None, "stored"])
+            found = ctx.kv(rng.randrange(right.N_SEQ), copy=copy, dtype=dtype)
         except KvCacheError:
             return values.hostile(rng, self.objects())
-        if rng.random() < 0.4 or not len(found):
+        if rng.random() < 0.4 or not copy:
             return found
-        layers = [list(dataclasses.astuple(layer)) for layer in found.layers]
+        if found.window is not None and rng.random() < 0.5:
+            return dataclasses.replace(found, window=self.spoiled(found.window))
+        if found.recurrent is not None and rng.random() < 0.5:
+            return dataclasses.replace(found, recurrent=self.spoiled_state(found.recurrent))
+        return self.spoiled(found) if found.layers and len(found) else found
+
+    def spoiled_state(self, state: RecurrentState) -> Any:
+        """Recurrent states that may fit nowhere."""
+        rng = self.rng
+        position = rng.choice([state.position, state.position + 1, -2, -1, 2**31, 0])
+        layers = [[layer.r, layer.s, layer.layer] for layer in state.layers]
+        if layers:
+            with np.errstate(all="ignore"):
+                row = rng.choice(layers)
+                row[rng.randrange(2)] = rng.choice(right.SPOIL)(state.layers[0].r)
+        first = rng.choice([0, state.first, -1, 2**40])
+        return rng.choice([None, RecurrentState(position, [LayerState(*x) for x in layers], first)])
+
+    def spoiled(self, found: SequenceKV) -> Any:
+        """K and V that may fit nowhere."""
+        rng = self.rng
+        if not found.layers:
+            return None
+        layers = [[layer.keys, layer.values, layer.layer] for layer in found.layers]
         rows, k = rng.choice(layers), rng.randrange(2)
         with np.errstate(all="ignore"):
             rows[k] = rng.choice(right.SPOIL)(rows[k])
@@ -89,7 +116,14 @@ class Arguments:
                 [*values.ARRAYS, lambda: positions[::-1], lambda: positions * 0]
             )()
         layers = rng.choice([layers, layers, layers[:-1], layers * 2, layers[::-1]])
-        return SequenceKV(positions, [LayerKV(*pair) for pair in layers])
+        extended = rng.choice([found.extended, found.extended, None, positions])
+        return dataclasses.replace(
+            found,
+            positions=positions,
+            layers=[LayerKV(*layer) for layer in layers],
+            extended=extended,
+            rope=rng.random() < 0.8,
+        )
 
     def arguments(self, function: Callable[..., Any]) -> Any:
         rng = self.rng

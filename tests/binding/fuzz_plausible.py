@@ -115,6 +115,9 @@ NAMED: Mapping[str, Callable[[Random], Any]] = {
     "messages": lambda r: r.choice([MESSAGES, [], "ab", [5], None]),
     "progress": lambda r: r.choice([None, lambda f: f < 0.5, lambda f: None]),
     "load_mode": lambda r: r.choice(["auto", "none", "mmap", "direct_io", 9]),
+    "copy": lambda r: r.choice([True, False]),
+    "dtype": lambda r: r.choice([None, "stored", np.float32, "f4", "f8", object]),
+    "rope": lambda r: r.choice([True, False]),
     "part": lambda r: r.choice([None, "attention", "window", "recurrent", "x"]),
 }
 """Mostly right arguments by parameter name: calls that pass the checks are the dangerous ones."""

@@ -16,9 +16,8 @@ from pykvcache import (
     SequenceIdError,
     SequenceKV,
     StateError,
-    UnsupportedOperation,
 )
-from support.models import EXACT, MODELS, RIGHT, make_model
+from support.models import EXACT, RIGHT, make_model
 
 WORDS = np.random.default_rng(3).integers(5, 300, 60).astype(np.int32)
 TYPES: dict[str, dict[str, Any]] = {
@@ -216,23 +215,6 @@ def test_bad_sequence_ids(model: LlamaModel) -> None:
             ctx.kv(seq)
         with pytest.raises(SequenceIdError):
             ctx.write_kv(seq, arrays)
-
-
-@pytest.mark.parametrize("name", ["gemma3", "mamba", "jamba", "lfm2_swa", "qwen2vl", "bert"])
-def test_other_memories_say_so(model_folder: Path, name: str) -> None:
-    info = MODELS[name]
-    ctx = LlamaContext(
-        LlamaModel(make_model(name, model_folder)), n_ctx=256, embeddings=info.is_embedder
-    )
-    with pytest.raises(UnsupportedOperation, match="kv"):
-        ctx.kv(0)
-
-
-def test_quantised_caches_say_so(model_folder: Path) -> None:
-    model = LlamaModel(make_model("llama_h64", model_folder))
-    ctx = LlamaContext(model, n_ctx=256, type_k="q8_0", type_v="q8_0")
-    with pytest.raises(UnsupportedOperation, match="q8_0"):
-        ctx.kv(0)
 
 
 @pytest.mark.filterwarnings("error")

@@ -149,7 +149,7 @@ cdef class Arrays(Cells):
             if layer >= <uint32_t>self.model.n_layer:
                 raise IndexError(f"layer {layer} is outside [0, {self.model.n_layer})")
             facts = lib.rope_at(self.ctx, self.mem, layer)
-            if facts.type < 0:
+            if facts.type < 0 or facts.n_rot < 2:
                 return None
             factors = lib.rope_factors(self.ctx, layer)
             result = dict(facts)
@@ -158,56 +158,123 @@ cdef class Arrays(Cells):
         finally:
             self.lock.leave()
 
-    def live(self, seq_id, str part not None):
-        """Return (positions, [(layer, type, region, type, region)]) of a sequence, not copied.
+    def in_window(self, const int32_t[::1] positions not None, int32_t next_pos):
+        """Return which positions the window shows to a query at `next_pos`."""
+        cdef Py_ssize_t i
+        cdef uint8_t[::1] view
+        seen = np.empty(positions.shape[0], np.uint8)
+        view = seen
+        self.look()
+        try:
+            for i in range(positions.shape[0]):
+                view[i] = lib.in_window(self.mem, positions[i], next_pos)
+            return seen.view(np.bool_)
+        finally:
+            self.lock.leave()
 
-        Pending updates are applied first.
+    def take(self, seq_id, bint copy):
+        """Return what a sequence holds: per part (part, positions, extended or None, layers).
+
+        Of the recurrent part, its first position stands in the place of `extended`. Layers are
+        (layer, type, data, type, data): K and V or the states r and s, of which one may be None.
+        Data is bytes (tokens, heads, bytes of a head), or a `Region` where not copied. Tokens are
+        in the order of their positions, and pending updates applied first.
         """
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        cdef lib.memory_part which = <lib.memory_part>self.part_of(part)
+        cdef lib.memory_part part
         cdef vector[lib.live_cell] cells
-        cdef Py_ssize_t i, n, first = 0, step = 1
-        cdef uint32_t il
         cdef int32_t[::1] pos
-        cdef list layers = []
+        cdef int32_t[:, ::1] ext
+        cdef list parts = []
+        cdef Py_ssize_t i
         self.look()
         try:
             self.need_memory("kv")
             self.usable()
+            self.need_settled(seq)
             self.settle()
-            cells = lib.part_cells(self.mem, which, seq)
-            n = <Py_ssize_t>cells.size()
-            positions = np.empty(n, np.int32)
-            pos = positions
-            for i in range(n):
-                pos[i] = cells[i].pos
-            if n:
-                first = cells[0].cell
-            if n > 1:
-                step = <Py_ssize_t>cells[1].cell - first
-            for i in range(n):
-                if <Py_ssize_t>cells[i].cell != first + i * step:
-                    raise UnsupportedOperation(
-                        "kv", f"the {n} cells of sequence {seq} are not evenly spaced in the cache: "
-                        "read a copy, with copy=True")
-            for il in lib.part_layers(self.mem, which):
-                layers.append((
-                    il, *self.live_region(which, il, 0, seq, n, first, step),
-                    *self.live_region(which, il, 1, seq, n, first, step)))
-            return positions, layers
+            for name in _PARTS:
+                part = <lib.memory_part><int>_PARTS[name]
+                if not lib.has_part(self.mem, part):
+                    continue
+                cells = lib.part_cells(self.mem, part, seq)
+                positions = np.empty(cells.size(), np.int32)
+                pos = positions
+                for i in range(<Py_ssize_t>cells.size()):
+                    pos[i] = cells[i].pos
+                extended = None
+                if part == lib.PART_RECURRENT:
+                    extended = lib.first_of(self.mem, seq)
+                elif lib.has_extended(self.mem):
+                    extended = np.empty((cells.size(), 3), np.int32)
+                    if cells.size():
+                        ext = extended
+                        lib.read_extended(self.mem, part, seq, cells, &ext[0, 0])
+                parts.append((name, positions, extended, self.layers_of(part, seq, cells, copy)))
+            return parts
         finally:
             self.lock.leave()
 
-    cdef tuple live_region(
-            self, lib.memory_part part, uint32_t il, int which, int32_t seq,
-            Py_ssize_t n, Py_ssize_t first, Py_ssize_t step):
-        cdef lib.live_tensor t = lib.tensor_at(self.mem, part, il, which, seq)
-        if t.data == NULL:
-            return None, None
-        if not t.host:
+    cdef int need_settled(self, int32_t seq) except -1:
+        if self.kind == lib.MEMORY_OTHER:
             raise UnsupportedOperation(
-                "kv", f"layer {il} lies in the memory of a device: read a copy, with copy=True")
-        return t.type, _region(self, t, n, first, step)
+                "kv", f"the layout of {lib.class_name(self.mem).decode()} is not known here")
+        if self.poisoned[seq]:
+            raise UnsupportedOperation(
+                "kv", f"sequence {seq} holds the rest of an aborted decode: remove all of it")
+        return 0
+
+    cdef list layers_of(
+            self, lib.memory_part part, int32_t seq, vector[lib.live_cell]& cells, bint copy):
+        cdef Py_ssize_t i, n = <Py_ssize_t>cells.size(), first = 0, step = 1
+        cdef uint32_t il
+        cdef int which
+        cdef list layers = []
+        cdef list layer
+        cdef lib.live_tensor t
+        if n:
+            first = cells[0].cell
+        if n > 1:
+            step = <Py_ssize_t>cells[1].cell - first
+        for i in range(n if not copy else 0):
+            if <Py_ssize_t>cells[i].cell != first + i * step:
+                raise UnsupportedOperation(
+                    "kv", f"the {n} cells of sequence {seq} are not evenly spaced in the cache: "
+                    "read a copy, with copy=True")
+        for il in lib.part_layers(self.mem, part):
+            layer = [il]
+            for which in range(2):
+                t = lib.tensor_at(self.mem, part, il, which, seq)
+                if t.data == NULL:
+                    layer += [None, None]
+                elif copy:
+                    layer += [t.type, self.copy_rows(part, il, which, seq, cells, t)]
+                elif t.host:
+                    layer += [t.type, _region(self, t, n, first, step)]
+                else:
+                    raise UnsupportedOperation(
+                        "kv", f"layer {il} lies in the memory of a device: read a copy, with copy=True")
+            layers.append(tuple(layer))
+        return layers
+
+    cdef object copy_rows(
+            self, lib.memory_part part, uint32_t il, int which, int32_t seq,
+            vector[lib.live_cell]& cells, lib.live_tensor t):
+        cdef Py_ssize_t n = <Py_ssize_t>cells.size()
+        cdef size_t head = lib.bytes_of(t.type, t.head_dim)
+        cdef uint8_t[::1] view
+        cdef int32_t code
+        rows = np.empty(n * t.n_head * head, np.uint8)
+        if rows.size:
+            view = rows
+            with nogil:
+                code = lib.read_rows(self.mem, part, il, which, seq, cells, &view[0])
+            if code == lib.CAUGHT:
+                raise self.fail("kv")
+        if not t.transposed:
+            return rows.reshape(n, t.n_head, head)
+        rows = rows.view(f"V{t.cell_stride}").reshape(t.n_head, t.head_dim, n).transpose(2, 0, 1)
+        return np.ascontiguousarray(rows).view(np.uint8).reshape(n, t.n_head, head)
 
 
 def dequantize(int ggml_type, const uint8_t[::1] data not None):

@@ -143,6 +143,7 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
         const char* data
         int32_t type
         bool host
+        bool transposed
         int64_t n_head
         int64_t head_dim
         size_t cell_stride
@@ -166,10 +167,16 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
         int32_t keys
         int32_t values
 
+    bool has_part(const memory*, memory_part)
     vector[uint32_t] part_layers(const memory*, memory_part)
     vector[live_cell] part_cells(const memory*, memory_part, llama_seq_id)
+    bool in_window(const memory*, llama_pos pos, llama_pos next)
     hadamard_facts part_hadamard(const memory*, memory_part)
     live_tensor tensor_at(const memory*, memory_part, uint32_t il, int which, llama_seq_id)
+    int32_t read_rows(const memory*, memory_part, uint32_t il, int which, llama_seq_id,
+                      const vector[live_cell]&, uint8_t* dst)
+    bool has_extended(const memory*)
+    void read_extended(const memory*, memory_part, llama_seq_id, const vector[live_cell]&, int32_t* dst)
     rope_facts rope_at(const llama_context*, const memory*, uint32_t il)
     vector[float] rope_factors(const llama_context*, uint32_t il)
     bool dequantize(ggml_type, const void* src, float* dst, int64_t n)

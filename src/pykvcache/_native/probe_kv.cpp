@@ -24,23 +24,30 @@ bool is_host(const ggml_tensor * t) {
     return owner->buffer && ggml_backend_buffer_is_host(owner->buffer);
 }
 
+// K or V of the stream of a sequence: (value, head, cell), or (cell, head, value) where it is transposed.
+const ggml_tensor * stream_tensor(ggml_context * ctx, const llama_kv_cache * cache, uint32_t il, int which,
+                                  llama_seq_id seq) {
+    llama_kv_cache::slot_info where;
+    where.s0 = where.s1 = cache->get_stream(seq);
+    return which == 0 ? cache->get_k(ctx, int32_t(il), cache->get_size(), where)
+                      : cache->get_v(ctx, int32_t(il), cache->get_size(), where);
+}
+
+bool is_transposed(const ggml_tensor * t, int which) { return which == 1 && t->nb[1] > t->nb[2]; }
+
 live_tensor attention_tensor(const memory * m, const llama_kv_cache * cache, uint32_t il, int which, llama_seq_id seq) {
     if (which == 1 && m->hparams->is_mla()) {
         return {};
     }
-    const uint32_t stream = cache->get_stream(seq);
-    llama_kv_cache::slot_info where;
-    where.s0 = where.s1 = stream;
     const auto ctx = scratch();
-    const ggml_tensor * t = which == 0 ? cache->get_k(ctx.get(), il, cache->get_size(), where)
-                                       : cache->get_v(ctx.get(), il, cache->get_size(), where);
+    const ggml_tensor * t = stream_tensor(ctx.get(), cache, il, which, seq);
+    const bool transposed = is_transposed(t, which);
     live_tensor live{};
     live.data = static_cast<const char *>(t->data);
     live.type = t->type;
     live.host = is_host(t);
+    live.transposed = transposed;
     live.n_head = t->ne[1];
-    // Transposed values have the cells innermost; what llama.cpp calls ne[0] is then theirs.
-    const bool transposed = which == 1 && t->nb[1] > t->nb[2];
     live.head_dim = transposed ? t->ne[2] : t->ne[0];
     live.cell_stride = transposed ? t->nb[0] : t->nb[2];
     live.head_stride = t->nb[1];
@@ -48,8 +55,12 @@ live_tensor attention_tensor(const memory * m, const llama_kv_cache * cache, uin
     return live;
 }
 
+const ggml_tensor * state_source(const memory * m, uint32_t il, int which) {
+    return which == 0 ? m->recurrent->r_l[il] : m->recurrent->s_l[il];
+}
+
 live_tensor state_tensor(const memory * m, uint32_t il, int which) {
-    const ggml_tensor * t = which == 0 ? m->recurrent->r_l[il] : m->recurrent->s_l[il];
+    const ggml_tensor * t = state_source(m, il, which);
     live_tensor live{};
     if (!t) {
         return live;
@@ -64,7 +75,24 @@ live_tensor state_tensor(const memory * m, uint32_t il, int which) {
     return live;
 }
 
+// One run of bytes per run of neighbouring cells, from `offset` on.
+void read_runs(const ggml_tensor * t, size_t offset, size_t stride, const std::vector<live_cell> & cells, uint8_t *& dst) {
+    for (size_t i = 0; i < cells.size();) {
+        size_t n = 1;
+        while (i + n < cells.size() && cells[i + n].cell == cells[i].cell + n) {
+            ++n;
+        }
+        ggml_backend_tensor_get(t, dst, offset + cells[i].cell * stride, n * stride);
+        dst += n * stride;
+        i += n;
+    }
+}
+
 }  // namespace
+
+bool has_part(const memory * m, memory_part part) {
+    return part == PART_RECURRENT ? m->recurrent != nullptr : cache_of(m, part) != nullptr;
+}
 
 std::vector<uint32_t> part_layers(const memory * m, memory_part part) {
     if (part != PART_RECURRENT) {
@@ -109,6 +137,10 @@ std::vector<live_cell> part_cells(const memory * m, memory_part part, llama_seq_
     return result;
 }
 
+bool in_window(const memory * m, llama_pos pos, llama_pos next) {
+    return !llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, next);
+}
+
 hadamard_facts part_hadamard(const memory * m, memory_part part) {
     const auto * cache = part == PART_RECURRENT ? nullptr : cache_of(m, part);
     if (!cache) {
@@ -123,6 +155,40 @@ hadamard_facts part_hadamard(const memory * m, memory_part part) {
 live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq) {
     return part == PART_RECURRENT ? state_tensor(m, il, which)
                                   : attention_tensor(m, cache_of(m, part), il, which, seq);
+}
+
+int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
+                  const std::vector<live_cell> & cells, uint8_t * dst) noexcept {
+    return guarded_void([&] {
+        if (part == PART_RECURRENT) {
+            const ggml_tensor * t = state_source(m, il, which);
+            read_runs(t, 0, state_tensor(m, il, which).cell_stride, cells, dst);
+            return;
+        }
+        const auto ctx = scratch();
+        const ggml_tensor * t = stream_tensor(ctx.get(), cache_of(m, part), il, which, seq);
+        if (!is_transposed(t, which)) {
+            read_runs(t, 0, t->nb[2], cells, dst);
+            return;
+        }
+        for (int64_t head = 0; head < t->ne[1]; ++head) {
+            for (int64_t value = 0; value < t->ne[2]; ++value) {
+                read_runs(t, size_t(head) * t->nb[1] + size_t(value) * t->nb[2], t->nb[0], cells, dst);
+            }
+        }
+    });
+}
+
+bool has_extended(const memory * m) { return m->base && m->base->has_cell_ext(); }
+
+void read_extended(const memory * m, memory_part part, llama_seq_id seq, const std::vector<live_cell> & cells, int32_t * dst) {
+    const auto & held = cache_of(m, part)->get_cells(seq);
+    for (const auto & cell : cells) {
+        const auto ext = held.ext_get(cell.cell);
+        *dst++ = ext.x;
+        *dst++ = ext.y;
+        *dst++ = ext.tok;
+    }
 }
 
 rope_facts rope_at(const llama_context * ctx, const memory * m, uint32_t il) {

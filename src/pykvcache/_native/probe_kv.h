@@ -16,6 +16,7 @@ struct live_tensor {
     const char * data;  // of stream 0, or of the sequence's own; null where there is none
     int32_t      type;
     bool         host;  // whether data may be read by the CPU
+    bool         transposed;  // values of V with the cells innermost
     int64_t      n_head, head_dim;
     size_t       cell_stride, head_stride, value_stride;  // value_stride is a block's for block types
 };
@@ -26,7 +27,7 @@ struct live_cell {
     uint32_t  cell;
 };
 
-// How the keys of one layer were rotated. `scale` is 1 where rotation keeps their length.
+// How the keys of one layer were rotated.
 struct rope_facts {
     int32_t  type;     // LLAMA_ROPE_TYPE_*, -1 where the layer is not rotated
     int32_t  n_rot;    // dimensions that are rotated, from `offset` on
@@ -40,12 +41,21 @@ struct hadamard_facts {
     int32_t keys, values;
 };
 
+bool                   has_part(const memory * m, memory_part part);
 std::vector<uint32_t>  part_layers(const memory * m, memory_part part);  // layers of the model
 std::vector<live_cell> part_cells(const memory * m, memory_part part, llama_seq_id seq);
+bool                   in_window(const memory * m, llama_pos pos, llama_pos next);
 hadamard_facts         part_hadamard(const memory * m, memory_part part);
 
 // `which`: keys 0, values 1; of a recurrent part the two states, r 0 and s 1.
 live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq);
+
+// Copy the rows of cells, in their order; of transposed values one row per value. CAUGHT on failure.
+int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
+                  const std::vector<live_cell> & cells, uint8_t * dst) noexcept;
+// Whether cells have more than a position: two more of M-RoPE, and the token. Three values per cell.
+bool has_extended(const memory * m);
+void read_extended(const memory * m, memory_part part, llama_seq_id seq, const std::vector<live_cell> & cells, int32_t * dst);
 
 rope_facts rope_at(const llama_context * ctx, const memory * m, uint32_t il);
 std::vector<float> rope_factors(const llama_context * ctx, uint32_t il);

@@ -1,0 +1,176 @@
+"""Between `SequenceKV` and the array caches of `pykvcache.arrays`, one cache per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._kv_types import LayerKV, LayerState, RecurrentState, SequenceKV
+from pykvcache.arrays import ArraysCache, KVCache, RotatingKVCache
+from pykvcache.errors import CacheValueError
+
+__all__ = ["from_caches", "to_caches"]
+
+Caches = list[KVCache | RotatingKVCache | ArraysCache]
+
+
+def to_caches(arrays: SequenceKV, window_size: SupportsIndex | None = None) -> Caches:
+    """Copy a sequence into one array cache per layer, as mlx-lm's models expect them.
+
+    Parameters
+    ----------
+    arrays
+        What `LlamaContext.kv` gave, with keys and values as floats.
+    window_size
+        The length of the window (``ctx.memory_info.n_swa``), where there is a window half.
+
+    Returns
+    -------
+    list
+        In the order of the model's layers: `KVCache` for full attention, `RotatingKVCache` for
+        a window, `ArraysCache` with r and s for a recurrent layer.
+
+    Raises
+    ------
+    CacheValueError
+        These caches count tokens: positions must be 0, 1, 2 and so on without a gap.
+    """
+    length = max(len(arrays), arrays.recurrent.position + 1 if arrays.recurrent else 0)
+    found: list[tuple[int, KVCache | RotatingKVCache | ArraysCache]] = []
+    _consecutive(arrays.positions, 0, "positions")
+    for layer in arrays.layers:
+        cache = KVCache()
+        if len(arrays):
+            cache.update(_to_heads(layer.keys), _to_heads(layer.values))
+        found.append((layer.layer, cache))
+    if arrays.window is not None:
+        if window_size is None:
+            raise CacheValueError("window_size is needed: this sequence has a window half")
+        found += _windows(arrays.window, length, window_size.__index__())
+    for state in arrays.recurrent.layers if arrays.recurrent else ():
+        slots = ArraysCache(2)
+        if arrays.recurrent and arrays.recurrent.position >= 0:
+            slots[0] = np.array(state.r)[None]
+            slots[1] = np.array(state.s)[None]
+        found.append((state.layer, slots))
+    return [cache for _, cache in sorted(found, key=lambda item: item[0])]
+
+
+def _windows(window: SequenceKV, length: int, size: int) -> list[tuple[int, RotatingKVCache]]:
+    rows = len(window)
+    _consecutive(window.positions, length - rows, "positions of the window")
+    if rows != min(length, size):
+        raise CacheValueError(
+            f"the window holds {rows} of {length} tokens: it is not one of {size}"
+        )
+    found = []
+    for layer in window.layers:
+        ring = RotatingKVCache(size)
+        if rows:
+            ring.state = (_to_heads(layer.keys), _to_heads(layer.values))
+            ring.meta_state = ("0", str(size), str(length), str(rows))
+        found.append((layer.layer, ring))
+    return found
+
+
+def from_caches(
+    caches: Sequence[KVCache | RotatingKVCache | ArraysCache],
+    *,
+    n_tokens: SupportsIndex | None = None,
+    rope: bool = True,
+) -> SequenceKV:
+    """Copy one array cache per layer into a sequence that `LlamaContext.write_kv` takes.
+
+    Parameters
+    ----------
+    caches
+        In the order of the model's layers, of a batch of one; all of the same tokens.
+    n_tokens
+        How many tokens the caches hold; needed where all layers are recurrent, which do not tell.
+    rope
+        Whether the keys are rotated to their positions, as caches usually hold them.
+
+    Raises
+    ------
+    TypeError
+        Caches of other kinds.
+    CacheValueError
+        Caches of different lengths or batches, or a ring that keeps its first tokens.
+    """
+    full: list[LayerKV] = []
+    window: list[LayerKV] = []
+    states: list[LayerState] = []
+    lengths = set() if n_tokens is None else {n_tokens.__index__()}
+    rows = 0
+    for index, cache in enumerate(caches):
+        if isinstance(cache, ArraysCache):
+            r, s = (_flat(cache[i]) for i in range(2))
+            states.append(LayerState(r, s, index))
+            continue
+        lengths.add(cache.offset)
+        if isinstance(cache, RotatingKVCache):
+            order = _ring_order(cache)
+            rows = len(order)
+            window.append(_layer(cache, order, index))
+        elif isinstance(cache, KVCache):
+            full.append(_layer(cache, np.arange(cache.offset), index))
+        else:
+            raise TypeError(
+                f"caches[{index}] is a {type(cache).__name__}, which has no counterpart"
+            )
+    if len(lengths) > 1:
+        raise CacheValueError(f"the caches hold different numbers of tokens: {sorted(lengths)}")
+    if not lengths:
+        raise CacheValueError("recurrent caches do not tell how many tokens they hold: n_tokens")
+    length = lengths.pop()
+    positions = np.arange(length, dtype=np.int32)
+    held = SequenceKV(positions[length - rows :], window, rope=rope) if window else None
+    recurrent = RecurrentState(length - 1, states) if states else None
+    return SequenceKV(positions, full, window=held, recurrent=recurrent, rope=rope)
+
+
+def _ring_order(ring: RotatingKVCache) -> npt.NDArray[np.int64]:
+    """Return the rows of a ring from old to new, `max_size` at most."""
+    keep, size, offset, index = (int(text) for text in ring.meta_state)
+    if keep and offset > size:
+        raise CacheValueError("a ring that keeps its first tokens is no window of llama.cpp's")
+    rows = ring.state[0].shape[2] if ring.state else 0
+    return np.roll(np.arange(rows), -index if index < rows else 0)[-size:]
+
+
+def _layer(cache: KVCache | RotatingKVCache, order: npt.NDArray[np.int64], index: int) -> LayerKV:
+    if not cache.state:
+        raise CacheValueError(f"caches[{index}] is empty: its number of heads is not known")
+    keys, values = cache.state
+    if keys.shape[0] != 1:
+        raise CacheValueError(f"caches[{index}] holds a batch of {keys.shape[0]}, not one sequence")
+    return LayerKV(
+        np.ascontiguousarray(keys[0].transpose(1, 0, 2)[order]),
+        np.ascontiguousarray(values[0].transpose(1, 0, 2)[order]),
+        index,
+    )
+
+
+def _to_heads(rows: Any) -> npt.NDArray[Any]:
+    """(tokens, heads, dim) as (1, heads, tokens, dim), copied."""
+    array = np.array(rows)
+    if array.dtype.kind != "f":
+        raise CacheValueError(f"keys and values must be floats, not {array.dtype}")
+    return np.ascontiguousarray(array.transpose(1, 0, 2)[None])
+
+
+def _flat(slot: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    if slot is None:
+        return np.empty(0, np.float32)
+    if slot.shape[0] != 1:
+        raise CacheValueError(f"a slot holds a batch of {slot.shape[0]}, not one sequence")
+    flat: npt.NDArray[Any] = slot.reshape(-1).copy()
+    return flat
+
+
+def _consecutive(positions: npt.NDArray[np.int32], first: int, what: str) -> None:
+    if not np.array_equal(positions, first + np.arange(len(positions))):
+        raise CacheValueError(f"{what} must be {first}, {first + 1}, ... without a gap")

@@ -1,0 +1,105 @@
+"""RoPE as ggml computes it, on arrays: to rotate keys that are not, and to undo it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache.enums import RopeType
+from pykvcache.errors import UnsupportedOperation
+
+__all__ = ["rotate"]
+
+Floats = npt.NDArray[np.float32]
+
+
+def rotate(
+    keys: Floats,
+    positions: npt.NDArray[np.int32],
+    facts: dict[str, Any] | None,
+    *,
+    undo: bool,
+    operation: str,
+) -> Floats:
+    """Rotate keys (tokens, heads, head_dim) to their positions, or back to none.
+
+    `facts` are those of ``lib.Context.rope``; without them a layer is not rotated at all.
+    """
+    if facts is None:
+        return keys
+    if facts["type"] not in (RopeType.NORM, RopeType.NEOX):
+        raise UnsupportedOperation(
+            operation, "M-RoPE rotates by several positions: read keys with rope=True"
+        )
+    with np.errstate(all="ignore"):  # options that make NaN do so in llama.cpp, too
+        return _rotated(keys, positions, facts, undo)
+
+
+def _rotated(
+    keys: Floats, positions: npt.NDArray[np.int32], facts: dict[str, Any], undo: bool
+) -> Floats:
+    kind, n_rot, offset = facts["type"], facts["n_rot"], facts["offset"]
+    cos, sin = _turns(positions, facts)
+    if undo:
+        # A rotation times a length: the inverse turns back and divides.
+        square = np.float32(_length(facts) ** 2)
+        cos, sin = cos / square, -sin / square
+    cos, sin = cos[:, None], sin[:, None]
+    result: Floats = keys.copy()
+    part = result[..., offset : offset + n_rot]
+    if kind == RopeType.NORM:
+        first, second = part[..., 0::2], part[..., 1::2]
+    else:
+        first, second = part[..., : n_rot // 2], part[..., n_rot // 2 :]
+    turned = first * cos - second * sin, first * sin + second * cos
+    first[...], second[...] = turned
+    return result
+
+
+def _turns(positions: npt.NDArray[np.int32], facts: dict[str, Any]) -> tuple[Floats, Floats]:
+    """Cosine and sine of each pair's angle, of shape (tokens, n_rot / 2), times the length.
+
+    In float32 and in ggml's order: far out, other roundings are other angles.
+    """
+    pairs = facts["n_rot"] // 2
+    step = np.float32(facts["freq_base"]) ** np.float32(-2.0 / facts["n_rot"])
+    angles = np.full((len(positions), pairs), step, np.float32)
+    angles[:, 0] = positions
+    angles = np.multiply.accumulate(angles, axis=1, dtype=np.float32)
+    if len(facts["freq_factors"]):
+        angles = angles / facts["freq_factors"][:pairs]
+    scale = np.float32(facts["freq_scale"])
+    if facts["ext_factor"] == 0:
+        angles = scale * angles
+    else:
+        mix = _ramp(pairs, facts) * np.float32(facts["ext_factor"])
+        angles = scale * angles * (1 - mix) + angles * mix
+    length = np.float32(_length(facts))
+    return np.cos(angles) * length, np.sin(angles) * length
+
+
+def _length(facts: dict[str, Any]) -> float:
+    """Return what YaRN multiplies the length of keys by."""
+    length = np.float64(facts["attn_factor"])
+    if facts["ext_factor"] != 0:
+        length *= 1 + 0.1 * np.log(1 / np.float64(facts["freq_scale"]))
+    return float(length)
+
+
+def _ramp(pairs: int, facts: dict[str, Any]) -> Floats:
+    """How much each pair extrapolates under YaRN: 1 for fast ones, 0 for slow ones."""
+
+    def dim(turns: float) -> float:
+        """Return the dimension whose pair turns so often over the original context."""
+        per_turn = np.float64(facts["n_ctx_orig"]) / (turns * 2 * math.pi)
+        place = facts["n_rot"] * np.log(per_turn) / (2 * np.log(np.float64(facts["freq_base"])))
+        return float(place)
+
+    low = max(0.0, float(np.floor(dim(facts["beta_fast"]))))
+    high = min(facts["n_rot"] - 1.0, float(np.ceil(dim(facts["beta_slow"]))))
+    position = (np.arange(pairs, dtype=np.float32) - low) / max(0.001, high - low)
+    ramp: Floats = (1 - np.clip(position, 0, 1)).astype(np.float32)
+    return ramp

@@ -1,0 +1,136 @@
+"""What `LlamaContext.kv` gives and `write_kv` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._kv_view import CacheView
+from pykvcache.errors import UnsupportedOperation
+
+__all__ = ["Array", "LayerKV", "LayerState", "RecurrentState", "SequenceKV"]
+
+Array = npt.NDArray[Any] | CacheView
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """Keys and values of one layer.
+
+    Attributes
+    ----------
+    keys
+        Shape (n_tokens, n_head_kv, head_dim).
+    values
+        Shape (n_tokens, n_head_kv, value head_dim); no value where keys hold both (MLA).
+    layer
+        Which layer of the model this is; -1 if it does not matter.
+    """
+
+    keys: Array
+    values: Array
+    layer: int = -1
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The states of one recurrent layer, as flat float32 arrays.
+
+    Attributes
+    ----------
+    r
+        The last inputs of the convolution.
+    s
+        The state proper; empty in layers that are a convolution only.
+    layer
+        Which layer of the model this is; -1 if it does not matter.
+    """
+
+    r: Array
+    s: Array
+    layer: int = -1
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What recurrent layers keep of a sequence.
+
+    Attributes
+    ----------
+    position
+        The last token that went into the states; -1 for none.
+    layers
+        One entry per recurrent layer.
+    first
+        The first token that went into them.
+    """
+
+    position: int
+    layers: Sequence[LayerState]
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class SequenceKV:
+    """What a sequence holds: positions, and keys and values per layer.
+
+    Attributes
+    ----------
+    positions
+        Position of each token; int32, shape (n_tokens,), in the order of the arrays.
+    layers
+        One entry per layer that attends to everything.
+    extended
+        Of models that need it (M-RoPE): x, y and token id of each token; int32, (n_tokens, 3).
+    window
+        Of sliding-window memories: the layers that see a window, with the tokens in it.
+    recurrent
+        Of recurrent and hybrid memories: the states.
+    rope
+        Whether the keys are rotated to their positions.
+    """
+
+    positions: npt.NDArray[np.int32]
+    layers: Sequence[LayerKV]
+    extended: npt.NDArray[np.int32] | None = None
+    window: SequenceKV | None = None
+    recurrent: RecurrentState | None = None
+    rope: bool = True
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def select(self, tokens: npt.ArrayLike) -> SequenceKV:
+        """Return what is left of some tokens; they keep their positions.
+
+        Parameters
+        ----------
+        tokens
+            Indices of the tokens to keep, or a mask of shape (n_tokens,).
+
+        Raises
+        ------
+        UnsupportedOperation
+            A recurrent state remembers every token; or tokens of a window cannot be told apart,
+            because they share a position.
+        """
+        if self.recurrent is not None:
+            raise UnsupportedOperation("select", "a recurrent state cannot forget single tokens")
+        index = np.arange(len(self))[np.asarray(tokens)]
+        window = self.window
+        if window is not None:
+            kept = np.isin(window.positions, self.positions[index])
+            if np.isin(self.positions[index], np.delete(self.positions, index)).any():
+                raise UnsupportedOperation("select", "of tokens at one position keep all or none")
+            window = window.select(kept)
+        return replace(
+            self,
+            positions=self.positions[index],
+            layers=[replace(x, keys=x.keys[index], values=x.values[index]) for x in self.layers],
+            extended=None if self.extended is None else self.extended[index],
+            window=window,
+        )

@@ -1,0 +1,204 @@
+"""Arrays that are not copied: a live cache's memory, readable until the cache changes.
+
+NumPy cannot take an array back, so no array over the cache's memory is ever given out. A
+`CacheView` computes with it instead, while the context is held: ufuncs and the functions of
+`PURE` run on the memory itself, everything else on a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._native import lib
+
+__all__ = ["CacheView"]
+
+#: Functions that call nothing of the user's, so that the memory cannot get out through them.
+_PURE = """
+    all allclose amax amin any argmax argmin argsort array_equal concatenate count_nonzero cumsum
+    dot einsum inner max mean median min prod ptp quantile sort stack std sum take tensordot
+    var vdot where
+"""
+PURE = frozenset([np.linalg.norm, *(getattr(np, name) for name in _PURE.split())])
+
+
+class CacheView(np.lib.mixins.NDArrayOperatorsMixin):
+    """A read-only array over a live cache; not made by itself, see `LlamaContext.kv`.
+
+    Arithmetic, comparisons, ufuncs and the usual reductions read the cache's memory where it
+    lies and give new arrays. Slices are views too. Anything else, ``np.asarray`` included,
+    works on a copy. While it is read the context is held: other threads wait.
+
+    Valid until the next call that may change the cache. Reading raises `StaleViewError` then,
+    and `ClosedError` once the context is closed. A view keeps its context from being collected.
+    """
+
+    __slots__ = ("_indices", "_region", "dtype", "shape", "strides")
+
+    #: dtype of the stored values.
+    dtype: np.dtype[Any]
+    #: Size along each axis.
+    shape: tuple[int, ...]
+    #: Bytes from one entry to the next along each axis, in the cache.
+    strides: tuple[int, ...]
+
+    def __init__(self, region: lib.Region, indices: tuple[Any, ...] = ()) -> None:
+        self._region = region
+        self._indices = indices
+        self.dtype, self.shape, self.strides = _run(
+            [self], lambda array: (array.dtype, array.shape, array.strides)
+        )
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that a copy has."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the cache is still as it was when the view was made."""
+        return self._region.is_valid
+
+    def copy(self) -> npt.NDArray[Any]:
+        """Return an ordinary array with the same values."""
+        copied: npt.NDArray[Any] = _run([self], lambda array: array.copy())
+        return copied
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a view without axes")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        basic = index if isinstance(index, tuple) else (index,)
+        if all(
+            isinstance(i, int | np.integer | slice) or i is Ellipsis or i is None for i in basic
+        ):
+            return self._part(basic)
+        return _run([self], lambda array: np.array(array[index]))
+
+    def _part(self, index: tuple[Any, ...]) -> Any:
+        part = CacheView(self._region, (*self._indices, index))
+        return part if part.shape else part.copy()[()]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("an array over a live cache would outlive it: only copies are given")
+        return self.copy().astype(dtype or self.dtype, copy=False)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        out = kwargs.get("out", ())
+        if any(isinstance(target, CacheView) for target in out):
+            raise ValueError("views of a cache are read-only")
+        known = (CacheView, np.ndarray, np.generic, int, float, complex, list, tuple)
+        if not all(isinstance(value, known) for value in inputs):
+            return NotImplemented
+        return _apply(getattr(ufunc, method), inputs, kwargs)
+
+    def __array_function__(
+        self, func: Callable[..., Any], types: Any, args: Any, kwargs: Any
+    ) -> Any:
+        if not all(issubclass(kind, CacheView | np.ndarray) for kind in types):
+            return NotImplemented
+        if func in PURE and not isinstance(kwargs.get("out"), CacheView):
+            return _apply(func, args, kwargs)
+        copies = {id(view): view.copy() for view in _views((args, kwargs))}
+        args, kwargs = _replaced((args, kwargs), copies)
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        state = "" if self.is_valid else ", no longer valid"
+        return f"<CacheView shape={self.shape}, dtype={self.dtype}{state}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a view of a live cache cannot be pickled: use copy()")
+
+
+def _views(value: Any) -> Iterator[CacheView]:
+    """Every view among nested arguments."""
+    if isinstance(value, CacheView):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _views(item)
+    elif isinstance(value, dict):
+        yield from _views(list(value.values()))
+
+
+def _replaced(value: Any, arrays: dict[int, npt.NDArray[Any]]) -> Any:
+    """Nested arguments with arrays in the place of views."""
+    if isinstance(value, CacheView):
+        return arrays[id(value)]
+    if isinstance(value, list):
+        return [_replaced(item, arrays) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_replaced(item, arrays) for item in value)
+    if isinstance(value, dict):
+        return {key: _replaced(item, arrays) for key, item in value.items()}
+    return value
+
+
+def _apply(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function on the memory of views; what it returns shares none of it."""
+    views = list({id(view): view for view in _views((args, kwargs))}.values())
+    # Two contexts would be two locks: the views of the second are copied first.
+    first = [view for view in views if view._region.owner is views[0]._region.owner]
+    rest = {id(view): view.copy() for view in views if view not in _Identity(first)}
+
+    def on_memory(*arrays: npt.NDArray[Any]) -> Any:
+        found = {id(view): array for view, array in zip(first, arrays, strict=True)}
+        real_args, real_kwargs = _replaced((args, kwargs), {**rest, **found})
+        return _own(func(*real_args, **real_kwargs), arrays)
+
+    return _run(first, on_memory)
+
+
+class _Identity:
+    """Membership by identity, where ``==`` compares values."""
+
+    def __init__(self, items: list[CacheView]) -> None:
+        self._ids = {id(item) for item in items}
+
+    def __contains__(self, item: object) -> bool:
+        return id(item) in self._ids
+
+
+def _own(result: Any, arrays: tuple[npt.NDArray[Any], ...]) -> Any:
+    if isinstance(result, tuple):
+        return tuple(_own(item, arrays) for item in result)
+    if isinstance(result, np.ndarray) and any(np.may_share_memory(result, a) for a in arrays):
+        return result.copy()
+    return result
+
+
+def _run(views: list[CacheView], func: Callable[..., Any]) -> Any:
+    """Call a function on the memory of views of one context, which is held meanwhile."""
+
+    def on_parts(*arrays: npt.NDArray[Any]) -> Any:
+        parts = []
+        for view, array in zip(views, arrays, strict=True):
+            for index in view._indices:
+                array = array[index]
+            parts.append(array)
+        return func(*parts)
+
+    return lib.read_regions([view._region for view in views], on_parts)

@@ -65,7 +65,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.venv
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.build-tools $(NATIVE)
-	$(PIP) install --quiet --no-build-isolation --editable ".[demo,chat,arrays]"
+	$(PIP) install --quiet --no-build-isolation --editable ".[demo,chat,arrays,state]"
 	@touch $@
 
 $(VENV)-arrays/.ready: pyproject.toml

@@ -20,8 +20,8 @@ LAYERS = [
     {"_native", "arrays"},
     {"_convert"},
     {"batch", "_chat", "_grammar"},
-    {"model", "_models", "_kv_codec", "_kv_rope", "_kv_view"},
-    {"_kv_types"},
+    {"_fingerprint", "_kv_codec", "_kv_rope", "_kv_view"},
+    {"model", "_models", "_kv_types"},
     {"_kv_write", "_kv_bridge"},
     {"sampling", "_params", "state", "kv"},
     {"memory", "facts", "introspection"},
@@ -42,7 +42,7 @@ ONLY = {
 }
 # Outside the standard library. Whatever is not NumPy is an extra: imported where it is used.
 REQUIRED = {"numpy"}
-EXTRAS = {"_chat": {"jinja2"}, "arrays": {"safetensors"}, "demo": {"rich"}}
+EXTRAS = {"_chat": {"jinja2"}, "arrays": {"safetensors"}, "demo": {"rich"}, "state": {"xxhash"}}
 
 MAX_LINES = 400
 

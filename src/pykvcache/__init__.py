@@ -73,6 +73,13 @@ if TYPE_CHECKING:
     from pykvcache.kv import CacheView, LayerKV, LayerState, RecurrentState, SequenceKV
     from pykvcache.model import LlamaModel
     from pykvcache.sampling import Sampler
+    from pykvcache.state import (
+        ContextState,
+        Fingerprint,
+        SequenceState,
+        StateInfo,
+        describe_state,
+    )
 
 try:
     __version__ = version("pykvcache")
@@ -85,6 +92,8 @@ _HOMES = {
     "AttentionType": "enums",
     "CacheView": "kv",
     "CellTable": "introspection",
+    "ContextState": "state",
+    "Fingerprint": "state",
     "FlashAttention": "enums",
     "GgmlType": "enums",
     "LayerKV": "kv",
@@ -102,7 +111,10 @@ _HOMES = {
     "Sampler": "sampling",
     "SequenceKV": "kv",
     "SequenceRange": "introspection",
+    "SequenceState": "state",
     "SplitMode": "enums",
+    "StateInfo": "state",
+    "describe_state": "state",
     "embedded_model_path": "_models",
     "system_info": "_native.lib",
 }
@@ -119,8 +131,10 @@ __all__ = [
     "CellTable",
     "ClosedError",
     "ContextCreateError",
+    "ContextState",
     "DecodeAborted",
     "DecodeError",
+    "Fingerprint",
     "FlashAttention",
     "GgmlType",
     "InternalError",
@@ -153,6 +167,7 @@ __all__ = [
     "SequenceIdError",
     "SequenceKV",
     "SequenceRange",
+    "SequenceState",
     "SharedCellsError",
     "SplitMode",
     "StaleViewError",
@@ -161,6 +176,7 @@ __all__ = [
     "StateFileError",
     "StateFileNotFound",
     "StateFormatError",
+    "StateInfo",
     "StateLayoutMismatch",
     "StateModelMismatch",
     "StateTrailingBytes",
@@ -168,6 +184,7 @@ __all__ = [
     "StateVersionError",
     "UnsupportedOperation",
     "__version__",
+    "describe_state",
     "embedded_model_path",
     "errors",
     "system_info",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType, TracebackType
 from typing import SupportsIndex
 
 from pykvcache._convert import IntArray, TokenInput, as_bool, as_int, as_token_array, choose
+from pykvcache._fingerprint import file_id, model_fingerprint
 from pykvcache._native import lib
 from pykvcache.enums import LoadMode, RopeType, SplitMode
 from pykvcache.errors import ModelLoadError
@@ -83,7 +85,9 @@ class LlamaModel:
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
         self._path = os.fsdecode(path)
-        self._native = lib.Model(_readable(self._path), params, progress)
+        readable = _readable(self._path)
+        self._file = file_id(self._path)
+        self._native = lib.Model(readable, params, progress)
 
     @property
     def native(self) -> lib.Model:
@@ -94,6 +98,20 @@ class LlamaModel:
     def path(self) -> str:
         """The path the model was loaded from."""
         return self._path
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells this model from every other: a SHA-256 in hexadecimal.
+
+        Over the file's metadata, its table of tensors and samples of every tensor's data, so
+        that another quantisation or a fine-tune differs. Read from the file at first use.
+
+        Raises
+        ------
+        ModelLoadError
+            The file is gone, or was changed since it was loaded.
+        """
+        return model_fingerprint(self._path, self._file, self.metadata)
 
     # Facts ----------------------------------------------------------------------------
 

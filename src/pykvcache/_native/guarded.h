@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "gguf.h"
 #include "llama.h"
 
 namespace pykv {
@@ -64,6 +65,9 @@ template <class F> int32_t guarded_void(F && call) noexcept {
 
 inline llama_model * model_load(const char * path, llama_model_params params) noexcept {
     return guarded<llama_model *>(nullptr, [&] { return llama_model_load_from_file(path, params); });
+}
+inline gguf_context * gguf_open(const char * path) noexcept {
+    return guarded<gguf_context *>(nullptr, [&] { return gguf_init_from_file(path, {true, nullptr}); });
 }
 inline int32_t model_free(llama_model * model) noexcept {
     return guarded_void([&] { llama_model_free(model); });

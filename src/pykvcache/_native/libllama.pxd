@@ -173,3 +173,13 @@ cdef extern from "llama.h" nogil:
         int32_t n_reused
     llama_perf_context_data llama_perf_context(const llama_context*)
     void llama_perf_context_reset(llama_context*)
+
+
+cdef extern from "gguf.h" nogil:
+    cdef struct gguf_context:
+        pass
+    void gguf_free(gguf_context*)
+    size_t gguf_get_data_offset(const gguf_context*)
+    int64_t gguf_get_n_tensors(const gguf_context*)
+    size_t gguf_get_tensor_offset(const gguf_context*, int64_t)
+    size_t gguf_get_tensor_size(const gguf_context*, int64_t)

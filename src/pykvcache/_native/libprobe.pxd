@@ -22,6 +22,7 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     bool take_log(int& level, string& text)
     void renew_log()
 
+    gguf_context* gguf_open(const char* path)
     llama_model* model_load(const char* path, llama_model_params)
     shared_ptr[llama_model] own_model(llama_model*)
     llama_context* context_new(llama_model*, llama_context_params)

@@ -256,3 +256,22 @@ cdef class Model:
             if got >= 0:
                 return out.data()[:got]
             out.resize(<size_t>(-got))
+
+
+def gguf_layout(bytes path not None):
+    """Return where the data of a GGUF file starts, and (offset, size) of its tensors."""
+    cdef const char* c_path = path
+    cdef lib.gguf_context* file
+    cdef int64_t i
+    with nogil:
+        file = lib.gguf_open(c_path)
+    _drain_log()
+    if file == NULL:
+        raise ModelLoadError(f"{os.fsdecode(path)} is not a GGUF file any more")
+    try:
+        return lib.gguf_get_data_offset(file), [
+            (lib.gguf_get_tensor_offset(file, i), lib.gguf_get_tensor_size(file, i))
+            for i in range(lib.gguf_get_n_tensors(file))
+        ]
+    finally:
+        lib.gguf_free(file)

@@ -114,6 +114,24 @@ cdef class State(Arrays):
         finally:
             self.lock.leave()
 
+    def take_state(self, seq_id):
+        """Return a state, and (sequence, first position) of what is in it, of one moment."""
+        cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
+        cdef int32_t lo = 0, hi = 0
+        cdef size_t size
+        self.look()
+        try:
+            self.readable("save", seq)
+            size = self.size_of(seq)
+            state = self.read_state(seq, size, np.empty(size, np.uint8))
+            firsts = []
+            for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
+                if lib.extent(self.mem, s, lo, hi):
+                    firsts.append((s, lo))
+            return state, firsts
+        finally:
+            self.lock.leave()
+
     def seq_get_state(self, seq_id):
         """Copy a sequence's cells into a new array."""
         return self.get_state(_seq(seq_id, self.n_seq_max), None)

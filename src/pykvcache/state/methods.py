@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, SupportsIndex
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from pykvcache._convert import TokenInput, as_bool
 from pykvcache._native import lib
+from pykvcache.errors import StateLayoutMismatch
+from pykvcache.model import LlamaModel
+from pykvcache.state.blob import encode, split
 from pykvcache.state.buffers import ByteArray, as_bytes
+from pykvcache.state.convert import fit
+from pykvcache.state.facts import Fingerprint, fingerprint_of
+from pykvcache.state.layout import Part, PartLayout, layouts_from_native
+from pykvcache.state.saved import Path
+from pykvcache.state.sequence import SequenceState
+from pykvcache.state.whole import ContextState
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -17,6 +29,9 @@ class StateMethods:
     """Take sequences out of a context and put them back; not made by itself."""
 
     _native: lib.Context
+    _model: LlamaModel
+
+    # Raw bytes ----------------------------------------------------------------------------
 
     def state_size(self, seq_id: SupportsIndex | None = None) -> int:
         """Return the size in bytes of a raw state taken now (``llama_state_seq_get_size``).
@@ -97,3 +112,219 @@ class StateMethods:
             As for `get_state`.
         """
         self._native.set_state(seq_id, [as_bytes(buffer, "buffer")], None)
+
+    # Containers ---------------------------------------------------------------------------
+
+    def sequence_state(
+        self,
+        seq_id: SupportsIndex,
+        tokens: TokenInput | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> SequenceState:
+        """Take a copy of what a sequence holds, with what it belongs to.
+
+        Parameters
+        ----------
+        seq_id
+            Sequence id.
+        tokens
+            The token ids, one per position that is held; kept beside it.
+        metadata
+            Anything that JSON can hold, with str keys; kept beside it.
+
+        Raises
+        ------
+        SequenceIdError
+            ``seq_id`` is not in ``[0, n_seq_max)``.
+        ValueError, TypeError
+            The tokens are not as many as the positions, or the metadata is not JSON.
+        UnsupportedOperation
+            As for `get_state`.
+        ModelLoadError
+            The model's file was changed since it was loaded, so that it cannot be named.
+        """
+        fingerprint = self._fingerprint
+        state, firsts = self._native.take_state(seq_id)
+        parts = [streams[0] for streams in self._split(state, whole=False)]
+        first = firsts[0][1] if firsts else 0
+        return SequenceState(parts, fingerprint, first=first, tokens=tokens, metadata=metadata)
+
+    def restore_sequence(
+        self, state: SequenceState, seq_id: SupportsIndex, *, convert: bool = False
+    ) -> None:
+        """Make a sequence hold what a state holds; on any error all is as it was.
+
+        The context may differ from the source's in ``n_ctx``, ``n_seq_max``, ``kv_unified``,
+        flash attention and sequence id. There are no logits until a token is decoded.
+
+        Parameters
+        ----------
+        state
+            From `sequence_state`, `SequenceState.load`, a slice or `SequenceState.join`.
+        seq_id
+            Sequence id; what it held is replaced.
+        convert
+            Convert K and V where this context stores other types. That rounds each value to the
+            new type: for f16 by at most 2^-11 of itself, for q8_0 by at most 1/254 of the
+            largest of its block of 32 (after the rotation that quantised caches apply).
+
+        Raises
+        ------
+        SequenceIdError
+            ``seq_id`` is not in ``[0, n_seq_max)``.
+        StateModelMismatch
+            It belongs to another model.
+        StateLayoutMismatch
+            It was computed under other settings, or stores other types and ``convert`` is
+            false.
+        NoKvCacheSlot
+            There is no room for that many cells.
+        UnsupportedOperation
+            As for `set_state`.
+        """
+        if not isinstance(state, SequenceState):
+            raise TypeError(f"state must be a SequenceState, not {type(state).__name__}")
+        state.fingerprint.check(self._fingerprint)
+        parts = self._fitted([[part] for part in state.parts], convert=convert)
+        pieces = encode(parts, None, [layout.n_stream for layout in self._layouts])
+        first = int(state.positions[0]) if len(state) else 0
+        self._native.set_state(seq_id, pieces, [(int(seq_id), first)])
+
+    def save_sequence(
+        self,
+        seq_id: SupportsIndex,
+        path: Path,
+        tokens: TokenInput | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        sync: bool = True,
+    ) -> int:
+        """Save a sequence to a file: `sequence_state`, then `SequenceState.save`.
+
+        Returns
+        -------
+        int
+            Size of the file in bytes.
+        """
+        return self.sequence_state(seq_id, tokens, metadata).save(path, sync=sync)
+
+    def load_sequence(
+        self, path: Path, seq_id: SupportsIndex, *, convert: bool = False
+    ) -> SequenceState:
+        """Restore a sequence from a file: `SequenceState.load`, then `restore_sequence`.
+
+        Everything is checked before the context is touched; on any error it is as it was.
+
+        Returns
+        -------
+        SequenceState
+            What was loaded, with its ``tokens`` and ``metadata``.
+        """
+        state = SequenceState.load(path)
+        self.restore_sequence(state, seq_id, convert=convert)
+        return state
+
+    def context_state(
+        self,
+        tokens: Mapping[int, TokenInput] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> ContextState:
+        """Take a copy of all that the context holds, shared cells once.
+
+        Parameters
+        ----------
+        tokens
+            The token ids by sequence id, for as many sequences as wanted.
+        metadata
+            Anything that JSON can hold, with str keys.
+
+        Raises
+        ------
+        ValueError, TypeError, UnsupportedOperation, ModelLoadError
+            As for `sequence_state`.
+        """
+        fingerprint = self._fingerprint
+        state, firsts = self._native.take_state(None)
+        parts = self._split(state, whole=True)
+        return ContextState(parts, fingerprint, dict(firsts), tokens=tokens, metadata=metadata)
+
+    def restore_context(self, state: ContextState, *, convert: bool = False) -> None:
+        """Make the context hold what a state holds and nothing else; on any error as it was.
+
+        Raises
+        ------
+        StateLayoutMismatch
+            As for `restore_sequence`; or it has other streams, or sequences that do not exist
+            here. Restore single ones then, with `ContextState.sequence`.
+        StateModelMismatch, NoKvCacheSlot, UnsupportedOperation
+            As for `restore_sequence`.
+        """
+        if not isinstance(state, ContextState):
+            raise TypeError(f"state must be a ContextState, not {type(state).__name__}")
+        state.fingerprint.check(self._fingerprint)
+        for streams, layout in zip(state.parts, self._layouts, strict=True):
+            if layout.part != "recurrent" and len(streams) != layout.n_stream:
+                raise StateLayoutMismatch(
+                    f"the state has {len(streams)} streams, this context {layout.n_stream} "
+                    "(kv_unified, n_seq_max): restore single sequences instead"
+                )
+        parts = self._fitted(state.parts, convert=convert)
+        arch = self._native.model.metadata["general.architecture"]
+        pieces = encode(parts, arch, [len(streams) for streams in parts])
+        self._native.set_state(None, pieces, list(state.firsts.items()))
+
+    def save_context(
+        self,
+        path: Path,
+        tokens: Mapping[int, TokenInput] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        sync: bool = True,
+    ) -> int:
+        """Save all to a file: `context_state`, then `ContextState.save`.
+
+        Returns
+        -------
+        int
+            Size of the file in bytes.
+        """
+        return self.context_state(tokens, metadata).save(path, sync=sync)
+
+    def load_context(self, path: Path, *, convert: bool = False) -> ContextState:
+        """Restore all from a file: `ContextState.load`, then `restore_context`.
+
+        Returns
+        -------
+        ContextState
+            What was loaded, with its ``tokens`` and ``metadata``.
+        """
+        state = ContextState.load(path)
+        self.restore_context(state, convert=convert)
+        return state
+
+    # What does not change while a context lives -------------------------------------------
+
+    @cached_property
+    def _layouts(self) -> tuple[PartLayout, ...]:
+        native = self._native.state_layout()
+        rotations = {part["part"]: self._native.hadamard(part["part"]) for part in native}
+        return layouts_from_native(native, rotations)
+
+    @cached_property
+    def _fingerprint(self) -> Fingerprint:
+        return fingerprint_of(self._native, self._model.fingerprint)
+
+    def _split(self, state: ByteArray, *, whole: bool) -> list[list[Part]]:
+        blocks = self._native.check_state([state], whole)
+        return split(state, blocks, self._layouts, whole=whole)
+
+    def _fitted(self, parts: Sequence[Sequence[Part]], *, convert: bool) -> list[list[Part]]:
+        convert = as_bool(convert, "convert")
+        if len(parts) != len(self._layouts):
+            raise StateLayoutMismatch(
+                f"the state has {len(parts)} kinds of cache, this context {len(self._layouts)}"
+            )
+        return [
+            [fit(part, layout, convert=convert) for part in streams]
+            for streams, layout in zip(parts, self._layouts, strict=True)
+        ]

@@ -1,0 +1,88 @@
+"""Write a file such that its name always stands for the whole old one or the whole new one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable
+
+from pykvcache.errors import StateFileError, StateFileNotFound
+
+__all__ = ["file_error", "write_atomically"]
+
+#: Smaller pieces are joined: a call of the system costs more than a copy of this much.
+_JOINED = 1 << 16
+
+
+def file_error(error: OSError, path: str) -> StateFileError:
+    """Return an error of the system as an error of this package."""
+    kind = StateFileNotFound if isinstance(error, FileNotFoundError) else StateFileError
+    return kind(error.errno, error.strerror or str(error), path)
+
+
+def write_atomically(path: str, pieces: Iterable[memoryview], *, sync: bool) -> int:
+    """Write to a temporary file beside ``path``, then rename it; return the number of bytes.
+
+    With ``sync`` the data and the name have reached the disk when this returns.
+    """
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(21, os.strerror(21))
+        # O_CLOEXEC is Python's default; the mode is what open() would give the file.
+        descriptor = os.open(temporary, flags, 0o666)
+        try:
+            try:
+                size = _write(descriptor, pieces)
+                if sync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        if sync:
+            _sync_folder(folder or ".")
+    except OSError as error:
+        raise file_error(error, path) from error
+    return size
+
+
+def _write(descriptor: int, pieces: Iterable[memoryview]) -> int:
+    size = 0
+    small = bytearray()
+    for piece in pieces:
+        view = piece
+        size += len(view)
+        if len(view) < _JOINED:
+            small += view
+            if len(small) < _JOINED:
+                continue
+            view = memoryview(small)
+        elif small:
+            _write_all(descriptor, memoryview(small))
+        _write_all(descriptor, view)
+        small = bytearray()
+    _write_all(descriptor, memoryview(small))
+    return size
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while len(view):
+        view = view[os.write(descriptor, view) :]
+
+
+def _sync_folder(folder: str) -> None:
+    """Make the new name last; Windows has no such call and needs none."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,165 @@
+"""The file: a safetensors file with a checksum for its header and for every tensor.
+
+docs/state-format.md describes it byte by byte. Nothing here knows what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from pykvcache.errors import (
+    StateDamaged,
+    StateFormatError,
+    StateTrailingBytes,
+    StateTruncated,
+    StateVersionError,
+)
+from pykvcache.state.atomic import file_error
+from pykvcache.state.buffers import ByteArray
+from pykvcache.state.checksums import digest, digest_size, find_checksum
+
+__all__ = ["FORMAT", "VERSION", "Container", "Tensor", "open_file", "pack", "parse"]
+
+FORMAT = "pykvcache.state"
+VERSION = 1
+CHECKSUMS = "checksums"
+#: Bytes per element of the safetensors types that are used.
+_SIZES = {"U8": 1, "I32": 4, "F16": 2, "BF16": 2, "F32": 4}
+_MAX_HEADER = 100_000_000  # safetensors' own limit
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Bytes with a name, and what other readers of safetensors shall take them for."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: ByteArray
+
+    def array(self, dtype: Any) -> Any:
+        """Return the elements as an array of the shape."""
+        return self.data.view(dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Container:
+    """A parsed file: text by key, tensors by name."""
+
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+    n_bytes: int
+
+
+def pack(metadata: Mapping[str, str], tensors: Sequence[Tensor], checksum: str) -> list[memoryview]:
+    """Return a file as pieces; the tensors are not copied."""
+    text = {"format": FORMAT, "version": str(VERSION), "checksum": checksum, **metadata}
+    table = (1 + len(tensors), digest_size(checksum))
+    entries: dict[str, Any] = {"__metadata__": text}
+    at = 0
+    for name, dtype, shape, size in [
+        (CHECKSUMS, "U8", table, prod(table)),
+        *((t.name, t.dtype, t.shape, t.data.nbytes) for t in tensors),
+    ]:
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    start = struct.pack("<Q", len(header)) + header
+    data = [t.data.reshape(-1).data for t in tensors]
+    digests = b"".join(digest(checksum, piece) for piece in [memoryview(start), *data])
+    return [memoryview(start), memoryview(digests), *data]
+
+
+def open_file(path: str, *, mapped: bool) -> ByteArray:
+    """Return a file's bytes; mapped, they are read from the disk when they are looked at."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                return np.empty(0, np.uint8)
+            if mapped:
+                return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            data = np.empty(size, np.uint8)
+            if file.readinto(data.data) != size:
+                raise StateTruncated(f"{path} became shorter while it was read")
+            return data
+    except OSError as error:
+        raise file_error(error, path) from error
+
+
+def parse(data: ByteArray, *, verify: bool = True) -> Container:
+    """Read a file's bytes; every byte is checked, or with ``verify=False`` the header alone."""
+    start, entries = _header(data)
+    text = entries.pop("__metadata__", None)
+    if not isinstance(text, dict) or text.get("format") != FORMAT:
+        raise StateFormatError("not a state of pykvcache: the header does not name its format")
+    if text.get("version") != str(VERSION):
+        raise StateVersionError(
+            f"the state has version {text.get('version')} of the format: {VERSION} is known here"
+        )
+    checksum = find_checksum(str(text.get("checksum")))
+    tensors = _tensors(data, start, entries)
+    table = tensors.pop(CHECKSUMS, None)
+    if table is None or table.shape != (1 + len(tensors), digest_size(checksum)):
+        raise StateDamaged("the table of checksums is not as long as the list of tensors")
+    digests = table.data.reshape(table.shape)
+    if digest(checksum, data[:start].data) != digests[0].tobytes():
+        raise StateDamaged("the header does not match its checksum")
+    for tensor, expected in zip(tensors.values(), digests[1:], strict=True):
+        if verify and digest(checksum, tensor.data.data) != expected.tobytes():
+            raise StateDamaged(f"{tensor.name} does not match its checksum")
+    return Container(text, tensors, len(data))
+
+
+def _header(data: ByteArray) -> tuple[int, dict[str, Any]]:
+    if len(data) == 0:
+        raise StateFormatError("the state is empty")
+    if len(data) < 8:
+        raise StateTruncated(f"the state ends after {len(data)} bytes, within the first number")
+    (size,) = struct.unpack("<Q", data[:8].tobytes())
+    if size > _MAX_HEADER:
+        raise StateFormatError("not a state of pykvcache: it does not begin as a safetensors file")
+    if len(data) < 8 + size:
+        raise StateTruncated(f"the state ends after {len(data)} bytes, within its header")
+    try:
+        entries = json.loads(data[8 : 8 + size].tobytes())
+    except (ValueError, RecursionError):
+        raise StateFormatError("not a state of pykvcache: the header is not JSON") from None
+    if not isinstance(entries, dict):
+        raise StateFormatError("not a state of pykvcache: the header is not a JSON object")
+    return 8 + size, entries
+
+
+def _tensors(data: ByteArray, start: int, entries: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    at = 0
+    try:
+        ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
+        for name, entry in ordered:
+            begin, end = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            counts = (begin, end, *shape)
+            if any(type(n) is not int or not 0 <= n < 2**62 for n in counts) or begin != at:
+                raise ValueError
+            if end - begin != prod(shape) * _SIZES[entry["dtype"]]:
+                raise ValueError
+            if start + end > len(data):
+                raise StateTruncated(f"the state ends after {len(data)} bytes, within {name}")
+            view = data[start + begin : start + end]
+            tensors[name] = Tensor(name, entry["dtype"], shape, view)
+            at = end
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise StateDamaged("the header's list of tensors makes no sense") from None
+    if start + at != len(data):
+        raise StateTrailingBytes(f"the state has {len(data) - start - at} bytes too many")
+    return tensors

@@ -1,0 +1,107 @@
+"""Fit a part to another context: values transposed or not, other types of K and V."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._kv_codec import as_floats, as_rows, as_stored
+from pykvcache.enums import GgmlType
+from pykvcache.errors import StateDamaged, StateError, StateLayoutMismatch
+from pykvcache.state.buffers import ByteArray
+from pykvcache.state.layout import Part, PartLayout, Rows
+
+__all__ = ["fit"]
+
+Floats = npt.NDArray[np.float32]
+
+
+def fit(part: Part, target: PartLayout, *, convert: bool) -> Part:
+    """Return the part as another context stores it; the same tensors where nothing differs.
+
+    Raises
+    ------
+    StateLayoutMismatch
+        Layers or heads differ, or types do and ``convert`` is false.
+    """
+    _compare(part.layout, target, convert=convert)
+    tensors = []
+    for i, (rows, wanted) in enumerate(zip(part.layout.rows, target.rows, strict=True)):
+        tensor, transposed = part.tensors[i], part.is_transposed(i)
+        if (rows.type, rows.rotation) != (wanted.type, wanted.rotation):
+            plain = _transpose(tensor, rows) if transposed else tensor
+            tensor, transposed = _store(_load(plain, rows), wanted), False
+        if transposed != (target.v_trans and wanted.what == "v"):
+            tensor = _transpose(tensor, wanted)
+        tensors.append(tensor)
+    return replace(part, layout=target, tensors=tuple(tensors))
+
+
+def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
+    for what in ("part", "n_layer", "extended"):
+        found, wanted = getattr(layout, what), getattr(target, what)
+        if found != wanted:
+            raise StateLayoutMismatch(f"{what} is {found!r} in the state, {wanted!r} here")
+    if len(layout.rows) != len(target.rows):
+        raise StateLayoutMismatch(
+            f"the state has {len(layout.rows)} tensors in its {layout.part} part: "
+            f"this context has {len(target.rows)}"
+        )
+    for rows, wanted in zip(layout.rows, target.rows, strict=True):
+        for what in ("what", "layer", "n_embd", "n_head", "head_dim"):
+            a, b = getattr(rows, what), getattr(wanted, what)
+            if a != b:
+                raise StateLayoutMismatch(
+                    f"{what} of layer {wanted.layer} is {a!r} in the state, {b!r} here"
+                )
+        if rows.type == wanted.type and rows.rotation == wanted.rotation:
+            if rows.row_bytes != wanted.row_bytes:
+                raise StateLayoutMismatch(
+                    f"a row of layer {wanted.layer} has {rows.row_bytes} bytes in the state, "
+                    f"{wanted.row_bytes} here"
+                )
+        elif rows.what not in ("k", "v"):
+            raise StateLayoutMismatch(f"the recurrent state of layer {rows.layer} has another type")
+        elif not convert:
+            raise StateLayoutMismatch(
+                f"{rows.what.upper()} is stored as {_name(rows)} in the state and as "
+                f"{_name(wanted)} here: pass convert=True to convert it, which rounds"
+            )
+
+
+def _name(rows: Rows) -> str:
+    known = {int(t): t.name.lower() for t in GgmlType}
+    return known.get(rows.type, f"type {rows.type}") + (", rotated" if rows.rotation else "")
+
+
+def _transpose(tensor: ByteArray, rows: Rows) -> ByteArray:
+    """Swap cells and dimensions of values; block types are never stored transposed."""
+    size = rows.row_bytes // rows.n_embd
+    if tensor.ndim == 2:
+        tensor = tensor.reshape(len(tensor), rows.n_embd, size)
+        return np.ascontiguousarray(tensor.transpose(1, 0, 2))
+    plain: ByteArray = np.ascontiguousarray(tensor.transpose(1, 0, 2))
+    return plain.reshape(len(plain), rows.row_bytes)
+
+
+def _load(tensor: ByteArray, rows: Rows) -> Floats:
+    """Return the values of the model: float32, shape (n_cells, n_head, head_dim)."""
+    heads = np.ascontiguousarray(tensor).reshape(len(tensor), rows.n_head, -1)
+    try:
+        return as_floats(heads, rows.type, rows.rotation)
+    except ValueError as error:
+        raise StateLayoutMismatch(str(error)) from None
+
+
+def _store(values: Floats, rows: Rows) -> ByteArray:
+    if not np.isfinite(values).all():
+        raise StateDamaged("the state holds NaN or infinity, which cannot be converted")
+    try:
+        stored = as_rows(values, rows.type, rows.rotation)
+    except ValueError as error:
+        raise StateLayoutMismatch(str(error)) from None
+    if rows.type == GgmlType.F16 and not np.isfinite(as_stored(stored, rows.type)).all():
+        raise StateError("the state holds values that are too large for f16")
+    return stored.reshape(len(values), rows.row_bytes)

@@ -1,0 +1,119 @@
+"""What a state has to have in common with the context that it goes to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from pykvcache._native import lib
+from pykvcache.errors import StateDamaged, StateLayoutMismatch, StateModelMismatch
+
+__all__ = ["Fingerprint", "fingerprint_of"]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The model and the settings under which K and V were computed.
+
+    Attributes
+    ----------
+    model
+        `LlamaModel.fingerprint`: SHA-256 of the file's metadata, tensor table and samples.
+    architecture
+        ``general.architecture`` of the model.
+    memory
+        Kind of memory, as `MemoryInfo.kind`.
+    n_layer, n_head_kv, n_embd
+        Of the model.
+    n_swa
+        Window in tokens, 0 without one.
+    causal
+        Whether attention is causal.
+    rope
+        How keys are rotated, of the first layer that is: base, scale and the like.
+    rope_digest
+        SHA-256 of the rotation of every layer.
+    adapters
+        LoRA adapters in use; none can be, yet.
+    """
+
+    model: str
+    architecture: str
+    memory: str
+    n_layer: int
+    n_head_kv: int
+    n_embd: int
+    n_swa: int
+    causal: bool
+    rope: Mapping[str, float]
+    rope_digest: str
+    adapters: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the text that a file holds."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Fingerprint:
+        """Read what `to_json` wrote."""
+        try:
+            data = json.loads(text)
+            data["adapters"] = tuple(data["adapters"])
+            return cls(**data)
+        except (ValueError, TypeError, KeyError):
+            raise StateDamaged("the state's fingerprint makes no sense") from None
+
+    def check(self, here: Fingerprint) -> None:
+        """Raise unless a state with this fingerprint is right in that context."""
+        if self.model != here.model:
+            raise StateModelMismatch(
+                f"the state belongs to another model: its fingerprint is {self.model[:16]}..., "
+                f"this model's is {here.model[:16]}..."
+            )
+        for what in ("memory", "causal", "adapters"):
+            found, wanted = getattr(self, what), getattr(here, what)
+            if found != wanted:
+                raise StateLayoutMismatch(f"{what} is {found!r} in the state, {wanted!r} here")
+        if self.rope_digest != here.rope_digest:
+            raise StateLayoutMismatch(
+                "keys are rotated otherwise here (rope_freq_base, rope_freq_scale, yarn_*): "
+                f"{dict(self.rope)} in the state, {dict(here.rope)} here"
+            )
+
+
+def fingerprint_of(native: lib.Context, model: str) -> Fingerprint:
+    """Ask a context; ``model`` is its model's fingerprint."""
+    m = native.model
+    digest = hashlib.sha256()
+    first: dict[str, float] = {}
+    for layer in range(m.n_layer):
+        facts = native.rope(layer)
+        digest.update(repr(_plain(facts)).encode())
+        if facts is not None and not first:
+            first = {k: float(v) for k, v in facts.items() if k != "freq_factors"}
+    return Fingerprint(
+        model=model,
+        architecture=m.metadata.get("general.architecture", ""),
+        memory=native.memory_kind,
+        n_layer=m.n_layer,
+        n_head_kv=m.n_head_kv,
+        n_embd=m.n_embd,
+        n_swa=m.n_swa,
+        causal=native.causal,
+        rope=first,
+        rope_digest=digest.hexdigest(),
+    )
+
+
+def _plain(facts: dict[str, Any] | None) -> list[tuple[str, Any]] | None:
+    """Return settings such that equal ones have equal texts."""
+    if facts is None:
+        return None
+    return sorted(
+        (k, v.tobytes().hex() if isinstance(v, np.ndarray) else float(v)) for k, v in facts.items()
+    )

@@ -1,0 +1,118 @@
+"""Parts as the tensors of a container, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pykvcache.errors import StateDamaged
+from pykvcache.state.container import Container, Tensor
+from pykvcache.state.layout import IntArray, Part, PartLayout
+
+__all__ = ["json_of", "layouts_of", "read_ints", "read_part", "write_ints", "write_part"]
+
+#: ``ggml_type`` to the types of safetensors; blocks of quantised types are bytes there.
+_DTYPES = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}
+
+
+def json_of(container: Container, key: str) -> Any:
+    """Read a value of the header that is JSON itself."""
+    try:
+        return json.loads(container.metadata[key])
+    except (KeyError, ValueError, RecursionError):
+        raise StateDamaged(f"the state's header has no valid {key}") from None
+
+
+def layouts_of(container: Container) -> tuple[PartLayout, ...]:
+    """Read what the parts of a state are made of."""
+    try:
+        return tuple(PartLayout.from_json(part) for part in json_of(container, "layout"))
+    except (ValueError, TypeError, KeyError, IndexError):
+        raise StateDamaged("the state's layout makes no sense") from None
+
+
+def write_ints(name: str, values: IntArray) -> Tensor:
+    """Return int32 values as a tensor."""
+    data = np.ascontiguousarray(values, "<i4")
+    return Tensor(name, "I32", values.shape, data.reshape(-1).view(np.uint8))
+
+
+def read_ints(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> IntArray:
+    """Return int32 values; -1 stands for any length."""
+    tensor = _find(tensors, name)
+    fits = len(tensor.shape) == len(shape) and all(
+        b in (-1, a) for a, b in zip(tensor.shape, shape, strict=True)
+    )
+    if tensor.dtype != "I32" or not fits:
+        raise StateDamaged(f"{name} has another shape or type than its layout says")
+    values: IntArray = np.frombuffer(tensor.data, "<i4").reshape(tensor.shape)
+    return values.astype(np.int32, copy=False)
+
+
+def _find(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    try:
+        return tensors[name]
+    except KeyError:
+        raise StateDamaged(f"the state has no {name}") from None
+
+
+def write_part(prefix: str, part: Part) -> Iterator[Tensor]:
+    """Yield the tensors of one stream of a part."""
+    yield write_ints(f"{prefix}.positions", part.positions)
+    if part.ext is not None:
+        yield write_ints(f"{prefix}.ext", part.ext)
+    if part.members is not None:
+        yield write_ints(f"{prefix}.offsets", part.members[0])
+        yield write_ints(f"{prefix}.sequences", part.members[1])
+    for i, (name, dtype, shape) in enumerate(_described(prefix, part)):
+        data = np.ascontiguousarray(part.tensors[i]).reshape(-1)
+        yield Tensor(name, dtype, shape, data)
+
+
+def _described(prefix: str, part: Part) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    for i, rows in enumerate(part.layout.rows):
+        dtype, size = _DTYPES.get(rows.type, ("U8", 1))
+        shape: tuple[int, ...] = part.shape(i)
+        if dtype != "U8":
+            if part.is_transposed(i):
+                shape = shape[:2]
+            elif rows.n_head:
+                shape = (len(part), rows.n_head, rows.head_dim)
+            else:
+                shape = (len(part), rows.row_bytes // size)
+        yield f"{prefix}.layers.{rows.layer}.{rows.what}", dtype, shape
+
+
+def read_part(
+    tensors: Mapping[str, Tensor], prefix: str, layout: PartLayout, *, members: bool
+) -> Part:
+    """Read one stream of a part; everything is as long as the layout says."""
+    positions = read_ints(tensors, f"{prefix}.positions", (-1,))
+    n = len(positions)
+    ext = read_ints(tensors, f"{prefix}.ext", (n, 3)) if layout.extended else None
+    pair = None
+    if members:
+        offsets = read_ints(tensors, f"{prefix}.offsets", (n + 1,))
+        ids = read_ints(tensors, f"{prefix}.sequences", (-1,))
+        if offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
+            raise StateDamaged(f"{prefix}.offsets make no sense")
+        pair = offsets, ids
+    part = Part(layout, positions, ext, (), pair)
+    data = []
+    for i, (name, dtype, shape) in enumerate(_described(prefix, part)):
+        tensor = _find(tensors, name)
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            raise StateDamaged(f"{name} has another shape or type than its layout says")
+        wanted = part.shape(i)
+        if tensor.data.nbytes != int(np.prod(wanted)):
+            raise StateDamaged(f"{name} has another size than its layout says")
+        data.append(tensor.data.reshape(wanted))
+    return Part(layout, positions, ext, tuple(data), pair)
+
+
+def all_tensors(prefixes: Sequence[tuple[str, Part]]) -> list[Tensor]:
+    """Return the tensors of several streams."""
+    return [tensor for prefix, part in prefixes for tensor in write_part(prefix, part)]

@@ -1,0 +1,194 @@
+"""What the parts of a memory store per cell, and their cells as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache.state.buffers import ByteArray
+
+__all__ = ["Part", "PartLayout", "Rows", "layouts_from_native"]
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One tensor: what a layer stores for each cell.
+
+    Attributes
+    ----------
+    what
+        ``"k"`` or ``"v"`` of attention; ``"r"``, ``"s"`` or ``"ple"`` of recurrent layers.
+    layer
+        Index of the layer in the model.
+    type
+        ``ggml_type`` of the elements.
+    n_embd
+        Elements per cell.
+    row_bytes
+        Bytes per cell.
+    n_head, head_dim
+        Of attention: ``n_embd`` is their product. 0 elsewhere.
+    rotation
+        Edge of the Hadamard matrices that every head is multiplied by before it is stored,
+        or 0.
+    """
+
+    what: str
+    layer: int
+    type: int
+    n_embd: int
+    row_bytes: int
+    n_head: int = 0
+    head_dim: int = 0
+    rotation: int = 0
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """One cache of a memory.
+
+    Attributes
+    ----------
+    part
+        ``"attention"``, ``"window"`` or ``"recurrent"``.
+    n_layer
+        Number of layers, as llama.cpp's states count them.
+    extended
+        Whether cells carry ``llama_kv_cell_ext`` (M-RoPE positions, token ids).
+    v_trans
+        Whether values are stored one row per dimension (flash attention off).
+    rows
+        The tensors, in the order of llama.cpp's states.
+    n_stream
+        Streams of the context; no property of a sequence that is at rest.
+    """
+
+    part: str
+    n_layer: int
+    extended: bool
+    v_trans: bool
+    rows: tuple[Rows, ...]
+    n_stream: int = field(default=1, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a file says about this part."""
+        return {
+            "part": self.part,
+            "n_layer": self.n_layer,
+            "extended": self.extended,
+            "v_trans": self.v_trans,
+            "rows": [
+                [r.what, r.layer, r.type, r.n_embd, r.row_bytes, r.n_head, r.head_dim, r.rotation]
+                for r in self.rows
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PartLayout:
+        """Read what `to_json` wrote; ValueError, TypeError or KeyError on anything else."""
+        rows = tuple(Rows(str(r[0]), *(_count(n) for n in r[1:])) for r in data["rows"])
+        if any(len(r) != 8 for r in data["rows"]) or data["part"] not in PARTS:
+            raise ValueError("not a part")
+        return cls(
+            data["part"],
+            _count(data["n_layer"]),
+            data["extended"] is True,
+            data["v_trans"] is True,
+            rows,
+        )
+
+
+PARTS = ("attention", "window", "recurrent")
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def layouts_from_native(
+    native: Sequence[Mapping[str, Any]], rotations: Mapping[str, tuple[int, int]]
+) -> tuple[PartLayout, ...]:
+    """Read ``lib.Context.state_layout`` and, per part, ``lib.Context.hadamard``."""
+    layouts = []
+    for part in native:
+        of_k, of_v = rotations[part["part"]]
+        rows = []
+        for what, layer, kind, n_embd, row_bytes, n_head, head_dim in part["rows"]:
+            name = "v" if what == "v_trans" else what
+            rotation = of_k if name == "k" else of_v if name == "v" else 0
+            rows.append(Rows(name, layer, kind, n_embd, row_bytes, n_head, head_dim, rotation))
+        layouts.append(
+            PartLayout(
+                part["part"],
+                part["n_layer"],
+                part["extended"],
+                part["v_trans"],
+                tuple(rows),
+                part["n_stream"],
+            )
+        )
+    return tuple(layouts)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The cells of one stream of one part.
+
+    Attributes
+    ----------
+    layout
+        What the tensors are.
+    positions
+        int32, shape (n_cells,).
+    ext
+        int32, shape (n_cells, 3): x, y and token of ``llama_kv_cell_ext``; None without.
+    tensors
+        Per entry of ``layout.rows``: uint8, shape (n_cells, row_bytes); transposed values
+        have the shape (n_embd, n_cells, bytes of an element) instead.
+    members
+        Sequences of each cell, where cells of several are together: (offsets, ids), int32.
+    """
+
+    layout: PartLayout
+    positions: IntArray
+    ext: IntArray | None
+    tensors: tuple[ByteArray, ...]
+    members: tuple[IntArray, IntArray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def is_transposed(self, i: int) -> bool:
+        """Whether tensor i has one row per dimension."""
+        return self.layout.v_trans and self.layout.rows[i].what == "v"
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        """Return the shape in bytes that tensor i has to have."""
+        rows = self.layout.rows[i]
+        if self.is_transposed(i):
+            return rows.n_embd, len(self), rows.row_bytes // max(rows.n_embd, 1)
+        return len(self), rows.row_bytes
+
+    def take(self, which: slice | npt.NDArray[np.intp]) -> Part:
+        """Return some of the cells: a slice gives views, an index array copies."""
+        tensors = tuple(
+            t[:, which] if self.is_transposed(i) else t[which] for i, t in enumerate(self.tensors)
+        )
+        ext = None if self.ext is None else self.ext[which]
+        return replace(
+            self, positions=self.positions[which], ext=ext, tensors=tensors, members=None
+        )
+
+    def in_order(self) -> Part:
+        """Return the cells by position; the same object where they are so already."""
+        if len(self) < 2 or bool((self.positions[:-1] <= self.positions[1:]).all()):
+            return self
+        return self.take(np.argsort(self.positions, kind="stable"))

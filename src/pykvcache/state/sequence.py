@@ -1,0 +1,266 @@
+"""One sequence at rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pykvcache._convert import TokenInput, as_int, as_token_array
+from pykvcache.errors import StateDamaged, StateError, StateLayoutMismatch, UnsupportedOperation
+from pykvcache.state.container import Container, Tensor
+from pykvcache.state.facts import Fingerprint
+from pykvcache.state.files import layouts_of, read_ints, read_part, write_ints, write_part
+from pykvcache.state.layout import IntArray, Part, PartLayout
+from pykvcache.state.saved import Saved, read_metadata
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["SequenceState"]
+
+
+class SequenceState(Saved):
+    """What a sequence holds, outside of any context.
+
+    Made by `LlamaContext.sequence_state`, `load`, `from_bytes`, slices and `join`. Immutable;
+    its arrays are read-only views, of the file where it was loaded from one. Any thread may
+    use it.
+
+    Notes
+    -----
+    ``state[:n]`` keeps the first n tokens, ``state[a:b]`` a block of them, bit for bit, where
+    the memory is plain attention; of a sliding window prefixes only, as long as the window is
+    whole there. A recurrent state is one for all its tokens and cannot be cut.
+    """
+
+    kind = "sequence"
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        fingerprint: Fingerprint,
+        *,
+        first: int = 0,
+        tokens: TokenInput | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(fingerprint, metadata)
+        self._parts = tuple(part.in_order() for part in parts)
+        for part in self._parts:
+            for array in (part.positions, part.ext, *part.tensors):
+                if array is not None and array.flags.writeable:
+                    array.flags.writeable = False
+        self._positions = self._find_positions(first)
+        self._tokens = None if tokens is None else as_token_array(tokens)
+        if self._tokens is not None:
+            if len(self._tokens) != len(self._positions):
+                raise ValueError(
+                    f"{len(self._tokens)} tokens given: the sequence holds {len(self._positions)}"
+                )
+            self._tokens = self._tokens.copy()
+            self._tokens.flags.writeable = False
+
+    def _find_positions(self, first: int) -> IntArray:
+        part = self._parts[0]
+        if part.layout.part != "recurrent" or not len(part):
+            return part.positions
+        last = int(part.positions[0])
+        positions = np.arange(min(first, last), last + 1, dtype=np.int32)
+        positions.flags.writeable = False
+        return positions
+
+    # Facts --------------------------------------------------------------------------------
+
+    @property
+    def positions(self) -> IntArray:
+        """Position of each token, ascending; int32, shape (n_tokens,), read-only."""
+        return self._positions
+
+    @property
+    def tokens(self) -> IntArray | None:
+        """Token ids, where they were given; int32, shape (n_tokens,), read-only."""
+        return self._tokens
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The bytes themselves, a part for each kind of cache that the memory has."""
+        return self._parts
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self._positions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and states."""
+        return sum(tensor.nbytes for part in self._parts for tensor in part.tensors)
+
+    def __len__(self) -> int:
+        return self.n_tokens
+
+    def __repr__(self) -> str:
+        span = f"{self._positions[0]}..{self._positions[-1]}" if len(self) else "none"
+        return (
+            f"<SequenceState: {len(self)} tokens at {span}, {self._fingerprint.memory}, "
+            f"{self.nbytes} bytes>"
+        )
+
+    # Cut and join -------------------------------------------------------------------------
+
+    def __getitem__(self, which: slice) -> SequenceState:
+        if not isinstance(which, slice):
+            raise TypeError(f"a state is cut by slices, not by {type(which).__name__}")
+        start, stop, step = which.indices(len(self))
+        if step != 1:
+            raise ValueError(f"the step of a slice of a state is {step}: it must be 1")
+        stop = max(start, stop)
+        if (start, stop) == (0, len(self)):
+            return self
+        tokens = None if self._tokens is None else self._tokens[start:stop]
+        parts = [self._parts[0].take(slice(start, stop))] if self._can_cut(start, stop) else []
+        if len(self._parts) > 1:
+            parts.append(self._cut_window(self._parts[1], start, stop))
+        return SequenceState(parts, self._fingerprint, tokens=tokens, metadata=self._metadata)
+
+    def _can_cut(self, start: int, stop: int) -> bool:
+        if any(part.layout.part == "recurrent" for part in self._parts):
+            raise UnsupportedOperation(
+                "slice", "a recurrent state stands for all its tokens at once"
+            )
+        if len(self._parts) > 1 and start:
+            raise UnsupportedOperation(
+                "slice", "of a sliding-window sequence only a prefix can be kept"
+            )
+        return True
+
+    def _cut_window(self, window: Part, start: int, stop: int) -> Part:
+        """Keep the window's cells of a prefix, if they are all that its next token sees."""
+        if start == stop:
+            return window.take(slice(0, 0))
+        last = int(self._positions[stop - 1])
+        kept = self._positions[:stop]
+        seen = kept[kept > last + 1 - self._fingerprint.n_swa]
+        n = int(np.searchsorted(window.positions, last, side="right"))
+        held = window.positions[:n]
+        if not np.array_equal(held[held > last + 1 - self._fingerprint.n_swa], seen):
+            raise UnsupportedOperation(
+                "slice", f"the window has dropped cells that position {last + 1} would see"
+            )
+        return window.take(slice(0, n))
+
+    def blocks(self, size: int) -> list[SequenceState]:
+        """Cut into runs of ``size`` tokens, the last of which may be shorter.
+
+        Raises
+        ------
+        UnsupportedOperation
+            The memory is not plain attention.
+        """
+        size = as_int(size, "size", 1, 2**31 - 1)
+        return [self[at : at + size] for at in range(0, len(self), size)]
+
+    @staticmethod
+    def join(states: Sequence[SequenceState]) -> SequenceState:
+        """Put blocks together, in the order given; the inverse of `blocks`.
+
+        The metadata is that of the first.
+
+        Raises
+        ------
+        StateLayoutMismatch
+            They do not belong to one model and one layout.
+        StateError
+            Positions of one do not lie behind those of the one before.
+        UnsupportedOperation
+            The memory is not plain attention.
+        """
+        states = list(states)
+        if not states:
+            raise ValueError("there is nothing to join")
+        for state in states:
+            if not isinstance(state, SequenceState):
+                raise TypeError(f"only SequenceStates can be joined, not {type(state).__name__}")
+            state._check_joins(states[0])
+        for before, after in pairwise(states):
+            if len(before) and len(after) and before.positions[-1] >= after.positions[0]:
+                raise StateError(
+                    f"a block that begins at {after.positions[0]} cannot follow one that ends at "
+                    f"{before.positions[-1]}"
+                )
+        if len(states) == 1:
+            return states[0]
+        tokens = [state.tokens for state in states]
+        known = [t for t in tokens if t is not None]
+        return SequenceState(
+            [_joined([state._parts[0] for state in states])],
+            states[0]._fingerprint,
+            tokens=np.concatenate(known) if len(known) == len(states) else None,
+            metadata=states[0]._metadata,
+        )
+
+    def _check_joins(self, other: SequenceState) -> None:
+        if len(self._parts) > 1 or self._parts[0].layout.part != "attention":
+            raise UnsupportedOperation("join", "only sequences of plain attention have blocks")
+        self._fingerprint.check(other._fingerprint)
+        if self._layouts() != other._layouts():
+            raise StateLayoutMismatch("the states store K and V in different ways")
+
+    # Files --------------------------------------------------------------------------------
+
+    def _layouts(self) -> tuple[PartLayout, ...]:
+        return tuple(part.layout for part in self._parts)
+
+    def _text(self) -> dict[str, str]:
+        first = int(self._positions[0]) if len(self) else 0
+        return {"first": str(first)}
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [] if self._tokens is None else [write_ints("tokens", self._tokens)]
+        for part in self._parts:
+            tensors += write_part(part.layout.part, part)
+        return tensors
+
+    @classmethod
+    def _parsed(cls, container: Container) -> Self:
+        tensors = container.tensors
+        parts = [
+            read_part(tensors, layout.part, layout, members=False)
+            for layout in layouts_of(container)
+        ]
+        first = container.metadata.get("first", "")
+        if not parts or not first.isdecimal() or any(_disordered(part) for part in parts):
+            raise StateDamaged("the state's positions make no sense")
+        tokens = read_ints(tensors, "tokens", (-1,)) if "tokens" in tensors else None
+        fingerprint = Fingerprint.from_json(container.metadata.get("fingerprint", ""))
+        try:
+            return cls(
+                parts,
+                fingerprint,
+                first=int(first),
+                tokens=tokens,
+                metadata=read_metadata(container),
+            )
+        except ValueError as error:
+            raise StateDamaged(str(error)) from None
+
+
+def _disordered(part: Part) -> bool:
+    return bool((part.positions[:-1] > part.positions[1:]).any() or (part.positions < 0).any())
+
+
+def _joined(parts: list[Part]) -> Part:
+    tensors = tuple(
+        np.concatenate([part.tensors[i] for part in parts], axis=int(parts[0].is_transposed(i)))
+        for i in range(len(parts[0].tensors))
+    )
+    exts = [part.ext for part in parts if part.ext is not None]
+    return Part(
+        parts[0].layout,
+        np.concatenate([part.positions for part in parts]),
+        np.concatenate(exts) if exts else None,
+        tensors,
+    )

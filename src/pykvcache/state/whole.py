@@ -1,0 +1,174 @@
+"""A whole context at rest: every sequence, and the cells that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._convert import TokenInput, as_int, as_token_array
+from pykvcache.errors import SequenceIdError, StateDamaged
+from pykvcache.state.container import Container, Tensor
+from pykvcache.state.facts import Fingerprint
+from pykvcache.state.files import json_of, layouts_of, read_ints, read_part, write_ints, write_part
+from pykvcache.state.layout import IntArray, Part, PartLayout
+from pykvcache.state.saved import Saved, read_metadata
+from pykvcache.state.sequence import SequenceState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ContextState"]
+
+
+class ContextState(Saved):
+    """What a whole context holds, with cells that sequences share stored once.
+
+    Made by `LlamaContext.context_state`, `load` and `from_bytes`. Immutable. It goes back into
+    a context with as many streams (``kv_unified``, and ``n_seq_max`` without it); `sequence`
+    takes out one sequence, which goes anywhere.
+    """
+
+    kind = "context"
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Part]],
+        fingerprint: Fingerprint,
+        firsts: Mapping[int, int],
+        *,
+        tokens: Mapping[int, TokenInput] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(fingerprint, metadata)
+        self._parts = tuple(tuple(streams) for streams in parts)
+        self._firsts = {int(seq): int(first) for seq, first in sorted(firsts.items())}
+        for streams in self._parts:
+            for part in streams:
+                for array in (part.positions, part.ext, *(part.members or ()), *part.tensors):
+                    if array is not None and array.flags.writeable:
+                        array.flags.writeable = False
+        self._tokens = {int(s): as_token_array(t).copy() for s, t in (tokens or {}).items()}
+        for seq, given in self._tokens.items():
+            n = len(self._one(seq, None))
+            if len(given) != n:
+                raise ValueError(f"{len(given)} tokens given for sequence {seq}: it holds {n}")
+            given.flags.writeable = False
+
+    @property
+    def parts(self) -> tuple[tuple[Part, ...], ...]:
+        """The bytes themselves: per kind of cache, a part for each stream."""
+        return self._parts
+
+    @property
+    def firsts(self) -> dict[int, int]:
+        """First position of each sequence that holds anything."""
+        return dict(self._firsts)
+
+    @property
+    def sequence_ids(self) -> list[int]:
+        """Sequences that hold anything."""
+        return list(self._firsts)
+
+    @property
+    def tokens(self) -> dict[int, IntArray]:
+        """Token ids by sequence, as far as they were given; read-only arrays."""
+        return dict(self._tokens)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens over all sequences; shared ones count for each."""
+        return sum(len(self._one(seq, None)) for seq in self._firsts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and states."""
+        return sum(t.nbytes for streams in self._parts for part in streams for t in part.tensors)
+
+    def __repr__(self) -> str:
+        return (
+            f"<ContextState: sequences {self.sequence_ids}, {self._fingerprint.memory}, "
+            f"{self.nbytes} bytes>"
+        )
+
+    def sequence(self, seq_id: int) -> SequenceState:
+        """Return one sequence; its cells are copied where they do not lie in one run.
+
+        Raises
+        ------
+        SequenceIdError
+            The state holds nothing of that sequence.
+        """
+        seq = as_int(seq_id, "seq_id", -(2**63), 2**63)
+        if seq not in self._firsts:
+            raise SequenceIdError(seq, max(self._firsts, default=-1) + 1)
+        return self._one(seq, self._tokens.get(seq))
+
+    def _one(self, seq: int, tokens: IntArray | None) -> SequenceState:
+        parts = []
+        for streams in self._parts:
+            found = [part.take(_cells_of(part, seq)) for part in streams]
+            parts.append(next((part for part in found if len(part)), found[0]))
+        return SequenceState(
+            parts,
+            self._fingerprint,
+            first=self._firsts.get(seq, 0),
+            tokens=tokens,
+            metadata=self._metadata,
+        )
+
+    # Files --------------------------------------------------------------------------------
+
+    def _layouts(self) -> tuple[PartLayout, ...]:
+        return tuple(streams[0].layout for streams in self._parts)
+
+    def _text(self) -> dict[str, str]:
+        pairs = ",".join(f"[{seq},{first}]" for seq, first in self._firsts.items())
+        streams = ",".join(str(len(streams)) for streams in self._parts)
+        return {"firsts": f"[{pairs}]", "streams": f"[{streams}]"}
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [write_ints(f"tokens.{seq}", given) for seq, given in self._tokens.items()]
+        for streams in self._parts:
+            for i, part in enumerate(streams):
+                tensors += write_part(f"{part.layout.part}.{i}", part)
+        return tensors
+
+    @classmethod
+    def _parsed(cls, container: Container) -> Self:
+        tensors = container.tensors
+        try:
+            firsts = {int(seq): int(first) for seq, first in json_of(container, "firsts")}
+            streams = [int(n) for n in json_of(container, "streams")]
+            layouts = layouts_of(container)
+            if len(layouts) != len(streams) or not all(1 <= n <= 256 for n in streams):
+                raise ValueError("the state's streams make no sense")
+            parts = [
+                [read_part(tensors, f"{layout.part}.{i}", layout, members=True) for i in range(n)]
+                for layout, n in zip(layouts, streams, strict=True)
+            ]
+            tokens = {
+                int(name.removeprefix("tokens.")): read_ints(tensors, name, (-1,))
+                for name in tensors
+                if name.startswith("tokens.")
+            }
+            return cls(
+                parts,
+                Fingerprint.from_json(container.metadata.get("fingerprint", "")),
+                firsts,
+                tokens=tokens,
+                metadata=read_metadata(container),
+            )
+        except StateDamaged:
+            raise
+        except (ValueError, TypeError, OverflowError) as error:
+            raise StateDamaged(f"the state makes no sense: {error}") from None
+
+
+def _cells_of(part: Part, seq: int) -> npt.NDArray[np.intp]:
+    assert part.members is not None
+    offsets, ids = part.members
+    owners: npt.NDArray[np.intp] = np.repeat(np.arange(len(part)), np.diff(offsets))[ids == seq]
+    return owners

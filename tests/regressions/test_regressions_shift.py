@@ -87,3 +87,34 @@ def test_partly_rotated_keys_are_moved_rightly_or_not_at_all(tmp_path: Path) -> 
     assert not ctx.kv_cache_can_shift()
     with pytest.raises(UnsupportedOperation, match="type_k='f16'"):
         ctx.kv_cache_seq_add(0, None, None, BY)
+
+
+def smollm3(folder: Path) -> Path:
+    """A model of which every fourth layer is not rotated, which no table of llama.cpp's says."""
+    info = MODELS["llama"]
+    plan = info.plan(replace(info.sizes, n_layer=4), info.n_vocab)
+    plan.arch = "smollm3"
+    path = folder / "smollm3.gguf"
+    write_gguf(path, plan, info.vocab(), 0)
+    return path
+
+
+def test_layers_that_the_graph_does_not_rotate_are_not_rotated_by_a_shift(tmp_path: Path) -> None:
+    ctx = LlamaContext(LlamaModel(smollm3(tmp_path)), n_ctx=256, n_threads=1, **EXACT)
+    assert [ctx.native.rope(layer) is None for layer in range(4)] == [False, False, False, True]
+    ctx.decode(WORDS)
+    assert not ctx.kv_cache_can_shift()
+    before = ctx.kv(0)
+    with pytest.raises(UnsupportedOperation, match="another way"):
+        ctx.kv_cache_seq_add(0, None, None, BY)
+    # Moved in NumPy they go on as a sequence that was computed there.
+    plain = ctx.kv(0, rope=False)
+    assert np.array_equal(plain.layers[3].keys, before.layers[3].keys)
+    ctx.write_kv(1, replace(plain, positions=plain.positions + BY))
+    fresh = LlamaContext(ctx.model, n_ctx=256, n_threads=1, **EXACT)
+    fresh.decode(LlamaBatch.from_arrays(WORDS, np.arange(BY, BY + len(WORDS), dtype=np.int32), 0))
+    logits = []
+    for one, seq_id in ((ctx, 1), (fresh, 0)):
+        one.decode([9], seq_id=seq_id)
+        logits.append(one.logits())
+    assert np.abs(logits[0] - logits[1]).max() < RIGHT

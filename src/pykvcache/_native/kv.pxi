@@ -140,19 +140,22 @@ cdef class Arrays(Cells):
             self.lock.leave()
 
     def rope(self, uint32_t layer):
-        """Return how the keys of a layer of the model are rotated, or None."""
-        cdef lib.rope_facts facts
+        """Return how the graph rotates the keys of a layer that has some; None where it does not."""
+        cdef lib.key_rope rope
         cdef vector[float] factors
         cdef size_t i
         self.look()
         try:
-            if layer >= <uint32_t>self.model.n_layer:
-                raise IndexError(f"layer {layer} is outside [0, {self.model.n_layer})")
-            facts = lib.rope_at(self.ctx, self.mem, layer)
-            if facts.type < 0 or facts.n_rot < 2:
+            if not lib.has_keys(self.mem, layer):
+                raise IndexError(f"layer {layer} stores no keys")
+            rope = lib.rope_at(self.mem, layer)
+            if not rope.known:
+                raise UnsupportedOperation(
+                    "kv", f"how the keys of layer {layer} are rotated is not known here: use rope=True")
+            if rope.facts.type < 0:
                 return None
-            factors = lib.rope_factors(self.ctx, layer)
-            result = dict(facts)
+            factors = lib.rope_factors(rope)
+            result = dict(rope.facts)
             result["freq_factors"] = np.array([factors[i] for i in range(factors.size())], np.float32)
             return result
         finally:

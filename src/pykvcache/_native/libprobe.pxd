@@ -66,6 +66,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         SHIFT_QUANTIZED
         SHIFT_PARTIAL
         SHIFT_SCALED
+        SHIFT_OTHERWISE
     enum shift_problem:
         SHIFT_FITS
         SHIFT_NEGATIVE
@@ -164,6 +165,9 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
         float attn_factor
         float beta_fast
         float beta_slow
+    ctypedef struct key_rope:
+        bool known
+        rope_facts facts
     ctypedef struct hadamard_facts:
         int32_t keys
         int32_t values
@@ -178,8 +182,9 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
                       const vector[live_cell]&, uint8_t* dst)
     bool has_extended(const memory*)
     void read_extended(const memory*, memory_part, llama_seq_id, const vector[live_cell]&, int32_t* dst)
-    rope_facts rope_at(const llama_context*, const memory*, uint32_t il)
-    vector[float] rope_factors(const llama_context*, uint32_t il)
+    bool has_keys(const memory*, uint32_t il)
+    const key_rope& rope_at(const memory*, uint32_t il)
+    vector[float] rope_factors(const key_rope&)
     bool dequantize(ggml_type, const void* src, float* dst, int64_t n)
     bool quantize(ggml_type, const float* src, void* dst, int64_t n)
     size_t bytes_of(int type, int64_t n)

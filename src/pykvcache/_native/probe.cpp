@@ -78,6 +78,9 @@ no_shift find_no_shift(const llama_context * ctx, memory & m) {
             }
         }
         for (const uint32_t il : cache->get_layer_ids()) {
+            if (!shift_is_like_graph(ctx, m, il)) {
+                return SHIFT_OTHERWISE;
+            }
             if (!m.hparams->has_rope(il)) {
                 continue;
             }
@@ -180,6 +183,7 @@ memory * memory_new(llama_context * ctx) noexcept {
         m->hparams = &llama_get_model(ctx)->hparams;
         m->arch = llama_get_model(ctx)->arch;
         classify(*m);
+        note_ropes(ctx, *m);
         m->shift = find_no_shift(ctx, *m);
         return m;
     });

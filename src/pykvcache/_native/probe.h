@@ -31,6 +31,7 @@ enum no_shift : int {
     SHIFT_QUANTIZED,   // quantised keys without a Hadamard matrix, which the shift graph reads anyway
     SHIFT_PARTIAL,     // quantised keys of which a part is rotated, and the matrix mixes both
     SHIFT_SCALED,      // YaRN with another length factor in each part
+    SHIFT_OTHERWISE,   // layers that shifts rotate by other settings than the graph, or though it does not
 };
 
 enum shift_problem : int { SHIFT_FITS, SHIFT_NEGATIVE, SHIFT_OVERFLOW, SHIFT_COLLIDES };

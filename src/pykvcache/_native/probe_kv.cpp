@@ -191,34 +191,6 @@ void read_extended(const memory * m, memory_part part, llama_seq_id seq, const s
     }
 }
 
-rope_facts rope_at(const llama_context * ctx, const memory * m, uint32_t il) {
-    const auto & c = ctx->get_cparams();
-    const auto & h = *m->hparams;
-    const auto & model = ctx->get_model();
-    rope_facts facts{};
-    facts.type = h.rope_type == LLAMA_ROPE_TYPE_NONE || !h.has_rope(il) ? -1 : int32_t(h.rope_type);
-    facts.n_rot = int32_t(h.n_rot(il));
-    facts.offset = h.n_lora_kv > 0 ? int32_t(h.n_embd_head_k(il)) - facts.n_rot : 0;
-    facts.n_ctx_orig = int32_t(c.n_ctx_orig_yarn);
-    facts.freq_base = model.get_rope_freq_base(c, int(il));
-    facts.freq_scale = model.get_rope_freq_scale(c, int(il));
-    facts.ext_factor = c.yarn_ext_factor;
-    facts.attn_factor = c.yarn_attn_factor;
-    facts.beta_fast = c.yarn_beta_fast;
-    facts.beta_slow = c.yarn_beta_slow;
-    return facts;
-}
-
-std::vector<float> rope_factors(const llama_context * ctx, uint32_t il) {
-    ggml_tensor * t = ctx->get_model().get_rope_factors(ctx->get_cparams(), int(il));
-    std::vector<float> factors;
-    if (t) {
-        factors.resize(size_t(ggml_nelements(t)));
-        ggml_backend_tensor_get(t, factors.data(), 0, factors.size() * sizeof(float));
-    }
-    return factors;
-}
-
 int64_t block_of(int type) {
     return type < 0 || type >= GGML_TYPE_COUNT ? 0 : ggml_blck_size(ggml_type(type));
 }

@@ -27,13 +27,21 @@ struct live_cell {
     uint32_t  cell;
 };
 
-// How the keys of one layer were rotated.
+// How keys are rotated: the parameters of ggml_rope_ext().
 struct rope_facts {
     int32_t  type;     // LLAMA_ROPE_TYPE_*, -1 where the layer is not rotated
     int32_t  n_rot;    // dimensions that are rotated, from `offset` on
     int32_t  offset;
     int32_t  n_ctx_orig;
     float    freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow;
+};
+
+// How the model's graph rotates the keys of one layer, where that could be read from it.
+struct key_rope {
+    bool                known = false;
+    bool                joined = false;  // only a part of each head is rotated, and put beside the rest
+    rope_facts          facts{};
+    const ggml_tensor * factors = nullptr;
 };
 
 // Edges of the Hadamard matrices that keys and values of a part are multiplied by; 0: they are not.
@@ -57,8 +65,10 @@ int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, ll
 bool has_extended(const memory * m);
 void read_extended(const memory * m, memory_part part, llama_seq_id seq, const std::vector<live_cell> & cells, int32_t * dst);
 
-rope_facts rope_at(const llama_context * ctx, const memory * m, uint32_t il);
-std::vector<float> rope_factors(const llama_context * ctx, uint32_t il);
+// Of a layer of part_layers(), not of the recurrent part.
+bool               has_keys(const memory * m, uint32_t il);
+const key_rope &   rope_at(const memory * m, uint32_t il);
+std::vector<float> rope_factors(const key_rope & rope);
 
 // ggml's conversions between float32 and a stored type; `n` is whole blocks.
 bool dequantize(ggml_type type, const void * src, float * dst, int64_t n) noexcept;

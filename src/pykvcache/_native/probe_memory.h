@@ -2,6 +2,7 @@
 #pragma once
 
 #include <limits>
+#include <map>
 #include <set>
 #include <string>
 #include <utility>
@@ -16,6 +17,7 @@
 #include "llama-memory-recurrent.h"
 #include "llama-model.h"
 #include "probe.h"
+#include "probe_kv.h"
 
 namespace pykv {
 
@@ -32,7 +34,13 @@ class memory {
     llama_memory_recurrent *  recurrent = nullptr;
     const llama_hparams *     hparams = nullptr;
     llm_arch                  arch = LLM_ARCH_UNKNOWN;
+    std::map<uint32_t, key_rope> ropes;  // by layer of the model
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
 };
+
+// Fill memory::ropes from the graph that the context has reserved; before anything is decoded.
+void note_ropes(const llama_context * ctx, memory & m);
+// Whether a shift rotates the keys of a layer as the graph did.
+bool shift_is_like_graph(const llama_context * ctx, const memory & m, uint32_t il);
 
 }  // namespace pykv

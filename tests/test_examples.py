@@ -15,7 +15,7 @@ from support.models import make_model
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SCRIPTS = ("fork_a_prompt", "rewind", "endless_generation")
+SCRIPTS = ("fork_a_prompt", "rewind", "endless_generation", "save_and_resume", "snapshots")
 
 # One CPU: threads that wait for each other on a busy machine take most of the time.
 ON_ONE_CPU = """
@@ -85,8 +85,30 @@ def test_endless_generation() -> None:
     assert cells - drops[-1] < evaluated - sum(drops) <= cells
 
 
+def test_save_and_resume() -> None:
+    shown = output("save_and_resume")
+    saved = re.search(r"^saved (\d+) tokens in \d+ bytes$", shown, re.M)
+    evaluated = re.search(r"^evaluated here: (\d+) tokens$", shown, re.M)
+    assert saved
+    assert evaluated
+    assert int(evaluated[1]) < int(saved[1]), "the story was not evaluated again"
+    assert "answered: Tom's dog is called Biscuit." in shown
+    assert "does not match its checksum" in shown
+
+
+def test_snapshots() -> None:
+    shown = output("snapshots")
+    ends = re.findall(r"^end \d:(.+)$", shown, re.M)
+    assert len(set(ends)) == 3
+    start = re.search(r"^snapshot: (\d+) tokens", shown, re.M)
+    total = re.search(r"^(\d+) tokens evaluated$", shown, re.M)
+    assert start
+    assert total
+    assert int(total[1]) == int(start[1]) + 3 * 16
+
+
 @pytest.mark.parametrize("model", ["llama", "jamba"])
-@pytest.mark.parametrize("name", ["fork_a_prompt", "rewind"])
+@pytest.mark.parametrize("name", ["fork_a_prompt", "rewind", "save_and_resume", "snapshots"])
 def test_takes_a_model(name: str, model: str, model_folder: Path) -> None:
     assert "tokens" in output(name, make_model(model, model_folder))
 

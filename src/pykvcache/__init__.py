@@ -70,7 +70,15 @@ if TYPE_CHECKING:
     )
     from pykvcache.facts import PerfData
     from pykvcache.introspection import CellTable, MemoryInfo, SequenceRange
-    from pykvcache.kv import CacheView, LayerKV, LayerState, RecurrentState, SequenceKV
+    from pykvcache.kv import (
+        CacheView,
+        LayerKV,
+        LayerState,
+        RecurrentState,
+        SequenceKV,
+        from_caches,
+        to_caches,
+    )
     from pykvcache.model import LlamaModel
     from pykvcache.sampling import Sampler
     from pykvcache.state import (
@@ -116,7 +124,9 @@ _HOMES = {
     "StateInfo": "state",
     "describe_state": "state",
     "embedded_model_path": "_models",
+    "from_caches": "kv",
     "system_info": "_native.lib",
+    "to_caches": "kv",
 }
 
 # Written out, errors included, so that type checkers see what is exported.
@@ -187,7 +197,9 @@ __all__ = [
     "describe_state",
     "embedded_model_path",
     "errors",
+    "from_caches",
     "system_info",
+    "to_caches",
 ]
 
 _UNBUILT = (

@@ -110,23 +110,24 @@ def from_caches(
             r, s = (_flat(cache[i]) for i in range(2))
             states.append(LayerState(r, s, index))
             continue
+        if not isinstance(cache, KVCache | RotatingKVCache):
+            raise TypeError(
+                f"caches[{index}] is a {type(cache).__name__}, which has no counterpart"
+            )
         lengths.add(cache.offset)
         if isinstance(cache, RotatingKVCache):
             order = _ring_order(cache)
             rows = len(order)
             window.append(_layer(cache, order, index))
-        elif isinstance(cache, KVCache):
-            full.append(_layer(cache, np.arange(cache.offset), index))
         else:
-            raise TypeError(
-                f"caches[{index}] is a {type(cache).__name__}, which has no counterpart"
-            )
+            full.append(_layer(cache, np.arange(cache.offset), index))
     if len(lengths) > 1:
         raise CacheValueError(f"the caches hold different numbers of tokens: {sorted(lengths)}")
     if not lengths:
         raise CacheValueError("recurrent caches do not tell how many tokens they hold: n_tokens")
     length = lengths.pop()
-    positions = np.arange(length, dtype=np.int32)
+    # Recurrent layers alone have no cells that could tell positions.
+    positions = np.arange(length if full or window else 0, dtype=np.int32)
     held = SequenceKV(positions[length - rows :], window, rope=rope) if window else None
     recurrent = RecurrentState(length - 1, states) if states else None
     return SequenceKV(positions, full, window=held, recurrent=recurrent, rope=rope)

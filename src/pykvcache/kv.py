@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._kv_bridge import from_caches, to_caches
 from pykvcache._kv_codec import NATURAL, as_floats, as_stored
 from pykvcache._kv_rope import rotate
 from pykvcache._kv_types import LayerKV, LayerState, RecurrentState, SequenceKV
@@ -16,7 +17,16 @@ from pykvcache._kv_write import encode
 from pykvcache._native import lib
 from pykvcache.errors import UnsupportedOperation
 
-__all__ = ["CacheView", "KvMethods", "LayerKV", "LayerState", "RecurrentState", "SequenceKV"]
+__all__ = [
+    "CacheView",
+    "KvMethods",
+    "LayerKV",
+    "LayerState",
+    "RecurrentState",
+    "SequenceKV",
+    "from_caches",
+    "to_caches",
+]
 
 
 class KvMethods:

@@ -130,6 +130,16 @@ inline size_t state_get_data(llama_context * ctx, uint8_t * dst, size_t size) no
     return guarded<size_t>(0, [&] { return llama_state_get_data(ctx, dst, size); });
 }
 
+// Of what of a sequence cannot be rewound: its window, its recurrent state.
+inline size_t partial_state_size(llama_context * ctx, llama_seq_id seq) noexcept {
+    return guarded<size_t>(0, [&] { return llama_state_seq_get_size_ext(ctx, seq, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY); });
+}
+inline size_t partial_state_get_data(llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq) noexcept {
+    return guarded<size_t>(0, [&] {
+        return llama_state_seq_get_data_ext(ctx, dst, size, seq, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+    });
+}
+
 inline int32_t tokenize(const llama_vocab * vocab, const char * text, int32_t size, llama_token * out, int32_t room,
                         bool add_special, bool parse_special) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {

@@ -284,15 +284,23 @@ cdef class State(Arrays):
             poisoned = self.poisoned[seq]
             self.remove_from(seq, 1, 0, INT32_MAX)
             self.poisoned[seq] = poisoned
+        else:
+            self.lineage.all_changed()
         with nogil:
             lib.begin_notes()
             code = lib.state_read(self.mem, seq, False, pieces.pieces)
         return code
 
     cdef int need_room(self, int32_t seq, vector[lib.state_block]& blocks) except -1:
-        """Refuse what cannot fit; a window's old cells may give way, so it is only tried."""
+        """Refuse what cannot fit: llama.cpp would find out with the sequence already gone."""
         cdef lib.state_block block
         cdef size_t room, taken
+        for block in blocks:
+            if (block.part == lib.PART_WINDOW and block.kind == lib.BLOCK_CELLS
+                    and not lib.window_has_room(self.mem, seq, block.n_cells)):
+                raise NoKvCacheSlot(
+                    f"no room in the window's cache for {block.n_cells} cells: other sequences hold "
+                    "the rest; remove one, or create the context with swa_full=True", 1)
         for block in blocks:
             if block.part != lib.PART_ATTENTION or block.kind != lib.BLOCK_CELLS:
                 continue

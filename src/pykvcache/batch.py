@@ -134,21 +134,22 @@ class LlamaBatch:
             Position of the first token.
         """
         token = as_token_array(tokens)
-        seq = as_int(seq_id, "sequence id", 0, INT32_MAX)
-        first = as_int(start, "start", 0, INT32_MAX - len(token))
-        flag = as_bool(logits_all, "logits_all")
         n = len(token)
+        seq = as_int(seq_id, "sequence id", 0, INT32_MAX)
+        first = as_int(start, "start", 0, INT32_MAX - n)
+        flag = as_bool(logits_all, "logits_all")
         if n == 0:
             return
+        begin = self._n
+        end = begin + n
         self._reserve(n, 1)
-        rows = slice(self._n, self._n + n)
-        self._token[rows] = token
-        self._pos[rows] = np.arange(first, first + n, dtype=np.int32)
-        self._n_seq_id[rows] = 1
-        self._seq_id[rows, 0] = seq
-        self._logits[rows] = flag
-        self._n += n
-        self._logits[self._n - 1] = 1
+        self._token[begin:end] = token
+        self._pos[begin:end] = _ramp(first, n)
+        self._n_seq_id[begin:end] = 1
+        self._seq_id[begin:end, 0] = seq
+        self._logits[begin:end] = flag
+        self._logits[end - 1] = 1
+        self._n = end
 
     def clear(self) -> None:
         """Remove all tokens and keep the room."""
@@ -207,6 +208,17 @@ class LlamaBatch:
 def _frozen(view: npt.NDArray[Any]) -> npt.NDArray[Any]:
     view.flags.writeable = False
     return view
+
+
+#: The positions that most batches begin with: a slice of them is had in half the time.
+_POSITIONS = _frozen(np.arange(4096, dtype=np.int32))
+
+
+def _ramp(first: int, n: int) -> IntArray:
+    """Return ``[first, first + n)``; not to be written."""
+    if first + n <= len(_POSITIONS):
+        return _POSITIONS[first : first + n]
+    return np.arange(first, first + n, dtype=np.int32)
 
 
 def _ids(seq_ids: SupportsIndex | Sequence[SupportsIndex]) -> Sequence[SupportsIndex]:

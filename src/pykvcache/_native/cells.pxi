@@ -132,7 +132,7 @@ cdef class Cells(Memory):
         """Remove ``[begin, end)`` and move what follows down; all or nothing."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = _p0(begin), b = _p1(end)
         cdef int32_t from_pos = b, to = INT32_MAX
-        cdef int what
+        cdef lib.removal what
         cdef bint follows
         self.enter()
         try:
@@ -142,7 +142,7 @@ cdef class Cells(Memory):
                 return
             what = self.removable(seq, a, b)
             follows = b != INT32_MAX and lib.holds(self.mem, seq, b, INT32_MAX)
-            if what == 3:
+            if what == lib.REMOVE_REFUSED:
                 raise UnsupportedOperation(
                     "remove", f"{self.memory_kind} memory cannot give up [{a}, {b}) of sequence {seq}: "
                     "remove all of it and decode again")
@@ -154,7 +154,6 @@ cdef class Cells(Memory):
             self.remove_from(seq, what, a, b)
             if follows:
                 self.pending = True
-                self.lineage.changed(seq, a)
                 self.done(lib.seq_add(self.memory(), seq, b, -1, a - b), "seq_add")
         finally:
             self.lock.leave()

@@ -9,8 +9,6 @@
 
 namespace pykv {
 
-thread_local int guard_depth = 0;
-
 namespace {
 
 // Enough for a model load at debug level; a program that never drains keeps only the newest.
@@ -35,7 +33,7 @@ ggml_abort_callback_t previous_abort = nullptr;
 
 void on_log(ggml_log_level level, const char * text, void *) {
     try {
-        if (guard_depth > 0 && (level == GGML_LOG_LEVEL_WARN || level == GGML_LOG_LEVEL_ERROR) && notes.size() < 4096) {
+        if (guard.depth > 0 && (level == GGML_LOG_LEVEL_WARN || level == GGML_LOG_LEVEL_ERROR) && notes.size() < 4096) {
             notes += text;
         }
         std::lock_guard<std::mutex> lock(queue->mutex);
@@ -63,7 +61,7 @@ void on_abort(const char * message) {
     if (previous_abort) {
         previous_abort(message);
     }
-    if (guard_depth > 0) {
+    if (guard.depth > 0) {
         throw std::runtime_error(message);
     }
     // A worker thread: nobody can catch there, so at least say why the process ends.
@@ -92,13 +90,13 @@ void note_caught(const char * what, bool memory) {
     } catch (...) {
     }
     caught_bad_alloc = memory;
+    guard.caught = true;
 }
 
 void forget_caught() {
-    if (!caught_text.empty()) {
-        caught_text.clear();
-        caught_bad_alloc = false;
-    }
+    caught_text.clear();
+    caught_bad_alloc = false;
+    guard.caught = false;
 }
 
 void begin_notes() { notes.clear(); }

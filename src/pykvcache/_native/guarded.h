@@ -38,15 +38,23 @@ bool take_log(int & level, std::string & text);
 void renew_log();
 
 // Details of guarded().
-extern thread_local int guard_depth;
+struct guard_state {
+    int  depth = 0;
+    bool caught = false;  // whether there is a text to forget
+};
+// Constant at first and trivial at the end: reading it needs no hidden call.
+inline thread_local guard_state guard;
 void note_caught(const char * what, bool memory);
 void forget_caught();
 
 template <class R, class F> R guarded(R on_error, F && call) noexcept {
     R result = on_error;
-    ++guard_depth;
+    guard_state & mine = guard;
+    ++mine.depth;
     try {
-        forget_caught();
+        if (mine.caught) {
+            forget_caught();
+        }
         result = call();
     } catch (const std::bad_alloc &) {
         note_caught("out of memory", true);
@@ -55,7 +63,7 @@ template <class R, class F> R guarded(R on_error, F && call) noexcept {
     } catch (...) {
         note_caught("unknown C++ exception", false);
     }
-    --guard_depth;
+    --mine.depth;
     return result;
 }
 
@@ -123,20 +131,13 @@ inline int32_t seq_add(llama_memory_t mem, llama_seq_id seq, llama_pos p0, llama
     return guarded_void([&] { llama_memory_seq_add(mem, seq, p0, p1, delta); });
 }
 
-inline size_t state_size(llama_context * ctx) noexcept {
-    return guarded<size_t>(0, [&] { return llama_state_get_size(ctx); });
+// Of one sequence, or of the whole context where seq is -1.
+inline size_t state_size(llama_context * ctx, llama_seq_id seq) noexcept {
+    return guarded<size_t>(0, [&] { return seq < 0 ? llama_state_get_size(ctx) : llama_state_seq_get_size(ctx, seq); });
 }
-inline size_t state_get_data(llama_context * ctx, uint8_t * dst, size_t size) noexcept {
-    return guarded<size_t>(0, [&] { return llama_state_get_data(ctx, dst, size); });
-}
-
-// Of what of a sequence cannot be rewound: its window, its recurrent state.
-inline size_t partial_state_size(llama_context * ctx, llama_seq_id seq) noexcept {
-    return guarded<size_t>(0, [&] { return llama_state_seq_get_size_ext(ctx, seq, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY); });
-}
-inline size_t partial_state_get_data(llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq) noexcept {
+inline size_t state_get_data(llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq) noexcept {
     return guarded<size_t>(0, [&] {
-        return llama_state_seq_get_data_ext(ctx, dst, size, seq, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+        return seq < 0 ? llama_state_get_data(ctx, dst, size) : llama_state_seq_get_data(ctx, dst, size, seq);
     });
 }
 

@@ -34,7 +34,6 @@ from pykvcache.errors import (
     NoKvCacheSlot,
     P0TooLarge,
     P1TooLarge,
-    PartialStateError,
     PositionError,
     SeqIdTooLarge,
     SequenceIdError,
@@ -58,7 +57,6 @@ include "memory.pxi"
 include "cells.pxi"
 include "kv.pxi"
 include "state.pxi"
-include "partial.pxi"
 include "outputs.pxi"
 include "batch.pxi"
 include "decode.pxi"

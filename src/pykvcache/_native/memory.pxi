@@ -35,8 +35,6 @@ cdef class Memory(Handle):
     cdef bint poisoned[MAX_SEQ]
     # Whether a shift or a stream copy waits for the next update.
     cdef bint pending
-    # What is still as it was when a partial state was taken.
-    cdef lib.lineage lineage
 
     # Facts ---------------------------------------------------------------------------
 
@@ -123,7 +121,6 @@ cdef class Memory(Handle):
                     code = lib.memory_clear(self.memory(), data)
             for s in range(MAX_SEQ):
                 self.poisoned[s] = False
-            self.lineage.all_changed()
             self.pending = self.pending and self.streams
             if self.broken:
                 # An encode that threw has left this switched.
@@ -133,34 +130,24 @@ cdef class Memory(Handle):
         finally:
             self.lock.leave()
 
-    cdef int removable(self, int32_t seq, int32_t p0, int32_t p1) except -1:
-        """0: nothing there, 1: the whole sequence, 2: a part that can go, 3: one that cannot."""
-        cdef int32_t lo = 0, hi = 0, keep
-        if not lib.extent(self.mem, seq, lo, hi):
-            # Also a sequence that only the window or the recurrent half knows is cured here.
-            return 1 if p0 == 0 and p1 == INT32_MAX else 0
-        if p0 <= lo and p1 > hi:
-            return 1
-        if not lib.holds(self.mem, seq, p0, p1):
-            return 0
-        if self.whole_only() or self.poisoned[seq]:
-            return 3
-        # Queries come from the end: what they see must not have been dropped by the window.
-        keep = hi + 1 if p1 <= hi else lib.last_before(self.mem, seq, p0) + 1
-        return 2 if lib.window_intact(self.mem, seq, keep) else 3
+    cdef lib.removal removable(self, int32_t seq, int32_t p0, int32_t p1) noexcept:
+        return lib.removal_of(self.mem, seq, p0, p1, self.whole_only() or self.poisoned[seq])
 
-    cdef int remove_from(self, int32_t seq, int what, int32_t p0, int32_t p1) except -1:
+    cdef int remove_from(self, int32_t seq, lib.removal what, int32_t p0, int32_t p1) except -1:
         cdef int32_t code
-        if what == 0:
+        if what == lib.REMOVE_NOTHING:
             return 0
-        if what == 1:
+        if what == lib.REMOVE_EMPTY:
+            # llama.cpp would look at every cell of the cache to find that out.
+            self.poisoned[seq] = False
+            return 0
+        if what == lib.REMOVE_WHOLE:
             p0 = p1 = -1
-        self.lineage.changed(seq, max(p0, 0))
         code = lib.seq_rm(
             self.memory(), seq, p0 if p0 else -1, p1 if p1 != INT32_MAX else -1)
         if code == 0:
             raise InternalError(f"llama_memory_seq_rm refused a removal from sequence {seq}")
-        if what == 1 and code != lib.CAUGHT:
+        if what == lib.REMOVE_WHOLE and code != lib.CAUGHT:
             self.poisoned[seq] = False
         self.done(code, "seq_rm")
         return 0
@@ -169,7 +156,7 @@ cdef class Memory(Handle):
         """Remove ``[p0, p1)``; False, and nothing changed, where the memory cannot."""
         cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef int32_t a = _p0(p0), b = _p1(p1)
-        cdef int what
+        cdef lib.removal what
         self.enter()
         try:
             self.need_memory("clear_kv_cache_seq")
@@ -178,12 +165,12 @@ cdef class Memory(Handle):
                 return True
             if seq >= 0:
                 what = self.removable(seq, a, b)
-                if what == 3:
+                if what == lib.REMOVE_REFUSED:
                     return False
                 self.remove_from(seq, what, a, b)
                 return True
             for s in range(self.n_seq_max):
-                if self.removable(s, a, b) == 3:
+                if self.removable(s, a, b) == lib.REMOVE_REFUSED:
                     return False
             for s in range(self.n_seq_max):
                 self.remove_from(s, self.removable(s, a, b), a, b)
@@ -253,7 +240,7 @@ cdef class Memory(Handle):
             raise UnsupportedOperation(
                 operation, "with kv_unified=False a copy goes to another stream and must be whole: "
                 "copy all, then remove what is not wanted")
-        if lib.holds(self.mem, s, a, b) and not lib.window_intact(self.mem, s, next_pos):
+        if next_pos > a and not lib.window_intact(self.mem, s, next_pos):
             raise UnsupportedOperation(
                 operation, f"the sliding window has dropped cells that position {next_pos} would see: "
                 "copy the whole sequence, or decode the prefix again")
@@ -263,7 +250,7 @@ cdef class Memory(Handle):
 
     def seq_add(self, seq_id, p0, p1, delta):
         """Add delta to the positions in ``[p0, p1)``."""
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = _p0(p0), b = _p1(p1), where = 0, first
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = _p0(p0), b = _p1(p1), where = 0
         cdef int overflow = 0
         cdef long long by = _index(delta, "delta", &overflow)
         cdef lib.shift_problem problem
@@ -278,11 +265,10 @@ cdef class Memory(Handle):
                 problem = lib.SHIFT_OVERFLOW
             else:
                 problem = lib.add_check(self.mem, seq, a, b, by, where)
-            self.raise_problem(problem, f"adding {delta}", where, p0, p1)
+            if problem != lib.SHIFT_FITS:
+                self.raise_problem(problem, f"adding {delta}", where, p0, p1)
             self.pending = True
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) + <int32_t>by)
-            first = lib.first_from(self.mem, seq, a)
-            self.lineage.changed(seq, min(first, first + <int32_t>by))
             self.done(lib.seq_add(
                 self.memory(), seq, a, b if b != INT32_MAX else -1, <int32_t>by), "seq_add")
         finally:
@@ -301,10 +287,10 @@ cdef class Memory(Handle):
                 return
             self.check_move("kv_cache_seq_div", seq, &a, &b)
             problem = lib.div_check(self.mem, seq, a, b, by, where)
-            self.raise_problem(problem, f"dividing by {by}", where, p0, p1)
+            if problem != lib.SHIFT_FITS:
+                self.raise_problem(problem, f"dividing by {by}", where, p0, p1)
             self.pending = True
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) // by)
-            self.lineage.changed(seq, lib.first_from(self.mem, seq, a) // by)
             self.done(lib.div_apply(self.mem, seq, a, b, by), "seq_div")
         finally:
             self.lock.leave()

@@ -98,6 +98,15 @@ uint32_t n_used(const memory * m, memory_part part);
 
 // Lowest and highest position that the sequence holds; false when it holds nothing.
 bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi);
+// What removing [p0, p1) of a sequence means.
+enum removal {
+    REMOVE_NOTHING,  // nothing is there
+    REMOVE_EMPTY,    // all of it, and it has no cell
+    REMOVE_WHOLE,    // all of it
+    REMOVE_PART,     // a part that can go
+    REMOVE_REFUSED,  // a part that cannot: what queries from the end see is not all there, or `whole_only`
+};
+removal removal_of(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, bool whole_only);
 // Lowest position from which every part of the memory still holds the sequence, or -1.
 llama_pos first_kept(const memory * m, llama_seq_id seq);
 // Where the recurrent state of a sequence is, or -1.

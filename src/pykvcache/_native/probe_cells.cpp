@@ -169,6 +169,33 @@ bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi) 
     return hi >= 0;
 }
 
+removal removal_of(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, bool whole_only) {
+    llama_pos lo, hi;
+    if (!extent(m, seq, lo, hi)) {
+        if (p0 != 0 || p1 != POS_END) {
+            return REMOVE_NOTHING;
+        }
+        // A sequence that only the window or the recurrent half knows is cured by removing it.
+        const bool cells_only = m->base && !m->recurrent && m->kind != MEMORY_OTHER;
+        return cells_only && (!m->swa || cells_of(m->swa, seq).empty()) ? REMOVE_EMPTY : REMOVE_WHOLE;
+    }
+    if (p0 <= lo && p1 > hi) {
+        return REMOVE_WHOLE;
+    }
+    if (!holds(m, seq, p0, p1)) {
+        return REMOVE_NOTHING;
+    }
+    if (whole_only) {
+        return REMOVE_REFUSED;
+    }
+    if (!m->swa) {
+        return REMOVE_PART;
+    }
+    // Queries come from the end: what they see must not have been dropped by the window.
+    const llama_pos keep = p1 <= hi ? hi + 1 : last_before(m, seq, p0) + 1;
+    return window_intact(m, seq, keep) ? REMOVE_PART : REMOVE_REFUSED;
+}
+
 llama_pos first_kept(const memory * m, llama_seq_id seq) {
     llama_pos lo, hi;
     if (!extent(m, seq, lo, hi)) {

@@ -43,8 +43,8 @@ wheel: $(VENV)/.dev ## build sdist and wheel into dist/, install and try each aw
 	$(BIN)/python -m build
 	$(BIN)/python -m pytest --noconftest -m slow -v tests/packaging/test_artefacts.py
 
-bench: $(VENV)/.built ## what a call costs
-	$(BIN)/python benchmarks/call_overhead.py
+bench: $(VENV)/.bench $(VENV)/.built ## everything side by side with C and the peers, into docs/
+	$(BIN)/python -m benchmarks
 
 clean: ## remove what was built (.venv, build, dist, the fetched llama.cpp)
 	rm -rf $(VENV) $(VENV)-arrays build dist vendor/llama.cpp vendor/llama.cpp.partial
@@ -62,6 +62,10 @@ $(VENV)/.build-tools: pyproject.toml | $(VENV)/.venv
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.venv
 	$(PIP) install --quiet --group test --group lint --group package
+	@touch $@
+
+$(VENV)/.bench: pyproject.toml | $(VENV)/.venv
+	$(PIP) install --quiet --group bench
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.build-tools $(NATIVE)

@@ -1,0 +1,98 @@
+"""Measure and write the report.
+
+    python -m benchmarks                          everything, into docs/
+    python -m benchmarks --only calls --quick     one group, little, into build/bench/
+
+Groups: calls, throughput, prefix, state, arrays, footprint, growth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment, setup
+from benchmarks.harness import Plan, closing
+from benchmarks.models import BUILD, ROOT
+
+GROUPS = ("calls", "throughput", "prefix", "state", "arrays", "footprint", "growth")
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", action="append", choices=GROUPS, help="a group; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="few samples: to see that it works")
+    parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--peers", default=",".join(setup.PEERS), help="comma-separated")
+    parser.add_argument("--out", type=Path, help="folder; default: docs, or build/bench/out")
+    parser.add_argument("--merge", action="store_true", help="keep the other groups of the JSON")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run as a program."""
+    options = arguments()
+    whole = not options.only and not options.quick
+    out = options.out or (ROOT / "docs" if whole or options.merge else BUILD / "out")
+    plan = Plan(2, 4, quick=True) if options.quick else Plan(options.samples)
+    begin = time.perf_counter()
+    names = [name for name in options.peers.split(",") if name]
+    contestants, took = setup.contestants(names)
+    result: dict[str, Any] = {
+        "machine": environment.machine(),
+        "versions": environment.versions(contestants),
+        "models": environment.models(),
+        "setup_seconds": took,
+        "samples": plan.samples,
+        "groups": {},
+    }
+    path = out / "benchmarks.json"
+    if options.merge and path.exists():
+        result["groups"] = json.loads(path.read_text())["groups"]
+    for name in options.only or GROUPS:
+        group = importlib.import_module(f"benchmarks.groups.{name}")
+        print(f"{name}: {group.TITLE}", file=sys.stderr)
+        start, load = time.perf_counter(), os.getloadavg()
+        with closing(contestants):
+            rows = group.run(contestants, plan)
+        result["groups"][name] = {
+            "title": group.TITLE,
+            "seconds": round(time.perf_counter() - start, 1),
+            "load_before_and_after": [load[0], os.getloadavg()[0]],
+            "rows": [row.as_json() for row in rows],
+        }
+    result["seconds"] = round(time.perf_counter() - begin, 1)
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(dumps(result))
+    from benchmarks import plots, report
+
+    report.write(result, out / "benchmarks.md")
+    plots.draw(result, out / "benchmarks")
+    print(f"{result['seconds']} s; wrote {path} and {out / 'benchmarks.md'}", file=sys.stderr)
+
+
+def dumps(result: dict[str, Any]) -> str:
+    """Return JSON with one measured row per line."""
+    text = json.dumps({**result, "groups": {}}, indent=1)
+    head, tail = text.split('"groups": {}')
+    groups = []
+    for name, group in result["groups"].items():
+        rows = ",\n   ".join(json.dumps(row) for row in group["rows"])
+        rest = json.dumps({key: value for key, value in group.items() if key != "rows"})
+        groups.append(f'"{name}": {rest[:-1]}, "rows": [\n   {rows}\n  ]}}')
+    return head + '"groups": {\n  ' + ",\n  ".join(groups) + "\n }" + tail + "\n"
+
+
+if __name__ == "__main__":
+    main()

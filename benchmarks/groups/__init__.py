@@ -1,0 +1,1 @@
+"""What is measured: one module per group, each with ``run(contestants, plan)``."""

@@ -1,0 +1,43 @@
+"""Group 2: tokens per second, decode and prefill, at 1, 4 and 16 sequences in parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from benchmarks.harness import Answer, Contestant, Plan, Row, interleave, show
+from benchmarks.models import STORIES, medium
+
+TITLE = "decode and prefill throughput"
+PARALLEL = (1, 4, 16)
+
+
+def rate(answer: Answer) -> float:
+    """Return tokens per second."""
+    return float(answer["tokens"]) / float(answer["seconds"])
+
+
+def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
+    """Measure both models with 1 and with 2 threads."""
+    rows = []
+    models = {"stories": (STORIES, 32, 512), "30M": (medium(), 8, 256)}
+    for name, (path, steps, prompt) in models.items():
+        for threads in (1, 2):
+            shape = {"n_ctx": 1024, "n_seq_max": 16, "n_batch": 512, "threads": threads}
+            n_vocab = 818 if name == "stories" else 32_000
+            for who, contestant in contestants.items():
+                more = {"n_vocab": n_vocab} if who == "xllamacpp" else {}
+                contestant.ask("open", model=str(path), **shape, **more)
+            requests: list[tuple[str, dict[str, Any]]] = [
+                *(("decode", {"parallel": n, "steps": steps}) for n in PARALLEL),
+                *(("prefill", {"parallel": n, "tokens": prompt}) for n in PARALLEL),
+            ]
+            for do, request in requests:
+                sides: dict[str, Any] = {
+                    who: partial(c.ask, do, **request) for who, c in contestants.items()
+                }
+                label = f"{do}, {name}, {request['parallel']} parallel, {threads} threads"
+                rows.append(interleave(label, "tokens/s", sides, plan, rate, ["tokens"]))
+                show(rows[-1], 1, "tokens/s")
+    return rows

@@ -1,0 +1,82 @@
+"""The models that everybody measures with, written on demand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "bench"
+STORIES = ROOT / "models" / "stories.gguf"
+
+#: 30 million parameters: 8 layers, 384 wide, 6 heads of 64, 4 of them for K and V.
+WIDE = {"n_embd": 384, "n_layer": 8, "n_ff": 1600, "n_head": 6, "n_head_kv": 3}
+N_VOCAB = 32_000
+
+
+def _tests() -> None:
+    """Let the generator of the tests' models be imported."""
+    tests = str(ROOT / "tests")
+    if tests not in sys.path:
+        sys.path.insert(0, tests)
+
+
+def tiny() -> Path:
+    """Write the tests' tiny llama: a decode is mostly overhead."""
+    _tests()
+    from support.models import make_model
+
+    return make_model("llama", BUILD / "models")
+
+
+def medium() -> Path:
+    """Write a llama of 30 million random f16 weights, 8 layers and 32,000 tokens."""
+    path = BUILD / "models" / "llama-30m.gguf"
+    if path.exists():
+        return path
+    _tests()
+    import gguf
+    import numpy as np
+
+    from support import attention_models, vocab
+    from support.blueprint import Sizes
+
+    base = vocab.spm()
+    more = N_VOCAB - len(base)
+    words = vocab.Vocab(
+        base.kind,
+        base.tokens + tuple(f"▁w{i}".encode() for i in range(more)),
+        base.types + (gguf.TokenType.NORMAL,) * more,
+        special=base.special,
+        add_bos=True,
+    )
+    plan = attention_models.llama(Sizes(n_ctx_train=65_536, **WIDE), N_VOCAB)
+    # The output is the token table, as in many small models.
+    del plan.tensors["output.weight"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".part")
+    writer = gguf.GGUFWriter(draft, plan.arch)
+    for key, value in plan.keys.items():
+        name = f"{plan.arch}{key}" if key.startswith(".") else key
+        if isinstance(value, float):
+            writer.add_float32(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    words.write(writer)
+    for name, tensor in plan.tensors.items():
+        values = tensor.values(name, 0)
+        writer.add_tensor(name, values if values.ndim == 1 else values.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    draft.replace(path)
+    return path
+
+
+def n_parameters() -> int:
+    """Count the weights of `medium`."""
+    import gguf
+
+    return sum(int(t.n_elements) for t in gguf.GGUFReader(medium()).tensors)

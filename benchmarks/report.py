@@ -1,0 +1,189 @@
+"""The Markdown report: from the JSON alone, so that it can be written again."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import targets, texts
+from benchmarks.harness import Row
+
+ORDER = ("pykvcache", "C", "llama-cpp-python", "cyllama", "xllamacpp")
+Rows = dict[str, Row]
+
+
+def rows_of(result: dict[str, Any], group: str) -> Rows:
+    """Return the rows of a group by name."""
+    found = {}
+    for row in result["groups"].get(group, {}).get("rows", []):
+        notes = row.get("notes", {})
+        found[row["name"]] = Row(row["name"], row["unit"], row["samples"], row["errors"], notes)
+    return found
+
+
+def number(value: float) -> str:
+    """Write a number with three digits or so."""
+    if math.isnan(value):
+        return "-"
+    size = abs(value)
+    return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+
+
+def spread(values: list[float], scale: float = 1) -> str:
+    """Write the median with the lowest and the highest."""
+    if not values:
+        return "-"
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{number(middle * scale)} ({number(low * scale)} to {number(high * scale)})"
+
+
+def table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Write a Markdown table; the first column is text, the others numbers."""
+    head = list(header)
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *map(list, lines)])
+
+
+def plain(rows: Iterable[Row], scale: float, base: str = "C", skip: str = "") -> str:
+    """Write rows as they are: ours and its ratio with spread, the others as medians."""
+    rows = list(rows)
+    present = {who for row in rows for who in (*row.samples, *row.errors)}
+    others = [w for w in (*ORDER, "NumPy", "numpy", "array caches alone") if w in present]
+    others = [w for w in others if w not in ("pykvcache", base)]
+    lines = []
+    for row in rows:
+        line = [row.name.removesuffix(skip), spread(row.samples.get("pykvcache", []), scale)]
+        if base in present:
+            line += [number(row.median(base) * scale), spread(row.ratios("pykvcache", base))]
+        lines.append(line + [number(row.median(who) * scale) for who in others])
+    header = ["", "pykvcache"] + ([base, f"pykvcache / {base}"] if base in present else [])
+    return table(header + others, lines)
+
+
+def calls(rows: Rows) -> str:
+    """Write group 1."""
+    from benchmarks.groups.calls import CALLS
+
+    lines = []
+    for what, empty in CALLS.items():
+        row = rows.get(what)
+        if row is None:
+            continue
+        over = targets.over_c(row, rows.get(empty))
+        peers = [number(row.median(who) * 1e9) for who in ("C", "llama-cpp-python", "cyllama")]
+        times = spread(row.ratios("llama-cpp-python", "pykvcache"))
+        statement = row.notes.get("statement", {}).get("pykvcache", what).replace("\n", "; ")
+        ours = spread(row.samples.get("pykvcache", []), 1e9)
+        lines.append([f"`{statement}`", ours, *peers, spread(over, 1e9), times])
+    header = ["ns per call", "pykvcache", "C", "llama-cpp-python", "cyllama"]
+    header += ["over C and an empty method", "llama-cpp-python / pykvcache"]
+    empties = ", ".join(
+        f"{number(row.median('pykvcache') * 1e9)} ns (`{row.notes['statement']['pykvcache']}`)"
+        for name, row in rows.items()
+        if name.startswith("empty")
+    )
+    decodes = [row for name, row in rows.items() if name.startswith("decode1")]
+    extra = [
+        [
+            row.name,
+            spread(row.samples.get("pykvcache", []), 1e6),
+            *(number(row.median(who) * 1e6) for who in ("C", "llama-cpp-python", "cyllama")),
+            spread(targets.over_c(row, None), 1e6),
+        ]
+        for row in decodes
+    ]
+    second = ["us per one-token decode", "pykvcache", "C", "llama-cpp-python", "cyllama", "over C"]
+    return f"{table(header, lines)}\n\nEmpty methods: {empties}.\n\n{table(second, extra)}"
+
+
+def prefix(rows: Rows) -> str:
+    """Write group 3; tokens evaluated come first."""
+    first = [row for name, row in rows.items() if name.startswith("first token")]
+    lines = []
+    for row in first:
+        tokens = row.notes.get("evaluated", {})
+        counts = sorted({int(n) for n in tokens.values()})
+        ready = rows.get(row.name.replace("first token", "prefix there"))
+        lines.append(
+            [
+                row.name.removeprefix("first token, "),
+                " or ".join(f"{n:,}" for n in counts),
+                spread(row.samples.get("pykvcache", []), 1e3),
+                number(ready.median("pykvcache") * 1e3) if ready else "-",
+                *(number(row.median(w) * 1e3) for w in ORDER[1:]),
+            ]
+        )
+    head = ["way, shared tokens", "tokens evaluated", "pykvcache, ms", "of it: prefix there"]
+    return table([*head, *ORDER[1:]], lines)
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Write the whole report."""
+    groups = result["groups"]
+    parts = [texts.head(result)]
+    if groups:
+        lines = [t.line() for t in targets.judge({g: rows_of(result, g) for g in groups})]
+        parts += ["## Targets", table(["target", "measured", "", "why"], lines)]
+    writers: dict[str, Callable[[Rows], str]] = {
+        "calls": calls,
+        "throughput": lambda rows: plain(rows.values(), 1),
+        "prefix": prefix,
+        "state": lambda rows: (
+            plain([r for r in rows.values() if r.unit == "bytes/s"], 1e-9)
+            + "\n\n"
+            + plain([r for r in rows.values() if r.unit == "1/s"], 1e-6, base="")
+        ),
+        "arrays": lambda rows: plain(rows.values(), 1e6, base="NumPy"),
+        "footprint": lambda rows: "\n\n".join(
+            plain([r for r in rows.values() if r.unit == unit], scale, base)
+            for unit, scale, base in (("bytes", 2**-10, "C"), ("s", 1e3, "numpy"))
+        ),
+        "growth": lambda rows: "\n\n".join(
+            plain([r for r in rows.values() if r.unit == unit], scale)
+            for unit, scale in (("s", 1e6), ("tokens/s", 1))
+        ),
+    }
+    for name, writer in writers.items():
+        if name not in groups:
+            continue
+        parts += [f"## {groups[name]['title'].capitalize()}", texts.GROUPS[name]]
+        parts.append(writer(rows_of(result, name)))
+        if name in texts.PLOTS:
+            parts.append(f"![{groups[name]['title']}](benchmarks/{name}.png)")
+        missing = not_there(rows_of(result, name).values())
+        if missing:
+            parts.append(missing)
+    parts.append(texts.TAIL)
+    path.write_text("\n\n".join(parts) + "\n")
+
+
+def not_there(rows: Iterable[Row]) -> str:
+    """Say what a contestant could not do, so that no dash is unexplained."""
+    why: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for who, error in row.errors.items():
+            why.setdefault((who, error), []).append(row.name)
+    lines = [
+        f"- {who}, {', '.join(names[:4])}{' and others' if len(names) > 4 else ''}: {error}"
+        for (who, error), names in why.items()
+    ]
+    return "Not measured:\n\n" + "\n".join(lines) if lines else ""
+
+
+def main() -> None:
+    """Write the report again from a JSON: ``python -m benchmarks.report docs/benchmarks.json``."""
+    from benchmarks import plots
+
+    path = Path(sys.argv[1])
+    result = json.loads(path.read_text())
+    write(result, path.with_suffix(".md"))
+    plots.draw(result, path.parent / "benchmarks")
+
+
+if __name__ == "__main__":
+    main()

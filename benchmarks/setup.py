@@ -1,0 +1,195 @@
+"""Making the contestants: environments, the C program, our own wheel. Kept under build/bench."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.harness import Contestant
+from benchmarks.models import BUILD, ROOT
+
+HERE = Path(__file__).resolve().parent
+VENDOR = ROOT / "vendor" / "llama.cpp"
+
+#: What pip is asked for. The first is built from source, with the same llama.cpp as ours.
+PEERS = {
+    "llama-cpp-python": ["--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36"],
+    "cyllama": ["--only-binary=:all:", "cyllama==0.2.18"],
+    "xllamacpp": ["--only-binary=:all:", "xllamacpp==2026.10.11549"],
+}
+MODULES = {
+    "llama-cpp-python": "llama_cpp_python_peer",
+    "cyllama": "cyllama_peer",
+    "xllamacpp": "xllamacpp_peer",
+}
+OURS = "pykvcache"
+
+
+def python_of(name: str) -> Path:
+    """Return the interpreter of a contestant's environment."""
+    return BUILD / name / "bin" / "python"
+
+
+def run(command: Iterable[str | os.PathLike[str]], **env: str) -> None:
+    """Run a step; its output is shown when it fails."""
+    words = [os.fspath(word) for word in command]
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        raise RuntimeError(f"{' '.join(words[:4])} ...: " + " / ".join(lines[-3:]))
+
+
+def pip(python: Path, *arguments: str, **env: str) -> None:
+    """Call pip of an environment, made first where there is none."""
+    if not python.exists():
+        run([sys.executable, "-m", "venv", python.parents[1]])
+    run([python, "-m", "pip", "--disable-pip-version-check", *arguments], **env)
+
+
+def newest(paths: Iterable[Path]) -> float:
+    """Return the latest time of change."""
+    return max(path.stat().st_mtime for path in paths)
+
+
+def libraries() -> list[Path]:
+    """Return llama.cpp's static libraries of our own build, in link order."""
+    names = ["libllama.a", "libggml.a", "libggml-cpu.a", "libggml-base.a"]
+    folders = [p for p in (ROOT / "build").glob("*/llama.cpp") if p.parent != BUILD]
+    for folder in [*sorted(folders, key=lambda p: p.stat().st_mtime, reverse=True), BUILD / "c"]:
+        found = {p.name: p for p in folder.rglob("lib*.a")}
+        if all(name in found for name in names):
+            return [found[name] for name in names]
+    raise FileNotFoundError("no static llama.cpp in build/: run `make venv`")
+
+
+def build_llama() -> None:
+    """Build llama.cpp as our CMake files do, for a tree without a build of its own."""
+    options = ["-DBUILD_SHARED_LIBS=OFF", "-DCMAKE_BUILD_TYPE=Release"]
+    options += [f"-DLLAMA_BUILD_{x}=OFF" for x in ("COMMON", "TOOLS", "TESTS", "EXAMPLES")]
+    options += ["-DLLAMA_BUILD_SERVER=OFF", "-DCMAKE_POSITION_INDEPENDENT_CODE=ON"]
+    run(["cmake", "-S", VENDOR, "-B", BUILD / "c", "-G", "Ninja", *options])
+    run(["cmake", "--build", BUILD / "c"])
+
+
+def c_program() -> Path:
+    """Compile bench.c against our own llama.cpp."""
+    program, source = BUILD / "bench_c", HERE / "c" / "bench.c"
+    try:
+        archives = libraries()
+    except FileNotFoundError:
+        build_llama()
+        archives = libraries()
+    if program.exists() and program.stat().st_mtime > newest([source, *archives]):
+        return program
+    includes = [f"-I{VENDOR / 'include'}", f"-I{VENDOR / 'ggml' / 'include'}"]
+    item = BUILD / "bench.o"
+    run([os.environ.get("CC", "cc"), "-O2", *includes, "-c", source, "-o", item])
+    flags = ["-fopenmp", "-pthread", "-ldl", "-lm", "-o", os.fspath(program)]
+    run([os.environ.get("CXX", "c++"), item, *archives, *flags])
+    return program
+
+
+def empty_extension() -> Path:
+    """Compile the class with the empty methods; return its folder."""
+    folder, source = BUILD / "native", HERE / "c" / "bench_empty.pyx"
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    target = folder / f"bench_empty{suffix}"
+    if target.exists() and target.stat().st_mtime > source.stat().st_mtime:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    text = folder / "bench_empty.c"
+    run([sys.executable, "-m", "cython", "-3", source, "-o", text])
+    include = f"-I{sysconfig.get_path('include')}"
+    flags = ["-O3", "-DNDEBUG", "-fPIC", "-shared", "-fwrapv"]
+    run([os.environ.get("CC", "cc"), *flags, include, text, "-o", target])
+    return folder
+
+
+def wheel() -> Path:
+    """Build our wheel, in the build folder that ``make venv`` uses, so that llama.cpp is done."""
+    sources = [p for p in (ROOT / "src").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    folder = BUILD / OURS / "wheel"
+    ready = sorted(folder.glob("*.whl"))
+    if ready and ready[-1].stat().st_mtime > newest([*sources, ROOT / "CMakeLists.txt"]):
+        return ready[-1]
+    shutil.rmtree(folder, ignore_errors=True)
+    words = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *words, folder, "."], PATH=path
+    )
+    return next(folder.glob("*.whl"))
+
+
+def install_ours() -> Path:
+    """Install the wheel into an environment of its own; return the wheel."""
+    built, stamp = wheel(), BUILD / OURS / ".installed"
+    if not stamp.exists() or stamp.stat().st_mtime < built.stat().st_mtime:
+        pip(python_of(OURS), "install", "--quiet", "--force-reinstall", f"{built}[state]")
+        stamp.touch()
+    return built
+
+
+def wheel_of(name: str) -> Path:
+    """Return the wheel that a contestant was installed from."""
+    return next((BUILD / name / "wheel").glob("*.whl"))
+
+
+def install_peer(name: str) -> None:
+    """Build or fetch a peer's wheel, and install it into an environment of its own."""
+    stamp, wanted = BUILD / name / ".installed", "\n".join(PEERS[name])
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    python, folder = python_of(name), BUILD / name / "wheel"
+    # The image part is not measured; llama.cpp itself is built as the package does.
+    arguments = ["--quiet", "--no-deps", "--wheel-dir", os.fspath(folder)]
+    pip(python, "wheel", *arguments, *PEERS[name], CMAKE_ARGS="-DLLAVA_BUILD=OFF")
+    pip(python, "install", "--quiet", os.fspath(wheel_of(name)), "numpy")
+    stamp.write_text(wanted)
+
+
+def contestants(
+    peers: Iterable[str] = tuple(PEERS),
+) -> tuple[dict[str, Contestant], dict[str, float]]:
+    """Make everybody; who cannot be made stays in the list and says why.
+
+    Returns
+    -------
+    tuple
+        The contestants by name, and the seconds that making each took.
+    """
+    found: dict[str, Contestant] = {}
+    took: dict[str, float] = {}
+    env = {"PYTHONPATH": os.fspath(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    begin = time.perf_counter()
+    install_ours()
+    native = os.fspath(empty_extension())
+    module = ["-m", "benchmarks.peers.ours"]
+    ours = {**env, "PYKVCACHE_BENCH_NATIVE": native}
+    found[OURS] = Contestant(OURS, [os.fspath(python_of(OURS)), *module], ours)
+    took[OURS] = time.perf_counter() - begin
+
+    begin = time.perf_counter()
+    found["C"] = Contestant("C", [os.fspath(c_program())])
+    took["C"] = time.perf_counter() - begin
+
+    for name in peers:
+        begin = time.perf_counter()
+        print(f"making {name}", file=sys.stderr)
+        command = [os.fspath(python_of(name)), "-m", f"benchmarks.peers.{MODULES[name]}"]
+        found[name] = Contestant(name, command, env)
+        try:
+            install_peer(name)
+        except RuntimeError as error:
+            found[name].missing = f"not installed: {error}"
+        took[name] = time.perf_counter() - begin
+    return found, took

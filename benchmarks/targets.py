@@ -1,0 +1,186 @@
+"""The targets, and whether the figures meet them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks import texts
+from benchmarks.harness import Row
+
+Rows = dict[str, Row]
+
+MEMORY = (
+    *("pos_max", "pos_min", "can_shift", "copy", "copy_part", "copy_over"),
+    *("remove", "remove_part", "keep", "add", "div"),
+)
+US, PEER = "pykvcache", "llama-cpp-python"
+
+
+def over_c(row: Row, empty: Row | None) -> list[float]:
+    """Return, sample by sample, what ours takes beyond C and an empty method."""
+    base = statistics.median(empty.samples[US]) if empty is not None and empty.samples else 0.0
+    pairs = zip(row.samples.get(US, []), row.samples.get("C", []), strict=False)
+    return [ours - c - base for ours, c in pairs]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One target with its figure."""
+
+    key: str
+    text: str
+    figure: str
+    met: bool | None
+
+    def line(self) -> list[str]:
+        """Return a row of the table."""
+        word = "not measured" if self.met is None else "met" if self.met else "missed"
+        return [self.text, self.figure, word, "" if self.met else texts.REASONS.get(self.key, "")]
+
+
+def judge(groups: dict[str, Rows]) -> list[Verdict]:
+    """Compare every target with the medians."""
+    checks: list[Callable[[dict[str, Rows]], Verdict]] = [
+        memory_cost,
+        memory_peer,
+        decode_cost,
+        throughput,
+        fork,
+        restore,
+        copies,
+        batch,
+    ]
+    return [check(groups) for check in checks]
+
+
+def listed(values: dict[str, float], worst: str, unit: str, digits: int = 0) -> str:
+    """Write the worst of several figures with its name, and how many there are."""
+    return f"{values[worst]:,.{digits}f} {unit} at worst (`{worst}`), of {len(values)}"
+
+
+def memory_cost(groups: dict[str, Rows]) -> Verdict:
+    """At most 60 ns over C and an empty method."""
+    from benchmarks.groups.calls import CALLS
+
+    text = "memory operation: at most 60 ns over C and an empty method call"
+    rows = groups.get("calls", {})
+    values = {
+        what: statistics.median(over_c(rows[what], rows.get(CALLS[what]))) * 1e9
+        for what in MEMORY
+        if what in rows and over_c(rows[what], None)
+    }
+    if not values:
+        return Verdict("memory_cost", text, "-", None)
+    over = [what for what, value in values.items() if value > 60]
+    figure = listed(values, max(values, key=values.__getitem__), "ns")
+    if over:
+        figure += "; above: " + ", ".join(f"{what} {values[what]:.0f}" for what in over)
+    return Verdict("memory_cost", text, figure, not over)
+
+
+def memory_peer(groups: dict[str, Rows]) -> Verdict:
+    """At least 3 times faster than llama-cpp-python."""
+    text = "memory operation: at least 3 times faster than llama-cpp-python"
+    rows = groups.get("calls", {})
+    values = {
+        what: statistics.median(rows[what].ratios(PEER, US))
+        for what in MEMORY
+        if what in rows and rows[what].ratios(PEER, US)
+    }
+    if not values:
+        return Verdict("memory_peer", text, "-", None)
+    below = [what for what, value in values.items() if value < 3]
+    figure = listed(values, min(values, key=values.__getitem__), "times", 2)
+    if below:
+        figure += "; below: " + ", ".join(f"{what} {values[what]:.2f}" for what in below)
+    return Verdict("memory_peer", text, figure, not below)
+
+
+def decode_cost(groups: dict[str, Rows]) -> Verdict:
+    """At most 2 microseconds over C for one token."""
+    text = "one-token decode: within 2 us of C"
+    rows = groups.get("calls", {})
+    values = {
+        name.removeprefix("decode1, "): statistics.median(over_c(row, None)) * 1e6
+        for name, row in rows.items()
+        if name.startswith("decode1, tiny") and over_c(row, None)
+    }
+    if not values:
+        return Verdict("decode_cost", text, "-", None)
+    figure = listed(values, max(values, key=values.__getitem__), "us", 2)
+    return Verdict("decode_cost", text, figure, max(values.values()) <= 2)
+
+
+def throughput(groups: dict[str, Rows]) -> Verdict:
+    """At least 0.99 of C."""
+    text = "throughput: at least 0.99 of C"
+    values = {
+        name: statistics.median(row.ratios(US, "C"))
+        for name, row in groups.get("throughput", {}).items()
+        if row.ratios(US, "C")
+    }
+    if not values:
+        return Verdict("throughput", text, "-", None)
+    below = [name for name, value in values.items() if value < 0.99]
+    middle = statistics.median(values.values())
+    figure = f"{middle:.3f} in the middle, " + listed(
+        values, min(values, key=values.__getitem__), "", 3
+    )
+    if below:
+        figure += f"; {len(below)} below"
+    return Verdict("throughput", text, figure, not below)
+
+
+def fork(groups: dict[str, Rows]) -> Verdict:
+    """At most 0.3 ms for 4,096 tokens."""
+    text = "fork of 4,096 tokens: at most 0.3 ms"
+    row = groups.get("prefix", {}).get("prefix there, fork, 4096")
+    if row is None or US not in row.samples:
+        return Verdict("fork", text, "-", None)
+    ours, c = row.median(US) * 1e3, row.median("C") * 1e3
+    return Verdict("fork", text, f"{ours:.3f} ms; C {c:.3f} ms", ours <= 0.3)
+
+
+def restore(groups: dict[str, Rows]) -> Verdict:
+    """At least 300 times faster than prefill."""
+    text = "restore of 4,096 tokens: at least 300 times faster than prefill"
+    rows = groups.get("prefix", {})
+    cold, memory = (rows.get(f"prefix there, {how}, 4096") for how in ("cold", "memory"))
+    if cold is None or memory is None or US not in memory.samples or US not in cold.samples:
+        return Verdict("restore", text, "-", None)
+    ratio = cold.median(US) / memory.median(US)
+    figure = f"{ratio:,.0f} times ({cold.median(US):.2f} s, {memory.median(US) * 1e3:.2f} ms)"
+    return Verdict("restore", text, figure, ratio >= 300)
+
+
+def copies(groups: dict[str, Rows]) -> Verdict:
+    """At least 0.9 of memcpy."""
+    text = "state copy: at least 0.9 of memcpy"
+    rows = groups.get("state", {})
+    values = {}
+    for name, row in rows.items():
+        what, _, size = name.partition(", ")
+        base = rows.get(f"memcpy_new, {size}" if what == "save_new" else f"memcpy, {size}")
+        if what not in ("save", "save_new", "load") or base is None or US not in row.samples:
+            continue
+        pairs = zip(row.samples[US], base.samples[US], strict=False)
+        values[name] = statistics.median(a / b for a, b in pairs)
+    if not values:
+        return Verdict("copies", text, "-", None)
+    below = [name for name, value in values.items() if value < 0.9]
+    figure = listed(values, min(values, key=values.__getitem__), "", 2)
+    if below:
+        figure += "; below: " + ", ".join(f"{name} {values[name]:.2f}" for name in below)
+    return Verdict("copies", text, figure, not below)
+
+
+def batch(groups: dict[str, Rows]) -> Verdict:
+    """At most 3 microseconds for 512 tokens from an array."""
+    text = "batch of 512 from an array: at most 3 us"
+    row = groups.get("calls", {}).get("batch512")
+    if row is None or US not in row.samples:
+        return Verdict("batch", text, "-", None)
+    value = row.median(US) * 1e6
+    return Verdict("batch", text, f"{value:.2f} us", value <= 3)

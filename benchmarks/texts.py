@@ -1,0 +1,119 @@
+"""What the report says around its tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+REPEAT = """    make bench                                  everything: this page, the JSON, the plots
+    python -m benchmarks --only calls --quick   one group, few samples, into build/bench/out
+    python -m benchmarks --only prefix --merge  one group again, the others as they were
+    python -m benchmarks.report docs/benchmarks.json   page and plots from the JSON"""
+
+
+def head(result: dict[str, Any]) -> str:
+    """Write the beginning: what, on what, how."""
+    machine, versions = result["machine"], result["versions"]
+    models = result["models"]
+    loads = ", ".join(
+        f"{name} {group['load_before_and_after'][0]:.1f} to {group['load_before_and_after'][1]:.1f}"
+        for name, group in result["groups"].items()
+    )
+    peers = "\n".join(
+        f"- {name}: " + ", ".join(f"{k} {v}" for k, v in said.items() if k != "system")
+        for name, said in versions.items()
+        if isinstance(said, dict)
+    )
+    took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["setup_seconds"].items())
+    run = sum(group["seconds"] for group in result["groups"].values())
+    return f"""# Benchmarks
+
+pykvcache beside plain C and beside other Python bindings of llama.cpp, on the same work: the same
+GGUF files, the same tokens, the same number of threads. This page is written by `make bench` from
+[benchmarks.json](benchmarks.json), which holds every raw sample.
+
+{REPEAT}
+
+A run took {run / 60:.1f} minutes of measuring. Making the contestants: {took}; the first time it
+takes minutes more, because llama-cpp-python is built from source, and its build is then kept
+under `build/bench/`.
+
+## What it was measured on
+
+- {machine["cpu"]}, {machine["cpus"]} cores, {machine["memory"]}, {machine["system"]}
+- Load average by group, before and after (a benchmark alone makes 1 to 2): {loads}.
+  What is above that is other programs, and shows in the spread.
+- Python {versions["python"]}, {versions["compiler"]}, commit {versions["commit"]},
+  llama.cpp: {versions["llama.cpp"]}
+{peers}
+- Models: the embedded story model ({models["stories"]["bytes"]:,} bytes), and a llama of
+  {models["30M"]["parameters"]:,} random f16 weights ({models["30M"]["what"]}). The tests' tiny llama
+  serves for the overhead of a decode alone.
+
+## How to read it
+
+- Contestants are processes that take turns, A B A B, one round of warm-up before. Figures are medians
+  of {result["samples"]} samples with the lowest and the highest; a sample of something short is the best
+  of several slices. Ratios are taken pair by pair. A dash is explained below its table.
+- C is `benchmarks/c/bench.c`, linked with the static llama.cpp of our own build. llama-cpp-python is
+  built from its source distribution, which holds the same llama.cpp. cyllama and xllamacpp are wheels:
+  other versions of llama.cpp, built for any x86-64 processor, so their compute speed says how
+  their builds differ from a native one, not how the bindings do.
+- For memory operations llama-cpp-python is called through its ctypes functions, which is its fastest way.
+- An empty method is one of a Cython class compiled for the purpose that takes as many arguments and
+  does nothing: what no binding can be faster than."""
+
+
+GROUPS = {
+    "calls": (
+        "Story model, 512 cells, 64 sequences, 16 tokens in sequence 0; a call on each of the "
+        "other sequences. `decode1` is one token by itself, at the end of 16."
+    ),
+    "throughput": (
+        "Tokens per second. Decode: one token for each sequence per step, after 32 tokens each. "
+        "Prefill: one batch of 512 tokens (256 on the 30M model) cut among the sequences. "
+        "xllamacpp is a server, and its figures hold sampling and queueing."
+    ),
+    "prefix": (
+        "30M model, 2 threads, a prompt that shares its first tokens with an earlier one, and 16 of "
+        "its own. First token: from the request to the likeliest next token. *cold* evaluates all; "
+        "*fork* copies the sequence; *memory* and *file* restore its state; *own prefix match* is "
+        "what a binding does by itself when the last prompt began alike (ours: the fork); *RAM "
+        "cache* is llama-cpp-python's `LlamaRAMCache` against our state in memory."
+    ),
+    "state": (
+        "GB/s on one sequence of the story model, one thread. *save* writes into a buffer that is "
+        "there, *save_new* into a new object; *memcpy* and *memcpy_new* copy as many bytes in the same "
+        "process. Then how far another thread counts (millions per second) while the main thread "
+        "sleeps, saves or loads: the GIL."
+    ),
+    "arrays": (
+        f"Microseconds; {8192:,} tokens, 8 heads of 128, float32. Naive NumPy: an assignment "
+        "to a place, `np.concatenate`, a comparison, and quantisation to a byte per value without "
+        "packing or checks."
+    ),
+    "footprint": (
+        "30M model. Resident KiB of a process that has imported the binding; what a context of 4,096 "
+        "cells adds; what one more cell takes (6 KiB are keys and values); what a decoded token adds "
+        "beside its cell. Then import times in ms, in fresh interpreters, and wheel sizes in KiB."
+    ),
+    "growth": (
+        "Story model, one thread, microseconds per call; a half of the cells is held by one sequence. "
+        "Then nanosecond calls and decode throughput by number of sequences, in 8,192 cells."
+    ),
+}
+
+#: Groups with a plot of their own.
+PLOTS = ("calls", "throughput", "prefix", "state", "growth")
+
+#: Why a target is missed; shown only when it is.
+REASONS: dict[str, str] = {}
+
+TAIL = """## What these figures do not show
+
+- GPUs, other operating systems, large models: with a model of gigabytes every overhead here vanishes in
+  the time of a decode.
+- Quality of output: peers decode the same tokens, and their logits are not compared here (the tests
+  compare ours with references).
+- Guards: llama-cpp-python and cyllama call llama.cpp without checks, so a bad argument there ends the process.
+  What ours costs beyond C is mostly those checks.
+- A machine at rest, unless the load above says so."""

@@ -19,8 +19,8 @@ path = sys.argv[1] if len(sys.argv) > 1 else embedded_model_path()
 with LlamaModel(path) as model, LlamaContext(model, n_ctx=512) as ctx:
     ctx.decode(model.tokenize(STORY))
     end = ctx.kv_cache_seq_pos_max(0) + 1
-    # Memories with a recurrent state cannot step back; a copy, made in time, can take its place.
-    ctx.copy_kv_cache_seq(0, 1)
+    # Attention steps back by itself; a recurrent state and a window need a copy, made in time.
+    here = None if ctx.memory_kind == "attention" else ctx.get_partial_state(0)
 
     for question in QUESTIONS:
         before = ctx.tokens_evaluated
@@ -29,8 +29,10 @@ with LlamaModel(path) as model, LlamaContext(model, n_ctx=512) as ctx:
         text = model.detokenize(answer).split('"')[0].strip()
         print(f"{question} {text}  ({ctx.tokens_evaluated - before} tokens evaluated)")
 
-        # Remove question and answer. False, with nothing changed, where the memory cannot.
-        if not ctx.clear_kv_cache_seq(0, end):
-            ctx.copy_kv_cache_seq(1, 0)
+        # Remove question and answer.
+        if here is None:
+            ctx.clear_kv_cache_seq(0, end)
+        else:
+            ctx.set_partial_state(here)
 
     print(f"the story: {end} tokens, evaluated once")

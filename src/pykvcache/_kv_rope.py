@@ -30,6 +30,10 @@ def rotate(
     """
     if facts is None:
         return keys
+    if not facts["known"]:
+        raise UnsupportedOperation(
+            operation, "how this model rotates its keys is not known here: read keys with rope=True"
+        )
     if facts["type"] not in (RopeType.NORM, RopeType.NEOX):
         raise UnsupportedOperation(
             operation, "M-RoPE rotates by several positions: read keys with rope=True"

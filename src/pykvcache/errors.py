@@ -30,6 +30,7 @@ __all__ = [
     "NotSupported",
     "P0TooLarge",
     "P1TooLarge",
+    "PartialStateError",
     "PositionError",
     "ReprocessInputs",
     "SeqIdTooLarge",
@@ -315,6 +316,10 @@ class StateModelMismatch(StateError):
 
 class StateLayoutMismatch(StateError):
     """A state does not fit the memory of this context: other layers, types or streams."""
+
+
+class PartialStateError(StateError):
+    """A partial state is of another context, or its sequence is no longer what it was then."""
 
 
 class StateFileError(StateError, OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pykvcache import (
     LlamaBatch,
     LlamaContext,
     LlamaModel,
+    PartialState,
     RecurrentState,
     Sampler,
     SequenceKV,
@@ -36,6 +38,7 @@ class Arguments:
     path: Path
     pool: dict[type, list[Any]]
     closed: list[Any]
+    taken: list[PartialState]
 
     def objects(self) -> list[Any]:
         return [one for pool in self.pool.values() for one in pool] + self.closed[-5:]
@@ -52,6 +55,8 @@ class Arguments:
             return rng.choice([right.words(rng), right.words(rng), self.batch()])
         if name == "arrays":
             return self.sequence()
+        if name == "state":
+            return self.partial_state()
         if name == "path":
             return rng.choice([self.path, str(self.path), "missing", "", "/", "/dev/null"])
         if name in right.NAMED:
@@ -88,6 +93,15 @@ class Arguments:
         if found.recurrent is not None and rng.random() < 0.5:
             return dataclasses.replace(found, recurrent=self.spoiled_state(found.recurrent))
         return self.spoiled(found) if found.layers and len(found) else found
+
+    def partial_state(self) -> Any:
+        """A partial state: new, or one that was taken some calls ago."""
+        rng, contexts = self.rng, self.pool[LlamaContext]
+        if contexts:
+            with contextlib.suppress(KvCacheError):
+                state = rng.choice(contexts).get_partial_state(rng.randrange(right.N_SEQ))
+                self.taken = [*self.taken[-9:], state]
+        return rng.choice([*self.taken, None])
 
     def spoiled_state(self, state: RecurrentState) -> Any:
         """Recurrent states that may fit nowhere."""

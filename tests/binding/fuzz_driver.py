@@ -76,6 +76,7 @@ class Fuzz(Arguments):
             Sampler: [Sampler(temperature=0)],
         }
         self.closed = []
+        self.taken = []
         self.expected = self.fresh()
 
     def fresh(self) -> Any:

@@ -154,6 +154,7 @@ cdef class Cells(Memory):
             self.remove_from(seq, what, a, b)
             if follows:
                 self.pending = True
+                self.lineage.changed(seq, a)
                 self.done(lib.seq_add(self.memory(), seq, b, -1, a - b), "seq_add")
         finally:
             self.lock.leave()

@@ -160,6 +160,7 @@ cdef class Context(Batch):
                     first = min(first, self.next_pos(batch.seq_id[i][j]))
                 if batch.pos[i] >= first:
                     for j in range(batch.n_seq_id[i]):
+                        self.lineage.changed(batch.seq_id[i][j], batch.pos[i])
                         lib.seq_rm(self.memory(), batch.seq_id[i][j], batch.pos[i], -1)
 
     # Encoder -------------------------------------------------------------------------

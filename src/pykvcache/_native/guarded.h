@@ -131,13 +131,20 @@ inline int32_t seq_add(llama_memory_t mem, llama_seq_id seq, llama_pos p0, llama
     return guarded_void([&] { llama_memory_seq_add(mem, seq, p0, p1, delta); });
 }
 
-// Of one sequence, or of the whole context where seq is -1.
-inline size_t state_size(llama_context * ctx, llama_seq_id seq) noexcept {
-    return guarded<size_t>(0, [&] { return seq < 0 ? llama_state_get_size(ctx) : llama_state_seq_get_size(ctx, seq); });
+inline size_t state_size(llama_context * ctx) noexcept {
+    return guarded<size_t>(0, [&] { return llama_state_get_size(ctx); });
 }
-inline size_t state_get_data(llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq) noexcept {
+inline size_t state_get_data(llama_context * ctx, uint8_t * dst, size_t size) noexcept {
+    return guarded<size_t>(0, [&] { return llama_state_get_data(ctx, dst, size); });
+}
+
+// Of what of a sequence cannot be rewound: its window, its recurrent state.
+inline size_t partial_state_size(llama_context * ctx, llama_seq_id seq) noexcept {
+    return guarded<size_t>(0, [&] { return llama_state_seq_get_size_ext(ctx, seq, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY); });
+}
+inline size_t partial_state_get_data(llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq) noexcept {
     return guarded<size_t>(0, [&] {
-        return seq < 0 ? llama_state_get_data(ctx, dst, size) : llama_state_seq_get_data(ctx, dst, size, seq);
+        return llama_state_seq_get_data_ext(ctx, dst, size, seq, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
     });
 }
 

@@ -140,22 +140,22 @@ cdef class Arrays(Cells):
             self.lock.leave()
 
     def rope(self, uint32_t layer):
-        """Return how the graph rotates the keys of a layer that has some; None where it does not."""
+        """Return how the graph rotates the keys of a layer; None where there are none, or not turned.
+
+        Where ``known`` is False, the graph does something that these settings do not describe.
+        """
         cdef lib.key_rope rope
         cdef vector[float] factors
         cdef size_t i
         self.look()
         try:
             if not lib.has_keys(self.mem, layer):
-                raise IndexError(f"layer {layer} stores no keys")
+                return None
             rope = lib.rope_at(self.mem, layer)
-            if not rope.known:
-                raise UnsupportedOperation(
-                    "kv", f"how the keys of layer {layer} are rotated is not known here: use rope=True")
-            if rope.facts.type < 0:
+            if rope.known and rope.facts.type < 0:
                 return None
             factors = lib.rope_factors(rope)
-            result = dict(rope.facts)
+            result = dict(rope.facts, known=bool(rope.known))
             result["freq_factors"] = np.array([factors[i] for i in range(factors.size())], np.float32)
             return result
         finally:

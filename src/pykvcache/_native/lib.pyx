@@ -34,6 +34,7 @@ from pykvcache.errors import (
     NoKvCacheSlot,
     P0TooLarge,
     P1TooLarge,
+    PartialStateError,
     PositionError,
     SeqIdTooLarge,
     SequenceIdError,
@@ -57,6 +58,7 @@ include "memory.pxi"
 include "cells.pxi"
 include "kv.pxi"
 include "state.pxi"
+include "partial.pxi"
 include "outputs.pxi"
 include "batch.pxi"
 include "decode.pxi"

@@ -36,8 +36,10 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     int32_t seq_rm(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1)
     int32_t seq_cp(llama_memory_t, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
     int32_t seq_add(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
-    size_t state_size(llama_context*, llama_seq_id)
-    size_t state_get_data(llama_context*, uint8_t* dst, size_t size, llama_seq_id)
+    size_t state_size(llama_context*)
+    size_t state_get_data(llama_context*, uint8_t* dst, size_t size)
+    size_t partial_state_size(llama_context*, llama_seq_id)
+    size_t partial_state_get_data(llama_context*, uint8_t* dst, size_t size, llama_seq_id)
     int32_t tokenize(const llama_vocab*, const char* text, int32_t size, llama_token* out,
                      int32_t room, bool add_special, bool parse_special)
     int32_t detokenize(const llama_vocab*, const llama_token* tokens, int32_t n, char* out,
@@ -239,7 +241,27 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
     vector[state_rows] state_rows_of(const memory*, bool v_trans, memory_part) except +
     state_fault state_check(const memory*, bool v_trans, uint32_t n_seq_max, llama_seq_id, bool partial,
                             const vector[state_piece]&, vector[state_block]& blocks, string& why)
+    cdef cppclass seq_state:
+        size_t size
+    seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id)
+    void seq_state_delete(seq_state*)
+    int32_t seq_state_write(const seq_state*, uint8_t* dst)
     int32_t state_read(memory*, llama_seq_id, bool partial, const vector[state_piece]&)
+
+
+cdef extern from "probe_partial.h" namespace "pykv" nogil:
+    llama_pos first_from(const memory*, llama_seq_id, llama_pos p)
+    bool window_has_room(const memory*, llama_seq_id, uint32_t n)
+    int32_t drop_halves(memory*, llama_seq_id)
+    int32_t cut_attention(memory*, llama_seq_id, llama_pos first)
+
+
+cdef extern from "lineage.h" namespace "pykv" nogil:
+    cdef cppclass lineage:
+        uint64_t name(llama_seq_id, llama_pos last)
+        void changed(llama_seq_id, llama_pos first)
+        void all_changed()
+        bool is_true(llama_seq_id, uint64_t id)
 
 
 cdef extern from "sync.h" namespace "pykv" nogil:

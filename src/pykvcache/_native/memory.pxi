@@ -35,6 +35,8 @@ cdef class Memory(Handle):
     cdef bint poisoned[MAX_SEQ]
     # Whether a shift or a stream copy waits for the next update.
     cdef bint pending
+    # What is still as it was when a partial state was taken.
+    cdef lib.lineage lineage
 
     # Facts ---------------------------------------------------------------------------
 
@@ -121,6 +123,7 @@ cdef class Memory(Handle):
                     code = lib.memory_clear(self.memory(), data)
             for s in range(MAX_SEQ):
                 self.poisoned[s] = False
+            self.lineage.all_changed()
             self.pending = self.pending and self.streams
             if self.broken:
                 # An encode that threw has left this switched.
@@ -143,6 +146,7 @@ cdef class Memory(Handle):
             return 0
         if what == lib.REMOVE_WHOLE:
             p0 = p1 = -1
+        self.lineage.changed(seq, max(p0, 0))
         code = lib.seq_rm(
             self.memory(), seq, p0 if p0 else -1, p1 if p1 != INT32_MAX else -1)
         if code == 0:
@@ -250,7 +254,7 @@ cdef class Memory(Handle):
 
     def seq_add(self, seq_id, p0, p1, delta):
         """Add delta to the positions in ``[p0, p1)``."""
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = _p0(p0), b = _p1(p1), where = 0
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = _p0(p0), b = _p1(p1), where = 0, first
         cdef int overflow = 0
         cdef long long by = _index(delta, "delta", &overflow)
         cdef lib.shift_problem problem
@@ -269,6 +273,8 @@ cdef class Memory(Handle):
                 self.raise_problem(problem, f"adding {delta}", where, p0, p1)
             self.pending = True
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) + <int32_t>by)
+            first = lib.first_from(self.mem, seq, a)
+            self.lineage.changed(seq, min(first, first + <int32_t>by))
             self.done(lib.seq_add(
                 self.memory(), seq, a, b if b != INT32_MAX else -1, <int32_t>by), "seq_add")
         finally:
@@ -291,6 +297,7 @@ cdef class Memory(Handle):
                 self.raise_problem(problem, f"dividing by {by}", where, p0, p1)
             self.pending = True
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) // by)
+            self.lineage.changed(seq, lib.first_from(self.mem, seq, a) // by)
             self.done(lib.div_apply(self.mem, seq, a, b, by), "seq_div")
         finally:
             self.lock.leave()

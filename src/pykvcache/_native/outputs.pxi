@@ -1,6 +1,6 @@
 # What a decode leaves: logits and embeddings, handed out as copies.
 
-cdef class Outputs(State):
+cdef class Outputs(Partials):
     """``llama_get_logits_ith`` and ``llama_get_embeddings_*``."""
 
     # Where the outputs of the last decode are: batch indices in order, the first of

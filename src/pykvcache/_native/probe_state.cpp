@@ -12,7 +12,6 @@ namespace pykv {
 
 namespace {
 
-constexpr uint32_t SEQ_MAGIC = 0xaf143cd8;
 constexpr size_t   MAX_ARCH_NAME = 64;
 
 // What stopped the walk.

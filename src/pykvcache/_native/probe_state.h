@@ -6,8 +6,11 @@
 #include <vector>
 
 #include "probe.h"
+#include "probe_kv.h"
 
 namespace pykv {
+
+constexpr uint32_t SEQ_MAGIC = 0xaf143cd8;  // what a sequence's state begins with
 
 // What a run of bytes in a state holds. The numbers are public: they stand in saved files.
 enum block_kind : int {
@@ -71,6 +74,25 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
 state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, bool partial,
                         const std::vector<state_piece> & pieces, std::vector<state_block> & blocks,
                         std::string & why) noexcept;
+
+// What a state of one sequence is going to hold; valid until the memory changes.
+class seq_state {
+  public:
+    seq_state(const memory * m, bool v_trans, llama_seq_id seq);
+
+    size_t size = 0;
+    void   write(uint8_t * dst) const;
+
+  private:
+    const memory *                      m;
+    llama_seq_id                        seq;
+    std::vector<state_part>             parts;
+    std::vector<std::vector<live_cell>> cells;  // of each part; empty for the recurrent one
+};
+
+seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq) noexcept;  // null: caught
+void        seq_state_delete(seq_state * state) noexcept;
+int32_t     seq_state_write(const seq_state * state, uint8_t * dst) noexcept;
 
 // Put a state that was found to fit into the memory; CAUGHT when llama.cpp refuses it.
 int32_t state_read(memory * m, llama_seq_id seq, bool partial, const std::vector<state_piece> & pieces) noexcept;

@@ -40,6 +40,17 @@ cdef class Pieces:
                 self.pieces.push_back(piece)
 
 
+@cython.internal
+cdef class Plan:
+    """What a state that is about to be written has in it; made and used in one hold of the lock."""
+
+    cdef lib.seq_state* one  # NULL for a whole context, which llama.cpp writes
+    cdef size_t size
+
+    def __dealloc__(self):
+        lib.seq_state_delete(self.one)
+
+
 cdef class State(Arrays):
     """``llama_state_*`` with pending updates applied first and failures undone."""
 
@@ -94,23 +105,23 @@ cdef class State(Arrays):
         self.look()
         try:
             self.readable("state_size", seq)
-            return self.size_of(seq)
+            return self.plan(seq).size
         finally:
             self.lock.leave()
 
     def get_state(self, seq_id, uint8_t[::1] out):
         """Copy a sequence's cells, or with None all (``llama_state_get_data``)."""
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
-        cdef size_t size
+        cdef Plan plan
         self.look()
         try:
             self.readable("get_state", seq)
-            size = self.size_of(seq)
+            plan = self.plan(seq)
             if out is None:
-                return self.read_state(seq, size, np.empty(size, np.uint8))
-            if <size_t>out.shape[0] < size:
-                raise ValueError(f"out has {out.shape[0]} bytes: the state has {size}")
-            return self.read_state(seq, size, np.asarray(out)[:size])
+                return self.read_state(plan, np.empty(plan.size, np.uint8))
+            if <size_t>out.shape[0] < plan.size:
+                raise ValueError(f"out has {out.shape[0]} bytes: the state has {plan.size}")
+            return self.read_state(plan, np.asarray(out)[:plan.size])
         finally:
             self.lock.leave()
 
@@ -118,12 +129,12 @@ cdef class State(Arrays):
         """Return a state, and (sequence, first position) of what is in it, of one moment."""
         cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef int32_t lo = 0, hi = 0
-        cdef size_t size
+        cdef Plan plan
         self.look()
         try:
             self.readable("save", seq)
-            size = self.size_of(seq)
-            state = self.read_state(seq, size, np.empty(size, np.uint8))
+            plan = self.plan(seq)
+            state = self.read_state(plan, np.empty(plan.size, np.uint8))
             firsts = []
             for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
                 if lib.extent(self.mem, s, lo, hi):
@@ -158,17 +169,25 @@ cdef class State(Arrays):
             raise UnsupportedOperation(operation, "the cells depend on the encoder's input")
         return 0
 
-    cdef size_t size_of(self, int32_t seq) except? 0:
-        cdef size_t size = lib.state_size(self.ctx, seq)
-        if size == 0:
+    cdef Plan plan(self, int32_t seq):
+        cdef Plan plan = Plan.__new__(Plan)
+        if seq < 0:
+            plan.size = lib.state_size(self.ctx)
+        else:
+            plan.one = lib.seq_state_new(self.mem, self.v_trans(), seq)
+            plan.size = plan.one.size if plan.one != NULL else 0
+        if plan.size == 0:
             raise self.fail("state_get_size")
-        return size
+        return plan
 
-    cdef object read_state(self, int32_t seq, size_t size, uint8_t[::1] out):
-        cdef size_t got
+    cdef object read_state(self, Plan plan, uint8_t[::1] out):
+        cdef bint done
         with nogil:
-            got = lib.state_get_data(self.ctx, &out[0], size, seq)
-        if got != size:
+            if plan.one != NULL:
+                done = lib.seq_state_write(plan.one, &out[0]) != lib.CAUGHT
+            else:
+                done = lib.state_get_data(self.ctx, &out[0], plan.size) == plan.size
+        if not done:
             raise self.fail("state_get_data")
         return np.asarray(out)
 
@@ -243,8 +262,8 @@ cdef class State(Arrays):
     cdef int put(self, int32_t seq, Pieces pieces) except -1:
         """Replace what is there; what llama.cpp refuses leaves it as it was."""
         cdef int32_t code
-        cdef size_t size = self.size_of(seq)
-        before = Pieces([self.read_state(seq, size, np.empty(size, np.uint8))])
+        cdef Plan plan = self.plan(seq)
+        before = Pieces([self.read_state(plan, np.empty(plan.size, np.uint8))])
         code = self.replace(seq, pieces)
         self.outputs_are_gone()
         if code == lib.CAUGHT:
@@ -265,15 +284,23 @@ cdef class State(Arrays):
             poisoned = self.poisoned[seq]
             self.remove_from(seq, lib.REMOVE_WHOLE, 0, INT32_MAX)
             self.poisoned[seq] = poisoned
+        else:
+            self.lineage.all_changed()
         with nogil:
             lib.begin_notes()
             code = lib.state_read(self.mem, seq, False, pieces.pieces)
         return code
 
     cdef int need_room(self, int32_t seq, vector[lib.state_block]& blocks) except -1:
-        """Refuse what cannot fit; a window's old cells may give way, so it is only tried."""
+        """Refuse what cannot fit: llama.cpp would find out with the sequence already gone."""
         cdef lib.state_block block
         cdef size_t room, taken
+        for block in blocks:
+            if (block.part == lib.PART_WINDOW and block.kind == lib.BLOCK_CELLS
+                    and not lib.window_has_room(self.mem, seq, block.n_cells)):
+                raise NoKvCacheSlot(
+                    f"no room in the window's cache for {block.n_cells} cells: other sequences hold "
+                    "the rest; remove one, or create the context with swa_full=True", 1)
         for block in blocks:
             if block.part != lib.PART_ATTENTION or block.kind != lib.BLOCK_CELLS:
                 continue

@@ -2,6 +2,7 @@
 
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.methods import StateMethods
+from pykvcache.state.partial import PartialState
 from pykvcache.state.saved import StateInfo, describe_state
 from pykvcache.state.sequence import SequenceState
 from pykvcache.state.whole import ContextState
@@ -9,6 +10,7 @@ from pykvcache.state.whole import ContextState
 __all__ = [
     "ContextState",
     "Fingerprint",
+    "PartialState",
     "SequenceState",
     "StateInfo",
     "StateMethods",

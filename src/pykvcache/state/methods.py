@@ -15,6 +15,7 @@ from pykvcache.state.buffers import ByteArray, as_bytes
 from pykvcache.state.convert import fit
 from pykvcache.state.facts import Fingerprint, fingerprint_of
 from pykvcache.state.layout import Part, PartLayout, layouts_from_native
+from pykvcache.state.partial import PartialStateMethods
 from pykvcache.state.saved import Path
 from pykvcache.state.sequence import SequenceState
 from pykvcache.state.whole import ContextState
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["StateMethods"]
 
 
-class StateMethods:
+class StateMethods(PartialStateMethods):
     """Take sequences out of a context and put them back; not made by itself."""
 
     _native: lib.Context

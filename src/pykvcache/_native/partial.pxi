@@ -1,0 +1,133 @@
+# States of the half that cannot be rewound: the window, the recurrent state, or both.
+#
+# The other half, plain attention, is not in them: it must still hold what it held when
+# such a state was taken. `lineage` tells.
+
+@cython.final
+cdef class Partial:
+    """Bytes that go back into one sequence of one context."""
+
+    cdef object context
+    cdef uint64_t moment
+    cdef int32_t first
+    cdef uint8_t[::1] data
+    cdef readonly int32_t seq_id, pos
+    cdef readonly str memory_kind
+
+    @property
+    def nbytes(self):
+        """Size of the bytes that are kept."""
+        return self.data.shape[0]
+
+    @property
+    def is_valid(self):
+        """Whether the sequence still holds, up to `pos`, what it held."""
+        cdef Partials ctx = self.context()
+        return ctx is not None and not ctx.is_closed and not ctx.broken and ctx.still_holds(self)
+
+    def belongs_to(self, ctx):
+        """Whether the state was taken from this context."""
+        return self.context() is ctx
+
+
+cdef class Partials(State):
+    """``llama_state_seq_*_ext`` with ``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``, where they fit only."""
+
+    cdef bint still_holds(self, Partial state) noexcept:
+        # A state that is all of its memory, or that of an empty sequence, needs nothing else.
+        return (self.kind == lib.MEMORY_RECURRENT or state.pos < 0
+                or self.lineage.is_true(state.seq_id, state.moment))
+
+    cdef int has_partial(self, str operation) except -1:
+        self.has_states(operation)
+        if self.kind == lib.MEMORY_ATTENTION:
+            raise UnsupportedOperation(
+                operation, "attention memory needs none: clear_kv_cache_seq(seq_id, p0) rewinds it")
+        return 0
+
+    def get_partial_state(self, seq_id):
+        """Copy the half of a sequence that cannot be rewound."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
+        cdef size_t size, got
+        cdef Partial state
+        cdef uint8_t[::1] data
+        self.look()
+        try:
+            self.has_partial("get_partial_state")
+            self.readable("get_partial_state", seq)
+            size = lib.partial_state_size(self.ctx, seq)
+            if size == 0:
+                raise self.fail("state_seq_get_size_ext")
+            data = np.empty(size, np.uint8)
+            with nogil:
+                got = lib.partial_state_get_data(self.ctx, &data[0], size, seq)
+            if got != size:
+                raise self.fail("state_seq_get_data_ext")
+            state = Partial.__new__(Partial)
+            state.context = weakref.ref(self)
+            state.memory_kind = self.memory_kind
+            state.data = data
+            state.seq_id = seq
+            state.pos = self.next_pos(seq) - 1
+            state.first = lib.first_of(self.mem, seq)
+            state.moment = self.lineage.name(seq, state.pos)
+            return state
+        finally:
+            self.lock.leave()
+
+    def set_partial_state(self, Partial state not None):
+        """Make a sequence hold what it held when the state was taken, or change nothing."""
+        cdef int32_t seq = state.seq_id
+        self.enter()
+        try:
+            self.has_partial("set_partial_state")
+            self.usable()
+            if state.context() is not self:
+                raise PartialStateError(
+                    "the partial state was taken from another context: use get_state() and set_state()")
+            if not self.still_holds(state):
+                raise PartialStateError(
+                    f"sequence {seq} was changed at or below position {state.pos} since the partial "
+                    "state was taken: get_state() takes all that set_state() needs")
+            if state.pos < 0:
+                self.remove_from(seq, 1, 0, INT32_MAX)
+            elif (self.kind == lib.MEMORY_SLIDING_WINDOW
+                    and lib.window_intact(self.mem, seq, state.pos + 1)):
+                # Nothing that the next token sees has been dropped: less to lose than to copy.
+                self.cut(seq, state.pos)
+            else:
+                self.put_half(state)
+            self.poisoned[seq] = False
+            self.outputs_are_gone()
+        finally:
+            self.lock.leave()
+
+    cdef int cut(self, int32_t seq, int32_t last) except -1:
+        if lib.holds(self.mem, seq, last + 1, INT32_MAX):
+            self.remove_from(seq, 2, last + 1, INT32_MAX)
+        return 0
+
+    cdef int put_half(self, Partial state) except -1:
+        cdef int32_t seq = state.seq_id, code
+        cdef vector[lib.state_block] blocks
+        cdef Pieces pieces = Pieces([state.data])
+        cdef bint v_trans = self.v_trans()
+        cdef string why
+        if lib.state_check(
+                self.mem, v_trans, self.n_seq_max, seq, True, pieces.pieces, blocks, why) != lib.STATE_FITS:
+            raise InternalError(f"the partial state {why.decode()}")
+        self.need_room(seq, blocks)
+        # A copy between streams that waits would overwrite what is put back.
+        self.settle()
+        self.lineage.changed(seq, state.pos + 1)
+        with nogil:
+            lib.begin_notes()
+            code = lib.drop_halves(self.mem, seq)
+            if code != lib.CAUGHT:
+                code = lib.state_read(self.mem, seq, True, pieces.pieces)
+            if code != lib.CAUGHT:
+                code = lib.cut_attention(self.mem, seq, state.pos + 1)
+        lib.note_first(self.mem, seq, state.first)
+        # Room and layout were checked: what is left to fail leaves the context unusable.
+        self.done(code, "set_partial_state")
+        return 0

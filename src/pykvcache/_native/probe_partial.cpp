@@ -1,0 +1,67 @@
+// One half of a memory at a time.
+#include <limits>
+
+#include "guarded.h"
+#include "probe_memory.h"
+#include "probe_partial.h"
+
+namespace pykv {
+
+llama_pos first_from(const memory * m, llama_seq_id seq, llama_pos p) {
+    if (m->base) {
+        const auto & cells = m->base->get_cells(seq).seq_pos_get(seq);
+        const auto it = cells.lower_bound({p, 0});
+        return it == cells.end() ? std::numeric_limits<llama_pos>::max() : it->first;
+    }
+    return p;
+}
+
+bool window_has_room(const memory * m, llama_seq_id seq, uint32_t n) {
+    if (!m->swa) {
+        return true;
+    }
+    // As llama_kv_cache::find_slot() chooses: free cells, and those of one sequence that its
+    // next token does not see. This sequence will have left.
+    const auto & cells = m->swa->get_cells(seq);
+    uint32_t room = 0;
+    for (uint32_t i = 0; i < cells.size() && room < n; ++i) {
+        if (cells.is_empty(i)) {
+            ++room;
+            continue;
+        }
+        const bool mine = cells.seq_has(i, seq);
+        const int others = cells.seq_count(i) - int(mine);
+        if (others == 0) {
+            ++room;
+        } else if (others == 1) {
+            llama_seq_id other = 0;
+            while (other == seq || !cells.seq_has(i, other)) {
+                ++other;
+            }
+            room += llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, cells.pos_get(i),
+                                                 cells.seq_pos_max(other) + 1);
+        }
+    }
+    return room >= n;
+}
+
+int32_t drop_halves(memory * m, llama_seq_id seq) noexcept {
+    return guarded_void([&] {
+        if (m->swa) {
+            m->swa->seq_rm(seq, -1, -1);
+        }
+        if (m->recurrent) {
+            m->recurrent->seq_rm(seq, -1, -1);
+        }
+    });
+}
+
+int32_t cut_attention(memory * m, llama_seq_id seq, llama_pos from) noexcept {
+    return guarded_void([&] {
+        if (m->base) {
+            m->base->seq_rm(seq, from, -1);
+        }
+    });
+}
+
+}  // namespace pykv

@@ -1,0 +1,169 @@
+// A sequence's state, written without llama.cpp's walk: that one asks every cell for every
+// sequence, twice, which costs as much as copying the cells of a small model.
+#include <cstring>
+
+#include "guarded.h"
+#include "llama-io.h"
+#include "probe_kv.h"
+#include "probe_memory.h"
+#include "probe_state.h"
+
+namespace pykv {
+
+namespace {
+
+// The cells that a state of this sequence holds, in their order in the cache.
+std::vector<live_cell> cells_to_write(const memory * m, memory_part part, llama_seq_id seq) {
+    const llama_kv_cache * cache = part == PART_WINDOW ? m->swa : m->base;
+    const llama_kv_cells & cells = cache->get_cells(seq);
+    const llama_pos last = cells.seq_pos_max(seq);
+    std::vector<live_cell> result;
+    for (uint32_t i = 0; i < cells.used_max_p1(); ++i) {
+        if (cells.is_empty(i) || !cells.seq_has(i, seq)) {
+            continue;
+        }
+        const llama_pos pos = cells.pos_get(i);
+        // What no later query can see stays behind.
+        if (part != PART_WINDOW || !llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, last)) {
+            result.push_back({pos, i});
+        }
+    }
+    return result;
+}
+
+struct writer {
+    uint8_t * at;
+
+    void bytes(const void * from, size_t n) {
+        std::memcpy(at, from, n);
+        at += n;
+    }
+    template <class T> void put(T value) { bytes(&value, sizeof(value)); }
+};
+
+// llama.cpp writes the recurrent part itself: one cell.
+class plain_io : public llama_io_write_i {
+  public:
+    explicit plain_io(uint8_t * dst) : dst(dst) {}
+
+    void write(const void * src, size_t size) override {
+        if (dst) {
+            std::memcpy(dst + done, src, size);
+        }
+        done += size;
+    }
+    void write_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
+        if (dst) {
+            ggml_backend_tensor_get(tensor, dst + done, offset, size);
+        }
+        done += size;
+    }
+    size_t n_bytes() override { return done; }
+
+  private:
+    uint8_t * dst;
+    size_t    done = 0;
+};
+
+void write_cells(writer & out, const memory * m, const state_part & part, llama_seq_id seq,
+                 const std::vector<live_cell> & cells) {
+    const llama_kv_cells & held = (part.part == PART_WINDOW ? m->swa : m->base)->get_cells(seq);
+    for (const live_cell & cell : cells) {
+        out.put<llama_pos>(cell.pos);
+        out.put<uint32_t>(1);
+        if (part.extended) {
+            out.put<llama_kv_cell_ext>(held.ext_get(cell.cell));
+        }
+        out.put<llama_seq_id>(seq);
+    }
+}
+
+void write_part(writer & out, const memory * m, const state_part & part, llama_seq_id seq,
+                const std::vector<live_cell> & cells) {
+    const llama_kv_cache * cache = part.part == PART_WINDOW ? m->swa : m->base;
+    const uint32_t own = cache->get_stream(seq);
+    out.put<uint32_t>(part.n_stream);
+    for (uint32_t s = 0; s < part.n_stream; ++s) {
+        out.put<uint32_t>(s == own ? uint32_t(cells.size()) : 0);
+        if (s != own || cells.empty()) {
+            continue;
+        }
+        write_cells(out, m, part, seq, cells);
+        out.put<uint32_t>(part.v_trans);
+        out.put<uint32_t>(part.n_layer);
+        for (const state_rows & rows : state_rows_of(m, part.v_trans, part.part)) {
+            out.put<int32_t>(rows.type);
+            if (rows.kind == BLOCK_V_TRANS) {
+                out.put<uint32_t>(uint32_t(ggml_type_size(ggml_type(rows.type))));
+                out.put<uint32_t>(rows.n_embd);
+            } else {
+                out.put<uint64_t>(rows.row_bytes);
+            }
+            const int which = rows.kind == BLOCK_K ? 0 : 1;
+            if (read_rows(m, part.part, rows.layer, which, seq, cells, out.at) == CAUGHT) {
+                throw std::runtime_error(caught());
+            }
+            out.at += rows.row_bytes * cells.size();
+        }
+    }
+}
+
+size_t part_bytes(const memory * m, const state_part & part, size_t n) {
+    size_t size = 4 + 4 * size_t(part.n_stream);
+    if (n == 0) {
+        return size;
+    }
+    size += n * (12 + (part.extended ? sizeof(llama_kv_cell_ext) : 0)) + 8;
+    for (const state_rows & rows : state_rows_of(m, part.v_trans, part.part)) {
+        size += 12 + rows.row_bytes * n;
+    }
+    return size;
+}
+
+}  // namespace
+
+seq_state::seq_state(const memory * m, bool v_trans, llama_seq_id seq) : m(m), seq(seq) {
+    size = 8;
+    for (const state_part & part : state_parts(m, v_trans, false)) {
+        parts.push_back(part);
+        if (part.part == PART_RECURRENT) {
+            plain_io io(nullptr);
+            m->recurrent->state_write(io, seq, 0);
+            cells.emplace_back();
+            size += io.n_bytes();
+        } else {
+            cells.push_back(cells_to_write(m, part.part, seq));
+            size += part_bytes(m, part, cells.back().size());
+        }
+    }
+}
+
+void seq_state::write(uint8_t * dst) const {
+    writer out{dst};
+    out.put<uint32_t>(SEQ_MAGIC);
+    out.put<llama_seq_id>(seq);
+    for (size_t i = 0; i < parts.size(); ++i) {
+        if (parts[i].part == PART_RECURRENT) {
+            plain_io io(out.at);
+            m->recurrent->state_write(io, seq, 0);
+            out.at += io.n_bytes();
+        } else {
+            write_part(out, m, parts[i], seq, cells[i]);
+        }
+    }
+    if (size_t(out.at - dst) != size) {
+        throw std::logic_error("a state has another size than was counted");
+    }
+}
+
+seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq) noexcept {
+    return guarded<seq_state *>(nullptr, [&] { return new seq_state(m, v_trans, seq); });
+}
+
+void seq_state_delete(seq_state * state) noexcept { delete state; }
+
+int32_t seq_state_write(const seq_state * state, uint8_t * dst) noexcept {
+    return guarded_void([&] { state->write(dst); });
+}
+
+}  // namespace pykv

@@ -1,0 +1,56 @@
+"""What the tests of partial states share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memory.kit import CASES, Bench, Case, Logits
+from pykvcache import LlamaContext, PartialState, PartialStateError, StateError
+
+MakeBench = Callable[..., Bench]
+# The window of a small cache reuses its cells after 256 tokens.
+LONG = {"n_ctx": 2048, "n_ubatch": 32}
+FORGETFUL = [case for case in CASES if case.info.n_swa or case.info.has_recurrent_state]
+TAGGED = [case for case in FORGETFUL if case.info.memory != "recurrent"]
+RECURRENT = [case for case in FORGETFUL if case.info.memory == "recurrent"]
+
+forgetful = pytest.mark.parametrize("case", FORGETFUL, ids=str)
+tagged = pytest.mark.parametrize("case", TAGGED, ids=str)
+
+
+def bench_maker(
+    make_context: Callable[..., LlamaContext], fresh_logits: Callable[..., Logits]
+) -> MakeBench:
+    """``bench(case, **options)``: a long context of that memory, with its account."""
+
+    def make(case: Case, **options: Any) -> Bench:
+        ctx = make_context(case.name, **(case.options | LONG | options))
+        return Bench(case, ctx, fresh_logits)
+
+    return make
+
+
+def put_back(b: Bench, state: PartialState) -> None:
+    """Put a state back, and say so in the account."""
+    seq = state.seq_id
+    assert state.is_valid
+    b.ctx.set_partial_state(state)
+    b.held[seq] = b.held[seq][: state.pos + 1 - b.start.get(seq, 0)]
+    b.positions()
+    assert state.is_valid
+    assert b.ctx.can_resume(seq, state.pos + 1)
+
+
+def refused(ctx: LlamaContext, state: PartialState) -> None:
+    """The state is no longer valid, and an attempt changes not one byte."""
+    before, held = ctx.get_state().tobytes(), ctx.sequences()
+    assert not state.is_valid
+    assert "no longer valid" in repr(state)
+    with pytest.raises(PartialStateError) as caught:
+        ctx.set_partial_state(state)
+    assert isinstance(caught.value, StateError)
+    assert ctx.get_state().tobytes() == before
+    assert ctx.sequences() == held

@@ -1,0 +1,269 @@
+"""Partial states that no longer fit: they are refused, and nothing changes; what fits is not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from memory.kit import Case
+from pykvcache import (
+    ClosedError,
+    LlamaContext,
+    NoKvCacheSlot,
+    PartialState,
+    PartialStateError,
+    SequenceIdError,
+    UnsupportedOperation,
+)
+from state.partial_kit import (
+    LONG,
+    RECURRENT,
+    MakeBench,
+    bench_maker,
+    put_back,
+    refused,
+    tagged,
+)
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory, FreshLogits
+
+
+@pytest.fixture
+def bench(make_context: ContextFactory, fresh_logits: FreshLogits) -> MakeBench:
+    return bench_maker(make_context, fresh_logits)
+
+
+def rewind_and_differ(ctx: LlamaContext) -> bool:
+    if not ctx.clear_kv_cache_seq(0, 55):
+        return False
+    ctx.decode(np.arange(10, 30, dtype=np.int32))
+    return True
+
+
+def swap(ctx: LlamaContext) -> None:
+    """The same cells, by way of another sequence."""
+    ctx.copy_kv_cache_seq(0, 2)
+    ctx.copy_kv_cache_seq(2, 0)
+
+
+CHANGES: dict[str, Callable[[LlamaContext], object]] = {
+    "removed": lambda ctx: ctx.clear_kv_cache_seq(0),
+    "all removed": lambda ctx: ctx.clear_kv_cache_seq(),
+    "cleared": lambda ctx: ctx.clear_kv_cache(),
+    "not kept": lambda ctx: ctx.kv_cache_seq_keep(1),
+    "copied over": lambda ctx: ctx.copy_kv_cache_seq(1, 0),
+    "copied over by nothing": lambda ctx: ctx.copy_kv_cache_seq(3, 0),
+    "copied there and back": swap,
+    "restored": lambda ctx: ctx.set_state(ctx.get_state(1), 0),
+    "restored to the same": lambda ctx: ctx.set_state(ctx.get_state(0), 0),
+    "restored with all": lambda ctx: ctx.set_state(ctx.get_state()),
+    "written": lambda ctx: ctx.write_kv(0, ctx.kv(1)),
+    "rewound": lambda ctx: ctx.clear_kv_cache_seq(0, 59),
+    "rewound and gone on": rewind_and_differ,
+    "middle removed": lambda ctx: ctx.clear_kv_cache_seq(0, 20, 30),
+    "gap closed": lambda ctx: ctx.remove(0, 59, 62),
+    "shifted": lambda ctx: ctx.kv_cache_seq_add(0, None, None, 5),
+    "last shifted": lambda ctx: ctx.kv_cache_seq_add(0, 59, None, 5),
+    "divided": lambda ctx: ctx.kv_cache_seq_div(0, None, None, 2),
+    "gone back": lambda ctx: None,  # to a state that was taken before
+}
+# What a recurrent state, or a window that slid, does not do.
+PARTS = ("rewound", "rewound and gone on", "middle removed", "gap closed")
+PARTS += ("shifted", "last shifted", "divided")
+
+
+def change_it(ctx: LlamaContext, change: str) -> bool:
+    """Whether it could be done."""
+    try:
+        return CHANGES[change](ctx) is not False
+    except UnsupportedOperation:
+        return False
+
+
+@tagged
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_sequence_is_refused(case: Case, change: str, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(1, 70)
+    b.feed(0, 30)
+    early = b.ctx.get_partial_state(0)
+    b.feed(0, 30)
+    state = b.ctx.get_partial_state(0)
+    b.feed(0, 30)
+    if not change_it(b.ctx, change):
+        assert change in PARTS
+        put_back(b, state)
+        b.check()
+        return
+    if change == "gone back":
+        put_back(b, early)
+        b.feed(0, 40)
+    refused(b.ctx, state)
+    if change in ("rewound", "last shifted", "gap closed", "rewound and gone on"):
+        b.held[0] = b.held[0][:30]
+        b.ctx.set_partial_state(early)  # what is below 30 was left alone
+        b.check(0)
+    elif change != "gone back":
+        refused(b.ctx, early)
+    # The ids of sequences are used again, and their states are others.
+    b.ctx.clear_kv_cache()
+    b.held.clear()
+    b.feed(0, 60)
+    refused(b.ctx, state)
+    b.ctx.get_partial_state(0)
+    refused(b.ctx, state)
+    b.check()
+
+
+@pytest.mark.parametrize("case", RECURRENT, ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_recurrent_state_is_all_there_is_and_always_fits(
+    case: Case, change: str, bench: MakeBench
+) -> None:
+    b = bench(case)
+    b.feed(1, 70)
+    b.feed(0, 60)
+    state = b.ctx.get_partial_state(0)
+    b.feed(0, 30)
+    if change != "written":
+        change_it(b.ctx, change)
+    b.held[1] = b.held[1] if 1 in b.ctx.sequences() else []
+    b.ctx.clear_kv_cache_seq(2)
+    put_back(b, state)
+    b.check()
+
+
+@tagged
+def test_what_comes_after_it_does_not_matter(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(0, 30)
+    state = b.ctx.get_partial_state(0)
+    b.feed(0, 30)
+    ctx = b.ctx
+    ctx.clear_kv_cache_seq(0, 60)
+    if case.info.can_remove_partial:
+        assert ctx.clear_kv_cache_seq(0, 40, 50)
+        assert ctx.clear_kv_cache_seq(0, 30, 35)
+        if case.info.can_shift and case.swa_full:
+            ctx.kv_cache_seq_add(0, 10, None, 0)
+            ctx.kv_cache_seq_add(0, 30, None, -5)
+            ctx.remove(0, 32, 34)
+            ctx.kv_cache_seq_add(0, 30, None, 60)
+            ctx.kv_cache_seq_div(0, 30, None, 2)
+    ctx.decode(b.prompt(300), seq_id=1)
+    ctx.kv_cache_seq_keep(0)
+    ctx.copy_kv_cache_seq(0, 2)
+    ctx.clear_kv_cache_seq(2)
+    ctx.get_state(0)
+    ctx.get_state()
+    ctx.kv(0)
+    ctx.set_state(ctx.get_state(1), 3)
+    if case.info.can_shift and case.swa_full:
+        b.feed(3, 20)
+        ctx.kv_cache_seq_add(3, None, None, 4)  # waits while the state is put back
+        b.start[3] = 4
+    put_back(b, state)
+    b.check()
+
+
+def full_window(make_context: ContextFactory) -> tuple[LlamaContext, PartialState, Any]:
+    """Sequence 0 has slid, 1 to 3 share all cells of the window between two and two of them."""
+    ctx = make_context("gemma3", swa_full=False, **LONG)
+    words = np.random.default_rng(4).integers(5, 250, 700).astype(np.int32)
+    ctx.decode(words[:90])
+    partial, whole = ctx.get_partial_state(0), ctx.get_state(0)
+    ctx.decode(words[90:500])
+    ctx.clear_kv_cache_seq(0, 480)
+    ctx.decode(words[:190], seq_id=1)
+    ctx.copy_kv_cache_seq(1, 2)
+    ctx.copy_kv_cache_seq(1, 3)
+    for seq in (1, 2, 3):
+        for _ in range(60):
+            try:
+                ctx.decode([7], seq_id=seq)
+            except NoKvCacheSlot:
+                break
+    return ctx, partial, whole
+
+
+def test_a_window_full_of_forks_refuses_and_nothing_changes(make_context: ContextFactory) -> None:
+    ctx, partial, whole = full_window(make_context)
+    before = ctx.get_state().tobytes()
+    assert partial.is_valid
+    with pytest.raises(NoKvCacheSlot, match="window"):
+        ctx.set_partial_state(partial)
+    assert ctx.get_state().tobytes() == before
+    with pytest.raises(NoKvCacheSlot, match="window"):
+        ctx.set_state(whole, 0)
+    assert ctx.get_state().tobytes() == before
+    assert partial.is_valid
+    ctx.clear_kv_cache_seq(3)
+    ctx.clear_kv_cache_seq(2)
+    ctx.set_partial_state(partial)
+    assert ctx.kv_cache_seq_pos_max(0) == 89
+
+
+def test_it_belongs_to_one_context(make_context: ContextFactory) -> None:
+    for name in ("gemma3", "mamba", "jamba", "lfm2_swa"):
+        ctx, other = make_context(name), make_context(name)
+        for each in (ctx, other):
+            each.decode([5, 6, 7])
+        state = ctx.get_partial_state(0)
+        before = other.get_state().tobytes()
+        with pytest.raises(PartialStateError, match="another context"):
+            other.set_partial_state(state)
+        assert other.get_state().tobytes() == before
+        assert state.is_valid
+        ctx.close()
+        assert not state.is_valid
+        with pytest.raises(ClosedError):
+            ctx.set_partial_state(state)
+        with pytest.raises(PartialStateError):
+            other.set_partial_state(state)
+        del ctx
+        assert not state.is_valid
+
+
+def test_only_a_partial_state_is_one(make_context: ContextFactory) -> None:
+    ctx = make_context("jamba")
+    ctx.decode([5, 6])
+    state = ctx.get_partial_state(0)
+    for bad in (None, b"", ctx.get_state(0), 7, state._native, ctx):
+        with pytest.raises(TypeError, match="PartialState"):
+            ctx.set_partial_state(bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="get_partial_state"):
+        PartialState()
+    for duplicate in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="get_state"):
+            duplicate(state)
+    for seq in (-1, 4, 300):
+        with pytest.raises(SequenceIdError):
+            ctx.get_partial_state(seq)
+
+
+def test_memories_that_rewind_or_keep_nothing_say_so(make_context: ContextFactory) -> None:
+    jamba = make_context("jamba")
+    state = jamba.get_partial_state(0)
+    for name, why in (("llama", "clear_kv_cache_seq"), ("qwen2vl", "rewinds"),
+                      ("bert", "no memory"), ("t5", "encoder")):  # fmt: skip
+        ctx = make_context(name, n_seq_max=1)
+        for call in (ctx.get_partial_state, lambda _, c=ctx: c.set_partial_state(state)):
+            with pytest.raises(UnsupportedOperation, match=why):
+                call(0)
+
+
+def test_there_are_no_logits_after_it(make_context: ContextFactory) -> None:
+    for name in ("gemma3", "mamba"):
+        ctx = make_context(name)
+        ctx.decode([5, 6])
+        state = ctx.get_partial_state(0)
+        ctx.decode([7])
+        ctx.set_partial_state(state)
+        with pytest.raises(IndexError):
+            ctx.logits()

@@ -1,9 +1,8 @@
 """Throw tokens out of the cache by what their keys look like, and measure what that costs.
 
 Of stories that the model told, half and three quarters of the tokens are dropped in NumPy, by
-several rules; then the next 64 are scored: by how many nats per token they surprise the model
-more than with the whole cache. All layers share their cells, so a token's score is the mean over
-layers and heads. The first token and the newest 16 always stay.
+several rules; then the next 64 are scored: how many nats each surprises the model more by than
+with the whole cache. Layers share their cells: a token counts by its mean. 17 tokens always stay.
 
 Usage: python examples/evict_tokens.py [model.gguf]
 """
@@ -25,12 +24,13 @@ with LlamaModel(path) as model, LlamaContext(model, n_ctx=1024, n_seq_max=2) as 
     for seed in range(STORIES):
         ctx.clear_kv_cache()
         tokens = model.tokenize(PROMPT)
-        written = list(ctx.generate(tokens, LENGTH, Sampler(temperature=0.8, seed=seed)))
-        tokens = np.append(tokens, np.array(written, np.int32))
+        told = list(ctx.generate(tokens, LENGTH, Sampler(temperature=0.8, seed=seed)))
+        tokens = np.append(tokens, np.array(told, np.int32))
         read = len(tokens) - SCORED
+        if read < 4 * RECENT:
+            sys.exit("the stories of this model are too short to drop parts of them")
         ctx.clear_kv_cache_seq(0, read)  # the scored part is not known yet
         whole = ctx.kv(0, dtype=np.float32)
-
         keys = np.mean([np.linalg.norm(x.keys, axis=-1).mean(-1) for x in whole.layers], axis=0)
         values = np.mean([np.linalg.norm(x.values, axis=-1).mean(-1) for x in whole.layers], axis=0)
         rules = {  # the higher the score, the longer a token stays
@@ -43,8 +43,8 @@ with LlamaModel(path) as model, LlamaContext(model, n_ctx=1024, n_seq_max=2) as 
         choices = [("whole cache", rules["the newest"], 1.0)]
         choices += [(f"{r}, {s:.0%} kept", rules[r], s) for s in (0.5, 0.25) for r in rules]
         for name, score, share in choices:
-            stays = np.r_[np.inf, score[1:-RECENT], np.full(RECENT, np.inf)]
-            ctx.write_kv(1, whole.select(np.sort(np.argsort(-stays)[: int(share * read)])))
+            order = np.argsort(np.r_[-np.inf, -score[1:-RECENT], np.full(RECENT, -np.inf)])
+            ctx.write_kv(1, whole.select(np.sort(order[: int(share * read)])))
             batch = LlamaBatch(SCORED, 2)
             batch.add_sequence(tokens[read:-1], 1, True, start=read)
             ctx.decode(batch)

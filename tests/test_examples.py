@@ -15,7 +15,15 @@ from support.models import make_model
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SCRIPTS = ("fork_a_prompt", "rewind", "endless_generation", "save_and_resume", "snapshots")
+SCRIPTS = (
+    "fork_a_prompt",
+    "rewind",
+    "endless_generation",
+    "save_and_resume",
+    "snapshots",
+    "evict_tokens",
+    "plot_cache",
+)
 
 # One CPU: threads that wait for each other on a busy machine take most of the time.
 ON_ONE_CPU = """
@@ -105,6 +113,41 @@ def test_snapshots() -> None:
     assert start
     assert total
     assert int(total[1]) == int(start[1]) + 3 * 16
+
+
+def test_evict_tokens() -> None:
+    shown = output("evict_tokens")
+    whole = re.search(r"^whole cache: (\d\.\d+) nats per token, over 8 stories$", shown, re.M)
+    assert whole
+    assert 0.2 < float(whole[1]) < 1.5
+    rows = re.findall(r"^(\w[\w ]+), (\d+)% kept +([+-]\d\.\d+) ", shown, re.M)
+    more = {(rule, int(share)): float(nats) for rule, share, nats in rows}
+    assert len(more) == 10
+    assert all(nats > 0 for (_, share), nats in more.items() if share == 25)
+    # On this model the tokens with large keys matter; a wrong selection would look like any other.
+    assert more["large keys", 50] < more["at random", 50] / 2 < more["small keys", 50]
+
+
+def test_plot_cache(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "cache.png"
+    shown = output("plot_cache", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    figures = re.search(r"^(\d+) cells for (\d+) tokens, drawn in", shown)
+    assert figures
+    cells, tokens = map(int, figures.groups())
+    story = cells - (40 + 20 + 30)  # shared by all three
+    assert tokens == cells + 2 * story
+
+
+def test_examples_on_keys_refuse_models_that_have_more(model_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("evict_tokens", "plot_cache"):
+        more = [tmp_path / "cache.png"] if name == "plot_cache" else []
+        result = run(name, make_model("jamba", model_folder), *more)
+        assert result.returncode == 1
+        assert "hybrid memory" in result.stderr
+        assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("model", ["llama", "jamba"])

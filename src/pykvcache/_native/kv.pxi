@@ -161,6 +161,28 @@ cdef class Arrays(Cells):
         finally:
             self.lock.leave()
 
+    def rope_settings(self, uint32_t layer):
+        """Return what could be read of a layer's rotation, known or not; None where it has no keys.
+
+        Equal ones rotate alike; what they do to keys only `rope` tells.
+        """
+        cdef lib.key_rope rope
+        cdef vector[float] factors
+        self.look()
+        try:
+            if not lib.has_keys(self.mem, layer):
+                return None
+            rope = lib.rope_at(self.mem, layer)
+            factors = lib.rope_factors(rope)
+            return {
+                **dict(rope.facts),
+                "known": bool(rope.known),
+                "joined": bool(rope.joined),
+                "freq_factors": np.array([factors[i] for i in range(factors.size())], np.float32),
+            }
+        finally:
+            self.lock.leave()
+
     def in_window(self, const int32_t[::1] positions not None, int32_t next_pos):
         """Return which positions the window shows to a query at `next_pos`."""
         cdef Py_ssize_t i

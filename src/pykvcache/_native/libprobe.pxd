@@ -176,6 +176,7 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
         float beta_slow
     ctypedef struct key_rope:
         bool known
+        bool joined
         rope_facts facts
     ctypedef struct hadamard_facts:
         int32_t keys

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterable
 
 from pykvcache.errors import StateFileError, StateFileNotFound
 
-__all__ = ["file_error", "write_atomically"]
+__all__ = ["check_regular", "file_error", "write_atomically"]
 
 #: Smaller pieces are joined: a call of the system costs more than a copy of this much.
 _JOINED = 1 << 16
@@ -21,17 +23,31 @@ def file_error(error: OSError, path: str) -> StateFileError:
     return kind(error.errno, error.strerror or str(error), path)
 
 
+def check_regular(path: str) -> None:
+    """Refuse what is there and no file: a pipe would wait, a device would be replaced."""
+    if "\0" in path:
+        raise OSError(errno.EINVAL, "a file name holds no NUL")
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+
+
 def write_atomically(path: str, pieces: Iterable[memoryview], *, sync: bool) -> int:
     """Write to a temporary file beside ``path``, then rename it; return the number of bytes.
 
     With ``sync`` the data and the name have reached the disk when this returns.
     """
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        if os.path.isdir(path):
-            raise IsADirectoryError(21, os.strerror(21))
+        with contextlib.suppress(FileNotFoundError):
+            check_regular(path)
+        # A symbolic link stays, and what it leads to is replaced.
+        target = os.path.realpath(path) if os.path.islink(path) else path
+        folder, name = os.path.split(target)
+        # 40 characters are at most 160 of the 255 bytes that a name may have.
+        temporary = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
         # O_CLOEXEC is Python's default; the mode is what open() would give the file.
         descriptor = os.open(temporary, flags, 0o666)
         try:
@@ -41,7 +57,7 @@ def write_atomically(path: str, pieces: Iterable[memoryview], *, sync: bool) -> 
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            os.replace(temporary, path)
+            os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)

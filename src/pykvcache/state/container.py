@@ -23,7 +23,7 @@ from pykvcache.errors import (
     StateTruncated,
     StateVersionError,
 )
-from pykvcache.state.atomic import file_error
+from pykvcache.state.atomic import check_regular, file_error
 from pykvcache.state.buffers import ByteArray
 from pykvcache.state.checksums import digest, digest_size, find_checksum
 
@@ -35,6 +35,8 @@ CHECKSUMS = "checksums"
 #: Bytes per element of the safetensors types that are used.
 _SIZES = {"U8": 1, "I32": 4, "F16": 2, "BF16": 2, "F32": 4}
 _MAX_HEADER = 100_000_000  # safetensors' own limit
+#: More dimensions than any tensor has here; their product takes long where there are many.
+_MAX_RANK = 8
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ def pack(metadata: Mapping[str, str], tensors: Sequence[Tensor], checksum: str) 
         at += size
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
+    if len(header) > _MAX_HEADER:
+        raise ValueError(
+            f"the header has {len(header)} bytes: at most {_MAX_HEADER} can be read again, "
+            "metadata belongs there as far as it is small"
+        )
     start = struct.pack("<Q", len(header)) + header
     data = [t.data.reshape(-1).data for t in tensors]
     digests = b"".join(digest(checksum, piece) for piece in [memoryview(start), *data])
@@ -83,6 +90,7 @@ def pack(metadata: Mapping[str, str], tensors: Sequence[Tensor], checksum: str) 
 def open_file(path: str, *, mapped: bool) -> ByteArray:
     """Return a file's bytes; mapped, they are read from the disk when they are looked at."""
     try:
+        check_regular(path)
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size == 0:
@@ -103,6 +111,8 @@ def parse(data: ByteArray, *, verify: bool = True) -> Container:
     text = entries.pop("__metadata__", None)
     if not isinstance(text, dict) or text.get("format") != FORMAT:
         raise StateFormatError("not a state of pykvcache: the header does not name its format")
+    if not all(type(value) is str for value in text.values()):
+        raise StateDamaged("the header holds metadata that is not text")
     if text.get("version") != str(VERSION):
         raise StateVersionError(
             f"the state has version {text.get('version')} of the format: {VERSION} is known here"
@@ -151,6 +161,8 @@ def _tensors(data: ByteArray, start: int, entries: Mapping[str, Any]) -> dict[st
             counts = (begin, end, *shape)
             if any(type(n) is not int or not 0 <= n < 2**62 for n in counts) or begin != at:
                 raise ValueError
+            if len(shape) > _MAX_RANK:
+                raise ValueError
             if end - begin != prod(shape) * _SIZES[entry["dtype"]]:
                 raise ValueError
             if start + end > len(data):
@@ -158,6 +170,8 @@ def _tensors(data: ByteArray, start: int, entries: Mapping[str, Any]) -> dict[st
             view = data[start + begin : start + end]
             tensors[name] = Tensor(name, entry["dtype"], shape, view)
             at = end
+    except StateTruncated:  # a ValueError, too
+        raise
     except (ValueError, TypeError, KeyError, AttributeError):
         raise StateDamaged("the header's list of tensors makes no sense") from None
     if start + at != len(data):

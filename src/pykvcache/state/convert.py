@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._kv_codec import as_floats, as_rows, as_stored
+from pykvcache._kv_codec import as_floats, as_rows
 from pykvcache.enums import GgmlType
 from pykvcache.errors import StateDamaged, StateError, StateLayoutMismatch
 from pykvcache.state.buffers import ByteArray
@@ -88,8 +88,9 @@ def _transpose(tensor: ByteArray, rows: Rows) -> ByteArray:
 
 def _load(tensor: ByteArray, rows: Rows) -> Floats:
     """Return the values of the model: float32, shape (n_cells, n_head, head_dim)."""
-    heads = np.ascontiguousarray(tensor).reshape(len(tensor), rows.n_head, -1)
+    n_bytes = rows.row_bytes // max(rows.n_head, 1)
     try:
+        heads = np.ascontiguousarray(tensor).reshape(len(tensor), rows.n_head, n_bytes)
         return as_floats(heads, rows.type, rows.rotation)
     except ValueError as error:
         raise StateLayoutMismatch(str(error)) from None
@@ -102,6 +103,7 @@ def _store(values: Floats, rows: Rows) -> ByteArray:
         stored = as_rows(values, rows.type, rows.rotation)
     except ValueError as error:
         raise StateLayoutMismatch(str(error)) from None
-    if rows.type == GgmlType.F16 and not np.isfinite(as_stored(stored, rows.type)).all():
-        raise StateError("the state holds values that are too large for f16")
+    # The scale of a block is an f16, so blocks have a limit too.
+    if not np.isfinite(as_floats(stored, rows.type, 0)).all():
+        raise StateError(f"the state holds values that are too large for {_name(rows)}")
     return stored.reshape(len(values), rows.row_bytes)

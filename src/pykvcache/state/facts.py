@@ -63,9 +63,16 @@ class Fingerprint:
         """Read what `to_json` wrote."""
         try:
             data = json.loads(text)
-            data["adapters"] = tuple(data["adapters"])
-            return cls(**data)
-        except (ValueError, TypeError, KeyError):
+            adapters = data.pop("adapters")
+            result = cls(**data, adapters=tuple(adapters))
+            if not all(type(getattr(result, name)) is kind for name, kind in _TYPES.items()):
+                raise TypeError
+            if not all(type(x) is str for x in adapters):
+                raise TypeError
+            if not all(type(x) in (int, float) for x in result.rope.values()):
+                raise TypeError
+            return result
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise StateDamaged("the state's fingerprint makes no sense") from None
 
     def check(self, here: Fingerprint) -> None:
@@ -86,15 +93,29 @@ class Fingerprint:
             )
 
 
+_TYPES = {
+    "model": str,
+    "architecture": str,
+    "memory": str,
+    "n_layer": int,
+    "n_head_kv": int,
+    "n_embd": int,
+    "n_swa": int,
+    "causal": bool,
+    "rope": dict,
+    "rope_digest": str,
+}
+
+
 def fingerprint_of(native: lib.Context, model: str) -> Fingerprint:
     """Ask a context; ``model`` is its model's fingerprint."""
     m = native.model
     digest = hashlib.sha256()
     first: dict[str, float] = {}
     for layer in range(m.n_layer):
-        facts = native.rope(layer)
+        facts = native.rope_settings(layer)
         digest.update(repr(_plain(facts)).encode())
-        if facts is not None and not first:
+        if facts is not None and not first and facts["type"] >= 0:
             first = {k: float(v) for k, v in facts.items() if k != "freq_factors"}
     return Fingerprint(
         model=model,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -107,12 +108,7 @@ def read_part(
         if (tensor.dtype, tensor.shape) != (dtype, shape):
             raise StateDamaged(f"{name} has another shape or type than its layout says")
         wanted = part.shape(i)
-        if tensor.data.nbytes != int(np.prod(wanted)):
+        if tensor.data.nbytes != prod(wanted):
             raise StateDamaged(f"{name} has another size than its layout says")
         data.append(tensor.data.reshape(wanted))
     return Part(layout, positions, ext, tuple(data), pair)
-
-
-def all_tensors(prefixes: Sequence[tuple[str, Part]]) -> list[Tensor]:
-    """Return the tensors of several streams."""
-    return [tensor for prefix, part in prefixes for tensor in write_part(prefix, part)]

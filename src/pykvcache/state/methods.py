@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from pykvcache._convert import TokenInput, as_bool
@@ -144,6 +145,8 @@ class StateMethods(PartialStateMethods):
         ModelLoadError
             The model's file was changed since it was loaded, so that it cannot be named.
         """
+        if seq_id is None:
+            raise TypeError("seq_id must be an integer, not None: see context_state")
         fingerprint = self._fingerprint
         state, firsts = self._native.take_state(seq_id)
         parts = [streams[0] for streams in self._split(state, whole=False)]
@@ -188,8 +191,7 @@ class StateMethods(PartialStateMethods):
         state.fingerprint.check(self._fingerprint)
         parts = self._fitted([[part] for part in state.parts], convert=convert)
         pieces = encode(parts, None, [layout.n_stream for layout in self._layouts])
-        first = int(state.positions[0]) if len(state) else 0
-        self._native.set_state(seq_id, pieces, [(int(seq_id), first)])
+        self._native.set_state(seq_id, pieces, [(index(seq_id), state.first)])
 
     def save_sequence(
         self,
@@ -263,7 +265,7 @@ class StateMethods(PartialStateMethods):
         if not isinstance(state, ContextState):
             raise TypeError(f"state must be a ContextState, not {type(state).__name__}")
         state.fingerprint.check(self._fingerprint)
-        for streams, layout in zip(state.parts, self._layouts, strict=True):
+        for streams, layout in zip(state.parts, self._layouts, strict=False):
             if layout.part != "recurrent" and len(streams) != layout.n_stream:
                 raise StateLayoutMismatch(
                     f"the state has {len(streams)} streams, this context {layout.n_stream} "

@@ -147,14 +147,15 @@ class Saved(ABC):
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> Self:
-        """Read what `to_bytes` gave; the buffer is kept, not copied.
+        """Read what `to_bytes` gave; a read-only buffer is kept, one that may change is copied.
 
         Raises
         ------
         StateError
             See `load`.
         """
-        return cls._checked(parse(as_bytes(data, "data")))
+        given = as_bytes(data, "data")
+        return cls._checked(parse(given.copy() if given.flags.writeable else given))
 
     @classmethod
     def load(cls, path: Path, *, mapped: bool = True) -> Self:
@@ -185,7 +186,10 @@ class Saved(ABC):
         kind = container.metadata.get("kind")
         if kind != cls.kind:
             raise StateFormatError(f"this is the state of a {kind}, not of a {cls.kind}")
-        return cls._parsed(container)
+        state = cls._parsed(container)
+        if container.metadata.get("n_tokens") != str(state.n_tokens):
+            raise StateDamaged("the state's header has no valid n_tokens")
+        return state
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -227,7 +231,7 @@ def describe_state(path: Path) -> StateInfo:
         for rows in layout.rows:
             types.setdefault(rows.what, type_name(rows.type))
     count = text.get("n_tokens", "")
-    if not count.isdecimal() or text.get("kind") not in ("sequence", "context"):
+    if not (count.isdecimal() and len(count) < 20 and text.get("kind") in ("sequence", "context")):
         raise StateDamaged("the state's header has no valid kind or n_tokens")
     return StateInfo(
         kind=text["kind"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -53,22 +54,34 @@ class SequenceState(Saved):
             for array in (part.positions, part.ext, *part.tensors):
                 if array is not None and array.flags.writeable:
                     array.flags.writeable = False
-        self._positions = self._find_positions(first)
+        self._range = self._find_range(first)
         self._tokens = None if tokens is None else as_token_array(tokens)
         if self._tokens is not None:
-            if len(self._tokens) != len(self._positions):
+            if len(self._tokens) != self.n_tokens:
                 raise ValueError(
-                    f"{len(self._tokens)} tokens given: the sequence holds {len(self._positions)}"
+                    f"{len(self._tokens)} tokens given: the sequence holds {self.n_tokens}"
                 )
             self._tokens = self._tokens.copy()
             self._tokens.flags.writeable = False
 
-    def _find_positions(self, first: int) -> IntArray:
+    def _find_range(self, first: int) -> range | None:
+        """Return the positions of a sequence that has no cell for each; None elsewhere."""
         part = self._parts[0]
-        if part.layout.part != "recurrent" or not len(part):
-            return part.positions
+        if part.layout.part != "recurrent":
+            return None
+        if not len(part):
+            return range(0)
         last = int(part.positions[0])
-        positions = np.arange(min(first, last), last + 1, dtype=np.int32)
+        if not 0 <= first <= last:
+            raise ValueError(f"a sequence that ends at {last} cannot begin at {first}")
+        return range(first, last + 1)
+
+    @cached_property
+    def _positions(self) -> IntArray:
+        if self._range is None:
+            return self._parts[0].positions
+        # Made when they are asked for: a file may claim to stand for 2^31 tokens.
+        positions = np.arange(self._range.start, self._range.stop, dtype=np.int32)
         positions.flags.writeable = False
         return positions
 
@@ -92,7 +105,14 @@ class SequenceState(Saved):
     @property
     def n_tokens(self) -> int:
         """Number of tokens."""
-        return len(self._positions)
+        return len(self._parts[0]) if self._range is None else len(self._range)
+
+    @property
+    def first(self) -> int:
+        """Position of the first token, 0 where there is none."""
+        if self._range is None:
+            return int(self._positions[0]) if len(self) else 0
+        return self._range.start
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +123,8 @@ class SequenceState(Saved):
         return self.n_tokens
 
     def __repr__(self) -> str:
-        span = f"{self._positions[0]}..{self._positions[-1]}" if len(self) else "none"
+        last = self._range[-1:] if self._range is not None else self._positions[-1:]
+        span = f"{self.first}..{last[0]}" if len(self) else "none"
         return (
             f"<SequenceState: {len(self)} tokens at {span}, {self._fingerprint.memory}, "
             f"{self.nbytes} bytes>"
@@ -161,6 +182,7 @@ class SequenceState(Saved):
             The memory is not plain attention.
         """
         size = as_int(size, "size", 1, 2**31 - 1)
+        self._need_blocks("blocks")
         return [self[at : at + size] for at in range(0, len(self), size)]
 
     @staticmethod
@@ -202,9 +224,12 @@ class SequenceState(Saved):
             metadata=states[0]._metadata,
         )
 
-    def _check_joins(self, other: SequenceState) -> None:
+    def _need_blocks(self, operation: str) -> None:
         if len(self._parts) > 1 or self._parts[0].layout.part != "attention":
-            raise UnsupportedOperation("join", "only sequences of plain attention have blocks")
+            raise UnsupportedOperation(operation, "only sequences of plain attention have blocks")
+
+    def _check_joins(self, other: SequenceState) -> None:
+        self._need_blocks("join")
         self._fingerprint.check(other._fingerprint)
         if self._layouts() != other._layouts():
             raise StateLayoutMismatch("the states store K and V in different ways")
@@ -215,8 +240,7 @@ class SequenceState(Saved):
         return tuple(part.layout for part in self._parts)
 
     def _text(self) -> dict[str, str]:
-        first = int(self._positions[0]) if len(self) else 0
-        return {"first": str(first)}
+        return {"first": str(self.first)}
 
     def _tensors(self) -> list[Tensor]:
         tensors = [] if self._tokens is None else [write_ints("tokens", self._tokens)]
@@ -237,15 +261,18 @@ class SequenceState(Saved):
         tokens = read_ints(tensors, "tokens", (-1,)) if "tokens" in tensors else None
         fingerprint = Fingerprint.from_json(container.metadata.get("fingerprint", ""))
         try:
-            return cls(
+            state = cls(
                 parts,
                 fingerprint,
                 first=int(first),
                 tokens=tokens,
                 metadata=read_metadata(container),
             )
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise StateDamaged(str(error)) from None
+        if state.first != int(first):
+            raise StateDamaged(f"the state begins at {state.first}, not at {first}")
+        return state
 
 
 def _disordered(part: Part) -> bool:

@@ -50,9 +50,12 @@ class ContextState(Saved):
                 for array in (part.positions, part.ext, *(part.members or ()), *part.tensors):
                     if array is not None and array.flags.writeable:
                         array.flags.writeable = False
-        self._tokens = {int(s): as_token_array(t).copy() for s, t in (tokens or {}).items()}
+        self._tokens = {
+            as_int(s, "a key of tokens", 0, 2**31 - 1): as_token_array(t).copy()
+            for s, t in (tokens or {}).items()
+        }
         for seq, given in self._tokens.items():
-            n = len(self._one(seq, None))
+            n = self._count(seq)
             if len(given) != n:
                 raise ValueError(f"{len(given)} tokens given for sequence {seq}: it holds {n}")
             given.flags.writeable = False
@@ -80,7 +83,17 @@ class ContextState(Saved):
     @property
     def n_tokens(self) -> int:
         """Tokens over all sequences; shared ones count for each."""
-        return sum(len(self._one(seq, None)) for seq in self._firsts)
+        return sum(self._count(seq) for seq in self._firsts)
+
+    def _count(self, seq: int) -> int:
+        for part in self._parts[0]:
+            which = _cells_of(part, seq)
+            if which.start == which.stop if isinstance(which, slice) else not len(which):
+                continue
+            if part.layout.part == "recurrent":
+                return int(part.positions[which][0]) - self._firsts.get(seq, 0) + 1
+            return len(part.positions[which])
+        return 0
 
     @property
     def nbytes(self) -> int:
@@ -140,8 +153,8 @@ class ContextState(Saved):
     def _parsed(cls, container: Container) -> Self:
         tensors = container.tensors
         try:
-            firsts = {int(seq): int(first) for seq, first in json_of(container, "firsts")}
-            streams = [int(n) for n in json_of(container, "streams")]
+            firsts = {_int(seq): _int(first) for seq, first in json_of(container, "firsts")}
+            streams = [_int(n) for n in json_of(container, "streams")]
             layouts = layouts_of(container)
             if len(layouts) != len(streams) or not all(1 <= n <= 256 for n in streams):
                 raise ValueError("the state's streams make no sense")
@@ -149,6 +162,8 @@ class ContextState(Saved):
                 [read_part(tensors, f"{layout.part}.{i}", layout, members=True) for i in range(n)]
                 for layout, n in zip(layouts, streams, strict=True)
             ]
+            if firsts != _firsts_of(parts[0], firsts):
+                raise ValueError("its sequences are not those of its cells")
             tokens = {
                 int(name.removeprefix("tokens.")): read_ints(tensors, name, (-1,))
                 for name in tensors
@@ -163,12 +178,44 @@ class ContextState(Saved):
             )
         except StateDamaged:
             raise
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise StateDamaged(f"the state makes no sense: {error}") from None
 
 
-def _cells_of(part: Part, seq: int) -> npt.NDArray[np.intp]:
+def _int(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is not an integer")
+    return value
+
+
+def _owners(part: Part) -> tuple[npt.NDArray[np.intp], IntArray]:
+    """Return pairs of a cell and a sequence that it belongs to."""
     assert part.members is not None
     offsets, ids = part.members
-    owners: npt.NDArray[np.intp] = np.repeat(np.arange(len(part)), np.diff(offsets))[ids == seq]
-    return owners
+    return np.repeat(np.arange(len(part)), np.diff(offsets)), ids
+
+
+def _cells_of(part: Part, seq: int) -> slice | npt.NDArray[np.intp]:
+    """Return where the cells of a sequence are; a slice where they lie in one run."""
+    cells, ids = _owners(part)
+    found: npt.NDArray[np.intp] = cells[ids == seq]
+    if len(found) == 0:
+        return slice(0, 0)
+    if int(found[-1] - found[0]) + 1 == len(found):
+        return slice(int(found[0]), int(found[-1]) + 1)
+    return found
+
+
+def _firsts_of(streams: Sequence[Part], claimed: Mapping[int, int]) -> dict[int, int]:
+    """Return the first position of each sequence; of recurrent ones the one that is claimed."""
+    firsts: dict[int, int] = {}
+    for part in streams:
+        cells, ids = _owners(part)
+        if (ids < 0).any() or len(np.unique(cells * 2**32 + ids)) != len(ids):
+            raise ValueError("a cell names a sequence twice")
+        for seq in np.unique(ids).tolist():
+            lowest = int(part.positions[cells[ids == seq]].min())
+            if part.layout.part == "recurrent":
+                lowest = claimed[seq] if 0 <= claimed.get(seq, -1) <= lowest else -1
+            firsts[seq] = min(lowest, firsts.get(seq, lowest))
+    return firsts

@@ -1,0 +1,65 @@
+"""What the tests of saved states share: tokens, damaged files, and what may not have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memory.kit import CASES as ALL_CASES
+from pykvcache import LlamaContext, StateError
+from pykvcache.state.container import Tensor, pack, parse
+
+CASES = [pytest.param(case, id=str(case)) for case in ALL_CASES if not case.info.has_encoder]
+"""Every kind of memory in every mode, save what has no states."""
+
+_rng = np.random.default_rng(7)
+WORDS = _rng.integers(5, 250, 400).astype(np.int32)
+
+Text = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+
+def next_logits(ctx: LlamaContext, seq_id: int = 0, token: int = 9) -> Any:
+    """Logits after one more token."""
+    ctx.decode(np.array([token], np.int32), seq_id=seq_id)
+    return ctx.logits()
+
+
+def cells_of(ctx: LlamaContext, seq_id: int) -> bytes:
+    """What a sequence holds, as llama.cpp's bytes without the sequence id."""
+    return ctx.get_state(seq_id)[8:].tobytes()
+
+
+@contextmanager
+def refused(ctx: LlamaContext, *kinds: type[Exception], match: str | None = None) -> Iterator[Any]:
+    """What happens inside raises one of these errors and leaves every byte as it was."""
+    before, sequences = ctx.get_state().tobytes(), ctx.sequences()
+    with pytest.raises(kinds or StateError, match=match) as caught:
+        yield caught
+    assert type(caught.value) in kinds or not kinds, f"{type(caught.value)}: {caught.value}"
+    assert ctx.get_state().tobytes() == before
+    assert ctx.sequences() == sequences
+
+
+def forged(data: bytes, edit: Callable[[Text, Tensors], None], checksum: str = "sha256") -> bytes:
+    """Return a file with other contents and checksums that are right."""
+    container = parse(np.frombuffer(data, np.uint8))
+    text: Text = {
+        key: value
+        for key, value in container.metadata.items()
+        if key not in ("format", "version", "checksum")
+    }
+    tensors = dict(container.tensors)
+    edit(text, tensors)
+    return b"".join(pack(text, list(tensors.values()), checksum))
+
+
+def ints(tensors: Tensors, name: str, values: Any) -> None:
+    """Replace a tensor of integers."""
+    array = np.asarray(values, "<i4")
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    tensors[name] = Tensor(name, "I32", array.shape, data)

@@ -1,0 +1,225 @@
+"""The damage matrix: no damaged file is ever accepted, and none changes what was there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from pykvcache import (
+    ContextState,
+    LlamaContext,
+    SequenceState,
+    StateDamaged,
+    StateError,
+    StateFormatError,
+    StateTrailingBytes,
+    StateTruncated,
+    StateVersionError,
+    describe_state,
+)
+from pykvcache.state.container import parse
+from state.kit import WORDS, refused
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory
+
+KINDS = ["sequence", "context"]
+# One with several parts, one with transposed values, one with a state.
+NAMES = ["llama", "gemma3", "jamba"]
+
+Bad = tuple[type[StateError], ...]
+FLIPPED: Bad = (
+    StateDamaged,
+    StateFormatError,
+    StateVersionError,
+    StateTruncated,
+    StateTrailingBytes,
+)
+
+
+def saved(ctx: LlamaContext, kind: str, path: Path) -> bytes:
+    """Save 12 tokens of sequence 1, and leave other things in the context."""
+    ctx.decode(WORDS[:12], seq_id=1)
+    meta = {"name": "a \N{SNOWMAN} conversation"}
+    if kind == "sequence":
+        ctx.save_sequence(1, path, tokens=WORDS[:12], metadata=meta)
+    else:
+        ctx.save_context(path, tokens={1: WORDS[:12]}, metadata=meta)
+    ctx.decode(WORDS[40:45], seq_id=1)
+    ctx.decode(WORDS[50:57], seq_id=2)
+    return path.read_bytes()
+
+
+def loader(ctx: LlamaContext, kind: str, path: Path) -> Callable[[bytes], object]:
+    def load(data: bytes) -> object:
+        path.write_bytes(data)
+        return ctx.load_sequence(path, 1) if kind == "sequence" else ctx.load_context(path)
+
+    return load
+
+
+def reader(kind: str) -> Callable[[bytes], object]:
+    return SequenceState.from_bytes if kind == "sequence" else ContextState.from_bytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_flipped_bit_is_found(
+    name: str, kind: str, make_context: ContextFactory, tmp_path: Path
+) -> None:
+    """Every byte that is no key or value, and 1500 that are; one bit of each, and all of some."""
+    ctx = make_context(name)
+    data = saved(ctx, kind, tmp_path / "a")
+    tensors = parse(np.frombuffer(data, np.uint8)).tensors
+    start = len(data) - sum(t.data.nbytes for t in tensors.values())
+    places = list(range(start))  # the length, the header, the checksums
+    rng = np.random.default_rng(1)
+    for tensor in tensors.values():
+        if tensor.dtype == "I32":
+            places += range(start, start + tensor.data.nbytes)
+        start += tensor.data.nbytes
+    assert start == len(data)
+    places += rng.integers(0, len(data), 1500).tolist()
+    read = reader(kind)
+    before = ctx.get_state().tobytes()
+    load = loader(ctx, kind, tmp_path / "a")
+    for i, at in enumerate(places):
+        bad = bytearray(data)
+        bad[at] ^= 1 << int(rng.integers(8)) if i % 7 else 255
+        with pytest.raises(FLIPPED):
+            read(bytes(bad))
+        if i % 100 == 0:
+            with pytest.raises(FLIPPED):
+                load(bytes(bad))
+    assert ctx.get_state().tobytes() == before
+    load(data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_truncation_is_found(
+    name: str, kind: str, make_context: ContextFactory, tmp_path: Path
+) -> None:
+    ctx = make_context(name)
+    data = saved(ctx, kind, tmp_path / "a")
+    at = len(data)
+    cuts = {0, 1, 7, 8, 9}
+    for tensor in reversed(parse(np.frombuffer(data, np.uint8)).tensors.values()):
+        cuts |= {at - 1, at, at + 1}
+        at -= tensor.data.nbytes
+    cuts |= {at - 1, at, at + 1, *np.random.default_rng(2).integers(0, len(data), 500).tolist()}
+    read = reader(kind)
+    before = ctx.get_state().tobytes()
+    load = loader(ctx, kind, tmp_path / "a")
+    for i, n in enumerate(sorted(n for n in cuts if n < len(data))):
+        wanted = StateTruncated if n else StateFormatError
+        with pytest.raises(wanted):
+            read(data[:n])
+        if i % 50 == 0:
+            with pytest.raises(wanted):
+                load(data[:n])
+            with pytest.raises(wanted):
+                describe_state(tmp_path / "a")
+    assert ctx.get_state().tobytes() == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_behind_the_end_are_found(
+    kind: str, make_context: ContextFactory, tmp_path: Path
+) -> None:
+    ctx = make_context("llama")
+    data = saved(ctx, kind, tmp_path / "a")
+    load = loader(ctx, kind, tmp_path / "a")
+    for more in (b"\0", b" ", bytes(8), bytes(4096), data):
+        with refused(ctx, StateTrailingBytes):
+            load(data + more)
+        with pytest.raises(StateTrailingBytes):
+            describe_state(tmp_path / "a")
+
+
+def gguf_of(folder: Path) -> bytes:
+    from support.models import make_model
+
+    return make_model("llama", folder).read_bytes()
+
+
+def plain_safetensors(_: Path) -> bytes:
+    numpy = pytest.importorskip("safetensors.numpy")
+    data: bytes = numpy.save({"k": np.zeros((3, 4), np.float32)}, {"format": "pt"})
+    return data
+
+
+FOREIGN: dict[str, Callable[[Path], bytes]] = {
+    "empty": lambda _: b"",
+    "png": lambda _: b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4,
+    "text": lambda _: b"Once upon a time there was a little girl named Lily.\n" * 10,
+    "zeros": lambda _: bytes(4096),
+    "gguf": gguf_of,
+    "safetensors": plain_safetensors,
+    "json": lambda _: (12).to_bytes(8, "little") + b'{"a":[1,2]} ',
+    "list": lambda _: (8).to_bytes(8, "little") + b"[1,2,3] ",
+    "deep": lambda _: (100_000).to_bytes(8, "little") + b"[" * 50_000 + b"]" * 50_000,
+    "number": lambda _: (8).to_bytes(8, "little") + b"1" * 8,
+    "digits": lambda _: (9000).to_bytes(8, "little") + b'{"a": ' + b"1" * 8993 + b"}",
+    "utf-16": lambda _: (8).to_bytes(8, "little") + "{}  ".encode("utf-16-le"),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_other_files_are_no_states(
+    what: str, make_context: ContextFactory, model_folder: Path, tmp_path: Path
+) -> None:
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:5], seq_id=1)
+    path = tmp_path / "foreign"
+    path.write_bytes(FOREIGN[what](model_folder))
+    with refused(ctx, StateFormatError):
+        ctx.load_sequence(path, 1)
+    with refused(ctx, StateFormatError):
+        ctx.load_context(path)
+    with pytest.raises(StateFormatError):
+        describe_state(path)
+    with pytest.raises(StateFormatError):
+        SequenceState.load(path, mapped=False)
+
+
+def test_a_raw_state_is_no_saved_one(make_context: ContextFactory) -> None:
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:5], seq_id=1)
+    for raw in (ctx.get_state(1), ctx.get_state()):
+        with pytest.raises(StateFormatError):
+            SequenceState.from_bytes(raw)
+
+
+def test_one_kind_is_not_the_other(make_context: ContextFactory, tmp_path: Path) -> None:
+    ctx = make_context("llama")
+    saved(ctx, "sequence", tmp_path / "one")
+    ctx.clear_kv_cache()
+    saved(ctx, "context", tmp_path / "all")
+    with refused(ctx, StateFormatError, match="state of a context"):
+        ctx.load_sequence(tmp_path / "all", 1)
+    with refused(ctx, StateFormatError, match="state of a sequence"):
+        ctx.load_context(tmp_path / "one")
+    with refused(ctx, TypeError):
+        ctx.restore_context(SequenceState.load(tmp_path / "one"))  # type: ignore[arg-type]
+    with refused(ctx, TypeError):
+        ctx.restore_sequence(ContextState.load(tmp_path / "all"), 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version", ["0", "2", "1.0", "", "-1", "999999999999999999999", "one"])
+def test_another_version_is_named(
+    version: str, make_context: ContextFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:5], seq_id=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("pykvcache.state.container.VERSION", version)
+        ctx.save_sequence(1, tmp_path / "a")
+    with refused(ctx, StateVersionError, match=f"version {version} of the format"):
+        ctx.load_sequence(tmp_path / "a", 1)
+    with pytest.raises(StateVersionError):
+        describe_state(tmp_path / "a")

@@ -90,7 +90,7 @@ cdef class Partials(State):
                     f"sequence {seq} was changed at or below position {state.pos} since the partial "
                     "state was taken: get_state() takes all that set_state() needs")
             if state.pos < 0:
-                self.remove_from(seq, 1, 0, INT32_MAX)
+                self.remove_from(seq, lib.REMOVE_WHOLE, 0, INT32_MAX)
             elif (self.kind == lib.MEMORY_SLIDING_WINDOW
                     and lib.window_intact(self.mem, seq, state.pos + 1)):
                 # Nothing that the next token sees has been dropped: less to lose than to copy.
@@ -104,7 +104,7 @@ cdef class Partials(State):
 
     cdef int cut(self, int32_t seq, int32_t last) except -1:
         if lib.holds(self.mem, seq, last + 1, INT32_MAX):
-            self.remove_from(seq, 2, last + 1, INT32_MAX)
+            self.remove_from(seq, lib.REMOVE_PART, last + 1, INT32_MAX)
         return 0
 
     cdef int put_half(self, Partial state) except -1:

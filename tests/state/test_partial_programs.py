@@ -1,0 +1,52 @@
+"""Random programs with partial states: each is refused, or right, and never without reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+from hypothesis import Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from memory.kit import Case, Logits
+from memory.program_base import N_SEQ, World
+from memory.reference import DONE
+from pykvcache import LlamaContext
+from state.partial_kit import FORGETFUL
+from state.partial_programs import PartialProgram
+from support.models import make_model
+from support.numpy_variants import LEDGERS, make_ledger
+
+STEPS = 4 * settings().max_examples
+SETTINGS = settings(max_examples=8, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])
+
+
+@pytest.mark.parametrize("case", FORGETFUL, ids=str)
+def test_partial_states_in_random_programs(
+    case: Case,
+    make_context: Callable[..., LlamaContext],
+    fresh_logits: Callable[..., Logits],
+    model_folder: Path,
+) -> None:
+    ledger = None
+    if case.info.arch in LEDGERS:
+        ledger = make_ledger(make_model(case.name, model_folder))
+    world = World(
+        case,
+        lambda: make_context(case.name, n_seq_max=N_SEQ, **case.options),
+        lambda tokens: fresh_logits(case.name, tokens),
+        ledger,
+    )
+    for part in range(STEPS):
+
+        @seed(crc32(f"partial {case} {part}".encode()))
+        def program() -> PartialProgram:
+            return PartialProgram(world)
+
+        run_state_machine_as_test(program, settings=SETTINGS)
+        done = {name for name, outcome in world.outcomes if outcome == DONE}
+        if world.steps >= STEPS and {"get_partial_state", "set_partial_state"} <= done:
+            return
+    raise AssertionError(f"{world.steps} steps and {sorted(done)} are too few")

@@ -13,7 +13,7 @@ from pykvcache._kv_codec import NATURAL, as_floats, as_stored
 from pykvcache._kv_rope import rotate
 from pykvcache._kv_types import LayerKV, LayerState, RecurrentState, SequenceKV
 from pykvcache._kv_view import CacheView
-from pykvcache._kv_write import encode
+from pykvcache._kv_write import as_state
 from pykvcache._native import lib
 from pykvcache.errors import UnsupportedOperation
 
@@ -145,7 +145,7 @@ class KvMethods:
         if not isinstance(arrays, SequenceKV):
             raise TypeError(f"arrays must be a SequenceKV, not {type(arrays).__name__}")
         first = arrays.recurrent.first if arrays.recurrent else None
-        pieces = encode(self._native, arrays)
+        pieces = as_state(self._native, arrays)
         firsts = None if first is None else [(operator.index(seq_id), first)]
         self._native.set_state(seq_id, pieces, firsts)
 

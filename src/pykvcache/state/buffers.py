@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 __all__ = ["ByteArray", "as_bytes"]
 
 ByteArray = npt.NDArray[np.uint8]
 
 
-def as_bytes(buffer: Buffer, what: str, *, writable: bool = False) -> ByteArray:
+def as_bytes(buffer: Any, what: str, *, writable: bool = False) -> ByteArray:
     """View a C-contiguous buffer as bytes."""
     try:
         view = memoryview(buffer)

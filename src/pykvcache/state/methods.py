@@ -7,6 +7,8 @@ from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+import numpy.typing as npt
+
 from pykvcache._convert import TokenInput, as_bool
 from pykvcache._native import lib
 from pykvcache.errors import StateLayoutMismatch
@@ -48,7 +50,7 @@ class StateMethods(PartialStateMethods):
         return self._native.state_size(seq_id)
 
     def get_state(
-        self, seq_id: SupportsIndex | None = None, *, out: Buffer | None = None
+        self, seq_id: SupportsIndex | None = None, *, out: Buffer | npt.NDArray[Any] | None = None
     ) -> ByteArray:
         """Copy what a sequence holds, or the whole context, as llama.cpp's bytes.
 
@@ -83,7 +85,9 @@ class StateMethods(PartialStateMethods):
         target = None if out is None else as_bytes(out, "out", writable=True)
         return self._native.get_state(seq_id, target)
 
-    def set_state(self, buffer: Buffer, seq_id: SupportsIndex | None = None) -> None:
+    def set_state(
+        self, buffer: Buffer | npt.NDArray[Any], seq_id: SupportsIndex | None = None
+    ) -> None:
         """Make a sequence, or the whole context, hold what a raw state holds.
 
         What it held before is replaced. Structure, exact length, layers, types and positions

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy.typing as npt
+
 from pykvcache.enums import GgmlType
 from pykvcache.errors import StateDamaged, StateFormatError
 from pykvcache.state.atomic import write_atomically
@@ -146,7 +148,7 @@ class Saved(ABC):
         return write_atomically(os.fsdecode(path), self._pieces(checksum), sync=sync)
 
     @classmethod
-    def from_bytes(cls, data: Buffer) -> Self:
+    def from_bytes(cls, data: Buffer | npt.NDArray[Any]) -> Self:
         """Read what `to_bytes` gave; a read-only buffer is kept, one that may change is copied.
 
         Raises

@@ -9,7 +9,7 @@ NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.
           $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/*)) $(wildcard models/*.gguf)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-arrays lint format wheel bench clean
+.PHONY: help venv demo test test-arrays asan lint format wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,16 @@ format: $(VENV)/.dev ## let ruff rewrite what it can
 test-arrays: $(VENV)-arrays/.ready ## the array caches alone, without the compiled layer
 	PYTHONPATH=src $(VENV)-arrays/bin/python -m pytest tests/arrays -W "ignore:pykvcache is not built:RuntimeWarning"
 
+# What the sanitizers are told: see docs/guarantees.md. PYTHONMALLOC: Python's objects are watched too.
+SANITIZED = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
+            ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=64 \
+            UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1:suppressions=$(abspath tests/ubsan.supp) \
+            PYTHONMALLOC=malloc OMP_WAIT_POLICY=passive
+ASAN_TESTS ?= -n auto --ignore tests/packaging --ignore tests/arrays
+
+asan: $(VENV)-asan/.built ## the tests under AddressSanitizer and UBSan, in a build of their own
+	$(SANITIZED) $(VENV)-asan/bin/python -m pytest $(ASAN_TESTS)
+
 wheel: $(VENV)/.dev ## build sdist and wheel into dist/, install and try each away from here
 	rm -rf dist
 	$(BIN)/python -m build
@@ -47,7 +57,7 @@ bench: $(VENV)/.bench $(VENV)/.built ## everything side by side with C and the p
 	$(BIN)/python -m benchmarks
 
 clean: ## remove what was built (.venv, build, dist, the fetched llama.cpp)
-	rm -rf $(VENV) $(VENV)-arrays build dist vendor/llama.cpp vendor/llama.cpp.partial
+	rm -rf $(VENV) $(VENV)-arrays $(VENV)-asan build dist vendor/llama.cpp vendor/llama.cpp.partial
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Stamps: each says that the step above it in the chain was done since its inputs changed.
@@ -70,6 +80,14 @@ $(VENV)/.bench: pyproject.toml | $(VENV)/.venv
 
 $(VENV)/.built: $(VENV)/.build-tools $(NATIVE)
 	$(PIP) install --quiet --no-build-isolation --editable ".[demo,chat,arrays,state]"
+	@touch $@
+
+$(VENV)-asan/.built: pyproject.toml $(NATIVE)
+	$(PYTHON) -m venv $(VENV)-asan
+	$(VENV)-asan/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(VENV)-asan/bin/python -m pip install --quiet --group build --group test
+	$(VENV)-asan/bin/python -m pip install --quiet --no-build-isolation --editable ".[demo,chat,arrays]" \
+	    --config-settings=build-dir=build/asan --config-settings=cmake.define.PYKVCACHE_SANITIZE=ON
 	@touch $@
 
 $(VENV)-arrays/.ready: pyproject.toml

@@ -82,8 +82,9 @@ def open_context(
     """Return a small exact context; an encoder-decoder model has its input encoded for all."""
     defaults = {"n_ctx": 256, "n_seq_max": 4, "n_threads": 1, **EXACT}
     source = load(which) if isinstance(which, str) else which
-    if isinstance(which, str) and MODELS[which].is_embedder:
-        defaults["embeddings"] = True
+    if isinstance(which, str):
+        defaults |= {"embeddings": True} if MODELS[which].is_embedder else {}
+        defaults |= {} if MODELS[which].can_unify else {"kv_unified": False}
     ctx: LlamaContext = binding.LlamaContext(source, **(defaults | options))
     if source.has_encoder and source.has_decoder:
         n = len(ENCODER_INPUT)

@@ -38,7 +38,7 @@ def test_file_holds_finite_f32_tensors_of_the_named_architecture(name: str, fold
     for tensor in reader.tensors:
         assert tensor.tensor_type == gguf.GGMLQuantizationType.F32
         assert np.isfinite(tensor.data).all()
-        assert np.std(tensor.data) > 0
+        assert np.std(tensor.data) > 0 or tensor.data.size == 1
     assert path.stat().st_size < 3 << 20
 
 
@@ -164,6 +164,7 @@ class Runner:
             n_ctx=256,
             n_seq_max=2,
             swa_full=True,
+            kv_unified=info.can_unify,
             n_threads=1,
             embeddings=info.is_embedder,
             **EXACT,
@@ -215,7 +216,8 @@ def test_model_says_of_itself_what_the_table_says(runner: Runner) -> None:
     assert model.n_ctx_train == info.sizes.n_ctx_train
     assert model.n_swa == info.n_swa
     assert model.is_recurrent == (info.memory == "recurrent")
-    assert model.is_hybrid == ("hybrid" in info.memory)
+    # llama.cpp counts compressed rows among the states.
+    assert model.is_hybrid == ("hybrid" in info.memory or info.arch == "deepseek4")
     assert model.has_encoder == info.has_encoder
 
 

@@ -42,7 +42,7 @@ def test_sizes_are_those_the_file_was_written_with(model: Any, name: str) -> Non
     assert one.n_layer == info.sizes.n_layer
     assert one.n_swa == info.n_swa
     assert one.is_recurrent == (info.memory == "recurrent")
-    assert one.is_hybrid == info.memory.startswith("hybrid")
+    assert one.is_hybrid == (info.memory.startswith("hybrid") or info.arch == "deepseek4")
     assert one.has_encoder == info.has_encoder
     assert one.vocab_only is False
     assert one.is_closed is False

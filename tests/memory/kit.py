@@ -29,6 +29,12 @@ NAMES = (
     "lfm2",
     "lfm2_swa",
     "t5",
+    "step35",
+    "deepseek32",
+    "dots3note",
+    "minimax_m3",
+    "deepseek4",
+    "qwen4exp",
 )
 """One model per memory and architecture; the others differ in their vocabulary or head size."""
 
@@ -94,7 +100,7 @@ CASES = tuple(
     Case(name, unified, swa_full)
     for name in NAMES
     for unified in (True, False)
-    if unified or MODELS[name].can_stream
+    if (MODELS[name].can_unify if unified else MODELS[name].can_stream)
     for swa_full in (True, False)
     if swa_full or MODELS[name].n_swa
 )
@@ -103,8 +109,8 @@ CASES = tuple(
 PARTIAL = tuple(case for case in CASES if case.info.can_remove_partial)
 """Those of which parts of a sequence can be removed."""
 
-WHOLE_ONLY = tuple(case for case in CASES if case.info.has_recurrent_state)
-"""Those that fold their past into a state."""
+WHOLE_ONLY = tuple(case for case in CASES if not case.info.can_remove_partial)
+"""Those that fold their past into a state, or keep more than cells: whole sequences only."""
 
 SHIFTABLE = tuple(case for case in CASES if case.info.can_shift and case.swa_full)
 """Those whose sequences can be shifted."""
@@ -161,7 +167,7 @@ class Bench:
             last = first + n - 1 if n else -1
             assert self.ctx.kv_cache_seq_pos_max(seq) == last, f"highest of sequence {seq}"
             lowest = self.ctx.kv_cache_seq_pos_min(seq)
-            if n and (self.case.info.n_swa or self.case.info.has_recurrent_state):
+            if n and (self.case.info.n_swa or not self.case.info.can_remove_partial):
                 # A window or a state holds less than the sequence means.
                 assert first <= lowest <= last, f"lowest of sequence {seq}"
             else:

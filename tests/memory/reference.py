@@ -72,7 +72,7 @@ class Reference:
         # Tokens whose fresh run gives the same logits; None after what has no such run.
         self.tokens: dict[int, list[int] | None] = {seq: [] for seq in range(n_seq_max)}
         self._keys = itertools.count()
-        self.whole_only = self.info.has_recurrent_state
+        self.whole_only = not self.info.can_remove_partial
         # Sequences of which the window has dropped cells.
         self.dropped: set[int] = set()
 

@@ -156,7 +156,8 @@ def test_after_a_full_cache_positions_are_true_and_logits_gone(
         b.ctx.logits(0)
     # Parts of 20 were decoded as long as they fitted into 256 cells.
     decoded = b.ctx.kv_cache_seq_pos_max(0) + 1 - 100
-    assert 0 < decoded < 200
+    # Where positions index the cells, none was begun.
+    assert decoded == 0 if case.info.bounded else 0 < decoded < 200
     assert decoded % 20 == 0
     b.held[0] += tokens[:decoded].tolist()
     b.positions()
@@ -224,7 +225,7 @@ def test_an_aborted_decode_leaves_the_truth_or_asks_for_removal(
     tokens = abort_one(b, 0)
     with pytest.raises(IndexError):
         b.ctx.logits()
-    if case.info.has_recurrent_state:
+    if not case.info.can_remove_partial:
         # Its state cannot be told from the tokens: nothing but removal is possible, or all is well
         # because the abort came between two parts.
         try:
@@ -232,7 +233,7 @@ def test_an_aborted_decode_leaves_the_truth_or_asks_for_removal(
         except DecodeError:
             with pytest.raises(UnsupportedOperation):
                 b.ctx.copy_kv_cache_seq(0, 2)
-            assert b.ctx.clear_kv_cache_seq(0, 30) is False
+            assert b.ctx.clear_kv_cache_seq(0, 29) is False
     else:
         decoded = b.ctx.kv_cache_seq_pos_max(0) + 1 - 30
         assert 0 <= decoded < 900

@@ -17,11 +17,11 @@ from typing import Any, Literal
 import gguf
 import pytest
 
-from . import attention_models, recurrent_models, vocab
+from . import attention_models, recurrent_models, sparse_models, vocab
 from .blueprint import Blueprint, Key, Sizes
 
 Memory = Literal[
-    "attention", "sliding-window", "recurrent", "hybrid", "hybrid-sliding-window", "none"
+    "attention", "sliding-window", "recurrent", "hybrid", "hybrid-sliding-window", "other", "none"
 ]
 
 EXACT: Mapping[str, Any] = MappingProxyType(
@@ -61,8 +61,14 @@ class ModelInfo:
     """Whether llama.cpp shifts positions rightly, with ``swa_full=True`` and an F32 K cache."""
     can_stream: bool = True
     """Whether ``kv_unified=False`` with several sequences gives a context at all."""
+    can_unify: bool = True
+    """Whether ``kv_unified=True`` with several sequences gives one pool of cells."""
     rollback: bool = False
     """Whether a recurrent state can step back when ``n_rs_seq`` asks for it."""
+    has_window: bool = False
+    """Whether a memory of kind "other" has a sliding window in it."""
+    bounded: bool = False
+    """Whether positions index the cells: they begin at 0 and end with the context."""
 
     @property
     def n_vocab(self) -> int:
@@ -82,12 +88,12 @@ class ModelInfo:
     @property
     def n_swa(self) -> int:
         """Length of the sliding window, 0 without one."""
-        return self.sizes.n_swa if "sliding-window" in self.memory else 0
+        return self.sizes.n_swa if self.has_window or "sliding-window" in self.memory else 0
 
     @property
     def can_remove_partial(self) -> bool:
         """Whether cells can be removed from the middle or the tail of a sequence."""
-        return self.has_memory and not self.has_recurrent_state
+        return self.has_memory and not self.has_recurrent_state and self.memory != "other"
 
     @property
     def can_copy_partial(self) -> bool:
@@ -97,6 +103,12 @@ class ModelInfo:
 
 _att = attention_models
 _rec = recurrent_models
+_sparse = sparse_models
+
+
+def _other(name: str, arch: str, plan: Callable[[Sizes, int], Blueprint], **more: Any) -> ModelInfo:
+    return ModelInfo(name, arch, plan, "other", can_shift=False, bounded=True, **more)
+
 
 MODELS = MappingProxyType(
     {
@@ -149,6 +161,27 @@ MODELS = MappingProxyType(
                 can_shift=False,
             ),
             ModelInfo("t5", "t5", _att.t5, has_rope=False, has_encoder=True, can_stream=False),
+            ModelInfo("step35", "step35", _sparse.step35, "sliding-window", can_shift=False),
+            _other("deepseek32", "deepseek32", _sparse.deepseek32),
+            _other("dots3note", "dots3note", _sparse.dots3note, has_window=True),
+            _other("minimax_m3", "minimax-m3", _sparse.minimax_m3),
+            _other(
+                "deepseek4",
+                "deepseek4",
+                _sparse.deepseek4,
+                sizes=Sizes(n_layer=4),
+                can_unify=False,
+            ),
+            ModelInfo(
+                "qwen4exp",
+                "qwen4exp",
+                _sparse.qwen4exp,
+                "hybrid",
+                has_mrope=True,
+                can_shift=False,
+                can_unify=False,
+                bounded=True,
+            ),
         )
     }
 )

@@ -82,15 +82,17 @@ cdef class Batch(Outputs):
         if self.model.facts.learned_positions and first + n > self.model.n_ctx_train:
             raise InvalidBatch(
                 f"position {first + n - 1} is past the model's table of {self.model.n_ctx_train} positions")
-        if self.kind == lib.MEMORY_OTHER and first + n > self.n_ctx_seq:
-            raise InvalidBatch(f"position {first + n - 1} is outside the context of {self.n_ctx_seq}")
+        if lib.bounded(self.mem) and first + n > self.n_ctx_seq:
+            self.forget_outputs()
+            raise NoKvCacheSlot(
+                f"no room in the cache: position {first + n - 1} is past its {self.n_ctx_seq} cells", 1)
         return 0
 
     cdef int32_t part_limit(self, int64_t n, int32_t width) except -1:
         """How many tokens one call may take."""
         cdef int64_t limit = self.n_batch
         # A cache with a window may not lose cells in a batch that then does not fit.
-        if self.kind == lib.MEMORY_SLIDING_WINDOW or self.kind == lib.MEMORY_HYBRID_SLIDING_WINDOW:
+        if lib.windowed(self.mem):
             limit = self.n_ubatch
         if (not self.causal or self.kind == lib.MEMORY_NONE
                 or (self.embeddings and self.pooling_type != 0)):
@@ -137,7 +139,7 @@ cdef class Batch(Outputs):
         cdef int64_t same = 1, single = 0
         cdef bint seen[MAX_SEQ]
         cdef int32_t s
-        if self.kind != lib.MEMORY_SLIDING_WINDOW and self.kind != lib.MEMORY_HYBRID_SLIDING_WINDOW:
+        if not lib.windowed(self.mem):
             return <int32_t>n
         while same < n and self.same_sequences(start, start + same, width):
             same += 1
@@ -213,14 +215,14 @@ cdef class Batch(Outputs):
         # An empty sequence may begin anywhere.
         if self.pos[i] < 0:
             raise InvalidBatch(f"position {self.pos[i]} (at {i}) is negative")
-        if self.kind == lib.MEMORY_OTHER and self.pos[i] != 0:
+        if self.pos[i] != 0 and lib.bounded(self.mem):
             raise InvalidBatch(f"sequence {s} is empty and must begin at 0, not {self.pos[i]}")
         return self.pos[i]
 
     cdef int check_coupled(self, const int32_t* seqs, Py_ssize_t i, int32_t n) except -1:
         """A token of several sequences is computed once, over the cells of the first of them."""
         cdef int32_t j, s, a = seqs[0]
-        if self.streams or self.is_recurrent_like() or self.kind == lib.MEMORY_OTHER:
+        if self.streams or self.whole_only():
             raise UnsupportedOperation(
                 "decode", f"token at {i} belongs to several sequences, which needs kv_unified=True "
                 "and a memory without recurrent state")

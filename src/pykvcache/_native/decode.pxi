@@ -94,7 +94,7 @@ cdef class Context(Batch):
 
     cdef int32_t run_decode(self, lib.llama_batch batch) except? -1:
         cdef int32_t code, s
-        if self.is_recurrent_like():
+        if self.whole_only():
             for s in range(self.n_seq_max):
                 self.state_cell[s] = lib.state_cell(self.mem, s)
         if self.kind == lib.MEMORY_RECURRENT:
@@ -120,7 +120,7 @@ cdef class Context(Batch):
         if code == lib.CAUGHT:
             raise self.fail("decode")
         notes = _notes()
-        if code != -1 and code != 1 and self.is_recurrent_like():
+        if code != -1 and code != 1 and self.whole_only():
             for i in range(batch.n_tokens):
                 damaged.add(batch.seq_id[i][0])
             # States change places before the graph that copies them runs: a sequence

@@ -32,6 +32,9 @@ std::atomic<int>  log_threshold{GGML_LOG_LEVEL_WARN};
 ggml_abort_callback_t previous_abort = nullptr;
 
 void on_log(ggml_log_level level, const char * text, void *) {
+    if (guard.muted) {
+        return;
+    }
     try {
         if (guard.depth > 0 && (level == GGML_LOG_LEVEL_WARN || level == GGML_LOG_LEVEL_ERROR) && notes.size() < 4096) {
             notes += text;

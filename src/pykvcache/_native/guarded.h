@@ -41,6 +41,7 @@ void renew_log();
 struct guard_state {
     int  depth = 0;
     bool caught = false;  // whether there is a text to forget
+    bool muted = false;   // while something is tried whose failure is told elsewhere
 };
 // Constant at first and trivial at the end: reading it needs no hidden call.
 inline thread_local guard_state guard;
@@ -71,6 +72,8 @@ template <class F> int32_t guarded_void(F && call) noexcept {
     return guarded<int32_t>(CAUGHT, [&] { call(); return 0; });
 }
 
+// Why a GGUF must not be loaded, beside what llama.cpp itself refuses; empty if nothing.
+std::string header_problem(const char * path) noexcept;
 inline llama_model * model_load(const char * path, llama_model_params params) noexcept {
     return guarded<llama_model *>(nullptr, [&] { return llama_model_load_from_file(path, params); });
 }

@@ -62,6 +62,10 @@ cdef class Handle:
         self.causal = self.effective.causal
         self.pooling_type = self.effective.pooling_type
         self.embeddings = p.embeddings
+        if lib.picks_blocks(self.mem) and self.n_seq_max > 1 and not self.streams:
+            raise ContextCreateError(
+                "this memory attends to blocks of one sequence's cells, which sequences in one pool "
+                "break up: use kv_unified=False, or n_seq_max=1")
         if model.has_encoder and model.has_decoder and self.pooling_type != 0:
             raise ContextCreateError("an encoder-decoder model cannot pool: use pooling_type='none'")
         if self.pooling_type == 4 and not model.facts.has_classifier:

@@ -241,7 +241,7 @@ cdef class Arrays(Cells):
             self.lock.leave()
 
     cdef int need_settled(self, int32_t seq) except -1:
-        if self.kind == lib.MEMORY_OTHER:
+        if self.kind == lib.MEMORY_OTHER or lib.picks_blocks(self.mem):
             raise UnsupportedOperation(
                 "kv", f"the layout of {lib.class_name(self.mem).decode()} is not known here")
         if self.poisoned[seq]:

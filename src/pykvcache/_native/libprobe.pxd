@@ -23,6 +23,7 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     void renew_log()
 
     gguf_context* gguf_open(const char* path)
+    string header_problem(const char* path)
     llama_model* model_load(const char* path, llama_model_params)
     shared_ptr[llama_model] own_model(llama_model*)
     llama_context* context_new(llama_model*, llama_context_params)
@@ -114,6 +115,9 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     memory_kind kind(const memory*)
     const char* class_name(const memory*)
     no_shift why_no_shift(const memory*)
+    bool bounded(const memory*)
+    bool picks_blocks(const memory*)
+    bool windowed(const memory*)
     uint32_t n_stream(const memory*)
     context_facts look_at_context(const llama_context*)
     memory_facts look_at_memory(const memory*)

@@ -229,6 +229,9 @@ cdef class Memory(Handle):
             lib.note_first(self.mem, d, lib.first_of(self.mem, s))
             self.done(lib.seq_cp(
                 self.memory(), s, d, a if a else -1, b if b != INT32_MAX else -1), "seq_cp")
+            if self.kind == lib.MEMORY_OTHER:
+                # A removal clears the source's compressed rows at once, before a pending copy.
+                self.settle()
         finally:
             self.lock.leave()
 

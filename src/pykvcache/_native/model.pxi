@@ -38,6 +38,7 @@ cdef class Model:
         cdef const char* c_path = path
         cdef lib.llama_model* model
         cdef list box = [progress, None, False]  # callback, what it raised, whether it cancelled
+        cdef string problem
         self.generation = _generation
         p.n_gpu_layers = params["n_gpu_layers"]
         p.split_mode = <lib.llama_split_mode><int>params["split_mode"]
@@ -49,6 +50,11 @@ cdef class Model:
         p.progress_callback = _progress_gate
         p.progress_callback_user_data = <void*>box if progress is not None else NULL
         _sync_log()
+        with nogil:
+            problem = lib.header_problem(c_path)
+        if not problem.empty():
+            why = problem.decode("utf-8", "replace")
+            raise ModelLoadError(f"cannot load {os.fsdecode(path)!r}: {why}")
         with nogil:
             lib.loads.begin()
             lib.begin_notes()

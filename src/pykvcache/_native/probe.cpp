@@ -107,6 +107,22 @@ std::string readable(const char * mangled) {
 #endif
 }
 
+// The cells that say what a sequence holds; indexes and compressed copies go along with them.
+void find_caches(memory & m) {
+    if (auto * dsa = dynamic_cast<llama_kv_cache_dsa *>(m.mem)) {
+        m.base = dsa->get_mla();
+    } else if (auto * dsa_iswa = dynamic_cast<llama_kv_cache_dsa_iswa *>(m.mem)) {
+        m.base = dsa_iswa->get_dsa()->get_mla();
+        m.swa = dsa_iswa->get_swa();
+    } else if (auto * msa = dynamic_cast<llama_kv_cache_msa *>(m.mem)) {
+        m.base = msa->get_base();
+    } else if (auto * dsv4 = dynamic_cast<llama_kv_cache_dsv4 *>(m.mem)) {
+        m.keys_only = true;
+        m.base = dsv4->get_raw()->get_base();
+        m.swa = dsv4->get_raw()->get_swa();
+    }
+}
+
 void classify(memory & m) {
     if (!m.mem) {
         return;
@@ -125,8 +141,10 @@ void classify(memory & m) {
         m.name = "llama_memory_recurrent";
         m.recurrent = recurrent;
     } else if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(m.mem)) {
+        // A derived class indexes its cells by position.
+        m.bounded = dynamic_cast<llama_memory_hybrid_idx *>(m.mem) != nullptr;
         m.kind = MEMORY_HYBRID;
-        m.name = "llama_memory_hybrid";
+        m.name = m.bounded ? "llama_memory_hybrid_idx" : "llama_memory_hybrid";
         m.base = hybrid->get_mem_attn();
         m.recurrent = hybrid->get_mem_recr();
     } else if (auto * hybrid_iswa = dynamic_cast<llama_memory_hybrid_iswa *>(m.mem)) {
@@ -138,6 +156,8 @@ void classify(memory & m) {
     } else {
         m.kind = MEMORY_OTHER;
         m.name = readable(typeid(*m.mem).name());
+        m.bounded = true;
+        find_caches(m);
     }
 }
 
@@ -194,6 +214,9 @@ void memory_delete(memory * m) noexcept { delete m; }
 memory_kind  kind(const memory * m) { return m->kind; }
 const char * class_name(const memory * m) { return m->name.c_str(); }
 no_shift     why_no_shift(const memory * m) { return m->shift; }
+bool         bounded(const memory * m) { return m->bounded; }
+bool         picks_blocks(const memory * m) { return m->bounded && m->recurrent; }
+bool         windowed(const memory * m) { return m->swa != nullptr; }
 uint32_t     n_stream(const memory * m) { return m->base ? m->base->get_n_stream() : 1; }
 
 context_facts look_at_context(const llama_context * ctx) {
@@ -223,7 +246,7 @@ memory_facts look_at_memory(const memory * m) {
         for (const uint32_t il : cache->get_layer_ids()) {
             const auto & h = *m->hparams;
             facts.bytes_per_token += ggml_row_size(cache->type_k(), h.n_embd_k_gqa(il));
-            facts.bytes_per_token += h.is_mla() ? 0 : ggml_row_size(cache->type_v(), h.n_embd_v_gqa(il));
+            facts.bytes_per_token += h.is_mla() || m->keys_only ? 0 : ggml_row_size(cache->type_v(), h.n_embd_v_gqa(il));
         }
     }
     if (m->base) {

@@ -19,7 +19,7 @@ enum memory_kind : int {
     MEMORY_RECURRENT,
     MEMORY_HYBRID,
     MEMORY_HYBRID_SLIDING_WINDOW,
-    MEMORY_OTHER,  // a class that is known to llama.cpp only: whole sequences and nothing else
+    MEMORY_OTHER,  // a class with indexes or compressed copies: whole sequences and nothing else
 };
 
 enum no_shift : int {
@@ -84,6 +84,12 @@ void memory_delete(memory * m) noexcept;
 memory_kind  kind(const memory * m);
 const char * class_name(const memory * m);
 no_shift     why_no_shift(const memory * m);
+// Whether positions index the cells, so that they begin at 0 and end with the context.
+bool         bounded(const memory * m);
+// Whether attention goes to blocks of neighbouring cells that belong to the same sequences.
+bool         picks_blocks(const memory * m);
+// Whether a part of the layers keeps a sliding window of cells only.
+bool         windowed(const memory * m);
 uint32_t     n_stream(const memory * m);
 context_facts look_at_context(const llama_context * ctx);
 memory_facts look_at_memory(const memory * m);

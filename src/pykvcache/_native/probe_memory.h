@@ -10,8 +10,13 @@
 
 #include "llama-arch.h"
 #include "llama-context.h"
+#include "llama-kv-cache-dsa-iswa.h"
+#include "llama-kv-cache-dsa.h"
+#include "llama-kv-cache-dsv4.h"
 #include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache-msa.h"
 #include "llama-kv-cache.h"
+#include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
@@ -28,6 +33,8 @@ class memory {
     std::string               name = "none";
     no_shift                  shift = SHIFT_OK;
     float                     key_scale = 1;  // what RoPE multiplies the length of keys by
+    bool                      bounded = false;
+    bool                      keys_only = false;  // V is read from the K of the same cell
     llama_memory_i *          mem = nullptr;
     llama_kv_cache *          base = nullptr;
     llama_kv_cache *          swa = nullptr;

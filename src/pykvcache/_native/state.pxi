@@ -162,7 +162,7 @@ cdef class State(Arrays):
 
     cdef int has_states(self, str operation) except -1:
         self.need_memory(operation)
-        if self.kind == lib.MEMORY_OTHER:
+        if self.kind == lib.MEMORY_OTHER or lib.picks_blocks(self.mem):
             raise UnsupportedOperation(
                 operation, f"the layout of {lib.class_name(self.mem).decode()} is not known here")
         if self.model.has_encoder:

@@ -1,0 +1,72 @@
+// What a damaged header can say that would end the process, or keep it busy for ever.
+//
+// An assertion can be caught (guarded.h, parallel.cpp), a division by zero cannot.
+#include <cmath>
+#include <cstring>
+#include <memory>
+
+#include "gguf.h"
+#include "guarded.h"
+
+namespace pykv {
+
+namespace {
+
+// Behind the name of the architecture. None of these is ever 0 in a model that works.
+constexpr const char * DIVISORS[] = {
+    ".attention.output_group_count", ".experts_per_group", ".ssm.group_count", ".ssm.time_step_rank", ".wkv.head_size",
+};
+constexpr const char * EPSILONS[] = {
+    ".attention.group_norm_epsilon", ".attention.layer_norm_epsilon", ".attention.layer_norm_rms_epsilon",
+};
+
+// Loops that run as often as the file says.
+constexpr const char * ITERATIONS     = ".hyper_connection.sinkhorn_iterations";
+constexpr uint32_t     ITERATIONS_MAX = 1000;
+
+bool ends_with(const char * text, const char * end) {
+    const size_t n = std::strlen(text), m = std::strlen(end);
+    return n >= m && std::strcmp(text + n - m, end) == 0;
+}
+
+std::string find_problem(const gguf_context * header) {
+    for (int64_t i = 0; i < gguf_get_n_kv(header); ++i) {
+        const char *    key = gguf_get_key(header, i);
+        const gguf_type type = gguf_get_kv_type(header, i);
+        for (const char * end : DIVISORS) {
+            if (ends_with(key, end) && type == GGUF_TYPE_UINT32 && gguf_get_val_u32(header, i) == 0) {
+                return std::string(key) + " is 0";
+            }
+        }
+        if (ends_with(key, ITERATIONS) && type == GGUF_TYPE_UINT32 && gguf_get_val_u32(header, i) > ITERATIONS_MAX) {
+            return std::string(key) + " is " + std::to_string(gguf_get_val_u32(header, i)) + ": the limit is 1000";
+        }
+        for (const char * end : EPSILONS) {
+            if (ends_with(key, end) && type == GGUF_TYPE_FLOAT32) {
+                const float value = gguf_get_val_f32(header, i);
+                if (!(value >= 0 && std::isfinite(value))) {
+                    return std::string(key) + " is " + std::to_string(value);
+                }
+            }
+        }
+    }
+    return {};
+}
+
+}  // namespace
+
+std::string header_problem(const char * path) noexcept {
+    std::string problem;
+    guard.muted = true;  // the load itself will say what is wrong
+    guarded_void([&] {
+        const std::unique_ptr<gguf_context, void (*)(gguf_context *)> header(
+            gguf_init_from_file(path, {/*no_alloc=*/true, /*ctx=*/nullptr}), gguf_free);
+        if (header) {  // what is none is refused by the load, with llama.cpp's own words
+            problem = find_problem(header.get());
+        }
+    });
+    guard.muted = false;
+    return problem;
+}
+
+}  // namespace pykv

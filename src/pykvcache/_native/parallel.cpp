@@ -1,0 +1,129 @@
+// What llama.cpp's compute threads throw, raised where it can be caught.
+//
+// ggml computes in OpenMP regions. An exception that leaves one ends the process: on a worker
+// nobody catches it, and the calling thread would leave a team behind that still runs on its
+// stack. So the linker puts these two functions between ggml and libgomp (--wrap): each thread
+// catches what it throws, the others stop at their next barrier, and the caller throws it on.
+#include <atomic>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "guarded.h"
+
+extern "C" {
+int  omp_get_num_threads(void);
+void __real_GOMP_parallel(void (*work)(void *), void * data, unsigned n_threads, unsigned flags);
+void __real_GOMP_barrier(void);
+void __wrap_GOMP_parallel(void (*work)(void *), void * data, unsigned n_threads, unsigned flags);
+void __wrap_GOMP_barrier(void);
+}
+
+namespace {
+
+struct region {
+    void (*work)(void *);
+    void *            data;
+    std::atomic<int>  ended{0};        // threads that have left the work, one way or the other
+    std::atomic<int>  at_barrier{0};   // number of the latest barrier that a thread has come to
+    std::atomic<bool> failed{false};
+    std::mutex        mutex;
+    std::string       what;
+    bool              memory = false;
+
+    void fail(const char * text, bool out_of_memory) noexcept {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (failed) {
+            return;
+        }
+        try {
+            what = text;
+        } catch (...) {
+        }
+        memory = out_of_memory;
+        failed = true;
+    }
+};
+
+thread_local region * current = nullptr;
+thread_local int      barriers = 0;  // of this region that this thread has come to
+
+struct another_thread_failed {};
+
+// All threads come to the same barriers in the same order: whoever has left the work early goes
+// on to those that others wait at, until everybody has left.
+void wait_for_the_others(region & r) {
+    const int team = omp_get_num_threads();
+    while (true) {
+        if (r.at_barrier.load(std::memory_order_acquire) > barriers) {
+            ++barriers;
+            __real_GOMP_barrier();
+        } else if (r.ended.load(std::memory_order_acquire) == team) {
+            return;
+        } else {
+            std::this_thread::yield();
+        }
+    }
+}
+
+void take_part(void * data) {
+    region & r = *static_cast<region *>(data);
+    current = &r;
+    barriers = 0;
+    ++pykv::guard.depth;
+    bool left_early = true;
+    try {
+        r.work(r.data);
+        left_early = false;
+    } catch (const another_thread_failed &) {
+    } catch (const std::bad_alloc &) {
+        r.fail("out of memory", true);
+    } catch (const std::exception & error) {
+        r.fail(error.what(), false);
+    } catch (...) {
+        r.fail("unknown C++ exception", false);
+    }
+    --pykv::guard.depth;
+    current = nullptr;
+    r.ended.fetch_add(1, std::memory_order_acq_rel);
+    if (left_early) {
+        wait_for_the_others(r);
+    }
+}
+
+}  // namespace
+
+void __wrap_GOMP_parallel(void (*work)(void *), void * data, unsigned n_threads, unsigned flags) {
+    if (pykv::guard.depth == 0 || current) {
+        __real_GOMP_parallel(work, data, n_threads, flags);
+        return;
+    }
+    region r;
+    r.work = work;
+    r.data = data;
+    __real_GOMP_parallel(take_part, &r, n_threads, flags);
+    if (r.memory) {
+        throw std::bad_alloc();
+    }
+    if (r.failed) {
+        throw std::runtime_error(r.what);
+    }
+}
+
+void __wrap_GOMP_barrier(void) {
+    region * r = current;
+    if (!r) {
+        __real_GOMP_barrier();
+        return;
+    }
+    ++barriers;
+    if (r->at_barrier.load(std::memory_order_relaxed) < barriers) {
+        r->at_barrier.store(barriers, std::memory_order_release);
+    }
+    __real_GOMP_barrier();
+    if (r->failed.load(std::memory_order_acquire)) {
+        throw another_thread_failed();
+    }
+}

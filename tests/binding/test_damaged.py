@@ -1,0 +1,161 @@
+"""Damaged models: refused or used, in child processes of which none may die.
+
+``PYKVCACHE_FUZZ_CALLS=100000`` tries every copy instead of a sample. What llama.cpp aborts on is
+contained, also on its worker threads; what it divides by is checked before the load.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from binding.conftest import Child, assert_quiet
+from binding.test_hostile import CALLS, SEED, run
+from pykvcache import LlamaModel, ModelLoadError
+from support.models import MODELS, make_model, write_gguf
+from test_quantized_weights import quantized
+
+NAMES = ["llama", "gemma3", "qwen2vl", "mamba", "jamba", "bert", "t5", "lfm2_swa", "deepseek4"]
+SAMPLE = {"fields": 23, "cuts": 29}
+"""One in so many copies is tried in the ordinary suite."""
+
+
+def driven(path: Path, folder: Path, *options: str) -> dict[str, int]:
+    """Run the driver and return how often each outcome was."""
+    command = [sys.executable, "-m", "binding.damage_driver", str(path), "--folder", str(folder)]
+    done: subprocess.CompletedProcess[str] = run([*command, *options], folder)
+    last = done.stdout.splitlines()[-1:]
+    assert done.returncode == 0, f"{last}: {done.stderr[-3000:]}"
+    outcomes: dict[str, int] = eval(last[0])
+    assert "ModelLoadError" in outcomes, "nothing was damaged"
+    return outcomes
+
+
+@pytest.mark.parametrize("name", [*NAMES, "quantised"])
+@pytest.mark.parametrize("damage", ["mixed", "fields", "cuts", "flips"])
+def test_damaged_models_are_refused_or_used(
+    name: str, damage: str, model_folder: Path, tmp_path: Path
+) -> None:
+    if name == "quantised":
+        path = quantized(tmp_path / "q8.gguf", gguf.GGMLQuantizationType.Q8_0)
+    else:
+        path = make_model(name, model_folder)
+    if damage in SAMPLE:
+        step = SAMPLE[damage] if CALLS < 100_000 else 1
+        options = ["--every", str(step), "--first", str(int(SEED) % step)]
+    else:
+        options = ["--copies", str(max(40, CALLS // 40)), "--seed", SEED]
+    outcomes = driven(path, tmp_path, "--damage", damage, *options)
+    if damage == "cuts":
+        assert set(outcomes) == {"ModelLoadError"}
+    else:
+        # Some of each, otherwise nothing was tested.
+        assert "fine" in outcomes or "UnsupportedOperation" in outcomes
+
+
+def damaged(path: Path, name: str, keys: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    """Write a generated model with other keys, and weights of another type."""
+    info = MODELS[name]
+    words = info.vocab()
+    plan = info.plan(info.sizes, len(words))
+    plan.keys |= keys
+    write_gguf(path, plan, words, 0)
+    if tensors:
+        data = bytearray(path.read_bytes())
+        reader = gguf.GGUFReader(path)
+        for tensor in reader.tensors:
+            if tensor.name in tensors:
+                kind = tensor.field.offset + sum(p.nbytes for p in tensor.field.parts[:-2])
+                data[kind : kind + 4] = int(tensors[tensor.name]).to_bytes(4, "little")
+        path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("llama", ".attention.layer_norm_rms_epsilon", -1.0),
+        ("llama", ".attention.layer_norm_rms_epsilon", float("nan")),
+        ("bert", ".attention.layer_norm_epsilon", float("inf")),
+        ("mamba2", ".ssm.group_count", 0),
+        ("mamba2", ".ssm.time_step_rank", 0),
+        ("deepseek4", ".attention.output_group_count", 0),
+        ("deepseek4", ".hyper_connection.sinkhorn_iterations", 2**31),
+    ],
+)
+def test_what_would_divide_by_zero_or_never_end_is_checked_before_the_load(
+    name: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    path = damaged(tmp_path / "broken.gguf", name, {key: value}, {})
+    with pytest.raises(ModelLoadError, match=key.removeprefix(".").replace(".", r"\.")):
+        LlamaModel(path)
+
+
+ON_WORKERS = """
+import sys
+from pykvcache import InternalError, LlamaContext, LlamaModel
+model = LlamaModel(sys.argv[1])
+other = LlamaContext(LlamaModel(sys.argv[2]), n_ctx=256, n_threads=4)
+for n_threads in (1, 2, 4):
+    ctx = LlamaContext(model, n_ctx=256, n_threads=n_threads)
+    for _ in range(3):
+        for use in (lambda: ctx.decode(range(5, 45)), lambda: ctx.decode([5])):
+            try: use()
+            except InternalError as error: assert "binary_op" in str(error) or "earlier" in str(error)
+            else: raise AssertionError("not refused")
+        ctx.clear_kv_cache()
+        # The threads of the pool still work together.
+        other.clear_kv_cache()
+        other.decode(range(5, 45))
+        assert other.logits().std() > 0.5
+    ctx.close()
+model.close()
+"""
+
+
+def test_an_assertion_in_all_compute_threads_is_an_internal_error(
+    child: Child, model_folder: Path, tmp_path: Path
+) -> None:
+    # No kernel multiplies f32 by f16: every thread finds that out by itself, in the same step.
+    path = damaged(tmp_path / "odd.gguf", "mamba", {}, {"blk.1.ssm_d": 1})
+    done = child(ON_WORKERS, path, make_model("llama", model_folder), timeout=60)
+    assert_quiet(done)
+
+
+ON_ONE = ON_WORKERS.replace('"binary_op" in', '"i01 >= 0" in')
+
+
+def test_an_assertion_in_one_compute_thread_stops_the_others(
+    child: Child, model_folder: Path, tmp_path: Path
+) -> None:
+    # A table from the file names experts that do not exist. Each thread looks at rows of its own,
+    # and those that have none wait at a barrier for the others.
+    info = MODELS["deepseek4"]
+    words = info.vocab()
+    plan = info.plan(info.sizes, len(words))
+    plan.keys[".hash_layer_count"] = 1
+    del plan.tensors["blk.0.exp_probs_b.bias"]
+    path = tmp_path / "experts.gguf"
+    draft = tmp_path / "draft.gguf"
+    write_gguf(draft, plan, words, 0)
+    reader, writer = gguf.GGUFReader(draft), gguf.GGUFWriter(path, plan.arch)
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind = field.types[0]
+            inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, inner)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data.copy())
+    writer.add_tensor("blk.0.ffn_gate_tid2eid.weight", np.full((len(words), 2), 77, np.int32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    done = child(ON_ONE, path, make_model("llama", model_folder), timeout=60)
+    assert_quiet(done)

@@ -97,6 +97,17 @@ def test_what_would_divide_by_zero_or_never_end_is_checked_before_the_load(
         LlamaModel(path)
 
 
+@pytest.mark.parametrize("side", ["enc", "dec"])
+def test_a_tensor_that_the_loader_does_not_miss_is_missed(tmp_path: Path, side: str) -> None:
+    info = MODELS["t5"]
+    words = info.vocab()
+    plan = info.plan(info.sizes, len(words))
+    del plan.tensors[f"{side}.blk.0.attn_rel_b.weight"]
+    write_gguf(tmp_path / "t5.gguf", plan, words, 0)
+    with pytest.raises(ModelLoadError, match="biases"):
+        LlamaModel(tmp_path / "t5.gguf")
+
+
 ON_WORKERS = """
 import sys
 from pykvcache import InternalError, LlamaContext, LlamaModel

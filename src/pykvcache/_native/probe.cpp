@@ -168,6 +168,10 @@ model_facts look_at_model(const llama_model * model) {
     model_facts facts{};
     facts.learned_positions = model->pos_embd != nullptr;
     facts.causal = hparams.causal_attn;
+    if (model->arch == LLM_ARCH_T5 || model->arch == LLM_ARCH_T5ENCODER) {
+        const auto & layer = model->layers.at(0);
+        facts.lacks_biases = !layer.attn_rel_b_enc || (model->arch == LLM_ARCH_T5 && !layer.attn_rel_b);
+    }
     facts.has_classifier = model->cls != nullptr || model->cls_out != nullptr;
     facts.n_embd_out = int32_t(hparams.n_embd_out());
     facts.n_cls_out = int32_t(hparams.n_cls_out);

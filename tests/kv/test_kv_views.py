@@ -25,7 +25,7 @@ from support.models import EXACT, MODELS, make_model
 
 from .kit import different, pairs, words
 
-WITH_MEMORY = [name for name, info in MODELS.items() if info.has_memory and not info.has_encoder]
+WITH_MEMORY = [name for name, info in MODELS.items() if info.has_states]
 
 
 @pytest.fixture(scope="module")

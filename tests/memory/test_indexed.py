@@ -39,7 +39,7 @@ def test_each_class_is_known_by_its_name(make_context: Any, name: str) -> None:
     assert info.class_name == CLASSES[name]
     assert info.n_cells > 0
     assert info.bytes_per_token > 0
-    assert not (info.can_shift or info.can_copy_partial or info.can_remove_partial)
+    assert (info.can_shift, info.can_copy_partial, info.can_remove_partial) == (False,) * 3
 
 
 @bounded_case
@@ -65,9 +65,7 @@ def test_d16_positions_begin_at_0_and_end_with_the_context(case: Case, bench: Ma
 
 
 @bounded_case
-def test_d18_and_d19_a_token_of_several_sequences_is_refused(
-    case: Case, bench: MakeBench
-) -> None:
+def test_d18_and_d19_a_token_of_several_sequences_is_refused(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 10)
     both = np.tile(np.array([1, 2], np.int32), (3, 1))

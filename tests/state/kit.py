@@ -13,7 +13,7 @@ from memory.kit import CASES as ALL_CASES
 from pykvcache import LlamaContext, StateError
 from pykvcache.state.container import Tensor, pack, parse
 
-CASES = [pytest.param(case, id=str(case)) for case in ALL_CASES if not case.info.has_encoder]
+CASES = [pytest.param(case, id=str(case)) for case in ALL_CASES if case.info.has_states]
 """Every kind of memory in every mode, save what has no states."""
 
 _rng = np.random.default_rng(7)

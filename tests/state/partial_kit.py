@@ -13,7 +13,11 @@ from pykvcache import LlamaContext, PartialState, PartialStateError, StateError
 MakeBench = Callable[..., Bench]
 # The window of a small cache reuses its cells after 256 tokens.
 LONG = {"n_ctx": 2048, "n_ubatch": 32}
-FORGETFUL = [case for case in CASES if case.info.n_swa or case.info.has_recurrent_state]
+FORGETFUL = [
+    case
+    for case in CASES
+    if case.info.has_states and (case.info.n_swa or case.info.has_recurrent_state)
+]
 TAGGED = [case for case in FORGETFUL if case.info.memory != "recurrent"]
 RECURRENT = [case for case in FORGETFUL if case.info.memory == "recurrent"]
 

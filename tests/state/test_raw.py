@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from conftest import ContextFactory, FreshLogits
 
 WORDS = np.random.default_rng(5).integers(5, 250, 120).astype(np.int32)
-CACHED = [name for name, info in MODELS.items() if info.has_memory and not info.has_encoder]
+CACHED = [name for name, info in MODELS.items() if info.has_states]
 CASES = [
     pytest.param(name, unified, id=f"{name}-{'unified' if unified else 'streams'}")
     for name, unified in product(CACHED, (True, False))

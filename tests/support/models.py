@@ -86,6 +86,11 @@ class ModelInfo:
         return self.memory in ("recurrent", "hybrid", "hybrid-sliding-window")
 
     @property
+    def has_states(self) -> bool:
+        """Whether what a sequence holds can be taken out and put back."""
+        return self.has_memory and not self.has_encoder and not self.bounded
+
+    @property
     def n_swa(self) -> int:
         """Length of the sliding window, 0 without one."""
         return self.sizes.n_swa if self.has_window or "sliding-window" in self.memory else 0

@@ -297,9 +297,7 @@ def _latent_attention(plan: Blueprint, prefix: str, sizes: Sizes) -> None:
     # Not biases, whatever their names end in.
     plan.tensors |= {
         f"{prefix}attn_q_b.weight": matrix(sizes.n_head * 2 * ROTATED, Q_RANK),
-        f"{prefix}attn_k_b.weight": Tensor(
-            (sizes.n_head, KV_RANK, ROTATED), scale=ROTATED**-0.5
-        ),
+        f"{prefix}attn_k_b.weight": Tensor((sizes.n_head, KV_RANK, ROTATED), scale=ROTATED**-0.5),
         f"{prefix}attn_v_b.weight": Tensor(
             (sizes.n_head, sizes.head, KV_RANK), scale=KV_RANK**-0.5
         ),

@@ -6,6 +6,7 @@ They are scaled such that every cell matters: see ``test_support_models.py``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -224,8 +225,9 @@ def make_model(name: str, folder: Path, *, seed: int = 0, **overrides: int) -> P
     os.close(handle)
     try:
         write_gguf(Path(draft), plan, words, seed)
-        # Another process may have been first: its bytes are the same, so either may win.
-        os.replace(draft, path)
+        # Another process may have been first, and may have loaded its file already: that one stays.
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
     finally:
         Path(draft).unlink(missing_ok=True)
     return path

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pykvcache import LlamaBatch, LlamaContext, LlamaModel, UnsupportedOperation
+from support.blueprint import norm
 from support.models import EXACT, MODELS, RIGHT, make_model, write_gguf
 
 WORDS = np.random.default_rng(5).integers(5, 300, 24).astype(np.int32)
@@ -117,4 +118,36 @@ def test_layers_that_the_graph_does_not_rotate_are_not_rotated_by_a_shift(tmp_pa
     for one, seq_id in ((ctx, 1), (fresh, 0)):
         one.decode([9], seq_id=seq_id)
         logits.append(one.logits())
+    assert np.abs(logits[0] - logits[1]).max() < RIGHT
+
+
+def hunyuan(folder: Path) -> Path:
+    """A model that weighs its keys value by value after it has rotated them."""
+    info = MODELS["llama"]
+    plan = info.plan(info.sizes, info.n_vocab)
+    plan.arch = "hunyuan-dense"
+    for layer in range(info.sizes.n_layer):
+        for name in ("attn_k_norm", "attn_q_norm"):
+            plan.add(f"blk.{layer}.", **{name: norm(info.sizes.head)})
+    path = folder / "hunyuan.gguf"
+    write_gguf(path, plan, info.vocab(), 0)
+    return path
+
+
+def test_keys_that_were_weighed_after_their_rotation_are_not_moved(tmp_path: Path) -> None:
+    ctx = LlamaContext(LlamaModel(hunyuan(tmp_path)), n_ctx=256, n_threads=1, **EXACT)
+    ctx.decode(WORDS)
+    assert not ctx.kv_cache_can_shift()
+    with pytest.raises(UnsupportedOperation, match="another way"):
+        ctx.kv_cache_seq_add(0, None, None, BY)
+    arrays = ctx.kv(0)
+    with pytest.raises(UnsupportedOperation, match="not known"):
+        ctx.kv(0, rope=False)
+    with pytest.raises(UnsupportedOperation, match="not known"):
+        ctx.write_kv(1, replace(arrays, rope=False))
+    ctx.write_kv(1, arrays)
+    logits = []
+    for seq_id in (0, 1):
+        ctx.decode([9], seq_id=seq_id)
+        logits.append(ctx.logits())
     assert np.abs(logits[0] - logits[1]).max() < RIGHT

@@ -325,6 +325,9 @@ class PartialStateError(StateError):
 class StateFileError(StateError, OSError):
     """The system refused to read or write a state's file; ``errno`` and ``filename`` say why."""
 
+    # Those of ValueError come first otherwise, and leave errno and filename empty.
+    __new__ = OSError.__new__  # type: ignore[assignment]
+    __init__ = OSError.__init__
     __str__ = OSError.__str__
 
 

@@ -172,9 +172,11 @@ class StateMethods(PartialStateMethods):
         seq_id
             Sequence id; what it held is replaced.
         convert
-            Convert K and V where this context stores other types. That rounds each value to the
-            new type: for f16 by at most 2^-11 of itself, for q8_0 by at most 1/254 of the
-            largest of its block of 32 (after the rotation that quantised caches apply).
+            Convert K and V where this context stores other types, which rounds each value: to
+            f16 by at most 2^-11 of itself, to bf16 by 2^-8. Quantised types (after the rotation
+            that llama.cpp applies to them) round it by at most this part of the largest of its
+            block of 32: q8_0 1/225, q5_1 1/29, q5_0 1/15, q4_1 1/14, q4_0 1/7, iq4_nl 1/4;
+            scales are stored as f16, which adds up to 2^-18 where all of a block is tiny.
 
         Raises
         ------
@@ -185,6 +187,8 @@ class StateMethods(PartialStateMethods):
         StateLayoutMismatch
             It was computed under other settings, or stores other types and ``convert`` is
             false.
+        StateError
+            With ``convert``: it holds values that are too large for the other type, or NaN.
         NoKvCacheSlot
             There is no room for that many cells.
         UnsupportedOperation

@@ -1,0 +1,327 @@
+"""Files whose checksums are right and whose contents are not: a checksum is no author."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from pykvcache import (
+    ContextState,
+    NoKvCacheSlot,
+    SequenceState,
+    StateDamaged,
+    StateError,
+    StateFormatError,
+    StateLayoutMismatch,
+    StateVersionError,
+    describe_state,
+)
+from pykvcache.state.container import Tensor
+from state.kit import WORDS, Tensors, Text, forged, ints, refused
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory
+
+Edit = Callable[[Text, Tensors], None]
+DEEP = "[" * 50_000 + "]" * 50_000
+
+
+def text(**changes: Any) -> Edit:
+    return lambda text, _: text.update(changes)
+
+
+def layout(**changes: Any) -> Edit:
+    """Change keys of the first part."""
+
+    def edit(text: Text, _: Tensors) -> None:
+        parts = json.loads(text["layout"])
+        parts[0] |= changes
+        text["layout"] = json.dumps(parts)
+
+    return edit
+
+
+def row(at: int, value: Any) -> Edit:
+    """Change what the layout says of the first tensor."""
+
+    def edit(text: Text, _: Tensors) -> None:
+        parts = json.loads(text["layout"])
+        parts[0]["rows"][0][at] = value
+        text["layout"] = json.dumps(parts)
+
+    return edit
+
+
+def finger(**changes: Any) -> Edit:
+    def edit(text: Text, _: Tensors) -> None:
+        text["fingerprint"] = json.dumps(json.loads(text["fingerprint"]) | changes)
+
+    return edit
+
+
+def drop(name: str) -> Edit:
+    return lambda _, tensors: tensors.pop(name) and None
+
+
+def put(name: str, values: Any) -> Edit:
+    return lambda _, tensors: ints(tensors, name, values)
+
+
+def shape(name: str, shape: tuple[int, ...], dtype: str | None = None) -> Edit:
+    def edit(_: Text, tensors: Tensors) -> None:
+        old = tensors[name]
+        tensors[name] = replace(old, shape=shape, dtype=dtype or old.dtype)
+
+    return edit
+
+
+def shorter(name: str) -> Edit:
+    """One cell less, consistently said."""
+
+    def edit(_: Text, tensors: Tensors) -> None:
+        old = tensors[name]
+        data = old.data.reshape(old.shape[0], -1)[:-1].reshape(-1)
+        tensors[name] = Tensor(name, old.dtype, (old.shape[0] - 1, *old.shape[1:]), data)
+
+    return edit
+
+
+P, K = "attention.positions", "attention.layers.0.k"
+HERE = np.arange(12)
+# What is refused when it is read, all as StateDamaged.
+UNREADABLE: dict[str, Edit] = {
+    "no fingerprint": lambda text, _: text.pop("fingerprint") and None,
+    "no layout": lambda text, _: text.pop("layout") and None,
+    "no user": lambda text, _: text.pop("user") and None,
+    "no first": lambda text, _: text.pop("first") and None,
+    "no n_tokens": lambda text, _: text.pop("n_tokens") and None,
+    "n_tokens": text(n_tokens="13"),
+    "long n_tokens": text(n_tokens="9" * 5000),
+    "number n_tokens": text(n_tokens=12),
+    "first": text(first="3"),
+    "negative first": text(first="-3"),
+    "long first": text(first="9" * 5000),
+    "number first": text(first=0),
+    "deep fingerprint": text(fingerprint=DEEP),
+    "deep layout": text(layout=DEEP),
+    "deep user": text(user=DEEP),
+    "user list": text(user="[1]"),
+    "user nan": text(user='{"a": NaN}'),
+    "user object": text(user={"a": 1}),
+    "fingerprint list": text(fingerprint="[]"),
+    "fingerprint object": text(fingerprint={}),
+    "model": finger(model=5),
+    "memory": finger(memory=None),
+    "rope": finger(rope=[1, 2]),
+    "rope values": finger(rope={"base": "x"}),
+    "digest": finger(rope_digest=1),
+    "adapters": finger(adapters=[1]),
+    "n_swa": finger(n_swa="x"),
+    "unknown fact": finger(colour="red"),
+    "layout text": text(layout="nonsense"),
+    "layout number": text(layout="7"),
+    "layout empty": text(layout="[]"),
+    "layout strings": text(layout='["attention"]'),
+    "part": layout(part="whatever"),
+    "part list": layout(part=[]),
+    "rows": layout(rows="abc"),
+    "rows of numbers": layout(rows=[1, 2]),
+    "short row": layout(rows=[["k", 0, 0]]),
+    "n_layer": layout(n_layer=-1),
+    "n_layer float": layout(n_layer=2.0),
+    "extended": layout(extended=True),
+    "v_trans": layout(v_trans=False),
+    "row bytes": row(4, 64),
+    "huge row bytes": row(4, 2**61 + 128),
+    "huge heads": row(5, 2**61),
+    "row bytes past int64": row(4, 2**63),
+    "head": row(6, 7),
+    "layer 9": row(1, 9),
+    "what": row(0, "../../k"),
+    "type": row(2, 1),
+    "negative type": row(2, -1),
+    "no positions": drop(P),
+    "no keys": drop(K),
+    "negative position": put(P, [-1, *range(1, 12)]),
+    "disordered": put(P, [0, 2, 1, *range(3, 12)]),
+    "fewer positions": put(P, HERE[:11]),
+    "more positions": put(P, np.arange(13)),
+    "positions of rank 2": put(P, HERE.reshape(2, 6)),
+    "positions as floats": shape(P, (12,), "F32"),
+    "keys as integers": shape(K, (12, 2, 16), "I32"),
+    "keys of another shape": shape(K, (12, 16, 2)),
+    "keys as bytes": shape(K, (12, 128), "U8"),
+    "fewer keys": shorter(K),
+    "fewer tokens": put("tokens", WORDS[:11]),
+    "tokens of rank 2": put("tokens", WORDS[:12].reshape(3, 4)),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_what_makes_no_sense_is_damaged(
+    what: str, make_context: ContextFactory, tmp_path: Path
+) -> None:
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:12], seq_id=1)
+    good = ctx.sequence_state(1, WORDS[:12], {"a": 1}).to_bytes()
+    SequenceState.from_bytes(forged(good, lambda *_: None))
+    path = tmp_path / "forged"
+    path.write_bytes(forged(good, UNREADABLE[what]))
+    with refused(ctx, StateDamaged):
+        ctx.load_sequence(path, 1)
+    with suppress(StateDamaged):
+        describe_state(path)  # it sees the header only
+
+
+# What can be read, but does not fit the context.
+UNFIT: dict[str, tuple[str, Edit, type[StateError] | type[NoKvCacheSlot]]] = {
+    "last position": ("llama", put(P, [*range(11), 2**31 - 1]), StateDamaged),
+    "halves": ("gemma3", put("window.positions", [*range(11), 12]), StateDamaged),
+    "no window": ("gemma3", put("window.positions", HERE + 1), StateDamaged),
+    "states": ("jamba", put("recurrent.positions", [3]), StateDamaged),
+    "attention": ("jamba", put(P, HERE * 2), StateDamaged),
+    "adapters": ("llama", finger(adapters=["x"]), StateLayoutMismatch),
+    "memory": ("llama", finger(memory="recurrent"), StateLayoutMismatch),
+    "causal": ("llama", finger(causal=False), StateLayoutMismatch),
+    "part": ("jamba", lambda t, _: first_part(t), StateLayoutMismatch),
+    "layers": ("llama", layout(n_layer=3), StateLayoutMismatch),
+    "layer": ("llama", row(1, 1), StateLayoutMismatch),
+    "elements": ("llama", row(3, 2**62 - 1), StateLayoutMismatch),
+}
+
+
+def first_part(text: Text) -> None:
+    text["layout"] = json.dumps(json.loads(text["layout"])[:1])
+
+
+@pytest.mark.parametrize("what", UNFIT)
+@pytest.mark.parametrize("convert", [False, True])
+def test_what_does_not_fit_changes_nothing(
+    what: str, convert: bool, make_context: ContextFactory
+) -> None:
+    name, edit, error = UNFIT[what]
+    ctx = make_context(name)
+    ctx.decode(WORDS[:12], seq_id=1)
+    bad = forged(ctx.sequence_state(1).to_bytes(), edit)
+    ctx.decode(WORDS[20:23], seq_id=1)
+    with refused(ctx, error):
+        ctx.restore_sequence(SequenceState.from_bytes(bad), 1, convert=convert)
+
+
+@pytest.mark.parametrize("rotation", [3, 16, 48, 64, 2**40])
+def test_rotations_of_another_size_are_refused(rotation: int, make_context: ContextFactory) -> None:
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:12], seq_id=1)
+    bad = forged(ctx.sequence_state(1).to_bytes(), row(7, rotation))
+    with refused(ctx, StateLayoutMismatch):
+        ctx.restore_sequence(SequenceState.from_bytes(bad), 1)
+    if rotation != 16:  # the size of a head: that it was never rotated no number shows
+        with refused(ctx, StateLayoutMismatch):
+            ctx.restore_sequence(SequenceState.from_bytes(bad), 1, convert=True)
+
+
+def test_a_recurrent_state_of_two_thousand_million_tokens_costs_nothing(
+    make_context: ContextFactory,
+) -> None:
+    ctx = make_context("mamba")
+    ctx.decode(WORDS[:12])
+
+    def edit(text: Text, tensors: Tensors) -> None:
+        ints(tensors, "recurrent.positions", [2**31 - 3])
+        text["n_tokens"] = str(2**31 - 2)
+
+    state = SequenceState.from_bytes(forged(ctx.sequence_state(0).to_bytes(), edit))
+    assert state.n_tokens == 2**31 - 2
+    ctx.restore_sequence(state, 1)
+    assert ctx.kv_cache_seq_pos_max(1) == 2**31 - 3
+    for first in ("-1", "12", "2147483647"):
+        with pytest.raises(StateDamaged):
+            SequenceState.from_bytes(forged(ctx.sequence_state(0).to_bytes(), text(first=first)))
+
+
+OFFSETS, IDS = "attention.0.offsets", "attention.0.sequences"
+WHOLE: dict[str, Edit] = {
+    "firsts": text(firsts="[]"),
+    "more firsts": text(firsts="[[0,0],[1,0],[2,0],[3,0]]"),
+    "other firsts": text(firsts="[[0,0],[1,0],[3,0]]"),
+    "first": text(firsts="[[0,3],[1,0],[2,0]]"),
+    "firsts text": text(firsts='["00","10","20"]'),
+    "firsts floats": text(firsts="[[0,0.5],[1,0],[2,0]]"),
+    "firsts numbers": text(firsts="[0,1,2]"),
+    "streams": text(streams="[2]"),
+    "no streams": text(streams="[0]"),
+    "many streams": text(streams="[100000000]"),
+    "streams float": text(streams="[1.5]"),
+    "streams missing": text(streams="[]"),
+    "no offsets": drop(OFFSETS),
+    "offsets": put(OFFSETS, np.arange(1, 14)),
+    "offsets down": put(OFFSETS, [0, 3, 1, *range(3, 13)]),
+    "huge offsets": put(OFFSETS, [*range(12), 2**31 - 1]),
+    "negative offsets": put(OFFSETS, [0, -5, *range(2, 13)]),
+    "sequences": put(IDS, [0] * 3),
+    "twice": put(OFFSETS, [0, 2, *range(2, 13)]),
+    "negative": put(IDS, [-1] * 12),
+    "n_tokens": text(n_tokens="0"),
+    "tokens": put("tokens.0", WORDS[:2]),
+    "tokens of none": put("tokens.x", WORDS[:2]),
+    "tokens of minus one": put("tokens.-1", WORDS[:0]),
+}
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_a_context_that_makes_no_sense_is_damaged(what: str, make_context: ContextFactory) -> None:
+    ctx = make_context("llama")
+    for seq in range(3):
+        ctx.decode(WORDS[:4], seq_id=seq)
+    good = ctx.context_state().to_bytes()
+    ContextState.from_bytes(forged(good, lambda *_: None))
+    with refused(ctx, StateDamaged):
+        ctx.restore_context(ContextState.from_bytes(forged(good, WHOLE[what])))
+
+
+def test_a_context_without_a_part_is_refused(make_context: ContextFactory) -> None:
+    ctx = make_context("jamba")
+    ctx.decode(WORDS[:4])
+
+    def edit(text: Text, _: Tensors) -> None:
+        first_part(text)
+        text["streams"] = "[1]"
+
+    bad = forged(ctx.context_state().to_bytes(), edit)
+    with refused(ctx, StateLayoutMismatch):
+        ctx.restore_context(ContextState.from_bytes(bad))
+
+
+def test_headers_that_name_other_checksums_or_formats(make_context: ContextFactory) -> None:
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:4])
+    good = ctx.sequence_state(0).to_bytes()
+    for checksum in ("crc32", "", "sha256 "):
+        with pytest.raises(StateVersionError, match="checksums of type"):
+            SequenceState.from_bytes(forged(good, text(checksum=checksum)))
+    with pytest.raises(StateFormatError):
+        SequenceState.from_bytes(forged(good, text(format="pykvcache.other")))
+    with pytest.raises(StateDamaged):  # the table is of the other length
+        SequenceState.from_bytes(forged(good, text(checksum="xxh3-128")))
+    for kind in ("sequences", "", "model"):
+        with pytest.raises(StateFormatError):
+            SequenceState.from_bytes(forged(good, text(kind=kind)))
+
+
+def test_a_shape_of_many_dimensions_takes_no_time(make_context: ContextFactory) -> None:
+    """The product of a million large numbers would take hours."""
+    entry = {"dtype": "U8", "shape": [2**61] * 1_000_000, "data_offsets": [0, 1]}
+    header: dict[str, Any] = {
+        "__metadata__": {"format": "pykvcache.state", "version": "1", "checksum": "sha256"},
+        "a": entry,
+    }
+    text = json.dumps(header).encode()
+    with pytest.raises(StateDamaged):
+        SequenceState.from_bytes(len(text).to_bytes(8, "little") + text + b"x")

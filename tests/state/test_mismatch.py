@@ -1,0 +1,232 @@
+"""States of another model, or computed under other settings, are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from pykvcache import (
+    LlamaModel,
+    NoKvCacheSlot,
+    SequenceIdError,
+    SequenceState,
+    StateFileError,
+    StateFileNotFound,
+    StateLayoutMismatch,
+    StateModelMismatch,
+    UnsupportedOperation,
+    describe_state,
+)
+from state.kit import WORDS, next_logits, refused
+from test_quantized_weights import quantized
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory, ModelFactory
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Any:
+    """``wide(kind)``: the model with matrices of that type, freshly loaded."""
+    opened: list[LlamaModel] = []
+
+    def load(kind: Kind) -> LlamaModel:
+        opened.append(LlamaModel(quantized(tmp_path / f"{kind.name}.gguf", kind)))
+        return opened[-1]
+
+    yield load
+    for one in opened:
+        one.close()
+
+
+def test_another_model_of_the_same_shapes(
+    model: ModelFactory, make_context: ContextFactory, tmp_path: Path
+) -> None:
+    for name in ("llama", "mamba", "gemma3"):
+        ctx, other = make_context(name), make_context(model(name, seed=1))
+        ctx.decode(WORDS[:12])
+        other.decode(WORDS[:5])
+        # llama.cpp itself sees no difference at all.
+        other.set_state(ctx.get_state(0), 3)
+        ctx.save_sequence(0, tmp_path / "a")
+        ctx.save_context(tmp_path / "all")
+        with refused(other, StateModelMismatch, match="another model"):
+            other.load_sequence(tmp_path / "a", 0)
+        with refused(other, StateModelMismatch):
+            other.load_context(tmp_path / "all")
+        with refused(other, StateModelMismatch):
+            other.load_sequence(tmp_path / "a", 0, convert=True)
+        with pytest.raises(StateModelMismatch):
+            SequenceState.join([ctx.sequence_state(0), other.sequence_state(0)]) if (
+                name == "llama"
+            ) else ctx.sequence_state(0).fingerprint.check(other.sequence_state(0).fingerprint)
+
+
+def test_another_quantisation_of_the_same_model(
+    wide: Callable[[Kind], LlamaModel], make_context: ContextFactory, tmp_path: Path
+) -> None:
+    kinds = (Kind.F16, Kind.Q8_0, Kind.Q4_0)
+    contexts = {kind: make_context(wide(kind)) for kind in kinds}
+    for kind, ctx in contexts.items():
+        ctx.decode(WORDS[:12])
+        ctx.save_sequence(0, tmp_path / kind.name)
+    for kind in kinds:
+        for ctx in contexts.values():
+            if ctx is contexts[kind]:
+                ctx.load_sequence(tmp_path / kind.name, 1)
+            else:
+                with refused(ctx, StateModelMismatch):
+                    ctx.load_sequence(tmp_path / kind.name, 1)
+
+
+OTHER: dict[str, dict[str, Any]] = {
+    "base": {"rope_freq_base": 5000.0},
+    "scale": {"rope_freq_scale": 0.5},
+    "linear": {"rope_scaling_type": "linear", "rope_freq_scale": 0.25},
+    "yarn": {"rope_scaling_type": "yarn", "rope_freq_scale": 0.25, "yarn_orig_ctx": 128},
+    "yarn-ext": {"rope_scaling_type": "yarn", "yarn_ext_factor": 0.5},
+    "non-causal": {"attention_type": "non_causal"},
+    "type_k": {"type_k": "f16"},
+    "type_v": {"type_v": "bf16"},
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_other_settings_of_the_context(
+    what: str, make_context: ContextFactory, tmp_path: Path
+) -> None:
+    ctx, other = make_context("llama"), make_context("llama", **OTHER[what])
+    for one in (ctx, other):
+        one.decode(WORDS[:12])
+    for source, target in ((ctx, other), (other, ctx)):
+        source.save_sequence(0, tmp_path / "a")
+        source.save_context(tmp_path / "all")
+        with refused(target, StateLayoutMismatch):
+            target.load_sequence(tmp_path / "a", 0)
+        with refused(target, StateLayoutMismatch):
+            target.load_context(tmp_path / "all")
+        source.load_sequence(tmp_path / "a", 2)
+    with pytest.raises(StateLayoutMismatch):
+        SequenceState.join([ctx.sequence_state(0)[:4], other.sequence_state(0)[4:]])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "granitehybrid", "lfm2"])
+def test_other_rotations_of_some_layers(
+    name: str, make_context: ContextFactory, tmp_path: Path
+) -> None:
+    ctx, other = make_context(name), make_context(name, rope_freq_base=777.0)
+    ctx.decode(WORDS[:12])
+    ctx.save_sequence(0, tmp_path / "a")
+    with refused(other, StateLayoutMismatch, match="rotated"):
+        other.load_sequence(tmp_path / "a", 0)
+
+
+def test_another_architecture(make_context: ContextFactory, tmp_path: Path) -> None:
+    names = ("llama", "llama3l", "gemma3", "qwen2vl", "mamba", "jamba", "lfm2_swa")
+    contexts = {name: make_context(name) for name in names}
+    for name, ctx in contexts.items():
+        ctx.decode(WORDS[:12])
+        ctx.save_sequence(0, tmp_path / name)
+    for name in names:
+        for other, ctx in contexts.items():
+            if other != name:
+                with refused(ctx, StateModelMismatch):
+                    ctx.load_sequence(tmp_path / name, 1)
+
+
+def test_streams_and_sequences_that_are_not_here(
+    make_context: ContextFactory, tmp_path: Path
+) -> None:
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:12], seq_id=3)
+    ctx.save_context(tmp_path / "all")
+    ctx.save_sequence(3, tmp_path / "a")
+    streams = make_context("llama", kv_unified=False, n_ctx=1024)
+    with refused(streams, StateLayoutMismatch, match="1 streams, this context 4"):
+        streams.load_context(tmp_path / "all")
+    few = make_context("llama", n_seq_max=2)
+    with refused(few, StateLayoutMismatch, match="sequence 3"):
+        few.load_context(tmp_path / "all")
+    for bad in (-1, 2, 300):
+        with refused(few, SequenceIdError):
+            few.load_sequence(tmp_path / "a", bad)
+    for worse in (None, "0", 1.0, True, b"\1"):
+        with refused(few, TypeError):
+            few.load_sequence(tmp_path / "a", worse)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            ctx.sequence_state(worse)  # type: ignore[arg-type]
+    with pytest.raises(SequenceIdError):
+        ctx.sequence_state(4)
+    with pytest.raises(SequenceIdError):
+        ctx.context_state().sequence(2)
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_no_room(unified: bool, make_context: ContextFactory, tmp_path: Path) -> None:
+    big = make_context("llama", n_ctx=1024, n_seq_max=1)
+    big.decode(WORDS[:300])
+    big.save_sequence(0, tmp_path / "a")
+    big.save_context(tmp_path / "all")
+    small = make_context("llama", n_ctx=256 if unified else 512, n_seq_max=2, kv_unified=unified)
+    small.decode(WORDS[:100], seq_id=1)
+    with refused(small, NoKvCacheSlot):
+        small.load_sequence(tmp_path / "a", 0)
+    one = make_context("llama", n_ctx=256, n_seq_max=1)
+    one.decode(WORDS[:9])
+    with refused(one, NoKvCacheSlot):
+        one.load_context(tmp_path / "all")
+    small.restore_sequence(SequenceState.load(tmp_path / "a")[:150], 0)
+    if unified:
+        with refused(small, NoKvCacheSlot, match="100 of 256 are taken"):
+            small.restore_sequence(SequenceState.load(tmp_path / "a")[:157], 0)
+    next_logits(small, 0)
+
+
+def test_files_that_cannot_be_read_or_written(make_context: ContextFactory, tmp_path: Path) -> None:
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:12])
+    missing, folder = tmp_path / "none", tmp_path / "folder"
+    folder.mkdir()
+    for path in (missing, tmp_path / "no" / "where", ""):
+        with refused(ctx, StateFileNotFound) as caught:
+            ctx.load_sequence(path, 0)
+        assert caught.value.filename == str(path)
+        assert isinstance(caught.value, FileNotFoundError)
+    for path, kind in ((folder, StateFileError), (f"{missing}\0", StateFileError)):
+        with refused(ctx, kind):
+            ctx.load_sequence(path, 0)
+        with refused(ctx, kind):
+            ctx.load_context(path)
+        with refused(ctx, kind):
+            ctx.save_sequence(0, path)
+        with pytest.raises(kind):
+            describe_state(path)
+    for path in (tmp_path / "no" / "where", ""):
+        with refused(ctx, StateFileNotFound):
+            ctx.save_sequence(0, path)
+    for path in (5, None, 1.0):
+        with refused(ctx, TypeError):
+            ctx.load_sequence(path, 0)  # type: ignore[arg-type]
+        with refused(ctx, TypeError):
+            ctx.save_sequence(0, path)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_models_without_states(name: str, make_context: ContextFactory, tmp_path: Path) -> None:
+    llama, ctx = make_context("llama"), make_context(name, n_seq_max=1)
+    llama.decode(WORDS[:5])
+    for call in (
+        lambda: ctx.sequence_state(0),
+        ctx.context_state,
+        lambda: ctx.save_sequence(0, tmp_path / "a"),
+        lambda: ctx.save_context(tmp_path / "a"),
+    ):
+        with pytest.raises(UnsupportedOperation):
+            call()
+    with pytest.raises(StateModelMismatch):
+        ctx.restore_sequence(llama.sequence_state(0), 0)
+    assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,8 @@ _JOINED = 1 << 16
 def file_error(error: OSError, path: str) -> StateFileError:
     """Return an error of the system as an error of this package."""
     kind = StateFileNotFound if isinstance(error, FileNotFoundError) else StateFileError
-    return kind(error.errno, error.strerror or str(error), path)
+    result: StateFileError = kind(error.errno, error.strerror or str(error), path)
+    return result
 
 
 def check_regular(path: str) -> None:

@@ -1,0 +1,224 @@
+"""A save is whole or has not happened: killed, without room, without permission, onto odd names."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pykvcache import SequenceState, StateFileError
+from state.kit import WORDS, refused
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
+
+
+@pytest.fixture
+def two(make_context: ContextFactory, tmp_path: Path) -> tuple[SequenceState, SequenceState]:
+    """States of different lengths."""
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:60])
+    state = ctx.sequence_state(0, WORDS[:60])
+    return state[:20], state
+
+
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+from pykvcache import SequenceState
+states = [SequenceState.load(path) for path in sys.argv[1:3]]
+known = {state.to_bytes() for state in states}
+target = Path(sys.argv[3])
+states[0].save(target)
+rng = random.Random(1)
+seen, left, turn = set(), 0, 0
+# Until that many saves were killed while their files were being written.
+while (left < 15 or len(seen) < 2) and turn < 5000:
+    turn += 1
+    child = os.fork()
+    if child == 0:
+        while True:
+            for state in states[::-1]:
+                state.save(target, sync=turn % 5 == 0)
+    time.sleep(0.002 + rng.random() * 0.006)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert target.read_bytes() in known, turn
+    seen.add(len(SequenceState.load(target)))
+    # What is left besides is the rest of the save that was killed, by a name of its own.
+    for path in target.parent.iterdir():
+        if path != target:
+            assert path.name.startswith(".state.") and path.suffix == ".tmp", path
+            path.unlink()
+            left += 1
+print(sorted(seen), left)
+"""
+
+
+def test_kill_9_at_random_moments_leaves_the_old_file_or_the_new_one(
+    two: tuple[SequenceState, SequenceState], tmp_path: Path
+) -> None:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    for i, state in enumerate(two):
+        state.save(tmp_path / str(i))
+    names = (tmp_path / "0", tmp_path / "1", folder / "state")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, *names], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert done.stdout == "[20, 60] 15\n"
+
+
+FULL = """
+import resource, signal, sys
+from pykvcache import SequenceState, StateFileError
+state = SequenceState.load(sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+size = len(state.to_bytes())
+for room in (0, 1, 1000, 8192, size // 2, size - 1):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    for sync in (True, False):
+        try:
+            state.save(sys.argv[2], sync=sync)
+        except StateFileError as error:
+            assert error.errno == 27, error
+            assert error.filename == sys.argv[2]
+        else:
+            raise AssertionError(room)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+assert state.save(sys.argv[3]) == size
+"""
+
+
+def test_a_file_that_finds_no_room_leaves_the_old_one_and_nothing_else(
+    two: tuple[SequenceState, SequenceState], tmp_path: Path
+) -> None:
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 0
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    folder.mkdir()
+    two[1].save(source)
+    two[0].save(folder / "old")
+    old = (folder / "old").read_bytes()
+    subprocess.run([sys.executable, "-c", FULL, source, folder / "old", folder / "new"], check=True)
+    assert (folder / "old").read_bytes() == old
+    assert (folder / "new").read_bytes() == source.read_bytes()
+    assert sorted(path.name for path in folder.iterdir()) == ["new", "old"]
+
+
+NOBODY = """
+import os, sys
+from pykvcache import SequenceState, StateFileError, describe_state
+state = SequenceState.load(sys.argv[1], mapped=False)
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+for call in (
+    lambda: SequenceState.load(sys.argv[1]),
+    lambda: SequenceState.load(sys.argv[1], mapped=False),
+    lambda: describe_state(sys.argv[1]),
+    lambda: state.save(sys.argv[2]),
+    lambda: state.save(sys.argv[3]),
+):
+    try:
+        call()
+    except StateFileError as error:
+        assert error.errno == 13, error
+        assert error.filename in sys.argv
+    else:
+        raise AssertionError("permitted")
+"""
+
+
+def test_without_permission(two: tuple[SequenceState, SequenceState], tmp_path: Path) -> None:
+    secret, closed = tmp_path / "secret", tmp_path / "closed"
+    two[0].save(secret)
+    closed.mkdir()
+    two[0].save(closed / "old")
+    old = (closed / "old").read_bytes()
+    secret.chmod(0)
+    closed.chmod(0o555)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.owner() == tmp_path.owner() and folder.stat().st_mode & 0o777 == 0o700:
+            folder.chmod(0o711)
+    if os.getuid() != 0:
+        secret.chmod(0o400)
+    code = (
+        NOBODY if os.getuid() == 0 else NOBODY.replace("if os", "os.chmod(sys.argv[1], 0)\nif os")
+    )
+    subprocess.run([sys.executable, "-c", code, secret, closed / "old", closed / "new"], check=True)
+    closed.chmod(0o755)
+    assert (closed / "old").read_bytes() == old
+    assert [path.name for path in closed.iterdir()] == ["old"]
+
+
+def test_pipes_and_devices_are_no_files(
+    two: tuple[SequenceState, SequenceState], make_context: ContextFactory, tmp_path: Path
+) -> None:
+    """A pipe would wait for ever; a rename would put a file in the place of a device."""
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:5])
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null"), Path("/dev/full")):
+        kind = stat.S_IFMT(path.stat().st_mode)
+        with pytest.raises(StateFileError, match="not a regular file"):
+            two[0].save(path)
+        with refused(ctx, StateFileError):
+            ctx.load_sequence(path, 0)
+        with pytest.raises(StateFileError):
+            SequenceState.load(path, mapped=False)
+        assert stat.S_IFMT(path.stat().st_mode) == kind
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(
+    two: tuple[SequenceState, SequenceState], tmp_path: Path
+) -> None:
+    (tmp_path / "real").mkdir()
+    target, link = tmp_path / "real" / "state", tmp_path / "link"
+    link.symlink_to("real/state")
+    for state in two:  # it leads nowhere at first
+        state.save(link)
+        assert link.is_symlink()
+        assert target.read_bytes() == state.to_bytes()
+    assert [path.name for path in target.parent.iterdir()] == ["state"]
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "\N{PILE OF POO}" * 60, "a b\n", "-", "\udcff.state"])
+def test_every_name_that_the_system_has_can_be_used(
+    name: str, two: tuple[SequenceState, SequenceState], tmp_path: Path
+) -> None:
+    for path in (tmp_path / name, os.fspath(tmp_path / name)):
+        for state in two:
+            assert state.save(path) == os.stat(path).st_size
+            assert SequenceState.load(path).to_bytes() == state.to_bytes()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_relative_name(
+    two: tuple[SequenceState, SequenceState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    two[0].save("state")
+    assert SequenceState.load("state").to_bytes() == two[0].to_bytes()
+    # A mapped file may be replaced, and deleted.
+    loaded = SequenceState.load("state")
+    two[1].save("state")
+    Path("state").unlink()
+    assert loaded.to_bytes() == two[0].to_bytes()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_mode_is_that_of_other_new_files(
+    two: tuple[SequenceState, SequenceState], tmp_path: Path
+) -> None:
+    two[0].save(tmp_path / "a")
+    (tmp_path / "b").write_bytes(b"")
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,7 +21,11 @@ PATIENCE = 60
 """Seconds after which a thread counts as stuck."""
 
 
-def together(*works: Callable[[], None]) -> None:
+HAMMER_SECONDS = float(os.environ.get("PYKVCACHE_FUZZ_SECONDS", "2"))
+"""How long two threads use one context."""
+
+
+def together(*works: Callable[[], None], patience: float = PATIENCE) -> None:
     """Run functions in threads of their own and raise what one of them raised."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(len(works))
@@ -34,7 +41,7 @@ def together(*works: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(patience)
         assert not thread.is_alive(), "a thread is stuck"
     if errors:
         raise errors[0]
@@ -152,28 +159,65 @@ def test_close_waits_for_a_decode_and_what_follows_is_closed(make_context: Any) 
         assert ended == ["closed"] * 2
 
 
+def test_two_threads_hammer_one_context_without_a_wrong_result(make_context: Any) -> None:
+    prompts = [[5 + k, 6, 7 + 2 * k] for k in range(8)]
+    alone = make_context("llama", n_ctx=1024)
+    expected = []
+    for prompt in prompts:
+        alone.clear_kv_cache()
+        expected.append(list(alone.generate(prompt, 12)))
+    ctx = make_context("llama", n_ctx=1024)
+    until = time.monotonic() + HAMMER_SECONDS
+    rounds = [0, 0]
+
+    def work(me: int) -> Callable[[], None]:
+        def run() -> None:
+            rng = Random(me)
+            seq, fork = 2 * me, 2 * me + 1
+            while time.monotonic() < until or rounds[me] < 3:
+                k = rng.randrange(len(prompts))
+                assert ctx.clear_kv_cache_seq(seq)
+                ctx.decode(prompts[k][:-1], seq_id=seq)
+                ctx.copy_kv_cache_seq(seq, fork)
+                for one in rng.sample([seq, fork], 2):
+                    assert list(ctx.generate(prompts[k][-1:], 12, seq_id=one)) == expected[k]
+                    held = ctx.kv_cache_seq_pos_max(one) + 1
+                    assert held - len(prompts[k]) in (len(expected[k]) - 1, len(expected[k]))
+                rounds[me] += 1
+
+        return run
+
+    together(work(0), work(1), patience=PATIENCE + HAMMER_SECONDS)
+    assert min(rounds) >= 3
+
+
 def test_other_threads_run_during_a_decode(make_context: Any) -> None:
     ctx = make_context("llama", n_ctx=2048, n_batch=2048)
-    counts: list[int] = []
-    running = threading.Event()
+    count, done = [0], threading.Event()
 
-    def decode() -> None:
-        start = time.perf_counter()
-        running.set()
-        # One call into llama.cpp: with the GIL held nobody could count meanwhile.
-        ctx.decode(words(2000))
-        running.clear()
-        assert time.perf_counter() - start > 0.02
+    def work() -> None:
+        while not done.is_set():
+            count[0] += 1
+            time.sleep(0)  # lets go of the GIL
 
-    def count() -> None:
-        running.wait()
-        n = 0
-        while running.is_set():
-            n += 1
-        counts.append(n)
-
-    together(decode, count)
-    assert counts[0] > 1000
+    thread = threading.Thread(target=work, daemon=True)
+    interval = sys.getswitchinterval()
+    # Nobody is made to give up the GIL: the counter gets it only while the decode is without it.
+    sys.setswitchinterval(1000)
+    try:
+        thread.start()
+        for _ in range(200):
+            ctx.clear_kv_cache()
+            before = count[0]
+            ctx.decode(words(1000))
+            advanced = count[0] - before
+            if advanced > 10:
+                break
+    finally:
+        done.set()
+        sys.setswitchinterval(interval)
+    thread.join(PATIENCE)
+    assert advanced > 10
 
 
 def test_tokens_that_change_during_a_decode_do_no_harm(child: Child, model: Any) -> None:

@@ -57,9 +57,7 @@ def main() -> None:
             alone = one_after_the_other(contexts, options.prompt, options.steps)
             together = side_by_side(contexts, options.prompt, options.steps)
             ratios.append(alone / together)
-            print(
-                f"one after the other {alone:.3f} s, side by side {together:.3f} s: {ratios[-1]:.2f}"
-            )
+            print(f"in turn {alone:.3f} s, side by side {together:.3f} s: {ratios[-1]:.2f}")
         print(f"median ratio {statistics.median(ratios):.2f}, best {max(ratios):.2f}")
 
 

@@ -100,3 +100,17 @@ def test_what_a_state_cannot_do_is_refused_and_changes_nothing(
     # A removal from all that only one of them cannot do removes nothing of the others.
     assert b.ctx.clear_kv_cache_seq(None, 0, 15) is False
     b.check()
+
+
+@every_case
+def test_an_empty_sequence_can_be_resumed_at_its_start_only(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    b.feed(1, 10)
+    for _ in range(2):
+        assert b.ctx.can_resume(0, 0) is True
+        assert not any(b.ctx.can_resume(0, pos) for pos in (1, 5, 10, 11, 2**31 - 1))
+        # Also where another one has been.
+        b.feed(0, 8)
+        assert b.ctx.clear_kv_cache_seq(0)
+        b.held[0] = []
+    b.check()

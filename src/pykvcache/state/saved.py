@@ -198,14 +198,27 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return metadata as JSON gives it back."""
     if metadata is None:
         return {}
-    if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
-        raise TypeError("metadata must be a mapping with str keys")
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must be a mapping, not {type(metadata).__name__}")
     try:
         text = json.dumps(dict(metadata), allow_nan=False)
+        _need_str_keys(dict(metadata))
     except (TypeError, ValueError, RecursionError) as error:
         raise type(error)(f"metadata must be JSON: {error}") from None
     copy: dict[str, Any] = json.loads(text)
     return copy
+
+
+def _need_str_keys(value: object) -> None:
+    """Refuse other keys, which JSON would turn into text, and two into the same perhaps."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"a key is {key!r}, which is not str")
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            _need_str_keys(each)
 
 
 def read_metadata(container: Container) -> dict[str, Any]:

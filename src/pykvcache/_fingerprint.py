@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -11,44 +12,51 @@ from collections.abc import Mapping
 from pykvcache._native import lib
 from pykvcache.errors import ModelLoadError
 
-__all__ = ["FileId", "file_id", "model_fingerprint"]
+__all__ = ["FileIds", "file_ids", "model_fingerprint"]
 
-#: size, modification time, device, inode
-FileId = tuple[int, int, int, int]
+#: Of each file: size, modification time, device, inode.
+FileIds = dict[str, tuple[int, int, int, int]]
 _SAMPLE = 256
 
 
-def file_id(path: str) -> FileId:
-    """Return what changes when a file is replaced."""
+def file_ids(path: str) -> FileIds:
+    """Return what changes when a model's file is replaced, or a part of it; its own first."""
+    # Absolute, because the current folder may be another one when the file is read again.
+    first = os.path.abspath(path)
+    ids = {first: _file_id(first)}
+    match = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", first, re.DOTALL)
+    for i in range(int(match[3]) if match else 0):
+        part = f"{match[1]}{i + 1:05d}{match[2]}" if match else ""
+        with contextlib.suppress(OSError):
+            ids[part] = _file_id(part)
+    return ids
+
+
+def _file_id(path: str) -> tuple[int, int, int, int]:
     facts = os.stat(path)
     return facts.st_size, facts.st_mtime_ns, facts.st_dev, facts.st_ino
 
 
-def model_fingerprint(path: str, known: FileId, metadata: Mapping[str, str]) -> str:
+def model_fingerprint(known: FileIds, metadata: Mapping[str, str]) -> str:
     """Return the SHA-256 over all parts of a model, in hexadecimal.
 
     Metadata and tensor table count whole; of each tensor's data the first, middle and last 256
     bytes.
     """
     total = hashlib.sha256()
+    # A single file may have the name of a part, and neighbours that are none of its business.
+    is_split = int(metadata.get("split.count", "0")) > 1
+    first = next(iter(known))
     try:
-        if file_id(path) != known:
-            raise ModelLoadError(f"{path} was changed since the model was loaded from it")
-        for part in _parts(path, metadata):
-            _add(total, part)
+        for path in sorted(known) if is_split else [first]:
+            if _file_id(path) != known[path]:
+                raise ModelLoadError(f"{path} was changed since the model was loaded from it")
+            _add(total, path)
     except OSError as error:
         if isinstance(error, ModelLoadError):
             raise
-        raise ModelLoadError(f"cannot read {path} again: {error}") from error
+        raise ModelLoadError(f"cannot read the model again: {error}") from error
     return total.hexdigest()
-
-
-def _parts(path: str, metadata: Mapping[str, str]) -> list[str]:
-    n = int(metadata.get("split.count", "0"))
-    match = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", path, re.DOTALL)
-    if n < 2 or match is None:
-        return [path]
-    return [f"{match[1]}{i:05d}{match[2]}" for i in range(1, n + 1)]
 
 
 def _add(total: hashlib._Hash, path: str) -> None:

@@ -10,7 +10,7 @@ from types import MappingProxyType, TracebackType
 from typing import SupportsIndex
 
 from pykvcache._convert import IntArray, TokenInput, as_bool, as_int, as_token_array, choose
-from pykvcache._fingerprint import file_id, model_fingerprint
+from pykvcache._fingerprint import file_ids, model_fingerprint
 from pykvcache._native import lib
 from pykvcache.enums import LoadMode, RopeType, SplitMode
 from pykvcache.errors import ModelLoadError
@@ -86,7 +86,7 @@ class LlamaModel:
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
         self._path = os.fsdecode(path)
         readable = _readable(self._path)
-        self._file = file_id(self._path)
+        self._files = file_ids(self._path)
         self._native = lib.Model(readable, params, progress)
 
     @property
@@ -111,7 +111,7 @@ class LlamaModel:
         ModelLoadError
             The file is gone, or was changed since it was loaded.
         """
-        return model_fingerprint(self._path, self._file, self.metadata)
+        return model_fingerprint(self._files, self.metadata)
 
     # Facts ----------------------------------------------------------------------------
 

@@ -1,0 +1,149 @@
+"""States and a context that is in use: threads, aborted decodes, logits, closing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from binding.test_abort import aborted
+from memory.kit import apart
+from pykvcache import ClosedError, SequenceState, UnsupportedOperation
+from state.kit import CASES, WORDS, next_logits
+from support.models import RIGHT
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory, FreshLogits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_are_no_logits_after_a_restore(
+    case: Any, make_context: ContextFactory, tmp_path: Path
+) -> None:
+    ctx = make_context(case.name, **case.options)
+    ctx.decode(WORDS[:10])
+    ctx.save_sequence(0, tmp_path / "a")
+    ctx.save_context(tmp_path / "all")
+    ctx.logits()  # saving leaves them alone
+    for load in (
+        lambda: ctx.load_sequence(tmp_path / "a", 1),
+        lambda: ctx.load_context(tmp_path / "all"),
+    ):
+        ctx.decode(WORDS[10:11], seq_id=0)
+        ctx.logits()
+        load()
+        with pytest.raises(IndexError):
+            ctx.logits()
+
+
+def test_a_state_that_is_taken_during_decodes_is_of_one_moment(
+    make_context: ContextFactory, tmp_path: Path
+) -> None:
+    """Tokens go in one by one: whatever is saved is a prefix of what is there in the end."""
+    ctx = make_context("llama")
+    states: list[SequenceState] = []
+    wholes: list[Any] = []
+    done = threading.Event()
+
+    def decode() -> None:
+        for token in WORDS[:120]:
+            ctx.decode([int(token)], seq_id=1)
+        done.set()
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    while not done.is_set():
+        states.append(ctx.sequence_state(1))
+        ctx.save_sequence(1, tmp_path / "a", sync=False)
+        states.append(SequenceState.load(tmp_path / "a"))
+        wholes.append(ctx.context_state())
+    thread.join()
+    final = ctx.sequence_state(1)
+    assert len(final) == 120
+    for state in states:
+        assert state.to_bytes() == final[: len(state)].to_bytes()
+    for whole in wholes:
+        if whole.sequence_ids:
+            one = whole.sequence(1)
+            assert one.to_bytes() == final[: len(one)].to_bytes()
+
+
+def test_threads_restore_and_save_side_by_side(
+    make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
+) -> None:
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:40], seq_id=0)
+    ctx.save_sequence(0, tmp_path / "a")
+    state = ctx.sequence_state(0)
+    failures: list[BaseException] = []
+
+    def work(seq: int) -> None:
+        try:
+            for n in range(10, 40, 3):
+                ctx.restore_sequence(state[:n], seq)
+                assert ctx.sequence_state(seq).to_bytes() == state[:n].to_bytes()
+                ctx.load_sequence(tmp_path / "a", seq)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seq,)) for seq in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    want = fresh_logits("llama", [*WORDS[:40], 9])
+    for seq in range(4):
+        assert apart(next_logits(ctx, seq), want) < RIGHT
+
+
+def test_the_rest_of_an_aborted_decode_is_not_saved_but_replaced(
+    make_context: ContextFactory, fresh_logits: FreshLogits, tmp_path: Path
+) -> None:
+    ctx, _ = aborted(make_context, "mamba", n_batch=4096, n_ubatch=64)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: ctx.sequence_state(0),
+        lambda: ctx.save_sequence(0, tmp_path / "a"),
+        ctx.context_state,
+        lambda: ctx.save_context(tmp_path / "a"),
+    )
+    for call in calls:
+        with pytest.raises(UnsupportedOperation, match="aborted"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+    other = make_context("mamba")
+    other.decode(WORDS[:20])
+    ctx.sequence_state(1)  # the one beside it is whole
+    ctx.restore_sequence(other.sequence_state(0), 0)
+    want = fresh_logits("mamba", [*WORDS[:20], 9])
+    assert apart(next_logits(ctx, 0), want) < RIGHT
+    ctx.context_state()
+
+
+def test_every_method_of_a_closed_context_says_so(
+    make_context: ContextFactory, tmp_path: Path
+) -> None:
+    ctx, fresh = make_context("llama"), make_context("llama")
+    ctx.decode(WORDS[:5])
+    ctx.save_sequence(0, tmp_path / "a")
+    ctx.save_context(tmp_path / "all")
+    state, whole = ctx.sequence_state(0), ctx.context_state()
+    for closed in (ctx, fresh):
+        closed.close()
+        calls: tuple[Callable[[], object], ...] = (
+            lambda c=closed: c.sequence_state(0),
+            lambda c=closed: c.restore_sequence(state, 0),
+            lambda c=closed: c.save_sequence(0, tmp_path / "b"),
+            lambda c=closed: c.load_sequence(tmp_path / "a", 0),
+            lambda c=closed: c.context_state(),
+            lambda c=closed: c.restore_context(whole),
+            lambda c=closed: c.save_context(tmp_path / "b"),
+            lambda c=closed: c.load_context(tmp_path / "all"),
+        )  # type: ignore[misc]
+        for call in calls:
+            with pytest.raises(ClosedError):
+                call()
+    assert not (tmp_path / "b").exists()

@@ -325,3 +325,26 @@ def test_a_shape_of_many_dimensions_takes_no_time(make_context: ContextFactory) 
     text = json.dumps(header).encode()
     with pytest.raises(StateDamaged):
         SequenceState.from_bytes(len(text).to_bytes(8, "little") + text + b"x")
+
+
+def test_s21_two_states_of_one_recurrent_sequence_are_refused(make_context: ContextFactory) -> None:
+    """llama.cpp asserts that there is one."""
+    ctx = make_context("mamba")
+    ctx.decode(WORDS[:12])
+    raw = ctx.get_state(0)
+    raw[8:12] = [2, 0, 0, 0]
+    with refused(ctx, StateDamaged, NoKvCacheSlot):
+        ctx.set_state(raw, 0)
+    bad = forged(ctx.sequence_state(0).to_bytes(), put("recurrent.positions", [11, 11]))
+    with pytest.raises(StateDamaged):
+        SequenceState.from_bytes(bad)
+
+
+def test_s22_a_name_of_four_gigabytes_is_refused(make_context: ContextFactory) -> None:
+    """llama.cpp makes room for it first."""
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:12])
+    raw = ctx.get_state()
+    raw[:4] = 255
+    with refused(ctx, StateDamaged):
+        ctx.set_state(raw)

@@ -216,9 +216,14 @@ def test_a_relative_name(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_mode_is_that_of_other_new_files(
+def test_permissions_are_those_of_the_old_file_or_of_any_new_one(
     two: tuple[SequenceState, SequenceState], tmp_path: Path
 ) -> None:
     two[0].save(tmp_path / "a")
     (tmp_path / "b").write_bytes(b"")
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+    # One that exists keeps its own: what only its owner may read stays so.
+    for mode in (0o600, 0o640, 0o664):
+        (tmp_path / "a").chmod(mode)
+        two[1].save(tmp_path / "a")
+        assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == mode

@@ -7,6 +7,7 @@ import copy
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,7 @@ def test_a_description_reads_the_header_alone(make_context: ContextFactory, tmp_
     size = ctx.save_sequence(1, tmp_path / "a", WORDS[:20], {"a": [1]})
     fingerprint = ctx.sequence_state(1).fingerprint
     assert fingerprint.model == ctx.model.fingerprint
+    assert len({fingerprint, ctx.sequence_state(2).fingerprint}) == 1
     want = StateInfo(
         "sequence", 20, True, fingerprint, {"k": "f16", "v": "f32"}, {"a": [1]}, "xxh3-128", size
     )
@@ -213,6 +215,24 @@ def test_metadata_that_no_file_can_hold(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_metadata_is_read_wherever_the_stack_stands(make_context: ContextFactory) -> None:
+    """The JSON module goes as deep as the recursion limit leaves room for."""
+
+    def nested(depth: int) -> dict[str, Any]:
+        return {"a": nested(depth - 1)} if depth else {}
+
+    def below(depth: int, call: Callable[[], Any]) -> Any:
+        return below(depth - 1, call) if depth else call()
+
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:5])
+    data = ctx.sequence_state(0, metadata=nested(100)).to_bytes()
+    assert below(500, lambda: SequenceState.from_bytes(data).metadata) == nested(100)
+    for depth in (101, 400):
+        with pytest.raises(ValueError, match="deeper than 100"):
+            ctx.sequence_state(0, metadata=nested(depth))
+
+
 def test_metadata_that_could_not_be_read_again_is_not_written(
     make_context: ContextFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +324,10 @@ def test_the_order_of_tensors_and_keys_is_no_part_of_it(make_context: ContextFac
 
     turned = forged(data, turn)
     assert turned != data
+    ctx.decode(WORDS[:9], seq_id=1)
+    tokens = {0: WORDS[:20], 1: WORDS[:9]}
+    whole = ctx.context_state(tokens).to_bytes()
+    assert ctx.context_state(dict(reversed(tokens.items()))).to_bytes() == whole
     assert SequenceState.from_bytes(turned).to_bytes(checksum="sha256") == data
     ctx.restore_sequence(SequenceState.from_bytes(turned), 1)
     assert ctx.sequence_state(1, WORDS[:20], {"a": 1}).to_bytes(checksum="sha256") == data

@@ -112,6 +112,7 @@ UNREADABLE: dict[str, Edit] = {
     "deep fingerprint": text(fingerprint=DEEP),
     "deep layout": text(layout=DEEP),
     "deep user": text(user=DEEP),
+    "user depth": text(user='{"a": ' + "[" * 101 + "]" * 101 + "}"),
     "user list": text(user="[1]"),
     "user nan": text(user='{"a": NaN}'),
     "user object": text(user={"a": 1}),

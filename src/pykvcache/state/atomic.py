@@ -24,8 +24,8 @@ def file_error(error: OSError, path: str) -> StateFileError:
     return result
 
 
-def check_regular(path: str) -> None:
-    """Refuse what is there and no file: a pipe would wait, a device would be replaced."""
+def check_regular(path: str) -> int:
+    """Return the permissions of a file; a pipe would wait, a device would be replaced."""
     if "\0" in path:
         raise OSError(errno.EINVAL, "a file name holds no NUL")
     mode = os.stat(path).st_mode
@@ -33,6 +33,7 @@ def check_regular(path: str) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file")
+    return stat.S_IMODE(mode)
 
 
 def write_atomically(path: str, pieces: Iterable[memoryview], *, sync: bool) -> int:
@@ -42,17 +43,20 @@ def write_atomically(path: str, pieces: Iterable[memoryview], *, sync: bool) -> 
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
+        mode = None
         with contextlib.suppress(FileNotFoundError):
-            check_regular(path)
+            mode = check_regular(path)
         # A symbolic link stays, and what it leads to is replaced.
         target = os.path.realpath(path) if os.path.islink(path) else path
         folder, name = os.path.split(target)
         # 40 characters are at most 160 of the 255 bytes that a name may have.
         temporary = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
-        # O_CLOEXEC is Python's default; the mode is what open() would give the file.
-        descriptor = os.open(temporary, flags, 0o666)
+        # O_CLOEXEC is Python's default. A file that only its owner may read stays one.
+        descriptor = os.open(temporary, flags, 0o666 if mode is None else mode & 0o666)
         try:
             try:
+                if mode is not None and hasattr(os, "fchmod"):
+                    os.fchmod(descriptor, mode)
                 size = _write(descriptor, pieces)
                 if sync:
                     os.fsync(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ class Fingerprint:
     n_embd: int
     n_swa: int
     causal: bool
-    rope: Mapping[str, float]
+    rope: Mapping[str, float] = field(hash=False)
     rope_digest: str
     adapters: tuple[str, ...] = ()
 

@@ -136,7 +136,7 @@ class StateMethods(PartialStateMethods):
         tokens
             The token ids, one per position that is held; kept beside it.
         metadata
-            Anything that JSON can hold, with str keys; kept beside it.
+            Anything that JSON can hold, with str keys, at most 100 deep; kept beside it.
 
         Raises
         ------

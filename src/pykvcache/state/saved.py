@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Saved", "StateInfo", "describe_state"]
 
 Path = str | os.PathLike[str]
+#: Of metadata. The JSON module stops at what is left of Python's recursion limit.
+_MAX_DEPTH = 100
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ class Saved(ABC):
         Parameters
         ----------
         path
-            File name; what it names is replaced when the new file is complete.
+            File name; what it names is replaced when the new file is complete, and keeps its
+            permissions. A symbolic link stays, and what it leads to is replaced.
         sync
             Wait until the disk has it (``fsync``). ``False`` is faster: a crash of the process
             still leaves the old file or the new one, a crash of the machine may not.
@@ -142,8 +145,10 @@ class Saved(ABC):
         Raises
         ------
         StateFileError
-            The system refused: no permission, no space, a directory. An older file of that name
-            is as it was.
+            The system refused: no permission, no space; or it is a directory, a pipe, a device.
+            An older file of that name is as it was.
+        ValueError
+            The metadata is larger than a header may be (100 MB).
         """
         return write_atomically(os.fsdecode(path), self._pieces(checksum), sync=sync)
 
@@ -201,16 +206,18 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(metadata, Mapping):
         raise TypeError(f"metadata must be a mapping, not {type(metadata).__name__}")
     try:
+        _check_nested(dict(metadata), 0)
         text = json.dumps(dict(metadata), allow_nan=False)
-        _need_str_keys(dict(metadata))
     except (TypeError, ValueError, RecursionError) as error:
         raise type(error)(f"metadata must be JSON: {error}") from None
     copy: dict[str, Any] = json.loads(text)
     return copy
 
 
-def _need_str_keys(value: object) -> None:
-    """Refuse other keys, which JSON would turn into text, and two into the same perhaps."""
+def _check_nested(value: object, depth: int) -> None:
+    """Refuse keys that JSON would turn into text, and what a full stack could not read again."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"it is nested deeper than {_MAX_DEPTH}")
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
@@ -218,7 +225,7 @@ def _need_str_keys(value: object) -> None:
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         for each in value:
-            _need_str_keys(each)
+            _check_nested(each, depth + 1)
 
 
 def read_metadata(container: Container) -> dict[str, Any]:

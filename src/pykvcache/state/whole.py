@@ -54,6 +54,7 @@ class ContextState(Saved):
             as_int(s, "a key of tokens", 0, 2**31 - 1): as_token_array(t).copy()
             for s, t in (tokens or {}).items()
         }
+        self._tokens = dict(sorted(self._tokens.items()))
         for seq, given in self._tokens.items():
             n = self._count(seq)
             if len(given) != n:

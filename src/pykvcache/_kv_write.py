@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 
 def as_state(native: lib.Context, arrays: SequenceKV) -> list[Bytes]:
     """Return the pieces of the state of a sequence that holds these arrays."""
-    layout = native.state_layout()
+    layout = native.state_layout("write_kv")
     edges = {part["part"]: native.hadamard(part["part"]) for part in layout}
     layouts = {part.part: part for part in layouts_from_native(layout, edges)}
     for name, half in (("window", arrays.window), ("recurrent", arrays.recurrent)):

@@ -161,6 +161,18 @@ def test_an_encoders_cache_is_read_and_not_written(model_folder: Path) -> None:
         ctx.write_kv(0, arrays)
 
 
+@pytest.mark.parametrize("name", [n for n, i in MODELS.items() if i.memory == "other"])
+def test_memories_whose_layout_is_not_known_say_so(name: str, model_folder: Path) -> None:
+    model = LlamaModel(make_model(name, model_folder))
+    ctx = LlamaContext(model, n_ctx=256, n_seq_max=1, n_threads=1)
+    ctx.decode(words(model, 4))
+    for copy in (True, False):
+        with pytest.raises(UnsupportedOperation, match="kv: the layout"):
+            ctx.kv(0, copy=copy)
+    with pytest.raises(UnsupportedOperation, match="write_kv: the layout"):
+        ctx.write_kv(0, SequenceKV(np.empty(0, np.int32), []))
+
+
 def test_a_model_without_memory_says_so(model_folder: Path) -> None:
     ctx = LlamaContext(
         LlamaModel(make_model("bert", model_folder)), n_ctx=256, n_threads=1, embeddings=True

@@ -310,7 +310,8 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
     if (layers.empty()) {
         return result;
     }
-    const ggml_type types[] = {cache->type_k(), cache->type_v()};
+    // MLA keeps no values.
+    const ggml_type types[] = {cache->type_k(), h.is_mla() ? cache->type_k() : cache->type_v()};
     for (const uint32_t il : layers) {
         const uint32_t n = h.n_embd_k_gqa(il);
         result.push_back({part, BLOCK_K, il, types[0], n, ggml_row_size(types[0], n), h.n_head_kv(il), h.n_embd_head_k(il)});

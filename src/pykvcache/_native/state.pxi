@@ -68,12 +68,13 @@ cdef class State(Arrays):
         finally:
             self.lock.leave()
 
-    def state_layout(self):
+    def state_layout(self, str operation not None="get_state"):
         """Return what states of this memory are made of, a dict per part, in their order."""
         cdef lib.state_part part
         cdef lib.state_rows rows
         self.look()
         try:
+            self.has_states(operation)
             result = []
             for part in lib.state_parts(self.mem, self.v_trans(), False):
                 layout = {

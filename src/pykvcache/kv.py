@@ -15,7 +15,7 @@ from pykvcache._kv_types import LayerKV, LayerState, RecurrentState, SequenceKV
 from pykvcache._kv_view import CacheView
 from pykvcache._kv_write import as_state
 from pykvcache._native import lib
-from pykvcache.errors import UnsupportedOperation
+from pykvcache.errors import ClosedError, UnsupportedOperation
 
 __all__ = [
     "CacheView",
@@ -142,6 +142,8 @@ class KvMethods:
         UnsupportedOperation
             As for `kv`; or the cells depend on an encoder's input.
         """
+        if self._native.is_closed:
+            raise ClosedError("the context is closed")
         if not isinstance(arrays, SequenceKV):
             raise TypeError(f"arrays must be a SequenceKV, not {type(arrays).__name__}")
         first = arrays.recurrent.first if arrays.recurrent else None

@@ -31,6 +31,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "generate": ([5], 1),
     "kv_cache_seq_div": (0, None, None, 1),
     "set_n_threads": (1,),
+    "set_state": (b"", 0),
 }
 #: What may be called on a closed context.
 ALWAYS = {"close", "abort"}

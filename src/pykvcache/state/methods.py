@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pykvcache._convert import TokenInput, as_bool
 from pykvcache._native import lib
-from pykvcache.errors import StateLayoutMismatch
+from pykvcache.errors import ClosedError, StateLayoutMismatch
 from pykvcache.model import LlamaModel
 from pykvcache.state.blob import encode, split
 from pykvcache.state.buffers import ByteArray, as_bytes
@@ -194,6 +194,7 @@ class StateMethods(PartialStateMethods):
         UnsupportedOperation
             As for `set_state`.
         """
+        self._check_open()
         if not isinstance(state, SequenceState):
             raise TypeError(f"state must be a SequenceState, not {type(state).__name__}")
         state.fingerprint.check(self._fingerprint)
@@ -231,6 +232,7 @@ class StateMethods(PartialStateMethods):
         SequenceState
             What was loaded, with its ``tokens`` and ``metadata``.
         """
+        self._check_open()
         state = SequenceState.load(path)
         self.restore_sequence(state, seq_id, convert=convert)
         return state
@@ -270,6 +272,7 @@ class StateMethods(PartialStateMethods):
         StateModelMismatch, NoKvCacheSlot, UnsupportedOperation
             As for `restore_sequence`.
         """
+        self._check_open()
         if not isinstance(state, ContextState):
             raise TypeError(f"state must be a ContextState, not {type(state).__name__}")
         state.fingerprint.check(self._fingerprint)
@@ -309,9 +312,15 @@ class StateMethods(PartialStateMethods):
         ContextState
             What was loaded, with its ``tokens`` and ``metadata``.
         """
+        self._check_open()
         state = ContextState.load(path)
         self.restore_context(state, convert=convert)
         return state
+
+    def _check_open(self) -> None:
+        """Say that the context is closed before anything is said about a file or a state."""
+        if self._native.is_closed:
+            raise ClosedError("the context is closed")
 
     # What does not change while a context lives -------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NoReturn, SupportsIndex
 
 from pykvcache._native import lib
+from pykvcache.errors import ClosedError
 
 __all__ = ["PartialState", "PartialStateMethods"]
 
@@ -127,6 +128,8 @@ class PartialStateMethods:
         UnsupportedOperation
             As for `get_partial_state`.
         """
+        if self._native.is_closed:
+            raise ClosedError("the context is closed")
         if not isinstance(state, PartialState):
             raise TypeError(f"state must be a PartialState, not {type(state).__name__}")
         self._native.set_partial_state(state._native)

@@ -72,13 +72,13 @@ class Case:
 
     @property
     def can_read(self) -> bool:
-        """Whether `kv` gives its keys and values."""
-        return self.info.memory == "attention" and not self.info.has_mrope
+        """Whether `kv` gives its keys and values, and `write_kv` takes them."""
+        return self.info.memory == "attention" and self.has_states and not self.info.has_mrope
 
     @property
-    def can_write(self) -> bool:
-        """Whether `write_kv` takes them back."""
-        return self.can_read and not self.info.has_encoder
+    def has_states(self) -> bool:
+        """Whether its sequences can be taken out as bytes."""
+        return self.info.has_memory and not self.info.has_encoder
 
     @property
     def options(self) -> dict[str, Any]:

@@ -167,4 +167,6 @@ class ProgramBase(RuleBasedStateMachine):
 
 
 def brief(argument: Any) -> str:
-    return f"<{len(argument)} cells>" if isinstance(argument, SequenceKV) else repr(argument)
+    if isinstance(argument, SequenceKV | np.ndarray):
+        return f"<{type(argument).__name__} of {len(argument)}>"
+    return repr(argument)

@@ -41,6 +41,8 @@ class Program(ProgramBase):
     """Every operation on the memory as a rule."""
 
     saved: Bundle[tuple[SequenceKV, Saved]] = Bundle("saved")
+    taken: Bundle[tuple[Any, Saved]] = Bundle("taken")
+    taken_all: Bundle[tuple[Any, ...]] = Bundle("taken_all")
 
     def at(self, seq: int, edge: Edge | int | None) -> int | None:
         """The position that an edge means for a sequence."""
@@ -244,6 +246,36 @@ class Program(ProgramBase):
         arrays, what = saved
         if self.do("write_kv", self.ref.load(dst, what), dst, arrays) and self.ledger:
             self.ledger.sequences[dst] = what.ledger
+
+    @rule(target=taken, seq=SEQ)
+    def take(self, seq: int) -> tuple[Any, Saved]:
+        """Take a sequence as bytes."""
+        asked = self.do("state_size", self.ref.take(), seq)
+        size = self.result
+        if not self.do("get_state", self.ref.take(), seq):
+            assert not asked
+            return np.zeros(8, np.uint8), self.ref.save(seq, None)
+        assert size == len(self.result)
+        return self.result, self.ref.save(seq, self.ledger.cells(seq) if self.ledger else None)
+
+    @rule(dst=SEQ, state=taken)
+    def put(self, dst: int, state: tuple[Any, Saved]) -> None:
+        verdict = self.ref.put(dst, state[1])
+        if self.do("set_state", verdict, state[0], dst) and self.ledger:
+            self.ledger.sequences[dst] = state[1].ledger
+
+    @rule(target=taken_all)
+    def take_all(self) -> tuple[Any, ...]:
+        """Take the whole context as bytes."""
+        done = self.do("get_state", self.ref.take())
+        state = self.result if done else np.zeros(8, np.uint8)
+        ledger = dict(self.ledger.sequences) if self.ledger else None
+        return state, self.ref.save_all(), ledger
+
+    @rule(state=taken_all)
+    def put_all(self, state: tuple[Any, ...]) -> None:
+        if self.do("set_state", self.ref.put_all(state[1]), state[0]) and self.ledger:
+            self.ledger.sequences = dict(state[2])
 
 
 def plain(p0: int | None, p1: int | None) -> tuple[int, int]:

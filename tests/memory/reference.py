@@ -179,13 +179,15 @@ class Reference:
 
         def effect() -> None:
             chosen = self.within(src, p0, p1)
-            known = self.tokens[src]
+            known, whole = self.tokens[src], self.covers(src, p0, p1)
             if not (self.unified or self.info.memory == "recurrent"):
                 chosen = [Cell(cell.pos, next(self._keys)) for cell in chosen]
             prefix = p0 <= min(self.positions(src), default=0)
             self.cells[dst] = chosen
             self.state[dst] = self.state[src]
-            self.tokens[dst] = known[: len(chosen)] if known is not None and prefix else None
+            if known is not None and not whole:
+                known = known[: len(chosen)] if prefix else None
+            self.tokens[dst] = None if known is None else [*known]
             self._settle(dst)
 
         if src == dst or p0 >= p1:
@@ -309,10 +311,61 @@ class Reference:
             self.tokens[seq] = None if saved.tokens is None else [*saved.tokens]
             self._settle(seq)
 
-        if not self.case.can_write:
+        if not self.case.can_read:
             return verdict(nothing, UNSUPPORTED)
         used = self.without(seq, 0, END).n_used() if self.unified else 0
         return verdict(effect, DONE if used + len(saved.positions) <= self.n_cells else FULL)
+
+    def _window_may_be_full(self) -> tuple[str, ...]:
+        return (FULL,) if self.info.n_swa and not self.swa_full else ()
+
+    def take(self) -> Verdict:
+        """Copy a sequence, or everything, as bytes."""
+        if not self.case.has_states:
+            return verdict(nothing, UNSUPPORTED)
+        # What a window has broken is not given out.
+        broken = self._window_may_refuse()
+        return verdict(nothing, DONE, *([UNSUPPORTED] if broken else []))
+
+    def put(self, seq: int, saved: Saved) -> Verdict:
+        """Put the bytes of a sequence back, into cells of its own."""
+
+        def effect() -> None:
+            positions = saved.positions
+            if self.info.memory == "recurrent" and positions:
+                positions = [*range(positions[-1] + 1)]  # a state does not know where it began
+            self.cells[seq] = [Cell(pos, next(self._keys)) for pos in positions]
+            self.state[seq] = next(self._keys)
+            self.tokens[seq] = None if saved.tokens is None else [*saved.tokens]
+            self._settle(seq)
+
+        if not self.case.has_states:
+            return verdict(nothing, UNSUPPORTED)
+        used = self.without(seq, 0, END).n_used() if self.unified else 0
+        fits = self.info.memory == "recurrent" or used + len(saved.positions) <= self.n_cells
+        return verdict(effect, DONE if fits else FULL, *self._window_may_be_full())
+
+    def save_all(self) -> tuple[Any, ...]:
+        tokens = {s: None if known is None else [*known] for s, known in self.tokens.items()}
+        return {s: [*cells] for s, cells in self.cells.items()}, tokens, dict(self.state)
+
+    def put_all(self, saved: tuple[Any, ...]) -> Verdict:
+        def effect() -> None:
+            cells, tokens, state = saved
+            if self.info.memory == "recurrent":
+                cells = {
+                    s: [Cell(pos, next(self._keys)) for pos in range(held[-1].pos + 1)]
+                    if held
+                    else []
+                    for s, held in cells.items()
+                }
+            self.cells = {s: [*held] for s, held in cells.items()}
+            self.tokens = {s: None if known is None else [*known] for s, known in tokens.items()}
+            self.state = dict(state)
+
+        if not self.case.has_states:
+            return verdict(nothing, UNSUPPORTED)
+        return verdict(effect, DONE)
 
     def _settle(self, seq: int) -> None:
         if not self.cells[seq]:

@@ -37,11 +37,14 @@ OPERATIONS = WITHOUT_MEMORY | {
     "copy_cache",
     "copy_kv_cache_seq",
     "copy_prefix",
+    "get_state",
     "kv",
     "kv_cache_seq_add",
     "kv_cache_seq_div",
     "kv_cache_seq_keep",
     "remove",
+    "set_state",
+    "state_size",
     "write_kv",
 }
 
@@ -51,8 +54,8 @@ def possible(case: Case) -> set[str]:
     if not case.info.has_memory:
         return WITHOUT_MEMORY
     refused = {"kv_cache_seq_add", "kv_cache_seq_div"} if case.info.has_mrope else set()
-    refused |= set() if case.can_read else {"kv"}
-    refused |= set() if case.can_write else {"write_kv"}
+    refused |= set() if case.can_read else {"kv", "write_kv"}
+    refused |= set() if case.has_states else {"get_state", "set_state", "state_size"}
     return OPERATIONS - refused
 
 

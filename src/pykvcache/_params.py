@@ -92,6 +92,10 @@ def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
     n_ctx = params["n_ctx"] or model.n_ctx_train
     if n_ctx == 0:
         raise ContextCreateError("n_ctx=0 asks for the model's own context length, which it lacks")
+    # llama.cpp clips this to its rounded n_ctx only where attention is causal, and fills an array
+    # of so many entries. A longer call would be refused there all the same.
+    most = max(n_ctx + 256 * params["n_seq_max"], params["n_ubatch"])
+    params["n_batch"] = min(params["n_batch"], most)
     n_batch = min(params["n_batch"], n_ctx)
     if n_batch < params["n_seq_max"]:
         raise ContextCreateError(

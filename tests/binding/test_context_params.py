@@ -174,6 +174,18 @@ def test_a_compute_buffer_that_cannot_be_had_is_a_typed_error(model: Any) -> Non
     LlamaContext(model("llama")).close()
 
 
+@pytest.mark.parametrize("options", [{}, {"attention_type": "non_causal"}])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_huge_batch_size_costs_nothing(model: Any, name: str, options: Any) -> None:
+    before = resident_bytes()
+    with LlamaContext(
+        model(name), n_ctx=256, n_batch=2**31 - 1, n_ubatch=16, n_threads=1, **options
+    ) as ctx:
+        assert ctx.n_batch <= 2304
+        ctx.decode(np.full(16, 5, np.int32))
+        assert resident_bytes() - before < 50 * 2**20
+
+
 # Effective values ---------------------------------------------------------------------
 
 

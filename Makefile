@@ -4,12 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+# Of `make fuzz`: other seeds are other calls and programs.
+SEED ?= 1
+CALLS ?= 100000
+
 # What the compiled layer is made of: a change of any of these rebuilds it, a change of a .py does not.
 NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.py \
           $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/*)) $(wildcard models/*.gguf)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-arrays asan lint format wheel bench clean
+.PHONY: help venv demo test fuzz test-arrays asan lint format wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -21,6 +25,11 @@ demo: $(VENV)/.built ## show what it does, on the model that ships with it
 
 test: lint ## lint, types, stubs, then every test (not those marked slow)
 	$(BIN)/python -m pytest -n auto
+
+fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls and random programs, many more (SEED=1 CALLS=100000)
+	@echo "make fuzz SEED=$(SEED) CALLS=$(CALLS)"
+	PYKVCACHE_FUZZ_SEED=$(SEED) PYKVCACHE_FUZZ_CALLS=$(CALLS) $(BIN)/python -m pytest -n auto -v \
+	  --hypothesis-profile=fuzz tests/binding/test_hostile.py tests/memory/test_random_programs.py
 
 lint: $(VENV)/.dev $(VENV)/.built ## ruff, mypy, cython-lint, codespell, stubtest
 	$(BIN)/ruff check .

@@ -29,8 +29,8 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-# Fifty times the examples: pytest --hypothesis-profile=fuzz
-settings.register_profile("fuzz", settings.get_profile("suite"), max_examples=5000)
+# For `make fuzz`: 25 times the examples.
+settings.register_profile("fuzz", settings.get_profile("suite"), max_examples=2500)
 settings.load_profile("suite")
 
 # The array caches are tested without the compiled layer too, so nothing here imports it at once.

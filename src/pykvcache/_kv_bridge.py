@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
@@ -38,6 +39,8 @@ def to_caches(arrays: SequenceKV, window_size: SupportsIndex | None = None) -> C
     CacheValueError
         These caches count tokens: positions must be 0, 1, 2 and so on without a gap.
     """
+    if not isinstance(arrays, SequenceKV):
+        raise TypeError(f"arrays must be a SequenceKV, not {type(arrays).__name__}")
     length = max(len(arrays), arrays.recurrent.position + 1 if arrays.recurrent else 0)
     found: list[tuple[int, KVCache | RotatingKVCache | ArraysCache]] = []
     _consecutive(arrays.positions, 0, "positions")
@@ -103,7 +106,7 @@ def from_caches(
     full: list[LayerKV] = []
     window: list[LayerKV] = []
     states: list[LayerState] = []
-    lengths = set() if n_tokens is None else {n_tokens.__index__()}
+    lengths = set() if n_tokens is None else {operator.index(n_tokens)}
     rows = 0
     for index, cache in enumerate(caches):
         if isinstance(cache, ArraysCache):

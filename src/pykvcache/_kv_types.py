@@ -120,7 +120,9 @@ class SequenceKV:
         """
         if self.recurrent is not None:
             raise UnsupportedOperation("select", "a recurrent state cannot forget single tokens")
-        index = np.arange(len(self))[np.asarray(tokens)]
+        if not all(isinstance(layer, LayerKV) for layer in self.layers):
+            raise TypeError("layers must be a sequence of LayerKV")
+        index = _indices(tokens, len(self))
         window = self.window
         if window is not None:
             kept = np.isin(window.positions, self.positions[index])
@@ -134,3 +136,19 @@ class SequenceKV:
             extended=None if self.extended is None else self.extended[index],
             window=window,
         )
+
+
+def _indices(tokens: npt.ArrayLike, n: int) -> npt.NDArray[np.intp]:
+    wanted = np.asarray(tokens)
+    if wanted.ndim != 1:
+        raise ValueError(f"tokens must be a vector: {wanted.ndim} dimensions given")
+    if wanted.size and wanted.dtype.kind not in "biu":
+        raise TypeError(f"tokens must be indices or a mask, not {wanted.dtype}")
+    if wanted.dtype.kind == "b":
+        if len(wanted) != n:
+            raise IndexError(f"the mask has {len(wanted)} entries: the sequence holds {n} tokens")
+        return np.flatnonzero(wanted)
+    for index in (wanted.min(), wanted.max()) if wanted.size else ():
+        if not -n <= int(index) < n:
+            raise IndexError(f"token {index} is outside [0, {n})")
+    return wanted.astype(np.intp)

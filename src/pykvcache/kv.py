@@ -146,7 +146,10 @@ class KvMethods:
             raise ClosedError("the context is closed")
         if not isinstance(arrays, SequenceKV):
             raise TypeError(f"arrays must be a SequenceKV, not {type(arrays).__name__}")
-        first = arrays.recurrent.first if arrays.recurrent else None
+        state = arrays.recurrent
+        if state is not None and not isinstance(state, RecurrentState):
+            raise TypeError(f"recurrent must be a RecurrentState, not {type(state).__name__}")
+        first = None if state is None else state.first
         pieces = as_state(self._native, arrays)
         firsts = None if first is None else [(operator.index(seq_id), first)]
         self._native.set_state(seq_id, pieces, firsts)

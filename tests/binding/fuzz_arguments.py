@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +14,8 @@ import numpy as np
 from binding import fuzz_plausible as right
 from binding import fuzz_values as values
 from pykvcache import (
+    ContextState,
+    Fingerprint,
     KvCacheError,
     LayerKV,
     LayerState,
@@ -25,7 +26,10 @@ from pykvcache import (
     RecurrentState,
     Sampler,
     SequenceKV,
+    SequenceState,
+    to_caches,
 )
+from pykvcache.arrays import KVCache, RotatingKVCache
 
 NAMED_ONLY = {"n_ctx", "n_threads", "n_threads_batch", "capacity", "max_tokens", "grammar"}
 """Parameters that never get a random number: it could take gigabytes or minutes."""
@@ -38,7 +42,11 @@ class Arguments:
     path: Path
     pool: dict[type, list[Any]]
     closed: list[Any]
-    taken: list[PartialState]
+
+    def one(self, kind: type) -> Any:
+        """A live object of that kind."""
+        pool = self.pool[kind]
+        return self.rng.choice(pool) if pool else None
 
     def objects(self) -> list[Any]:
         return [one for pool in self.pool.values() for one in pool] + self.closed[-5:]
@@ -47,18 +55,8 @@ class Arguments:
         rng = self.rng
         if not plausible and name not in NAMED_ONLY:
             return values.hostile(rng, self.objects())
-        if name in ("model", "ctx", "sampler"):
-            kind = {"model": LlamaModel, "ctx": LlamaContext, "sampler": Sampler}[name]
-            pool = self.pool[kind]
-            return rng.choice(pool) if pool else None
-        if name == "batch_or_tokens":
-            return rng.choice([right.words(rng), right.words(rng), self.batch()])
-        if name == "arrays":
-            return self.sequence()
-        if name == "state":
-            return self.partial_state()
-        if name == "path":
-            return rng.choice([self.path, str(self.path), "missing", "", "/", "/dev/null"])
+        if name in MADE:
+            return MADE[name](self)
         if name in right.NAMED:
             return right.NAMED[name](rng)
         return values.hostile(rng, self.objects())
@@ -93,15 +91,6 @@ class Arguments:
         if found.recurrent is not None and rng.random() < 0.5:
             return dataclasses.replace(found, recurrent=self.spoiled_state(found.recurrent))
         return self.spoiled(found) if found.layers and len(found) else found
-
-    def partial_state(self) -> Any:
-        """A partial state: new, or one that was taken some calls ago."""
-        rng, contexts = self.rng, self.pool[LlamaContext]
-        if contexts:
-            with contextlib.suppress(KvCacheError):
-                state = rng.choice(contexts).get_partial_state(rng.randrange(right.N_SEQ))
-                self.taken = [*self.taken[-9:], state]
-        return rng.choice([*self.taken, None])
 
     def spoiled_state(self, state: RecurrentState) -> Any:
         """Recurrent states that may fit nowhere."""
@@ -139,10 +128,62 @@ class Arguments:
             rope=rng.random() < 0.8,
         )
 
+    def state(self) -> Any:
+        """The raw state of some live sequence or context, or nearly."""
+        rng = self.rng
+        try:
+            seq = rng.choice([None, *range(right.N_SEQ)])
+            state = rng.choice(self.pool[LlamaContext]).get_state(seq)
+        except KvCacheError:
+            return values.hostile(rng, self.objects())
+        return rng.choice(right.DAMAGE)(rng, state)
+
+    def kept(self, kind: type) -> Any:
+        """What an earlier call gave, sometimes less of it."""
+        rng, found = self.rng, self.one(kind)
+        if kind is SequenceState and found is not None and rng.random() < 0.2:
+            try:
+                return found[: rng.randrange(len(found) + 1)]
+            except KvCacheError:
+                return found
+        return found
+
+    def saved(self) -> Any:
+        """A saved state, or nearly."""
+        found = self.kept(self.rng.choice([SequenceState, ContextState]))
+        if found is None:
+            return b"saved"
+        return self.rng.choice(right.DAMAGE)(self.rng, np.frombuffer(found.to_bytes(), "u1").copy())
+
+    def state_path(self) -> Any:
+        """A file below this folder, sometimes a damaged one."""
+        path = Path(self.rng.choice(["one", "two"]))
+        if path.exists() and self.rng.random() < 0.2:
+            data = np.frombuffer(path.read_bytes(), "u1").copy()
+            # Another file of that name: the old one may be mapped.
+            Path("draft").write_bytes(bytes(self.rng.choice(right.DAMAGE)(self.rng, data)))
+            Path("draft").replace(path)
+        return self.rng.choice([path, path, str(path), str(path).encode(), "missing/one", "", "."])
+
+    def token_map(self) -> Any:
+        rng = self.rng
+        return rng.choice([None, {}, {rng.randrange(right.N_SEQ): right.words(rng)}])
+
+    def caches(self) -> Any:
+        """Array caches that came out of a sequence."""
+        try:
+            return to_caches(self.sequence())
+        except (KvCacheError, TypeError):
+            return [KVCache(), RotatingKVCache(8)]
+
     def arguments(self, function: Callable[..., Any]) -> Any:
         rng = self.rng
         # Half of the calls are right but for chance, a fifth is nonsense, the rest mixed.
         wild = rng.choice([0.0, 0.0, 0.0, 0.15, 0.4, 1.0])
+        method = getattr(function, "__name__", "")
+        if function == LlamaBatch.from_arrays and rng.random() < 0.5:
+            tokens = right.words(rng)
+            return [tokens, np.arange(len(tokens)), rng.randrange(right.N_SEQ)], {"logits": True}
         args: list[Any] = []
         named: dict[str, Any] = {}
         for p in inspect.signature(function).parameters.values():
@@ -151,9 +192,38 @@ class Arguments:
             required = p.default is p.empty
             if not required and p.name != "capacity" and rng.random() < 0.5:
                 continue
-            value = self.argument(p.name, rng.random() >= wild)
+            name = OTHER_NAMES.get((method, p.name), p.name)
+            value = self.argument(name, rng.random() >= wild)
             if required and p.kind is not p.KEYWORD_ONLY:
                 args.append(value)
             else:
                 named[p.name] = value
         return args, named
+
+
+MADE: Mapping[str, Callable[[Arguments], Any]] = {
+    "model": lambda a: a.one(LlamaModel),
+    "ctx": lambda a: a.one(LlamaContext),
+    "sampler": lambda a: a.one(Sampler),
+    "batch_or_tokens": lambda a: a.batch() if a.rng.random() < 0.3 else right.words(a.rng),
+    "arrays": Arguments.sequence,
+    "buffer": Arguments.state,
+    "state": lambda a: a.kept(a.rng.choice([SequenceState, SequenceState, ContextState])),
+    "partial_state": lambda a: a.one(PartialState),
+    "states": lambda a: [a.kept(SequenceState) for _ in range(a.rng.randrange(4))],
+    "data": Arguments.saved,
+    "caches": Arguments.caches,
+    "here": lambda a: a.one(Fingerprint),
+    "path": Arguments.state_path,
+    "token_map": Arguments.token_map,
+    "model_path": lambda a: a.rng.choice([a.path, str(a.path), "missing", "", "/", "/dev/null"]),
+}
+"""Arguments that are made from what is alive, by parameter name."""
+
+OTHER_NAMES = {
+    ("__init__", "path"): "model_path",
+    ("set_partial_state", "state"): "partial_state",
+    ("context_state", "tokens"): "token_map",
+    ("save_context", "tokens"): "token_map",
+}
+"""Names that mean something else here. States are never saved over a model, or a device."""

@@ -4,18 +4,23 @@ Run as a script, with ``tests`` on the path::
 
     python -m binding.fuzz_driver llama --folder FOLDER --calls 100000 --seed 1
 
-Exit status 0: only documented exceptions were seen, and at the end a fresh context still
-decodes as at the start. ``--journal FILE`` notes each call before it is made.
+Exit status 0: only documented exceptions were seen, every context that was let go gave, once
+cleared, what a new one with its options gives, and at the end a fresh context still decodes as
+at the start. ``--journal FILE`` notes each call before it is made.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import faulthandler
 import gc
 import inspect
+import itertools
+import json
 import logging
 import os
+import pickle
 import sys
 import traceback
 from collections import Counter
@@ -29,17 +34,52 @@ import numpy as np
 from binding import fuzz_plausible as right
 from binding.fuzz_arguments import Arguments
 from pykvcache import (
+    CacheView,
+    CellTable,
+    ContextState,
+    Fingerprint,
     InternalError,
+    InvalidBatch,
     KvCacheError,
+    LayerKV,
+    LayerState,
     LlamaBatch,
     LlamaContext,
     LlamaModel,
+    MemoryInfo,
+    PartialState,
+    PerfData,
+    RecurrentState,
     Sampler,
+    SequenceKV,
+    SequenceRange,
+    SequenceState,
+    StateInfo,
+    describe_state,
+    embedded_model_path,
+    from_caches,
+    system_info,
+    to_caches,
 )
 from support.models import RIGHT, make_model
 
-ALLOWED = (KvCacheError, TypeError, ValueError, IndexError, OverflowError, MemoryError, ImportError)
+BUILTIN = (TypeError, ValueError, IndexError)
+"""What docs/guarantees.md allows besides `KvCacheError`."""
 KINDS: tuple[type, ...] = (LlamaContext, LlamaModel, LlamaBatch, Sampler)
+GIVEN: tuple[type, ...] = (SequenceState, ContextState, PartialState)
+GIVEN += (SequenceKV, CacheView, Fingerprint)
+"""Made by methods of others, and kept."""
+PLAIN = (CellTable, LayerKV, LayerState, MemoryInfo, PerfData, RecurrentState, SequenceRange)
+PLAIN += (StateInfo,)
+"""Records, which check nothing themselves."""
+FUNCTIONS = (describe_state, embedded_model_path, from_caches, system_info, to_caches)
+PROTOCOL: list[Callable[[Any], Any]] = [
+    *(repr, len, hash, iter, list, bool, copy.copy, copy.deepcopy, pickle.dumps),
+    *(np.asarray, memoryview, lambda one: one[1:3], lambda one: one[-1:][..., 0]),
+    *(lambda one: one == one, lambda one: one[0], lambda one: one.no_such_name),
+    *(lambda one: setattr(one, "n_ctx", 5), lambda one: type(one).__new__(type(one)).close()),
+]
+"""What Python itself does with objects; an `AttributeError` or `KeyError` is right here."""
 LIVE = 3
 """Objects of each kind that are kept open."""
 
@@ -47,11 +87,11 @@ LIVE = 3
 def members(kind: type) -> tuple[list[str], list[int]]:
     """Public names of a class with how often each is called."""
     names = [n for n in dir(kind) if not n.startswith("_") and n != "native"]
-    quiet = {n for n in names if isinstance(inspect.getattr_static(kind, n), property)}
-    return names, [20 if n == "decode" else 1 if n in quiet else 4 for n in names]
+    loud = {n for n in names if callable(getattr(kind, n))}
+    return names, [20 if n == "decode" else 4 if n in loud else 1 for n in names]
 
 
-MEMBERS = {kind: members(kind) for kind in KINDS}
+MEMBERS = {kind: members(kind) for kind in (*KINDS, *GIVEN)}
 
 
 class Unexpected(Exception):
@@ -65,6 +105,7 @@ class Fuzz(Arguments):
         self.rng = Random(f"{name} {seed}")
         self.journal = journal
         self.seen: Counter[str] = Counter()
+        self.called: Counter[str] = Counter()
         self.returned: Counter[str] = Counter()
         other = "qwen2vl" if name != "qwen2vl" else "llama"
         self.path = make_model(name, folder)
@@ -74,9 +115,11 @@ class Fuzz(Arguments):
             LlamaContext: [],
             LlamaBatch: [LlamaBatch()],
             Sampler: [Sampler(temperature=0)],
+            **{kind: [] for kind in GIVEN},
         }
         self.closed = []
-        self.taken = []
+        self.options: dict[int, tuple[Any, Any]] = {}
+        self.checked = 0
         self.expected = self.fresh()
 
     def fresh(self) -> Any:
@@ -99,15 +142,36 @@ class Fuzz(Arguments):
             result = function(*args, **named)
             if inspect.isgenerator(result):
                 result = list(result)
-        except InternalError as error:
-            raise Unexpected(f"{what}{args!r}{named!r}: no check foresaw this") from error
-        except ALLOWED as error:
+        except Exception as error:
+            if isinstance(error, InternalError):
+                raise Unexpected(f"{what}{args!r}{named!r}: no check foresaw this") from error
+            allowed = (KvCacheError, *BUILTIN)
+            if what == "protocol":
+                allowed += (AttributeError, LookupError)
+            if not isinstance(error, allowed):
+                raise Unexpected(f"{what}{args!r}{named!r}") from error
             self.seen[type(error).__name__] += 1
             return None
-        except Exception as error:
-            raise Unexpected(f"{what}{args!r}{named!r}") from error
+        finally:
+            self.called[what] += 1
         self.returned[what] += 1
+        self.keep(result)
         return result
+
+    def keep(self, result: Any) -> None:
+        """Remember what a method made, so that later calls may use it."""
+        found = [result] if isinstance(result, GIVEN) else []
+        if isinstance(result, SequenceKV) and isinstance(result.layers, list | tuple):
+            layers = [layer for layer in result.layers if isinstance(layer, LayerKV)]
+            found += [one for layer in layers[:1] for one in (layer.keys, layer.values)]
+        elif isinstance(result, (SequenceState, ContextState)):
+            found.append(result.fingerprint)
+        for one in found:
+            if isinstance(one, GIVEN):
+                pool = self.pool[type(one)]
+                pool.append(one)
+                if len(pool) > LIVE:
+                    pool.pop(self.rng.randrange(len(pool)))
 
     def make(self, kind: type) -> None:
         """Make a new object, and let go of an old one in one of several ways."""
@@ -125,8 +189,11 @@ class Fuzz(Arguments):
             made = self.call(kind.__name__, kind, args, named)
         if made is not None:
             pool.append(made)
+            self.options[id(made)] = (args, named)
         while len(pool) > LIVE:
             gone = pool.pop(rng.randrange(len(pool)))
+            if kind is LlamaContext and rng.random() < 0.5:
+                self.check(gone)
             if gone in self.models:
                 pool.insert(0, gone)
             elif rng.random() < 0.5 and hasattr(gone, "close"):
@@ -134,28 +201,72 @@ class Fuzz(Arguments):
                 self.closed.append(gone)
         del self.closed[:-5]
 
+    def check(self, ctx: LlamaContext) -> None:
+        """Whatever was done to a context: cleared, it gives what a new one gives."""
+        args, named = self.options.pop(id(ctx))
+        if ctx.is_closed or args[0].is_closed:
+            return
+        with LlamaContext(*args, **named) as new:
+            for given, wanted in itertools.zip_longest(answers(ctx), answers(new), fillvalue=str):
+                if isinstance(wanted, type) or isinstance(given, type):
+                    right = given is wanted
+                else:
+                    right = np.allclose(given, wanted, rtol=RIGHT, atol=RIGHT, equal_nan=True)
+                if not right:
+                    raise Unexpected(f"{ctx} {named} gives {given}, a new one {wanted}")
+        self.checked += 1
+
     def step(self) -> None:
         rng = self.rng
         if rng.random() < 0.04 or not self.pool[LlamaContext]:
             self.make(rng.choice(KINDS) if self.pool[LlamaContext] else LlamaContext)
             return
+        if rng.random() < 0.02:
+            self.step_aside()
+            return
         # Contexts are what this is about.
-        kind = rng.choices(KINDS, (12, 2, 2, 1))[0]
+        kind = rng.choices((*KINDS, *GIVEN), (24, 4, 4, 2, 3, 1, 1, 1, 2, 1))[0]
+        if not self.pool[kind]:
+            kind = LlamaContext
         closed = [one for one in self.closed if isinstance(one, kind)]
         target = rng.choice(closed if closed and rng.random() < 0.03 else self.pool[kind])
         names, weights = MEMBERS[kind]
         name = rng.choices(names, weights)[0]
         if name == "close" and (target in self.models or rng.random() < 0.9):
             return
-        member = inspect.getattr_static(kind, name)
-        if isinstance(member, property):
-            self.call(f"{kind.__name__}.{name}", lambda: getattr(target, name), (), {})
-            return
-        args, named = self.arguments(getattr(kind, name))
-        self.call(f"{kind.__name__}.{name}", getattr(target, name), args, named)
+        self.use(target, name)
         if name == "close":
             self.pool[kind] = [one for one in self.pool[kind] if not one.is_closed]
             self.closed.append(target)
+
+    def use(self, target: Any, name: str) -> None:
+        """Read a property, or call a method with arguments of any kind."""
+        kind = type(target)
+        if callable(getattr(kind, name)):
+            args, named = self.arguments(getattr(kind, name))
+            self.call(f"{kind.__name__}.{name}", getattr(target, name), args, named)
+        else:
+            self.call(f"{kind.__name__}.{name}", lambda: getattr(target, name), (), {})
+
+    def sweep(self) -> None:
+        """Every member of an object of each kind, alive and then closed."""
+        made = [LlamaModel(self.path), LlamaContext(self.models[0]), LlamaBatch(), Sampler()]
+        for one in [*made, *(pool[0] for kind in GIVEN if (pool := self.pool[kind]))]:
+            for name in [*MEMBERS[type(one)][0]] * 2:
+                # Closes it somewhere on the way.
+                self.use(one, name)
+
+    def step_aside(self) -> None:
+        """Functions, records, and what Python does with any object."""
+        rng = self.rng
+        what = rng.choice([*FUNCTIONS, *PLAIN, SequenceKV, *PROTOCOL])
+        if what in PROTOCOL:
+            self.call("protocol", what, (rng.choice(self.objects()),), {})
+            return
+        args, named = self.arguments(what)
+        made = self.call(what.__name__, what, args, named)
+        if made is not None:
+            self.call("protocol", rng.choice(PROTOCOL), (made,), {})
 
     def run(self, calls: int) -> None:
         """Make that many calls, and check that all still works."""
@@ -163,13 +274,35 @@ class Fuzz(Arguments):
             self.step()
             if k % 1000 == 0:
                 gc.collect()
-        for pool in self.pool.values():
-            for one in pool:
-                repr(one)
+        self.sweep()
+        for ctx in self.pool[LlamaContext]:
+            self.check(ctx)
         self.pool[LlamaContext].clear()
         off = float(np.abs(self.fresh() - self.expected).max())
         if off > RIGHT:
             raise Unexpected(f"a fresh context is off by {off}")
+
+
+def answers(ctx: LlamaContext) -> list[Any]:
+    """What a context gives for some tokens, or the types of its refusals."""
+    calls: list[Callable[[], Any]] = [
+        ctx.clear_kv_cache,
+        lambda: ctx.encode([5]),
+        lambda: ctx.decode([8, 9, 10]),
+        ctx.logits,
+        ctx.embeddings,
+        ctx.seq_embeddings,
+    ]
+    found: list[Any] = []
+    for call in calls:
+        try:
+            result = call()
+            found.append(type(None) if result is None else result)
+        except (KvCacheError, IndexError) as error:
+            found.append(type(error))
+            if isinstance(error, InvalidBatch):
+                break  # what an earlier decode left is still there
+    return found
 
 
 def main() -> int:
@@ -190,15 +323,9 @@ def main() -> int:
     except Unexpected:
         traceback.print_exc()
         return 3
-    print(f"returned {fuzz.returned.total()}, refused {fuzz.seen.total()}: {dict(fuzz.seen)}")
-    print(f"never returned: {sorted(unreached(fuzz))}")
+    tallies = {"called": fuzz.called, "returned": fuzz.returned, "refused": fuzz.seen}
+    print(json.dumps({"checked contexts": fuzz.checked, **tallies}))
     return 0
-
-
-def unreached(fuzz: Fuzz) -> set[str]:
-    """Public members of a context that no call got through to."""
-    public = {f"LlamaContext.{n}" for n in dir(LlamaContext) if not n.startswith("_")}
-    return public - set(fuzz.returned) - {"LlamaContext.native"}
 
 
 if __name__ == "__main__":

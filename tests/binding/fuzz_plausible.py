@@ -26,13 +26,36 @@ SPOIL: list[Callable[[Any], Any]] = [
     lambda rows: rows * np.float32(1e30),
     lambda rows: rows * np.nan,
     lambda rows: rows.tolist(),
-    lambda rows: np.repeat(rows, 2, axis=1)[:, ::2],
+    lambda rows: np.repeat(rows, 2, axis=-1)[..., ::2],
     lambda rows: np.broadcast_to(rows[:1], rows.shape),
     lambda rows: rows.astype(">f4"),
     lambda rows: None,
     lambda rows: "rows",
 ]
 """What is done to the K or V of a layer before it is written back."""
+
+
+def flip(rng: Random, state: Any) -> Any:
+    """Change some bytes, mostly of what says how much there is."""
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(min(len(state), rng.choice([64, 64, 10**9])))
+        state[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, state[at] ^ 1 << rng.randrange(8)])
+    return state
+
+
+DAMAGE: list[Callable[[Random, Any], Any]] = [
+    lambda rng, state: state,
+    lambda rng, state: state,
+    lambda rng, state: state.tobytes(),
+    lambda rng, state: memoryview(state).cast("c"),
+    lambda rng, state: state[: rng.randrange(len(state) + 1)],
+    lambda rng, state: np.concatenate([state, state[: rng.randrange(1, 9)]]),
+    lambda rng, state: state[::-1],
+    lambda rng, state: state.astype(np.int32),
+    flip,
+    flip,
+]
+"""What is done to a state before it is put back."""
 
 
 def words(rng: Random, most: int = 40) -> Any:
@@ -68,7 +91,23 @@ def grammars(rng: Random) -> Any:
 
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-TEMPLATES = ["{{ messages[0].content }}", "{{ 1 / 0 }}", "{% for", "{{ ''.__class__ }}", "x"]
+TEMPLATES = [
+    "{{ messages[0].content }}",
+    "{{ messages }}",
+    "{{ 1 / 0 }}",
+    "{% for",
+    "{{ ''.__class__ }}",
+    "x",
+]
+
+FLAGS = ["kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "no_perf"]
+FLAGS += ["mapped", "convert", "logits", "logits_all", "special", "add_special", "parse_special"]
+FLAGS += ["vocab_only", "check_tensors", "use_extra_bufts", "add_generation_prompt"]
+FRACTIONS = ["temperature", "top_p", "min_p", "repeat_penalty"]
+FRACTIONS += ["frequency_penalty", "presence_penalty"]
+FRACTIONS += ["yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"]
+COUNTS = ["top_k", "penalty_last_n", "seed", "yarn_orig_ctx"]
+COUNTS += ["n_gpu_layers", "split_mode", "main_gpu"]
 
 NAMED: Mapping[str, Callable[[Random], Any]] = {
     # Sizes of a context: never some gigabytes, and never 512 threads on two cores.
@@ -112,13 +151,24 @@ NAMED: Mapping[str, Callable[[Random], Any]] = {
     "grammar": grammars,
     "grammar_root": lambda r: r.choice(["root", "x", "", "\0"]),
     "template": lambda r: r.choice(TEMPLATES),
-    "messages": lambda r: r.choice([MESSAGES, [], "ab", [5], None]),
+    "messages": lambda r: r.choice([MESSAGES, MESSAGES, MESSAGES, [], "ab", [5], None]),
     "progress": lambda r: r.choice([None, lambda f: f < 0.5, lambda f: None]),
     "load_mode": lambda r: r.choice(["auto", "none", "mmap", "direct_io", 9]),
     "copy": lambda r: r.choice([True, False]),
     "dtype": lambda r: r.choice([None, "stored", np.float32, "f4", "f8", object]),
     "rope": lambda r: r.choice([True, False]),
+    "out": lambda r: r.choice([None, bytearray(100), np.empty(10**6, np.uint8), np.empty(300_000)]),
+    "metadata": lambda r: r.choice(
+        [None, {}, {"a": [1, {"b": None}]}, {1: 2}, {"a": object()}, "a"]
+    ),
+    "checksum": lambda r: r.choice([None, "crc32", "none", "xxh3-64", "blake2b", 5]),
+    "sync": lambda r: r.random() < 0.05,
+    "n_tokens": lambda r: r.choice([None, r.randrange(40)]),
+    "window_size": lambda r: r.choice([None, 1, 32, 0, -1]),
     "part": lambda r: r.choice([None, "attention", "window", "recurrent", "x"]),
+    **dict.fromkeys(FLAGS, lambda r: r.random() < 0.5),
+    **dict.fromkeys(FRACTIONS, lambda r: r.choice([0.0, 0.5, 1.0, -1.0, 3.0, 1e30])),
+    **dict.fromkeys(COUNTS, lambda r: r.choice([0, 1, 40, -1, MAX])),
 }
 """Mostly right arguments by parameter name: calls that pass the checks are the dangerous ones."""
 

@@ -77,6 +77,8 @@ class Fingerprint:
 
     def check(self, here: Fingerprint) -> None:
         """Raise unless a state with this fingerprint is right in that context."""
+        if not isinstance(here, Fingerprint):
+            raise TypeError(f"here must be a Fingerprint, not {type(here).__name__}")
         if self.model != here.model:
             raise StateModelMismatch(
                 f"the state belongs to another model: its fingerprint is {self.model[:16]}..., "

@@ -50,6 +50,10 @@ class ContextState(Saved):
                 for array in (part.positions, part.ext, *(part.members or ()), *part.tensors):
                     if array is not None and array.flags.writeable:
                         array.flags.writeable = False
+        if tokens is not None and not isinstance(tokens, Mapping):
+            raise TypeError(
+                f"tokens must map sequence ids to tokens: {type(tokens).__name__} given"
+            )
         self._tokens = {
             as_int(s, "a key of tokens", 0, 2**31 - 1): as_token_array(t).copy()
             for s, t in (tokens or {}).items()

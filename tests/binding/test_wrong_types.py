@@ -1,0 +1,74 @@
+"""Values of a wrong type that the survival fuzz found are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from binding.kit import words
+from pykvcache import LayerKV, RecurrentState, SequenceKV, from_caches, to_caches
+
+NONE = SequenceKV(np.empty(0, np.int32), [])
+
+
+@pytest.mark.parametrize("given", [5, "tokens", [words(3)], -0.5])
+def test_tokens_of_a_context_are_a_mapping(make_context: Any, tmp_path: Any, given: Any) -> None:
+    ctx = make_context("llama")
+    ctx.decode(words(3))
+    with pytest.raises(TypeError, match="tokens"):
+        ctx.context_state(tokens=given)
+    with pytest.raises(TypeError, match="tokens"):
+        ctx.save_context(tmp_path / "state", tokens=given)
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("given", [None, 5, [1], "fingerprint"])
+def test_a_fingerprint_is_compared_with_another(make_context: Any, given: Any) -> None:
+    ctx = make_context("llama")
+    ctx.decode(words(3))
+    with pytest.raises(TypeError, match="Fingerprint"):
+        ctx.sequence_state(0).fingerprint.check(given)
+
+
+def test_what_is_no_sequence_becomes_no_caches() -> None:
+    for given in (5, [True], {5}, None):
+        with pytest.raises(TypeError, match="SequenceKV"):
+            to_caches(given)  # type: ignore[arg-type]
+    for n_tokens in ("5", 1.5, np.str_("a")):
+        with pytest.raises(TypeError):
+            from_caches([], n_tokens=n_tokens)  # type: ignore[arg-type]
+
+
+def test_a_recurrent_state_that_is_none_is_refused(make_context: Any) -> None:
+    given: Any = 6
+    with pytest.raises(TypeError, match="RecurrentState"):
+        make_context("mamba").write_kv(0, SequenceKV(NONE.positions, [], recurrent=given))
+    state = RecurrentState(3, given)
+    with pytest.raises((TypeError, ValueError)):
+        make_context("mamba").write_kv(0, SequenceKV(NONE.positions, [], recurrent=state))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error"),
+    [
+        (np.array([2**64 - 1], np.uint64), IndexError),
+        ([4], IndexError),
+        ([-5], IndexError),
+        ([True, False], IndexError),
+        (np.zeros(2, [("a", "i4")]), TypeError),
+        ([1.0], TypeError),
+        (2, ValueError),
+    ],
+)
+def test_tokens_that_do_not_exist_are_not_selected(tokens: Any, error: type[Exception]) -> None:
+    rows = np.arange(16, dtype=np.float32).reshape(4, 2, 2)
+    held = SequenceKV(np.arange(4, dtype=np.int32), [LayerKV(rows, rows)])
+    with pytest.raises(error):
+        held.select(tokens)
+    assert held.select([3, -4]).positions.tolist() == [3, 0]
+    assert held.select([False, True, False, True]).positions.tolist() == [1, 3]
+    assert len(held.select([])) == 0
+    with pytest.raises(TypeError, match="LayerKV"):
+        SequenceKV(held.positions, words(4)).select([0])  # type: ignore[arg-type]

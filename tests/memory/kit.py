@@ -71,11 +71,6 @@ class Case:
         return 10 * RIGHT if self.name in ("gemma3", "t5") else RIGHT
 
     @property
-    def can_read(self) -> bool:
-        """Whether `kv` gives its keys and values, and `write_kv` takes them."""
-        return self.info.memory == "attention" and self.has_states and not self.info.has_mrope
-
-    @property
     def has_states(self) -> bool:
         """Whether its sequences can be taken out as bytes."""
         return self.info.has_memory and not self.info.has_encoder

@@ -297,24 +297,19 @@ class Reference:
     # Out and in --------------------------------------------------------------------------
 
     def read(self) -> Verdict:
-        return verdict(nothing, DONE if self.case.can_read else UNSUPPORTED)
+        """Keys, values and states as arrays."""
+        if not self.info.has_memory:
+            return verdict(nothing, UNSUPPORTED)
+        broken = self._window_may_refuse()
+        return verdict(nothing, DONE, *([UNSUPPORTED] if broken else []))
 
     def save(self, seq: int, ledger: Any) -> Saved:
         known = self.tokens[seq]
         return Saved(self.positions(seq), None if known is None else [*known], ledger)
 
     def load(self, seq: int, saved: Saved) -> Verdict:
-        """Put what was read into a sequence, in cells of its own."""
-
-        def effect() -> None:
-            self.cells[seq] = [Cell(pos, next(self._keys)) for pos in saved.positions]
-            self.tokens[seq] = None if saved.tokens is None else [*saved.tokens]
-            self._settle(seq)
-
-        if not self.case.can_read:
-            return verdict(nothing, UNSUPPORTED)
-        used = self.without(seq, 0, END).n_used() if self.unified else 0
-        return verdict(effect, DONE if used + len(saved.positions) <= self.n_cells else FULL)
+        """Put arrays into a sequence; they know where a recurrent state began."""
+        return self.put(seq, saved, saved.positions)
 
     def _window_may_be_full(self) -> tuple[str, ...]:
         return (FULL,) if self.info.n_swa and not self.swa_full else ()
@@ -327,13 +322,14 @@ class Reference:
         broken = self._window_may_refuse()
         return verdict(nothing, DONE, *([UNSUPPORTED] if broken else []))
 
-    def put(self, seq: int, saved: Saved) -> Verdict:
+    def put(self, seq: int, saved: Saved, positions: list[int] | None = None) -> Verdict:
         """Put the bytes of a sequence back, into cells of its own."""
-
-        def effect() -> None:
+        if positions is None:
             positions = saved.positions
             if self.info.memory == "recurrent" and positions:
-                positions = [*range(positions[-1] + 1)]  # a state does not know where it began
+                positions = [*range(positions[-1] + 1)]  # bytes do not know where it began
+
+        def effect() -> None:
             self.cells[seq] = [Cell(pos, next(self._keys)) for pos in positions]
             self.state[seq] = next(self._keys)
             self.tokens[seq] = None if saved.tokens is None else [*saved.tokens]

@@ -54,8 +54,7 @@ def possible(case: Case) -> set[str]:
     if not case.info.has_memory:
         return WITHOUT_MEMORY
     refused = {"kv_cache_seq_add", "kv_cache_seq_div"} if case.info.has_mrope else set()
-    refused |= set() if case.can_read else {"kv", "write_kv"}
-    refused |= set() if case.has_states else {"get_state", "set_state", "state_size"}
+    refused |= set() if case.has_states else {"get_state", "set_state", "state_size", "write_kv"}
     return OPERATIONS - refused
 
 

@@ -148,6 +148,7 @@ UNREADABLE: dict[str, Edit] = {
     "what": row(0, "../../k"),
     "type": row(2, 1),
     "negative type": row(2, -1),
+    "type past int32": row(2, 2**31),
     "no positions": drop(P),
     "no keys": drop(K),
     "negative position": put(P, [-1, *range(1, 12)]),

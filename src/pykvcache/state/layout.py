@@ -95,6 +95,8 @@ class PartLayout:
         rows = tuple(Rows(str(r[0]), *(_count(n) for n in r[1:])) for r in data["rows"])
         if any(len(r) != 8 for r in data["rows"]) or data["part"] not in PARTS:
             raise ValueError("not a part")
+        if any(row.type >= 2**31 for row in rows):
+            raise ValueError("not a type")
         return cls(
             data["part"],
             _count(data["n_layer"]),

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from support.sanitizer import SLOWER
+
 TESTS = Path(__file__).resolve().parent.parent
 
 # These tests import the package at the top: there is nothing to collect without its compiled layer.
@@ -41,7 +43,7 @@ def child() -> Child:
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=timeout * SLOWER,
             env=env,
             check=False,
         )

@@ -195,6 +195,7 @@ assert np.abs(some - ctx.logits()).max() < 0.05
 def test_a_stopped_batch_is_checked_again_from_where_it_stands(make_context: Any) -> None:
     ctx, _ = aborted(make_context, "llama", n_batch=256, n_ubatch=64)
     done = lengths(ctx).get(0, 0)
-    with pytest.raises(InvalidBatch):
-        ctx.decode(LlamaBatch.from_arrays([5], [done + 1], 0))
+    if done:  # an empty sequence may begin anywhere
+        with pytest.raises(InvalidBatch):
+            ctx.decode(LlamaBatch.from_arrays([5], [done + 1], 0))
     ctx.decode(LlamaBatch.from_arrays([5], [done], 0))

@@ -23,6 +23,7 @@ from binding.fuzz_driver import FUNCTIONS, GIVEN, KINDS, MEMBERS, PLAIN
 from binding.fuzz_plausible import NAMED
 from pykvcache import PartialState
 from support.models import make_model
+from support.sanitizer import SLOWER
 
 MODELS = ["llama", "gemma3", "qwen2vl", "mamba", "jamba", "bert", "t5", "lfm2_swa"]
 CALLS = int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "3000"))
@@ -37,7 +38,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         env=os.environ | env,
         capture_output=True,
         text=True,
-        timeout=60 + CALLS / 50,
+        timeout=(60 + CALLS / 50) * SLOWER,
         check=False,
     )
 

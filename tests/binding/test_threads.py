@@ -16,8 +16,9 @@ from binding.conftest import Child, assert_quiet
 from binding.kit import differ, lengths, words
 from pykvcache import ClosedError
 from support.models import RIGHT
+from support.sanitizer import SLOWER
 
-PATIENCE = 60
+PATIENCE = 60 * SLOWER
 """Seconds after which a thread counts as stuck."""
 
 

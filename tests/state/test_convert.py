@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from memory.kit import apart
 from pykvcache import LlamaContext, SequenceState, StateDamaged, StateError, StateLayoutMismatch
-from pykvcache._kv_codec import as_floats, rotated
+from pykvcache._codec import as_floats, rotated
 from pykvcache.state.layout import Part
 from state.kit import WORDS, next_logits, refused
 from support.models import RIGHT

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._kv_codec import as_floats, as_rows
+from pykvcache._codec import as_floats, as_rows
 from pykvcache.enums import GgmlType
 from pykvcache.errors import StateDamaged, StateError, StateLayoutMismatch
 from pykvcache.state.buffers import ByteArray

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._kv_codec import NATURAL, as_floats, as_rows, as_stored, stored_dtype
-from pykvcache._kv_rope import rotate
-from pykvcache._kv_types import Array, LayerKV, LayerState, RecurrentState, SequenceKV
+from pykvcache._codec import NATURAL, as_floats, as_rows, as_stored, stored_dtype
 from pykvcache._native import lib
 from pykvcache.errors import StateError, UnsupportedOperation
+from pykvcache.kv.rope import rotate
+from pykvcache.kv.types import Array, LayerKV, LayerState, RecurrentState, SequenceKV
 from pykvcache.state.blob import encode
 from pykvcache.state.layout import Part, PartLayout, layouts_from_native
 

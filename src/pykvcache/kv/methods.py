@@ -1,4 +1,4 @@
-"""A live sequence's keys and values as NumPy arrays, and back."""
+"""The array methods of `LlamaContext`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,15 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._kv_bridge import from_caches, to_caches
-from pykvcache._kv_codec import NATURAL, as_floats, as_stored
-from pykvcache._kv_rope import rotate
-from pykvcache._kv_types import LayerKV, LayerState, RecurrentState, SequenceKV
-from pykvcache._kv_view import CacheView
-from pykvcache._kv_write import as_state
+from pykvcache._codec import NATURAL, as_floats, as_stored
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError, UnsupportedOperation
+from pykvcache.kv.rope import rotate
+from pykvcache.kv.types import LayerKV, LayerState, RecurrentState, SequenceKV
+from pykvcache.kv.view import CacheView
+from pykvcache.kv.write import as_state
 
-__all__ = [
-    "CacheView",
-    "KvMethods",
-    "LayerKV",
-    "LayerState",
-    "RecurrentState",
-    "SequenceKV",
-    "from_caches",
-    "to_caches",
-]
+__all__ = ["KvMethods"]
 
 
 class KvMethods:

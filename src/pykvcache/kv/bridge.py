@@ -9,9 +9,9 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._kv_types import LayerKV, LayerState, RecurrentState, SequenceKV
 from pykvcache.arrays import ArraysCache, KVCache, RotatingKVCache
 from pykvcache.errors import CacheValueError
+from pykvcache.kv.types import LayerKV, LayerState, RecurrentState, SequenceKV
 
 __all__ = ["from_caches", "to_caches"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._kv_view import CacheView
 from pykvcache.errors import UnsupportedOperation
+from pykvcache.kv.view import CacheView
 
 __all__ = ["Array", "LayerKV", "LayerState", "RecurrentState", "SequenceKV"]
 

@@ -33,6 +33,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", action="append", choices=GROUPS, help="a group; may be repeated")
     parser.add_argument("--quick", action="store_true", help="few samples: to see that it works")
+    parser.add_argument("--brief", action="store_true", help="2 samples of what takes seconds")
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--peers", default=",".join(setup.PEERS), help="comma-separated")
     parser.add_argument("--out", type=Path, help="folder; default: docs, or build/bench/out")
@@ -45,7 +46,9 @@ def main() -> None:
     options = arguments()
     whole = not options.only and not options.quick
     out = options.out or (ROOT / "docs" if whole or options.merge else BUILD / "out")
-    plan = Plan(2, 4, quick=True) if options.quick else Plan(options.samples)
+    plan = Plan(2, 2, 4, quick=True) if options.quick else Plan(options.samples, options.samples)
+    if options.brief:
+        plan = Plan(plan.samples, min(2, plan.samples), plan.slices, plan.quick)
     begin = time.perf_counter()
     names = [name for name in options.peers.split(",") if name]
     contestants, took = setup.contestants(names)
@@ -55,17 +58,21 @@ def main() -> None:
         "models": environment.models(),
         "setup_seconds": took,
         "samples": plan.samples,
+        "samples_of_what_takes_seconds": plan.few,
         "groups": {},
     }
     path = out / "benchmarks.json"
     if options.merge and path.exists():
-        result["groups"] = json.loads(path.read_text())["groups"]
+        earlier = json.loads(path.read_text())
+        result |= {key: earlier[key] for key in ("groups", "setup_seconds")}
     for name in options.only or GROUPS:
         group = importlib.import_module(f"benchmarks.groups.{name}")
         print(f"{name}: {group.TITLE}", file=sys.stderr)
         start, load = time.perf_counter(), os.getloadavg()
+        # What calls llama.h without a check is there for the cost of a call alone.
+        who = {n: c for n, c in contestants.items() if n != "thin" or name == "calls"}
         with closing(contestants):
-            rows = group.run(contestants, plan)
+            rows = group.run(who, plan)
         result["groups"][name] = {
             "title": group.TITLE,
             "seconds": round(time.perf_counter() - start, 1),

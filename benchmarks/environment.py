@@ -42,6 +42,8 @@ def machine() -> dict[str, Any]:
         "memory": first_line("/proc/meminfo", "MemTotal"),
         "system": platform.platform(terse=True),
         "load": os.getloadavg(),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
     }
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Answer = dict[str, Any]
@@ -24,8 +24,15 @@ class Plan:
     """How much to measure."""
 
     samples: int = 7
-    slices: int = 20
+    few: int = 7
+    """Samples of what takes seconds; fewer in a brief run."""
+    slices: int = 150
     quick: bool = False
+
+
+def few(plan: Plan) -> Plan:
+    """Return the plan for what takes seconds."""
+    return replace(plan, samples=plan.few)
 
 
 class Contestant:

@@ -14,6 +14,7 @@ from benchmarks import targets, texts
 from benchmarks.harness import Row
 
 ORDER = ("pykvcache", "C", "llama-cpp-python", "cyllama", "xllamacpp")
+CALLED = ("C", "thin", "llama-cpp-python", "cyllama")
 Rows = dict[str, Row]
 
 
@@ -75,13 +76,14 @@ def calls(rows: Rows) -> str:
         if row is None:
             continue
         over = targets.over_c(row, rows.get(empty))
-        peers = [number(row.median(who) * 1e9) for who in ("C", "llama-cpp-python", "cyllama")]
+        peers = [number(row.median(who) * 1e9) for who in CALLED]
         times = spread(row.ratios("llama-cpp-python", "pykvcache"))
         statement = row.notes.get("statement", {}).get("pykvcache", what).replace("\n", "; ")
         ours = spread(row.samples.get("pykvcache", []), 1e9)
-        lines.append([f"`{statement}`", ours, *peers, spread(over, 1e9), times])
-    header = ["ns per call", "pykvcache", "C", "llama-cpp-python", "cyllama"]
-    header += ["over C and an empty method", "llama-cpp-python / pykvcache"]
+        thin = spread(targets.over_thin(row), 1e9)
+        lines.append([f"`{statement}`", ours, *peers, spread(over, 1e9), thin, times])
+    header = ["ns per call", "pykvcache", *CALLED, "over C and an empty method"]
+    header += ["over thin", "llama-cpp-python / pykvcache"]
     empties = ", ".join(
         f"{number(row.median('pykvcache') * 1e9)} ns (`{row.notes['statement']['pykvcache']}`)"
         for name, row in rows.items()

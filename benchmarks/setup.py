@@ -29,6 +29,7 @@ MODULES = {
     "xllamacpp": "xllamacpp_peer",
 }
 OURS = "pykvcache"
+INCLUDES = [f"-I{VENDOR / 'include'}", f"-I{VENDOR / 'ggml' / 'include'}"]
 
 
 def python_of(name: str) -> Path:
@@ -89,28 +90,32 @@ def c_program() -> Path:
         archives = libraries()
     if program.exists() and program.stat().st_mtime > newest([source, *archives]):
         return program
-    includes = [f"-I{VENDOR / 'include'}", f"-I{VENDOR / 'ggml' / 'include'}"]
     item = BUILD / "bench.o"
-    run([os.environ.get("CC", "cc"), "-O2", *includes, "-c", source, "-o", item])
-    flags = ["-fopenmp", "-pthread", "-ldl", "-lm", "-o", os.fspath(program)]
-    run([os.environ.get("CXX", "c++"), item, *archives, *flags])
+    run([os.environ.get("CC", "cc"), "-O2", *INCLUDES, "-c", source, "-o", item])
+    link([item, *archives], program)
     return program
 
 
-def empty_extension() -> Path:
-    """Compile the class with the empty methods; return its folder."""
-    folder, source = BUILD / "native", HERE / "c" / "bench_empty.pyx"
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    target = folder / f"bench_empty{suffix}"
-    if target.exists() and target.stat().st_mtime > source.stat().st_mtime:
+def thin_extension() -> Path:
+    """Compile the class with the empty and the unchecked methods; return its folder."""
+    folder, source, archives = BUILD / "native", HERE / "c" / "bench_thin.pyx", libraries()
+    target = folder / f"bench_thin{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if target.exists() and target.stat().st_mtime > newest([source, *archives]):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    text = folder / "bench_empty.c"
-    run([sys.executable, "-m", "cython", "-3", source, "-o", text])
-    include = f"-I{sysconfig.get_path('include')}"
-    flags = ["-O3", "-DNDEBUG", "-fPIC", "-shared", "-fwrapv"]
-    run([os.environ.get("CC", "cc"), *flags, include, text, "-o", target])
+    text, item = folder / "bench_thin.cpp", folder / "bench_thin.o"
+    run([sys.executable, "-m", "cython", "-3", "--cplus", source, "-o", text])
+    includes = [f"-I{sysconfig.get_path('include')}", *INCLUDES]
+    flags = ["-O3", "-DNDEBUG", "-fPIC", "-fwrapv", "-fvisibility=hidden"]
+    run([os.environ.get("CXX", "c++"), *flags, *includes, "-c", text, "-o", item])
+    link([item, *archives, "-shared"], target)
     return folder
+
+
+def link(items: list[str | os.PathLike[str]], target: Path) -> None:
+    """Link with what llama.cpp needs, hiding its symbols."""
+    flags = ["-fopenmp", "-pthread", "-ldl", "-lm", "-Wl,--exclude-libs,ALL", "-o"]
+    run([os.environ.get("CXX", "c++"), *items, *flags, target])
 
 
 def wheel() -> Path:
@@ -172,15 +177,15 @@ def contestants(
 
     begin = time.perf_counter()
     install_ours()
-    native = os.fspath(empty_extension())
-    module = ["-m", "benchmarks.peers.ours"]
-    ours = {**env, "PYKVCACHE_BENCH_NATIVE": native}
-    found[OURS] = Contestant(OURS, [os.fspath(python_of(OURS)), *module], ours)
     took[OURS] = time.perf_counter() - begin
-
     begin = time.perf_counter()
-    found["C"] = Contestant("C", [os.fspath(c_program())])
+    program = c_program()
+    native = {**env, "PYKVCACHE_BENCH_NATIVE": os.fspath(thin_extension())}
     took["C"] = time.perf_counter() - begin
+    python = os.fspath(python_of(OURS))
+    found[OURS] = Contestant(OURS, [python, "-m", "benchmarks.peers.ours"], native)
+    found["C"] = Contestant("C", [os.fspath(program)])
+    found["thin"] = Contestant("thin", [python, "-m", "benchmarks.peers.thin"], native)
 
     for name in peers:
         begin = time.perf_counter()

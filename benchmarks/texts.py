@@ -42,6 +42,7 @@ under `build/bench/`.
 - {machine["cpu"]}, {machine["cpus"]} cores, {machine["memory"]}, {machine["system"]}
 - Load average by group, before and after (a benchmark alone makes 1 to 2): {loads}.
   What is above that is other programs, and shows in the spread.
+- `OMP_WAIT_POLICY`: {machine["OMP_WAIT_POLICY"] or "not set"}
 - Python {versions["python"]}, {versions["compiler"]}, commit {versions["commit"]},
   llama.cpp: {versions["llama.cpp"]}
 {peers}
@@ -52,25 +53,29 @@ under `build/bench/`.
 ## How to read it
 
 - Contestants are processes that take turns, A B A B, one round of warm-up before. Figures are medians
-  of {result["samples"]} samples with the lowest and the highest; a sample of something short is the best
-  of several slices. Ratios are taken pair by pair. A dash is explained below its table.
+  of {result["samples"]} samples ({result["samples_of_what_takes_seconds"]} of what takes seconds) with the
+  lowest and the highest; a sample of something short is the best of several slices, and the calls of the
+  first table get new processes for each sample. Ratios are taken pair by pair. A dash is explained below
+  its table.
 - C is `benchmarks/c/bench.c`, linked with the static llama.cpp of our own build. llama-cpp-python is
   built from its source distribution, which holds the same llama.cpp. cyllama and xllamacpp are wheels:
   other versions of llama.cpp, built for any x86-64 processor, so their compute speed says how
   their builds differ from a native one, not how the bindings do.
 - For memory operations llama-cpp-python is called through its ctypes functions, which is its fastest way.
+- *thin* is `benchmarks/c/bench_thin.pyx`: the same call of llama.h from a Cython method without a single
+  check or lock, on the same static libraries: C and the call of a method, measured as one.
 - An empty method is one of a Cython class compiled for the purpose that takes as many arguments and
   does nothing: what no binding can be faster than."""
 
 
 GROUPS = {
     "calls": (
-        "Story model, 512 cells, 64 sequences, 16 tokens in sequence 0; a call on each of the "
+        "Story model, 256 cells, 64 sequences, 16 tokens in sequence 0; a call on each of the "
         "other sequences. `decode1` is one token by itself, at the end of 16."
     ),
     "throughput": (
-        "Tokens per second. Decode: one token for each sequence per step, after 32 tokens each. "
-        "Prefill: one batch of 512 tokens (256 on the 30M model) cut among the sequences. "
+        "Tokens per second. Decode: one token for each sequence, after 32 tokens each, the fastest of 8 to 32 steps. "
+        "Prefill: one batch of 512 tokens (128 on the 30M model) cut among the sequences. "
         "xllamacpp is a server, and its figures hold sampling and queueing."
     ),
     "prefix": (
@@ -106,7 +111,17 @@ GROUPS = {
 PLOTS = ("calls", "throughput", "prefix", "state", "growth")
 
 #: Why a target is missed; shown only when it is.
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "memory_cost": "the Python method around the compiled one takes 28 ns, lock and checks 20 to 40 (a call that finds "
+    "nothing to do takes 55 ns in the compiled class); the rest is llama.cpp's own walk over the cells, which a "
+    "profile shows to be slower here than in a loop that does nothing else",
+    "memory_peer": "where llama.cpp itself walks over all cells, C alone takes more than a third of "
+    "llama-cpp-python's time",
+    "decode_cost": "converting the tokens, the checks and the lock",
+    "throughput": "spread of a busy machine: see the load",
+    "copies": "saves are as fast as C's: llama.cpp counts the size and writes cells beside the data. Loads are bound "
+    "by its search for cells: see C's own figure; `load_over` keeps what was there until the new state is in",
+}
 
 TAIL = """## What these figures do not show
 

@@ -21,7 +21,7 @@ def rate(answer: Answer) -> float:
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Measure both models with 1 and with 2 threads."""
     rows = []
-    models = {"stories": (STORIES, 32, 512), "30M": (medium(), 8, 256)}
+    models = {"stories": (STORIES, 32, 512), "30M": (medium(), 8, 128)}
     for name, (path, steps, prompt) in models.items():
         for threads in (1, 2):
             shape = {"n_ctx": 1024, "n_seq_max": 16, "n_batch": 512, "threads": threads}

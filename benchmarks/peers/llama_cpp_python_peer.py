@@ -113,18 +113,25 @@ class LlamaCppPython(Worker):
             n -= part
 
     def decode_rows(self, rows: list[tuple[int, int, int]]) -> None:
-        """Decode one batch, filled field by field as its own `LlamaBatch` does."""
-        batch, at = self.batch.batch, 0
-        for start, n, seq in rows:
-            for i in range(start, start + n):
-                batch.token[at] = self.token_at(i)
-                batch.pos[at] = i
+        """Decode one batch."""
+        self.step(rows)()
+
+    def step(self, rows: list[tuple[int, int, int]]) -> Callable[[], object]:
+        """Return what fills a batch field by field, as its own `LlamaBatch` does."""
+        places = self.places(rows)
+
+        def run() -> None:
+            batch = self.batch.batch
+            for at, (token, pos, seq, logits) in enumerate(places):
+                batch.token[at] = token
+                batch.pos[at] = pos
                 batch.seq_id[at][0] = seq
                 batch.n_seq_id[at] = 1
-                batch.logits[at] = i == start + n - 1
-                at += 1
-        batch.n_tokens = at
-        self.context.decode(self.batch)
+                batch.logits[at] = logits
+            batch.n_tokens = len(places)
+            self.context.decode(self.batch)
+
+        return run
 
     def remove(self, seq: int) -> None:
         """Empty a sequence."""
@@ -221,7 +228,6 @@ class LlamaCppPython(Worker):
             llm.eval(shared)
             self.cache[shared] = llm.save_state()
         if how == "prefix":
-            llm.reset()
             next(llm.generate(other, temp=0.0))
         else:
             llm.reset()

@@ -76,9 +76,9 @@ class Ours(Worker):
         }
         if "PYKVCACHE_BENCH_NATIVE" in os.environ:
             sys.path.insert(0, os.environ["PYKVCACHE_BENCH_NATIVE"])
-            import bench_empty
+            import bench_thin
 
-            self.names["empty"] = bench_empty.Empty()
+            self.names["empty"] = bench_thin.Empty()
 
     @property
     def context(self) -> LlamaContext:
@@ -97,10 +97,13 @@ class Ours(Worker):
 
     def decode_rows(self, rows: list[tuple[int, int, int]]) -> None:
         """Decode one batch."""
-        batch = LlamaBatch(0)
-        for start, n, seq in rows:
-            batch.add_sequence(self.array(start, n), seq, start=start)
-        self.context.decode(batch)
+        self.step(rows)()
+
+    def step(self, rows: list[tuple[int, int, int]]) -> Callable[[], object]:
+        """Return what makes a batch from arrays and decodes it."""
+        columns = np.array(self.places(rows), np.int32).T.copy()
+        token, pos, seq, logits = columns
+        return lambda: self.context.decode(LlamaBatch.from_arrays(token, pos, seq, logits))
 
     def remove(self, seq: int) -> None:
         """Empty a sequence."""

@@ -13,7 +13,7 @@ NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.
           $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/*)) $(wildcard models/*.gguf)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test fuzz test-arrays asan lint format wheel bench clean
+.PHONY: FORCE help venv demo test fuzz test-arrays asan lint format wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -87,7 +87,11 @@ $(VENV)/.bench: pyproject.toml | $(VENV)/.venv
 	$(PIP) install --quiet --group bench
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.build-tools $(NATIVE)
+# An editable install knows the modules that were there when it was made.
+$(VENV)/.modules: FORCE | $(VENV)/.venv
+	@find src -name '*.py' | sort | cmp -s - $@ || find src -name '*.py' | sort > $@
+
+$(VENV)/.built: $(VENV)/.build-tools $(VENV)/.modules $(NATIVE)
 	$(PIP) install --quiet --no-build-isolation --editable ".[demo,chat,arrays,state]"
 	@touch $@
 

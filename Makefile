@@ -26,10 +26,12 @@ demo: $(VENV)/.built ## show what it does, on the model that ships with it
 test: lint ## lint, types, stubs, then every test (not those marked slow)
 	$(BIN)/python -m pytest -n auto
 
-fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls and random programs, many more (SEED=1 CALLS=100000)
+fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models and random programs, many more (SEED=1 CALLS=100000)
 	@echo "make fuzz SEED=$(SEED) CALLS=$(CALLS)"
-	PYKVCACHE_FUZZ_SEED=$(SEED) PYKVCACHE_FUZZ_CALLS=$(CALLS) $(BIN)/python -m pytest -n auto -v \
-	  --hypothesis-profile=fuzz tests/binding/test_hostile.py tests/memory/test_random_programs.py
+	PYKVCACHE_FUZZ_SEED=$(SEED) PYKVCACHE_FUZZ_CALLS=$(CALLS) PYKVCACHE_FUZZ_SECONDS=60 \
+	  $(BIN)/python -m pytest -n auto -v --hypothesis-profile=fuzz tests/binding/test_hostile.py \
+	  tests/memory/test_random_programs.py tests/binding/test_damaged.py \
+	  tests/binding/test_threads.py::test_two_threads_hammer_one_context_without_a_wrong_result
 
 lint: $(VENV)/.dev $(VENV)/.built ## ruff, mypy, cython-lint, codespell, stubtest
 	$(BIN)/ruff check .

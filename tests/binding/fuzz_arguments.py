@@ -173,7 +173,7 @@ class Arguments:
         """Array caches that came out of a sequence."""
         try:
             return to_caches(self.sequence())
-        except (KvCacheError, TypeError):
+        except (KvCacheError, TypeError, ValueError):
             return [KVCache(), RotatingKVCache(8)]
 
     def arguments(self, function: Callable[..., Any]) -> Any:

@@ -36,6 +36,10 @@ def test_what_is_no_sequence_becomes_no_caches() -> None:
     for given in (5, [True], {5}, None):
         with pytest.raises(TypeError, match="SequenceKV"):
             to_caches(given)  # type: ignore[arg-type]
+    window = SequenceKV(NONE.positions, [], window=NONE)
+    for window_size in ("5", 1.5, slice(1)):
+        with pytest.raises(TypeError):
+            to_caches(window, window_size)  # type: ignore[arg-type]
     for n_tokens in ("5", 1.5, np.str_("a")):
         with pytest.raises(TypeError):
             from_caches([], n_tokens=n_tokens)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from pykvcache.errors import CacheValueError, NotSupported
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Arrays", "BaseCache", "Mask", "PairCache", "meta_ints", "state_pair"]
+__all__ = ["Arrays", "BaseCache", "Mask", "PairCache", "as_caches", "meta_ints", "state_pair"]
 
 #: Keys and values.
 Arrays: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
@@ -224,3 +224,12 @@ def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int
             raise CacheValueError(f"{name} of a {owner} is {text!r}; expected a number as text")
         numbers.append(int(text))
     return numbers
+
+
+def as_caches(name: str, caches: Sequence[BaseCache]) -> list[BaseCache]:
+    """Return a list of what must be caches of layers, or raise a `TypeError`."""
+    layers = list(caches)
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, BaseCache):
+            raise TypeError(f"{name}[{i}] must be a cache, not {type(layer).__name__}")
+    return layers

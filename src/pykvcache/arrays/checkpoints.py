@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._batch import as_range
-from pykvcache.arrays._checks import as_int
+from pykvcache.arrays._checks import as_int, as_storable
 
 __all__ = ["CheckpointRing"]
 
@@ -57,7 +57,7 @@ class CheckpointRing:
 
     def record(self, pos: SupportsIndex) -> int:
         """Begin a checkpoint without arrays; return its place, -1 if the ring has none."""
-        position = as_int("pos", pos, minimum=0)
+        position = as_int("pos", pos, minimum=0, maximum=2**31 - 1)
         if not self._pos.size:
             return -1
         place = self._next
@@ -68,6 +68,8 @@ class CheckpointRing:
 
     def store(self, place: int, name: Hashable, array: NDArray[Any]) -> None:
         """Copy an array into the checkpoint at a place."""
+        place = as_int("place", place, minimum=0, maximum=self._pos.size - 1)
+        array = as_storable("array", array)
         kept = self._arrays[place].get(name)
         if kept is not None and (kept.shape, kept.dtype) == (array.shape, array.dtype):
             kept[...] = array
@@ -84,6 +86,7 @@ class CheckpointRing:
 
     def at(self, place: int) -> tuple[int, Mapping[Hashable, NDArray[Any]]]:
         """Return position and arrays of the checkpoint at a place."""
+        place = as_int("place", place, minimum=0, maximum=self._pos.size - 1)
         held = {name: self._arrays[place][name] for name in self._held[place]}
         return int(self._pos[place]), held
 

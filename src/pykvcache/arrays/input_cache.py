@@ -204,6 +204,8 @@ class InputCache:
             raise CacheValueError("the prompt is empty; at least one input is needed")
         if not all(isinstance(item, Input) for item in inputs):
             raise TypeError("a prompt holds Inputs")
+        if not isinstance(cache_prompt, bool):
+            raise TypeError(f"cache_prompt must be a bool, not {type(cache_prompt).__name__}")
         slot, past = self._best(inputs) if self._multi_user else self._longest(inputs)
         # One input is left to evaluate: its output is what comes next.
         past = self._resume(slot, min(past, len(inputs) - 1) if cache_prompt else 0)
@@ -267,6 +269,8 @@ class InputCache:
             `keep` is negative.
         """
         kept = as_int("keep", keep, minimum=0)
+        if not all(isinstance(item, Input) for item in inputs):
+            raise TypeError("inputs must hold Inputs")
         wanted = max((self._num_ctx - kept) // 2, 1) - (self._num_ctx - len(inputs))
         discard = group_end = 0
         for item in inputs[kept:]:
@@ -287,6 +291,8 @@ class InputCache:
         ReprocessInputs
             The cache cannot shift. The slot is empty now; evaluate the error's ``inputs``.
         """
+        if not isinstance(slot, Slot):
+            raise TypeError(f"slot must be a Slot, not {type(slot).__name__}")
         kept = as_int("keep", keep, minimum=0)
         if kept >= self._num_ctx:
             raise CacheValueError(

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from pykvcache.arrays._base import BaseCache
+from pykvcache.arrays._base import BaseCache, as_caches
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.prompt import can_trim_prompt_cache
 from pykvcache.arrays.trie import PromptTrie, Tokens, token_list
@@ -119,10 +119,10 @@ class LRUPromptCache:
         cache_type : str
             Who ends the tokens: ``"assistant"``, ``"user"`` or ``"system"``.
         """
-        if cache_type not in _TYPES:
+        if not isinstance(cache_type, str) or cache_type not in _TYPES:
             raise CacheValueError(f"cache_type is {cache_type!r}; expected one of {_TYPES}")
         keys = token_list(tokens)
-        layers = [layer.copy() for layer in prompt_cache]
+        layers = [layer.copy() for layer in as_caches("prompt_cache", prompt_cache)]
         entry = _Entry(layers, sum(layer.nbytes for layer in layers), cache_type)
         if entry.nbytes > self._max_bytes:
             return

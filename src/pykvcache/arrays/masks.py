@@ -9,11 +9,14 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from pykvcache.arrays._base import BaseCache, Mask
+from pykvcache.arrays._base import BaseCache, Mask, as_caches
 from pykvcache.arrays._checks import as_int
 from pykvcache.errors import CacheValueError
 
 __all__ = ["create_attention_mask", "create_causal_mask"]
+
+MOST = 2**40
+"""Booleans that no machine has."""
 
 Padding: TypeAlias = NDArray[Any] | Sequence[int]
 
@@ -54,6 +57,8 @@ def create_causal_mask(
     n = as_int("n", n, minimum=1)
     offset = as_int("offset", offset, minimum=0)
     columns = offset + n
+    if columns + n > MOST:
+        raise CacheValueError(f"a mask of {n} rows and {columns} columns is too large")
     # Whether a key is visible depends on its distance alone, so every row is a window of
     # one line of booleans; copying rows is several times faster than comparing indices.
     line = np.zeros(columns + n - 1, np.bool_)
@@ -64,6 +69,10 @@ def create_causal_mask(
         return mask
     seen = np.arange(columns)
     rows = mask[None, None]
+    if right_padding is not None and left_padding is not None:
+        right, left = np.size(right_padding), np.size(left_padding)
+        if right != left:
+            raise CacheValueError(f"padding of {right} rows on the right, of {left} on the left")
     if right_padding is not None:
         rows = rows & (seen < columns - _per_row("right_padding", right_padding))
     if left_padding is not None:
@@ -82,10 +91,11 @@ def create_attention_mask(
     That of the cache if there is one; else None for a single token, an array if
     `return_array` or if the window is shorter than `h`, and ``"causal"`` otherwise.
     """
-    if h.ndim < 2:
-        raise CacheValueError(f"h has shape {h.shape}; expected (batch, n_tokens, ...)")
-    n = h.shape[1]
+    if np.ndim(h) < 2:
+        raise CacheValueError(f"h has shape {np.shape(h)}; expected (batch, n_tokens, ...)")
+    n = np.shape(h)[1]
     if cache is not None:
+        as_caches("cache", [cache])
         return cache.make_mask(n, window_size=window_size, return_array=return_array)
     if n == 1:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Literal, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._base import BaseCache
+from pykvcache.arrays._base import BaseCache, as_caches
 from pykvcache.arrays._mlx_files import is_newer, plain_values, serialized
 from pykvcache.arrays.kinds import KvCacheKind, from_state
 from pykvcache.errors import CacheDTypeError, CacheValueError
@@ -57,8 +58,11 @@ def save_prompt_cache(
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
+    layers = as_caches("cache", cache)
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must be a mapping, not {type(metadata).__name__}")
     texts: dict[str, Any] = {}
-    for i, layer in enumerate(cache):
+    for i, layer in enumerate(layers):
         _flatten(f"0.{i}", layer.meta_state, texts, empty="")
         texts[f"2.{i}"] = type(layer).__name__
     for key, text in (metadata or {}).items():
@@ -66,9 +70,11 @@ def save_prompt_cache(
             raise CacheDTypeError(f"metadata is text under text; got {key!r}: {text!r}")
         texts[f"1.{key}"] = text
     arrays: dict[str, Any] = {}
-    for i, layer in enumerate(cache):
+    for i, layer in enumerate(layers):
         _flatten(str(i), layer.state, arrays)
     path = Path(file_name)
+    if not path.name:
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.touch()  # where nothing can be written, this says so with an OSError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from pykvcache.arrays._base import BaseCache
+from pykvcache.arrays._base import BaseCache, as_caches
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.rotating import RotatingKVCache
 from pykvcache.arrays.standard import KVCache
@@ -45,6 +45,8 @@ def make_prompt_cache(config: PromptCacheConfig) -> list[BaseCache]:
     `RotatingKVCache` of the sliding window, keeping `ROTATING_DEFAULT_KEEP` tokens, if there
     is a window; else `KVCache`.
     """
+    if not isinstance(config, PromptCacheConfig):
+        raise TypeError(f"config must be a PromptCacheConfig, not {type(config).__name__}")
     layers = as_int("num_hidden_layers", config.num_hidden_layers, minimum=0)
     if config.sliding_window is None:
         return [KVCache() for _ in range(layers)]
@@ -54,7 +56,7 @@ def make_prompt_cache(config: PromptCacheConfig) -> list[BaseCache]:
 
 def can_trim_prompt_cache(cache: Sequence[BaseCache]) -> bool:
     """Tell whether the caches of all layers can be trimmed."""
-    return all(layer.is_trimmable() for layer in cache)
+    return all(layer.is_trimmable() for layer in as_caches("cache", cache))
 
 
 def trim_prompt_cache(cache: Sequence[BaseCache], num_tokens: SupportsIndex) -> int:
@@ -63,7 +65,8 @@ def trim_prompt_cache(cache: Sequence[BaseCache], num_tokens: SupportsIndex) -> 
     0, and no layer is changed, if one cannot be trimmed or there are none.
     """
     n = as_int("num_tokens", num_tokens, minimum=0)
-    if not cache or not can_trim_prompt_cache(cache):
+    layers = as_caches("cache", cache)
+    if not layers or not can_trim_prompt_cache(layers):
         return 0
-    dropped = [layer.trim(n) for layer in cache]
+    dropped = [layer.trim(n) for layer in layers]
     return dropped[0]

@@ -199,6 +199,7 @@ class ArraysCache(BaseCache):
 
         Zeros where one cache has nothing; if none has, `left_padding` is zeros.
         """
+        caches = list(caches)
         if not caches:
             raise CacheValueError("there is no cache to merge; expected at least one")
         for cache in caches:

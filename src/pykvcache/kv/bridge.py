@@ -52,7 +52,7 @@ def to_caches(arrays: SequenceKV, window_size: SupportsIndex | None = None) -> C
     if arrays.window is not None:
         if window_size is None:
             raise CacheValueError("window_size is needed: this sequence has a window half")
-        found += _windows(arrays.window, length, window_size.__index__())
+        found += _windows(arrays.window, length, operator.index(window_size))
     for state in arrays.recurrent.layers if arrays.recurrent else ():
         slots = ArraysCache(2)
         if arrays.recurrent and arrays.recurrent.position >= 0:

@@ -86,6 +86,7 @@ def damaged(path: Path, name: str, keys: dict[str, Any], tensors: dict[str, Any]
         ("mamba2", ".ssm.group_count", 0),
         ("mamba2", ".ssm.time_step_rank", 0),
         ("deepseek4", ".attention.output_group_count", 0),
+        ("granitehybrid", ".rope.dimension_count", 18),
         ("deepseek4", ".hyper_connection.sinkhorn_iterations", 2**31),
     ],
 )

@@ -75,9 +75,8 @@ cdef class Model:
             raise ModelLoadError(f"cannot load {os.fsdecode(path)!r}: {why}")
         self.vocab_only = p.vocab_only
         self.read_facts()
-        if self.facts.lacks_biases:
-            raise ModelLoadError(
-                f"cannot load {os.fsdecode(path)!r}: the position biases of its first layer are missing")
+        if self.facts.fault != NULL:
+            raise ModelLoadError(f"cannot load {os.fsdecode(path)!r}: {self.facts.fault.decode()}")
 
     cdef int read_facts(self) except -1:
         cdef const lib.llama_model* m = self.ref.get()

@@ -170,7 +170,14 @@ model_facts look_at_model(const llama_model * model) {
     facts.causal = hparams.causal_attn;
     if (model->arch == LLM_ARCH_T5 || model->arch == LLM_ARCH_T5ENCODER) {
         const auto & layer = model->layers.at(0);
-        facts.lacks_biases = !layer.attn_rel_b_enc || (model->arch == LLM_ARCH_T5 && !layer.attn_rel_b);
+        if (!layer.attn_rel_b_enc || (model->arch == LLM_ARCH_T5 && !layer.attn_rel_b)) {
+            facts.fault = "the position biases of its first layer are missing";
+        }
+    }
+    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        if (hparams.rope_type != LLAMA_ROPE_TYPE_NONE && hparams.n_head(il) > 0 && hparams.n_rot(il) > hparams.n_embd_head_k(il)) {
+            facts.fault = "rope.dimension_count is larger than a head";
+        }
     }
     facts.has_classifier = model->cls != nullptr || model->cls_out != nullptr;
     facts.n_embd_out = int32_t(hparams.n_embd_out());

@@ -39,7 +39,7 @@ enum shift_problem : int { SHIFT_FITS, SHIFT_NEGATIVE, SHIFT_OVERFLOW, SHIFT_COL
 struct model_facts {
     bool     learned_positions;  // a table of absolute positions: n_ctx_train is a hard limit
     bool     causal;
-    bool     lacks_biases;       // T5 without its position biases, which the loader lets pass
+    const char * fault;          // what the loader lets pass and no graph survives, or NULL
     bool     has_classifier;     // what pooling_type "rank" reads its scores from
     int32_t  n_embd_out;
     int32_t  n_cls_out;

@@ -23,6 +23,7 @@ from pykvcache import (
 from state.partial_kit import (
     LONG,
     RECURRENT,
+    TAGGED,
     MakeBench,
     bench_maker,
     put_back,
@@ -137,6 +138,28 @@ def test_a_recurrent_state_is_all_there_is_and_always_fits(
     b.ctx.clear_kv_cache_seq(2)
     put_back(b, state)
     b.check()
+
+
+INTO_THE_HOLE: dict[str, Callable[[LlamaContext], object]] = {
+    "shifted": lambda ctx: ctx.kv_cache_seq_add(0, 60, None, -45),
+    "divided": lambda ctx: ctx.kv_cache_seq_div(0, 60, None, 4),
+    "closed": lambda ctx: ctx.remove(0, 10, 20),
+}
+
+
+@pytest.mark.parametrize("case", [c for c in TAGGED if c.name == "gemma3" and c.swa_full], ids=str)
+@pytest.mark.parametrize("change", INTO_THE_HOLE)
+def test_cells_that_land_in_a_hole_below_it_are_a_change(
+    case: Case, change: str, bench: MakeBench
+) -> None:
+    b = bench(case)
+    b.feed(0, 60)
+    assert b.ctx.clear_kv_cache_seq(0, 10, 20)
+    state = b.ctx.get_partial_state(0)
+    b.feed(0, 4)
+    assert state.is_valid
+    INTO_THE_HOLE[change](b.ctx)
+    refused(b.ctx, state)
 
 
 @tagged

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis.stateful import Bundle, MultipleResults, invariant, multiple, rule
 
-from memory.program_base import World
+from memory.program_base import N_SEQ, World
 from memory.programs import SEQ, Program
 from memory.reference import DONE, FULL, UNSUPPORTED, Cell, Verdict
 from pykvcache import PartialState, PartialStateError
 
-REPLACING = {"copy_cache", "copy_kv_cache_seq", "copy_prefix", "kv_cache_seq_div"}
+
+def replaced(name: str, arguments: tuple[Any, ...]) -> Collection[int]:
+    """Sequences of which a call may put cells in place of themselves."""
+    if name == "set_state":
+        return arguments[1:] or range(N_SEQ)
+    if name in ("copy_cache", "copy_kv_cache_seq", "copy_prefix"):
+        return arguments[1:2]
+    return arguments[:1] if name == "kv_cache_seq_div" else ()
 
 
 @dataclass(eq=False)
@@ -34,19 +42,14 @@ class PartialProgram(Program):
 
     kept: Bundle[Kept] = Bundle("kept")
 
-    # Of reading and writing arrays the reference knows for plain attention only.
-    read = write = None  # type: ignore[assignment]
-
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.all_kept: list[Kept] = []
 
     def do(self, name: str, verdict: Verdict, *arguments: Any, **named: Any) -> bool:
         done = super().do(name, verdict, *arguments, **named)
-        if done and name in REPLACING:
-            seq = arguments[0] if name == "kv_cache_seq_div" else arguments[1]
-            for kept in self.all_kept:
-                kept.replaced |= kept.state.seq_id == seq
+        for kept in self.all_kept if done else ():
+            kept.replaced |= kept.state.seq_id in replaced(name, arguments)
         return done
 
     @rule(target=kept, seq=SEQ)

@@ -48,10 +48,10 @@ def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
             f"{group_size}, and head_dim * {bits} bits one of 32"
         )
     levels = 2**bits - 1
-    groups = x.reshape(*x.shape[:-1], dim // group_size, group_size).astype(np.float64)
+    groups = x.reshape(*x.shape[:-1], dim // group_size, group_size)
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below
-        low = groups.min(axis=-1)
-        reach = groups.max(axis=-1) - low
+        low = groups.min(axis=-1).astype(np.float64)
+        reach = groups.max(axis=-1).astype(np.float64) - low
     if not np.isfinite(reach).all():
         raise CacheValueError("keys or values hold infinities or NaN; they cannot be quantized")
     scales = (reach / levels).astype(x.dtype)
@@ -59,7 +59,11 @@ def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
     above = np.nextafter(scales, x.dtype.type("inf"))
     scales = np.where(scales.astype(np.float64) * levels < reach, above, scales)
     steps = np.where(scales > 0, scales, x.dtype.type(1)).astype(np.float64)
-    codes = np.rint((groups - low[..., None]) / steps[..., None]).clip(0, levels)
+    # In one float64 array: fresh memory for each step would cost more than the steps.
+    codes = np.subtract(groups, low[..., None], dtype=np.float64)
+    codes /= steps[..., None]
+    np.rint(codes, out=codes)
+    np.minimum(codes, levels, out=codes)  # they are not below 0: nothing is below the minimum
     return _pack(codes.astype(np.uint8).reshape(x.shape), bits), scales, low.astype(x.dtype)
 
 
@@ -80,6 +84,8 @@ def _unit(bits: int) -> int:
 
 
 def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
+    if bits == 8:
+        return codes.view("<u4").astype(np.uint32, copy=False)
     unit = _unit(bits)
     per_unit = 8 * unit // bits
     grouped = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_unit, per_unit)

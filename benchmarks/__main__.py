@@ -57,6 +57,7 @@ def main() -> None:
         "versions": environment.versions(contestants),
         "models": environment.models(),
         "setup_seconds": took,
+        "first_setup_seconds": setup.first_costs(),
         "samples": plan.samples,
         "samples_of_what_takes_seconds": plan.few,
         "groups": {},

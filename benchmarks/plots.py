@@ -63,6 +63,12 @@ def bars(axis: Any, rows: list[Row], labels: list[str], scale: float, who: tuple
     axis.grid(axis="y", lw=0.3)
 
 
+def above(axis: Any, title: str) -> None:
+    """Put the title, and the legend under it, above the bars."""
+    axis.set_title(title, loc="left", pad=20)
+    axis.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 0.99))
+
+
 def calls(plt: Any, rows: Rows) -> Any:
     """Nanoseconds per call, logarithmic."""
     names = [n for n in rows if not n.startswith(("empty", "decode1")) and n != "batch512_new"]
@@ -70,8 +76,7 @@ def calls(plt: Any, rows: Rows) -> Any:
     bars(axis, [rows[n] for n in names], names, 1e9, ORDER)
     axis.set_yscale("log")
     axis.set_ylabel("ns per call")
-    axis.set_title("One call (less is better)")
-    axis.legend(frameon=False, ncols=5)
+    above(axis, "One call (less is better)")
     return figure
 
 
@@ -85,7 +90,8 @@ def throughput(plt: Any, rows: Rows) -> Any:
         bars(axis, [rows[n] for n in names], labels, 1, ORDER)
         axis.set_title(f"{kind}, {model} model (more is better)")
         axis.set_ylabel("tokens per second")
-    axes.flat[0].legend(frameon=False)
+    handles, names = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, names, frameon=False, ncols=5, loc="outside lower center")
     return figure
 
 
@@ -98,8 +104,7 @@ def prefix(plt: Any, rows: Rows) -> Any:
     )
     axis.set_yscale("log")
     axis.set_ylabel("ms to the first token")
-    axis.set_title("First token after a shared prefix (less is better)")
-    axis.legend(frameon=False, ncols=5)
+    above(axis, "First token after a shared prefix (less is better)")
     return figure
 
 
@@ -109,8 +114,7 @@ def state(plt: Any, rows: Rows) -> Any:
     names = [n for n in rows if rows[n].unit == "bytes/s"]
     bars(axis, [rows[n] for n in names], names, 1e-9, ORDER)
     axis.set_ylabel("GB/s")
-    axis.set_title("State copies (more is better)")
-    axis.legend(frameon=False, ncols=5)
+    above(axis, "State copies (more is better)")
     return figure
 
 

@@ -153,7 +153,10 @@ def write(result: dict[str, Any], path: Path) -> None:
     for name, writer in writers.items():
         if name not in groups:
             continue
-        parts += [f"## {groups[name]['title'].capitalize()}", texts.GROUPS[name]]
+        parts += [
+            f"## {groups[name]['title'][0].upper()}{groups[name]['title'][1:]}",
+            texts.GROUPS[name],
+        ]
         parts.append(writer(rows_of(result, name)))
         if name in texts.PLOTS:
             parts.append(f"![{groups[name]['title']}](benchmarks/{name}.png)")

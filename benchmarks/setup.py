@@ -153,12 +153,18 @@ def install_peer(name: str) -> None:
     stamp, wanted = BUILD / name / ".installed", "\n".join(PEERS[name])
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    python, folder = python_of(name), BUILD / name / "wheel"
+    python, folder, begin = python_of(name), BUILD / name / "wheel", time.perf_counter()
     # The image part is not measured; llama.cpp itself is built as the package does.
     arguments = ["--quiet", "--no-deps", "--wheel-dir", os.fspath(folder)]
     pip(python, "wheel", *arguments, *PEERS[name], CMAKE_ARGS="-DLLAVA_BUILD=OFF")
     pip(python, "install", "--quiet", os.fspath(wheel_of(name)), "numpy")
+    (BUILD / name / ".seconds").write_text(f"{time.perf_counter() - begin:.0f}")
     stamp.write_text(wanted)
+
+
+def first_costs() -> dict[str, int]:
+    """Return the seconds that each peer took when it was built or fetched."""
+    return {path.parent.name: int(path.read_text()) for path in BUILD.glob("*/.seconds")}
 
 
 def contestants(

@@ -24,6 +24,8 @@ def head(result: dict[str, Any]) -> str:
         if isinstance(said, dict)
     )
     took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["setup_seconds"].items())
+    first = result["first_setup_seconds"]
+    costs = ", ".join(f"{name} {seconds} s" for name, seconds in first.items()) or "not recorded"
     run = sum(group["seconds"] for group in result["groups"].values())
     return f"""# Benchmarks
 
@@ -33,9 +35,9 @@ GGUF files, the same tokens, the same number of threads. This page is written by
 
 {REPEAT}
 
-A run took {run / 60:.1f} minutes of measuring. Making the contestants: {took}; the first time it
-takes minutes more, because llama-cpp-python is built from source, and its build is then kept
-under `build/bench/`.
+Measuring took {run / 60:.1f} minutes, and making the contestants: {took}. The first time
+it takes minutes more, because llama-cpp-python is built from source; what was built is kept under `build/bench/`.
+First times here, on the same busy machine: {costs}.
 
 ## What it was measured on
 
@@ -103,7 +105,7 @@ GROUPS = {
     ),
     "growth": (
         "Story model, one thread, microseconds per call; a half of the cells is held by one sequence. "
-        "Then nanosecond calls and decode throughput by number of sequences, in 8,192 cells."
+        "Then the same and decode throughput by number of sequences, in 8,192 cells."
     ),
 }
 
@@ -118,7 +120,9 @@ REASONS: dict[str, str] = {
     "memory_peer": "where llama.cpp itself walks over all cells, C alone takes more than a third of "
     "llama-cpp-python's time",
     "decode_cost": "converting the tokens, the checks and the lock",
-    "throughput": "spread of a busy machine: see the load",
+    "throughput": "the spread of a busy machine is wider than the target (see the load); with the story model a batch of "
+    "few tokens costs 10 to 20 us more than in C (arrays, views and buffers of a `LlamaBatch`) of some 200 us",
+    "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
     "copies": "saves are as fast as C's: llama.cpp counts the size and writes cells beside the data. Loads are bound "
     "by its search for cells: see C's own figure; `load_over` keeps what was there until the new state is in",
 }

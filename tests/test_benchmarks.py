@@ -118,6 +118,7 @@ def calls_result() -> dict[str, Any]:
         "versions": {"python": "3", "compiler": "c", "commit": "0", "llama.cpp": "l"},
         "models": {"stories": {"bytes": 1}, "30M": {"parameters": 30, "what": "w"}},
         "setup_seconds": {"C": 1.0},
+        "first_setup_seconds": {"peer": 9},
         "samples": 3,
         "samples_of_what_takes_seconds": 2,
         "groups": {

@@ -51,7 +51,8 @@ class LlamaCppPython(Worker):
         self.options: dict[str, Any] = {}
         self.n_batch = 512
         self.blob: Any = None
-        self.cache = LlamaRAMCache()
+        self.caches: dict[int, Any] = {}
+        self.evaluated = 0
 
     def facts(self) -> Answer:
         """Return versions."""
@@ -210,38 +211,52 @@ class LlamaCppPython(Worker):
 
     # Llama and its cache ------------------------------------------------------------------
 
-    def do_llama(self, n: int, how: str, tail: int = 16) -> Answer:
-        """Time `Llama.generate` to its first token, with its RAM cache or its own prefix match."""
+    def llama(self) -> Any:
+        """Return its high-level object, which counts what it evaluates."""
         if self.llm is None:
+            threads = self.options["threads"]
             self.llm = llama_cpp.Llama(
                 self.path,
                 n_ctx=self.options["n_ctx"],
                 n_batch=512,
-                n_threads=self.options["threads"],
-                n_threads_batch=self.options["threads"],
+                n_threads=threads,
+                n_threads_batch=threads,
                 verbose=False,
             )
-        llm, shared = self.llm, self.tokens(0, n)
+            inner = self.llm.eval
+
+            def counted(tokens: list[int]) -> None:
+                self.evaluated += len(tokens)
+                inner(tokens)
+
+            self.llm.eval = counted
+        return self.llm
+
+    def do_llama(self, n: int, how: str, tail: int = 16) -> Answer:
+        """Time `Llama.generate` to its first token, with its RAM cache or its own prefix match."""
+        llm, shared = self.llama(), self.tokens(0, n)
         mine, other = shared + self.tokens(n, tail), shared + self.tokens(n + 5, tail)
-        if how == "cache" and shared not in self.cache:
+        # One for each length: a cache answers with any state that shares a beginning.
+        cache: Any = self.caches.get(n)
+        if how == "cache" and cache is None:
+            cache = self.caches[n] = LlamaRAMCache()
             llm.reset()
             llm.eval(shared)
-            self.cache[shared] = llm.save_state()
+            cache[shared] = llm.save_state()
         if how == "prefix":
             next(llm.generate(other, temp=0.0))
         else:
             llm.reset()
             llm.eval(self.tokens(9, 8))
-        start = time.perf_counter()
+        self.evaluated, start = 0, time.perf_counter()
         if how == "cold":
             llm.reset()
         elif how == "cache":
-            llm.load_state(self.cache[mine])
+            llm.load_state(cache[mine])
         ready = time.perf_counter() - start
-        before = 0 if how == "cold" else n
         next(llm.generate(mine, temp=0.0))
         first = time.perf_counter() - start
-        return {"ready": ready, "first": first, "evaluated": len(mine) - before}
+        return {"ready": ready, "first": first, "evaluated": self.evaluated}
 
 
 if __name__ == "__main__":

@@ -68,6 +68,10 @@ def test_numbers_that_fit_nowhere_are_cache_errors() -> None:
         lambda: ring.at(-3),
         lambda: ring.store(2, "name", np.ones(2)),
         lambda: ring.record(2**64 - 1),
+        lambda: arrays.CheckpointRing(2**63 - 1),
+        lambda: arrays.CausalCache().init(np.float32, 1, 2**63 - 1, 4),
+        lambda: arrays.ArraysCache(2).make_mask(2**64),
+        lambda: arrays.ArraysCache(2).advance(2**64 - 1),
         lambda: arrays.create_causal_mask(2**70),
         lambda: arrays.create_causal_mask(2, 0, None, [0, 1], [0]),
     ):

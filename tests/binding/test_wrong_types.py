@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
 from binding.kit import words
-from pykvcache import LayerKV, RecurrentState, SequenceKV, from_caches, to_caches
+from pykvcache import LayerKV, RecurrentState, SequenceKV, StateError, from_caches, to_caches
 
 NONE = SequenceKV(np.empty(0, np.int32), [])
 
@@ -49,6 +50,13 @@ def test_a_recurrent_state_that_is_none_is_refused(make_context: Any) -> None:
     given: Any = 6
     with pytest.raises(TypeError, match="RecurrentState"):
         make_context("mamba").write_kv(0, SequenceKV(NONE.positions, [], recurrent=given))
+    ctx = make_context("mamba")
+    ctx.decode(words(3))
+    held = ctx.kv(0)
+    far = dataclasses.replace(held.recurrent, first=2**40)
+    with pytest.raises(StateError):
+        ctx.write_kv(1, dataclasses.replace(held, recurrent=far))
+    assert set(ctx.sequences()) == {0}
     state = RecurrentState(3, given)
     with pytest.raises((TypeError, ValueError)):
         make_context("mamba").write_kv(0, SequenceKV(NONE.positions, [], recurrent=state))

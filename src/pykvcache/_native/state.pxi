@@ -243,6 +243,9 @@ cdef class State(Arrays):
             self.has_states("set_state")
             self.usable()
             self.check(pieces, seq, blocks)
+            for pair in firsts or ():
+                if not 0 <= pair[1] < INT32_MAX:
+                    raise StateDamaged(f"a sequence is said to begin at {pair[1]}")
             self.settle()
             if seq >= 0:
                 self.need_room(seq, blocks)

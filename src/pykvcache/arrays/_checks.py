@@ -11,7 +11,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.errors import CacheDTypeError, CacheValueError
 
-__all__ = ["as_float_dtype", "as_int", "as_ints", "as_storable"]
+__all__ = ["MOST", "as_float_dtype", "as_int", "as_ints", "as_storable"]
+
+MOST = 2**31 - 1
+"""Tokens, cells or places that any one array may have."""
 
 # Names that llama.cpp's world uses; NumPy reads "f16" as a 16-byte float.
 _DTYPE_NAMES = {"f16": np.float16, "f32": np.float32}

@@ -8,7 +8,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._batch import UNLIMITED, Batch
 from pykvcache.arrays._cells import CellTable
-from pykvcache.arrays._checks import as_float_dtype, as_int
+from pykvcache.arrays._checks import MOST, as_float_dtype, as_int
 from pykvcache.arrays._layers import LayerStore
 from pykvcache.arrays._placement import effective_memory
 from pykvcache.arrays.protocol import CacheConfig
@@ -44,9 +44,9 @@ class Setup(NamedTuple):
     ) -> Setup:
         """Make an empty cache; cheap, as layers get their arrays with their first ``put``."""
         found = as_float_dtype(dtype)
-        sequences = as_int("max_sequences", max_sequences, minimum=1)
-        tokens = as_int("capacity", capacity, minimum=1)
-        batch = as_int("max_batch", max_batch, minimum=1)
+        sequences = as_int("max_sequences", max_sequences, minimum=1, maximum=MOST)
+        tokens = as_int("capacity", capacity, minimum=1, maximum=MOST)
+        batch = as_int("max_batch", max_batch, minimum=1, maximum=MOST)
         memory = effective_memory(window, window_memory, sequences, tokens)
         n_cells = sequences * tokens if memory == UNLIMITED else sequences * memory + batch
         cells = CellTable(-(-n_cells // config.cache_padding) * config.cache_padding)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._batch import as_range
-from pykvcache.arrays._checks import as_int, as_storable
+from pykvcache.arrays._checks import MOST, as_int, as_storable
 
 __all__ = ["CheckpointRing"]
 
@@ -28,11 +28,11 @@ class CheckpointRing:
     Raises
     ------
     CacheValueError
-        `count` is negative.
+        `count` is negative, or above 65,536.
     """
 
     def __init__(self, count: SupportsIndex) -> None:
-        n = as_int("count", count, minimum=0)
+        n = as_int("count", count, minimum=0, maximum=2**16)
         # -1 marks an unused place; its arrays stay, to be written over.
         self._pos = np.full(n, -1, np.int64)
         self._arrays: list[dict[Hashable, NDArray[Any]]] = [{} for _ in range(n)]
@@ -57,7 +57,7 @@ class CheckpointRing:
 
     def record(self, pos: SupportsIndex) -> int:
         """Begin a checkpoint without arrays; return its place, -1 if the ring has none."""
-        position = as_int("pos", pos, minimum=0, maximum=2**31 - 1)
+        position = as_int("pos", pos, minimum=0, maximum=MOST)
         if not self._pos.size:
             return -1
         place = self._next

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._base import Arrays, BaseCache
-from pykvcache.arrays._checks import as_int
+from pykvcache.arrays._checks import MOST, as_int
 from pykvcache.arrays._rows import Counts, Rows, announced, row_counts, row_indices
 from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported
 
@@ -125,7 +125,7 @@ class ArraysCache(BaseCache):
 
     def advance(self, n: SupportsIndex) -> None:
         """Count `n` columns of input: `lengths` and `left_padding` go down by that many."""
-        n = as_int("n", n, minimum=0)
+        n = as_int("n", n, minimum=0, maximum=MOST)
         if self._lengths is not None:
             self._lengths = self._lengths - n
         if self._padding is not None:
@@ -141,7 +141,7 @@ class ArraysCache(BaseCache):
 
         Columns from `left_padding` on if that is set, else those before `lengths`.
         """
-        columns = np.arange(as_int("n", n, minimum=1))
+        columns = np.arange(as_int("n", n, minimum=1, maximum=MOST))
         if self._padding is not None:
             return columns >= self._padding[:, None]
         if self._lengths is not None:

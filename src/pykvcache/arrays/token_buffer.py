@@ -45,7 +45,10 @@ class TokenBuffer:
         CacheValueError
             Not one row, or an id that does not fit int32.
         """
-        new = np.asarray(tokens)
+        try:
+            new = np.asarray(tokens)
+        except ValueError as error:
+            raise CacheDTypeError(f"tokens are no row of integers: {error}") from None
         if new.ndim != 1:
             raise CacheValueError(f"tokens have shape {new.shape}; expected one row")
         if new.size and new.dtype.kind not in "iu":

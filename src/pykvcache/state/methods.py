@@ -92,7 +92,8 @@ class StateMethods(PartialStateMethods):
 
         What it held before is replaced. Structure, exact length, layers, types and positions
         are checked before anything is changed; on any error all is as it was. That the data
-        is undamaged, and this model's, only `load_sequence` can tell. There are no logits
+        is undamaged, and this model's, only `load_sequence` can tell: damaged values may even
+        reach other sequences, until `clear_kv_cache`. There are no logits
         until a token is decoded. A recurrent state does not tell where its sequence began:
         it is taken to begin at 0.
 

@@ -73,7 +73,7 @@ class Case:
     @property
     def has_states(self) -> bool:
         """Whether its sequences can be taken out as bytes."""
-        return self.info.has_memory and not self.info.has_encoder
+        return self.info.has_states
 
     @property
     def options(self) -> dict[str, Any]:

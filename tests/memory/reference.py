@@ -298,7 +298,7 @@ class Reference:
 
     def read(self) -> Verdict:
         """Keys, values and states as arrays."""
-        if not self.info.has_memory:
+        if not self.info.has_memory or self.info.bounded:
             return verdict(nothing, UNSUPPORTED)
         broken = self._window_may_refuse()
         return verdict(nothing, DONE, *([UNSUPPORTED] if broken else []))

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 Answer = dict[str, Any]
@@ -142,7 +143,8 @@ def interleave(
             answer = side()
             time.sleep(PAUSE)
             if "error" in answer:
-                row.errors[who] = answer["error"]
+                # Where the project lies on this machine is nobody's business.
+                row.errors[who] = answer["error"].replace(f"{Path.cwd()}{os.sep}", "")
                 row.samples.pop(who, None)
             elif turn:
                 row.samples.setdefault(who, []).append(value(answer))

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from pykvcache import LlamaContext, LlamaModel, ModelLoadError, StateModelMismatch
 from state.kit import WORDS
-from support.models import MODELS, _add_key, make_model
+from support.models import MODELS, make_model, write_gguf
 from test_quantized_weights import quantized
 
 if TYPE_CHECKING:
@@ -32,16 +32,7 @@ def split(folder: Path, *, seed: int = 0) -> list[Path]:
     info = MODELS["llama"]
     words = info.vocab()
     plan = info.plan(info.sizes, len(words))
-    writer = gguf.GGUFWriter(folder / "parts.gguf", plan.arch, split_max_tensors=8)
-    for key, value in plan.keys.items():
-        _add_key(writer, f"{plan.arch}{key}" if key.startswith(".") else key, value)
-    words.write(writer)
-    for name, tensor in plan.tensors.items():
-        writer.add_tensor(name, tensor.values(name, seed))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(folder / "parts.gguf", plan, words, seed, split_max_tensors=8)
     return sorted(folder.glob("parts-*.gguf"))
 
 

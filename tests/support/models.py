@@ -233,9 +233,11 @@ def make_model(name: str, folder: Path, *, seed: int = 0, **overrides: int) -> P
     return path
 
 
-def write_gguf(path: Path, plan: Blueprint, words: vocab.Vocab, seed: int) -> None:
-    """Draw the weights of `plan` and write everything to `path`."""
-    writer = gguf.GGUFWriter(path, plan.arch)
+def write_gguf(
+    path: Path, plan: Blueprint, words: vocab.Vocab, seed: int, *, split_max_tensors: int = 0
+) -> None:
+    """Draw the weights of `plan` and write everything to `path`, or to several files beside it."""
+    writer = gguf.GGUFWriter(path, plan.arch, split_max_tensors=split_max_tensors)
     for key, value in plan.keys.items():
         _add_key(writer, f"{plan.arch}{key}" if key.startswith(".") else key, value)
     words.write(writer)

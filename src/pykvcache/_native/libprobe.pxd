@@ -98,10 +98,6 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         uint32_t max_rollback
         uint64_t bytes_total
         uint64_t bytes_per_token
-    ctypedef struct layer_shape:
-        uint32_t n_head_kv
-        uint32_t head_dim_k
-        uint32_t head_dim_v
     enum memory_part:
         PART_ATTENTION
         PART_WINDOW
@@ -122,8 +118,6 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     uint32_t n_stream(const memory*)
     context_facts look_at_context(const llama_context*)
     memory_facts look_at_memory(const memory*)
-    uint32_t n_layers(const memory*)
-    layer_shape layer_at(const memory*, uint32_t i)
     bool next_cell(const memory*, memory_part, uint32_t n_seq_max, uint32_t& stream, uint32_t& cell,
                    llama_pos& pos, uint8_t* members)
     uint32_t n_used(const memory*, memory_part)

@@ -266,13 +266,6 @@ memory_facts look_at_memory(const memory * m) {
     return facts;
 }
 
-uint32_t n_layers(const memory * m) { return m->base ? uint32_t(m->base->get_layer_ids().size()) : 0; }
-
-layer_shape layer_at(const memory * m, uint32_t i) {
-    const uint32_t il = m->base->get_layer_ids().at(i);
-    return {m->hparams->n_head_kv(il), m->hparams->n_embd_head_k(il), m->hparams->n_embd_head_v(il)};
-}
-
 int32_t flush(llama_context * ctx, const memory * m) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         // The context is this binding's own: a factor that leaves lengths alone, for the shift only.

@@ -66,11 +66,6 @@ struct memory_facts {
     uint64_t bytes_per_token;  // of attention cells; a recurrent state costs the same for any length
 };
 
-// One layer of the attention part, in the order in which states hold them.
-struct layer_shape {
-    uint32_t n_head_kv, head_dim_k, head_dim_v;
-};
-
 enum memory_part : int { PART_ATTENTION, PART_WINDOW, PART_RECURRENT };
 
 model_facts look_at_model(const llama_model * model);
@@ -94,8 +89,6 @@ bool         windowed(const memory * m);
 uint32_t     n_stream(const memory * m);
 context_facts look_at_context(const llama_context * ctx);
 memory_facts look_at_memory(const memory * m);
-uint32_t     n_layers(const memory * m);
-layer_shape  layer_at(const memory * m, uint32_t i);
 
 // Visit used cells in order: start with stream = cell = 0, go on until false. `members`
 // has room for n_seq_max flags.

@@ -54,20 +54,6 @@ cdef class Plan:
 cdef class State(Arrays):
     """``llama_state_*`` with pending updates applied first and failures undone."""
 
-    def layer_shapes(self):
-        """Return (n_head_kv, key head_dim, value head_dim) per layer of the attention part."""
-        cdef uint32_t i
-        cdef lib.layer_shape shape
-        self.look()
-        try:
-            result = []
-            for i in range(lib.n_layers(self.mem)):
-                shape = lib.layer_at(self.mem, i)
-                result.append((shape.n_head_kv, shape.head_dim_k, shape.head_dim_v))
-            return result
-        finally:
-            self.lock.leave()
-
     def state_layout(self, str operation not None="get_state"):
         """Return what states of this memory are made of, a dict per part, in their order."""
         cdef lib.state_part part
@@ -143,10 +129,6 @@ cdef class State(Arrays):
             return state, firsts
         finally:
             self.lock.leave()
-
-    def seq_get_state(self, seq_id):
-        """Copy a sequence's cells into a new array."""
-        return self.get_state(_seq(seq_id, self.n_seq_max), None)
 
     cdef int readable(self, str operation, int32_t seq) except -1:
         """Refuse where bytes could not say what the memory holds; then apply what is pending."""
@@ -258,10 +240,6 @@ cdef class State(Arrays):
                     lib.note_first(self.mem, s, first)
         finally:
             self.lock.leave()
-
-    def seq_set_state(self, seq_id, const uint8_t[::1] state not None, Py_ssize_t n_cells):
-        """Make a sequence hold the cells of a state; on failure it is as it was."""
-        self.set_state(_seq(seq_id, self.n_seq_max), [state], None)
 
     cdef int put(self, int32_t seq, Pieces pieces) except -1:
         """Replace what is there; what llama.cpp refuses leaves it as it was."""

@@ -155,6 +155,6 @@ cdef class Cells(Memory):
             if follows:
                 self.pending = True
                 self.lineage.changed(seq, a)
-                self.done(lib.seq_add(self.memory(), seq, b, -1, a - b), "seq_add")
+                self.done(lib.add_cells(self.mem, seq, b, INT32_MAX, a - b), "seq_add")
         finally:
             self.lock.leave()

@@ -161,7 +161,7 @@ cdef class Context(Batch):
                 if batch.pos[i] >= first:
                     for j in range(batch.n_seq_id[i]):
                         self.lineage.changed(batch.seq_id[i][j], batch.pos[i])
-                        lib.seq_rm(self.memory(), batch.seq_id[i][j], batch.pos[i], -1)
+                        lib.remove_cells(self.mem, batch.seq_id[i][j], batch.pos[i], INT32_MAX)
 
     # Encoder -------------------------------------------------------------------------
 

@@ -124,15 +124,6 @@ inline const float * embeddings_seq(llama_context * ctx, llama_seq_id seq) noexc
 inline int32_t memory_clear(llama_memory_t mem, bool data) noexcept {
     return guarded_void([&] { llama_memory_clear(mem, data); });
 }
-inline int32_t seq_rm(llama_memory_t mem, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept {
-    return guarded<int32_t>(CAUGHT, [&] { return int32_t(llama_memory_seq_rm(mem, seq, p0, p1)); });
-}
-inline int32_t seq_cp(llama_memory_t mem, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
-    return guarded_void([&] { llama_memory_seq_cp(mem, src, dst, p0, p1); });
-}
-inline int32_t seq_add(llama_memory_t mem, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {
-    return guarded_void([&] { llama_memory_seq_add(mem, seq, p0, p1, delta); });
-}
 
 inline size_t state_size(llama_context * ctx) noexcept {
     return guarded<size_t>(0, [&] { return llama_state_get_size(ctx); });

@@ -34,9 +34,6 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     const float* embeddings_ith(llama_context*, int32_t i)
     const float* embeddings_seq(llama_context*, llama_seq_id)
     int32_t memory_clear(llama_memory_t, bool data)
-    int32_t seq_rm(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1)
-    int32_t seq_cp(llama_memory_t, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
-    int32_t seq_add(llama_memory_t, llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
     size_t state_size(llama_context*)
     size_t state_get_data(llama_context*, uint8_t* dst, size_t size)
     size_t partial_state_size(llama_context*, llama_seq_id)
@@ -144,7 +141,10 @@ cdef extern from "probe.h" namespace "pykv" nogil:
                             llama_pos& where)
     shift_problem div_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d,
                             llama_pos& where)
-    int32_t div_apply(memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d)
+    int32_t remove_cells(memory*, llama_seq_id, llama_pos p0, llama_pos p1)
+    int32_t copy_cells(memory*, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
+    int32_t add_cells(memory*, llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
+    int32_t divide_cells(memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d)
     int32_t flush(llama_context*, const memory*)
 
 

@@ -145,10 +145,9 @@ cdef class Memory(Handle):
             self.poisoned[seq] = False
             return 0
         if what == lib.REMOVE_WHOLE:
-            p0 = p1 = -1
-        self.lineage.changed(seq, max(p0, 0))
-        code = lib.seq_rm(
-            self.memory(), seq, p0 if p0 else -1, p1 if p1 != INT32_MAX else -1)
+            p0, p1 = 0, INT32_MAX
+        self.lineage.changed(seq, p0)
+        code = lib.remove_cells(self.mem, seq, p0, p1)
         if code == 0:
             raise InternalError(f"llama_memory_seq_rm refused a removal from sequence {seq}")
         if what == lib.REMOVE_WHOLE and code != lib.CAUGHT:
@@ -221,14 +220,13 @@ cdef class Memory(Handle):
             # llama_memory_seq_cp merges into a unified destination; a copy replaces.
             self.remove_from(d, self.removable(d, 0, INT32_MAX), 0, INT32_MAX)
             if whole:
-                a = b = -1
+                a, b = 0, INT32_MAX
             elif not lib.holds(self.mem, s, a, b):
                 return
             self.pending = self.pending or self.streams
             self.copied(s, d)
             lib.note_first(self.mem, d, lib.first_of(self.mem, s))
-            self.done(lib.seq_cp(
-                self.memory(), s, d, a if a else -1, b if b != INT32_MAX else -1), "seq_cp")
+            self.done(lib.copy_cells(self.mem, s, d, a, b), "seq_cp")
             if self.kind == lib.MEMORY_OTHER:
                 # A removal clears the source's compressed rows at once, before a pending copy.
                 self.settle()
@@ -278,8 +276,7 @@ cdef class Memory(Handle):
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) + <int32_t>by)
             first = lib.first_from(self.mem, seq, a)
             self.lineage.changed(seq, min(first, first + <int32_t>by))
-            self.done(lib.seq_add(
-                self.memory(), seq, a, b if b != INT32_MAX else -1, <int32_t>by), "seq_add")
+            self.done(lib.add_cells(self.mem, seq, a, b, <int32_t>by), "seq_add")
         finally:
             self.lock.leave()
 
@@ -301,7 +298,7 @@ cdef class Memory(Handle):
             self.pending = True
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) // by)
             self.lineage.changed(seq, lib.first_from(self.mem, seq, a) // by)
-            self.done(lib.div_apply(self.mem, seq, a, b, by), "seq_div")
+            self.done(lib.divide_cells(self.mem, seq, a, b, by), "seq_div")
         finally:
             self.lock.leave()
 

@@ -1,8 +1,8 @@
 // Facts that llama.cpp keeps to itself: which memory this is, and which cells are really there.
 //
-// probe_memory.h is the only file that includes llama.cpp's private headers. Nothing here
-// changes a memory except div_apply() and flush(); every function expects the
-// context's lock to be held and ids and ranges to be valid.
+// probe_memory.h and probe_private.h are the only files that include llama.cpp's private headers.
+// Nothing here changes a memory except the *_cells() at the end and flush(); every function expects
+// the context's lock to be held and ids and ranges to be valid.
 #pragma once
 
 #include <cstddef>
@@ -131,8 +131,14 @@ bool same_cells(const memory * m, llama_seq_id a, llama_seq_id b);
 
 shift_problem add_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int64_t delta, llama_pos & where);
 shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d, llama_pos & where);
+
+// The changes themselves, after the checks; an open end is 0 or the largest position.
+int32_t remove_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept;  // 0: refused
+// The destination holds nothing.
+int32_t copy_cells(memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept;
+int32_t add_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept;
 // llama_memory_seq_div rotates K the wrong way; this adds each cell's own shift instead.
-int32_t div_apply(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept;
+int32_t divide_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept;
 
 // Apply pending shifts and stream copies now (llama_context::memory_update); 1 if that failed.
 // llama.cpp would multiply all keys by YaRN's length factor again with each shift; not here.

@@ -1,14 +1,12 @@
-// Questions about the cells that are really there, and division, which llama.cpp gets wrong.
+// Questions about the cells that are really there.
 #include <algorithm>
 
-#include "guarded.h"
 #include "probe_memory.h"
+#include "probe_private.h"
 
 namespace pykv {
 
 namespace {
-
-using cell_set = std::set<std::pair<llama_pos, uint32_t>>;
 
 constexpr llama_pos POS_END = std::numeric_limits<llama_pos>::max();
 
@@ -59,38 +57,6 @@ bool same_positions(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos 
         ++a;
         ++b;
     }
-}
-
-// Every position of [p0, p1) moves to `moved(p)`, which must not decrease with p.
-template <class F>
-shift_problem check_moves(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, F && moved, llama_pos & where) {
-    if (!m->base) {
-        llama_pos lo, hi;
-        if (!extent(m, seq, lo, hi)) {
-            return SHIFT_FITS;
-        }
-        where = hi;
-        return moved(lo) < 0 ? SHIFT_NEGATIVE : moved(hi) >= POS_END ? SHIFT_OVERFLOW : SHIFT_FITS;
-    }
-    const auto & cells = cells_of(m->base, seq);
-    for (auto it = from(cells, p0); it != cells.end() && it->first < p1; ++it) {
-        const int64_t target = moved(it->first);
-        where = it->first;
-        if (target < 0) {
-            return SHIFT_NEGATIVE;
-        }
-        if (target >= POS_END) {
-            return SHIFT_OVERFLOW;
-        }
-        if (target < p0 || target >= p1) {
-            const auto other = from(cells, llama_pos(target));
-            if (other != cells.end() && other->first == target) {
-                where = llama_pos(target);
-                return SHIFT_COLLIDES;
-            }
-        }
-    }
-    return SHIFT_FITS;
 }
 
 }  // namespace
@@ -259,8 +225,10 @@ bool shared(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
         }
         const auto & all = cache->get_cells(seq);
         const auto & cells = all.seq_pos_get(seq);
+        llama_kv_cells::seq_set_t own;
+        own.set(seq);
         for (auto it = from(cells, p0); it != cells.end() && it->first < p1; ++it) {
-            if (all.seq_count(it->second) > 1) {
+            if (all.seq_get_all(it->second) != own) {
                 return true;
             }
         }
@@ -279,36 +247,6 @@ bool same_cells(const memory * m, llama_seq_id a, llama_seq_id b) {
         }
     }
     return !m->recurrent || tail_of(m, a) == tail_of(m, b);
-}
-
-shift_problem add_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int64_t delta, llama_pos & where) {
-    return check_moves(m, seq, p0, p1, [&](llama_pos p) { return int64_t(p) + delta; }, where);
-}
-
-shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d, llama_pos & where) {
-    return check_moves(m, seq, p0, p1, [&](llama_pos p) { return int64_t(p) / d; }, where);
-}
-
-int32_t div_apply(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
-    return guarded_void([&] {
-        for (llama_kv_cache * cache : {m->base, m->swa}) {
-            if (!cache) {
-                continue;
-            }
-            // The cells are the cache's own non-const member; only its accessor is const.
-            auto & all = const_cast<llama_kv_cells &>(cache->get_cells(seq));
-            const auto & cells = all.seq_pos_get(seq);
-            const std::vector<std::pair<llama_pos, uint32_t>> moving(from(cells, p0), from(cells, p1));
-            for (const auto & [pos, cell] : moving) {
-                if (pos / d != pos) {
-                    all.pos_add(cell, pos / d - pos);
-                }
-            }
-        }
-        if (m->recurrent) {
-            m->recurrent->seq_div(seq, p0, p1, d);  // a label: there is no K to rotate
-        }
-    });
 }
 
 }  // namespace pykv

@@ -1,0 +1,232 @@
+// Removal, copy, shift and division over a sequence's own cells.
+//
+// llama.cpp asks every cell of the context, and every one that it moves for all 256 sequences.
+// The set of a sequence's cells says where they are: the same changes, in time that grows with
+// the sequence instead of the context, and with the guards' questions asked on the way.
+#include <algorithm>
+
+#include "guarded.h"
+#include "probe_memory.h"
+#include "probe_private.h"
+
+namespace pykv {
+
+namespace {
+
+constexpr llama_pos POS_END = std::numeric_limits<llama_pos>::max();
+
+// Memories that are these two caches and nothing beside them; others have more to keep in step.
+bool is_cells_only(const memory * m) { return m->kind == MEMORY_ATTENTION || m->kind == MEMORY_SLIDING_WINDOW; }
+
+// An open end as llama.h writes it: with streams it copies nothing else.
+llama_pos begin_of(llama_pos p0) { return p0 ? p0 : -1; }
+llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
+
+cell_set::iterator from(const cell_set & cells, llama_pos p) { return cells.lower_bound({p, 0}); }
+
+// Every position of [p0, p1) moves to `moved(p)`, which must not decrease with p.
+template <class F>
+shift_problem check_targets(const cell_set & cells, llama_pos p0, llama_pos p1, F && moved, llama_pos & where) {
+    const auto first = from(cells, p0);
+    const auto end = from(cells, p1);
+    if (first == end) {
+        return SHIFT_FITS;
+    }
+    const int64_t lowest = moved(first->first);
+    const int64_t highest = moved(std::prev(end)->first);
+    const bool    above = first == cells.begin() || std::prev(first)->first < lowest;
+    const bool    below = end == cells.end() || highest < end->first;
+    if (lowest >= 0 && highest < POS_END && above && below) {
+        return SHIFT_FITS;  // between its neighbours there is nothing to land on
+    }
+    for (auto it = first; it != end; ++it) {
+        const int64_t target = moved(it->first);
+        where = it->first;
+        if (target < 0) {
+            return SHIFT_NEGATIVE;
+        }
+        if (target >= POS_END) {
+            return SHIFT_OVERFLOW;
+        }
+        if (target < p0 || target >= p1) {
+            const auto other = from(cells, llama_pos(target));
+            if (other != cells.end() && other->first == target) {
+                where = llama_pos(target);
+                return SHIFT_COLLIDES;
+            }
+        }
+    }
+    return SHIFT_FITS;
+}
+
+template <class F>
+shift_problem check_moves(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, F && moved, llama_pos & where) {
+    if (m->base) {
+        return check_targets(m->base->get_cells(seq).seq_pos_get(seq), p0, p1, moved, where);
+    }
+    llama_pos lo, hi;
+    if (!extent(m, seq, lo, hi)) {
+        return SHIFT_FITS;
+    }
+    where = hi;
+    return moved(lo) < 0 ? SHIFT_NEGATIVE : moved(hi) >= POS_END ? SHIFT_OVERFLOW : SHIFT_FITS;
+}
+
+// Take the sequence out of its cells in [p0, p1); what nobody holds any more is free.
+void take_out(llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    open_cells open(cache, seq);
+    auto &     held = open.held(seq);
+    const auto first = from(held, p0);
+    const auto end = from(held, p1);
+    uint32_t   lowest = open.head;
+    auto       hint = open.used().end();
+    for (auto it = first; it != end; ++it) {
+        const uint32_t i = it->second;
+        auto &         members = open.members(i);
+        members.reset(seq);
+        if (members.none()) {
+            open.pos(i) = -1;
+            open.ext(i).reset();
+            open.shift(i) = 0;
+            // Cells of a sequence mostly follow each other.
+            if (hint == open.used().end() || *hint != i) {
+                hint = open.used().find(i);
+            }
+            hint = open.used().erase(hint);
+            lowest = std::min(lowest, i);
+        }
+    }
+    held.erase(first, end);
+    open.head = lowest;
+}
+
+cell_set part_of(const cell_set & held, llama_pos p0, llama_pos p1) {
+    const auto first = from(held, p0);
+    const auto end = from(held, p1);
+    if (first == held.begin() && end == held.end()) {
+        return held;
+    }
+    cell_set part;
+    for (auto it = first; it != end; ++it) {
+        part.insert(part.end(), *it);
+    }
+    return part;
+}
+
+// Enter `dst`, which holds nothing, into cells.
+void enter(llama_kv_cache & cache, llama_seq_id dst, cell_set & cells) {
+    open_cells open(cache, dst);
+    for (const auto & held : cells) {
+        open.members(held.second).set(dst);
+    }
+    open.held(dst).swap(cells);
+}
+
+// Move the sequence's cells in [p0, p1), which nobody shares, to `moved(position)`.
+template <class F> void move(llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1, F && moved) {
+    open_cells open(cache, seq);
+    auto &     held = open.held(seq);
+    auto       first = from(held, p0);
+    const auto end = from(held, p1);
+    if (first == end) {
+        return;
+    }
+    bool in_order = true;
+    auto before = first == held.begin() ? cell_set::value_type(-1, 0) : *std::prev(first);
+    for (auto it = first; it != end; ++it) {
+        const llama_pos           next = moved(it->first);
+        const cell_set::value_type now(next, it->second);
+        in_order = in_order && before < now;
+        before = now;
+        open.pos(it->second) = next;
+        open.shift(it->second) += next - it->first;
+        open.has_shift() = open.has_shift() || next != it->first;
+    }
+    in_order = in_order && (end == held.end() || before < *end);
+    if (in_order) {
+        // No node changes its place: only its key, which is no const object, does.
+        for (auto it = first; it != end; ++it) {
+            const_cast<llama_pos &>(it->first) = moved(it->first);
+        }
+        return;
+    }
+    // Nodes are taken out and put back: nothing is allocated, so nothing can fail half-way.
+    cell_set others;
+    while (first != end) {
+        auto node = held.extract(first++);
+        node.value().first = moved(node.value().first);
+        others.insert(std::move(node));
+    }
+    held.merge(others);
+}
+
+template <class F> void each_cache(memory * m, F && change) {
+    for (llama_kv_cache * cache : {m->base, m->swa}) {
+        if (cache) {
+            change(*cache);
+        }
+    }
+}
+
+}  // namespace
+
+shift_problem add_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int64_t delta, llama_pos & where) {
+    return check_moves(m, seq, p0, p1, [&](llama_pos p) { return int64_t(p) + delta; }, where);
+}
+
+shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d, llama_pos & where) {
+    return check_moves(m, seq, p0, p1, [&](llama_pos p) { return int64_t(p) / d; }, where);
+}
+
+int32_t remove_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        if (!is_cells_only(m)) {
+            return int32_t(m->mem->seq_rm(seq, begin_of(p0), end_of(p1)));
+        }
+        each_cache(m, [&](llama_kv_cache & cache) { take_out(cache, seq, p0, p1); });
+        return 1;
+    });
+}
+
+int32_t copy_cells(memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
+    return guarded_void([&] {
+        if (!is_cells_only(m) || m->base->get_n_stream() > 1) {
+            m->mem->seq_cp(src, dst, begin_of(p0), end_of(p1));
+            return;
+        }
+        // Both made before either is used: running out of memory changes nothing.
+        cell_set base = part_of(m->base->get_cells(src).seq_pos_get(src), p0, p1), window;
+        if (m->swa) {
+            window = part_of(m->swa->get_cells(src).seq_pos_get(src), p0, p1);
+            enter(*m->swa, dst, window);
+        }
+        enter(*m->base, dst, base);
+    });
+}
+
+int32_t add_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {
+    return guarded_void([&] {
+        if (!is_cells_only(m)) {
+            m->mem->seq_add(seq, begin_of(p0), end_of(p1), delta);
+            return;
+        }
+        // llama.cpp would also set the head back to 0, and later decodes would then overwrite
+        // cells outside the window that a rewind could still use.
+        each_cache(m, [&](llama_kv_cache & cache) {
+            move(cache, seq, p0, p1, [&](llama_pos p) { return p + delta; });
+        });
+    });
+}
+
+int32_t divide_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
+    return guarded_void([&] {
+        each_cache(m, [&](llama_kv_cache & cache) {
+            move(cache, seq, p0, p1, [&](llama_pos p) { return p / d; });
+        });
+        if (m->recurrent) {
+            m->recurrent->seq_div(seq, p0, p1, d);  // a label: there is no K to rotate
+        }
+    });
+}
+
+}  // namespace pykv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import stat
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pykvcache import SequenceState, StateFileError
+from pykvcache._native import lib
+from pykvcache.state import atomic
 from state.kit import WORDS, refused
 
 if TYPE_CHECKING:
@@ -111,6 +114,45 @@ def test_a_file_that_finds_no_room_leaves_the_old_one_and_nothing_else(
     assert (folder / "old").read_bytes() == old
     assert (folder / "new").read_bytes() == source.read_bytes()
     assert sorted(path.name for path in folder.iterdir()) == ["new", "old"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_disk_that_is_full_is_found_before_anything_is_written(
+    code: int,
+    two: tuple[SequenceState, SequenceState],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Disk:
+        asked = 0
+
+        @classmethod
+        def claim_blocks(cls, fd: int, size: int) -> None:
+            assert os.fstat(fd).st_size == 0
+            cls.asked = size
+            raise OSError(code, os.strerror(code))
+
+    two[0].save(tmp_path / "state")
+    old = (tmp_path / "state").read_bytes()
+    monkeypatch.setattr(atomic, "lib", Disk)
+    with pytest.raises(StateFileError) as caught:
+        two[1].save(tmp_path / "state")
+    assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / "state"))
+    assert Disk.asked == len(two[1].to_bytes())
+    assert (tmp_path / "state").read_bytes() == old
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_blocks_are_claimed_where_the_system_can(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        lib.claim_blocks(file.fileno(), 0)
+        assert path.stat().st_size == 0
+        lib.claim_blocks(file.fileno(), 12345)
+        assert path.stat().st_size in (0, 12345)
+    with path.open("rb") as file:  # not a file to be written: nothing is promised, nothing happens
+        lib.claim_blocks(file.fileno(), 99999)
+    assert path.stat().st_size in (0, 12345)
 
 
 NOBODY = """

@@ -256,6 +256,10 @@ cdef extern from "probe_partial.h" namespace "pykv" nogil:
     int32_t cut_attention(memory*, llama_seq_id, llama_pos first)
 
 
+cdef extern from "disk.h" namespace "pykv" nogil:
+    int claim_blocks(int fd, int64_t size)
+
+
 cdef extern from "lineage.h" namespace "pykv" nogil:
     cdef cppclass lineage:
         uint64_t name(llama_seq_id, llama_pos last)

@@ -18,6 +18,16 @@ cdef dict _FAULTS = {
 }
 
 
+def claim_blocks(int fd, int64_t size):
+    """Claim the disk's blocks for a new file; OSError where there is no room."""
+    cdef int code = 0
+    if size > 0:
+        with nogil:
+            code = lib.claim_blocks(fd, size)
+    if code != 0:
+        raise OSError(code, os.strerror(code))
+
+
 @cython.internal
 cdef class Pieces:
     """Buffers that together are one state; holds them while C reads them."""

@@ -7,8 +7,9 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+from pykvcache._native import lib
 from pykvcache.errors import StateFileError, StateFileNotFound
 
 __all__ = ["check_regular", "file_error", "write_atomically"]
@@ -36,7 +37,7 @@ def check_regular(path: str) -> int:
     return stat.S_IMODE(mode)
 
 
-def write_atomically(path: str, pieces: Iterable[memoryview], *, sync: bool) -> int:
+def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> int:
     """Write to a temporary file beside ``path``, then rename it; return the number of bytes.
 
     With ``sync`` the data and the name have reached the disk when this returns.
@@ -57,6 +58,9 @@ def write_atomically(path: str, pieces: Iterable[memoryview], *, sync: bool) -> 
             try:
                 if mode is not None and hasattr(os, "fchmod"):
                     os.fchmod(descriptor, mode)
+                # ext4 would claim blocks when the old file is replaced, and wait there until
+                # the data is on its way to the disk: several times as long as the write.
+                lib.claim_blocks(descriptor, sum(map(len, pieces)))
                 size = _write(descriptor, pieces)
                 if sync:
                     os.fsync(descriptor)
@@ -74,7 +78,7 @@ def write_atomically(path: str, pieces: Iterable[memoryview], *, sync: bool) -> 
     return size
 
 
-def _write(descriptor: int, pieces: Iterable[memoryview]) -> int:
+def _write(descriptor: int, pieces: Sequence[memoryview]) -> int:
     size = 0
     small = bytearray()
     for piece in pieces:

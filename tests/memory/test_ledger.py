@@ -156,6 +156,42 @@ def test_divided_cells_can_be_copied_and_shifted(name: str, unified: bool, twin:
 
 
 @shifting
+def test_moved_cells_leap_over_others_and_come_back(
+    name: str, unified: bool, twin: MakeTwin
+) -> None:
+    t = twin(name, unified)
+    t.decode(0, 24)
+    t.remove(0, 12, 16)
+    t.add(0, 4, 8, 40)  # to 44..47, over 8..23
+    t.decode(0, 2)
+    t.copy(0, 1)
+    t.remove(1, 0, 20)
+    t.decode(1, 2)
+    t.remove(1)
+    t.add(0, 44, 48, -32)  # into the hole, below 16..23
+    t.add(0, 48, None, -24)
+    t.decode(0, 3)
+    t.remove(0, 12, 14)
+    t.decode(0, 1)
+
+
+@shifting
+def test_a_division_puts_later_cells_before_earlier_ones(
+    name: str, unified: bool, twin: MakeTwin
+) -> None:
+    t = twin(name, unified)
+    t.decode(0, 20)
+    t.remove(0, 0, 6)
+    t.add(0, 6, None, -6)
+    t.decode(0, 6)  # into the cells that are free again: high positions in low cells
+    t.div(0, None, None, 4)
+    t.decode(0, 2)
+    t.remove(0, 3, 4)
+    t.add(0, 4, None, 3)
+    t.decode(0, 2)
+
+
+@shifting
 def test_moves_onto_other_cells_are_refused(name: str, unified: bool, twin: MakeTwin) -> None:
     t = twin(name, unified)
     t.decode(0, 30)

@@ -25,7 +25,7 @@ cdef class Handle:
     cdef int32_t n_vocab, n_embd_out
     cdef lib.context_facts effective
     cdef int kind
-    cdef bint streams
+    cdef bint streams, shiftable
 
     def __cinit__(self, Model model not None, dict params not None):
         cdef lib.llama_context_params p = lib.llama_context_default_params()
@@ -53,6 +53,7 @@ cdef class Handle:
             raise _caught_error("create")
         self.kind = lib.kind(self.mem)
         self.streams = lib.n_stream(self.mem) > 1
+        self.shiftable = lib.why_no_shift(self.mem) == lib.SHIFT_OK
         self.n_ctx = lib.llama_n_ctx(ctx)
         self.n_ctx_seq = lib.llama_n_ctx_seq(ctx)
         self.n_batch = lib.llama_n_batch(ctx)
@@ -104,10 +105,7 @@ cdef class Handle:
 
         The GIL is given up only when there is somebody to wait for.
         """
-        if self.generation != _generation:
-            raise ClosedError("this context belongs to the process before fork(); open a new one")
-        if self.parked:
-            raise ClosedError("the interpreter is shutting down")
+        self.not_orphaned()
         if not self.lock.try_enter():
             if self.lock.is_mine():
                 raise RuntimeError("a callback of this context called the context itself")
@@ -115,6 +113,20 @@ cdef class Handle:
                 self.lock.enter()
         if self.closed:
             self.lock.leave()
+            raise ClosedError("the context is closed")
+        return 0
+
+    cdef int not_orphaned(self) except -1:
+        if self.generation != _generation:
+            raise ClosedError("this context belongs to the process before fork(); open a new one")
+        if self.parked:
+            raise ClosedError("the interpreter is shutting down")
+        return 0
+
+    cdef int alive(self) except -1:
+        """Refuse what asks a closed context for a fact that needs no lock."""
+        self.not_orphaned()
+        if self.closed:
             raise ClosedError("the context is closed")
         return 0
 

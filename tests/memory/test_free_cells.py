@@ -1,0 +1,64 @@
+"""Where a decode puts its cells after others became free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pykvcache import LlamaContext
+from pykvcache.introspection import CellTable
+
+TOKENS = np.arange(5, 25, dtype=np.int32)
+
+
+def of_sequence(table: CellTable, seq: int) -> set[int]:
+    return set(table.cell[table.members[:, seq]].tolist())
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_freed_cells_are_used_again_before_new_ones(
+    name: str, unified: bool, make_context: Callable[..., LlamaContext]
+) -> None:
+    ctx = make_context(name, kv_unified=unified, swa_full=True)
+    ctx.decode(TOKENS, seq_id=0)
+    assert of_sequence(ctx.cells(), 0) == set(range(20))
+    assert ctx.clear_kv_cache_seq(0, 4, 10)
+    assert of_sequence(ctx.cells(), 0) == {*range(4), *range(10, 20)}
+    ctx.decode(TOKENS[:4], seq_id=0)
+    assert of_sequence(ctx.cells(), 0) == {*range(8), *range(10, 20)}
+
+
+def test_a_cell_is_free_when_its_last_sequence_leaves(
+    make_context: Callable[..., LlamaContext],
+) -> None:
+    ctx = make_context("llama", kv_unified=True, n_seq_max=4)
+    ctx.decode(TOKENS, seq_id=0)
+    ctx.copy_kv_cache_seq(0, 1)
+    ctx.copy_kv_cache_seq(0, 2, 0, 8)
+    assert ctx.n_cells_used == 20
+    assert ctx.clear_kv_cache_seq(0)
+    assert ctx.n_cells_used == 20
+    assert of_sequence(ctx.cells(), 1) == set(range(20))
+    assert ctx.clear_kv_cache_seq(1, 3)
+    assert ctx.n_cells_used == 8
+    assert of_sequence(ctx.cells(), 2) == set(range(8))
+    assert ctx.clear_kv_cache_seq(None)
+    assert ctx.n_cells_used == 0
+    ctx.decode(TOKENS, seq_id=3)
+    assert of_sequence(ctx.cells(), 3) == set(range(20))
+
+
+def test_a_shift_does_not_send_decodes_over_what_a_rewind_needs(
+    make_context: Callable[..., LlamaContext],
+) -> None:
+    # llama.cpp's own shift begins the search for cells at 0 again, where on a window cache
+    # that keeps everything the oldest cells seem free.
+    ctx = make_context("gemma3", swa_full=True)
+    ctx.decode(np.tile(TOKENS, 3), seq_id=0)
+    ctx.kv_cache_seq_add(0, None, None, 5)
+    ctx.decode(TOKENS, seq_id=0)
+    assert len(ctx.cells("window")) == len(ctx.cells()) == 80
+    assert ctx.can_resume(0, 20)

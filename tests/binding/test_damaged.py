@@ -17,7 +17,7 @@ import pytest
 
 from binding.conftest import Child, assert_quiet
 from binding.test_hostile import CALLS, SEED, run
-from pykvcache import LlamaModel, ModelLoadError
+from pykvcache import ContextCreateError, LlamaContext, LlamaModel, ModelLoadError
 from support.models import MODELS, make_model, write_gguf
 from test_quantized_weights import quantized
 
@@ -96,6 +96,13 @@ def test_what_would_divide_by_zero_or_never_end_is_checked_before_the_load(
     path = damaged(tmp_path / "broken.gguf", name, {key: value}, {})
     with pytest.raises(ModelLoadError, match=key.removeprefix(".").replace(".", r"\.")):
         LlamaModel(path)
+
+
+def test_a_rotation_of_no_dimension_which_never_ends_is_refused(tmp_path: Path) -> None:
+    path = damaged(tmp_path / "m.gguf", "minimax_m3", {".rope.dimension_count": 0}, {})
+    model = LlamaModel(path)
+    with pytest.raises(ContextCreateError, match="rope.dimension_count"):
+        LlamaContext(model, n_ctx=64)
 
 
 @pytest.mark.parametrize("side", ["enc", "dec"])

@@ -234,7 +234,7 @@ context_facts look_at_context(const llama_context * ctx) {
     const auto & c = ctx->get_cparams();
     const auto * graph = ctx->get_gf_res_reserve();
     return {c.flash_attn, c.kv_unified, c.causal_attn, int(c.pooling_type), c.n_threads, c.n_threads_batch,
-            graph && graph->get_logits()};
+            graph && graph->get_logits(), turns_nothing(ctx)};
 }
 
 memory_facts look_at_memory(const memory * m) {

@@ -56,6 +56,7 @@ struct context_facts {
     int32_t n_threads;
     int32_t n_threads_batch;
     bool    gives_logits;  // some graphs leave them out beside embeddings
+    bool    endless;       // RoPE of 0 dimensions, of which ggml's kernel makes an endless loop
 };
 
 struct memory_facts {

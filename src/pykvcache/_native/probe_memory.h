@@ -45,6 +45,8 @@ class memory {
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
 };
 
+// Whether the graph rotates 0 dimensions anywhere: ggml's kernel steps back and forth for ever then.
+bool turns_nothing(const llama_context * ctx);
 // Fill memory::ropes from the graph that the context has reserved; before anything is decoded.
 void note_ropes(const llama_context * ctx, memory & m);
 // Whether a shift rotates the keys of a layer as the graph did.

@@ -96,6 +96,18 @@ bool same_rotation(const key_rope & graph, const rope_facts & shift, const ggml_
 
 }  // namespace
 
+bool turns_nothing(const llama_context * ctx) {
+    const llm_graph_result * reserved = ctx->get_gf_res_reserve();
+    ggml_cgraph * graph = reserved ? reserved->get_gf() : nullptr;
+    for (int i = 0; graph && i < ggml_graph_n_nodes(graph); ++i) {
+        const ggml_tensor * t = ggml_graph_node(graph, i);
+        if (t->op == GGML_OP_ROPE && read_op(t).facts.n_rot == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 void note_ropes(const llama_context * ctx, memory & m) {
     const llm_graph_result * reserved = ctx->get_gf_res_reserve();
     ggml_cgraph * graph = reserved ? reserved->get_gf() : nullptr;

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -13,21 +11,9 @@ from binding.conftest import Child, assert_quiet, needs_timers
 from binding.kit import differ, lengths, words
 from pykvcache import DecodeAborted, DecodeError, InvalidBatch, LlamaBatch
 from support.models import RIGHT
+from support.stopping import stop_soon
 
 LONG = 3000
-
-
-def stop_soon(ctx: Any, delay: float) -> threading.Thread:
-    def stop() -> None:
-        time.sleep(delay)
-        # There is nothing to stop before the other thread is inside of llama.cpp.
-        until = time.monotonic() + 10
-        while not ctx.abort() and time.monotonic() < until:
-            time.sleep(0)
-
-    thread = threading.Thread(target=stop, daemon=True)
-    thread.start()
-    return thread
 
 
 def aborted(make_context: Any, name: str, **options: Any) -> Any:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from memory.kit import CASES, Bench, Case, Logits
+from memory.kit import CASES, Bench
 from pykvcache import LlamaContext, PartialState, PartialStateError, StateError
 
 MakeBench = Callable[..., Bench]
@@ -23,18 +22,6 @@ RECURRENT = [case for case in FORGETFUL if case.info.memory == "recurrent"]
 
 forgetful = pytest.mark.parametrize("case", FORGETFUL, ids=str)
 tagged = pytest.mark.parametrize("case", TAGGED, ids=str)
-
-
-def bench_maker(
-    make_context: Callable[..., LlamaContext], fresh_logits: Callable[..., Logits]
-) -> MakeBench:
-    """``bench(case, **options)``: a long context of that memory, with its account."""
-
-    def make(case: Case, **options: Any) -> Bench:
-        ctx = make_context(case.name, **(case.options | LONG | options))
-        return Bench(case, ctx, fresh_logits)
-
-    return make
 
 
 def put_back(b: Bench, state: PartialState) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +11,6 @@ from memory.kit import Bench, Case, apart
 from pykvcache import (
     DecodeAborted,
     LlamaBatch,
-    LlamaContext,
     PartialState,
     UnsupportedOperation,
 )
@@ -22,20 +19,15 @@ from state.partial_kit import (
     LONG,
     RECURRENT,
     MakeBench,
-    bench_maker,
     forgetful,
     put_back,
     refused,
 )
 from support.models import MODELS
+from support.stopping import stop_soon
 
 if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits
-
-
-@pytest.fixture
-def bench(make_context: ContextFactory, fresh_logits: FreshLogits) -> MakeBench:
-    return bench_maker(make_context, fresh_logits)
+    from conftest import ContextFactory
 
 
 @forgetful
@@ -179,21 +171,9 @@ def test_an_empty_sequence_goes_back_to_nothing(case: Case, bench: MakeBench) ->
     b.check()
 
 
-def abort_soon(ctx: LlamaContext, delay: float) -> threading.Thread:
-    def stop() -> None:
-        time.sleep(delay)
-        until = time.monotonic() + 10
-        while not ctx.abort() and time.monotonic() < until:
-            time.sleep(0)
-
-    thread = threading.Thread(target=stop, daemon=True)
-    thread.start()
-    return thread
-
-
 def is_aborted(b: Bench, before: PartialState, delay: float) -> bool:
     """Whether a long decode was stopped; one that was done before the stop is taken back."""
-    thread = abort_soon(b.ctx, delay)
+    thread = stop_soon(b.ctx, delay)
     try:
         b.ctx.decode(b.prompt(3500))
     except DecodeAborted:

@@ -25,19 +25,13 @@ from state.partial_kit import (
     RECURRENT,
     TAGGED,
     MakeBench,
-    bench_maker,
     put_back,
     refused,
     tagged,
 )
 
 if TYPE_CHECKING:
-    from conftest import ContextFactory, FreshLogits
-
-
-@pytest.fixture
-def bench(make_context: ContextFactory, fresh_logits: FreshLogits) -> MakeBench:
-    return bench_maker(make_context, fresh_logits)
+    from conftest import ContextFactory
 
 
 def rewind_and_differ(ctx: LlamaContext) -> bool:

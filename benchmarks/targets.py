@@ -66,6 +66,12 @@ def listed(values: dict[str, float], worst: str, unit: str, digits: int = 0) -> 
     return f"{values[worst]:,.{digits}f} {unit} at worst (`{worst}`), of {len(values)}"
 
 
+def below(values: dict[str, float], limit: float) -> str:
+    """Name the figures below a limit; empty where there are none."""
+    low = [f"{name} {value:.2f}" for name, value in values.items() if value < limit]
+    return "; below: " + ", ".join(low) if low else ""
+
+
 def memory_cost(groups: dict[str, Rows]) -> Verdict:
     """At most 60 ns over C and an empty method."""
     from benchmarks.groups.calls import CALLS
@@ -110,11 +116,9 @@ def memory_peer(groups: dict[str, Rows]) -> Verdict:
     }
     if not values:
         return Verdict("memory_peer", text, "-", None)
-    below = [what for what, value in values.items() if value < 3]
+    low = below(values, 3)
     figure = listed(values, min(values, key=values.__getitem__), "times", 2)
-    if below:
-        figure += "; below: " + ", ".join(f"{what} {values[what]:.2f}" for what in below)
-    return Verdict("memory_peer", text, figure, not below)
+    return Verdict("memory_peer", text, figure + low, not low)
 
 
 def decode_cost(groups: dict[str, Rows]) -> Verdict:
@@ -139,14 +143,14 @@ def throughput(groups: dict[str, Rows]) -> Verdict:
     }
     if not values:
         return Verdict("throughput", text, "-", None)
-    below = [name for name, value in values.items() if value < 0.99]
+    low = [name for name, value in values.items() if value < 0.99]
     middle = statistics.median(values.values())
     figure = f"{middle:.3f} in the middle, " + listed(
         values, min(values, key=values.__getitem__), "", 3
     )
-    if below:
-        figure += f"; {len(below)} below"
-    return Verdict("throughput", text, figure, not below)
+    if low:
+        figure += f"; {len(low)} below"
+    return Verdict("throughput", text, figure, not low)
 
 
 def fork(groups: dict[str, Rows]) -> Verdict:
@@ -185,11 +189,9 @@ def copies(groups: dict[str, Rows]) -> Verdict:
         values[name] = statistics.median(a / b for a, b in pairs)
     if not values:
         return Verdict("copies", text, "-", None)
-    below = [name for name, value in values.items() if value < 0.9]
+    low = below(values, 0.9)
     figure = listed(values, min(values, key=values.__getitem__), "", 2)
-    if below:
-        figure += "; below: " + ", ".join(f"{name} {values[name]:.2f}" for name in below)
-    return Verdict("copies", text, figure, not below)
+    return Verdict("copies", text, figure + low, not low)
 
 
 def batch(groups: dict[str, Rows]) -> Verdict:

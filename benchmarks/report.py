@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,9 @@ def main() -> None:
     """Write the report again from a JSON: ``python -m benchmarks.report docs/benchmarks.json``."""
     from benchmarks import plots
 
-    path = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("json", type=Path, help="what a run has written")
+    path = parser.parse_args().json
     result = json.loads(path.read_text())
     write(result, path.with_suffix(".md"))
     plots.draw(result, path.parent / "benchmarks")

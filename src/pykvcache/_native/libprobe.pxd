@@ -247,6 +247,10 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
     seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id)
     void seq_state_delete(seq_state*)
     int32_t seq_state_write(const seq_state*, uint8_t* dst)
+    int32_t state_place(
+        memory*, bool v_trans, llama_seq_id, const vector[state_block]& blocks,
+        const vector[state_piece]&)
+    uint32_t owned_alone(const memory*, llama_seq_id)
     int32_t state_read(memory*, llama_seq_id, bool partial, const vector[state_piece]&)
 
 

@@ -8,82 +8,13 @@
 #include "probe_kv.h"
 #include "probe_memory.h"
 #include "probe_state.h"
+#include "state_cursor.h"
 
 namespace pykv {
 
 namespace {
 
 constexpr size_t   MAX_ARCH_NAME = 64;
-
-// What stopped the walk.
-struct fault {
-    state_fault kind;
-    std::string why;
-};
-
-// Bytes in several pieces, read as one.
-class cursor {
-  public:
-    explicit cursor(const std::vector<state_piece> & pieces) : pieces(pieces) {}
-
-    void skip(uint64_t n) {
-        at += n;
-        while (n > 0) {
-            if (i == pieces.size()) {
-                throw fault{STATE_TRUNCATED, "ends before byte " + std::to_string(at)};
-            }
-            const uint64_t step = std::min<uint64_t>(n, pieces[i].size - inside);
-            inside += step;
-            n -= step;
-            if (inside == pieces[i].size) {
-                ++i;
-                inside = 0;
-            }
-        }
-    }
-
-    // A run of bytes; copied only where it crosses pieces.
-    template <class F> void take(uint64_t n, F && use) {
-        while (n > 0) {
-            if (i == pieces.size()) {
-                throw fault{STATE_TRUNCATED, "ends before byte " + std::to_string(at + n)};
-            }
-            const uint64_t step = std::min<uint64_t>(n, pieces[i].size - inside);
-            use(pieces[i].data + inside, step);
-            n -= step;
-            skip(step);
-        }
-    }
-
-    void read(void * dst, uint64_t n) {
-        auto * out = static_cast<uint8_t *>(dst);
-        take(n, [&](const uint8_t * from, uint64_t step) {
-            std::memcpy(out, from, step);
-            out += step;
-        });
-    }
-
-    template <class T> T get() {
-        T value;
-        read(&value, sizeof(value));
-        return value;
-    }
-
-    uint64_t tell() const { return at; }
-
-    uint64_t left() const {
-        uint64_t n = 0;
-        for (size_t j = i; j < pieces.size(); ++j) {
-            n += pieces[j].size;
-        }
-        return n - inside;
-    }
-
-  private:
-    const std::vector<state_piece> & pieces;
-    size_t   i = 0;
-    uint64_t inside = 0, at = 0;
-};
 
 [[noreturn]] void mismatch(const std::string & what, int64_t found, int64_t expected) {
     throw fault{STATE_MISMATCH, what + " is " + std::to_string(found) + ", not " + std::to_string(expected)};
@@ -146,6 +77,28 @@ struct walk {
         }
     }
 
+    // Cells of one sequence that lie in one piece and are as they should be; what is wrong with
+    // others the walk over each says.
+    bool plain_cells(const state_part & part, uint32_t n) {
+        const size_t    size = cell_bytes(part);
+        const uint8_t * at = n > 0 ? in.direct(n * size) : nullptr;
+        llama_pos       highest = -1;
+        bool            valid = at != nullptr;
+        for (uint32_t i = 0; valid && i < n; ++i, at += size) {
+            llama_pos pos;
+            uint32_t  n_ids;
+            std::memcpy(&pos, at, sizeof(pos));
+            std::memcpy(&n_ids, at + sizeof(pos), sizeof(n_ids));
+            valid = pos >= 0 && pos < std::numeric_limits<llama_pos>::max() && n_ids == 1;
+            highest = std::max(highest, pos);
+        }
+        if (valid) {
+            in.skip(n * size);
+            last[0] = std::max(last[0], highest);
+        }
+        return valid;
+    }
+
     uint32_t cells(const state_part & part, uint32_t stream) {
         const bool recurrent = part.part == PART_RECURRENT;
         const auto n = in.get<uint32_t>();
@@ -153,6 +106,10 @@ struct walk {
         if (n > (recurrent && seq >= 0 ? 1 : part.n_cells)) {
             throw fault{STATE_NO_ROOM, "holds " + std::to_string(n) + " cells; this memory has " +
                                            std::to_string(part.n_cells)};
+        }
+        if (!recurrent && seq >= 0 && plain_cells(part, n)) {
+            blocks.push_back({part.part, BLOCK_CELLS, stream, 0, n, start, in.tell() - start});
+            return n;
         }
         std::vector<bool> tails(n_seq_max, false);
         for (uint32_t i = 0; i < n; ++i) {

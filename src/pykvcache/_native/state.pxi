@@ -241,7 +241,8 @@ cdef class State(Arrays):
             self.settle()
             if seq >= 0:
                 self.need_room(seq, blocks)
-            self.put(seq, pieces)
+            if seq < 0 or not self.place(seq, blocks, pieces):
+                self.put(seq, pieces)
             for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
                 self.poisoned[s] = False
                 lib.note_first(self.mem, s, 0)
@@ -250,6 +251,19 @@ cdef class State(Arrays):
                     lib.note_first(self.mem, s, first)
         finally:
             self.lock.leave()
+
+    cdef bint place(self, int32_t seq, vector[lib.state_block]& blocks, Pieces pieces) except -1:
+        """Replace what is there without a copy of it, where nothing can fail; else False."""
+        cdef bint v_trans = self.v_trans()
+        cdef int32_t code
+        with nogil:
+            code = lib.state_place(self.mem, v_trans, seq, blocks, pieces.pieces)
+        if code == lib.CAUGHT:
+            raise _caught_error("set_state")
+        if code == 1:
+            self.lineage.changed(seq, 0)
+            self.outputs_are_gone()
+        return code
 
     cdef int put(self, int32_t seq, Pieces pieces) except -1:
         """Replace what is there; what llama.cpp refuses leaves it as it was."""
@@ -301,28 +315,11 @@ cdef class State(Arrays):
             room = self.n_ctx
             taken = lib.n_used(self.mem, lib.PART_ATTENTION)
             if taken + block.n_cells > room:
-                taken -= self.owned_alone(seq)
+                taken -= lib.owned_alone(self.mem, seq)
             if taken + block.n_cells > room:
                 raise NoKvCacheSlot(
                     f"no room in the cache for {block.n_cells} cells: {taken} of {room} are taken", 1)
         return 0
-
-    cdef size_t owned_alone(self, int32_t seq) except? 0:
-        """Cells that become free when this sequence is removed."""
-        cdef uint32_t stream = 0, cell = 0
-        cdef int32_t pos = 0, s
-        cdef size_t alone = 0
-        cdef uint8_t members[MAX_SEQ]
-        while lib.next_cell(
-                self.mem, lib.PART_ATTENTION, self.n_seq_max, stream, cell, pos, members):
-            cell += 1
-            if members[seq]:
-                alone += 1
-                for s in range(<int32_t>self.n_seq_max):
-                    if s != seq and members[s]:
-                        alone -= 1
-                        break
-        return alone
 
     cdef void outputs_are_gone(self):
         """Overridden where outputs are kept: a restored state has none."""

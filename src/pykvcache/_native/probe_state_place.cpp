@@ -1,0 +1,323 @@
+// A sequence's state, read without llama.cpp's search: that one enters cells one by one into two
+// trees and clears the destination first. Here everything that can fail is done aside, so that
+// what the sequence held before needs no copy, and is often overwritten where it lies.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+
+#include "guarded.h"
+#include "probe_kv.h"
+#include "probe_memory.h"
+#include "probe_private.h"
+#include "probe_state.h"
+#include "state_cursor.h"
+
+namespace pykv {
+
+namespace {
+
+// llama.cpp computes over the cells up to the last that is used, rounded up to this.
+constexpr uint32_t CELL_PADDING = 256;
+
+uint32_t padded(uint32_t n) { return (n + CELL_PADDING - 1) / CELL_PADDING * CELL_PADDING; }
+
+enum cell_use : uint8_t { KEPT, FREE, TARGET };
+
+// Where the rows of a block go.
+struct rows_target {
+    state_block block;
+    live_tensor tensor;
+};
+
+// What one cache has to do to hold the cells of a state. Nothing shows before commit().
+class placing {
+  public:
+    placing(llama_kv_cache & cache, llama_seq_id seq) : open(cache, seq), seq(seq) { alone.set(seq); }
+    placing(const placing &) = delete;
+    placing & operator=(const placing &) = delete;
+    ~placing() {
+        for (size_t k = 0; k < n_entered; ++k) {
+            open.used().erase(entered[k]);
+        }
+    }
+
+    void read_cells(cursor & in, const state_block & block, const state_part & part) {
+        records.resize(block.n_cells);
+        in.skip(block.offset - in.tell());
+        std::vector<uint8_t> joined;
+        const uint8_t *      at = in.direct(block.size);
+        if (!at) {
+            joined.resize(block.size);
+            in.read(joined.data(), block.size);
+            at = joined.data();
+        }
+        for (auto & record : records) {
+            std::memcpy(&record.pos, at, sizeof(record.pos));
+            if (part.extended) {
+                std::memcpy(&record.ext, at + 8, sizeof(record.ext));
+            }
+            at += cell_bytes(part);
+            if (record.pos < 0) {
+                throw std::runtime_error("the state was changed while it was read");
+            }
+        }
+    }
+
+    // Choose cells among the free ones and those that only this sequence holds.
+    bool choose() {
+        const uint32_t size = open.cells.size();
+        const auto     n = uint32_t(records.size());
+        use.resize(size);
+        for (uint32_t i = 0; i < size; ++i) {
+            use[i] = open.pos(i) == -1 ? FREE : KEPT;
+        }
+        const auto free_own = [&](uint32_t i) {
+            if (use[i] == KEPT && open.members(i) == alone) {
+                use[i] = FREE;
+            }
+        };
+        if (open.held(seq).size() > size / 4) {
+            // A walk over many cells is faster than one over the nodes of a few less.
+            for (uint32_t i = 0; i < size; ++i) {
+                free_own(i);
+            }
+        } else {
+            for (const auto & pair : open.held(seq)) {
+                free_own(pair.second);
+            }
+        }
+        targets.reserve(n);
+        for (uint32_t i = 0; i < size && targets.size() < n; ++i) {
+            if (use[i] == FREE) {
+                targets.push_back(i);
+            }
+        }
+        if (targets.size() < n) {
+            return false;
+        }
+        prefer_run();
+        for (const uint32_t i : targets) {
+            use[i] = TARGET;
+        }
+        return true;
+    }
+
+    // Everything that needs memory.
+    void prepare() {
+        same = open.held(seq).size() == targets.size();
+        for (size_t k = 0; same && k < targets.size(); ++k) {
+            same = open.pos(targets[k]) == records[k].pos && open.members(targets[k]) == alone;
+        }
+        if (same) {
+            return;
+        }
+        std::vector<cell_set::value_type> pairs;
+        pairs.reserve(records.size());
+        for (size_t k = 0; k < records.size(); ++k) {
+            pairs.emplace_back(records[k].pos, targets[k]);
+        }
+        if (!std::is_sorted(pairs.begin(), pairs.end())) {
+            std::sort(pairs.begin(), pairs.end());
+        }
+        for (const auto & pair : pairs) {
+            held.emplace_hint(held.end(), pair);
+        }
+        for (const uint32_t i : targets) {
+            if (open.pos(i) == -1) {
+                entered.push_back(i);
+            }
+        }
+        auto & used = open.used();
+        auto   hint = entered.empty() ? used.end() : used.lower_bound(entered.front());
+        for (const uint32_t i : entered) {
+            while (hint != used.end() && *hint < i) {
+                ++hint;
+            }
+            hint = std::next(used.emplace_hint(hint, i));
+            ++n_entered;
+        }
+    }
+
+    void copy(cursor & in, const rows_target & rows) const {
+        const live_tensor & t = rows.tensor;
+        auto *              data = reinterpret_cast<uint8_t *>(const_cast<char *>(t.data));
+        in.skip(rows.block.offset - in.tell());
+        if (!t.transposed) {
+            copy_runs(in, data, t.cell_stride);
+            return;
+        }
+        for (int64_t head = 0; head < t.n_head; ++head) {
+            for (int64_t value = 0; value < t.head_dim; ++value) {
+                copy_runs(in, data + size_t(head) * t.head_stride + size_t(value) * t.value_stride, t.cell_stride);
+            }
+        }
+    }
+
+    void commit() noexcept {
+        n_entered = 0;
+        if (!same) {
+            leave();
+        }
+        for (size_t k = 0; k < targets.size(); ++k) {
+            const uint32_t i = targets[k];
+            open.ext(i) = records[k].ext;
+            if (!same) {
+                open.pos(i) = records[k].pos;
+                open.shift(i) = 0;
+                open.members(i) = alone;
+            }
+        }
+        if (!same) {
+            open.held(seq).swap(held);
+        }
+        if (!targets.empty()) {
+            open.head = targets.back() + 1;
+        }
+    }
+
+  private:
+    struct cell_record {
+        llama_pos         pos;
+        llama_kv_cell_ext ext;
+    };
+
+    // The lowest cells in one run, where the cache grows no longer for it.
+    void prefer_run() {
+        const auto n = uint32_t(targets.size());
+        if (n == 0 || targets.back() - targets.front() + 1 == n) {
+            return;
+        }
+        uint32_t kept = open.cells.size();
+        while (kept > 0 && use[kept - 1] != KEPT) {
+            --kept;
+        }
+        const uint32_t limit = padded(std::max(kept, targets.back() + 1));
+        const uint32_t end = std::min<uint32_t>(limit, open.cells.size());
+        for (uint32_t i = 0, length = 0; i < end; ++i) {
+            length = use[i] == FREE ? length + 1 : 0;
+            if (length == n) {
+                for (uint32_t k = 0; k < n; ++k) {
+                    targets[k] = i + 1 - n + k;
+                }
+                return;
+            }
+        }
+    }
+
+    void copy_runs(cursor & in, uint8_t * data, size_t stride) const {
+        for (size_t k = 0; k < targets.size();) {
+            size_t n = 1;
+            while (k + n < targets.size() && targets[k + n] == targets[k] + n) {
+                ++n;
+            }
+            in.read(data + targets[k] * stride, n * stride);
+            k += n;
+        }
+    }
+
+    // Take the sequence out of the cells that it held.
+    void leave() noexcept {
+        auto & used = open.used();
+        auto   hint = used.end();
+        for (const auto & [pos, i] : open.held(seq)) {
+            auto & members = open.members(i);
+            members.reset(seq);
+            if (members.any() || use[i] == TARGET) {
+                continue;
+            }
+            open.pos(i) = -1;
+            open.ext(i).reset();
+            open.shift(i) = 0;
+            // Cells of a sequence mostly follow each other.
+            if (hint == used.end() || *hint != i) {
+                hint = used.find(i);
+            }
+            hint = used.erase(hint);
+            open.head = std::min(open.head, i);
+        }
+    }
+
+    open_cells                open;
+    llama_seq_id              seq;
+    llama_kv_cells::seq_set_t alone;  // a cell's sequences, where it is no other's
+    std::vector<cell_record>  records;
+    std::vector<cell_use>     use;
+    std::vector<uint32_t>     targets, entered;  // ascending; of records, and of cells that were empty
+    size_t                    n_entered = 0;  // in llama.cpp's set before anything is sure
+    cell_set                  held;
+    bool                      same = false;  // the very cells, at the very positions
+};
+
+// Whether rows can be copied to a tensor as they are.
+bool fits(const state_block & block, const live_tensor & t) {
+    const uint64_t row = block.size / block.n_cells;
+    if (!t.data || !t.host || t.transposed != (block.kind == BLOCK_V_TRANS)) {
+        return false;
+    }
+    return t.transposed ? uint64_t(t.n_head * t.head_dim) * t.cell_stride == row : t.cell_stride == row;
+}
+
+bool place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
+           const std::vector<state_piece> & pieces) {
+    if (m->kind != MEMORY_ATTENTION && m->kind != MEMORY_SLIDING_WINDOW) {
+        return false;
+    }
+    std::vector<std::unique_ptr<placing>>             caches;
+    std::vector<std::pair<placing *, rows_target>>    rows;
+    cursor                                            cells_in(pieces), in(pieces);
+    for (const state_part & part : state_parts(m, v_trans, false)) {
+        auto & cache = *(part.part == PART_WINDOW ? m->swa : m->base);
+        caches.push_back(std::make_unique<placing>(cache, seq));
+        placing & to = *caches.back();
+        for (const state_block & block : blocks) {
+            if (block.part != part.part) {
+                continue;
+            }
+            if (block.kind == BLOCK_CELLS) {
+                to.read_cells(cells_in, block, part);
+                continue;
+            }
+            rows.push_back({&to, {block, tensor_at(m, block.part, block.layer, block.kind == BLOCK_K ? 0 : 1, seq)}});
+            if (!fits(block, rows.back().second.tensor)) {
+                return false;
+            }
+        }
+        if (!to.choose()) {
+            return false;
+        }
+    }
+    for (const auto & to : caches) {
+        to->prepare();
+    }
+    for (const auto & [to, target] : rows) {
+        to->copy(in, target);
+    }
+    for (const auto & to : caches) {
+        to->commit();
+    }
+    return true;
+}
+
+}  // namespace
+
+int32_t state_place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
+                    const std::vector<state_piece> & pieces) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        try {
+            return int32_t(place(m, v_trans, seq, blocks, pieces));
+        } catch (const fault & found) {
+            throw std::runtime_error(found.why);
+        }
+    });
+}
+
+uint32_t owned_alone(const memory * m, llama_seq_id seq) {
+    const auto & cells = m->base->get_cells(seq);
+    const auto & held = cells.seq_pos_get(seq);
+    return uint32_t(std::count_if(held.begin(), held.end(), [&](const auto & pair) {
+        return cells.seq_count(pair.second) == 1;
+    }));
+}
+
+}  // namespace pykv

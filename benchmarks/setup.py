@@ -90,6 +90,7 @@ def c_program() -> Path:
         archives = libraries()
     if program.exists() and program.stat().st_mtime > newest([source, *archives]):
         return program
+    BUILD.mkdir(parents=True, exist_ok=True)
     item = BUILD / "bench.o"
     run([os.environ.get("CC", "cc"), "-O2", *INCLUDES, "-c", source, "-o", item])
     link([item, *archives], program)

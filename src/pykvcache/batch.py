@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
@@ -9,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._convert import IntArray, TokenInput, as_bool, as_int, as_token_array
+from pykvcache._native import lib
+from pykvcache.errors import InternalError
 
 __all__ = ["LlamaBatch"]
 
@@ -34,12 +37,7 @@ class LlamaBatch:
     def __init__(self, capacity: int = 512, n_seq_max: int = 1) -> None:
         rows = as_int(capacity, "capacity", 0, INT32_MAX)
         width = as_int(n_seq_max, "n_seq_max", 1, SEQUENCES_MAX)
-        self._n = 0
-        self._token: IntArray = np.empty(rows, np.int32)
-        self._pos: IntArray = np.empty(rows, np.int32)
-        self._n_seq_id: IntArray = np.empty(rows, np.int32)
-        self._seq_id: IntArray = np.empty((rows, width), np.int32)
-        self._logits: npt.NDArray[np.int8] = np.empty(rows, np.int8)
+        self._rows = lib.Rows(rows, width)
 
     @classmethod
     def from_arrays(
@@ -66,15 +64,12 @@ class LlamaBatch:
         ValueError
             The shapes do not fit each other.
         """
-        token = as_token_array(tokens)
-        n = len(token)
-        batch = cls(n, 1)
-        batch._token[:] = token
-        batch._pos[:] = _column(as_token_array(pos, "pos"), n, "pos")
-        batch._seq_id = _sequences(seq_ids, n)
-        batch._n_seq_id[:] = batch._seq_id.shape[1]
-        batch._logits[:] = _flags(logits, n)
-        batch._n = n
+        batch = cls(0, 1)
+        if not batch._rows.fill(tokens, pos, seq_ids, logits):
+            token = as_token_array(tokens)
+            n = len(token)
+            place = _column(as_token_array(pos, "pos"), n, "pos")
+            _done(batch._rows.fill(token, place, _sequences(seq_ids, n), _flags(logits, n)))
         return batch
 
     def add(
@@ -97,20 +92,14 @@ class LlamaBatch:
         logits
             Whether to give outputs (logits, embeddings) for it.
         """
+        if self._rows.add(token, pos, seq_ids, logits):
+            return
         t = as_int(token, "token", 0, INT32_MAX)
         p = as_int(pos, "pos", 0, INT32_MAX)
         seqs = [as_int(s, "sequence id", 0, INT32_MAX) for s in _ids(seq_ids)]
         if not seqs:
             raise ValueError("a token must belong to at least one sequence")
-        flag = as_bool(logits, "logits")
-        self._reserve(1, len(seqs))
-        i = self._n
-        self._token[i] = t
-        self._pos[i] = p
-        self._n_seq_id[i] = len(seqs)
-        self._seq_id[i, : len(seqs)] = seqs
-        self._logits[i] = flag
-        self._n = i + 1
+        _done(self._rows.add(t, p, seqs, as_bool(logits, "logits")))
 
     def add_sequence(
         self,
@@ -133,92 +122,62 @@ class LlamaBatch:
         start
             Position of the first token.
         """
-        token = as_token_array(tokens)
-        n = len(token)
-        seq = as_int(seq_id, "sequence id", 0, INT32_MAX)
-        first = as_int(start, "start", 0, INT32_MAX - n)
-        flag = as_bool(logits_all, "logits_all")
-        if n == 0:
+        if self._rows.append(tokens, seq_id, logits_all, start):
             return
-        begin = self._n
-        end = begin + n
-        self._reserve(n, 1)
-        self._token[begin:end] = token
-        self._pos[begin:end] = _ramp(first, n)
-        self._n_seq_id[begin:end] = 1
-        self._seq_id[begin:end, 0] = seq
-        self._logits[begin:end] = flag
-        self._logits[end - 1] = 1
-        self._n = end
+        token = as_token_array(tokens)
+        seq = as_int(seq_id, "sequence id", 0, INT32_MAX)
+        first = as_int(start, "start", 0, INT32_MAX - len(token))
+        _done(self._rows.append(token, seq, as_bool(logits_all, "logits_all"), first))
 
     def clear(self) -> None:
         """Remove all tokens and keep the room."""
-        self._n = 0
+        self._rows.clear()
 
     def __len__(self) -> int:
-        return self._n
+        return len(self._rows)
 
     def __repr__(self) -> str:
-        return f"<LlamaBatch of {self._n} tokens>"
+        return f"<LlamaBatch of {len(self._rows)} tokens>"
 
     # Read-only views --------------------------------------------------------------------
 
     @property
     def token(self) -> IntArray:
         """Token ids, shape (n,); read-only."""
-        return _frozen(self._token[: self._n])
+        return self._rows.token
 
     @property
     def pos(self) -> IntArray:
         """Positions, shape (n,); read-only."""
-        return _frozen(self._pos[: self._n])
+        return self._rows.pos
 
     @property
     def n_seq_id(self) -> IntArray:
         """Number of sequences of each token, shape (n,); read-only."""
-        return _frozen(self._n_seq_id[: self._n])
+        return self._rows.n_seq_id
 
     @property
     def seq_id(self) -> IntArray:
         """Sequences of each token, shape (n, k); row i is valid up to ``n_seq_id[i]``."""
-        return _frozen(self._seq_id[: self._n])
+        return self._rows.seq_id
 
     @property
     def logits(self) -> npt.NDArray[np.int8]:
         """Output flags, shape (n,); read-only."""
-        return _frozen(self._logits[: self._n])
+        return self._rows.logits
 
-    def _reserve(self, more: int, width: int) -> None:
-        rows, columns = self._seq_id.shape
-        wanted = self._n + more
-        if wanted <= rows and width <= columns:
-            return
-        rows = max(wanted, 2 * rows) if wanted > rows else rows
-        columns = max(width, columns)
-        for name in ("_token", "_pos", "_n_seq_id", "_logits"):
-            old = getattr(self, name)
-            new = np.empty(rows, old.dtype)
-            new[: self._n] = old[: self._n]
-            setattr(self, name, new)
-        seq_id = np.zeros((rows, columns), np.int32)
-        seq_id[: self._n, : self._seq_id.shape[1]] = self._seq_id[: self._n]
-        self._seq_id = seq_id
+    @property
+    def native(self) -> lib.Rows:
+        """The compiled rows, for the context."""
+        return self._rows
+
+    def __copy__(self) -> LlamaBatch:
+        return copy.deepcopy(self)
 
 
-def _frozen(view: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    view.flags.writeable = False
-    return view
-
-
-#: The positions that most batches begin with: a slice of them is had in half the time.
-_POSITIONS = _frozen(np.arange(4096, dtype=np.int32))
-
-
-def _ramp(first: int, n: int) -> IntArray:
-    """Return ``[first, first + n)``; not to be written."""
-    if first + n <= len(_POSITIONS):
-        return _POSITIONS[first : first + n]
-    return np.arange(first, first + n, dtype=np.int32)
+def _done(taken: bool) -> None:
+    if not taken:
+        raise InternalError("the batch does not take values that were converted for it")
 
 
 def _ids(seq_ids: SupportsIndex | Sequence[SupportsIndex]) -> Sequence[SupportsIndex]:

@@ -172,10 +172,9 @@ class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, StateMeth
         A model without memory (BERT) computes the batch by itself, see `seq_embeddings`.
         """
         if isinstance(batch_or_tokens, LlamaBatch):
-            b = batch_or_tokens
-            self._native.decode_batch(b.token, b.pos, b.n_seq_id, b.seq_id, b.logits)
-        else:
-            self._native.decode_tokens(as_token_array(batch_or_tokens), seq_id, False)
+            self._native.decode_batch(batch_or_tokens.native)
+        elif not self._native.decode_tokens(batch_or_tokens, seq_id):
+            self._native.decode_vector(as_token_array(batch_or_tokens), seq_id, False)
 
     def encode(
         self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0
@@ -195,7 +194,7 @@ class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, StateMeth
             tokens = as_token_array(batch_or_tokens)
             seq = as_int(seq_id, "sequence id", 0, self.n_seq_max - 1)
             b = LlamaBatch.from_arrays(tokens, np.arange(len(tokens), dtype=np.int32), seq)
-        self._native.encode(b.token, b.pos, b.n_seq_id, b.seq_id)
+        self._native.encode(b.native)
 
     def logits(self, i: SupportsIndex = -1) -> FloatArray:
         """Return the logits of token i of the last decode (``llama_get_logits_ith``).
@@ -282,7 +281,7 @@ class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, StateMeth
     ) -> Iterator[int]:
         step = np.empty(1, np.int32)
         for _ in range(limit):
-            row = self._native.decode_tokens(tokens, seq_id, True)
+            row = self._native.decode_vector(tokens, seq_id, True)
             assert row is not None
             token = sampler.native.sample(self._native, row)
             if self._native.is_eog(token):

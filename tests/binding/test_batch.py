@@ -215,3 +215,120 @@ def test_a_batch_can_be_pickled_and_copied_deeply() -> None:
         assert rows(other) == rows(batch)
         other.add(4, 3, 4)
         assert len(batch) == 3
+
+
+def test_views_outlive_growth_and_the_batch() -> None:
+    batch = LlamaBatch(2)
+    batch.add(7, 3, [1, 2], True)
+    views = [getattr(batch, name) for name in COLUMNS]
+    before = [view.tolist() for view in views]
+    batch.add_sequence(np.arange(5000), 0)
+    batch.add(1, 0, range(9))
+    del batch
+    assert [view.tolist() for view in views] == before == [[7], [3], [2], [[1, 2]], [1]]
+    for view in views:
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            view.flags.writeable = True
+
+
+def test_a_copy_is_a_batch_of_its_own() -> None:
+    batch = LlamaBatch(3, 2)
+    batch.note = "of a subclass or a caller"  # type: ignore[attr-defined]
+    batch.add(5, 0, [1, 0, 2])
+    batch.add(6, 1, 3, True)
+    for other in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
+        assert rows(other) == rows(batch)
+        assert other.note == batch.note  # type: ignore[attr-defined]
+        other.clear()
+        other.add(9, 9, 9)
+        assert rows(batch) == [(5, 0, [1, 0, 2], 0), (6, 1, [3], 1)]
+    assert rows(copy.copy(LlamaBatch(0))) == []
+
+
+def test_damaged_rows_are_refused() -> None:
+    batch = LlamaBatch()
+    batch.add_sequence([1, 2, 3], 0)
+    make, (n, width, data) = batch.native.__reduce__()  # type: ignore[misc]
+    assert make(n, width, data).token.tolist() == [1, 2, 3]
+    for wrong in ((n + 1, width, data), (n, width + 1, data), (n, width, data[:-1]), (0, 1, b"x")):
+        with pytest.raises(ValueError, match="not the rows"):
+            make(*wrong)
+    for n, width in ((-1, 1), (2**31, 1), (1, 0), (1, 257)):
+        with pytest.raises(ValueError, match="shape"):
+            make(n, width, data)
+
+
+# Plain values, which the compiled layer reads, and all others -------------------------
+
+
+class Number:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+WAYS: list[Callable[[list[int]], Any]] = [
+    list,
+    tuple,
+    lambda v: np.array(v, np.int32),
+    lambda v: np.array(v, np.int64),
+    lambda v: np.array(v, ">i4"),
+    lambda v: np.repeat(np.array(v, np.int32), 2)[::2],
+    lambda v: np.frombuffer(b"_" + np.array(v, np.int32).tobytes(), np.int32, len(v), 1),
+    lambda v: [np.int32(x) for x in v],
+    lambda v: [Number(x) for x in v],
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("one", [int, np.int32, np.int64, np.uint8, Number])
+def test_whatever_holds_the_values_the_batch_is_the_same(way: Any, one: Any) -> None:
+    batch, expected = LlamaBatch(1), []
+    for values in ([4], [9, 8, 7], []):
+        for flag in (False, True, np.True_):
+            batch.add_sequence(way(values), one(2), flag, start=one(5))
+            last = len(values) - 1
+            expected += [(v, 5 + i, [2], int(flag or i == last)) for i, v in enumerate(values)]
+    assert rows(batch) == expected
+    batch.clear()
+    batch.add(one(3), one(1), way([6, 5]), np.True_)
+    batch.add(one(3), one(2), one(6), False)
+    assert rows(batch) == [(3, 1, [6, 5], 1), (3, 2, [6], 0)]
+    for seq, flags in ((one(3), [0, 1]), (way([3, 3]), np.array([0, 7]))):
+        made = LlamaBatch.from_arrays(way([1, 2]), way([0, 1]), seq, np.array(flags) != 0)
+        assert rows(made) == [(1, 0, [3], 0), (2, 1, [3], 1)]
+        made = LlamaBatch.from_arrays(way([1, 2]), way([0, 1]), seq, np.array(flags, np.int32))
+        assert rows(made) == [(1, 0, [3], 0), (2, 1, [3], 1)]
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0, "1", None, 2**31, -1, 2**70])
+def test_a_value_that_is_refused_leaves_the_batch_as_it_was(wrong: Any) -> None:
+    batch = LlamaBatch()
+    batch.add_sequence([1, 2], 0)
+    before = rows(batch)
+    calls: list[Callable[[], object]] = [
+        lambda: batch.add(wrong, 0, 0),
+        lambda: batch.add(1, wrong, 0),
+        lambda: batch.add(1, 0, wrong),
+        lambda: batch.add(1, 0, [0, wrong]),
+        lambda: batch.add_sequence([1], wrong),
+        lambda: batch.add_sequence([1], 0, start=wrong),
+        lambda: LlamaBatch.from_arrays([1], [0], wrong) if wrong != -1 else batch.add(1, 0, -1),
+    ]
+    if wrong != -1:  # decode() tells which tokens there are
+        calls.append(lambda: batch.add_sequence([1, wrong], 0))
+    for call in calls:
+        with pytest.raises((TypeError, ValueError)):
+            call()
+    assert rows(batch) == before
+
+
+def test_positions_past_the_limit_are_refused() -> None:
+    batch = LlamaBatch()
+    for tokens in ([1, 2], np.array([1, 2], np.int32), np.array([1, 2])):
+        batch.add_sequence(tokens, 0, start=MAX - 2)
+        with pytest.raises(ValueError, match=rf"start is {MAX - 1}"):
+            batch.add_sequence(tokens, 0, start=MAX - 1)
+    assert batch.pos.tolist() == [MAX - 2, MAX - 1] * 3

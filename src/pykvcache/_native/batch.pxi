@@ -28,25 +28,19 @@ cdef class Batch(Outputs):
         self.flags.resize(n)
         return 0
 
-    cdef int load_batch(
-            self, const int32_t[::1] token, const int32_t[::1] pos, const int32_t[::1] n_seq_id,
-            const int32_t[:, ::1] seq_id, const int8_t[::1] logits) except -1:
-        """Copy the caller's arrays; ``logits`` is None where every token gives an output."""
-        cdef size_t n = token.shape[0], width = seq_id.shape[1], i
-        cdef bint every = self.embeddings or logits is None
-        if n == 0 or width == 0:
+    cdef int load_rows(self, Rows rows, bint every) except -1:
+        """Copy the caller's rows; every token gives an output, or those that are marked."""
+        cdef size_t n = rows.n, width = rows.width, i
+        if n == 0:
             raise InvalidBatch("the batch holds no token")
-        if (<size_t>pos.shape[0] != n or <size_t>n_seq_id.shape[0] != n
-                or <size_t>seq_id.shape[0] != n
-                or (logits is not None and <size_t>logits.shape[0] != n)):
-            raise InvalidBatch("the arrays of the batch differ in length")
+        every = every or self.embeddings
         self.make_room(n, width)
-        memcpy(self.token.data(), &token[0], n * sizeof(int32_t))
-        memcpy(self.pos.data(), &pos[0], n * sizeof(int32_t))
-        memcpy(self.n_seq_id.data(), &n_seq_id[0], n * sizeof(int32_t))
-        memcpy(self.seq_ids.data(), &seq_id[0, 0], n * width * sizeof(int32_t))
+        memcpy(self.token.data(), rows.tokens, n * sizeof(int32_t))
+        memcpy(self.pos.data(), rows.positions, n * sizeof(int32_t))
+        memcpy(self.n_seq_id.data(), rows.counts, n * sizeof(int32_t))
+        memcpy(self.seq_ids.data(), rows.seq_ids, n * width * sizeof(int32_t))
         for i in range(n):
-            self.flags[i] = every or logits[i] != 0
+            self.flags[i] = every or rows.flags[i] != 0
         return 0
 
     cdef lib.llama_batch part(self, size_t start, int32_t n, size_t width) noexcept:

@@ -3,18 +3,29 @@
 cdef class Context(Batch):
     """``llama_decode`` and ``llama_encode`` behind checks."""
 
-    cdef readonly object tokens_evaluated
+    cdef readonly int64_t tokens_evaluated
     # Where recurrent states were before a decode, in case it fails.
     cdef int32_t state_cell[MAX_SEQ]
 
-    def __cinit__(self, Model model not None, dict params not None):
-        self.tokens_evaluated = 0
-
     # Decode --------------------------------------------------------------------------
 
-    def decode_tokens(self, const int32_t[::1] tokens not None, seq_id, bint want_row):
-        """Append tokens to a sequence; returns the logits of the last one if they are wanted."""
-        cdef Py_ssize_t i, n = tokens.shape[0]
+    def decode_tokens(self, tokens, seq_id):
+        """Append tokens to a sequence; False, and nothing done, where they are not plain ones."""
+        cdef vector[int32_t] values
+        if not _plain_ints(tokens, values):
+            return False
+        self.append_tokens(values, seq_id, False)
+        return True
+
+    def decode_vector(self, tokens, seq_id, bint want_row):
+        """Append an int32 vector to a sequence; the logits of its last token if they are wanted."""
+        cdef vector[int32_t] values
+        if not _plain_ints(tokens, values):
+            raise TypeError("an int32 vector is expected")
+        return self.append_tokens(values, seq_id, want_row)
+
+    cdef object append_tokens(self, vector[int32_t]& tokens, object seq_id, bint want_row):
+        cdef Py_ssize_t i, n = <Py_ssize_t>tokens.size()
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef int64_t first
         self.enter()
@@ -41,17 +52,17 @@ cdef class Context(Batch):
         finally:
             self.lock.leave()
 
-    def decode_batch(
-            self, const int32_t[::1] token not None, const int32_t[::1] pos not None,
-            const int32_t[::1] n_seq_id not None, const int32_t[:, ::1] seq_id not None,
-            const int8_t[::1] logits not None):
+    def decode_batch(self, Rows rows not None):
         """Decode tokens of several sequences, in parts where they are more than n_batch."""
+        cdef int32_t width
         self.enter()
         try:
             self.usable()
-            self.load_batch(token, pos, n_seq_id, seq_id, logits)
-            self.check_batch(token.shape[0], <int32_t>seq_id.shape[1], False)
-            self.run_parts(token.shape[0], <int32_t>seq_id.shape[1])
+            self.load_rows(rows, False)
+            # From here on the copy counts: the rows may change while others run.
+            width = <int32_t>rows.width
+            self.check_batch(<Py_ssize_t>self.token.size(), width, False)
+            self.run_parts(<int64_t>self.token.size(), width)
         finally:
             self.lock.leave()
 
@@ -165,19 +176,19 @@ cdef class Context(Batch):
 
     # Encoder -------------------------------------------------------------------------
 
-    def encode(
-            self, const int32_t[::1] token not None, const int32_t[::1] pos not None,
-            const int32_t[::1] n_seq_id not None, const int32_t[:, ::1] seq_id not None):
+    def encode(self, Rows rows not None):
         """Run ``llama_encode`` over a whole batch at once."""
-        cdef Py_ssize_t i, n = token.shape[0]
-        cdef int32_t code, j, width = <int32_t>seq_id.shape[1]
+        cdef Py_ssize_t i, n
+        cdef int32_t code, j, width
         cdef lib.llama_batch batch
         self.enter()
         try:
             self.usable()
             if not (self.model.has_encoder or self.kind == lib.MEMORY_NONE):
                 raise UnsupportedOperation("encode", "the model has no encoder: use decode()")
-            self.load_batch(token, pos, n_seq_id, seq_id, None)
+            self.load_rows(rows, True)
+            n = <Py_ssize_t>self.token.size()
+            width = <int32_t>rows.width
             self.check_batch(n, width, True)
             if n > self.n_ubatch:
                 raise InvalidBatch(

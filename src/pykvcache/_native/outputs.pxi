@@ -43,11 +43,13 @@ cdef class Outputs(Partials):
         return 0
 
     cdef object copy_row(self, const float* row, int32_t n):
+        cdef Py_buffer view
         if row == NULL:
             return None
-        result = np.empty(n, dtype=np.float32)
-        cdef float[::1] view = result
-        memcpy(&view[0], row, n * sizeof(float))
+        result = _empty(n, _FLOAT32)
+        PyObject_GetBuffer(result, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        memcpy(view.buf, row, n * sizeof(float))
+        PyBuffer_Release(&view)
         return result
 
     cdef int find_output(self, object i, str what) except -1:

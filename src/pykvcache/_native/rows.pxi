@@ -1,0 +1,320 @@
+# The rows of a batch as the caller fills it.
+#
+# Here only plain values are read: exact types, which run no code of the caller's. Everything
+# else is answered with False, nothing done; Python then converts it, or says what is wrong.
+
+cdef object _ndarray = np.ndarray
+cdef object _empty = np.empty
+cdef object _INT32 = np.dtype(np.int32)
+cdef object _INT64 = np.int64
+cdef object _INT8 = np.dtype(np.int8)
+cdef object _FLOAT32 = np.dtype(np.float32)
+cdef object _int32_scalar = np.int32
+
+# llama.cpp's arrays, and one flag.
+cdef enum:
+    ROW_BYTES = 3 * sizeof(int32_t) + 1
+
+
+cdef bint _borrow(object values, Py_buffer* view) except -1:
+    """Open an array for reading; False for what is not a contiguous one."""
+    if type(values) is not _ndarray:
+        return False
+    try:
+        PyObject_GetBuffer(values, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
+    except (BufferError, ValueError):
+        return False
+    return True
+
+
+cdef inline bint _holds_int32(const Py_buffer* view) noexcept:
+    cdef const char* form = view.format
+    # So NumPy begins what is not aligned; the bytes are in this machine's order all the same.
+    if form[0] == c"=" or form[0] == c"^":
+        form += 1
+    return (view.itemsize == sizeof(int32_t) and (form[0] == c"i" or form[0] == c"l")
+            and form[1] == 0)
+
+
+cdef bint _plain_ints(object values, vector[int32_t]& out) except -1:
+    """Copy an int32 vector, or a list or tuple of ints that fit."""
+    cdef Py_buffer view
+    cdef PyObject** items
+    cdef Py_ssize_t i, n
+    cdef int overflow = 0
+    cdef long long value
+    cdef bint taken
+    if _borrow(values, &view):
+        try:
+            taken = view.ndim == 1 and _holds_int32(&view)
+            if taken and view.shape[0]:
+                out.resize(view.shape[0])
+                memcpy(out.data(), view.buf, view.shape[0] * sizeof(int32_t))
+        finally:
+            PyBuffer_Release(&view)
+        return taken
+    if type(values) is not list and type(values) is not tuple:
+        return False
+    n = len(values)
+    out.resize(n)
+    items = PySequence_Fast_ITEMS(values)
+    for i in range(n):
+        if not PyLong_CheckExact(<object>items[i]):
+            return False
+        value = PyLong_AsLongLongAndOverflow(<object>items[i], &overflow)
+        if overflow or value < INT32_MIN or value > INT32_MAX:
+            return False
+        out[i] = <int32_t>value
+    return True
+
+
+cdef bint _plain_int(object value, int32_t* out) except -1:
+    """Read an integer in ``[0, INT32_MAX]``."""
+    cdef int overflow = 0
+    cdef long long number
+    if not PyLong_CheckExact(value):
+        if type(value) is not _int32_scalar and type(value) is not _INT64:
+            return False
+        value = value.__index__()
+    number = PyLong_AsLongLongAndOverflow(value, &overflow)
+    if overflow or number < 0 or number > INT32_MAX:
+        return False
+    out[0] = <int32_t>number
+    return True
+
+
+cdef class Block:
+    """Memory that lives as long as a view of it; to others it is read-only."""
+
+    cdef char* data
+    cdef Py_ssize_t size
+
+    def __dealloc__(self):
+        free(self.data)
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        PyBuffer_FillInfo(view, self, self.data, self.size, 1, flags)
+
+
+@cython.final
+cdef class Rows:
+    """The columns of a batch in one block of memory."""
+
+    cdef Py_ssize_t n, room, width
+    cdef Block block
+    cdef int32_t* tokens
+    cdef int32_t* positions
+    cdef int32_t* counts
+    cdef int32_t* seq_ids
+    cdef int8_t* flags
+
+    def __cinit__(self, Py_ssize_t room, Py_ssize_t width):
+        if room < 0 or room > INT32_MAX or width < 1 or width > MAX_SEQ:
+            raise ValueError("no batch has this shape")
+        self.move(room, width)
+
+    def __len__(self):
+        return self.n
+
+    def __reduce__(self):
+        cdef Py_ssize_t n = self.n
+        parts = [(<char*>self.tokens)[:4 * n], (<char*>self.positions)[:4 * n],
+                 (<char*>self.counts)[:4 * n], (<char*>self.seq_ids)[:4 * n * self.width],
+                 (<char*>self.flags)[:n]]
+        return _rows_of, (n, self.width, b"".join(parts))
+
+    cdef int move(self, Py_ssize_t room, Py_ssize_t width) except -1:
+        """Take a new block with the rows copied into it; views keep the old one."""
+        cdef Block block = Block.__new__(Block)
+        cdef int32_t* seq_ids
+        cdef Py_ssize_t i, old = self.width
+        block.size = room * (ROW_BYTES + <Py_ssize_t>sizeof(int32_t) * width)
+        block.data = <char*>malloc(max(block.size, 1))
+        if block.data == NULL:
+            raise MemoryError(f"no memory for a batch of {room} tokens")
+        seq_ids = <int32_t*>block.data + 3 * room
+        if self.n:
+            memcpy(block.data, self.tokens, self.n * sizeof(int32_t))
+            memcpy(<int32_t*>block.data + room, self.positions, self.n * sizeof(int32_t))
+            memcpy(<int32_t*>block.data + 2 * room, self.counts, self.n * sizeof(int32_t))
+            memcpy(seq_ids + room * width, self.flags, self.n)
+            for i in range(self.n):
+                memcpy(seq_ids + i * width, self.seq_ids + i * old, old * sizeof(int32_t))
+                memset(seq_ids + i * width + old, 0, (width - old) * sizeof(int32_t))
+        self.tokens = <int32_t*>block.data
+        self.positions = self.tokens + room
+        self.counts = self.positions + room
+        self.seq_ids = seq_ids
+        self.flags = <int8_t*>(seq_ids + room * width)
+        self.block = block
+        self.room = room
+        self.width = width
+        return 0
+
+    cdef int reserve(self, Py_ssize_t more, Py_ssize_t width) except -1:
+        cdef Py_ssize_t wanted = self.n + more
+        if wanted > self.room or width > self.width:
+            self.move(self.room if wanted <= self.room else max(wanted, 2 * self.room),
+                      max(width, self.width))
+        return 0
+
+    def clear(self):
+        """Remove all rows and keep the room."""
+        self.n = 0
+
+    def add(self, token, pos, seq_ids, logits):
+        """Append one token; False where the values are not plain ones."""
+        cdef int32_t t, p, s
+        cdef vector[int32_t] several
+        cdef Py_ssize_t i = self.n, j, width = 1
+        if not (logits is True or logits is False):
+            return False
+        if not _plain_int(token, &t) or not _plain_int(pos, &p):
+            return False
+        if not _plain_int(seq_ids, &s):
+            if not _plain_ints(seq_ids, several):
+                return False
+            width = <Py_ssize_t>several.size()
+            if width < 1 or width > MAX_SEQ:
+                return False
+            for s in several:
+                if s < 0:
+                    return False
+        self.reserve(1, width)
+        self.tokens[i] = t
+        self.positions[i] = p
+        self.counts[i] = <int32_t>width
+        self.flags[i] = logits is True
+        for j in range(self.width):
+            self.seq_ids[i * self.width + j] = 0 if j >= width else several[j] if several.size() else s
+        self.n += 1
+        return True
+
+    def append(self, tokens, seq_id, logits_all, start):
+        """Append tokens of one sequence; False where the values are not plain ones."""
+        cdef vector[int32_t] token
+        cdef int32_t s, first
+        cdef Py_ssize_t i, n, begin = self.n
+        if not (logits_all is True or logits_all is False):
+            return False
+        if not (_plain_int(seq_id, &s) and _plain_int(start, &first)
+                and _plain_ints(tokens, token)):
+            return False
+        n = <Py_ssize_t>token.size()
+        if n > INT32_MAX - first:
+            return False
+        if n == 0:
+            return True
+        self.reserve(n, 1)
+        memcpy(self.tokens + begin, token.data(), n * sizeof(int32_t))
+        for i in range(n):
+            self.positions[begin + i] = first + <int32_t>i
+        self.in_one_sequence(begin, n, s)
+        memset(self.flags + begin, logits_all is True, n)
+        self.flags[begin + n - 1] = 1
+        self.n = begin + n
+        return True
+
+    cdef void in_one_sequence(self, Py_ssize_t begin, Py_ssize_t n, int32_t seq) noexcept:
+        cdef Py_ssize_t i, width = self.width
+        for i in range(begin, begin + n):
+            self.counts[i] = 1
+        if width > 1:
+            memset(self.seq_ids + begin * width, 0, n * width * sizeof(int32_t))
+        for i in range(begin, begin + n):
+            self.seq_ids[i * width] = seq
+
+    def fill(self, tokens, pos, seq_ids, logits):
+        """Take columns instead of what is there; False where they are not plain or do not fit."""
+        cdef vector[int32_t] token, position, column
+        cdef Py_buffer seqs, flags
+        cdef int32_t s = 0, flag = 0
+        cdef bint one = _plain_int(seq_ids, &s), have_seqs = False, have_flags = False
+        cdef Py_ssize_t i, n, width = 1
+        if not (_plain_ints(tokens, token) and _plain_ints(pos, position)):
+            return False
+        n = <Py_ssize_t>token.size()
+        if <Py_ssize_t>position.size() != n:
+            return False
+        try:
+            if not one:
+                have_seqs = _borrow(seq_ids, &seqs)
+                if not (have_seqs and _holds_int32(&seqs) and 1 <= seqs.ndim <= 2 and seqs.shape[0] == n):
+                    return False
+                width = seqs.shape[1] if seqs.ndim == 2 else 1
+                if width < 1 or width > MAX_SEQ:
+                    return False
+            if not (logits is True or logits is False):
+                have_flags = _borrow(logits, &flags)
+                if not (have_flags and flags.ndim == 1 and flags.shape[0] == n
+                        and (flags.itemsize == 1 and flags.format[0] in b"?bB" or _holds_int32(&flags))):
+                    return False
+            # Views of the rows before may be in use.
+            self.n = 0
+            self.move(n, width)
+            memcpy(self.tokens, token.data(), n * sizeof(int32_t))
+            memcpy(self.positions, position.data(), n * sizeof(int32_t))
+            if one:
+                self.in_one_sequence(0, n, s)
+            else:
+                memcpy(self.seq_ids, seqs.buf, n * width * sizeof(int32_t))
+                for i in range(n):
+                    self.counts[i] = <int32_t>width
+            memset(self.flags, logits is True, n)
+            if have_flags:
+                for i in range(n):
+                    memcpy(&flag, <char*>flags.buf + i * flags.itemsize, flags.itemsize)
+                    self.flags[i] = flag != 0
+            self.n = n
+        finally:
+            if have_seqs:
+                PyBuffer_Release(&seqs)
+            if have_flags:
+                PyBuffer_Release(&flags)
+        return True
+
+    # Views -----------------------------------------------------------------------------
+
+    cdef object view(self, const void* data, object dtype, Py_ssize_t n):
+        if n == 0:
+            nothing = np.empty(0, dtype)
+            nothing.flags.writeable = False
+            return nothing
+        return np.frombuffer(self.block, dtype, n, <const char*>data - self.block.data)
+
+    @property
+    def token(self):
+        """Tokens, read-only."""
+        return self.view(self.tokens, _INT32, self.n)
+
+    @property
+    def pos(self):
+        """Positions, read-only."""
+        return self.view(self.positions, _INT32, self.n)
+
+    @property
+    def n_seq_id(self):
+        """Numbers of sequences, read-only."""
+        return self.view(self.counts, _INT32, self.n)
+
+    @property
+    def seq_id(self):
+        """Sequences, shape (n, width), read-only."""
+        return self.view(self.seq_ids, _INT32, self.n * self.width).reshape(self.n, self.width)
+
+    @property
+    def logits(self):
+        """Output flags, read-only."""
+        return self.view(self.flags, _INT8, self.n)
+
+
+def _rows_of(Py_ssize_t n, Py_ssize_t width, bytes data not None):
+    """Make rows of what they were pickled to."""
+    cdef Rows rows = Rows(n, width)
+    cdef const char* at = data
+    if len(data) != rows.block.size:
+        raise ValueError("these are not the rows of a batch")
+    # With no room to spare the columns lie one after the other, as they were joined.
+    memcpy(rows.block.data, at, len(data))
+    rows.n = n
+    return rows

@@ -120,8 +120,9 @@ REASONS: dict[str, str] = {
     "memory_peer": "where llama.cpp itself walks over all cells, C alone takes more than a third of "
     "llama-cpp-python's time",
     "decode_cost": "converting the tokens, the checks and the lock",
-    "throughput": "the spread of a busy machine is wider than the target (see the load); with the story model a batch of "
-    "few tokens costs 10 to 20 us more than in C (arrays, views and buffers of a `LlamaBatch`) of some 200 us",
+    "throughput": "the spread of a busy machine is wider than the target (see the load); a batch "
+    "of few tokens costs about 5 us more than in C (a new `LlamaBatch`, its checks and its copy, with a processor's "
+    "caches full of something else), and with the story model C takes some 200 us",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
     "copies": "saves are as fast as C's: llama.cpp counts the size and writes cells beside the data. Loads are bound "
     "by its search for cells: see C's own figure; `load_over` keeps what was there until the new state is in",

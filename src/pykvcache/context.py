@@ -171,10 +171,13 @@ class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, StateMeth
         -----
         A model without memory (BERT) computes the batch by itself, see `seq_embeddings`.
         """
+        native = self._native
+        if native.decode_tokens(batch_or_tokens, seq_id):
+            return  # an array or a list of ints, as nearly always
         if isinstance(batch_or_tokens, LlamaBatch):
-            self._native.decode_batch(batch_or_tokens.native)
-        elif not self._native.decode_tokens(batch_or_tokens, seq_id):
-            self._native.decode_vector(as_token_array(batch_or_tokens), seq_id, False)
+            native.decode_batch(batch_or_tokens.native)
+        else:
+            native.decode_vector(as_token_array(batch_or_tokens), seq_id, False)
 
     def encode(
         self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0

@@ -68,7 +68,8 @@ cdef class Handle:
                 "this memory attends to blocks of one sequence's cells, which sequences in one pool "
                 "break up: use kv_unified=False, or n_seq_max=1")
         if self.effective.endless:
-            raise ContextCreateError("the model rotates 0 dimensions (rope.dimension_count), which never ends")
+            raise ContextCreateError(
+                "the model rotates 0 dimensions (rope.dimension_count), which never ends")
         if model.has_encoder and model.has_decoder and self.pooling_type != 0:
             raise ContextCreateError("an encoder-decoder model cannot pool: use pooling_type='none'")
         if self.pooling_type == 4 and not model.facts.has_classifier:

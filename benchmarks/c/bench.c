@@ -372,6 +372,42 @@ static void do_state(void) {
     printf("{\"seconds\": %.9f, \"bytes\": %zu}\n", best, blob_size);
 }
 
+static int ascending(const void * a, const void * b) {
+    const double x = *(const double *) a, y = *(const double *) b;
+    return (x > y) - (x < y);
+}
+
+// llama.cpp's own files: one that is there is written over, or it is made; the median, because how
+// long the system takes depends on what it still has to write.
+static void do_file(void) {
+    char   what[32];
+    int    n = (int) number("n", 0), slices = (int) number("slices", 5);
+    size_t got = 0;
+    snprintf(what, sizeof what, "%s", text("what"));
+    const bool    loads = is(what, "file_load"), makes = is(what, "file_make");
+    llama_token * tokens = calloc((size_t) n + 1, sizeof(llama_token));
+    double *      times = malloc((size_t) slices * sizeof(double));
+    const char *  path = text("path");
+    for (int i = -1; i < slices; ++i) {  // the first is not counted
+        if (loads) {
+            llama_memory_seq_rm(mem, 0, -1, -1);
+        } else if (makes) {
+            unlink(path);
+        }
+        double t = now();
+        if (loads) {
+            sink += (int64_t) llama_state_seq_load_file(ctx, path, 0, tokens, (size_t) n, &got);
+        } else {
+            sink += (int64_t) llama_state_seq_save_file(ctx, path, 0, tokens, (size_t) n);
+        }
+        times[i < 0 ? 0 : i] = now() - t;
+    }
+    qsort(times, (size_t) slices, sizeof(double), ascending);
+    printf("{\"seconds\": %.9f}\n", times[slices / 2]);
+    free(tokens);
+    free(times);
+}
+
 static void do_rss(void) {
     long   pages = 0, resident = 0;
     FILE * file = fopen("/proc/self/statm", "r");
@@ -404,6 +440,8 @@ int main(void) {
             do_load_blob();
         } else if (is(what, "state")) {
             do_state();
+        } else if (is(what, "file")) {
+            do_file();
         } else if (is(what, "rss")) {
             do_rss();
         } else if (is(what, "facts")) {

@@ -15,6 +15,8 @@ SIZES = (1, 16, 64)
 PER_TOKEN = 2048
 #: Who fills what: into a buffer that is there, or into a new object.
 CALLS = ("memcpy", "save", "load", "load_over", "memcpy_new", "save_new")
+#: Of a file: replace one, make one, load it into nothing. None waits for the disk.
+FILES = ("file_save", "file_make", "file_load")
 
 
 def load_everywhere(
@@ -63,6 +65,24 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
                 )
             )
             show(rows[-1], 1e-9, "GB/s")
+        for what in FILES:
+            sides = {
+                name: partial(
+                    c.ask,
+                    "file",
+                    what=what,
+                    n=tokens,
+                    slices=slices,
+                    path=str(BUILD / f"sequence-{name}.file"),
+                )
+                for name, c in who.items()
+            }
+            rows.append(
+                interleave(f"{what}, {size} MiB", "bytes/s", sides, plan, partial(rate, n_bytes))
+            )
+            show(rows[-1], 1e-9, "GB/s")
+        for name in who:
+            (BUILD / f"sequence-{name}.file").unlink(missing_ok=True)
         if size == SIZES[-1] or plan.quick:
             rows += progress(who, plan)
     return rows

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import sys
 import threading
 import time
 import timeit
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 Answer = dict[str, Any]
@@ -107,6 +109,10 @@ class Worker:
 
     def state_call(self, what: str) -> Callable[[], object]:
         """Return what saves, loads or copies the state of `load_blob` once."""
+        raise NotThereError(f"state {what}")
+
+    def file_call(self, what: str, path: str, n: int) -> Callable[[], object]:
+        """Return what saves sequence 0 with n tokens to a file, or loads it."""
         raise NotThereError(f"state {what}")
 
     def sequences(self) -> dict[int, int]:
@@ -253,6 +259,20 @@ class Worker:
         empty()
         call()
         return {"seconds": min(timeit.repeat(call, empty, number=1, repeat=slices))}
+
+    def do_file(self, what: str, path: str, n: int, slices: int = 5) -> Answer:
+        """Seconds of one save over a file, save to a new one, or load into nothing: the median."""
+        call = self.file_call(what, path, n)
+
+        def before() -> None:
+            if what == "file_load":
+                self.remove(0)
+            elif what == "file_make":
+                Path(path).unlink(missing_ok=True)
+
+        before()
+        call()
+        return {"seconds": statistics.median(timeit.repeat(call, before, number=1, repeat=slices))}
 
     def do_progress(self, what: str, seconds: float = 0.2) -> Answer:
         """How fast another thread counts while this one saves, loads or sleeps."""

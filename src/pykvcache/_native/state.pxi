@@ -239,9 +239,9 @@ cdef class State(Arrays):
                 if not 0 <= pair[1] < INT32_MAX:
                     raise StateDamaged(f"a sequence is said to begin at {pair[1]}")
             self.settle()
-            if seq >= 0:
-                self.need_room(seq, blocks)
             if seq < 0 or not self.place(seq, blocks, pieces):
+                if seq >= 0:
+                    self.need_room(seq, blocks)
                 self.put(seq, pieces)
             for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
                 self.poisoned[s] = False

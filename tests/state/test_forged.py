@@ -199,6 +199,35 @@ UNFIT: dict[str, tuple[str, Edit, type[StateError] | type[NoKvCacheSlot]]] = {
 }
 
 
+def apart(base: str, window: str) -> Edit:
+    """Both halves end alike, and the window holds a position that the other half does not."""
+
+    def edit(_: Text, tensors: Tensors) -> None:
+        ints(tensors, base, [0, *range(2, 13)])
+        ints(tensors, window, HERE + 1)
+
+    return edit
+
+
+@pytest.mark.parametrize("shift", [-1, -4])
+def test_a_window_with_positions_of_its_own_is_damaged(
+    shift: int, make_context: ContextFactory
+) -> None:
+    """A shift that fits the positions of one half would take cells of the other below 0."""
+    ctx = make_context("gemma3")
+    ctx.decode(WORDS[:12], seq_id=1)
+    one, whole = ctx.sequence_state(1).to_bytes(), ctx.context_state().to_bytes()
+    bad = forged(one, apart(P, "window.positions"))
+    with refused(ctx, StateDamaged, match="positions which its attention half"):
+        ctx.restore_sequence(SequenceState.from_bytes(bad), 1)
+    bad = forged(whole, apart("attention.0.positions", "window.0.positions"))
+    with refused(ctx, StateDamaged, match="positions which its attention half"):
+        ctx.restore_context(ContextState.from_bytes(bad))
+    ctx.kv_cache_seq_add(1, 6, 12, 4)
+    ctx.kv_cache_seq_add(1, 10, 16, shift)
+    assert ctx.kv_cache_seq_pos_max(1) == 15 + shift
+
+
 def first_part(text: Text) -> None:
     text["layout"] = json.dumps(json.loads(text["layout"])[:1])
 

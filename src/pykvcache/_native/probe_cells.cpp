@@ -215,7 +215,7 @@ bool window_intact(const memory * m, llama_seq_id seq, llama_pos next) {
 }
 
 bool window_dropped(const memory * m, llama_seq_id seq) {
-    return m->swa && cells_of(m->base, seq).size() != cells_of(m->swa, seq).size();
+    return m->swa && !same_positions(m, seq, 0, POS_END);
 }
 
 bool shared(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {

@@ -36,6 +36,8 @@ struct walk {
     std::vector<state_block> & blocks;
     // Last position of each sequence by the parts so far; every part ends a sequence alike.
     std::vector<llama_pos> ends = {}, last = {};
+    // Where a window is: positions of each sequence in plain attention, and in this part.
+    std::vector<std::vector<llama_pos>> whole = {}, held = {};
 
     void header() {
         if (seq >= 0) {
@@ -59,7 +61,7 @@ struct walk {
     void ids(uint32_t n, llama_pos pos, bool recurrent, std::vector<bool> & tails) {
         if (seq >= 0) {
             in.skip(n * sizeof(llama_seq_id));
-            last[0] = std::max(last[0], pos);
+            note(0, pos);
             return;
         }
         std::vector<bool> seen(n_seq_max, false);
@@ -73,7 +75,31 @@ struct walk {
                 throw fault{STATE_DAMAGED, "names sequence " + std::to_string(id) + " twice"};
             }
             seen[id] = tails[id] = true;
-            last[id] = std::max(last[id], pos);
+            note(size_t(id), pos);
+        }
+    }
+
+    void note(size_t s, llama_pos pos) {
+        last[s] = std::max(last[s], pos);
+        if (m->swa) {
+            held[s].push_back(pos);
+        }
+    }
+
+    // What a window keeps is a part of what plain attention holds: both move together.
+    void compare_window(const state_part & part) {
+        for (auto & positions : held) {
+            if (!std::is_sorted(positions.begin(), positions.end())) {
+                std::sort(positions.begin(), positions.end());
+            }
+        }
+        if (part.part == PART_ATTENTION) {
+            whole.swap(held);
+        }
+        for (size_t s = 0; part.part == PART_WINDOW && s < whole.size(); ++s) {
+            if (!std::includes(whole[s].begin(), whole[s].end(), held[s].begin(), held[s].end())) {
+                throw fault{STATE_DAMAGED, "has a window that holds positions which its attention half does not"};
+            }
         }
     }
 
@@ -84,6 +110,7 @@ struct walk {
         const uint8_t * at = n > 0 ? in.direct(n * size) : nullptr;
         llama_pos       highest = -1;
         bool            valid = at != nullptr;
+        auto            plain = std::vector<llama_pos>(m->swa && valid ? n : 0);
         for (uint32_t i = 0; valid && i < n; ++i, at += size) {
             llama_pos pos;
             uint32_t  n_ids;
@@ -91,9 +118,15 @@ struct walk {
             std::memcpy(&n_ids, at + sizeof(pos), sizeof(n_ids));
             valid = pos >= 0 && pos < std::numeric_limits<llama_pos>::max() && n_ids == 1;
             highest = std::max(highest, pos);
+            if (m->swa) {
+                plain[i] = pos;
+            }
         }
         if (valid) {
             in.skip(n * size);
+            if (m->swa) {
+                held[0].swap(plain);
+            }
             last[0] = std::max(last[0], highest);
         }
         return valid;
@@ -178,10 +211,12 @@ struct walk {
         header();
         for (const state_part & part : state_parts(m, v_trans, partial)) {
             last.assign(n_seq_max, -1);
+            held.assign(m->swa ? n_seq_max : 0, {});
             if (part.part == PART_RECURRENT) {
                 data(part, 0, cells(part, 0));
             } else {
                 streams(part);
+                compare_window(part);
             }
             if (ends.empty()) {
                 ends = last;

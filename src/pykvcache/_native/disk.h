@@ -14,10 +14,8 @@ namespace pykv {
 // do it is none, and is not asked to pretend: posix_fallocate() would write into every block.
 inline int claim_blocks(int fd, int64_t size) noexcept {
 #ifdef __linux__
-    int code;
-    do {
-        code = fallocate(fd, 0, 0, off_t(size));
-    } while (code != 0 && errno == EINTR);
+    // Not again after EINTR: where signals undo it (tmpfs of older kernels), a timer's would for ever.
+    const int code = fallocate(fd, 0, 0, off_t(size));
     if (code != 0 && (errno == ENOSPC || errno == EFBIG || errno == EDQUOT || errno == EIO)) {
         return errno;
     }

@@ -3,6 +3,7 @@
 // what the sequence held before needs no copy, and is often overwritten where it lies.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <optional>
 
@@ -58,7 +59,7 @@ class placing {
                 std::memcpy(&record.ext, at + 8, sizeof(record.ext));
             }
             at += cell_bytes(part);
-            if (record.pos < 0) {
+            if (record.pos < 0 || record.pos == std::numeric_limits<llama_pos>::max()) {
                 throw std::runtime_error("the state was changed while it was read");
             }
         }

@@ -91,7 +91,7 @@ GROUPS = {
         "GB/s on one sequence of the story model, one thread. *save* writes into a buffer that is "
         "there, *save_new* into a new object; *memcpy* and *memcpy_new* copy as many bytes in the same "
         "process; *load* is into an empty sequence, *load_over* into one that holds as much. *file_save* replaces a "
-        "file, *file_make* makes one, *file_load* loads it into nothing, without waiting for the disk: "
+        "file, *file_make* makes one, *file_load* loads it into nothing, *file_write* is one bare write(2) of as many bytes, without waiting for the disk: "
         "llama.cpp's own files beside ours, which have checksums and are replaced as a whole. Then how far another thread counts (millions per second) while the main thread "
         "sleeps, saves or loads: the GIL."
     ),

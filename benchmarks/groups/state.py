@@ -15,8 +15,9 @@ SIZES = (1, 16, 64)
 PER_TOKEN = 2048
 #: Who fills what: into a buffer that is there, or into a new object.
 CALLS = ("memcpy", "save", "load", "load_over", "memcpy_new", "save_new")
-#: Of a file: replace one, make one, load it into nothing. None waits for the disk.
-FILES = ("file_save", "file_make", "file_load")
+#: Of a file: replace one, make one, load it into nothing; and write as many bytes that are there
+#: already to a new one. None waits for the disk.
+FILES = ("file_save", "file_make", "file_load", "file_write")
 
 
 def load_everywhere(

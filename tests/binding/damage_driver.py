@@ -58,11 +58,12 @@ def every_field(whole: bytes, place: Map) -> Iterator[bytes]:
 
 def every_cut(whole: bytes, place: Map) -> Iterator[bytes]:
     """The file as it is when it ends between two fields, inside one, or among the weights."""
-    step = max(1, len(whole) // 40)
+    # Behind the last weight there may be padding, which nobody misses.
+    step = max(1, place.end // 40)
     cuts = {at + inside for at in place.boundaries for inside in (-1, 0, 1)}
-    cuts |= {*range(place.data, len(whole), step), len(whole) - 1, len(whole) - 32}
+    cuts |= {*range(place.data, place.end, step), place.end - 1, place.end - 32}
     for cut in sorted(cuts):
-        if 0 <= cut < len(whole):
+        if 0 <= cut < place.end:
             yield whole[:cut]
 
 

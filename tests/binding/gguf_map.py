@@ -19,10 +19,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Map:
-    """The fields in the order of the file, and where the weights begin."""
+    """The fields in the order of the file, and where the weights begin and end."""
 
     places: tuple[Place, ...]
     data: int
+    end: int
 
     @property
     def boundaries(self) -> list[int]:
@@ -52,4 +53,5 @@ def read_map(path: Path) -> Map:
         for part in field.parts:
             places.append(Place(field.name, at, part.nbytes))
             at += part.nbytes
-    return Map(tuple(places), reader.data_offset)
+    end = max(int(tensor.data_offset + tensor.n_bytes) for tensor in reader.tensors)
+    return Map(tuple(places), reader.data_offset, end)

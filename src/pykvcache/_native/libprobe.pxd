@@ -143,6 +143,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     shift_problem div_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d,
                             llama_pos& where)
     int32_t remove_cells(memory*, llama_seq_id, llama_pos p0, llama_pos p1)
+    bool copies_replace(const memory*)
     int32_t copy_cells(memory*, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
     int32_t add_cells(memory*, llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
     int32_t divide_cells(memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d)

@@ -198,7 +198,7 @@ cdef class Memory(Handle):
         """Make dst hold what src holds in ``[p0, p1)``, and nothing else."""
         cdef int32_t s = _seq(src, self.n_seq_max), d = _seq(dst, self.n_seq_max)
         cdef int32_t a = _p0(p0), b = _p1(p1), lo = 0, hi = 0
-        cdef bint whole
+        cdef bint whole, nothing
         self.enter()
         try:
             self.need_memory(operation)
@@ -214,12 +214,15 @@ cdef class Memory(Handle):
             if self.poisoned[s]:
                 raise UnsupportedOperation(
                     operation, f"sequence {s} holds the rest of an aborted decode: remove all of it")
-            # llama_memory_seq_cp merges into a unified destination; a copy replaces.
-            self.remove_from(d, self.removable(d, 0, INT32_MAX), 0, INT32_MAX)
             if whole:
                 a, b = 0, INT32_MAX
-            elif not lib.holds(self.mem, s, a, b):
+            nothing = not lib.holds(self.mem, s, a, b)
+            # llama_memory_seq_cp merges into a unified destination; a copy replaces.
+            if nothing or not lib.copies_replace(self.mem):
+                self.remove_from(d, self.removable(d, 0, INT32_MAX), 0, INT32_MAX)
+            if nothing:
                 return
+            self.lineage.changed(d, 0)
             self.pending = self.pending or self.streams
             self.copied(s, d)
             lib.note_first(self.mem, d, lib.first_of(self.mem, s))

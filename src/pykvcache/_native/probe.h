@@ -135,7 +135,8 @@ shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_
 
 // The changes themselves, after the checks; an open end is 0 or the largest position.
 int32_t remove_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept;  // 0: refused
-// The destination holds nothing.
+// Whether copy_cells() replaces what the destination held, all or nothing; elsewhere it must hold nothing.
+bool copies_replace(const memory * m);
 int32_t copy_cells(memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept;
 int32_t add_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept;
 // llama_memory_seq_div rotates K the wrong way; this adds each cell's own shift instead.

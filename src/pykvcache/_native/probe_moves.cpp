@@ -113,8 +113,9 @@ cell_set part_of(const cell_set & held, llama_pos p0, llama_pos p1) {
     return part;
 }
 
-// Enter `dst`, which holds nothing, into cells.
+// Let `dst` hold these cells instead of what it held.
 void enter(llama_kv_cache & cache, llama_seq_id dst, cell_set & cells) {
+    take_out(cache, dst, 0, POS_END);
     open_cells open(cache, dst);
     for (const auto & held : cells) {
         open.members(held.second).set(dst);
@@ -188,9 +189,11 @@ int32_t remove_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) n
     });
 }
 
+bool copies_replace(const memory * m) { return is_cells_only(m) && m->base->get_n_stream() == 1; }
+
 int32_t copy_cells(memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
     return guarded_void([&] {
-        if (!is_cells_only(m) || m->base->get_n_stream() > 1) {
+        if (!copies_replace(m)) {
             m->mem->seq_cp(src, dst, begin_of(p0), end_of(p1));
             return;
         }

@@ -101,8 +101,9 @@ $(VENV)-asan/.built: pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv $(VENV)-asan
 	$(VENV)-asan/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(VENV)-asan/bin/python -m pip install --quiet --group build --group test
-	$(VENV)-asan/bin/python -m pip install --quiet --no-build-isolation --editable ".[demo,chat,arrays]" \
-	    --config-settings=build-dir=build/asan --config-settings=cmake.define.PYKVCACHE_SANITIZE=ON
+	$(VENV)-asan/bin/python -m pip install --quiet --no-build-isolation --editable ".[demo,chat,arrays,state]" \
+	    --config-settings=build-dir=build/asan --config-settings=cmake.define.PYKVCACHE_SANITIZE=ON \
+	    --config-settings=install.strip=false
 	@touch $@
 
 $(VENV)-arrays/.ready: pyproject.toml

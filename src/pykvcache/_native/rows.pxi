@@ -252,6 +252,8 @@ cdef class Rows:
             # Views of the rows before may be in use.
             self.n = 0
             self.move(n, width)
+            if n == 0:
+                return True  # there is no address to copy from
             memcpy(self.tokens, token.data(), n * sizeof(int32_t))
             memcpy(self.positions, position.data(), n * sizeof(int32_t))
             if one:

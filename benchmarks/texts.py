@@ -37,7 +37,7 @@ GGUF files, the same tokens, the same number of threads. This page is written by
 
 Measuring took {run / 60:.1f} minutes, and making the contestants: {took}. The first time
 it takes minutes more, because llama-cpp-python is built from source; what was built is kept under `build/bench/`.
-First times here, on the same busy machine: {costs}.
+First times here, with what pip had kept of an earlier build: {costs}.
 
 ## What it was measured on
 
@@ -116,20 +116,20 @@ PLOTS = ("calls", "throughput", "prefix", "state", "growth")
 
 #: Why a target is missed; shown only when it is.
 REASONS: dict[str, str] = {
-    "memory_cost": "the Python method around the compiled one takes 28 ns, lock and checks 20 to 40 (a call that finds "
-    "nothing to do takes 55 ns in the compiled class); the rest is llama.cpp's own walk over the cells, which a "
-    "profile shows to be slower here than in a loop that does nothing else",
-    "memory_peer": "where llama.cpp itself walks over all cells, C alone takes more than a third of "
-    "llama-cpp-python's time",
+    "memory_cost": "the Python method around the compiled one takes 28 ns, lock and checks 20 to 40; the rest "
+    "is the walk over the sequence's own cells",
+    "memory_peer": "a copy makes a tree node per cell in llama.cpp's books, in C as here; what is left to save beside "
+    "that and the call is too little",
     "decode_cost": "converting the tokens, the checks and the lock",
-    "throughput": "the spread of a busy machine is wider than the target (see the load); a batch "
-    "of few tokens costs about 5 us more than in C (a new `LlamaBatch`, its checks and its copy, with a processor's "
-    "caches full of something else), and with the story model C takes some 200 us",
+    "throughput": "a batch of few tokens costs about 5 us more than in C (a new `LlamaBatch`, its checks and its "
+    "copy), which is 1 to 3 % of a step of the story model; of a prefill that is nothing, and what is missing there, "
+    "most with 2 threads and with the 30M model less, is not explained yet",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
-    "copies": "`memcpy` is between buffers in huge pages, the cache is not in such; a load into an empty sequence makes "
-    "two tree nodes per cell (50 ns), which `load_over` needs not: it overwrites what is there",
-    "files": "most of the time is the system's, on both sides: pages for a new file and a copy into them, and freeing the "
-    "blocks of the old one; ours is one more copy, so that the context is free while the file is written, and the checksum",
+    "copies": "a load into an empty sequence makes two tree nodes per cell in llama.cpp's books (50 ns each), as much as "
+    "the copy of 1 KiB; a cell of the story model has 2 KiB, of a model of billions 16 to 128, where that vanishes. "
+    "`load_over` needs none: it overwrites what is there. `save_new` pays for new pages",
+    "files": "the system takes most of the time: a bare write(2) of bytes that are there already is no 5 times faster "
+    "than llama.cpp's new file. Ours is one more copy, so that the context is free while the file is written, and the checksum",
 }
 
 TAIL = """## What these figures do not show

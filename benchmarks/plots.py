@@ -109,12 +109,20 @@ def prefix(plt: Any, rows: Rows) -> Any:
 
 
 def state(plt: Any, rows: Rows) -> Any:
-    """GB/s of saving and loading."""
-    figure, axis = plt.subplots(figsize=(9, 3.4))
+    """GB/s of copies and of files, one panel per size."""
     names = [n for n in rows if rows[n].unit == "bytes/s"]
-    bars(axis, [rows[n] for n in names], names, 1e-9, ORDER)
-    axis.set_ylabel("GB/s")
-    above(axis, "State copies (more is better)")
+    sizes = list(dict.fromkeys(n.rpartition(", ")[2] for n in names))
+    figure, axes = plt.subplots(
+        2, len(sizes), figsize=(11, 6), constrained_layout=True, squeeze=False
+    )
+    for column, size in enumerate(sizes):
+        for axis, files in zip(axes[:, column], (False, True), strict=True):
+            there = [n for n in names if n.endswith(f", {size}") and n.startswith("file_") is files]
+            bars(axis, [rows[n] for n in there], [n.split(", ")[0] for n in there], 1e-9, ORDER)
+            axis.set_title(f"{'files' if files else 'in memory'}, {size} (more is better)")
+            axis.set_ylabel("GB/s")
+    handles, words = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, words, frameon=False, ncols=5, loc="outside lower center")
     return figure
 
 
@@ -143,6 +151,6 @@ def growth(plt: Any, rows: Rows) -> Any:
         axis.set_xlabel(over)
         axis.set_ylabel(label)
         axis.grid(lw=0.3)
-        axis.legend(frameon=False, fontsize=6)
+        axis.legend(frameon=False, fontsize=6, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     figure.suptitle("Growth: pykvcache (line), C (dotted)")
     return figure

@@ -57,8 +57,8 @@ First times here, with what pip had kept of an earlier build: {costs}.
 - Contestants are processes that take turns, A B A B, one round of warm-up before. Figures are medians
   of {result["samples"]} samples ({result["samples_of_what_takes_seconds"]} of what takes seconds) with the
   lowest and the highest; a sample of something short is the best of several slices, and the calls of the
-  first table get new processes for each sample. Ratios are taken pair by pair. A dash is explained below
-  its table.
+  first table get new processes for each sample. Ratios are taken pair by pair. A dash: it has no such call,
+  or was not asked (cyllama and xllamacpp not for all sizes); what was asked and failed is listed below its table.
 - C is `benchmarks/c/bench.c`, linked with the static llama.cpp of our own build. llama-cpp-python is
   built from its source distribution, which holds the same llama.cpp. cyllama and xllamacpp are wheels:
   other versions of llama.cpp, built for any x86-64 processor, so their compute speed says how
@@ -72,20 +72,20 @@ First times here, with what pip had kept of an earlier build: {costs}.
 
 GROUPS = {
     "calls": (
-        "Story model, 256 cells, 64 sequences, 16 tokens in sequence 0; a call on each of the "
+        "Story model, 256 cells, 64 sequences, 16 tokens in sequence 0; 63 calls in a row, one on each of the "
         "other sequences. `decode1` is one token by itself, at the end of 16."
     ),
     "throughput": (
         "Tokens per second. Decode: one token for each sequence, after 32 tokens each, the fastest of 8 to 32 steps. "
         "Prefill: one batch of 512 tokens (128 on the 30M model) cut among the sequences. "
-        "xllamacpp is a server, and its figures hold sampling and queueing."
+        "xllamacpp is a server: its figures hold sampling and queueing, other prompts, and are a mean, where those of the others are of the fastest step."
     ),
     "prefix": (
         "30M model, 2 threads, a prompt that shares its first tokens with an earlier one, and 16 of "
         "its own. First token: from the request to the likeliest next token. *cold* evaluates all; "
         "*fork* copies the sequence; *memory* and *file* restore its state; *own prefix match* is "
         "what a binding does by itself when the last prompt began alike (ours: the fork); *RAM "
-        "cache* is llama-cpp-python's `LlamaRAMCache` against our state in memory."
+        "cache* is llama-cpp-python's `LlamaRAMCache` against our state in memory. Its last two are measured through its class `Llama`, which leaves flash attention off where the others choose it; cyllama's first token reads no logits."
     ),
     "state": (
         "GB/s on one sequence of the story model, one thread. *save* writes into a buffer that is "
@@ -93,7 +93,7 @@ GROUPS = {
         "process; *load* is into an empty sequence, *load_over* into one that holds as much. *file_save* replaces a "
         "file, *file_make* makes one, *file_load* loads it into nothing, *file_write* is one bare write(2) of as many bytes, without waiting for the disk: "
         "llama.cpp's own files beside ours, which have checksums and are replaced as a whole. Then how far another thread counts (millions per second) while the main thread "
-        "sleeps, saves or loads: the GIL."
+        "sleeps, saves or loads: the GIL. The clock of a processor that sleeps falls, so that the first figure is no upper limit."
     ),
     "arrays": (
         f"Microseconds; {8192:,} tokens, 8 heads of 128, float32. Naive NumPy: an assignment "
@@ -107,6 +107,7 @@ GROUPS = {
     ),
     "growth": (
         "Story model, one thread, microseconds per call; a half of the cells is held by one sequence. "
+        "With few sequences a pass is one to three calls, each the first after a decode, with cold caches and the clock's own cost. "
         "Then the same and decode throughput by number of sequences, in 8,192 cells."
     ),
 }
@@ -121,13 +122,12 @@ REASONS: dict[str, str] = {
     "memory_peer": "a copy makes a tree node per cell in llama.cpp's books, in C as here; what is left to save beside "
     "that and the call is too little",
     "decode_cost": "converting the tokens, the checks and the lock",
-    "throughput": "a batch of few tokens costs about 5 us more than in C (a new `LlamaBatch`, its checks and its "
-    "copy), which is 1 to 3 % of a step of the story model; of a prefill that is nothing, and what is missing there, "
-    "most with 2 threads and with the 30M model less, is not explained yet",
+    "throughput": "two processes of the very same C program are as far apart, so this machine cannot tell 0.99 from 1; "
+    "what is left in the middle, 1 to 2 %, llama-cpp-python has too, and it is not explained further",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
-    "copies": "a load into an empty sequence makes two tree nodes per cell in llama.cpp's books (50 ns each), as much as "
+    "copies": "1 MiB stays in the processor's caches, where finding the cells counts; a load into an empty sequence makes two tree nodes per cell in llama.cpp's books (50 ns each), as much as "
     "the copy of 1 KiB; a cell of the story model has 2 KiB, of a model of billions 16 to 128, where that vanishes. "
-    "`load_over` needs none: it overwrites what is there. `save_new` pays for new pages",
+    "`load_over` needs none: it overwrites what is there.",
     "files": "the system takes most of the time: a bare write(2) of bytes that are there already is no 5 times faster "
     "than llama.cpp's new file. Ours is one more copy, so that the context is free while the file is written, and the checksum",
 }
@@ -139,5 +139,4 @@ TAIL = """## What these figures do not show
 - Quality of output: peers decode the same tokens, and their logits are not compared here (the tests
   compare ours with references).
 - Guards: llama-cpp-python and cyllama call llama.cpp without checks, so a bad argument there ends the process.
-  What ours costs beyond C is mostly those checks.
 - A machine at rest, unless the load above says so."""

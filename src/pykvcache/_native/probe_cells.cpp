@@ -8,14 +8,8 @@ namespace pykv {
 
 namespace {
 
-constexpr llama_pos POS_END = std::numeric_limits<llama_pos>::max();
-
 const cell_set & cells_of(const llama_kv_cache * cache, llama_seq_id seq) {
     return cache->get_cells(seq).seq_pos_get(seq);
-}
-
-cell_set::const_iterator from(const cell_set & cells, llama_pos p) {
-    return cells.lower_bound({p, 0});
 }
 
 // The state that holds a recurrent sequence: one cell, or none.

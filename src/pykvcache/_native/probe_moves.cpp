@@ -13,16 +13,12 @@ namespace pykv {
 
 namespace {
 
-constexpr llama_pos POS_END = std::numeric_limits<llama_pos>::max();
-
 // Memories that are these two caches and nothing beside them; others have more to keep in step.
 bool is_cells_only(const memory * m) { return m->kind == MEMORY_ATTENTION || m->kind == MEMORY_SLIDING_WINDOW; }
 
 // An open end as llama.h writes it: with streams it copies nothing else.
 llama_pos begin_of(llama_pos p0) { return p0 ? p0 : -1; }
 llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
-
-cell_set::iterator from(const cell_set & cells, llama_pos p) { return cells.lower_bound({p, 0}); }
 
 // Every position of [p0, p1) moves to `moved(p)`, which must not decrease with p.
 template <class F>
@@ -78,26 +74,11 @@ void take_out(llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos 
     auto &     held = open.held(seq);
     const auto first = from(held, p0);
     const auto end = from(held, p1);
-    uint32_t   lowest = open.head;
-    auto       hint = open.used().end();
+    leaving    leave(open, seq);
     for (auto it = first; it != end; ++it) {
-        const uint32_t i = it->second;
-        auto &         members = open.members(i);
-        members.reset(seq);
-        if (members.none()) {
-            open.pos(i) = -1;
-            open.ext(i).reset();
-            open.shift(i) = 0;
-            // Cells of a sequence mostly follow each other.
-            if (hint == open.used().end() || *hint != i) {
-                hint = open.used().find(i);
-            }
-            hint = open.used().erase(hint);
-            lowest = std::min(lowest, i);
-        }
+        leave.cell(it->second);
     }
     held.erase(first, end);
-    open.head = lowest;
 }
 
 cell_set part_of(const cell_set & held, llama_pos p0, llama_pos p1) {

@@ -2,6 +2,8 @@
 // private member. Another layout of these classes does not compile, instead of going wrong.
 #pragma once
 
+#include <algorithm>
+#include <limits>
 #include <set>
 #include <utility>
 #include <vector>
@@ -11,7 +13,11 @@
 
 namespace pykv {
 
-using cell_set = std::set<std::pair<llama_pos, uint32_t>>;
+using cell_set = std::set<std::pair<llama_pos, uint32_t>>;  // of one sequence: position, cell
+
+constexpr llama_pos POS_END = std::numeric_limits<llama_pos>::max();
+
+inline cell_set::const_iterator from(const cell_set & cells, llama_pos p) { return cells.lower_bound({p, 0}); }
 
 namespace opened {
 
@@ -56,6 +62,35 @@ struct open_cells {
     llama_pos &          shift(uint32_t i) { return (cells.*member(opened::shift()))[i]; }
     cell_set &           held(llama_seq_id seq) { return (cells.*member(opened::seq_pos()))[seq]; }
     llama_kv_cells::seq_set_t & members(uint32_t i) { return (cells.*member(opened::seq()))[i]; }
+};
+
+// Takes a sequence out of cells, one by one; what nobody holds any more is free.
+class leaving {
+  public:
+    leaving(open_cells & open, llama_seq_id seq) : open(open), seq(seq), hint(open.used().end()) {}
+
+    // `taken`: somebody else is about to hold it.
+    void cell(uint32_t i, bool taken = false) noexcept {
+        auto & members = open.members(i);
+        members.reset(seq);
+        if (taken || members.any()) {
+            return;
+        }
+        open.pos(i) = -1;
+        open.ext(i).reset();
+        open.shift(i) = 0;
+        // Cells of a sequence mostly follow each other.
+        if (hint == open.used().end() || *hint != i) {
+            hint = open.used().find(i);
+        }
+        hint = open.used().erase(hint);
+        open.head = std::min(open.head, i);
+    }
+
+  private:
+    open_cells &                 open;
+    llama_seq_id                 seq;
+    std::set<uint32_t>::iterator hint;
 };
 
 }  // namespace pykv

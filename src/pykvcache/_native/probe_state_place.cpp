@@ -219,23 +219,9 @@ class placing {
 
     // Take the sequence out of the cells that it held.
     void leave() noexcept {
-        auto & used = open.used();
-        auto   hint = used.end();
-        for (const auto & [pos, i] : open.held(seq)) {
-            auto & members = open.members(i);
-            members.reset(seq);
-            if (members.any() || use[i] == TARGET) {
-                continue;
-            }
-            open.pos(i) = -1;
-            open.ext(i).reset();
-            open.shift(i) = 0;
-            // Cells of a sequence mostly follow each other.
-            if (hint == used.end() || *hint != i) {
-                hint = used.find(i);
-            }
-            hint = used.erase(hint);
-            open.head = std::min(open.head, i);
+        leaving out(open, seq);
+        for (const auto & held_cell : open.held(seq)) {
+            out.cell(held_cell.second, use[held_cell.second] == TARGET);
         }
     }
 

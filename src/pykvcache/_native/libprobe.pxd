@@ -212,6 +212,7 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
         STATE_DAMAGED
         STATE_MISMATCH
         STATE_NO_ROOM
+        STATE_UNKNOWN
     ctypedef struct state_part:
         memory_part part
         uint32_t n_stream
@@ -247,10 +248,10 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
         size_t size
     seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id)
     void seq_state_delete(seq_state*)
-    int32_t seq_state_write(const seq_state*, uint8_t* dst)
+    int32_t seq_state_write(const seq_state*, uint8_t* dst, bool two)
     int32_t state_place(
         memory*, bool v_trans, llama_seq_id, const vector[state_block]& blocks,
-        const vector[state_piece]&)
+        const vector[state_piece]&, bool two)
     uint32_t owned_alone(const memory*, llama_seq_id)
     int32_t state_read(memory*, llama_seq_id, bool partial, const vector[state_piece]&)
 

@@ -111,11 +111,7 @@ cdef class Partials(State):
         cdef int32_t seq = state.seq_id, code
         cdef vector[lib.state_block] blocks
         cdef Pieces pieces = Pieces([state.data])
-        cdef bint v_trans = self.v_trans()
-        cdef string why
-        if lib.state_check(
-                self.mem, v_trans, self.n_seq_max, seq, True, pieces.pieces, blocks, why) != lib.STATE_FITS:
-            raise InternalError(f"the partial state {why.decode()}")
+        self.check(pieces, seq, True, blocks)
         self.need_room(seq, blocks)
         # A copy between streams that waits would overwrite what is put back.
         self.settle()

@@ -321,7 +321,7 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
 state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, bool partial,
                         const std::vector<state_piece> & pieces, std::vector<state_block> & blocks,
                         std::string & why) noexcept {
-    return guarded<state_fault>(STATE_DAMAGED, [&] {
+    return guarded<state_fault>(STATE_UNKNOWN, [&] {
         try {
             walk{m, v_trans, n_seq_max, seq, cursor(pieces), blocks}.all(partial);
         } catch (const fault & found) {

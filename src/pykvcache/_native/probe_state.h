@@ -62,6 +62,7 @@ enum state_fault : int {
     STATE_DAMAGED,   // no memory writes such bytes
     STATE_MISMATCH,  // another memory's
     STATE_NO_ROOM,   // more cells than this memory has at all
+    STATE_UNKNOWN,   // the check itself was stopped; caught() says by what
 };
 
 struct state_piece {
@@ -84,9 +85,17 @@ class seq_state {
     seq_state(const memory * m, bool v_trans, llama_seq_id seq);
 
     size_t size = 0;
-    void   write(uint8_t * dst) const;
+    void   write(uint8_t * dst, bool two) const;
 
   private:
+    // Rows of one tensor, and where they go.
+    struct rows_job {
+        size_t     part;
+        state_rows rows;
+        uint8_t *  dst;
+    };
+    uint8_t * write_heads(size_t i, uint8_t * dst, std::vector<rows_job> & jobs) const;
+
     const memory *                      m;
     llama_seq_id                        seq;
     std::vector<state_part>             parts;
@@ -95,12 +104,13 @@ class seq_state {
 
 seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq) noexcept;  // null: caught
 void        seq_state_delete(seq_state * state) noexcept;
-int32_t     seq_state_write(const seq_state * state, uint8_t * dst) noexcept;
+int32_t     seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept;
 
 // Make a sequence hold a state that was found to fit, all or nothing: 1; or 0 where that takes
 // llama.cpp's own reader: memories with more than cells, tensors elsewhere, no room beside the rest.
+// `two`: a second thread may help.
 int32_t state_place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
-                    const std::vector<state_piece> & pieces) noexcept;
+                    const std::vector<state_piece> & pieces, bool two) noexcept;
 // Cells that nobody but this sequence holds; of a memory with attention.
 uint32_t owned_alone(const memory * m, llama_seq_id seq);
 

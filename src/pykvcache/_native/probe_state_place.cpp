@@ -3,7 +3,6 @@
 // what the sequence held before needs no copy, and is often overwritten where it lies.
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <optional>
 
@@ -13,6 +12,7 @@
 #include "probe_private.h"
 #include "probe_state.h"
 #include "state_cursor.h"
+#include "two_hands.h"
 
 namespace pykv {
 
@@ -59,7 +59,7 @@ class placing {
                 std::memcpy(&record.ext, at + 8, sizeof(record.ext));
             }
             at += cell_bytes(part);
-            if (record.pos < 0 || record.pos == std::numeric_limits<llama_pos>::max()) {
+            if (record.pos < 0 || record.pos == POS_END) {
                 throw std::runtime_error("the state was changed while it was read");
             }
         }
@@ -102,6 +102,11 @@ class placing {
             use[i] = TARGET;
         }
         return true;
+    }
+
+    // Whether a cell that the sequence holds is written to.
+    bool overwrites() {
+        return std::any_of(targets.begin(), targets.end(), [&](uint32_t i) { return open.pos(i) != -1; });
     }
 
     // Everything that needs memory.
@@ -246,13 +251,15 @@ bool fits(const state_block & block, const live_tensor & t) {
 }
 
 bool place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
-           const std::vector<state_piece> & pieces) {
+           const std::vector<state_piece> & pieces, bool two) {
     if (m->kind != MEMORY_ATTENTION && m->kind != MEMORY_SLIDING_WINDOW) {
         return false;
     }
     std::vector<std::unique_ptr<placing>>             caches;
     std::vector<std::pair<placing *, rows_target>>    rows;
-    cursor                                            cells_in(pieces), in(pieces);
+    cursor                                            cells_in(pieces);
+    uint64_t                                          n_bytes = 0;
+    bool                                              early = true;
     for (const state_part & part : state_parts(m, v_trans, false)) {
         auto & cache = *(part.part == PART_WINDOW ? m->swa : m->base);
         caches.push_back(std::make_unique<placing>(cache, seq));
@@ -269,17 +276,30 @@ bool place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_b
             if (!fits(block, rows.back().second.tensor)) {
                 return false;
             }
+            n_bytes += block.size;
         }
         if (!to.choose()) {
             return false;
         }
+        early = early && !to.overwrites();
     }
-    for (const auto & to : caches) {
-        to->prepare();
+    const auto prepare = [&] {
+        for (const auto & to : caches) {
+            to->prepare();
+        }
+    };
+    counter    jobs(rows.size());
+    const auto copy = [&] {
+        cursor in(pieces);
+        for (size_t k; jobs.take(k);) {
+            rows[k].first->copy(in, rows[k].second);
+        }
+    };
+    // Cells that nobody holds may be written to before it is sure that all goes well.
+    if (!early) {
+        prepare();
     }
-    for (const auto & [to, target] : rows) {
-        to->copy(in, target);
-    }
+    with_two_hands(two && n_bytes >= WORTH_A_THREAD, jobs, [&] { early ? prepare() : void(); }, copy);
     for (const auto & to : caches) {
         to->commit();
     }
@@ -289,10 +309,10 @@ bool place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_b
 }  // namespace
 
 int32_t state_place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
-                    const std::vector<state_piece> & pieces) noexcept {
+                    const std::vector<state_piece> & pieces, bool two) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         try {
-            return int32_t(place(m, v_trans, seq, blocks, pieces));
+            return int32_t(place(m, v_trans, seq, blocks, pieces, two));
         } catch (const fault & found) {
             throw std::runtime_error(found.why);
         }

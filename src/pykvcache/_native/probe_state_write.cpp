@@ -7,6 +7,7 @@
 #include "probe_kv.h"
 #include "probe_memory.h"
 #include "probe_state.h"
+#include "two_hands.h"
 
 namespace pykv {
 
@@ -78,35 +79,7 @@ void write_cells(writer & out, const memory * m, const state_part & part, llama_
     }
 }
 
-void write_part(writer & out, const memory * m, const state_part & part, llama_seq_id seq,
-                const std::vector<live_cell> & cells) {
-    const llama_kv_cache * cache = part.part == PART_WINDOW ? m->swa : m->base;
-    const uint32_t own = cache->get_stream(seq);
-    out.put<uint32_t>(part.n_stream);
-    for (uint32_t s = 0; s < part.n_stream; ++s) {
-        out.put<uint32_t>(s == own ? uint32_t(cells.size()) : 0);
-        if (s != own || cells.empty()) {
-            continue;
-        }
-        write_cells(out, m, part, seq, cells);
-        out.put<uint32_t>(part.v_trans);
-        out.put<uint32_t>(part.n_layer);
-        for (const state_rows & rows : state_rows_of(m, part.v_trans, part.part)) {
-            out.put<int32_t>(rows.type);
-            if (rows.kind == BLOCK_V_TRANS) {
-                out.put<uint32_t>(uint32_t(ggml_type_size(ggml_type(rows.type))));
-                out.put<uint32_t>(rows.n_embd);
-            } else {
-                out.put<uint64_t>(rows.row_bytes);
-            }
-            const int which = rows.kind == BLOCK_K ? 0 : 1;
-            if (read_rows(m, part.part, rows.layer, which, seq, cells, out.at) == CAUGHT) {
-                throw std::runtime_error(caught());
-            }
-            out.at += rows.row_bytes * cells.size();
-        }
-    }
-}
+int which_of(const state_rows & rows) { return rows.kind == BLOCK_K ? 0 : 1; }
 
 size_t part_bytes(const memory * m, const state_part & part, size_t n) {
     size_t size = 4 + 4 * size_t(part.n_stream);
@@ -138,8 +111,39 @@ seq_state::seq_state(const memory * m, bool v_trans, llama_seq_id seq) : m(m), s
     }
 }
 
-void seq_state::write(uint8_t * dst) const {
-    writer out{dst};
+// All but the rows of K and V, which are to be copied then.
+uint8_t * seq_state::write_heads(size_t i, uint8_t * dst, std::vector<rows_job> & jobs) const {
+    const state_part &     part = parts[i];
+    const llama_kv_cache * cache = part.part == PART_WINDOW ? m->swa : m->base;
+    const uint32_t         own = cache->get_stream(seq);
+    writer                 out{dst};
+    out.put<uint32_t>(part.n_stream);
+    for (uint32_t s = 0; s < part.n_stream; ++s) {
+        out.put<uint32_t>(s == own ? uint32_t(cells[i].size()) : 0);
+        if (s != own || cells[i].empty()) {
+            continue;
+        }
+        write_cells(out, m, part, seq, cells[i]);
+        out.put<uint32_t>(part.v_trans);
+        out.put<uint32_t>(part.n_layer);
+        for (const state_rows & rows : state_rows_of(m, part.v_trans, part.part)) {
+            out.put<int32_t>(rows.type);
+            if (rows.kind == BLOCK_V_TRANS) {
+                out.put<uint32_t>(uint32_t(ggml_type_size(ggml_type(rows.type))));
+                out.put<uint32_t>(rows.n_embd);
+            } else {
+                out.put<uint64_t>(rows.row_bytes);
+            }
+            jobs.push_back({i, rows, out.at});
+            out.at += rows.row_bytes * cells[i].size();
+        }
+    }
+    return out.at;
+}
+
+void seq_state::write(uint8_t * dst, bool two) const {
+    std::vector<rows_job> rows;
+    writer                out{dst};
     out.put<uint32_t>(SEQ_MAGIC);
     out.put<llama_seq_id>(seq);
     for (size_t i = 0; i < parts.size(); ++i) {
@@ -148,9 +152,23 @@ void seq_state::write(uint8_t * dst) const {
             m->recurrent->state_write(io, seq, 0);
             out.at += io.n_bytes();
         } else {
-            write_part(out, m, parts[i], seq, cells[i]);
+            out.at = write_heads(i, out.at, rows);
         }
     }
+    for (const rows_job & job : rows) {
+        // What a device has to be asked for is asked by one thread.
+        two = two && tensor_at(m, parts[job.part].part, job.rows.layer, which_of(job.rows), seq).host;
+    }
+    counter jobs(rows.size());
+    with_two_hands(two && size >= WORTH_A_THREAD, jobs, [] {}, [&] {
+        for (size_t k; jobs.take(k);) {
+            const rows_job & job = rows[k];
+            const auto &     held = cells[job.part];
+            if (read_rows(m, parts[job.part].part, job.rows.layer, which_of(job.rows), seq, held, job.dst) == CAUGHT) {
+                throw std::runtime_error(caught());
+            }
+        }
+    });
     if (size_t(out.at - dst) != size) {
         throw std::logic_error("a state has another size than was counted");
     }
@@ -162,8 +180,8 @@ seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq) noex
 
 void seq_state_delete(seq_state * state) noexcept { delete state; }
 
-int32_t seq_state_write(const seq_state * state, uint8_t * dst) noexcept {
-    return guarded_void([&] { state->write(dst); });
+int32_t seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept {
+    return guarded_void([&] { state->write(dst, two); });
 }
 
 }  // namespace pykv

@@ -94,6 +94,10 @@ cdef class State(Arrays):
     cdef bint v_trans(self) noexcept:
         return not self.effective.flash_attn
 
+    cdef bint two_threads(self) noexcept:
+        """Whether large states may be copied by two threads: no more than the context was given."""
+        return self.effective.n_threads_batch > 1
+
     # Out -----------------------------------------------------------------------------
 
     def state_size(self, seq_id):
@@ -174,10 +178,10 @@ cdef class State(Arrays):
         return plan
 
     cdef object read_state(self, Plan plan, uint8_t[::1] out):
-        cdef bint done
+        cdef bint done, two = self.two_threads()
         with nogil:
             if plan.one != NULL:
-                done = lib.seq_state_write(plan.one, &out[0]) != lib.CAUGHT
+                done = lib.seq_state_write(plan.one, &out[0], two) != lib.CAUGHT
             else:
                 done = lib.state_get_data(self.ctx, &out[0], plan.size) == plan.size
         if not done:
@@ -202,20 +206,22 @@ cdef class State(Arrays):
     cdef list blocks_of(self, Pieces pieces, int32_t seq):
         cdef vector[lib.state_block] blocks
         cdef lib.state_block block
-        self.check(pieces, seq, blocks)
+        self.check(pieces, seq, False, blocks)
         return [
             (_PART_NAMES[block.part], _BLOCKS[<int>block.kind], block.stream, block.layer,
              block.n_cells, block.offset, block.size)
             for block in blocks
         ]
 
-    cdef int check(self, Pieces pieces, int32_t seq, vector[lib.state_block]& blocks) except -1:
+    cdef int check(self, Pieces pieces, int32_t seq, bint partial, vector[lib.state_block]& blocks) except -1:
         cdef lib.state_fault fault
         cdef bint v_trans = self.v_trans()
         cdef string why
         with nogil:
             fault = lib.state_check(
-                self.mem, v_trans, self.n_seq_max, seq, False, pieces.pieces, blocks, why)
+                self.mem, v_trans, self.n_seq_max, seq, partial, pieces.pieces, blocks, why)
+        if fault == lib.STATE_UNKNOWN:
+            raise _caught_error("check_state")
         if fault != lib.STATE_FITS:
             raise _FAULTS[fault](f"the state {why.decode('utf-8', 'replace')}" if fault != lib.STATE_MISMATCH
                                  else f"the state is of another memory: {why.decode('utf-8', 'replace')}")
@@ -234,7 +240,7 @@ cdef class State(Arrays):
         try:
             self.has_states("set_state")
             self.usable()
-            self.check(pieces, seq, blocks)
+            self.check(pieces, seq, False, blocks)
             for pair in firsts or ():
                 if not 0 <= pair[1] < INT32_MAX:
                     raise StateDamaged(f"a sequence is said to begin at {pair[1]}")
@@ -254,10 +260,10 @@ cdef class State(Arrays):
 
     cdef bint place(self, int32_t seq, vector[lib.state_block]& blocks, Pieces pieces) except -1:
         """Replace what is there without a copy of it, where nothing can fail; else False."""
-        cdef bint v_trans = self.v_trans()
+        cdef bint v_trans = self.v_trans(), two = self.two_threads()
         cdef int32_t code
         with nogil:
-            code = lib.state_place(self.mem, v_trans, seq, blocks, pieces.pieces)
+            code = lib.state_place(self.mem, v_trans, seq, blocks, pieces.pieces, two)
         if code == lib.CAUGHT:
             raise _caught_error("set_state")
         if code == 1:

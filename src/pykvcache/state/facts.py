@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ class Fingerprint:
 
     def to_json(self) -> str:
         """Return the text that a file holds."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(vars(self) | {"rope": dict(self.rope)}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Fingerprint:

@@ -1,0 +1,184 @@
+"""Large states are copied by two threads: what one thread alone does, byte by byte."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from pykvcache import LlamaContext
+from state.kit import WORDS, cells_of, next_logits
+from support.models import RIGHT, make_model
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory, FreshLogits, ModelFactory
+
+#: 16 KiB per token, as f32: 400 tokens are more than the 4 MiB from which on two threads copy.
+WIDE = {"n_embd": 512, "n_head_kv": 4, "n_layer": 4, "n_swa": 300}
+LARGE = 4 << 20
+FLASH = {"type_k": "f32", "type_v": "f32", "flash_attn": "enabled"}
+SHAPES = [
+    pytest.param("llama", {}, id="transposed"),
+    pytest.param("llama", FLASH, id="rows"),
+    pytest.param("llama", {"kv_unified": False, "n_ctx": 2048}, id="streams"),
+    pytest.param("gemma3", {"swa_full": True}, id="window"),
+]
+
+
+def pair(
+    name: str, options: dict[str, Any], make_context: ContextFactory, model: ModelFactory
+) -> tuple[LlamaContext, LlamaContext]:
+    """A context with one thread and one with two."""
+    wide = model(name, **WIDE)
+    one, two = (make_context(wide, **({"n_ctx": 1024} | options)) for _ in range(2))
+    # One token is computed by one thread: flash attention depends on their number.
+    two.set_n_threads(1, 2)
+    return one, two
+
+
+@pytest.mark.parametrize(("name", "options"), SHAPES)
+def test_two_threads_do_what_one_does(
+    name: str,
+    options: dict[str, Any],
+    make_context: ContextFactory,
+    model: ModelFactory,
+    fresh_logits: FreshLogits,
+) -> None:
+    one, two = pair(name, options, make_context, model)
+    one.decode(WORDS)
+    state, content = one.get_state(0), one.sequence_state(0).to_bytes()
+    assert len(state) > LARGE
+    # Into nothing, over itself, over another, and beside cells that others hold.
+    for seq, words in ((0, WORDS[:0]), (0, WORDS), (1, WORDS[200:]), (2, WORDS[::-1])):
+        for ctx in (one, two):
+            ctx.clear_kv_cache()
+            if len(words):
+                ctx.decode(np.ascontiguousarray(words[:300]), seq_id=seq)
+            ctx.decode(WORDS[50:70], seq_id=3)
+            kept = cells_of(ctx, 3)
+            ctx.set_state(state, seq)
+            assert ctx.sequence_state(seq).to_bytes() == content
+            assert cells_of(ctx, 3) == kept
+        got = next_logits(two, seq)
+        assert np.abs(got - next_logits(one, seq)).max() < RIGHT
+        # Flash attention computes in an order that depends on the cells.
+        if "flash_attn" not in options:
+            want = fresh_logits(model(name, **WIDE), [*WORDS, 9], **({"n_ctx": 1024} | options))
+            assert np.abs(got - want).max() < RIGHT
+
+
+def test_scattered_cells(make_context: ContextFactory, model: ModelFactory) -> None:
+    _, two = pair("llama", {}, make_context, model)
+    for i in range(400):
+        two.decode(WORDS[i : i + 1], seq_id=0)
+        two.decode(WORDS[i : i + 1], seq_id=1)
+    state, content = two.get_state(1), two.sequence_state(1).to_bytes()
+    assert len(state) > LARGE
+    two.clear_kv_cache_seq(1)
+    two.decode(WORDS[:100], seq_id=2)  # takes every second cell
+    two.set_state(state, 3)
+    assert two.sequence_state(3).to_bytes() == content
+    two.set_n_threads(1)
+    assert two.sequence_state(3).to_bytes() == content
+
+
+CHILD = """
+import resource, sys, threading
+import numpy as np
+from pykvcache import InternalError, LlamaContext, LlamaModel
+from pykvcache.kv import LayerKV, SequenceKV
+ctx = LlamaContext(LlamaModel(sys.argv[1]), n_ctx=1024, n_seq_max=2, n_threads=1,
+                   type_k="f32", type_v="f32", flash_attn="enabled")
+ctx.decode(np.array([5], np.int32))
+rng = np.random.default_rng(0)
+def filled(n):
+    shapes = [layer.keys.shape[1:] for layer in ctx.kv(0).layers]
+    return SequenceKV(np.arange(n, dtype=np.int32), [
+        LayerKV(*(rng.standard_normal((n, *shape), np.float32) for _ in "kv")) for shape in shapes])
+one, other = filled(500), filled(400)
+ctx.write_kv(0, one)
+state, content = ctx.get_state(0), ctx.sequence_state(0).to_bytes()
+assert len(state) > 4 << 20
+ctx.set_n_threads(1, 2)
+"""
+
+NO_THREAD = (
+    CHILD
+    + """
+resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+try:
+    threading.Thread(target=print).start()
+except RuntimeError:
+    pass
+else:
+    raise SystemExit("threads can still be started here")
+ctx.set_state(state, 1)
+assert ctx.sequence_state(1).to_bytes() == content
+print("well")
+"""
+)
+
+NO_MEMORY = (
+    CHILD
+    + """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+ctx.set_state(state, 1)  # what the system keeps of that thread lets the next one start
+ctx.write_kv(1, other)
+before = ctx.get_state(1).tobytes()
+everything = (resource.RLIM_INFINITY,) * 2
+eaten = np.zeros(1 << 20, np.uint64)
+failed = 0
+for room in range(0, 4000, 25):
+    n, none = 0, (resource.getpagesize(), everything[1])
+    spare = [libc.malloc(48) for _ in range(room)]  # a node of the trees
+    resource.setrlimit(resource.RLIMIT_AS, none)
+    for size in (1 << 16, 1 << 10, 32):  # what is free within the heap, too
+        while at := libc.malloc(size):
+            eaten[n] = at
+            n += 1
+    for at in spare:
+        libc.free(at)
+    try:
+        ctx.set_state(state, 1)
+        went = True
+    except (MemoryError, InternalError):  # ggml asserts that it has got memory
+        went = False
+        failed += 1
+    resource.setrlimit(resource.RLIMIT_AS, everything)
+    for at in eaten[:n].tolist():
+        libc.free(at)
+    if went:
+        break
+    assert ctx.get_state(1).tobytes() == before, room
+assert failed > 3, failed
+assert ctx.sequence_state(1).to_bytes() == content
+print("well", failed)
+"""
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits")
+@pytest.mark.parametrize("code", [NO_THREAD, NO_MEMORY], ids=["no-thread", "no-memory"])
+def test_without(code: str, model_folder: Path) -> None:
+    """No second thread: the first does all. No memory: an error, and nothing has changed."""
+    path = make_model("llama", model_folder, **WIDE)
+    # A stack that is larger than the limit: no thread gets one.
+    stack = "ulimit -s 67108864 &&" if code is NO_THREAD else ""
+    done = subprocess.run(
+        ["sh", "-c", f'{stack} exec "$0" -c "$1" "$2"', sys.executable, code, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"GGML_NO_BACKTRACE": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("well"), done.stdout
+    print(done.stdout)

@@ -150,6 +150,13 @@ def test_streams_and_sequences_that_are_not_here(
     few = make_context("llama", n_seq_max=2)
     with refused(few, StateLayoutMismatch, match="sequence 3"):
         few.load_context(tmp_path / "all")
+    for seq_id in (0, 1):
+        ctx.copy_kv_cache_seq(3, seq_id)
+    ctx.save_context(tmp_path / "shared")
+    with refused(few, StateLayoutMismatch, match="belongs to 3 sequences, n_seq_max is 2"):
+        few.load_context(tmp_path / "shared")
+    with refused(few, StateLayoutMismatch):
+        few.set_state(ctx.get_state())
     for bad in (-1, 2, 300):
         with refused(few, SequenceIdError):
             few.load_sequence(tmp_path / "a", bad)

@@ -151,7 +151,11 @@ struct walk {
             if (pos < 0 || pos == std::numeric_limits<llama_pos>::max()) {
                 throw fault{STATE_DAMAGED, "holds position " + std::to_string(pos)};
             }
-            const bool valid = seq < 0 ? n_ids >= 1 && n_ids <= n_seq_max : n_ids == (recurrent ? 0 : 1);
+            const bool valid = seq < 0 ? n_ids >= 1 && n_ids <= LLAMA_MAX_SEQ : n_ids == (recurrent ? 0 : 1);
+            if (valid && seq < 0 && n_ids > n_seq_max) {
+                throw fault{STATE_MISMATCH, "a cell belongs to " + std::to_string(n_ids) +
+                                                " sequences, n_seq_max is " + std::to_string(n_seq_max)};
+            }
             if (!valid) {
                 throw fault{STATE_DAMAGED, "holds a cell of " + std::to_string(n_ids) + " sequences"};
             }

@@ -116,17 +116,17 @@ class UnsupportedOperation(KvCacheConversionError):
 
 
 class SequenceIdError(KvCacheError, IndexError):
-    """A sequence id is outside ``[0, n_seq_max)``."""
+    """A sequence id is outside ``[0, n_seq_max)``, or a saved context holds nothing of it."""
 
-    def __init__(self, seq_id: int, n_seq_max: int) -> None:
+    def __init__(self, seq_id: int, n_seq_max: int, message: str | None = None) -> None:
         super().__init__(
-            f"sequence id {seq_id} is outside [0, {n_seq_max}): n_seq_max is {n_seq_max}"
+            message or f"sequence id {seq_id} is outside [0, {n_seq_max}): n_seq_max is {n_seq_max}"
         )
         self.seq_id = seq_id
         self.n_seq_max = n_seq_max
 
-    def __reduce__(self) -> tuple[type, tuple[int, int]]:
-        return type(self), (self.seq_id, self.n_seq_max)
+    def __reduce__(self) -> tuple[type, tuple[int, int, str]]:
+        return type(self), (self.seq_id, self.n_seq_max, str(self))
 
 
 class PositionError(KvCacheError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,9 @@ def test_other_rotations_of_some_layers(
     ctx, other = make_context(name), make_context(name, rope_freq_base=777.0)
     ctx.decode(WORDS[:12])
     ctx.save_sequence(0, tmp_path / "a")
-    with refused(other, StateLayoutMismatch, match="rotated"):
+    # What differs is named, and nothing else. The first layer of gemma3 has a base of its own.
+    what = "another layer" if name == "gemma3" else r"freq_base is \S+ in the state, 777.0 here"
+    with refused(other, StateLayoutMismatch, match=rf"rotated .*: .*{what}$"):
         other.load_sequence(tmp_path / "a", 0)
 
 
@@ -167,8 +170,10 @@ def test_streams_and_sequences_that_are_not_here(
             ctx.sequence_state(worse)  # type: ignore[arg-type]
     with pytest.raises(SequenceIdError):
         ctx.sequence_state(4)
-    with pytest.raises(SequenceIdError):
-        ctx.context_state().sequence(2)
+    ctx.clear_kv_cache_seq(1)
+    with pytest.raises(SequenceIdError, match=r"nothing of sequence 1: it has 0, 3$") as caught:
+        ctx.context_state().sequence(1)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.mark.parametrize("unified", [True, False])

@@ -89,9 +89,15 @@ class Fingerprint:
             if found != wanted:
                 raise StateLayoutMismatch(f"{what} is {found!r} in the state, {wanted!r} here")
         if self.rope_digest != here.rope_digest:
+            differ = [
+                f"{name} is {self.rope.get(name)} in the state, {here.rope.get(name)} here"
+                for name in sorted({*self.rope, *here.rope})
+                if self.rope.get(name) != here.rope.get(name)
+            ]
             raise StateLayoutMismatch(
                 "keys are rotated otherwise here (rope_freq_base, rope_freq_scale, yarn_*): "
-                f"{dict(self.rope)} in the state, {dict(here.rope)} here"
+                # The digest is of every layer and of the factors, the numbers are of one.
+                + (", ".join(differ) or "other frequency factors, or another layer")
             )
 
 

@@ -121,7 +121,12 @@ class ContextState(Saved):
         """
         seq = as_int(seq_id, "seq_id", -(2**63), 2**63)
         if seq not in self._firsts:
-            raise SequenceIdError(seq, max(self._firsts, default=-1) + 1)
+            held = ", ".join(map(str, self._firsts)) or "none"
+            raise SequenceIdError(
+                seq,
+                max(self._firsts, default=-1) + 1,
+                f"the state holds nothing of sequence {seq}: it has {held}",
+            )
         return self._one(seq, self._tokens.get(seq))
 
     def _one(self, seq: int, tokens: IntArray | None) -> SequenceState:

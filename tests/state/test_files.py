@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from pykvcache import (
     ContextState,
     SequenceState,
     StateDamaged,
+    StateError,
     StateInfo,
     StateVersionError,
     describe_state,
@@ -278,6 +280,8 @@ def test_nothing_of_a_state_can_be_changed(make_context: ContextFactory, tmp_pat
         SequenceState.load(tmp_path / "a", mapped=False),
         SequenceState.from_bytes(before),
         ctx.context_state().sequence(0),
+        copy.deepcopy(state),
+        pickle.loads(pickle.dumps(state)),
     ):
         for part in one.parts:
             for array in (one.positions, part.positions, *part.tensors):
@@ -291,6 +295,15 @@ def test_nothing_of_a_state_can_be_changed(make_context: ContextFactory, tmp_pat
                 setattr(one, name, None)
     assert state.to_bytes() == before
     assert SequenceState.load(tmp_path / "a").to_bytes() == before
+    whole = ctx.context_state({0: WORDS[:20]})
+    again = pickle.loads(pickle.dumps(whole))
+    assert again.to_bytes() == whole.to_bytes()
+    with pytest.raises(ValueError, match="read-only"):
+        again.tokens[0][...] = 0
+    damaged = bytearray(pickle.dumps(state))
+    damaged[len(damaged) // 2] ^= 1
+    with pytest.raises(StateError):
+        pickle.loads(damaged)
 
 
 @pytest.mark.parametrize("kind", [bytearray, lambda data: memoryview(bytearray(data))])

@@ -85,6 +85,16 @@ class Saved(ABC):
         copy: dict[str, Any] = json.loads(json.dumps(self._metadata))
         return copy
 
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        """Pickled as the bytes of its file: checked again, and read-only again."""
+        return type(self).from_bytes, (self.to_bytes(),)
+
     @abstractmethod
     def _tensors(self) -> list[Tensor]:
         """Everything that is not text."""

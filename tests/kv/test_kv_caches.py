@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import LlamaContext, LlamaModel, SequenceKV, from_caches, to_caches
+from pykvcache import (
+    LlamaContext,
+    LlamaModel,
+    RecurrentState,
+    SequenceKV,
+    from_caches,
+    to_caches,
+)
 from pykvcache.arrays import ArraysCache, FlatKVCache, KVCache, RotatingKVCache
 from pykvcache.errors import CacheValueError
 from support.models import EXACT, MODELS, RIGHT, make_model
@@ -86,6 +93,8 @@ def test_what_has_no_counterpart_is_refused(model: LlamaModel) -> None:
     arrays = ctx.kv(0)
     with pytest.raises(CacheValueError, match="gap"):
         to_caches(arrays.select(np.r_[0:5, 8:N]))
+    with pytest.raises(CacheValueError, match="begins at 10"):
+        to_caches(SequenceKV(np.empty(0, np.int32), [], recurrent=RecurrentState(17, [], 10)))
     with pytest.raises(CacheValueError, match="floats"):
         to_caches(
             replace(arrays, layers=[replace(arrays.layers[0], keys=np.ones((N, 2, 16), int))])

@@ -44,6 +44,8 @@ def to_caches(arrays: SequenceKV, window_size: SupportsIndex | None = None) -> C
     length = max(len(arrays), arrays.recurrent.position + 1 if arrays.recurrent else 0)
     found: list[tuple[int, KVCache | RotatingKVCache | ArraysCache]] = []
     _consecutive(arrays.positions, 0, "positions")
+    if arrays.recurrent and arrays.recurrent.first:
+        raise CacheValueError(f"a state that begins at {arrays.recurrent.first} must begin at 0")
     for layer in arrays.layers:
         cache = KVCache()
         if len(arrays):

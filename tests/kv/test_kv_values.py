@@ -42,7 +42,7 @@ BOUND = {
     "q5_0": 0.063,
     "q4_1": 0.068,
     "q4_0": 0.126,
-    "iq4_nl": 0.126,
+    "iq4_nl": 0.21,
 }
 """What storing may change, as a share of the largest of the 32 values of a block."""
 
@@ -127,7 +127,10 @@ def test_floats_written_back_are_the_bits_that_were_there(
 def test_what_storing_changes_is_bounded(kind: str) -> None:
     rng = np.random.default_rng(1)
     spread = rng.lognormal(0, 2, (2000, 1)).astype(np.float32)
-    floats = rng.standard_normal((2000, 32)).astype(np.float32) * spread
+    floats = rng.standard_normal((2000, 32)).astype(np.float32)
+    # The worst that is known for iq4_nl, whose scale is fitted to many at one end of its table.
+    floats[0] = np.r_[1.0, [-1.0] * 30, 0.91]
+    floats *= spread
     number = GgmlType[kind.upper()]
     stored = lib.quantize(number, floats.reshape(-1))
     assert stored.nbytes == floats.size // number.block_size * number.block_bytes

@@ -142,6 +142,14 @@ def test_views_are_read_only(model: LlamaModel) -> None:
         pickle.dumps(view)
 
 
+def test_a_method_of_arrays_that_views_lack_is_told_where_to_find(model: LlamaModel) -> None:
+    view = first_keys(context(model))
+    for name in ("mean", "sum", "T", "reshape", "astype", "tolist", "__array_interface__"):
+        assert not hasattr(view, name)
+        with pytest.raises(AttributeError, match=rf"'{name}'.*np.mean.*copy"):
+            getattr(view, name)
+
+
 CHANGES: dict[str, Callable[[LlamaContext], object]] = {
     "decode": lambda ctx: ctx.decode([7], seq_id=3),
     "generate": lambda ctx: list(ctx.generate([7], 1)),

@@ -8,7 +8,7 @@ NumPy cannot take an array back, so no array over the cache's memory is ever giv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -124,6 +124,15 @@ class CacheView(np.lib.mixins.NDArrayOperatorsMixin):
         copies = {id(view): view.copy() for view in _views((args, kwargs))}
         args, kwargs = _replaced((args, kwargs), copies)
         return func(*args, **kwargs)
+
+    if not TYPE_CHECKING:  # type checkers shall go on saying that an attribute is missing
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"CacheView has no {name!r}: use NumPy's functions, as np.mean(view), or copy()",
+                name=name,
+                obj=self,
+            )
 
     def __repr__(self) -> str:
         state = "" if self.is_valid else ", no longer valid"

@@ -11,7 +11,7 @@ import pytest
 
 from memory.kit import Case, apart
 from memory.ledger_kit import Twin
-from pykvcache import LlamaBatch, LlamaContext, LlamaModel, SequenceState
+from pykvcache import ContextState, LlamaBatch, LlamaContext, LlamaModel, SequenceState
 from state.kit import CASES, WORDS, cells_of, next_logits
 from support.models import RIGHT, make_model
 
@@ -79,6 +79,30 @@ def test_a_saved_context_goes_on_and_cells_stay_shared(
         assert apart(next_logits(alone, 1), want) < case.tolerance
         assert apart(next_logits(other, seq), want) < case.tolerance
         alone.close()
+
+
+def test_a_sequence_whose_later_tokens_lie_before_its_first_ones(
+    make_context: ContextFactory, fresh_logits: FreshLogits
+) -> None:
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:120], seq_id=0)
+    ctx.decode(WORDS[120:240], seq_id=1)
+    ctx.clear_kv_cache_seq(0)
+    ctx.decode(WORDS[240:270], seq_id=1)
+    tokens = WORDS[120:270]
+    state = ContextState.from_bytes(ctx.context_state({1: tokens}).to_bytes())
+    # The cells come as they lie in the cache, and the sequence as it is read.
+    assert (np.diff(state.parts[0][0].positions) < 0).any()
+    one = state.sequence(1)
+    assert one.positions.tolist() == list(range(150))
+    assert one.tokens is not None
+    assert np.array_equal(one.tokens, tokens)
+    other = make_context("llama")
+    other.restore_context(state)
+    alone = make_context("llama")
+    alone.restore_sequence(one, 3)
+    for restored, seq_id in ((other, 1), (alone, 3)):
+        assert apart(next_logits(restored, seq_id), fresh_logits("llama", [*tokens, 9])) < RIGHT
 
 
 @pytest.mark.parametrize("unified", [True, False])

@@ -38,7 +38,8 @@ with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_seq_max=3) as c
 figure, (above, below) = plt.subplots(2, 1, figsize=(11, 5), layout="constrained")
 image = above.pcolormesh(positions, np.arange(len(lengths)), lengths, shading="nearest")
 figure.colorbar(image, ax=above, label="mean length of keys")
-above.set(xlabel="position in sequence 0", ylabel="layer", title="Keys", yticks=range(len(lengths)))
+above.set(xlabel="position in sequence 0 (shared up to the dots)", ylabel="layer", title="Keys")
+above.set_yticks(range(len(lengths)))
 above.axvline(len(prompt) - 1.5, color="white", linestyle=":")
 
 owners = table.members @ 2 ** np.arange(table.members.shape[1])  # 1, 2, 4: one sequence; 7: all
@@ -46,13 +47,12 @@ grid = np.full(-(-(table.cell.max() + 1) // PER_ROW) * PER_ROW, np.nan)
 for value, owner in enumerate(np.unique(owners)):
     cells = table.cell[owners == owner]
     grid[cells] = value
-    who = " and ".join(str(s) for s in range(3) if owner >> s & 1)
-    below.scatter(
-        [], [], marker="s", color=f"C{value}", label=f"sequence {who}: {len(cells)} cells"
-    )
+    who = "sequence " + " + ".join(str(s) for s in range(3) if owner >> s & 1)
+    below.scatter([], [], marker="s", color=f"C{value}", label=f"{who}: {len(cells)} cells")
 colors = mpl.colors.ListedColormap([f"C{i}" for i in range(len(np.unique(owners)))])
 below.pcolormesh(grid.reshape(-1, PER_ROW), cmap=colors, edgecolors="white", linewidth=2)
-below.set(xlabel=f"cells, {PER_ROW} in a row", title="Cells", yticks=[])
+below.set(xlabel=f"cells, {PER_ROW} in a row", ylabel="first cell", title="Cells in use")
+below.set_yticks(np.arange(len(grid) // PER_ROW) + 0.5, np.arange(0, len(grid), PER_ROW))
 below.invert_yaxis()
 below.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncols=4, frameon=False)
 figure.savefig(picture, dpi=100)

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks import environment, setup
 from benchmarks.harness import Plan, closing
 from benchmarks.models import BUILD, ROOT
+from benchmarks.settings import EQUAL
 
 GROUPS = ("calls", "throughput", "prefix", "state", "arrays", "footprint", "growth")
 
@@ -80,6 +81,10 @@ def main() -> None:
             "load_before_and_after": [load[0], os.getloadavg()[0]],
             "rows": [row.as_json() for row in rows],
         }
+    result["settings"] = {
+        "same": EQUAL,
+        "reported": {name: sorted(c.reported) for name, c in contestants.items()},
+    }
     result["seconds"] = round(time.perf_counter() - begin, 1)
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(dumps(result))

@@ -9,12 +9,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 Answer = dict[str, Any]
+
+#: The same C program once more: what lies between the two is the machine's.
+AGAIN = "C again"
 
 #: OpenMP threads of a process that waits for its turn spin for some milliseconds.
 PAUSE = 0.01
@@ -45,11 +48,16 @@ class Contestant:
         self.env = {**os.environ, **(env or {})}
         self.process: subprocess.Popen[str] | None = None
         self.missing: str | None = None
+        self.unopened: str | None = None
+        """Why its last context could not be opened; nothing is measured without it."""
+        self.reported: Answer = {}
+        """Settings that its contexts told of themselves, the last ones."""
 
     def ask(self, do: str, **request: Any) -> Answer:
         """Send a request and wait for its answer; ``error`` tells what could not be done."""
-        if self.missing is not None:
-            return {"error": self.missing}
+        why = self.missing or (self.unopened if do != "open" else None)
+        if why is not None:
+            return {"error": why}
         if self.process is None:
             self.process = subprocess.Popen(
                 self.command,
@@ -67,7 +75,9 @@ class Contestant:
             self.process.stdin.flush()
             line = self.process.stdout.readline()
         if not line:
-            return {"error": f"the process ended with {self.close()} at {do!r}"}
+            # What it had opened is gone with it.
+            self.unopened = f"the process ended with {self.close()} at {do!r}"
+            return {"error": self.unopened}
         answer: Answer = json.loads(line)
         return answer
 
@@ -116,6 +126,24 @@ class Row:
         }
 
 
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """Return the order of a round: everybody in turn is the first."""
+    first = turn % max(1, len(names))
+    return [*names[first:], *names[:first]]
+
+
+def counted(n: int, what: str) -> str:
+    """Write a number of things."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def leave_out(rows: Iterable[Row], who: str, why: str) -> None:
+    """Say why a contestant was not asked, where it has neither samples nor an error."""
+    for row in rows:
+        if who not in row.samples:
+            row.errors.setdefault(who, why)
+
+
 def interleave(
     name: str,
     unit: str,
@@ -124,7 +152,9 @@ def interleave(
     value: Callable[[Answer], float] = lambda answer: float(answer["seconds"]),
     note: Sequence[str] = (),
 ) -> Row:
-    """Measure each side in turn, A B A B, after one round of warm-up.
+    """Measure each side in turn, A B C, B C A, C A B, after one round of warm-up.
+
+    Who comes first changes, so that nobody always follows the same one; pairs are of one round.
 
     Parameters
     ----------
@@ -137,10 +167,10 @@ def interleave(
     """
     row = Row(name, unit)
     for turn in range(plan.samples + 1):
-        for who, side in sides.items():
+        for who in rotated(list(sides), turn):
             if who in row.errors:
                 continue
-            answer = side()
+            answer = sides[who]()
             time.sleep(PAUSE)
             if "error" in answer:
                 # Where the project lies on this machine is nobody's business.

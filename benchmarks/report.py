@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import targets, texts
-from benchmarks.harness import Row
+from benchmarks import absent, targets, texts
+from benchmarks.harness import AGAIN, Row
 
 ORDER = ("pykvcache", "C", "llama-cpp-python", "cyllama", "xllamacpp")
 CALLED = ("C", "thin", "llama-cpp-python", "cyllama")
+DECODED = ("C", "llama-cpp-python", "cyllama")
+COUNTED = ("pykvcache", "llama-cpp-python", "cyllama")
 Rows = dict[str, Row]
 
 
@@ -32,6 +34,8 @@ def number(value: float) -> str:
     if math.isnan(value):
         return "-"
     size = abs(value)
+    if 0 < size < 0.1:
+        return f"{value:.2g}" if size >= 1e-4 else f"{value:.6f}"
     return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 
@@ -50,15 +54,15 @@ def table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *map(list, lines)])
 
 
-def plain(rows: Iterable[Row], scale: float, base: str = "C", skip: str = "") -> str:
+def plain(rows: Iterable[Row], scale: float, base: str = "C") -> str:
     """Write rows as they are: ours and its ratio with spread, the others as medians."""
     rows = list(rows)
-    present = {who for row in rows for who in (*row.samples, *row.errors)}
+    present = {who for row in rows for who in row.samples}
     others = [w for w in (*ORDER, "NumPy", "numpy", "array caches alone") if w in present]
     others = [w for w in others if w not in ("pykvcache", base)]
     lines = []
     for row in rows:
-        line = [row.name.removesuffix(skip), spread(row.samples.get("pykvcache", []), scale)]
+        line = [row.name, spread(row.samples.get("pykvcache", []), scale)]
         if base in present:
             line += [number(row.median(base) * scale), spread(row.ratios("pykvcache", base))]
         lines.append(line + [number(row.median(who) * scale) for who in others])
@@ -94,12 +98,13 @@ def calls(rows: Rows) -> str:
         [
             row.name,
             spread(row.samples.get("pykvcache", []), 1e6),
-            *(number(row.median(who) * 1e6) for who in ("C", "llama-cpp-python", "cyllama")),
-            spread(targets.over_c(row, None), 1e6),
+            *(number(row.median(who) * 1e6) for who in DECODED),
+            spread(targets.differences(row, "pykvcache", "C"), 1e6),
+            spread(targets.differences(row, AGAIN, "C"), 1e6),
         ]
         for row in decodes
     ]
-    second = ["us per one-token decode", "pykvcache", "C", "llama-cpp-python", "cyllama", "over C"]
+    second = ["us per one-token decode", "pykvcache", *DECODED, "over C", f"{AGAIN}, over C"]
     return f"{table(header, lines)}\n\nEmpty methods: {empties}.\n\n{table(second, extra)}"
 
 
@@ -124,60 +129,68 @@ def prefix(rows: Rows) -> str:
     return table([*head, *ORDER[1:]], lines)
 
 
+def counting(rows: Rows) -> str:
+    """Write how far another thread counts, and what share that is of counting beside a hash."""
+    base = rows.get("counting during hashing")
+    lines = []
+    for row in rows.values():
+        if row.unit == "1/s":
+            line = [row.name]
+            for who in COUNTED:
+                share = row.median(who) / base.median(who) if base else math.nan
+                line += [spread(row.samples.get(who, []), 1e-6), number(share)]
+            lines.append(line)
+    head = [word for who in COUNTED for word in (who, "of hashing")]
+    return table(["millions per second", *head], lines)
+
+
+def grown(rows: Rows) -> str:
+    """Write group 7: by cells, then by sequences; times, then rates."""
+    parts = []
+    for over in ("cell", "sequence"):
+        for unit, scale, words in (("s", 1e6, "us"), ("tokens/s", 1, "tokens per second")):
+            there = [r for r in rows.values() if r.unit == unit and over in r.name.split(", ")[-1]]
+            if there:
+                parts += [f"By {over}s, {words}:", plain(there, scale)]
+    return "\n\n".join(parts)
+
+
+WRITERS: dict[str, Callable[[Rows], str]] = {
+    "calls": calls,
+    "throughput": lambda rows: plain(rows.values(), 1),
+    "prefix": prefix,
+    "state": lambda rows: (
+        plain([r for r in rows.values() if r.unit == "bytes/s"], 1e-9) + "\n\n" + counting(rows)
+    ),
+    "arrays": lambda rows: plain(rows.values(), 1e6, base="NumPy"),
+    "footprint": lambda rows: "\n\n".join(
+        plain([r for r in rows.values() if r.unit == unit], scale, base)
+        for unit, scale, base in (("bytes", 2**-10, "C"), ("s", 1e3, "numpy"))
+    ),
+    "growth": grown,
+}
+
+
 def write(result: dict[str, Any], path: Path) -> None:
     """Write the whole report."""
     groups = result["groups"]
+    rows = {name: absent.explained(rows_of(result, name), result, name) for name in groups}
     parts = [texts.head(result)]
     if groups:
-        lines = [t.line() for t in targets.judge({g: rows_of(result, g) for g in groups})]
+        lines = [verdict.line() for verdict in targets.judge(rows)]
         parts += ["## Targets", table(["target", "measured", "", "why"], lines)]
-    writers: dict[str, Callable[[Rows], str]] = {
-        "calls": calls,
-        "throughput": lambda rows: plain(rows.values(), 1),
-        "prefix": prefix,
-        "state": lambda rows: (
-            plain([r for r in rows.values() if r.unit == "bytes/s"], 1e-9)
-            + "\n\n"
-            + plain([r for r in rows.values() if r.unit == "1/s"], 1e-6, base="")
-        ),
-        "arrays": lambda rows: plain(rows.values(), 1e6, base="NumPy"),
-        "footprint": lambda rows: "\n\n".join(
-            plain([r for r in rows.values() if r.unit == unit], scale, base)
-            for unit, scale, base in (("bytes", 2**-10, "C"), ("s", 1e3, "numpy"))
-        ),
-        "growth": lambda rows: "\n\n".join(
-            plain([r for r in rows.values() if r.unit == unit], scale)
-            for unit, scale in (("s", 1e6), ("tokens/s", 1))
-        ),
-    }
-    for name, writer in writers.items():
+    for name, writer in WRITERS.items():
         if name not in groups:
             continue
-        parts += [
-            f"## {groups[name]['title'][0].upper()}{groups[name]['title'][1:]}",
-            texts.GROUPS[name],
-        ]
-        parts.append(writer(rows_of(result, name)))
+        title = groups[name]["title"]
+        parts += [f"## {title[0].upper()}{title[1:]}", texts.GROUPS[name], writer(rows[name])]
         if name in texts.PLOTS:
-            parts.append(f"![{groups[name]['title']}](benchmarks/{name}.png)")
-        missing = not_there(rows_of(result, name).values())
+            parts.append(f"![{title}](benchmarks/{name}.png)")
+        missing = absent.listed(rows[name])
         if missing:
             parts.append(missing)
     parts.append(texts.TAIL)
     path.write_text("\n\n".join(parts) + "\n")
-
-
-def not_there(rows: Iterable[Row]) -> str:
-    """Say what a contestant could not do, so that no dash is unexplained."""
-    why: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        for who, error in row.errors.items():
-            why.setdefault((who, error), []).append(row.name)
-    lines = [
-        f"- {who}, {', '.join(names[:4])}{' and others' if len(names) > 4 else ''}: {error}"
-        for (who, error), names in why.items()
-    ]
-    return "Not measured:\n\n" + "\n".join(lines) if lines else ""
 
 
 def main() -> None:

@@ -81,19 +81,21 @@ def build_llama() -> None:
 
 
 def c_program() -> Path:
-    """Compile bench.c against our own llama.cpp."""
-    program, source = BUILD / "bench_c", HERE / "c" / "bench.c"
+    """Compile the plain C side against our own llama.cpp."""
+    program, sources = BUILD / "bench_c", sorted((HERE / "c").glob("*.c"))
     try:
         archives = libraries()
     except FileNotFoundError:
         build_llama()
         archives = libraries()
-    if program.exists() and program.stat().st_mtime > newest([source, *archives]):
+    headers = (HERE / "c").glob("*.h")
+    if program.exists() and program.stat().st_mtime > newest([*sources, *headers, *archives]):
         return program
     BUILD.mkdir(parents=True, exist_ok=True)
-    item = BUILD / "bench.o"
-    run([os.environ.get("CC", "cc"), "-O2", *INCLUDES, "-c", source, "-o", item])
-    link([item, *archives], program)
+    items = [BUILD / f"{source.stem}.o" for source in sources]
+    for source, item in zip(sources, items, strict=True):
+        run([os.environ.get("CC", "cc"), "-O2", *INCLUDES, "-c", source, "-o", item])
+    link([*items, *archives], program)
     return program
 
 

@@ -54,12 +54,13 @@ First times here, with what pip had kept of an earlier build: {costs}.
 
 ## How to read it
 
-- Contestants are processes that take turns, A B A B, one round of warm-up before. Figures are medians
+- Contestants are processes that take turns, A B C, B C A, C A B, one round of warm-up before. Figures are medians
   of {result["samples"]} samples ({result["samples_of_what_takes_seconds"]} of what takes seconds) with the
   lowest and the highest; a sample of something short is the best of several slices, and the calls of the
-  first table get new processes for each sample. Ratios are taken pair by pair. A dash: it has no such call,
-  or was not asked (cyllama and xllamacpp not for all sizes); what was asked and failed is listed below its table.
-- C is `benchmarks/c/bench.c`, linked with the static llama.cpp of our own build. llama-cpp-python is
+  first table get new processes for each sample. Ratios are taken pair by pair, within a round.
+  A dash is explained below its table.
+- On equal terms: {equal(result)}
+- C is `benchmarks/c/`, linked with the static llama.cpp of our own build. llama-cpp-python is
   built from its source distribution, which holds the same llama.cpp. cyllama and xllamacpp are wheels:
   other versions of llama.cpp, built for any x86-64 processor, so their compute speed says how
   their builds differ from a native one, not how the bindings do.
@@ -70,30 +71,57 @@ First times here, with what pip had kept of an earlier build: {costs}.
   does nothing: what no binding can be faster than."""
 
 
+def equal(result: dict[str, Any]) -> str:
+    """Write what every context is opened with, and who reported what of it."""
+    settings = result.get("settings")
+    if settings is None:
+        return "not recorded."
+    same = ", ".join(f"{name} {value}" for name, value in settings["same"].items())
+    reported: dict[str, list[str]] = {}
+    for who, names in settings["reported"].items():
+        if names:
+            reported.setdefault(", ".join(names), []).append(who)
+    said = "; ".join(f"{', '.join(who)}: {names}" for names, who in reported.items())
+    return (
+        f"every context is opened with {same} (flash attention 1 is on, type 1 is f16; `n_batch` no longer than "
+        "the context), one pool of cells for all sequences, and the same cells, sequences and threads "
+        "(`benchmarks/settings.py`). What contexts report after opening is compared with that, and who "
+        f"differs is not measured. Reported and equal: {said}. xllamacpp and flash attention and types of the "
+        "other bindings: their parameters, read back."
+    )
+
+
 GROUPS = {
     "calls": (
         "Story model, 256 cells, 64 sequences, 16 tokens in sequence 0; 63 calls in a row, one on each of the "
-        "other sequences. `decode1` is one token by itself, at the end of 16."
+        "other sequences. `decode1` is one token by itself, at the end of 16. cyllama's batches take lists: its rows of an array "
+        "are `batch.set_batch(array.tolist(), 0, False)`. Its `get_logits()` looks for an attribute that its model class lacks; "
+        "a subclass gives it, and the row is a new list."
     ),
     "throughput": (
         "Tokens per second. Decode: one token for each sequence, after 32 tokens each, the fastest of 8 to 32 steps. "
         "Prefill: one batch of 512 tokens (128 on the 30M model) cut among the sequences. "
-        "xllamacpp is a server: its figures hold sampling and queueing, other prompts, and are a mean, where those of the others are of the fastest step."
+        "xllamacpp is a server: the same prompts, given as completions that run at once; a step is the time between two tokens "
+        "by its own clock while all of them run, sampling and queueing included, and a prefill ends with the first token of the last."
     ),
     "prefix": (
         "30M model, 2 threads, a prompt that shares its first tokens with an earlier one, and 16 of "
         "its own. First token: from the request to the likeliest next token. *cold* evaluates all; "
         "*fork* copies the sequence; *memory* and *file* restore its state; *own prefix match* is "
-        "what a binding does by itself when the last prompt began alike (ours: the fork); *RAM "
-        "cache* is llama-cpp-python's `LlamaRAMCache` against our state in memory. Its last two are measured through its class `Llama`, which leaves flash attention off where the others choose it; cyllama's first token reads no logits."
+        "what a binding does by itself when the last prompt began alike (ours: the fork); *RAM cache* is "
+        "llama-cpp-python's `LlamaRAMCache` and the cache of xllamacpp's server against our state in memory. The last two are measured "
+        "through llama-cpp-python's class `Llama`. cyllama's first token comes from its greedy sampler, and its files hold no "
+        "tokens, because it writes none above 255. xllamacpp's file is that of its slot, restored over HTTP."
     ),
     "state": (
         "GB/s on one sequence of the story model, one thread. *save* writes into a buffer that is "
-        "there, *save_new* into a new object; *memcpy* and *memcpy_new* copy as many bytes in the same "
+        "there, *save_new* into a new object (in C: malloc and free); *memcpy* and *memcpy_new* copy as many bytes in the same "
         "process; *load* is into an empty sequence, *load_over* into one that holds as much. *file_save* replaces a "
         "file, *file_make* makes one, *file_load* loads it into nothing, *file_write* is one bare write(2) of as many bytes, without waiting for the disk: "
-        "llama.cpp's own files beside ours, which have checksums and are replaced as a whole. Then how far another thread counts (millions per second) while the main thread "
-        "sleeps, saves or loads: the GIL. The clock of a processor that sleeps falls, so that the first figure is no upper limit."
+        "llama.cpp's own files, in C and through the others, beside ours, which have checksums and are replaced as a whole. xllamacpp's times are its server's.\n\n"
+        "Then how far another thread counts while the main thread works, on the largest state: the GIL. *hashing* holds no lock and touches next to no memory "
+        "(PBKDF2, about as long as a save), *memcpy* holds none either and copies as many bytes; *copying* makes a `bytes` of them and holds the lock. "
+        "After each call the main thread waits up to 5 ms for its turn, so that counting goes on a little there too."
     ),
     "arrays": (
         f"Microseconds; {8192:,} tokens, 8 heads of 128, float32. Naive NumPy: an assignment "
@@ -106,9 +134,11 @@ GROUPS = {
         "beside its cell. Then import times in ms, in fresh interpreters, and wheel sizes in KiB."
     ),
     "growth": (
-        "Story model, one thread, microseconds per call; a half of the cells is held by one sequence. "
-        "With few sequences a pass is one to three calls, each the first after a decode, with cold caches and the clock's own cost. "
-        "Then the same and decode throughput by number of sequences, in 8,192 cells."
+        "Story model, one thread. By cells, a half of them is held by one sequence; *decode* is `decode1` read as a rate. By sequences, there are 8,192 cells: "
+        "calls on sequences of 16 tokens, then states, and first tokens with all sequences on the same 256 cells, then decode and prefill. "
+        "What leaves things as they were (or is taken back, as a shift by 1 is) is called 64 times or so in a row, also where there are few sequences. "
+        "A copy or a removal cannot: there a few sequences make a few calls, with the clock's own cost. "
+        "*first call after a decode* is that one call alone, with caches full of the decode."
     ),
 }
 

@@ -17,9 +17,10 @@ ROOT = Path(__file__).parents[1]
 # The tests' import path holds tests/ alone.
 sys.path.insert(0, os.fspath(ROOT))
 
-from benchmarks import report, targets  # noqa: E402
+from benchmarks import absent, report, settings, targets  # noqa: E402
 from benchmarks.__main__ import dumps  # noqa: E402
-from benchmarks.harness import Contestant, Plan, Row, interleave  # noqa: E402
+from benchmarks.groups import growth  # noqa: E402
+from benchmarks.harness import AGAIN, Contestant, Plan, Row, interleave  # noqa: E402
 
 PLAN = Plan(samples=3, slices=2)
 
@@ -29,24 +30,29 @@ def ours(tmp_path: Path) -> Iterator[Contestant]:
     command = [sys.executable, "-m", "benchmarks.peers.ours"]
     contestant = Contestant("pykvcache", command, {"PYTHONPATH": os.fspath(ROOT)})
     model = os.fspath(make_model("llama", tmp_path))
-    opened = contestant.ask("open", model=model, n_ctx=256, n_seq_max=4, n_batch=64, threads=1)
-    assert opened == {"n_vocab": 320}
+    opened = settings.open_one(contestant, model, n_ctx=256, n_seq_max=4, threads=1)
+    assert opened["n_vocab"] == 320
+    assert opened["reported"] == {
+        **settings.EQUAL,
+        **{"n_ctx": 256, "n_batch": 256, "n_ubatch": 256, "n_seq_max": 4, "threads": 1},
+    }
     assert contestant.ask("fill", n=16) == {}
     yield contestant
     contestant.close()
 
 
-def test_sides_take_turns_after_a_round_of_warm_up() -> None:
+def test_sides_take_turns_and_the_first_one_changes() -> None:
     order = []
 
-    def side(name: str, seconds: float) -> dict[str, Any]:
+    def side(name: str) -> dict[str, Any]:
         order.append(name)
-        return {"seconds": seconds * len(order)}
+        return {"seconds": len(order)}
 
-    row = interleave("x", "s", {"A": lambda: side("A", 1.0), "B": lambda: side("B", 2.0)}, PLAN)
-    assert order == ["A", "B"] * 4
-    assert row.samples == {"A": [3.0, 5.0, 7.0], "B": [8.0, 12.0, 16.0]}
-    assert row.ratios("B", "A") == [8 / 3, 12 / 5, 16 / 7]
+    row = interleave("x", "s", {name: lambda name=name: side(name) for name in "ABC"}, PLAN)
+    assert "".join(order) == "ABCBCACABABC"
+    # The first round is the warm-up; samples of a place are of one round.
+    assert row.samples == {"A": [6, 8, 10], "B": [4, 9, 11], "C": [5, 7, 12]}
+    assert row.ratios("B", "A") == [4 / 6, 9 / 8, 11 / 10]
 
 
 def test_what_cannot_be_measured_is_said_and_asked_once() -> None:
@@ -54,10 +60,10 @@ def test_what_cannot_be_measured_is_said_and_asked_once() -> None:
 
     def refuse() -> dict[str, Any]:
         asked.append(1)
-        return {"error": "not there: x"}
+        return {"error": "it has no such call"}
 
     row = interleave("x", "s", {"A": lambda: {"seconds": 1.0}, "B": refuse}, PLAN)
-    assert row.errors == {"B": "not there: x"}
+    assert row.errors == {"B": "it has no such call"}
     assert list(row.samples) == ["A"]
     assert len(asked) == 1
 
@@ -73,11 +79,50 @@ def test_a_contestant_that_dies_is_reported() -> None:
     assert "ended with 3" in contestant.ask("open")["error"]
 
 
+def answering(answer: dict[str, Any]) -> Contestant:
+    """Return a contestant that answers everything alike."""
+    program = (
+        f"import sys\nfor line in sys.stdin: print({json.dumps(json.dumps(answer))}, flush=True)"
+    )
+    return Contestant("peer", [sys.executable, "-c", program])
+
+
+def test_who_reports_other_settings_is_not_measured() -> None:
+    contestant = answering({"n_vocab": 9, "reported": {"n_batch": 2048, "threads": 1}})
+    shape = {"n_ctx": 1024, "n_seq_max": 1, "threads": 1}
+    why = "not on equal terms: n_batch 2048 instead of 512"
+    assert settings.open_all({"peer": contestant}, "x", **shape) == {"peer": {"error": why}}
+    assert contestant.ask("call") == {"error": why}
+
+
+def test_nothing_is_measured_after_an_open_that_failed() -> None:
+    contestant = answering({"error": "no such model"})
+    settings.open_one(contestant, "x", n_ctx=256, n_seq_max=1, threads=1)
+    assert contestant.ask("call") == {"error": "no such model"}
+    contestant.close()
+
+
+def test_a_group_is_not_measured_in_the_context_of_a_process_that_died() -> None:
+    contestant = Contestant("peer", [sys.executable, "-c", "input(); raise SystemExit(3)"])
+    why = contestant.ask("call")
+    assert "ended with 3" in why["error"]
+    assert contestant.ask("fill") == why
+    assert contestant.process is None
+
+
 @pytest.mark.parametrize(
     "what", ["pos_max", "copy", "copy_part", "remove", "remove_part", "keep", "add", "div"]
 )
 def test_each_memory_call_runs_and_leaves_sequence_0(ours: Contestant, what: str) -> None:
     assert ours.ask("call", what=what, slices=2)["seconds"] > 0
+    assert ours.ask("held") == {"sequences": {"0": 16}}
+
+
+@pytest.mark.parametrize("what", [*growth.AGAIN_AND_AGAIN, "div"])
+def test_a_call_may_be_repeated_in_a_slice(ours: Contestant, what: str) -> None:
+    rounds = growth.rounds_of(what, 4)
+    assert rounds > 1
+    assert ours.ask("call", what=what, slices=2, rounds=rounds)["seconds"] > 0
     assert ours.ask("held") == {"sequences": {"0": 16}}
 
 
@@ -92,7 +137,28 @@ def test_throughput_and_prefixes_count_their_tokens(ours: Contestant) -> None:
     assert ours.ask("fill", n=16) == {}
     assert ours.ask("prefix", how="cold", n=16, tail=4)["evaluated"] == 20
     assert ours.ask("prefix", how="fork", n=16, tail=4)["evaluated"] == 4
-    assert "not there" in ours.ask("call", what="nonsense")["error"]
+    assert ours.ask("append", tokens=8)["tokens"] == 8
+    assert ours.ask("held") == {"sequences": {"0": 16}}
+    assert ours.ask("share") == {}
+    assert ours.ask("held") == {"sequences": {str(s): 16 for s in range(4)}}
+    assert ours.ask("call", what="nonsense") == {"error": "it has no such call"}
+
+
+@pytest.mark.parametrize("what", ["hashing", "memcpy", "copying", "save", "save_new", "load"])
+def test_another_thread_counts_meanwhile(ours: Contestant, what: str) -> None:
+    assert ours.ask("keep_state", n=16)["bytes"] > 0
+    assert ours.ask("progress", what=what, seconds=0.01)["per_second"] > 0
+
+
+@pytest.mark.parametrize("what", ["save", "save_new", "load", "load_over", "memcpy", "memcpy_new"])
+def test_states_are_saved_and_loaded(ours: Contestant, what: str) -> None:
+    assert ours.ask("keep_state", n=16)["bytes"] > 0
+    assert ours.ask("state", what=what, slices=2)["seconds"] > 0
+
+
+def decode_row(name: str, over: float, again: float) -> Row:
+    samples = {"pykvcache": [30e-6 + over] * 3, "C": [30e-6] * 3, AGAIN: [30e-6 + again] * 3}
+    return Row(f"decode1, {name}", "s", samples)
 
 
 def calls_result() -> dict[str, Any]:
@@ -109,13 +175,24 @@ def calls_result() -> dict[str, Any]:
             "s",
             {"pykvcache": [9e-8] * 3, "C": [5e-9] * 3, "llama-cpp-python": [4e-7] * 3},
         ),
-        Row("remove", "s", {"pykvcache": [9e-7] * 3, "C": [5e-7] * 3}, {"cyllama": "not there: x"}),
+        Row(
+            "remove",
+            "s",
+            {"pykvcache": [9e-7] * 3, "C": [5e-7] * 3},
+            {"cyllama": "it has no such call"},
+        ),
         Row("batch512", "s", {"pykvcache": [2.5e-6] * 3, "C": [5e-7] * 3}),
-        Row("decode1, tiny, 1 thread", "s", {"pykvcache": [33e-6] * 3, "C": [30e-6] * 3}),
+        decode_row("tiny, 1 thread", over=3e-6, again=1e-6),
+        decode_row("30M, 2 threads", over=50e-6, again=-40e-6),
     ]
     return {
         "machine": {"cpu": "x", "cpus": 2, "memory": "1", "system": "s", "OMP_WAIT_POLICY": None},
-        "versions": {"python": "3", "compiler": "c", "commit": "0", "llama.cpp": "l"},
+        "versions": {
+            **{"python": "3", "compiler": "c", "commit": "0", "llama.cpp": "l"},
+            "C": {"binding": "llama.h"},
+            "cyllama": {"binding": "cyllama"},
+        },
+        "settings": {"same": settings.EQUAL, "reported": {"C": ["n_ctx"], "cyllama": []}},
         "models": {"stories": {"bytes": 1}, "30M": {"parameters": 30, "what": "w"}},
         "setup_seconds": {"C": 1.0},
         "first_setup_seconds": {"peer": 9},
@@ -136,10 +213,14 @@ def test_targets_are_judged_by_the_medians() -> None:
     found = {v.key: v for v in targets.judge({"calls": report.rows_of(calls_result(), "calls")})}
     # 90 - 5 - 25 = 60 is met; 900 - 500 - 25 = 375 is not.
     assert found["memory_cost"].met is False
-    assert "375 ns at worst (`remove`), of 2; above: remove 375;" in found["memory_cost"].figure
+    figure = found["memory_cost"].figure
+    assert "375 ns (375 to 375) at worst (`remove`), of 2; above: remove 375;" in figure
     assert found["memory_peer"].met is True
     assert found["batch"].met is True
     assert found["decode_cost"].met is False
+    told, _, noisy = found["decode_cost"].figure.partition("C differs from itself by more: ")
+    assert told.startswith("tiny, 1 thread: 3.00 us (3.00 to 3.00), C beside itself 1.00 us")
+    assert noisy.startswith("30M, 2 threads: 50.00 us (50.00 to 50.00), C beside itself -40.00 us")
     assert found["throughput"].met is None
     assert found["throughput"].line()[2] == "not measured"
 
@@ -150,8 +231,41 @@ def test_the_report_holds_every_figure_and_every_reason(tmp_path: Path) -> None:
     report.write(json.loads(dumps(result)), tmp_path / "benchmarks.md")
     text = (tmp_path / "benchmarks.md").read_text()
     assert "| 90.0 (90.0 to 90.0) | 5.00 | - | 400 |" in text
-    assert "cyllama, remove: not there: x" in text
     assert "33.0 (33.0 to 33.0)" in text
+    assert "- cyllama: `remove`: it has no such call\n" in text
+    assert "n_batch 512, n_ubatch 512, flash_attn 1" in text
+    # Who was never asked is said to be so, not left as a dash.
+    assert "- cyllama: `pos_max`, `batch512`, `decode1" in text
+
+
+def test_what_was_not_measured_is_grouped_by_reason() -> None:
+    def row(name: str, **errors: str) -> Row:
+        return Row(name, "s", {"pykvcache": [1.0]}, errors)
+
+    rows = [
+        row("save, 1 MiB", cyllama="no", C="no"),
+        row("save, 16 MiB", cyllama="no", C="no"),
+        row("load, 1 MiB", cyllama="no"),
+        row("load, 16 MiB"),
+    ]
+    text = absent.listed({row.name: row for row in rows})
+    assert text.splitlines() == [
+        *("Not measured:", ""),
+        "- cyllama: `save`, `load` (1 MiB): no",
+        "- C: `save`: no",
+    ]
+    assert absent.listed({}) == ""
+    rows = [row("a, 1 cell", C="slow", cyllama="slow"), row("b", C="slow", cyllama="slow")]
+    text = absent.listed({row.name: row for row in rows})
+    assert text.endswith("\n- C, cyllama: everything here: slow")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.00026, "0.00026"), (0.0042, "0.0042"), (0.26, "0.26"), (12.34, "12.3"), (0.0, "0.00")],
+)
+def test_small_figures_keep_their_digits(value: float, text: str) -> None:
+    assert report.number(value) == text
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:

@@ -5,8 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from benchmarks.harness import Answer, Contestant, Plan, Row, interleave, show
+from benchmarks.harness import (
+    AGAIN,
+    Answer,
+    Contestant,
+    Plan,
+    Row,
+    closing,
+    counted,
+    interleave,
+    leave_out,
+    rotated,
+    show,
+)
 from benchmarks.models import STORIES, medium, tiny
+from benchmarks.settings import open_all
+from benchmarks.setup import OURS
 
 TITLE = "cost of one call"
 
@@ -32,6 +46,7 @@ CALLS = {
     "batch512_new": "empty4",
 }
 EMPTY = ("empty0", "empty1", "empty2", "empty4")
+SHAPE = {"n_ctx": 256, "threads": 1}
 #: What C is asked for where it has one name for what has two in Python.
 IN_C = {"batch1_list": "batch1", "batch512_list": "batch512", "batch512_new": "batch512"}
 
@@ -39,38 +54,53 @@ IN_C = {"batch1_list": "batch1", "batch512_list": "batch512", "batch512_new": "b
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Measure every call on the story model, and one-token decodes on three models."""
     who = {name: c for name, c in contestants.items() if name != "xllamacpp"}
+    rows = one_call(who, plan) + one_token(who, plan)
+    leave_out(rows, "xllamacpp", "a server: no context, memory or batch to call")
+    leave_out(rows, "thin", "there for the memory operations alone")
+    return rows
+
+
+def one_call(who: Mapping[str, Contestant], plan: Plan) -> list[Row]:
+    """Measure every call in new processes for each sample."""
     rows = {what: Row(what, "s") for what in (*EMPTY, *CALLS)}
-    shape = {"n_ctx": 256, "n_seq_max": 64, "n_batch": 512, "threads": 1}
     for turn in range(plan.samples + 1):
-        # New processes for each sample: where things happen to lie in memory is part of the noise.
+        # Where things happen to lie in memory is part of the noise.
         for contestant in who.values():
             contestant.close()
-            contestant.ask("open", model=str(STORIES), **shape)
+        open_all(who, STORIES, n_seq_max=64, **SHAPE)
+        for contestant in who.values():
             contestant.ask("fill", n=16)
         for what, row in rows.items():
-            asked = {"pykvcache": who["pykvcache"]} if what in EMPTY else who
-            for name, contestant in asked.items():
+            asked = [OURS] if what in EMPTY else rotated(list(who), turn)
+            for name in asked:
                 if name not in row.errors:
-                    take(row, turn, name, ask(name, contestant, what, plan))
+                    take(row, turn, name, ask(name, who[name], what, plan))
     for row in rows.values():
         show(row, 1e9, "ns")
-    found = list(rows.values())
-    for name, path in (("tiny", tiny()), ("stories", STORIES), ("30M", medium())):
-        for threads in (1, 2):
-            for contestant in who.values():
-                sizes = {**shape, "n_seq_max": 2, "threads": threads}
-                contestant.ask("open", model=str(path), **sizes)
-                contestant.ask("fill", n=16)
-            sides = {n: partial(ask, n, c, "decode1", plan) for n, c in who.items() if n != "thin"}
-            label = f"decode1, {name}, {threads} thread{'s' if threads > 1 else ''}"
-            found.append(interleave(label, "s", sides, plan, note=["statement"]))
-            show(found[-1], 1e6, "us")
-    return found
+    return list(rows.values())
+
+
+def one_token(who: Mapping[str, Contestant], plan: Plan) -> list[Row]:
+    """Measure decodes of one token; the same C program twice says what can be told apart."""
+    again = Contestant(AGAIN, who["C"].command)
+    rows = []
+    with closing({AGAIN: again}):
+        sides = {name: c for name, c in who.items() if name != "thin"} | {AGAIN: again}
+        for name, path in (("tiny", tiny()), ("stories", STORIES), ("30M", medium())):
+            for threads in (1, 2):
+                open_all(sides, path, n_seq_max=2, **{**SHAPE, "threads": threads})
+                for contestant in sides.values():
+                    contestant.ask("fill", n=16)
+                asks = {n: partial(ask, n, c, "decode1", plan) for n, c in sides.items()}
+                label = f"decode1, {name}, {counted(threads, 'thread')}"
+                rows.append(interleave(label, "s", asks, plan, note=["statement"]))
+                show(rows[-1], 1e6, "us")
+    return rows
 
 
 def ask(name: str, contestant: Contestant, what: str, plan: Plan) -> Answer:
     """Ask for one call."""
-    asked = IN_C.get(what, what) if name == "C" else what
+    asked = IN_C.get(what, what) if name in ("C", AGAIN) else what
     return contestant.ask("call", what=asked, slices=plan.slices)
 
 
@@ -78,6 +108,7 @@ def take(row: Row, turn: int, name: str, answer: Answer) -> None:
     """Keep a sample, but for the round of warm-up."""
     if "error" in answer:
         row.errors[name] = answer["error"]
+        row.samples.pop(name, None)
     elif turn:
         row.samples.setdefault(name, []).append(float(answer["seconds"]))
         row.notes.setdefault("statement", {})[name] = answer.get("statement", "")

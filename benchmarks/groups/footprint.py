@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from benchmarks import setup
-from benchmarks.harness import Answer, Contestant, Plan, Row, few, interleave, show
+from benchmarks.harness import Answer, Contestant, Plan, Row, few, interleave, leave_out, show
 from benchmarks.models import medium
+from benchmarks.settings import open_one
 
 TITLE = "memory, import time, size"
 IMPORTS = {
@@ -57,6 +58,7 @@ def resident(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
             if who in first.samples and s and key in s[0]
         }
         rows.append(row)
+    leave_out(rows, "xllamacpp", "a server is not made anew without its model")
     for row in rows:
         show(row, 2**-10, "KiB")
     return rows
@@ -65,23 +67,23 @@ def resident(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 def one_look(name: str, contestant: Contestant) -> Answer:
     """Look once at the resident size while a context is made and filled."""
     contestant.close()
-    shape: dict[str, Any] = {"n_seq_max": 1, "threads": 1, "n_batch": 512}
+    shape: dict[str, Any] = {"n_seq_max": 1, "threads": 1}
 
     def size() -> float:
         return float(contestant.ask("rss").get("bytes", 0))
 
     process = size()
     contestant.ask("facts")
-    opened = contestant.ask("open", model=str(medium()), n_ctx=256, **shape)
+    opened = open_one(contestant, medium(), n_ctx=512, **shape)
     if "error" in opened:
         return opened
     if name == "xllamacpp":
         # A server cannot be made anew in its process without loading the model again.
         return {"process": process}
     small = size()
-    contestant.ask("open", n_ctx=CELLS, **shape)
+    open_one(contestant, n_ctx=CELLS, **shape)
     middle = size()
-    contestant.ask("open", n_ctx=2 * CELLS, **shape)
+    open_one(contestant, n_ctx=2 * CELLS, **shape)
     large = size()
     contestant.ask("fill", n=FILL)
     # The second fill finds compute buffers and batches as the first left them.
@@ -93,7 +95,7 @@ def one_look(name: str, contestant: Contestant) -> Answer:
     cell = (large - middle) / CELLS
     return {
         "process": process,
-        "context": middle - small + 256 * cell,
+        "context": middle - small + 512 * cell,
         "cell": cell,
         "token": (filled - one) / FILL,
     }
@@ -118,6 +120,7 @@ def imports(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     sides["numpy"] = lambda: seconds(ours, "import numpy")
     sides["array caches alone"] = lambda: seconds(ours, "import pykvcache.arrays")
     row = interleave("import", "s", sides, plan)
+    leave_out([row], "C", "not imported")
     row.errors |= {n: c.missing for n, c in contestants.items() if c.missing is not None}
     show(row, 1e3, "ms", "numpy")
     return [row]
@@ -128,6 +131,7 @@ def sizes(contestants: Mapping[str, Contestant]) -> Row:
     row = Row("wheel", "bytes")
     for name, contestant in contestants.items():
         if name == "C":
+            row.errors[name] = "no wheel"
             continue
         if contestant.missing is not None:
             row.errors[name] = contestant.missing

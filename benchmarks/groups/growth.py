@@ -7,61 +7,122 @@ from functools import partial
 from typing import Any
 
 from benchmarks.groups.state import load_everywhere
-from benchmarks.harness import Answer, Contestant, Plan, Row, interleave, show
+from benchmarks.groups.throughput import rate
+from benchmarks.harness import Answer, Contestant, Plan, Row, counted, interleave, leave_out, show
 from benchmarks.models import STORIES
+from benchmarks.settings import open_all
 
 TITLE = "growth with cells and sequences"
 CELLS = (1024, 4096, 16_384, 65_536)
 SEQUENCES = (1, 4, 16, 64, 256)
+#: What grows is llama.cpp's work and the binding's; two bindings and C show both.
 WHO = ("pykvcache", "C", "llama-cpp-python")
-
-
-def rate(answer: Answer) -> float:
-    """Return tokens per second."""
-    return float(answer["tokens"]) / float(answer["seconds"])
+#: Calls that leave things as they were (a shift is taken back by turns), so that several passes
+#: are one slice: else a few sequences make a slice of a few calls.
+AGAIN_AND_AGAIN = ("pos_max", "keep", "add", "copy_over", "logits")
+#: Halving position 64 six times ends at 1.
+HALVES = 6
 
 
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Measure with the story model; a half of the cells is held by one sequence."""
+    """Measure with the story model and one thread."""
     who = {name: contestants[name] for name in WHO if name in contestants}
     rows = []
     for cells in CELLS[: 2 if plan.quick else 4]:
-        there = load_everywhere(who, cells // 2, n_ctx=cells, n_seq_max=4)
-        slices = plan.slices if cells <= 4096 else 4
-        for what in ("pos_max", "copy", "remove", "remove_part", "add", "decode1"):
-            sides = ask(there, "call", what=what, slices=slices)
-            rows.append(interleave(f"{what}, {cells} cells", "s", sides, plan))
-            show(rows[-1], 1e6, "us")
-        for what in ("save", "load"):
-            sides = ask(there, "state", what=what, slices=4)
-            rows.append(interleave(f"{what}, {cells} cells", "s", sides, plan))
-            show(rows[-1], 1e6, "us")
-        sides = ask(there, "prefix", how="fork", n=cells // 2)
-        rows.append(
-            interleave(
-                f"first token after a fork, {cells} cells",
-                "s",
-                sides,
-                plan,
-                lambda a: float(a["first"]),
-            )
-        )
-        show(rows[-1], 1e3, "ms")
+        rows += by_cells(who, cells, plan)
     for sequences in SEQUENCES:
-        shape = {"n_ctx": 8192, "n_seq_max": max(2, sequences), "n_batch": 512, "threads": 1}
-        for contestant in who.values():
-            contestant.ask("open", model=str(STORIES), **shape)
-            contestant.ask("fill", n=16)
-        for what in ("pos_max", "copy", "remove", "keep", "add"):
-            sides = ask(who, "call", what=what, slices=plan.slices)
-            rows.append(interleave(f"{what}, {sequences} sequences", "s", sides, plan))
-            show(rows[-1], 1e9, "ns")
-        sides = ask(who, "decode", parallel=sequences, steps=4, depth=8)
-        rows.append(interleave(f"decode, {sequences} sequences", "tokens/s", sides, plan, rate))
-        show(rows[-1], 1, "tokens/s")
+        rows += by_sequences(who, sequences, plan)
+    for name in contestants:
+        if name not in who:
+            leave_out(rows, name, "not asked, for the time it takes: see the tables above")
     return rows
 
 
-def ask(who: Mapping[str, Contestant], do: str, **request: Any) -> dict[str, Any]:
-    """Return the same request for everybody."""
-    return {name: partial(c.ask, do, **request) for name, c in who.items()}
+def by_cells(who: Mapping[str, Contestant], cells: int, plan: Plan) -> list[Row]:
+    """Measure where one sequence holds a half of the cells."""
+    refused = load_everywhere(who, cells // 2, n_ctx=cells, n_seq_max=4)
+    there = {name: c for name, c in who.items() if name not in refused}
+    of, table = counted(cells, "cell"), Table(there, plan)
+    slices = plan.slices if cells <= 4096 else 4
+    for what in ("pos_max", "copy", "remove", "remove_part", "keep", "add", "div", "logits"):
+        # C asks every cell what to keep: one call is long enough, and 64 would take seconds.
+        once = what == "keep" and cells > 4096
+        table.call(what, of, slices, 1 if once else rounds_of(what, 4))
+    one = table.call("decode1", of, slices)
+    # The same samples, read as throughput.
+    found = {name: [1 / seconds for seconds in s] for name, s in one.samples.items()}
+    table.rows.append(Row(f"decode, {of}", "tokens/s", found, dict(one.errors)))
+    table.add("prefill of 64 behind them", of, "tokens/s", rate, "append", tokens=64)
+    for what in ("save", "load"):
+        table.add(what, of, "s", seconds_of, "state", what=what, slices=4)
+    table.add("first token after a fork", of, "s", first_of, "prefix", how="fork", n=cells // 2)
+    for name, why in refused.items():
+        leave_out(table.rows, name, why)
+    return table.rows
+
+
+def by_sequences(who: Mapping[str, Contestant], sequences: int, plan: Plan) -> list[Row]:
+    """Measure with sequences beside the first, in 8,192 cells."""
+    of, table = counted(sequences, "sequence"), Table(who, plan)
+    n_seq_max = max(2, sequences)
+    open_all(who, STORIES, n_ctx=8192, n_seq_max=n_seq_max, threads=1)
+    table.ask("fill", n=16)
+    calls = ("pos_max", "copy", "remove", "copy_over", "keep", "add", "div", "logits")
+    for what in calls:
+        table.call(what, of, plan.slices, rounds_of(what, n_seq_max))
+    if sequences == SEQUENCES[0]:
+        # One call per slice, and before it the decode that gives the sequence its token.
+        table.call("add", of, plan.slices, 1, "first call after a decode: add")
+    # All sequences hold the cells of the first.
+    table.ask("fill", n=256)
+    table.ask("keep_state", n=256)
+    table.ask("share")
+    for what in ("save", "load"):
+        table.add(what, of, "s", seconds_of, "state", what=what, slices=10)
+    table.add("first token after a fork", of, "s", first_of, "prefix", how="fork", n=256)
+    table.add("decode", of, "tokens/s", rate, "decode", parallel=sequences, steps=4, depth=8)
+    table.add("prefill of 512", of, "tokens/s", rate, "prefill", parallel=sequences, tokens=512)
+    return table.rows
+
+
+def rounds_of(what: str, n_seq_max: int) -> int:
+    """Return how often a slice passes over the sequences: 64 calls or so are in a row."""
+    if what == "div":
+        return HALVES if n_seq_max <= 16 else 1
+    return max(1, 64 // (n_seq_max - 1)) if what in AGAIN_AND_AGAIN else 1
+
+
+def seconds_of(answer: Answer) -> float:
+    """Return the seconds of an answer."""
+    return float(answer["seconds"])
+
+
+def first_of(answer: Answer) -> float:
+    """Return the seconds to the first token."""
+    return float(answer["first"])
+
+
+class Table:
+    """Rows about the same contestants."""
+
+    def __init__(self, who: Mapping[str, Contestant], plan: Plan):
+        self.who, self.plan = who, plan
+        self.rows: list[Row] = []
+
+    def ask(self, do: str, **request: Any) -> None:
+        """Ask everybody for something that is not measured."""
+        for contestant in self.who.values():
+            contestant.ask(do, **request)
+
+    def add(self, name: str, of: str, unit: str, value: Any, do: str, **request: Any) -> Row:
+        """Measure one row."""
+        sides = {name: partial(c.ask, do, **request) for name, c in self.who.items()}
+        row = interleave(f"{name}, {of}", unit, sides, self.plan, value)
+        show(row, *((1e6, "us") if unit == "s" else (1, unit)))
+        self.rows.append(row)
+        return row
+
+    def call(self, what: str, of: str, slices: int, rounds: int = 1, label: str = "") -> Row:
+        """Measure one call; half the time of the first table does for each sample."""
+        request = {"what": what, "slices": slices, "rounds": rounds, "enough_ms": 30}
+        return self.add(label or what, of, "s", seconds_of, "call", **request)

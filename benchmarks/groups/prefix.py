@@ -6,58 +6,58 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks.harness import Answer, Contestant, Plan, Row, few, interleave, show
+from benchmarks.harness import Answer, Contestant, Plan, Row, few, interleave, leave_out, show
 from benchmarks.models import BUILD, medium
+from benchmarks.settings import open_all
+from benchmarks.setup import OURS
 
 TITLE = "time to the first token with a shared prefix"
 PREFIXES = (256, 1024, 4096)
-TAIL = 16
 THREADS = 2
+
+
+#: What each contestant is asked for where a binding does something by itself.
+OWN = {
+    "own prefix match": {
+        "pykvcache": {"do": "prefix", "how": "fork"},
+        "llama-cpp-python": {"do": "llama", "how": "prefix"},
+        "xllamacpp": {"do": "prefix", "how": "prefix"},
+    },
+    "RAM cache": {
+        "pykvcache": {"do": "prefix", "how": "memory"},
+        "llama-cpp-python": {"do": "llama", "how": "cache"},
+        "xllamacpp": {"do": "prefix", "how": "cache"},
+    },
+}
 
 
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Measure each way to have the prefix, on the 30M model."""
-    shape = {"n_ctx": 8704, "n_seq_max": 2, "n_batch": 512, "threads": THREADS}
-    for who, contestant in contestants.items():
-        more = {"n_vocab": 32_000} if who == "xllamacpp" else {}
-        contestant.ask("open", model=str(medium()), **shape, **more)
+    open_all(contestants, medium(), n_ctx=8704, n_seq_max=2, threads=THREADS)
     rows = []
     for n in PREFIXES[: 2 if plan.quick else 3]:
         paths = {who: str(BUILD / f"prefix-{who}.state") for who in contestants}
-        low = {w: c for w, c in contestants.items() if w != "xllamacpp"}
         blob = str(BUILD / f"prefix-{n}.state")
-        contestants["pykvcache"].ask("make_blob", n=n, path=blob)
-        for who, contestant in low.items():
+        contestants[OURS].ask("make_blob", n=n, path=blob)
+        for who, contestant in contestants.items():
             if "error" in contestant.ask("load_blob", path=blob):
                 contestant.ask("fill", n=n)
             contestant.ask("keep_state", n=n, path=paths[who])
-        for how in ("cold", "fork", "memory", "file"):
-            sides = {
-                who: partial(c.ask, "prefix", how=how, n=n, path=paths[who])
-                for who, c in (contestants if how == "cold" else low).items()
-                # A wheel for any processor takes minutes here, and says nothing new.
-                if who != "cyllama" or n < PREFIXES[-1]
-            }
-            rows += both(f"{how}, {n}", sides, few(plan) if how == "cold" and n > 256 else plan)
-        peer = "llama-cpp-python"
-        pairs = {
-            "own prefix match": {
-                peer: {"do": "llama", "how": "prefix"},
-                "xllamacpp": {"do": "prefix", "how": "prefix"},
-                "pykvcache": {"do": "prefix", "how": "fork"},
-            },
-            "RAM cache": {
-                peer: {"do": "llama", "how": "cache"},
-                "pykvcache": {"do": "prefix", "how": "memory"},
-            },
+        ways: dict[str, dict[str, dict[str, Any]]] = {
+            how: {who: {"do": "prefix", "how": how, "path": paths[who]} for who in contestants}
+            for how in ("cold", "fork", "memory", "file")
         }
-        for name, requests in pairs.items():
+        for name, requests in (ways | OWN).items():
             sides = {
                 who: partial(contestants[who].ask, n=n, **request)
                 for who, request in requests.items()
                 if who in contestants
             }
-            rows += both(f"{name}, {n}", sides, few(plan) if n == PREFIXES[-1] else plan)
+            slow = n == PREFIXES[-1] or (name == "cold" and n > PREFIXES[0])
+            found = both(f"{name}, {n}", sides, few(plan) if slow else plan)
+            for who in ("C", "cyllama"):
+                leave_out(found, who, "neither matches prefixes nor keeps states by itself")
+            rows += found
     for path in BUILD.glob("prefix-*.state"):
         path.unlink()
     return rows

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Answer, Contestant, Plan, Row, interleave, show
+from benchmarks.harness import Answer, Contestant, Plan, Row, interleave, leave_out, show
 from benchmarks.models import BUILD, STORIES
+from benchmarks.settings import open_all
+from benchmarks.setup import OURS
 
 TITLE = "state save and load"
 SIZES = (1, 16, 64)
@@ -18,75 +21,66 @@ CALLS = ("memcpy", "save", "load", "load_over", "memcpy_new", "save_new")
 #: Of a file: replace one, make one, load it into nothing; and write as many bytes that are there
 #: already to a new one. None waits for the disk.
 FILES = ("file_save", "file_make", "file_load", "file_write")
+#: What the main thread does while another one counts: first work without the interpreter's lock
+#: (a hash, a memcpy) and with it (copying an object), to compare with.
+WORK = ("hashing", "memcpy", "copying", "save", "save_new", "load")
 
 
 def load_everywhere(
     contestants: Mapping[str, Contestant], tokens: int, **shape: Any
-) -> dict[str, Contestant]:
-    """Give each contestant the same sequence; return those that took it."""
+) -> dict[str, str]:
+    """Give each contestant the same sequence; return why some could not take it."""
     path = BUILD / f"state-{tokens}.blob"
-    took = {}
+    opened = open_all(contestants, STORIES, threads=1, **shape)
+    contestants[OURS].ask("make_blob", n=tokens, path=str(path))
+    refused = {}
     for who, contestant in contestants.items():
-        if who == "xllamacpp":
-            continue
-        contestant.ask("open", model=str(STORIES), n_batch=512, threads=1, **shape)
-        if who == "pykvcache":
-            contestant.ask("make_blob", n=tokens, path=str(path))
-        answer = contestant.ask("load_blob", path=str(path))
-        if "error" in answer or not answer.get("bytes"):
-            answer = contestant.ask("fill", n=tokens)
-            if "error" not in answer:
-                answer = contestant.ask("keep_state", n=tokens)
+        answer = opened[who]
         if "error" not in answer:
-            took[who] = contestant
+            answer = contestant.ask("load_blob", path=str(path))
+        if "error" not in answer and not answer.get("bytes"):
+            answer = {"error": "it refused the state"}
+        if "error" in answer:
+            refused[who] = answer["error"]
     path.unlink(missing_ok=True)
-    return took
+    return refused
 
 
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Measure 1, 16 and 64 MiB of the story model's state."""
     rows = []
-    for size in SIZES[: 2 if plan.quick else 3]:
-        tokens = size * 1024 * 1024 // PER_TOKEN
-        some = {w: c for w, c in contestants.items() if w != "cyllama" or size == 1}
-        who = load_everywhere(some, tokens, n_ctx=tokens + 256, n_seq_max=1)
-        slices = max(3, min(plan.slices, 64 // size))
+    sizes = SIZES[: 2 if plan.quick else 3]
+    for size in sizes:
         n_bytes = size * 1024 * 1024
-        for what in CALLS:
+        tokens = n_bytes // PER_TOKEN
+        refused = load_everywhere(contestants, tokens, n_ctx=tokens + 256, n_seq_max=1)
+        who = {name: c for name, c in contestants.items() if name not in refused}
+        slices = max(3, min(plan.slices, 64 // size))
+        found = []
+        for what in (*CALLS, *FILES):
+            request: dict[str, Any] = {"what": what, "slices": slices}
             sides: dict[str, Any] = {
-                name: partial(c.ask, "state", what=what, slices=slices) for name, c in who.items()
-            }
-            rows.append(
-                interleave(
-                    f"{what}, {size} MiB",
-                    "bytes/s",
-                    sides,
-                    plan,
-                    partial(rate, n_bytes),
-                )
-            )
-            show(rows[-1], 1e-9, "GB/s")
-        for what in FILES:
-            sides = {
-                name: partial(
-                    c.ask,
-                    "file",
-                    what=what,
-                    n=tokens,
-                    slices=slices,
-                    path=str(BUILD / f"sequence-{name}.file"),
-                )
+                name: partial(c.ask, "state", **request)
+                if what in CALLS
+                else partial(c.ask, "file", **request, n=tokens, path=path_of(name))
                 for name, c in who.items()
             }
-            rows.append(
-                interleave(f"{what}, {size} MiB", "bytes/s", sides, plan, partial(rate, n_bytes))
-            )
-            show(rows[-1], 1e-9, "GB/s")
+            label = f"{what}, {size} MiB"
+            found.append(interleave(label, "bytes/s", sides, plan, partial(rate, n_bytes)))
+            show(found[-1], 1e-9, "GB/s")
         for name in who:
-            (BUILD / f"sequence-{name}.file").unlink(missing_ok=True)
-        if size == SIZES[-1] or plan.quick:
-            rows += progress(who, plan)
+            Path(path_of(name)).unlink(missing_ok=True)
+        if size == sizes[-1]:
+            found += progress(who, plan)
+        for name, why in refused.items():
+            leave_out(found, name, why)
+        rows += found
     return rows
+
+
+def path_of(name: str) -> str:
+    """Return the file that a contestant writes."""
+    return str(BUILD / f"sequence-{name}.file")
 
 
 def rate(n_bytes: int, answer: Answer) -> float:
@@ -96,15 +90,16 @@ def rate(n_bytes: int, answer: Answer) -> float:
 
 def progress(who: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Measure how fast another thread counts meanwhile."""
-
-    def counted(answer: Answer) -> float:
-        return float(answer["per_second"])
-
     rows = []
-    for what in ("nothing", "save", "load"):
+    for what in WORK:
         sides: dict[str, Any] = {
-            name: partial(c.ask, "progress", what=what) for name, c in who.items() if name != "C"
+            name: partial(c.ask, "progress", what=what)
+            for name, c in who.items()
+            if name not in ("C", "xllamacpp")
         }
-        rows.append(interleave(f"counting during {what}", "1/s", sides, plan, counted, ["calls"]))
+        label = f"counting during {what}"
+        rows.append(interleave(label, "1/s", sides, plan, lambda a: float(a["per_second"])))
+        leave_out(rows[-1:], "C", "no interpreter, no lock")
+        leave_out(rows[-1:], "xllamacpp", "its server works in a thread of its own")
         show(rows[-1], 1e-6, "M/s", "pykvcache")
     return rows

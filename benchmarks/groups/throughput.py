@@ -6,12 +6,22 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks.harness import Answer, Contestant, Plan, Row, closing, interleave, show
+from benchmarks.harness import (
+    AGAIN,
+    Answer,
+    Contestant,
+    Plan,
+    Row,
+    closing,
+    counted,
+    interleave,
+    show,
+)
 from benchmarks.models import STORIES, medium
+from benchmarks.settings import open_all
 
 TITLE = "decode and prefill throughput"
 PARALLEL = (1, 4, 16)
-AGAIN = "C again"
 
 
 def rate(answer: Answer) -> float:
@@ -21,7 +31,6 @@ def rate(answer: Answer) -> float:
 
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Measure both models with 1 and with 2 threads."""
-    # The same program once more: what lies between the two is the machine's.
     again = Contestant(AGAIN, contestants["C"].command)
     with closing({**contestants, AGAIN: again}) as everybody:
         return measure(everybody, plan)
@@ -33,11 +42,7 @@ def measure(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     models = {"stories": (STORIES, 32, 512), "30M": (medium(), 8, 128)}
     for name, (path, steps, prompt) in models.items():
         for threads in (1, 2):
-            shape = {"n_ctx": 1024, "n_seq_max": 16, "n_batch": 512, "threads": threads}
-            n_vocab = 818 if name == "stories" else 32_000
-            for who, contestant in contestants.items():
-                more = {"n_vocab": n_vocab} if who == "xllamacpp" else {}
-                contestant.ask("open", model=str(path), **shape, **more)
+            open_all(contestants, path, n_ctx=1024, n_seq_max=16, threads=threads)
             requests: list[tuple[str, dict[str, Any]]] = [
                 *(("decode", {"parallel": n, "steps": steps}) for n in PARALLEL),
                 *(("prefill", {"parallel": n, "tokens": prompt}) for n in PARALLEL),
@@ -46,7 +51,8 @@ def measure(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
                 sides: dict[str, Any] = {
                     who: partial(c.ask, do, **request) for who, c in contestants.items()
                 }
-                label = f"{do}, {name}, {request['parallel']} parallel, {threads} threads"
+                place = f"{request['parallel']} parallel, {counted(threads, 'thread')}"
+                label = f"{do}, {name}, {place}"
                 rows.append(interleave(label, "tokens/s", sides, plan, rate, ["tokens"]))
                 show(rows[-1], 1, "tokens/s")
     return rows

@@ -8,11 +8,21 @@ from typing import Any, ClassVar
 
 from cyllama.llama import llama_cpp as cy
 
-from benchmarks.peers.worker import Answer, NotThereError, Worker, serve
+from benchmarks.peers.primitives import Answer, NotThereError, Rows, apply
+from benchmarks.peers.worker import Worker, serve
+
+
+class Model(cy.LlamaModel):  # type: ignore[misc]
+    """With what `get_logits` looks for and does not find in this version."""
+
+    @property
+    def n_vocab(self) -> int:
+        """The size of the vocabulary."""
+        return int(self.get_vocab().n_vocab)
 
 
 class Cyllama(Worker):
-    """Its ``LlamaContext`` and ``LlamaBatch``."""
+    """Its ``LlamaContext`` and ``LlamaBatch``; batches take lists, so an array is converted."""
 
     STATEMENTS: ClassVar[dict[str, str]] = {
         "pos_max": "ctx.memory_seq_pos_max(0)",
@@ -23,11 +33,11 @@ class Cyllama(Worker):
         "remove": "ctx.memory_seq_rm(s, -1, -1)",
         "remove_part": "ctx.memory_seq_rm(s, 8, 16)",
         "keep": "ctx.memory_seq_keep(0)",
-        "add": "ctx.memory_seq_add(s, -1, -1, 1)",
+        "add": "ctx.memory_seq_add(s, -1, -1, delta)",
         "logits": "ctx.get_logits()",
-        "batch1": "batch.set_batch(list1, 0, False)",
+        "batch1": "batch.set_batch(array1.tolist(), 0, False)",
         "batch1_list": "batch.set_batch(list1, 0, False)",
-        "batch512": "batch.set_batch(array512, 0, False)",
+        "batch512": "batch.set_batch(array512.tolist(), 0, False)",
         "batch512_list": "batch.set_batch(list512, 0, False)",
         "decode1": "for i, token in steps:\n    one.set_batch(token, i, True)\n    ctx.decode(one)",
     }
@@ -37,8 +47,9 @@ class Cyllama(Worker):
         cy.disable_logging()
         self.model: Any = None
         self.ctx: Any = None
-        self.n_batch = 512
         self.blob = b""
+        self.greedy = cy.LlamaSampler(cy.LlamaSamplerChainParams())
+        self.greedy.add_greedy()
 
     def facts(self) -> Answer:
         """Return versions."""
@@ -48,23 +59,14 @@ class Cyllama(Worker):
             "llama.cpp": f"ggml {cy.ggml_version()}, {cy.ggml_commit()}",
         }
 
-    def open(self, **options: Any) -> None:
+    def open(self, model: str | None, **options: Any) -> None:
         """Open a context."""
         if self.ctx is not None:
             self.ctx.close()
-        path, threads = options.pop("model", None), options.pop("threads", 1)
-        if path is not None:
-            self.model = cy.LlamaModel(path, cy.LlamaModelParams())
-        params = cy.LlamaContextParams()
-        params.n_threads = params.n_threads_batch = threads
-        params.kv_unified = True
-        params.swa_full = True
-        params.n_batch = params.n_ubatch = self.n_batch = options.pop("n_batch", 512)
-        params.n_ubatch = min(512, self.n_batch)
-        for name, value in options.items():
-            setattr(params, name, value)
-        self.ctx = cy.LlamaContext(self.model, params)
-        self.n_vocab = self.model.get_vocab().n_vocab
+        if model is not None:
+            self.model = Model(model, cy.LlamaModelParams())
+        self.ctx = cy.LlamaContext(self.model, apply(cy.LlamaContextParams(), options))
+        self.n_vocab = self.model.n_vocab
         self.batch = cy.LlamaBatch(n_tokens=self.n_batch, embd=0, n_seq_max=1)
         tokens = self.tokens(0, 512)
         self.names = {
@@ -74,26 +76,26 @@ class Cyllama(Worker):
             "list1": tokens[:1],
             "list512": tokens,
         }
-        try:
-            import numpy as np
-        except ImportError:
-            return
+        # Not at the top: the binding does without, and its memory is measured.
+        import numpy as np
+
+        self.names["array1"] = np.array(tokens[:1], np.int32)
         self.names["array512"] = np.array(tokens, np.int32)
 
-    def extend(self, seq: int, n: int) -> None:
-        """Append tokens in batches."""
-        start = self.ctx.memory_seq_pos_max(seq) + 1
-        while n > 0:
-            part = min(n, self.n_batch)
-            self.decode_rows([(start, part, seq)])
-            start += part
-            n -= part
+    def reported(self) -> Answer:
+        """Return what the context tells, and the parameters that it was made with."""
+        names = ("n_ctx", "n_seq_max", "n_batch", "n_ubatch")
+        found = {name: int(getattr(self.ctx, name)) for name in names}
+        params = self.ctx.params
+        types = {name: int(getattr(params, name)) for name in ("type_k", "type_v")}
+        flash = int(params.flash_attn_type)
+        return {**found, **types, "flash_attn": flash, "threads": int(self.ctx.n_threads())}
 
-    def decode_rows(self, rows: list[tuple[int, int, int]]) -> None:
-        """Decode one batch."""
-        self.step(rows)()
+    def end(self, seq: int) -> int:
+        """Return the position behind the last token."""
+        return int(self.ctx.memory_seq_pos_max(seq)) + 1
 
-    def step(self, rows: list[tuple[int, int, int]]) -> Callable[[], object]:
+    def step(self, rows: Rows) -> Callable[[], object]:
         """Return what adds token after token to a batch and decodes it."""
         places = [(token, pos, [seq], logits) for token, pos, seq, logits in self.places(rows)]
 
@@ -109,6 +111,10 @@ class Cyllama(Worker):
         """Empty a sequence."""
         self.ctx.memory_seq_rm(seq, -1, -1)
 
+    def cut(self, seq: int, length: int) -> None:
+        """Remove what a sequence holds beyond a length."""
+        self.ctx.memory_seq_rm(seq, length, -1)
+
     def copy(self, src: int, dst: int) -> None:
         """Copy a whole sequence."""
         self.ctx.memory_seq_cp(src, dst, -1, -1)
@@ -118,42 +124,46 @@ class Cyllama(Worker):
         self.ctx.kv_cache_clear(False)
 
     def first_token(self) -> int:
-        """Do without: reading logits raises an AttributeError in this version."""
-        return 0
-
-    def before_decode(self) -> None:
-        """Go back to the tokens that were there."""
-        self.ctx.memory_seq_rm(0, self.depth, -1)
-        places = range(self.depth, self.depth + 16)
-        self.names["steps"] = [(i, self.tokens(i, 1)) for i in places]
+        """Return the likeliest next token: its greedy sampler reads the logits in C."""
+        return int(self.greedy.sample(self.ctx, -1))
 
     def restore(self, how: str, path: str) -> None:
         """Restore a sequence state."""
         if how == "memory":
             self.ctx.set_state_seq_data(self.blob, 1)
-        elif how == "file":
-            self.ctx.load_state_seq_file(path, 1, 1 << 16)
         else:
-            raise NotThereError(f"restoring from {how}")
+            self.ctx.load_state_seq_file(path, 1, 1 << 16)
 
     def keep_state(self, n: int, path: str) -> int:
-        """Keep the state of sequence 0."""
+        """Keep the state of sequence 0; its files take no token above 255, so they get none."""
         self.blob = self.ctx.get_state_seq_data(0)
         if path:
-            self.ctx.save_state_seq_file(path, 0, self.tokens(0, n))
+            self.ctx.save_state_seq_file(path, 0, [])
         return len(self.blob)
 
     def load_blob(self, blob: bytes) -> None:
-        """Refuse: another llama.cpp may have another layout; the sequence is decoded instead."""
-        raise NotThereError("a state of another llama.cpp")
+        """Set the state of sequence 0, which another llama.cpp may lay out in another way."""
+        self.blob = blob
+        self.ctx.set_state_seq_data(blob, 0)
+        if self.ctx.get_state_seq_data(0) != blob:
+            raise NotThereError("its llama.cpp lays states out in another way")
 
     def state_call(self, what: str) -> Callable[[], object]:
-        """Return one save, load or memcpy."""
+        """Return one save or load."""
         if what == "save_new":
             return lambda: self.ctx.get_state_seq_data(0)
         if what == "load":
             return lambda: self.ctx.set_state_seq_data(self.blob, 0)
-        raise NotThereError(f"state {what}")
+        why = "a yardstick: measured in C, with NumPy and with ctypes"
+        raise NotThereError("its saves make a new object" if what == "save" else why)
+
+    def file_call(self, what: str, path: str, n: int) -> Callable[[], object]:
+        """Return one save or load."""
+        if what == "file_load":
+            return lambda: self.ctx.load_state_seq_file(path, 0, 1 << 16)
+        if what == "file_write":
+            raise NotThereError("measured once, in C")
+        return lambda: self.ctx.save_state_seq_file(path, 0, [])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from benchmarks.peers.worker import Answer, Worker, serve
-from pykvcache import LayerKV, LlamaBatch, LlamaContext, LlamaModel, SequenceKV
+from benchmarks.peers.primitives import Answer, NotThereError, Rows
+from benchmarks.peers.worker import Worker, serve
+from pykvcache import (
+    FlashAttention,
+    GgmlType,
+    LayerKV,
+    LlamaBatch,
+    LlamaContext,
+    LlamaModel,
+    SequenceKV,
+)
 
 
 class Ours(Worker):
@@ -31,7 +40,7 @@ class Ours(Worker):
         "remove": "ctx.clear_kv_cache_seq(s)",
         "remove_part": "ctx.clear_kv_cache_seq(s, 8, 16)",
         "keep": "ctx.kv_cache_seq_keep(0)",
-        "add": "ctx.kv_cache_seq_add(s, None, None, 1)",
+        "add": "ctx.kv_cache_seq_add(s, None, None, delta)",
         "div": "ctx.kv_cache_seq_div(s, None, None, 2)",
         "can_resume": "ctx.can_resume(0, 16)",
         "logits": "ctx.logits()",
@@ -53,16 +62,22 @@ class Ours(Worker):
         """Return versions."""
         return {"binding": "pykvcache", "version": importlib.metadata.version("pykvcache")}
 
-    def open(self, **options: Any) -> None:
-        """Open with defaults but for what is asked."""
+    def open(self, model: str | None, **options: Any) -> None:
+        """Open with what is asked."""
         if self.ctx is not None:
             self.ctx.close()
-        path, threads = options.pop("model", None), options.pop("threads", 1)
-        if path is not None:
-            self.model = LlamaModel(path)
+        if model is not None:
+            self.model = LlamaModel(model)
         assert self.model is not None
         self.n_vocab = self.model.n_vocab
-        self.ctx = LlamaContext(self.model, n_threads=threads, **options)
+        self.ctx = LlamaContext(
+            self.model,
+            n_threads=options.pop("threads"),
+            flash_attn=FlashAttention(options.pop("flash_attn")),
+            type_k=GgmlType(options.pop("type_k")),
+            type_v=GgmlType(options.pop("type_v")),
+            **options,
+        )
         array = np.array(self.tokens(0, 512), np.int32)
         self.names = {
             "ctx": self.ctx,
@@ -80,6 +95,13 @@ class Ours(Worker):
 
             self.names["empty"] = bench_thin.Empty()
 
+    def reported(self) -> Answer:
+        """Return all settings."""
+        ctx = self.context
+        names = ("n_ctx", "n_seq_max", "n_batch", "n_ubatch", "flash_attn", "type_k", "type_v")
+        assert ctx.n_threads == ctx.n_threads_batch
+        return {name: int(getattr(ctx, name)) for name in names} | {"threads": ctx.n_threads}
+
     @property
     def context(self) -> LlamaContext:
         """The open context."""
@@ -92,14 +114,13 @@ class Ours(Worker):
 
     def extend(self, seq: int, n: int) -> None:
         """Append tokens to a sequence."""
-        start = self.context.kv_cache_seq_pos_max(seq) + 1
-        self.context.decode(self.array(start, n), seq_id=seq)
+        self.context.decode(self.array(self.end(seq), n), seq_id=seq)
 
-    def decode_rows(self, rows: list[tuple[int, int, int]]) -> None:
-        """Decode one batch."""
-        self.step(rows)()
+    def end(self, seq: int) -> int:
+        """Return the position behind the last token."""
+        return self.context.kv_cache_seq_pos_max(seq) + 1
 
-    def step(self, rows: list[tuple[int, int, int]]) -> Callable[[], object]:
+    def step(self, rows: Rows) -> Callable[[], object]:
         """Return what makes a batch from arrays and decodes it."""
         columns = np.array(self.places(rows), np.int32).T.copy()
         token, pos, seq, logits = columns
@@ -108,6 +129,10 @@ class Ours(Worker):
     def remove(self, seq: int) -> None:
         """Empty a sequence."""
         self.context.clear_kv_cache_seq(seq)
+
+    def cut(self, seq: int, length: int) -> None:
+        """Remove what a sequence holds beyond a length."""
+        self.context.clear_kv_cache_seq(seq, length)
 
     def copy(self, src: int, dst: int) -> None:
         """Copy a whole sequence."""
@@ -125,14 +150,10 @@ class Ours(Worker):
         """Return the number of cells of each sequence."""
         return {s: held.n_cells for s, held in self.context.sequences().items()}
 
-    def held(self) -> int:
-        """Return the length of sequence 0."""
-        return self.context.kv_cache_seq_pos_max(0) + 1
-
     def before_decode(self) -> None:
-        """Go back to the tokens that were there."""
-        self.context.clear_kv_cache_seq(0, self.depth)
-        self.names["steps"] = [self.array(i, 1) for i in range(self.depth, self.depth + 16)]
+        """Go back to the tokens that were there; the next ones are arrays."""
+        super().before_decode()
+        self.names["steps"] = [self.array(i, 1) for i, _ in self.names["steps"]]
 
     def restore(self, how: str, path: str) -> None:
         """Restore a sequence state."""
@@ -190,7 +211,7 @@ class Ours(Worker):
         if what == "file_load":
             return lambda: ctx.load_sequence(path, 0)
         if what == "file_write":
-            return super().file_call(what, path, n)
+            raise NotThereError("measured once, in C")
         return lambda: ctx.save_sequence(0, path, tokens, sync=False)
 
 

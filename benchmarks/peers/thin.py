@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from benchmarks.peers.worker import Answer, Worker, serve
+from benchmarks.peers.primitives import Answer, Rows
+from benchmarks.peers.worker import Worker, serve
 
 sys.path.insert(0, os.environ["PYKVCACHE_BENCH_NATIVE"])
 import bench_thin
@@ -25,7 +27,7 @@ class Thin(Worker):
         "remove": "thin.remove(s, -1, -1)",
         "remove_part": "thin.remove(s, 8, 16)",
         "keep": "thin.keep(0)",
-        "add": "thin.add(s, -1, -1, 1)",
+        "add": "thin.add(s, -1, -1, delta)",
         "div": "thin.div(s, -1, -1, 2)",
     }
 
@@ -37,21 +39,27 @@ class Thin(Worker):
         """Return versions."""
         return {"binding": "llama.h from Cython, without a check"}
 
-    def open(self, **options: Any) -> None:
+    def open(self, model: str | None, **options: Any) -> None:
         """Open a context."""
-        path = options["model"].encode()
-        sizes = [options[key] for key in ("n_ctx", "n_seq_max", "n_batch", "threads")]
-        self.thin = bench_thin.Thin(path, *sizes)
+        assert model is not None
+        names = ("n_ctx", "n_seq_max", "n_batch", "n_ubatch", "threads")
+        numbers = [options[name] for name in (*names, "flash_attn", "type_k", "type_v")]
+        self.thin = bench_thin.Thin(model.encode(), *numbers)
         self.names = {"thin": self.thin}
-        self.n_vocab = options.get("n_vocab", 800)
+        self.n_vocab = self.thin.n_vocab()
 
-    def decode_rows(self, rows: list[tuple[int, int, int]]) -> None:
-        """Decode one batch."""
-        self.thin.decode(self.places(rows))
+    def reported(self) -> Answer:
+        """Return what the context tells."""
+        settings: Answer = self.thin.settings()
+        return settings
 
-    def extend(self, seq: int, n: int) -> None:
-        """Append tokens."""
-        self.decode_rows([(self.thin.pos_max(seq) + 1, n, seq)])
+    def step(self, rows: Rows) -> Callable[[], object]:
+        """Return what decodes one batch."""
+        return lambda: self.thin.decode(self.places(rows))
+
+    def end(self, seq: int) -> int:
+        """Return the position behind the last token."""
+        return int(self.thin.pos_max(seq)) + 1
 
     def remove(self, seq: int) -> None:
         """Empty a sequence."""

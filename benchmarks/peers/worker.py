@@ -1,12 +1,13 @@
 """What a contestant's process does: answer requests, one flat JSON object per line.
 
 Standard library only, and old-fashioned enough for any interpreter: this runs in the peers' own
-environments. A contestant fills in the primitives and the statements of `Worker`; what it
-cannot do answers ``{"error": ...}``, which the report shows as it is.
+environments. What a contestant cannot do answers ``{"error": ...}``, which the report shows.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import os
 import random
@@ -17,9 +18,11 @@ import time
 import timeit
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-Answer = dict[str, Any]
+from benchmarks.peers.primitives import Answer, NotThereError, Primitives
+
+__all__ = ["Answer", "NotThereError", "Worker", "serve"]
 
 #: Calls that start from sequences which share all cells of sequence 0.
 SHARED = ("remove", "remove_part", "copy_over")
@@ -27,121 +30,19 @@ SHARED = ("remove", "remove_part", "copy_over")
 OWN = ("add", "div")
 
 
-#: Seconds after which a call has been measured in enough slices.
-ENOUGH = 0.06
-
-
-class NotThereError(Exception):
-    """The binding has no such operation."""
-
-
-class Worker:
+class Worker(Primitives):
     """One contestant."""
-
-    #: What is timed for each call: a statement for every `s` in `seqs`, or for one pass.
-    STATEMENTS: ClassVar[dict[str, str]] = {}
-    #: What those statements see.
-    names: dict[str, Any]
-
-    def __init__(self) -> None:
-        self.n_vocab = 0
-        self.n_seq_max = 1
-        self.depth = 16  # what sequence 0 holds
-        self.names = {}
-
-    # Primitives, untimed unless a request is about them -----------------------------------
-
-    def facts(self) -> Answer:
-        """Return versions."""
-        raise NotThereError("facts")
-
-    def open(self, **options: Any) -> None:
-        """Load a model (``model`` absent: keep it) and make a context."""
-        raise NotThereError("open")
-
-    def extend(self, seq: int, n: int) -> None:
-        """Append n tokens to a sequence, with logits for the last."""
-        raise NotThereError("decode")
-
-    def decode_rows(self, rows: list[tuple[int, int, int]]) -> None:
-        """Decode one batch of (first position, length, sequence), logits for the last of each."""
-        raise NotThereError("decode of several sequences")
-
-    def step(self, rows: list[tuple[int, int, int]]) -> Callable[[], object]:
-        """Return what fills a batch with rows as in `decode_rows` and decodes it."""
-        return lambda: self.decode_rows(rows)
-
-    def places(self, rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int, bool]]:
-        """Return (token, position, sequence, whether it gives logits) of rows."""
-        return [
-            (self.token_at(i), i, seq, i == start + n - 1)
-            for start, n, seq in rows
-            for i in range(start, start + n)
-        ]
-
-    def remove(self, seq: int) -> None:
-        """Empty a sequence."""
-        raise NotThereError("remove")
-
-    def copy(self, src: int, dst: int) -> None:
-        """Copy a whole sequence."""
-        raise NotThereError("copy")
-
-    def clear(self) -> None:
-        """Empty everything."""
-        raise NotThereError("clear")
-
-    def first_token(self) -> int:
-        """Return the likeliest next token after the last decode."""
-        raise NotThereError("logits")
-
-    def restore(self, how: str, path: str) -> None:
-        """Make sequence 1 hold what `keep_state` kept, from ``memory`` or a ``file``."""
-        raise NotThereError(f"restoring from {how}")
-
-    def keep_state(self, n: int, path: str) -> int:
-        """Keep the state of sequence 0 in memory, and in a file; return its size."""
-        raise NotThereError("sequence states")
-
-    def load_blob(self, blob: bytes) -> None:
-        """Make sequence 0 hold a raw sequence state, and keep it for `state_call`."""
-        raise NotThereError("sequence states")
-
-    def state_call(self, what: str) -> Callable[[], object]:
-        """Return what saves, loads or copies the state of `load_blob` once."""
-        raise NotThereError(f"state {what}")
-
-    def file_call(self, what: str, path: str, n: int) -> Callable[[], object]:
-        """Return what saves sequence 0 with n tokens to a file, or loads it."""
-        raise NotThereError(f"state {what}")
-
-    def sequences(self) -> dict[int, int]:
-        """Return the number of cells of each sequence."""
-        raise NotThereError("a list of sequences")
-
-    def held(self) -> int:
-        """Return the number of tokens of sequence 0."""
-        raise NotThereError("positions")
-
-    def token_at(self, i: int) -> int:
-        """Return the same token everywhere for a place in a sequence."""
-        return 3 + i * 7919 % (self.n_vocab - 3)
-
-    def tokens(self, start: int, n: int) -> list[int]:
-        """Return the tokens of the places ``[start, start + n)``."""
-        return [self.token_at(i) for i in range(start, start + n)]
-
-    # Requests -----------------------------------------------------------------------------
 
     def do_facts(self) -> Answer:
         """Answer versions."""
         return self.facts()
 
-    def do_open(self, n_seq_max: int = 1, **options: Any) -> Answer:
-        """Open a context."""
-        self.n_seq_max = n_seq_max
-        self.open(n_seq_max=n_seq_max, **options)
-        return {"n_vocab": self.n_vocab}
+    def do_open(self, model: str | None = None, n_vocab: int = 0, **options: Any) -> Answer:
+        """Open a context; who cannot ask for the size of the vocabulary is told."""
+        self.n_vocab = n_vocab or self.n_vocab
+        self.n_seq_max, self.n_batch = options["n_seq_max"], options["n_batch"]
+        self.open(model, **options)
+        return {"n_vocab": self.n_vocab, "reported": self.reported()}
 
     def do_fill(self, n: int) -> Answer:
         """Empty everything and decode n tokens into sequence 0."""
@@ -149,6 +50,13 @@ class Worker:
         self.extend(0, n)
         self.depth = n
         return {}
+
+    def do_share(self) -> Answer:
+        """Let every other sequence hold the cells of sequence 0."""
+        self.prepare("remove")
+        return {}
+
+    # Calls --------------------------------------------------------------------------------
 
     def prepare(self, what: str) -> None:
         """Bring the sequences but 0 into the state that a call starts from."""
@@ -160,30 +68,24 @@ class Worker:
         elif what in OWN:
             self.decode_rows([(64, 1, s) for s in range(1, self.n_seq_max)])
 
-    def do_call(self, what: str, slices: int = 20) -> Answer:
-        """Seconds of one call, best of the slices; each slice is a pass over all sequences."""
+    def do_call(self, what: str, slices: int = 20, rounds: int = 1, enough_ms: int = 60) -> Answer:
+        """Seconds of one call, best of the slices; each slice is some passes over all sequences."""
         statement = self.STATEMENTS.get(what)
         if statement is None:
-            raise NotThereError(what)
-        # In another order each time: a processor learns a short pass by heart, which flatters C.
+            raise NotThereError
         seqs = list(range(1, self.n_seq_max))
-        shuffle = random.Random(0).shuffle
-        self.names["seqs"] = seqs
-        if what == "decode1":
-            timer, calls = timeit.Timer(statement, globals=self.names), 16
-        else:
-            body = statement.replace("\n", "\n    ")
-            timer = timeit.Timer(f"for s in seqs:\n    {body}", globals=self.names)
-            calls = self.n_seq_max - 1
+        timer = self.timer(what, statement, seqs, rounds)
+        calls = 16 if what == "decode1" else rounds * len(seqs)
         best, begin = float("inf"), time.perf_counter()
         for done in range(slices):
-            if done >= 5 and time.perf_counter() - begin > ENOUGH:
+            if done >= 5 and time.perf_counter() - begin > enough_ms / 1e3:
                 break
             if what == "decode1":
                 self.before_decode()
             elif what in SHARED or what in OWN or what.startswith("copy"):
                 self.prepare(what)
-            shuffle(seqs)
+            # Another order each time: a processor learns a short pass by heart, which flatters C.
+            random.Random(done).shuffle(seqs)
             best = min(best, timer.timeit(1) / calls)
         if what == "decode1":
             self.before_decode()
@@ -191,9 +93,27 @@ class Worker:
             self.prepare("nothing")
         return {"seconds": best, "statement": statement}
 
+    def timer(self, what: str, statement: str, seqs: list[int], rounds: int) -> timeit.Timer:
+        """Return a timer of some passes over the sequences."""
+        self.names["seqs"] = seqs
+        if what != "decode1":
+            body = statement.replace("\n", "\n    ")
+            statement = f"for s in seqs:\n    {body}"
+        if rounds > 1:
+            # A shift by 1 and one back by turns, so that no position wanders.
+            self.names["deltas"] = [1 - i % 2 * 2 for i in range(rounds)]
+            body = statement.replace("\n", "\n    ")
+            statement = f"for delta in deltas:\n    {body}"
+        self.names["delta"] = 1
+        return timeit.Timer(statement, globals=self.names)
+
     def before_decode(self) -> None:
-        """Bring sequence 0 back to its length before a slice of decodes."""
-        raise NotThereError("decode1")
+        """Bring sequence 0 back to its length, and have the next tokens ready."""
+        self.cut(0, self.depth)
+        places = range(self.depth, self.depth + 16)
+        self.names["steps"] = [(i, self.tokens(i, 1)) for i in places]
+
+    # Generation ---------------------------------------------------------------------------
 
     def do_decode(self, parallel: int, steps: int = 16, depth: int = 32) -> Answer:
         """Seconds of the fastest of some steps of one token for each of several sequences."""
@@ -211,12 +131,23 @@ class Worker:
 
     def do_prefill(self, parallel: int, tokens: int = 512) -> Answer:
         """Seconds of one batch that holds a prompt for each of several sequences."""
-        each = tokens // parallel
         self.clear()
-        step = self.step([(0, each, s) for s in range(parallel)])
+        each = tokens // parallel
+        return self.timed_step([(0, each, s) for s in range(parallel)])
+
+    def do_append(self, tokens: int) -> Answer:
+        """Seconds of one batch behind what sequence 0 holds."""
+        self.cut(0, self.depth)
+        answer = self.timed_step([(self.depth, tokens, 0)])
+        self.cut(0, self.depth)
+        return answer
+
+    def timed_step(self, rows: list[tuple[int, int, int]]) -> Answer:
+        """Time one batch."""
+        step = self.step(rows)
         start = time.perf_counter()
         step()
-        return {"seconds": time.perf_counter() - start, "tokens": each * parallel}
+        return {"seconds": time.perf_counter() - start, "tokens": sum(n for _, n, _ in rows)}
 
     def do_prefix(self, how: str, n: int, tail: int = 16, path: str = "") -> Answer:
         """Seconds until sequence 1 holds the prefix, and until the first token after its tail."""
@@ -226,8 +157,10 @@ class Worker:
             self.extend(1, n)
         elif how == "fork":
             self.copy(0, 1)
-        else:
+        elif how in ("memory", "file"):
             self.restore(how, path)
+        else:
+            raise NotThereError
         ready = time.perf_counter() - start
         self.extend(1, tail)
         self.first_token()
@@ -235,17 +168,18 @@ class Worker:
         self.remove(1)
         return {"ready": ready, "first": first, "evaluated": tail + (n if how == "cold" else 0)}
 
+    # States -------------------------------------------------------------------------------
+
     def do_keep_state(self, n: int, path: str = "") -> Answer:
         """Keep the state of sequence 0."""
         return {"bytes": self.keep_state(n, path)}
 
     def do_load_blob(self, path: str) -> Answer:
         """Read a raw sequence state from a file into sequence 0."""
-        with open(path, "rb") as file:
-            blob = file.read()
+        blob = Path(path).read_bytes()
         self.clear()
         self.load_blob(blob)
-        self.depth = self.held()
+        self.depth = self.end(0)
         return {"bytes": len(blob)}
 
     def do_state(self, what: str, slices: int = 5) -> Answer:
@@ -274,15 +208,16 @@ class Worker:
         call()
         return {"seconds": statistics.median(timeit.repeat(call, before, number=1, repeat=slices))}
 
-    def do_progress(self, what: str, seconds: float = 0.2) -> Answer:
-        """How fast another thread counts while this one saves, loads or sleeps."""
-        call = (lambda: time.sleep(0.01)) if what == "nothing" else self.state_call(what)
+    def do_progress(self, what: str, seconds: float = 0.12) -> Answer:
+        """How fast another thread counts while this one works."""
+        call = self.work(what)
         counted, stop = [0], threading.Event()
 
         def count() -> None:
             while not stop.is_set():
                 counted[0] += 1
 
+        call()
         thread = threading.Thread(target=count)
         thread.start()
         begin, calls = time.perf_counter(), 0
@@ -293,6 +228,22 @@ class Worker:
         stop.set()
         thread.join()
         return {"per_second": total / took, "calls": calls}
+
+    def work(self, what: str) -> Callable[[], object]:
+        """Return a save or load, or other work without the interpreter's lock, or with it."""
+        if what == "hashing":
+            # No lock, no memory to speak of, and about as long as a save of 64 MiB.
+            return lambda: hashlib.pbkdf2_hmac("sha256", b"word", b"salt", 30_000)
+        if what in ("memcpy", "copying"):
+            original = bytearray(self.keep_state(0, ""))
+            if what == "copying":
+                return lambda: bytes(original)  # with the lock
+            array = ctypes.c_char * len(original)
+            ends = array.from_buffer(bytearray(original)), array.from_buffer(original)
+            return lambda: ctypes.memmove(*ends, len(original))
+        return self.state_call(what)
+
+    # The process --------------------------------------------------------------------------
 
     def do_held(self) -> Answer:
         """How many tokens each sequence holds, where a binding can tell."""
@@ -313,7 +264,7 @@ def serve(worker: Worker) -> None:
         try:
             answer = getattr(worker, "do_" + request.pop("do"))(**request)
         except NotThereError as error:
-            answer = {"error": f"not there: {error}"}
+            answer = {"error": str(error)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")

@@ -1,20 +1,36 @@
 """xllamacpp, from its wheel: llama.cpp's server inside the process, and nothing below it.
 
-It has no context and no sequences to call, so memory operations, batches and states are not
-there. Throughput and the time to the first token are those of its completions: sampling, JSON
-and the server's queue included. Times are the server's own where it reports them.
+It has no context and no sequences to call. Throughput and the time to the first token are those of
+its completions: sampling, JSON and the server's queue included. States are the files of its slots,
+saved and restored over HTTP; their times are the server's own.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import struct
+import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import xllamacpp
 
-from benchmarks.peers.worker import Answer, Worker, serve
+from benchmarks.peers.primitives import Answer, NotThereError
+from benchmarks.peers.worker import Worker, serve
+
+#: Tokens at the begin and at the end of what completions do together that do not count.
+MARGIN = 3
+#: Where a raw sequence state of ours tells the number of its cells.
+CELLS = slice(12, 16)
+N_TRAIN = {"stories.gguf": 1024}
+SAMPLING = {"temperature": 0.0, "samplers": ["temperature"], "ignore_eos": True}
 
 
 class XLlamaCpp(Worker):
@@ -23,90 +39,183 @@ class XLlamaCpp(Worker):
     def __init__(self) -> None:
         super().__init__()
         self.server: Any = None
+        self.cached: Any = None
+        self.params: Any = None
         self.path = ""
-        self.shared = 0
+        self.options: dict[str, Any] = {}
         self.turn = 0
+        self.slots = Path(tempfile.mkdtemp(prefix="slots-"))
 
     def facts(self) -> Answer:
         """Return versions."""
         return {"binding": "xllamacpp", "version": importlib.metadata.version("xllamacpp")}
 
-    def open(self, **options: Any) -> None:
+    def open(self, model: str | None, **options: Any) -> None:
         """Start a server with one slot per sequence."""
-        self.path = options.get("model", self.path)
+        if model is None:
+            raise NotThereError("a server is not made anew without its model")
+        self.path, self.options = model, options
+        self.server = self.cached = None
+        self.server = self.serve(options)
+
+    def serve(self, asked: dict[str, Any], ram_mib: int = 0) -> Any:
+        """Start a server, with a cache for prompts that lost their slot or without."""
         params = xllamacpp.CommonParams()
         params.model.path = self.path
-        params.n_ctx = options["n_ctx"]
-        params.n_parallel = options["n_seq_max"]
-        params.kv_unified = True
-        params.n_batch, params.n_ubatch = 2048, 512
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.get("threads", 1)
-        params.cache_ram_mib = 0
-        params.n_ctx_checkpoints = 0
+        params.n_ctx, params.n_parallel = asked["n_ctx"], asked["n_seq_max"]
+        params.n_batch, params.n_ubatch = asked["n_batch"], asked["n_ubatch"]
+        params.kv_unified = params.swa_full = True
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type(asked["flash_attn"])
+        params.cache_type_k = xllamacpp.ggml_type(asked["type_k"])
+        params.cache_type_v = xllamacpp.ggml_type(asked["type_v"])
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked["threads"]
+        params.cache_ram_mib, params.n_ctx_checkpoints = ram_mib, 0
+        params.slot_save_path, params.endpoint_slots = f"{self.slots}/", True
         params.warmup = False
-        self.server = None
-        self.server = xllamacpp.Server(params)
-        self.n_vocab = options.get("n_vocab", 800)
+        self.params = params
+        return xllamacpp.Server(params)
 
-    def complete(self, tokens: list[int], n: int, **more: Any) -> dict[str, Any]:
-        """Run one completion."""
-        answer: dict[str, Any] = self.server.handle_completions(
-            {
-                "prompt": tokens,
-                "max_tokens": n,
-                "temperature": 0.0,
-                "samplers": ["temperature"],
-                "ignore_eos": True,
-                **more,
-            }
-        )
+    def reported(self) -> Answer:
+        """Return the parameters as the server left them."""
+        params = self.params
+        names = {"n_seq_max": "n_parallel", "type_k": "cache_type_k", "type_v": "cache_type_v"}
+        same = {name: name for name in ("n_ctx", "n_batch", "n_ubatch")}
+        names |= {"flash_attn": "flash_attn_type"} | same
+        found = {key: int(getattr(params, name)) for key, name in names.items()}
+        return {**found, "threads": int(params.cpuparams.n_threads)}
+
+    # Completions --------------------------------------------------------------------------
+
+    def complete(self, tokens: list[int], n: int, server: Any = None, **more: Any) -> Answer:
+        """Run one completion; return the server's timings."""
+        request = {"prompt": tokens, "max_tokens": n, **SAMPLING, **more}
+        answer: Answer = (server or self.server).handle_completions(request)
         if "timings" not in answer:
             raise ValueError(f"no timings: {answer}")
-        timings: dict[str, Any] = answer["timings"]
+        timings: Answer = answer["timings"]
         return timings
 
-    def together(self, parallel: int, length: int, n: int) -> list[dict[str, Any]]:
-        """Run as many completions at once, each with a prompt of its own."""
-        self.turn += 1
-        found: list[dict[str, Any]] = []
+    def together(self, parallel: int, length: int, n: int) -> list[list[tuple[float, float]]]:
+        """Run as many completions of one prompt at once.
 
-        def one(s: int) -> None:
-            start = 1 + 131 * s + 17 * self.turn
-            found.append(self.complete(self.tokens(start, length), n, cache_prompt=False))
+        Returns
+        -------
+        list
+            For each completion and token when it came, and the server's seconds of generation.
+        """
+        came: list[list[tuple[float, float]]] = [[] for _ in range(parallel)]
+        request = {"prompt": self.tokens(0, length), "max_tokens": n, "cache_prompt": False}
+        request |= {"stream": True, "timings_per_token": True, **SAMPLING}
 
-        threads = [threading.Thread(target=one, args=(s,)) for s in range(parallel)]
+        def one(tokens: list[tuple[float, float]]) -> None:
+            def note(chunk: Answer) -> None:
+                if chunk["choices"][0]["finish_reason"] is None:
+                    made = float(chunk["timings"]["predicted_ms"]) / 1e3
+                    tokens.append((time.perf_counter(), made))
+
+            self.server.handle_completions(request, note)
+
+        threads = [threading.Thread(target=one, args=(tokens,)) for tokens in came]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return found
+        return came
 
     def do_decode(self, parallel: int, steps: int = 16, depth: int = 32) -> Answer:
-        """Seconds of generation: the longest of the completions that ran together."""
-        timings = self.together(parallel, depth, steps)
-        seconds = max(t["predicted_ms"] for t in timings) / 1e3
-        return {"seconds": seconds, "tokens": sum(t["predicted_n"] for t in timings)}
+        """Seconds of the fastest step in which all completions took part."""
+        # They do not start at once, and tokens come late: only steps well inside count.
+        came = self.together(parallel, depth, steps + 8 + 2 * MARGIN)
+        begin, end = max(c[0][0] for c in came), min(c[-1][0] for c in came)
+        inside = [made for when, made in came[0] if begin <= when <= end][MARGIN:-MARGIN]
+        if len(inside) < 2:
+            raise ValueError("the completions did not run together")
+        return {"seconds": min(b - a for a, b in pairwise(inside)), "tokens": parallel}
 
     def do_prefill(self, parallel: int, tokens: int = 512) -> Answer:
-        """Seconds of prompts that came together."""
-        start = time.perf_counter()
-        timings = self.together(parallel, tokens // parallel, 1)
-        took = time.perf_counter() - start
-        return {"seconds": took, "tokens": sum(t["prompt_n"] for t in timings)}
+        """Seconds of prompts that came together, to the first token of the last."""
+        each, start = tokens // parallel, time.perf_counter()
+        came = self.together(parallel, each, 1)
+        return {"seconds": max(c[-1][0] for c in came) - start, "tokens": each * parallel}
 
     def do_prefix(self, how: str, n: int, tail: int = 16, path: str = "") -> Answer:
-        """Time one completion of one token; its slot may still hold the prefix."""
-        cached = how == "prefix"
-        if not cached and how != "cold":
-            return {"error": f"not there: restoring from {how}"}
+        """Time one completion of one token; what it needs of the prefix is there or restored."""
         self.turn += 1
-        prompt = self.tokens(0 if cached else 7 * self.turn, n)
-        if cached:
-            self.complete(prompt + self.tokens(n + 99, tail), 1, id_slot=0, cache_prompt=True)
+        shared, server, first = self.tokens(0, n), self.server, self.turn * 5 * tail + n
+        slot: Answer = {"id_slot": 0, "cache_prompt": how != "cold"}
+        if how == "prefix":
+            self.complete(shared + self.tokens(first, tail), 1, **slot)
+        elif how == "cache":
+            server, slot = self.with_cache(n), {"cache_prompt": True}
+            # Another prompt takes the slot, so that the server puts the state aside.
+            self.complete(self.tokens(7 * self.turn, 8), 1, server, **slot)
+        elif how == "file":
+            self.action("erase")
+        elif how != "cold":
+            raise NotThereError("no sequences to copy and no states to hold: a server")
         start = time.perf_counter()
-        timings = self.complete(prompt + self.tokens(n, tail), 1, id_slot=0, cache_prompt=cached)
-        first = time.perf_counter() - start
-        return {"ready": 0.0, "first": first, "evaluated": timings["prompt_n"]}
+        if how == "file":
+            self.action("restore", Path(path).name)
+        timings = self.complete(shared + self.tokens(first + tail, tail), 1, server, **slot)
+        took = time.perf_counter() - start
+        if timings["prompt_n"] != tail + (n if how == "cold" else 0):
+            raise ValueError(f"evaluated {timings['prompt_n']} tokens")
+        return {"ready": 0.0, "first": took, "evaluated": timings["prompt_n"]}
+
+    def with_cache(self, n: int) -> Any:
+        """Return a server with one slot and a cache that holds the shared tokens."""
+        if self.cached is None or self.cached[0] != n:
+            self.cached = None  # ends the server
+            self.cached = (n, self.serve({**self.options, "n_seq_max": 1}, ram_mib=1024))
+            self.complete(self.tokens(0, n), 1, self.cached[1], cache_prompt=True)
+        return self.cached[1]
+
+    # States -------------------------------------------------------------------------------
+
+    def action(self, what: str, name: str = "") -> Answer:
+        """Let the server save, restore or erase slot 0."""
+        request = urllib.request.Request(
+            f"{self.server.listening_address}/slots/0?action={what}",
+            json.dumps({"filename": name}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                found: Answer = json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            why = json.loads(error.read())["error"]["message"]
+            raise ValueError(f"{what}: {why}") from None
+        return found
+
+    def do_load_blob(self, path: str) -> Answer:
+        """Give slot 0 as many tokens: its files are of another layout, so they are evaluated."""
+        n = struct.unpack("<I", Path(path).read_bytes()[CELLS])[0]
+        if n > min(self.options["n_ctx"], N_TRAIN.get(Path(self.path).name, n)):
+            raise NotThereError("its server cuts contexts to what the model was trained for")
+        self.complete(self.tokens(0, n), 1, id_slot=0)
+        return {"bytes": self.do_keep_state(n, "blob")["bytes"]}
+
+    def do_keep_state(self, n: int, path: str = "") -> Answer:
+        """Save slot 0."""
+        return {"bytes": self.action("save", Path(path).name)["n_written"]}
+
+    def do_state(self, what: str, slices: int = 5) -> Answer:
+        """Refuse."""
+        raise NotThereError("its states are files")
+
+    def do_file(self, what: str, path: str, n: int, slices: int = 5) -> Answer:
+        """Seconds of one save or restore, as the server tells: the median."""
+        if what == "file_write":
+            raise NotThereError("measured once, in C")
+        name, times = Path(path).name, []
+        for _ in range(slices + 1):
+            if what == "file_load":
+                self.action("erase")
+            elif what == "file_make":
+                (self.slots / name).unlink(missing_ok=True)
+            done = self.action("restore" if what == "file_load" else "save", name)["timings"]
+            times.append(float(done.get("save_ms", done.get("restore_ms"))) / 1e3)
+        return {"seconds": median(times[1:])}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""What was not measured, so that no dash in a table is unexplained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.harness import Row, leave_out
+
+Rows = dict[str, Row]
+
+#: The end of a row's name that says how large it was.
+SIZE = re.compile(r", (\d[\d,]*(?: [A-Za-z]+)?)$")
+
+
+def explained(rows: Rows, result: Mapping[str, Any], group: str) -> Rows:
+    """Say of every contestant and row without samples or error that it was not asked."""
+    if group == "arrays":  # ours and NumPy alone
+        return rows
+    names = [name for name, said in result["versions"].items() if isinstance(said, dict)]
+    for name in names:
+        if name != "thin" or group == "calls":
+            leave_out(
+                (row for row in rows.values() if not row.name.startswith("empty")),
+                name,
+                "not asked",
+            )
+    return rows
+
+
+def listed(rows: Rows) -> str:
+    """List what contestants could not do: a line for each reason."""
+    # The two rows of a prefix have the same errors.
+    shown = [row for row in rows.values() if not row.name.startswith("prefix there")]
+    sizes: dict[str, list[str]] = {}
+    for row in shown:
+        if not row.name.startswith("empty"):
+            sizes.setdefault(stem(row.name), []).append(row.name)
+    why: dict[tuple[str, str], list[str]] = {}
+    for row in shown:
+        for who, error in row.errors.items():
+            why.setdefault((who, error), []).append(row.name)
+    lines: dict[str, list[str]] = {}
+    for (who, error), names in why.items():
+        what = in_short(names, sizes)
+        lines.setdefault(f"{what}: {error}", []).append(who)
+    return "\n".join(
+        ["Not measured:", "", *(f"- {', '.join(who)}: {text}" for text, who in lines.items())]
+        if lines
+        else []
+    )
+
+
+def stem(name: str) -> str:
+    """Return a row's name without its size."""
+    return SIZE.sub("", name)
+
+
+def in_short(names: list[str], sizes: Mapping[str, list[str]]) -> str:
+    """Name rows; sizes only where it is not all of them."""
+    if set(names) == {name for group in sizes.values() for name in group}:
+        return "everything here"
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(stem(name), []).append(name)
+    words = []
+    for what, some in found.items():
+        ends = [SIZE.search(name) for name in some]
+        part = ", ".join(end.group(1) for end in ends if end)
+        whole = len(some) == len(sizes[what]) or not part
+        words.append(f"`{what}`" if whole else f"`{what}` ({part})")
+    return ", ".join(words)

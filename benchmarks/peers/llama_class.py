@@ -1,0 +1,85 @@
+"""llama-cpp-python's class `Llama`: its own prefix match and its RAM cache."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import llama_cpp
+from llama_cpp.llama_cache import LlamaRAMCache
+
+from benchmarks.peers.primitives import Answer
+from benchmarks.peers.worker import Worker
+
+
+def reported(ctx: Any, params: Any) -> Answer:
+    """Return what a context tells of itself, and of the parameters it was made with."""
+    names = ("n_ctx", "n_seq_max", "n_batch", "n_ubatch")
+    found = {name: int(getattr(llama_cpp, f"llama_{name}")(ctx)) for name in names}
+    given = {name: int(getattr(params, name)) for name in ("type_k", "type_v")}
+    flash, threads = int(params.flash_attn_type), int(llama_cpp.llama_n_threads(ctx))
+    return {**found, **given, "flash_attn": flash, "threads": threads}
+
+
+class LlamaClass(Worker):
+    """The requests that are about `Llama`."""
+
+    path: str
+    options: dict[str, Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llm: Any = None
+        self.caches: dict[int, Any] = {}
+        self.evaluated = 0
+
+    def llama(self) -> Any:
+        """Return the object, which counts what it evaluates; it has one sequence."""
+        if self.llm is None:
+            asked = self.options
+            names = ("n_ctx", "n_batch", "n_ubatch", "type_k", "type_v")
+            self.llm = llama_cpp.Llama(
+                self.path,
+                **{name: asked[name] for name in names},
+                n_threads=asked["threads"],
+                n_threads_batch=asked["threads"],
+                flash_attn=bool(asked["flash_attn"]),
+                swa_full=True,
+                verbose=False,
+            )
+            said = reported(self.llm.ctx, self.llm.context_params)
+            other = {k: v for k, v in said.items() if k != "n_seq_max" and v != asked[k]}
+            if other:
+                raise ValueError(f"Llama is not on equal terms: {other}")
+            inner = self.llm.eval
+
+            def counted(tokens: list[int]) -> None:
+                self.evaluated += len(tokens)
+                inner(tokens)
+
+            self.llm.eval = counted
+        return self.llm
+
+    def do_llama(self, n: int, how: str, tail: int = 16) -> Answer:
+        """Time `Llama.generate` to its first token, with its RAM cache or its own prefix match."""
+        llm, shared = self.llama(), self.tokens(0, n)
+        mine, other = shared + self.tokens(n, tail), shared + self.tokens(n + 5, tail)
+        # One for each length: a cache answers with any state that shares a beginning.
+        cache: Any = self.caches.get(n)
+        if how == "cache" and cache is None:
+            cache = self.caches[n] = LlamaRAMCache()
+            llm.reset()
+            llm.eval(shared)
+            cache[shared] = llm.save_state()
+        if how == "prefix":
+            next(llm.generate(other, temp=0.0))
+        else:
+            llm.reset()
+            llm.eval(self.tokens(9, 8))
+        self.evaluated, start = 0, time.perf_counter()
+        if how == "cache":
+            llm.load_state(cache[mine])
+        ready = time.perf_counter() - start
+        next(llm.generate(mine, temp=0.0))
+        first = time.perf_counter() - start
+        return {"ready": ready, "first": first, "evaluated": self.evaluated}

@@ -1,0 +1,85 @@
+"""The targets that are about prefixes and states."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.targets import FORK, US, Rows, Verdict, below, least, medians, span, worst_of
+
+
+def fork(groups: dict[str, Rows]) -> Verdict:
+    """At most 0.3 ms for 4,096 tokens."""
+    text = f"fork of 4,096 tokens: at most {FORK} ms"
+    row = groups.get("prefix", {}).get("prefix there, fork, 4096")
+    if row is None or US not in row.samples:
+        return Verdict("fork", text, "-", None)
+    ours = [seconds * 1e3 for seconds in row.samples[US]]
+    figure = f"{span(ours, 'ms', 3)}, {sum(ms > FORK for ms in ours)} of {len(ours)} samples above"
+    if "C" in row.samples:
+        figure += f"; C {span(row.samples['C'], 'ms', 3, 1e3)}"
+    return Verdict("fork", text, figure, statistics.median(ours) <= FORK)
+
+
+def restore(groups: dict[str, Rows]) -> Verdict:
+    """At least 300 times faster than prefill."""
+    text = "restore of 4,096 tokens: at least 300 times faster than prefill"
+    rows = groups.get("prefix", {})
+    cold, memory = (rows.get(f"prefix there, {how}, 4096") for how in ("cold", "memory"))
+    if cold is None or memory is None or US not in memory.samples or US not in cold.samples:
+        return Verdict("restore", text, "-", None)
+    slow, fast = cold.samples[US], memory.samples[US]
+    ratio = cold.median(US) / memory.median(US)
+    figure = f"{ratio:,.0f} times ({min(slow) / max(fast):,.0f} to {max(slow) / min(fast):,.0f}): "
+    figure += f"{span(slow, 's', 2)}, {span(fast, 'ms', 2, 1e3)}"
+    return Verdict("restore", text, figure, ratio >= 300)
+
+
+def copies(groups: dict[str, Rows]) -> Verdict:
+    """At least 0.9 of memcpy between two buffers of malloc in C; into a new object, of NumPy's."""
+    text = "state copy: at least 0.9 of memcpy"
+    rows = groups.get("state", {})
+    found = {}
+    for name, row in rows.items():
+        what, _, size = name.partition(", ")
+        fresh = what == "save_new"
+        base = rows.get(f"memcpy_new, {size}" if fresh else f"memcpy, {size}")
+        if what not in ("save", "save_new", "load", "load_over") or base is None:
+            continue
+        plain = base.samples.get(US if fresh or "C" not in base.samples else "C", [])
+        if row.samples.get(US) and plain:
+            found[name] = [a / b for a, b in zip(row.samples[US], plain, strict=False)]
+    if not found:
+        return Verdict("copies", text, "-", None)
+    values = medians(found)
+    low = below(values, 0.9)
+    return Verdict("copies", text, worst_of(found, least(values), "", 2) + low, not low)
+
+
+def files(groups: dict[str, Rows]) -> Verdict:
+    """Save 5 times as fast as llama.cpp's own file, load no slower, from 16 MiB on."""
+    text = "state files of 16 MiB and more: save 5 times as fast as llama.cpp's, load no slower "
+    text += "(a target of the state container, not of these benchmarks)"
+    rows = {
+        name: row
+        for name, row in groups.get("state", {}).items()
+        if name.startswith("file_") and "C" in row.samples
+    }
+    found = {name: row.ratios(US, "C") for name, row in rows.items() if US in row.samples}
+    judged = {name: r for name, r in found.items() if not name.endswith(" 1 MiB")}
+    if not judged:
+        return Verdict("files", text, "-", None)
+    met = all(v >= (1 if "load" in name else 5) for name, v in medians(judged).items())
+    figure = ", ".join(f"{name} {span(ratios, '', 1)}" for name, ratios in judged.items())
+    small = [f"{name} {span(r, '', 1)}" for name, r in found.items() if name not in judged]
+    if small:
+        figure += "; not judged: " + ", ".join(small)
+    # Nothing that writes a file can be faster than a bare write of bytes that are there.
+    bare = {
+        name.rpartition(", ")[2]: row.median("C") / rows[made].median("C")
+        for name, row in rows.items()
+        if name.startswith("file_write") and (made := name.replace("write", "make")) in rows
+    }
+    if bare:
+        figure += "; a bare write(2) in place of a new file of llama.cpp's: "
+        figure += ", ".join(f"{size} {value:.1f}" for size, value in bare.items())
+    return Verdict("files", text, figure, met)

@@ -31,12 +31,11 @@ def explained(rows: Rows, result: Mapping[str, Any], group: str) -> Rows:
 
 def listed(rows: Rows) -> str:
     """List what contestants could not do: a line for each reason."""
-    # The two rows of a prefix have the same errors.
-    shown = [row for row in rows.values() if not row.name.startswith("prefix there")]
+    # The two rows of a prefix have the same errors; nobody else has an empty method.
+    shown = [row for row in rows.values() if not row.name.startswith(("prefix there", "empty"))]
     sizes: dict[str, list[str]] = {}
     for row in shown:
-        if not row.name.startswith("empty"):
-            sizes.setdefault(stem(row.name), []).append(row.name)
+        sizes.setdefault(stem(row.name), []).append(row.name)
     why: dict[tuple[str, str], list[str]] = {}
     for row in shown:
         for who, error in row.errors.items():

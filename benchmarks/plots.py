@@ -9,8 +9,7 @@ from benchmarks.harness import Row
 from benchmarks.report import ORDER, Rows, rows_of
 
 COLOURS = dict(zip(ORDER, ("#1f5fa8", "#555555", "#d9822b", "#5a9e4b", "#9a5fb0"), strict=True))
-#: A rate in calls, bytes or tokens is drawn from zero; times spread over decades.
-LOG = {"calls", "prefix", "growth"}
+COLOURS["thin"] = "#b0b0b0"
 
 
 def draw(result: dict[str, Any], folder: Path) -> None:
@@ -59,7 +58,7 @@ def bars(axis: Any, rows: list[Row], labels: list[str], scale: float, who: tuple
             yerr=whiskers,
             error_kw={"lw": 0.7, "ecolor": "#00000080"},
         )
-    axis.set_xticks(range(len(rows)), labels, rotation=30, ha="right")
+    axis.set_xticks(range(len(rows)), labels, rotation=30, ha="right", rotation_mode="anchor")
     axis.grid(axis="y", lw=0.3)
 
 
@@ -69,14 +68,46 @@ def above(axis: Any, title: str) -> None:
     axis.legend(frameon=False, ncols=5, loc="lower left", bbox_to_anchor=(0, 0.99))
 
 
+def plain_numbers(axis: Any) -> None:
+    """Write a logarithmic axis in plain numbers, at every decade or twice within it."""
+    import matplotlib.ticker as ticks
+
+    axis.set_major_locator(ticks.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(ticks.FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_formatter(ticks.NullFormatter())
+
+
+def legend_below(figure: Any) -> None:
+    """Put one legend for all panels under them."""
+    found: dict[str, Any] = {}
+    for axis in figure.axes:
+        handles, names = axis.get_legend_handles_labels()
+        found.update(zip(names, handles, strict=True))
+    names = [name for name in COLOURS if name in found]
+    figure.legend(
+        [found[name] for name in names],
+        names,
+        frameon=False,
+        ncols=6,
+        loc="outside lower center",
+    )
+
+
 def calls(plt: Any, rows: Rows) -> Any:
-    """Nanoseconds per call, logarithmic."""
-    names = [n for n in rows if not n.startswith(("empty", "decode1")) and n != "batch512_new"]
-    figure, axis = plt.subplots(figsize=(9, 3.6))
-    bars(axis, [rows[n] for n in names], names, 1e9, ORDER)
-    axis.set_yscale("log")
-    axis.set_ylabel("ns per call")
-    above(axis, "One call (less is better)")
+    """Nanoseconds per call, logarithmic; what asks and moves above, tokens and logits below."""
+    names = [n for n in rows if not n.startswith(("empty", "decode1"))]
+    tokens = [n for n in names if n.startswith(("batch", "logits"))]
+    parts = [part for part in ([n for n in names if n not in tokens], tokens) if part]
+    figure, axes = plt.subplots(
+        len(parts), 1, figsize=(9, 6), constrained_layout=True, squeeze=False
+    )
+    who = (*ORDER[:2], "thin", *ORDER[2:])
+    for axis, part in zip(axes.flat, parts, strict=True):
+        bars(axis, [rows[n] for n in part], part, 1e9, who)
+        axis.set_yscale("log")
+        axis.set_ylabel("ns per call")
+        axis.set_title("One call (less is better)", loc="left")
+    legend_below(figure)
     return figure
 
 
@@ -90,8 +121,7 @@ def throughput(plt: Any, rows: Rows) -> Any:
         bars(axis, [rows[n] for n in names], labels, 1, ORDER)
         axis.set_title(f"{kind}, {model} model (more is better)")
         axis.set_ylabel("tokens per second")
-    handles, names = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, names, frameon=False, ncols=5, loc="outside lower center")
+    legend_below(figure)
     return figure
 
 
@@ -103,6 +133,7 @@ def prefix(plt: Any, rows: Rows) -> Any:
         axis, [rows[n] for n in names], [n.removeprefix("first token, ") for n in names], 1e3, ORDER
     )
     axis.set_yscale("log")
+    plain_numbers(axis.yaxis)
     axis.set_ylabel("ms to the first token")
     above(axis, "First token after a shared prefix (less is better)")
     return figure
@@ -121,36 +152,46 @@ def state(plt: Any, rows: Rows) -> Any:
             bars(axis, [rows[n] for n in there], [n.split(", ")[0] for n in there], 1e-9, ORDER)
             axis.set_title(f"{'files' if files else 'in memory'}, {size} (more is better)")
             axis.set_ylabel("GB/s")
-    handles, words = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, words, frameon=False, ncols=5, loc="outside lower center")
+    legend_below(figure)
     return figure
 
 
 def growth(plt: Any, rows: Rows) -> Any:
-    """Lines over cells and over sequences, both logarithmic."""
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), constrained_layout=True)
-    kinds = (
-        ("cells", "s", 1e6, "us"),
-        ("sequences", "s", 1e6, "us"),
-        ("sequences", "tokens/s", 1, "tokens/s"),
+    """Lines over cells and over sequences, both logarithmic; times left, rates right."""
+    figure, axes = plt.subplots(
+        2, 2, figsize=(11, 8.5), constrained_layout=True, width_ratios=(1.25, 1)
     )
-    for axis, (over, unit, scale, label) in zip(axes, kinds, strict=True):
-        found: dict[str, list[tuple[int, Row]]] = {}
-        for name, row in rows.items():
-            what, _, size = name.rpartition(", ")
-            if size.endswith(over) and row.unit == unit:
-                found.setdefault(what, []).append((int(size.split()[0]), row))
-        for k, (what, points) in enumerate(found.items()):
-            for who, style in (("pykvcache", "-o"), ("C", ":")):
-                known = [(x, row.median(who) * scale) for x, row in points if who in row.samples]
-                if known:
-                    text = what if who == "pykvcache" else None
-                    axis.plot(*zip(*known, strict=True), style, ms=3, color=f"C{k}", label=text)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xlabel(over)
-        axis.set_ylabel(label)
-        axis.grid(lw=0.3)
-        axis.legend(frameon=False, fontsize=6, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
-    figure.suptitle("Growth: pykvcache (line), C (dotted)")
+    for line, over in zip(axes, ("cell", "sequence"), strict=True):
+        for axis, unit, scale in zip(line, ("s", "tokens/s"), (1e6, 1), strict=True):
+            found: dict[str, list[tuple[int, Row]]] = {}
+            for name, row in rows.items():
+                what, _, size = name.rpartition(", ")
+                if size.rstrip("s").endswith(over) and row.unit == unit:
+                    found.setdefault(what, []).append((int(size.split()[0]), row))
+            lines(axis, {what: points for what, points in found.items() if len(points) > 1}, scale)
+            axis.set_xlabel(f"{over}s")
+            axis.set_ylabel("us per call (less is better)" if unit == "s" else "tokens per second")
+    figure.suptitle("Growth: pykvcache (line, dots), C (dotted)")
     return figure
+
+
+def lines(axis: Any, found: dict[str, list[tuple[int, Row]]], scale: float) -> None:
+    """Draw a line for each thing measured, ours and C's in one colour."""
+    import matplotlib.ticker as ticks
+
+    colours = [f"C{k}" for k in range(10)] + ["black", "gold", "navy", "lime"]
+    sizes = sorted({x for points in found.values() for x, _ in points})
+    for colour, (what, points) in zip(colours, found.items(), strict=False):
+        for who, style in (("pykvcache", "-o"), ("C", ":")):
+            known = [(x, row.median(who) * scale) for x, row in points if who in row.samples]
+            if known:
+                label = what if who == "pykvcache" else None
+                axis.plot(*zip(*known, strict=True), style, ms=3, color=colour, label=label)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(sizes, [f"{x:,}" for x in sizes])
+    axis.xaxis.set_minor_locator(ticks.NullLocator())
+    if scale == 1:
+        plain_numbers(axis.yaxis)
+    axis.grid(lw=0.3)
+    axis.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))

@@ -50,7 +50,8 @@ class Verdict:
     def line(self) -> list[str]:
         """Return a row of the table."""
         if self.met is None:
-            return [self.text, self.figure, "not measured", ""]
+            word = "not measured" if self.figure == "-" else "cannot be told"
+            return [self.text, self.figure, word, ""]
         why = "" if self.met else texts.REASONS.get(self.key, "")
         return [self.text, self.figure, "met" if self.met else "missed", why]
 

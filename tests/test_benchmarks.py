@@ -247,6 +247,7 @@ def test_what_was_not_measured_is_grouped_by_reason() -> None:
         row("save, 16 MiB", cyllama="no", C="no"),
         row("load, 1 MiB", cyllama="no"),
         row("load, 16 MiB"),
+        row("empty1", cyllama="no"),
     ]
     text = absent.listed({row.name: row for row in rows})
     assert text.splitlines() == [

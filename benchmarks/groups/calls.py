@@ -55,8 +55,9 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Measure every call on the story model, and one-token decodes on three models."""
     who = {name: c for name, c in contestants.items() if name != "xllamacpp"}
     rows = one_call(who, plan) + one_token(who, plan)
-    leave_out(rows, "xllamacpp", "a server: no context, memory or batch to call")
-    leave_out(rows, "thin", "there for the memory operations alone")
+    theirs = [row for row in rows if row.name not in EMPTY]
+    leave_out(theirs, "xllamacpp", "a server: no context, memory or batch to call")
+    leave_out(theirs, "thin", "there for the memory operations alone")
     return rows
 
 

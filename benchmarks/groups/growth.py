@@ -52,7 +52,7 @@ def by_cells(who: Mapping[str, Contestant], cells: int, plan: Plan) -> list[Row]
     # The same samples, read as throughput.
     found = {name: [1 / seconds for seconds in s] for name, s in one.samples.items()}
     table.rows.append(Row(f"decode, {of}", "tokens/s", found, dict(one.errors)))
-    table.add("prefill of 64 behind them", of, "tokens/s", rate, "append", tokens=64)
+    table.add("prefill of 64 more", of, "tokens/s", rate, "append", tokens=64)
     for what in ("save", "load"):
         table.add(what, of, "s", seconds_of, "state", what=what, slices=4)
     table.add("first token after a fork", of, "s", first_of, "prefix", how="fork", n=cells // 2)

@@ -137,8 +137,13 @@ def counting(rows: Rows) -> str:
         if row.unit == "1/s":
             line = [row.name]
             for who in COUNTED:
-                share = row.median(who) / base.median(who) if base else math.nan
-                line += [spread(row.samples.get(who, []), 1e-6), number(share)]
+                line.append(number(row.median(who) * 1e-6))
+                pairs = zip(
+                    row.samples.get(who, []),
+                    base.samples.get(who, []) if base else [],
+                    strict=False,
+                )
+                line.append(spread([a / b for a, b in pairs]))
             lines.append(line)
     head = [word for who in COUNTED for word in (who, "of hashing")]
     return table(["millions per second", *head], lines)

@@ -121,7 +121,7 @@ GROUPS = {
         "llama.cpp's own files, in C and through the others, beside ours, which have checksums and are replaced as a whole. xllamacpp's times are its server's.\n\n"
         "Then how far another thread counts while the main thread works, on the largest state: the GIL. *hashing* holds no lock and touches next to no memory "
         "(PBKDF2, about as long as a save), *memcpy* holds none either and copies as many bytes; *copying* makes a `bytes` of them and holds the lock. "
-        "After each call the main thread waits up to 5 ms for its turn, so that counting goes on a little there too."
+        "All take turns within a round. After each call the main thread waits up to 5 ms for its turn, so that counting goes on a little there too."
     ),
     "arrays": (
         f"Microseconds; {8192:,} tokens, 8 heads of 128, float32. Naive NumPy: an assignment "

@@ -64,6 +64,7 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
                 if what in CALLS
                 else partial(c.ask, "file", **request, n=tokens, path=path_of(name))
                 for name, c in who.items()
+                if name == "C" or what != "file_write"
             }
             label = f"{what}, {size} MiB"
             found.append(interleave(label, "bytes/s", sides, plan, partial(rate, n_bytes)))
@@ -72,6 +73,15 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
             Path(path_of(name)).unlink(missing_ok=True)
         if size == sizes[-1]:
             found += progress(who, plan)
+        for name in contestants:
+            leave_out(
+                (r for r in found if r.name.startswith("file_write")), name, "measured once, in C"
+            )
+        leave_out(
+            (r for r in found if not r.name.startswith("file_")),
+            "xllamacpp",
+            "its states are files",
+        )
         for name, why in refused.items():
             leave_out(found, name, why)
         rows += found
@@ -89,17 +99,25 @@ def rate(n_bytes: int, answer: Answer) -> float:
 
 
 def progress(who: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Measure how fast another thread counts meanwhile."""
+    """Measure how fast another thread counts meanwhile; all kinds of work within each round."""
+    pythons = {name: c for name, c in who.items() if name not in ("C", "xllamacpp")}
+    sides: dict[str, Any] = {
+        f"{name} {what}": partial(c.ask, "progress", what=what)
+        for what in WORK
+        for name, c in pythons.items()
+    }
+    mixed = interleave("counting", "1/s", sides, plan, lambda a: float(a["per_second"]))
     rows = []
     for what in WORK:
-        sides: dict[str, Any] = {
-            name: partial(c.ask, "progress", what=what)
-            for name, c in who.items()
-            if name not in ("C", "xllamacpp")
-        }
-        label = f"counting during {what}"
-        rows.append(interleave(label, "1/s", sides, plan, lambda a: float(a["per_second"])))
-        leave_out(rows[-1:], "C", "no interpreter, no lock")
-        leave_out(rows[-1:], "xllamacpp", "its server works in a thread of its own")
-        show(rows[-1], 1e-6, "M/s", "pykvcache")
+        row = Row(f"counting during {what}", "1/s")
+        for name in pythons:
+            side = f"{name} {what}"
+            if side in mixed.samples:
+                row.samples[name] = mixed.samples[side]
+            if side in mixed.errors:
+                row.errors[name] = mixed.errors[side]
+        leave_out([row], "C", "no interpreter, no lock")
+        leave_out([row], "xllamacpp", "its server works in a thread of its own")
+        show(row, 1e-6, "M/s", "pykvcache")
+        rows.append(row)
     return rows

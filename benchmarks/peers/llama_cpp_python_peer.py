@@ -160,8 +160,6 @@ class LlamaCppPython(LlamaClass):
 
     def file_call(self, what: str, path: str, n: int) -> Callable[[], object]:
         """Return one save or load."""
-        if what == "file_write":
-            raise NotThereError("measured once, in C")
         if what == "file_load":
             return lambda: self.load_file(path, 0)
         tokens = (llama_cpp.llama_token * n)(*self.tokens(0, n))

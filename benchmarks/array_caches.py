@@ -97,13 +97,12 @@ def stores() -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
         yield f"{type(causal).__name__}.put", put, nothing
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+def naive_stores() -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    """Return what plain NumPy does: assign one token per head, assign a row, concatenate."""
     one = np.ones((1, HEADS, 1, DIM), np.float32)
     full = np.zeros((1, HEADS, N, DIM), np.float32)
     keys, values = np.zeros((2, 1, HEADS, 2 * N, DIM), np.float32)
+    tokens, token = np.zeros((2, 2 * N, HEADS, DIM), np.float32), np.ones((1, HEADS, DIM), "f4")
     place = itertools.cycle(range(N, 2 * N))
 
     def bare() -> None:
@@ -111,18 +110,23 @@ def main() -> None:
         keys[:, :, i : i + 1] = one
         values[:, :, i : i + 1] = one
 
-    def concatenate() -> None:
-        np.concatenate([full, one], axis=2)
-        np.concatenate([full, one], axis=2)
-
-    tokens = np.zeros((2, 2 * N, HEADS, DIM), np.float32)
-    token = np.ones((1, HEADS, DIM), np.float32)
-
     def bare_row() -> None:
         # Within one forward pass a repeated put writes the same place, and so does this.
         tokens[0, N : N + 1] = token
         tokens[1, N : N + 1] = token
 
+    def concatenate() -> None:
+        np.concatenate([full, one], axis=2)
+        np.concatenate([full, one], axis=2)
+
+    return bare, bare_row, concatenate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    bare, bare_row, concatenate = naive_stores()
     print(f"one token at {N} tokens, {HEADS} heads of {DIM}, float32; time, ratio to the other")
     for name, store, reset in stores():
         # A token lies in one row in a causal cache, and in one row per head in the others.

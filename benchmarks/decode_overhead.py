@@ -2,7 +2,7 @@
 
     python -m benchmarks.decode_overhead [--against OTHER_PYTHON] [--rounds 15]
 
-One thread, and models so small that a decode is mostly overhead. C is `benchmarks/c/bench.c` on
+One thread, and models so small that a decode is mostly overhead. C is `benchmarks/c/` on
 the static libraries of this build. ``--against`` names an interpreter that has its own pykvcache
 (the build before a change, say). The processes take turns, so all meet the same noise; a sample is
 the best of many slices, a figure the median over the rounds, and the last columns are medians
@@ -17,13 +17,14 @@ import statistics
 import sys
 from functools import partial
 
+from benchmarks.groups.calls import IN_C
 from benchmarks.harness import Contestant, Plan, Row, closing, interleave
 from benchmarks.models import ROOT, STORIES, tiny
+from benchmarks.settings import open_all
 from benchmarks.setup import c_program
+from benchmarks.targets import differences
 
 BATCHES = ("logits", "batch1", "batch1_list", "batch512", "batch512_list", "batch512_new")
-#: What C is asked for where it has one name for what has two in Python.
-IN_C = {"batch1_list": "batch1", "batch512_list": "batch512", "batch512_new": "batch512"}
 PARALLEL = (1, 4, 16)
 
 
@@ -31,9 +32,8 @@ def measure(contestants: dict[str, Contestant], plan: Plan) -> list[Row]:
     """Take turns at the batch calls on the story model, and at decodes on two models."""
     rows: list[Row] = []
     for model, path in (("tiny", tiny()), ("stories", STORIES)):
-        shape = {"n_ctx": 1024, "n_seq_max": 64, "n_batch": 512, "threads": 1}
+        open_all(contestants, path, n_ctx=1024, n_seq_max=64, threads=1)
         for contestant in contestants.values():
-            contestant.ask("open", model=os.fspath(path), **shape)
             contestant.ask("fill", n=16)
         for what in (*BATCHES, "decode1") if model == "stories" else ("decode1",):
             sides = {
@@ -61,10 +61,7 @@ def show(rows: list[Row], names: list[str]) -> None:
     for row in rows:
         cells = [f"{row.median(name) * 1e6:,.3f}" for name in names]
         for name in others:
-            over = [
-                a - b
-                for a, b in zip(row.samples.get(name, []), row.samples.get("C", []), strict=False)
-            ]
+            over = differences(row, name, "C")
             cells.append(f"{statistics.median(over) * 1e6:,.3f}" if over else "-")
         print(f"| {row.name} |", " | ".join(cells), "|")
         for name, why in row.errors.items():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from benchmarks.array_caches import DIM, HEADS, N, best, nothing, stores
+from benchmarks.array_caches import DIM, HEADS, N, best, naive_stores, nothing, stores
 from benchmarks.harness import Answer, Contestant, Plan, Row, interleave, show
 from pykvcache.arrays import KVCache, QuantizedKVCache, create_causal_mask
 
@@ -49,24 +48,7 @@ def naive_quantise(x: np.ndarray[Any, np.dtype[np.float32]]) -> tuple[Any, Any, 
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Measure append, mask and quantise at 8,192 tokens of 8 heads of 128."""
     one = np.ones((1, HEADS, 1, DIM), np.float32)
-    full = np.zeros((1, HEADS, N, DIM), np.float32)
-    keys, values = np.zeros((2, 1, HEADS, 2 * N, DIM), np.float32)
-    tokens, token = np.zeros((2, 2 * N, HEADS, DIM), np.float32), np.ones((1, HEADS, DIM), "f4")
-    place = itertools.cycle(range(N, 2 * N))
-
-    def bare() -> None:
-        i = next(place)
-        keys[:, :, i : i + 1] = one
-        values[:, :, i : i + 1] = one
-
-    def bare_row() -> None:
-        tokens[0, N : N + 1] = token
-        tokens[1, N : N + 1] = token
-
-    def concatenate() -> None:
-        np.concatenate([full, one], axis=2)
-        np.concatenate([full, one], axis=2)
-
+    bare, bare_row, concatenate = naive_stores()
     rows = []
     for name, store, reset in stores():
         # A token lies in one row in a causal cache, and in one row per head in the others.

@@ -120,7 +120,7 @@ def imports(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     sides["numpy"] = lambda: seconds(ours, "import numpy")
     sides["array caches alone"] = lambda: seconds(ours, "import pykvcache.arrays")
     row = interleave("import", "s", sides, plan)
-    leave_out([row], "C", "not imported")
+    leave_out([row], "C", "a program: nothing to import")
     row.errors |= {n: c.missing for n, c in contestants.items() if c.missing is not None}
     show(row, 1e3, "ms", "numpy")
     return [row]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -175,9 +176,11 @@ class LlamaCppPython(LlamaClass):
     def state_call(self, what: str) -> Callable[[], object]:
         """Return one save, load or memcpy."""
         ctx, blob, size = self.context.ctx, self.blob, len(self.blob)
-        out = (ctypes.c_uint8 * size)()
+        # As in C, another place within a page each time.
+        room, places = (ctypes.c_uint8 * (size + 4096))(), range(0, 4096, 256)
+        outs = itertools.cycle([(ctypes.c_uint8 * size).from_buffer(room, i) for i in places])
         if what == "save":
-            return lambda: llama_cpp.llama_state_seq_get_data(ctx, out, size, 0)
+            return lambda: llama_cpp.llama_state_seq_get_data(ctx, next(outs), size, 0)
         if what == "save_new":
 
             def save_new() -> object:
@@ -188,7 +191,7 @@ class LlamaCppPython(LlamaClass):
         if what == "load":
             return lambda: llama_cpp.llama_state_seq_set_data(ctx, blob, size, 0)
         if what == "memcpy":
-            return lambda: ctypes.memmove(out, blob, size)
+            return lambda: ctypes.memmove(next(outs), blob, size)
         if what == "memcpy_new":
             return lambda: (ctypes.c_uint8 * size).from_buffer_copy(blob)
         raise NotThereError

@@ -29,6 +29,7 @@ class Primitives:
         self.n_seq_max = 1
         self.n_batch = 512
         self.depth = 16  # what sequence 0 holds
+        self.state_bytes = 0  # of the state that is kept
         self.names = {}
 
     def facts(self) -> Answer:

@@ -174,14 +174,15 @@ class Worker(Primitives):
 
     def do_keep_state(self, n: int, path: str = "") -> Answer:
         """Keep the state of sequence 0."""
-        return {"bytes": self.keep_state(n, path)}
+        self.state_bytes = self.keep_state(n, path)
+        return {"bytes": self.state_bytes}
 
     def do_load_blob(self, path: str) -> Answer:
         """Read a raw sequence state from a file into sequence 0."""
         blob = Path(path).read_bytes()
         self.clear()
         self.load_blob(blob)
-        self.depth = self.end(0)
+        self.depth, self.state_bytes = self.end(0), len(blob)
         return {"bytes": len(blob)}
 
     def do_state(self, what: str, slices: int = 5) -> Answer:
@@ -210,7 +211,7 @@ class Worker(Primitives):
         call()
         return {"seconds": statistics.median(timeit.repeat(call, before, number=1, repeat=slices))}
 
-    def do_progress(self, what: str, seconds: float = 0.12) -> Answer:
+    def do_progress(self, what: str, seconds: float = 0.1) -> Answer:
         """How fast another thread counts while this one works."""
         call = self.work(what)
         counted, stop = [0], threading.Event()
@@ -237,11 +238,11 @@ class Worker(Primitives):
             # No lock, no memory to speak of, and about as long as a save of 64 MiB.
             return lambda: hashlib.pbkdf2_hmac("sha256", b"word", b"salt", 30_000)
         if what in ("memcpy", "copying"):
-            original = bytearray(self.keep_state(0, ""))
+            original = bytearray(b"x") * self.state_bytes
             if what == "copying":
                 return lambda: bytes(original)  # with the lock
             array = ctypes.c_char * len(original)
-            ends = array.from_buffer(bytearray(original)), array.from_buffer(original)
+            ends = array.from_buffer(original[:]), array.from_buffer(original)
             return lambda: ctypes.memmove(*ends, len(original))
         return self.state_call(what)
 

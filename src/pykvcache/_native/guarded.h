@@ -14,6 +14,7 @@
 
 #include "gguf.h"
 #include "llama.h"
+#include "x87.h"
 
 namespace pykv {
 
@@ -95,6 +96,7 @@ inline int32_t context_free(llama_context * ctx) noexcept {
 }
 inline int32_t decode(llama_context * ctx, llama_batch batch) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
+        rest_x87();
         const int32_t code = llama_decode(ctx, batch);
         if (code == 0) {
             llama_synchronize(ctx);  // results are read later, possibly by another thread
@@ -104,6 +106,7 @@ inline int32_t decode(llama_context * ctx, llama_batch batch) noexcept {
 }
 inline int32_t encode(llama_context * ctx, llama_batch batch) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
+        rest_x87();
         const int32_t code = llama_encode(ctx, batch);
         if (code == 0) {
             llama_synchronize(ctx);

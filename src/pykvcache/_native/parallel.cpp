@@ -73,6 +73,7 @@ void take_part(void * data) {
     current = &r;
     barriers = 0;
     ++pykv::guard.depth;
+    pykv::rest_x87();
     bool left_early = true;
     try {
         r.work(r.data);

@@ -50,9 +50,15 @@ def copies(groups: dict[str, Rows]) -> Verdict:
             found[name] = [a / b for a, b in zip(row.samples[US], plain, strict=False)]
     if not found:
         return Verdict("copies", text, "-", None)
-    values = medians(found)
+    judged = {name: ratios for name, ratios in found.items() if not name.endswith(" thread")}
+    values = medians(judged)
     low = below(values, 0.9)
-    return Verdict("copies", text, worst_of(found, least(values), "", 2) + low, not low)
+    figure = worst_of(judged, least(values), "", 2) + low
+    # Who gives a context one thread gets no second one for copies.
+    alone = {name: ratios for name, ratios in found.items() if name not in judged}
+    if alone:
+        figure += "; not judged: " + ", ".join(f"{n} {span(r, '', 2)}" for n, r in alone.items())
+    return Verdict("copies", text, figure, not low)
 
 
 def files(groups: dict[str, Rows]) -> Verdict:

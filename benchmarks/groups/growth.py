@@ -40,7 +40,7 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 def by_cells(who: Mapping[str, Contestant], cells: int, plan: Plan) -> list[Row]:
     """Measure where one sequence holds a half of the cells."""
-    refused = load_everywhere(who, cells // 2, n_ctx=cells, n_seq_max=4)
+    refused = load_everywhere(who, cells // 2, n_ctx=cells, n_seq_max=4, threads=1)
     there = {name: c for name, c in who.items() if name not in refused}
     of, table = counted(cells, "cell"), Table(there, plan)
     slices = plan.slices if cells <= 4096 else 4

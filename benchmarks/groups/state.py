@@ -27,11 +27,10 @@ WORK = ("hashing", "memcpy", "copying", "save", "save_new", "load")
 
 
 def load_everywhere(
-    contestants: Mapping[str, Contestant], tokens: int, threads: int
+    contestants: Mapping[str, Contestant], tokens: int, **shape: int
 ) -> dict[str, str]:
     """Give each contestant the same sequence; return why some could not take it."""
     path = BUILD / f"state-{tokens}.blob"
-    shape = {"n_ctx": tokens + 256, "n_seq_max": 1, "threads": threads}
     opened = open_all(contestants, STORIES, **shape)
     contestants[OURS].ask("make_blob", n=tokens, path=str(path))
     refused = {}
@@ -54,7 +53,8 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     # Two threads, of which only ours makes use; then ours with one, beside C.
     for threads, size in [*((2, size) for size in sizes), *((1, size) for size in sizes[1:])]:
         tokens = size * 1024 * 1024 // PER_TOKEN
-        refused = load_everywhere(contestants, tokens, threads)
+        shape = {"n_ctx": tokens + 256, "n_seq_max": 1, "threads": threads}
+        refused = load_everywhere(contestants, tokens, **shape)
         who = {name: c for name, c in contestants.items() if name not in refused}
         found = measure(who, size, threads, plan)
         for name in who:

@@ -29,6 +29,15 @@ def tiny() -> Path:
     return make_model("llama", BUILD / "models")
 
 
+def many_bytes() -> Path:
+    """Write a llama whose cells have 32 KiB, as those of some billions of parameters: 16 layers."""
+    _tests()
+    from support.models import make_model
+
+    sizes = {"n_embd": 512, "n_head": 4, "n_head_kv": 4, "n_layer": 16}
+    return make_model("llama", BUILD / "models", **sizes)
+
+
 def medium() -> Path:
     """Write a llama of 30 million random f16 weights, 8 layers and 32,000 tokens."""
     path = BUILD / "models" / "llama-30m.gguf"

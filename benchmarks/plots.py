@@ -141,7 +141,7 @@ def prefix(plt: Any, rows: Rows) -> Any:
 
 def state(plt: Any, rows: Rows) -> Any:
     """GB/s of copies and of files, one panel per size."""
-    names = [n for n in rows if rows[n].unit == "bytes/s" and not n.endswith(" thread")]
+    names = [n for n in rows if rows[n].unit == "bytes/s" and n.endswith(" MiB")]
     sizes = list(dict.fromkeys(n.rpartition(", ")[2] for n in names))
     figure, axes = plt.subplots(
         2, len(sizes), figsize=(11, 6), constrained_layout=True, squeeze=False

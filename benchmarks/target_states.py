@@ -40,7 +40,7 @@ def copies(groups: dict[str, Rows]) -> Verdict:
     rows = groups.get("state", {})
     found = {}
     for name, row in rows.items():
-        what, _, size = name.partition(", ")
+        what, _, size = name.partition(", ")  # and what else tells the context
         fresh = what == "save_new"
         base = rows.get(f"memcpy_new, {size}" if fresh else f"memcpy, {size}")
         if what not in ("save", "save_new", "load", "load_over") or base is None:

@@ -191,17 +191,26 @@ def throughput(groups: dict[str, Rows]) -> Verdict:
         return Verdict("throughput", text, "-", None)
     values = medians(found)
     low = [name for name, value in values.items() if value < 0.99]
-    figure = f"{statistics.median(values.values()):.3f} in the middle of all rows, "
-    figure += worst_of(found, least(values), "", 3)
+    figure = f"{pooled(found)}; {worst_of(found, least(values), '', 3)}"
     if low:
-        figure += f"; {len(low)} below"
+        figure += f", {len(low)} below"
     # How far the very same program is from itself says what can be told apart here.
-    itself = medians({n: r.ratios(AGAIN, "C") for n, r in rows.items() if r.ratios(AGAIN, "C")})
-    if itself:
-        figure += f"; C beside itself: {statistics.median(itself.values()):.3f} in the middle, "
-        figure += f"{min(itself.values()):.3f} to {max(itself.values()):.3f}, "
-        figure += f"{sum(value < 0.99 for value in itself.values())} below"
+    for name, who in (("C beside itself", AGAIN), (PEER, PEER)):
+        other = {n: r.ratios(who, "C") for n, r in rows.items() if r.ratios(who, "C")}
+        if other:
+            own = medians(other).values()
+            figure += f"; {name}: {pooled(other)}; rows {min(own):.3f} to {max(own):.3f}, "
+            figure += f"{sum(value < 0.99 for value in own)} below"
     return Verdict("throughput", text, figure, not low)
+
+
+def pooled(found: dict[str, list[float]]) -> str:
+    """Write the median of all ratios together, and their quartiles."""
+    every = [ratio for ratios in found.values() for ratio in ratios]
+    if len(every) < 2:
+        return f"{every[0]:.3f}"
+    low, middle, high = statistics.quantiles(every, n=4)
+    return f"{middle:.3f} over all {len(every)} pairs (quartiles {low:.3f} to {high:.3f})"
 
 
 def batch(groups: dict[str, Rows]) -> Verdict:

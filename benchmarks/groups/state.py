@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness import Answer, Contestant, Plan, Row, interleave, leave_out, show
-from benchmarks.models import BUILD, STORIES
+from benchmarks.models import BUILD, STORIES, many_bytes
 from benchmarks.settings import open_all
 from benchmarks.setup import OURS
 
@@ -16,6 +16,8 @@ TITLE = "state save and load"
 SIZES = (1, 16, 64)
 #: Bytes of one token of the story model: 4 layers, K and V, 2 heads of 64, f16.
 PER_TOKEN = 2048
+#: The same of `many_bytes`: 16 layers, 4 heads of 128.
+PER_TOKEN_WIDE = 32_768
 #: Who fills what: into a buffer that is there, or into a new object.
 CALLS = ("memcpy", "save", "load", "load_over", "memcpy_new", "save_new")
 #: Of a file: replace one, make one, load it into nothing; and write as many bytes that are there
@@ -26,12 +28,41 @@ FILES = ("file_save", "file_make", "file_load", "file_write")
 WORK = ("hashing", "memcpy", "copying", "save", "save_new", "load")
 
 
+class Case(NamedTuple):
+    """One context, and what is measured in it."""
+
+    size: int
+    threads: int = 2
+    wide: bool = False
+    everybody: bool = True
+    calls: tuple[str, ...] = CALLS + FILES
+
+    @property
+    def tokens(self) -> int:
+        """Number of cells."""
+        return self.size * 1024 * 1024 // (PER_TOKEN_WIDE if self.wide else PER_TOKEN)
+
+    @property
+    def label(self) -> str:
+        """What the rows' names end with."""
+        alone = ", 1 thread" if self.threads == 1 else ""
+        return f"{self.size} MiB{alone}{', 32 KiB per cell' if self.wide else ''}"
+
+
+#: Two threads, of which only ours makes use; then ours beside C: large cells, and one thread.
+CASES = (
+    *(Case(size) for size in SIZES),
+    Case(64, wide=True, everybody=False, calls=CALLS),
+    Case(16, threads=1, everybody=False, calls=CALLS),
+)
+
+
 def load_everywhere(
-    contestants: Mapping[str, Contestant], tokens: int, **shape: int
+    contestants: Mapping[str, Contestant], tokens: int, model: Path = STORIES, **shape: int
 ) -> dict[str, str]:
     """Give each contestant the same sequence; return why some could not take it."""
     path = BUILD / f"state-{tokens}.blob"
-    opened = open_all(contestants, STORIES, **shape)
+    opened = open_all(contestants, model, **shape)
     contestants[OURS].ask("make_blob", n=tokens, path=str(path))
     refused = {}
     for who, contestant in contestants.items():
@@ -49,58 +80,54 @@ def load_everywhere(
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Measure 1, 16 and 64 MiB of the story model's state."""
     rows = []
-    sizes = SIZES[: 2 if plan.quick else 3]
-    # Two threads, of which only ours makes use; then ours with one, beside C.
-    for threads, size in [*((2, size) for size in sizes), *((1, size) for size in sizes[1:])]:
-        tokens = size * 1024 * 1024 // PER_TOKEN
-        shape = {"n_ctx": tokens + 256, "n_seq_max": 1, "threads": threads}
-        refused = load_everywhere(contestants, tokens, **shape)
-        who = {name: c for name, c in contestants.items() if name not in refused}
-        found = measure(who, size, threads, plan)
-        for name in who:
-            Path(path_of(name)).unlink(missing_ok=True)
-        if threads == 1:
-            for name in contestants:
-                if name not in (OURS, "C"):
-                    leave_out(found, name, "copies with one thread in the rows of two, too")
-        # Both of the machine's cores are needed: one that saves and one that counts.
-        if (threads, size) == (1, sizes[-1]):
-            found += progress(who, plan)
-        for name in contestants:
-            leave_out(
-                (r for r in found if r.name.startswith("file_write")), name, "measured once, in C"
-            )
-        leave_out(
-            (r for r in found if not r.name.startswith("file_")),
-            "xllamacpp",
-            "its states are files",
-        )
-        for name, why in refused.items():
-            leave_out(found, name, why)
-        rows += found
-    return rows
+    for case in CASES:
+        if not (plan.quick and case.size > 16):
+            rows += measure(case, contestants, plan)
+    # Both of the machine's cores are needed: one that saves and one that counts.
+    tokens = SIZES[1 if plan.quick else 2] * 1024 * 1024 // PER_TOKEN
+    refused = load_everywhere(contestants, tokens, n_ctx=tokens + 256, n_seq_max=1, threads=1)
+    counting = progress({n: c for n, c in contestants.items() if n not in refused}, plan)
+    for name, why in refused.items():
+        leave_out(counting, name, why)
+    return rows + counting
 
 
-def measure(who: Mapping[str, Contestant], size: int, threads: int, plan: Plan) -> list[Row]:
+def measure(case: Case, contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Let all take turns at each call."""
-    n_bytes = size * 1024 * 1024
+    asked = {n: c for n, c in contestants.items() if case.everybody or n in (OURS, "C")}
+    refused = load_everywhere(
+        asked,
+        case.tokens,
+        many_bytes() if case.wide else STORIES,
+        n_ctx=case.tokens + 256,
+        n_seq_max=1,
+        threads=case.threads,
+    )
+    who = {name: c for name, c in asked.items() if name not in refused}
     rows = []
-    for what in (*CALLS, *FILES) if threads > 1 else CALLS:
-        request: dict[str, Any] = {
-            "what": what,
-            "slices": max(3, min(plan.slices, 64 // size)),
-        }
-        file = {"n": n_bytes // PER_TOKEN}
+    for what in case.calls:
+        request = {"what": what, "slices": max(3, min(plan.slices, 64 // case.size))}
         sides: dict[str, Any] = {
             name: partial(c.ask, "state", **request)
             if what in CALLS
-            else partial(c.ask, "file", **request, **file, path=path_of(name))
+            else partial(c.ask, "file", **request, n=case.tokens, path=path_of(name))
             for name, c in who.items()
-            if name == "C" or (what != "file_write" and (threads > 1 or name == OURS))
+            if name == "C" or what != "file_write"
         }
-        label = f"{what}, {size} MiB" + (", 1 thread" if threads == 1 else "")
-        rows.append(interleave(label, "bytes/s", sides, plan, partial(rate, n_bytes)))
+        worth = partial(rate, case.size * 1024 * 1024)
+        rows.append(interleave(f"{what}, {case.label}", "bytes/s", sides, plan, worth))
         show(rows[-1], 1e-9, "GB/s")
+    for name in who:
+        Path(path_of(name)).unlink(missing_ok=True)
+    for name in contestants:
+        bare = (row for row in rows if row.name.startswith("file_write"))
+        leave_out(bare, name, "measured once, in C")
+        if name not in asked:
+            leave_out(rows, name, "copies with one thread in the rows of all sizes, too")
+    copies = (row for row in rows if not row.name.startswith("file_"))
+    leave_out(copies, "xllamacpp", "its states are files")
+    for name, why in refused.items():
+        leave_out(rows, name, why)
     return rows
 
 

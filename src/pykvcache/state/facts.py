@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ class Fingerprint:
     rope
         How keys are rotated, of the first layer that is: base, scale and the like.
     rope_digest
-        SHA-256 of the rotation of every layer.
+        SHA-256 of the rotation of every layer, byte by byte in docs/state-format.md.
     adapters
         LoRA adapters in use; none can be, yet.
     """
@@ -122,7 +123,7 @@ def fingerprint_of(native: lib.Context, model: str) -> Fingerprint:
     first: dict[str, float] = {}
     for layer in range(m.n_layer):
         facts = native.rope_settings(layer)
-        digest.update(repr(_plain(facts)).encode())
+        digest.update(_rotation(facts))
         if facts is not None and not first and facts["type"] >= 0:
             first = {k: float(v) for k, v in facts.items() if k != "freq_factors"}
     return Fingerprint(
@@ -139,10 +140,29 @@ def fingerprint_of(native: lib.Context, model: str) -> Fingerprint:
     )
 
 
-def _plain(facts: dict[str, Any] | None) -> list[tuple[str, Any]] | None:
-    """Return settings such that equal ones have equal texts."""
+def _rotation(facts: Mapping[str, Any] | None) -> bytes:
+    """Return how a layer rotates its keys: what settings of a context can change, and no more."""
     if facts is None:
-        return None
-    return sorted(
-        (k, v.tobytes().hex() if isinstance(v, np.ndarray) else float(v)) for k, v in facts.items()
+        return b"\0"  # no keys are kept
+    if facts["type"] < 0:
+        return b"\1"
+    # Only YaRN's mixture of two rotations asks for these.
+    mixed = facts["ext_factor"] != 0
+    n_ctx_orig, fast, slow = (
+        facts[name] if mixed else 0 for name in ("n_ctx_orig", "beta_fast", "beta_slow")
+    )
+    factors = np.asarray(facts["freq_factors"], "<f4")
+    return (
+        struct.pack(
+            "<B3i6fI",
+            2,
+            facts["type"],
+            facts["n_rot"],
+            n_ctx_orig,
+            *(facts[name] for name in ("freq_base", "freq_scale", "attn_factor", "ext_factor")),
+            fast,
+            slow,
+            len(factors),
+        )
+        + factors.tobytes()
     )

@@ -21,6 +21,7 @@ SCRIPTS = (
     "endless_generation",
     "save_and_resume",
     "snapshots",
+    "prefix_store",
     "evict_tokens",
     "plot_cache",
 )
@@ -113,6 +114,21 @@ def test_snapshots() -> None:
     assert start
     assert total
     assert int(total[1]) == int(start[1]) + 3 * 16
+
+
+def test_prefix_store() -> None:
+    shown = output("prefix_store")
+    lines = re.findall(
+        r"^(\d+) tokens: (\d+) blocks from the store, (\d+) new; (\d+) tokens read; (.+)$",
+        shown,
+        re.M,
+    )
+    assert len(lines) == 3
+    for k, (tokens, stored, new, read, _) in enumerate(lines):
+        assert int(read) == int(tokens) - 8 * int(stored)
+        assert (int(stored) > 3) == (k > 0)
+        assert int(new) <= (1 if k else int(tokens) // 8)
+    assert len({text for *_, text in lines}) == 3
 
 
 def test_evict_tokens() -> None:

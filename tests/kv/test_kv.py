@@ -236,6 +236,14 @@ def test_other_things_than_arrays_are_type_errors(model: LlamaModel, arrays: Any
         ctx.write_kv(0, arrays)
 
 
+@pytest.mark.parametrize("flag", ["copy", "rope"])
+@pytest.mark.parametrize("value", [0, 1, None, "no"])
+def test_flags_are_true_or_false(model: LlamaModel, flag: str, value: Any) -> None:
+    ctx = LlamaContext(model, n_ctx=256, n_threads=1)
+    with pytest.raises(TypeError, match=f"{flag} must be True or False"):
+        ctx.kv(0, **{flag: value})
+
+
 def test_a_pending_stream_copy_is_applied_before_reading(model: LlamaModel) -> None:
     ctx = LlamaContext(model, n_ctx=1024, n_seq_max=2, n_threads=1, kv_unified=False, **EXACT)
     ctx.decode(WORDS[:20])

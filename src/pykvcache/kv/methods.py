@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._codec import NATURAL, as_floats, as_stored
+from pykvcache._convert import as_bool
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError, UnsupportedOperation
 from pykvcache.kv.rope import rotate
@@ -63,7 +64,7 @@ class KvMethods:
             rest of an aborted decode. With ``rope=False``: M-RoPE. With ``copy=False``: the
             cache is on a device, the cells are not evenly spaced, or NumPy lacks the type.
         """
-        wanted = _wanted(dtype)
+        copy, rope, wanted = as_bool(copy, "copy"), as_bool(rope, "rope"), _wanted(dtype)
         if not copy and (not rope or wanted not in (None, "stored")):
             raise ValueError("with copy=False nothing is computed: leave out dtype and rope")
         found = {

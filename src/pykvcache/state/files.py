@@ -42,7 +42,10 @@ def write_ints(name: str, values: IntArray) -> Tensor:
 
 
 def read_ints(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> IntArray:
-    """Return int32 values; -1 stands for any length."""
+    """Return a copy of int32 values; -1 stands for any length.
+
+    What a state is asked for all the time is not left in a file that somebody may cut.
+    """
     tensor = _find(tensors, name)
     fits = len(tensor.shape) == len(shape) and all(
         b in (-1, a) for a, b in zip(tensor.shape, shape, strict=True)
@@ -50,7 +53,7 @@ def read_ints(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) 
     if tensor.dtype != "I32" or not fits:
         raise StateDamaged(f"{name} has another shape or type than its layout says")
     values: IntArray = np.frombuffer(tensor.data, "<i4").reshape(tensor.shape)
-    return values.astype(np.int32, copy=False)
+    return values.astype(np.int32)
 
 
 def _find(tensors: Mapping[str, Tensor], name: str) -> Tensor:

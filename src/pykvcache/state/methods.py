@@ -223,11 +223,19 @@ class StateMethods(PartialStateMethods):
         return self.sequence_state(seq_id, tokens, metadata).save(path, sync=sync)
 
     def load_sequence(
-        self, path: Path, seq_id: SupportsIndex, *, convert: bool = False
+        self, path: Path, seq_id: SupportsIndex, *, convert: bool = False, mapped: bool = True
     ) -> SequenceState:
         """Restore a sequence from a file: `SequenceState.load`, then `restore_sequence`.
 
         Everything is checked before the context is touched; on any error it is as it was.
+
+        Parameters
+        ----------
+        path, mapped
+            As for `SequenceState.load`: who mapped a file and looks at its ``parts`` later must
+            not have it overwritten or cut in place, which would end the process.
+        seq_id, convert
+            As for `restore_sequence`.
 
         Returns
         -------
@@ -235,7 +243,7 @@ class StateMethods(PartialStateMethods):
             What was loaded, with its ``tokens`` and ``metadata``.
         """
         self._check_open()
-        state = SequenceState.load(path)
+        state = SequenceState.load(path, mapped=mapped)
         self.restore_sequence(state, seq_id, convert=convert)
         return state
 
@@ -306,8 +314,17 @@ class StateMethods(PartialStateMethods):
         """
         return self.context_state(tokens, metadata).save(path, sync=sync)
 
-    def load_context(self, path: Path, *, convert: bool = False) -> ContextState:
+    def load_context(
+        self, path: Path, *, convert: bool = False, mapped: bool = True
+    ) -> ContextState:
         """Restore all from a file: `ContextState.load`, then `restore_context`.
+
+        Parameters
+        ----------
+        path, mapped
+            As for `load_sequence`.
+        convert
+            As for `restore_sequence`.
 
         Returns
         -------
@@ -315,7 +332,7 @@ class StateMethods(PartialStateMethods):
             What was loaded, with its ``tokens`` and ``metadata``.
         """
         self._check_open()
-        state = ContextState.load(path)
+        state = ContextState.load(path, mapped=mapped)
         self.restore_context(state, convert=convert)
         return state
 

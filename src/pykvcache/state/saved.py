@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
+from pykvcache._convert import as_bool
 from pykvcache.enums import GgmlType
 from pykvcache.errors import StateDamaged, StateFormatError
 from pykvcache.state.atomic import write_atomically
@@ -160,7 +161,9 @@ class Saved(ABC):
         ValueError
             The metadata is larger than a header may be (100 MB).
         """
-        return write_atomically(os.fsdecode(path), self._pieces(checksum), sync=sync)
+        return write_atomically(
+            os.fsdecode(path), self._pieces(checksum), sync=as_bool(sync, "sync")
+        )
 
     @classmethod
     def from_bytes(cls, data: Buffer | npt.NDArray[Any]) -> Self:
@@ -196,7 +199,7 @@ class Saved(ABC):
         StateTruncated, StateTrailingBytes, StateDamaged
             It is not what was written.
         """
-        return cls._checked(parse(open_file(os.fsdecode(path), mapped=mapped)))
+        return cls._checked(parse(open_file(os.fsdecode(path), mapped=as_bool(mapped, "mapped"))))
 
     @classmethod
     def _checked(cls, container: Container) -> Self:

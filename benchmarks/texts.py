@@ -151,13 +151,15 @@ REASONS: dict[str, str] = {
     "is the walk over the sequence's own cells",
     "memory_peer": "a copy makes a tree node per cell in llama.cpp's books, in C as here; what is left to save beside "
     "that and the call is too little",
-    "decode_cost": "converting the tokens, the checks and the lock",
-    "throughput": "two processes of the very same C program are as far apart, so this machine cannot tell 0.99 from 1; "
-    "what is left in the middle, 1 to 2 %, llama-cpp-python has too, and it is not explained further",
+    "decode_cost": "converting the tokens, the checks and the lock; where a decode fills the processor's caches, the "
+    "interpreter's code and objects have to come back into them: 2 to 4 us on the story model",
+    "throughput": "on the story model the interpreter's code and objects leave the processor's caches between two decodes "
+    "of 0.2 ms, and fetching them again takes 4 to 5 us of each step, in llama-cpp-python as here; the other rows are "
+    "no further from C than the same C program is from itself",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
-    "copies": "1 MiB stays in the processor's caches, where finding the cells counts; a load into an empty sequence makes two tree nodes per cell in llama.cpp's books (50 ns each), as much as "
-    "the copy of 1 KiB; a cell of the story model has 2 KiB, of a model of billions 16 to 128, where that vanishes. "
-    "`load_over` needs none: it overwrites what is there.",
+    "copies": "1 MiB stays in the processor's caches, where finding the cells counts; a load into an empty sequence makes "
+    "two tree nodes per cell in llama.cpp's books (50 ns each): for cells of 2 KiB as long as copying them, which the second "
+    "thread does meanwhile, for 32 KiB next to nothing. `load_over` needs none: it overwrites what is there.",
     "files": "the system takes most of the time: a bare write(2) of bytes that are there already is no 5 times faster "
     "than llama.cpp's new file. Ours is one more copy, so that the context is free while the file is written, and the checksum",
 }

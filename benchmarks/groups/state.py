@@ -106,7 +106,8 @@ def measure(case: Case, contestants: Mapping[str, Contestant], plan: Plan) -> li
     who = {name: c for name, c in asked.items() if name not in refused}
     rows = []
     for what in case.calls:
-        request = {"what": what, "slices": max(3, min(plan.slices, 64 // case.size))}
+        most = plan.slices if what in CALLS else 16
+        request = {"what": what, "slices": max(3, min(most, 64 // case.size))}
         sides: dict[str, Any] = {
             name: partial(c.ask, "state", **request)
             if what in CALLS

@@ -216,7 +216,7 @@ cdef class Memory(Handle):
                     operation, f"sequence {s} holds the rest of an aborted decode: remove all of it")
             if whole:
                 a, b = 0, INT32_MAX
-            nothing = not lib.holds(self.mem, s, a, b)
+            nothing = not whole and not lib.holds(self.mem, s, a, b)
             # llama_memory_seq_cp merges into a unified destination; a copy replaces.
             if nothing or not lib.copies_replace(self.mem):
                 self.remove_from(d, self.removable(d, 0, INT32_MAX), 0, INT32_MAX)
@@ -237,7 +237,7 @@ cdef class Memory(Handle):
         """Overridden where a sequence is more than its cells."""
 
     cdef int check_partial_copy(self, str operation, int32_t s, int32_t a, int32_t b) except -1:
-        cdef int32_t next_pos = lib.last_before(self.mem, s, b) + 1
+        cdef int32_t next_pos
         if self.whole_only():
             raise UnsupportedOperation(
                 operation, f"{self.memory_kind} memory copies whole sequences only: leave out p0 and p1")
@@ -245,6 +245,9 @@ cdef class Memory(Handle):
             raise UnsupportedOperation(
                 operation, "with kv_unified=False a copy goes to another stream and must be whole: "
                 "copy all, then remove what is not wanted")
+        if self.kind == lib.MEMORY_ATTENTION:
+            return 0  # no window
+        next_pos = lib.last_before(self.mem, s, b) + 1
         if next_pos > a and not lib.window_intact(self.mem, s, next_pos):
             raise UnsupportedOperation(
                 operation, f"the sliding window has dropped cells that position {next_pos} would see: "

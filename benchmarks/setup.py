@@ -159,7 +159,8 @@ def install_peer(name: str) -> None:
     python, folder, begin = python_of(name), BUILD / name / "wheel", time.perf_counter()
     # Neither images nor what only llama.cpp's programs need; the rest is built as the package does.
     arguments = ["--quiet", "--no-deps", "--wheel-dir", os.fspath(folder)]
-    pip(python, "wheel", *arguments, *PEERS[name], CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_COMMON=OFF")
+    options = "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_COMMON=OFF"
+    pip(python, "wheel", *arguments, *PEERS[name], CMAKE_ARGS=options)
     pip(python, "install", "--quiet", os.fspath(wheel_of(name)), "numpy")
     (BUILD / name / ".seconds").write_text(f"{time.perf_counter() - begin:.0f}")
     stamp.write_text(wanted)

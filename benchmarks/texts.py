@@ -147,15 +147,15 @@ PLOTS = ("calls", "throughput", "prefix", "state", "growth")
 
 #: Why a target is missed; shown only when it is.
 REASONS: dict[str, str] = {
-    "memory_cost": "the Python method around the compiled one takes 28 ns, lock and checks 20 to 40; the rest "
-    "is the walk over the sequence's own cells",
+    "memory_cost": "the Python method around the compiled one takes 28 ns, lock and checks 20 to 40; a round in which "
+    "ours and C meet the processor at different speeds adds to that, which the lowest samples do not have",
     "memory_peer": "a copy makes a tree node per cell in llama.cpp's books, in C as here; what is left to save beside "
     "that and the call is too little",
     "decode_cost": "converting the tokens, the checks and the lock; where a decode fills the processor's caches, the "
     "interpreter's code and objects have to come back into them: 2 to 4 us on the story model",
     "throughput": "on the story model the interpreter's code and objects leave the processor's caches between two decodes "
-    "of 0.2 ms, and fetching them again takes 4 to 5 us of each step, in llama-cpp-python as here; the other rows are "
-    "no further from C than the same C program is from itself",
+    "of 0.2 ms, and fetching them again takes 4 to 5 us of each step; the 1 to 2 % of other rows are not explained. "
+    "llama-cpp-python has both, too, and single rows of the very same C program are as far apart",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
     "copies": "1 MiB stays in the processor's caches, where finding the cells counts; a load into an empty sequence makes "
     "two tree nodes per cell in llama.cpp's books (50 ns each): for cells of 2 KiB as long as copying them, which the second "

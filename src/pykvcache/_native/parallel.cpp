@@ -4,7 +4,9 @@
 // nobody catches it, and the calling thread would leave a team behind that still runs on its
 // stack. So the linker puts these two functions between ggml and libgomp (--wrap): each thread
 // catches what it throws, the others stop at their next barrier, and the caller throws it on.
+#include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <mutex>
 #include <new>
 #include <stdexcept>
@@ -15,6 +17,7 @@
 
 extern "C" {
 int  omp_get_num_threads(void);
+int  omp_get_thread_num(void);
 void __real_GOMP_parallel(void (*work)(void *), void * data, unsigned n_threads, unsigned flags);
 void __real_GOMP_barrier(void);
 void __wrap_GOMP_parallel(void (*work)(void *), void * data, unsigned n_threads, unsigned flags);
@@ -23,15 +26,30 @@ void __wrap_GOMP_barrier(void);
 
 namespace {
 
+// A line of the processor's caches: what one thread writes all the time must not share one with what
+// the others read.
+constexpr size_t LINE = 64;
+constexpr int    N_SLOTS = 16;
+
 struct region {
     void (*work)(void *);
-    void *            data;
-    std::atomic<int>  ended{0};        // threads that have left the work, one way or the other
-    std::atomic<int>  at_barrier{0};   // number of the latest barrier that a thread has come to
-    std::atomic<bool> failed{false};
+    void *           data;
+    std::atomic<int> ended{0};  // threads that have left the work, one way or the other
+    struct alignas(LINE) slot {
+        std::atomic<int> at{0};  // number of the latest barrier that one of its threads has come to
+    } slots[N_SLOTS];
+    alignas(LINE) std::atomic<bool> failed{false};
     std::mutex        mutex;
     std::string       what;
     bool              memory = false;
+
+    int at_barrier() const {
+        int latest = 0;
+        for (const slot & s : slots) {
+            latest = std::max(latest, s.at.load(std::memory_order_acquire));
+        }
+        return latest;
+    }
 
     void fail(const char * text, bool out_of_memory) noexcept {
         std::lock_guard<std::mutex> lock(mutex);
@@ -47,18 +65,24 @@ struct region {
     }
 };
 
-thread_local region * current = nullptr;
-thread_local int      barriers = 0;  // of this region that this thread has come to
+// Where this thread is; one variable, because each costs a call of the linker's.
+struct place {
+    region * current = nullptr;
+    int      barriers = 0;  // of this region that this thread has come to
+    int      slot = 0;
+};
+thread_local place here;
 
 struct another_thread_failed {};
 
 // All threads come to the same barriers in the same order: whoever has left the work early goes
 // on to those that others wait at, until everybody has left.
 void wait_for_the_others(region & r) {
+    place &   me = here;
     const int team = omp_get_num_threads();
     while (true) {
-        if (r.at_barrier.load(std::memory_order_acquire) > barriers) {
-            ++barriers;
+        if (r.at_barrier() > me.barriers) {
+            ++me.barriers;
             __real_GOMP_barrier();
         } else if (r.ended.load(std::memory_order_acquire) == team) {
             return;
@@ -70,8 +94,7 @@ void wait_for_the_others(region & r) {
 
 void take_part(void * data) {
     region & r = *static_cast<region *>(data);
-    current = &r;
-    barriers = 0;
+    here = {&r, 0, omp_get_thread_num() % N_SLOTS};
     ++pykv::guard.depth;
     pykv::rest_x87();
     bool left_early = true;
@@ -87,7 +110,7 @@ void take_part(void * data) {
         r.fail("unknown C++ exception", false);
     }
     --pykv::guard.depth;
-    current = nullptr;
+    here.current = nullptr;
     r.ended.fetch_add(1, std::memory_order_acq_rel);
     if (left_early) {
         wait_for_the_others(r);
@@ -97,7 +120,7 @@ void take_part(void * data) {
 }  // namespace
 
 void __wrap_GOMP_parallel(void (*work)(void *), void * data, unsigned n_threads, unsigned flags) {
-    if (pykv::guard.depth == 0 || current) {
+    if (pykv::guard.depth == 0 || here.current) {
         __real_GOMP_parallel(work, data, n_threads, flags);
         return;
     }
@@ -114,15 +137,16 @@ void __wrap_GOMP_parallel(void (*work)(void *), void * data, unsigned n_threads,
 }
 
 void __wrap_GOMP_barrier(void) {
-    region * r = current;
+    place &        me = here;
+    region * const r = me.current;
     if (!r) {
         __real_GOMP_barrier();
         return;
     }
-    ++barriers;
-    if (r->at_barrier.load(std::memory_order_relaxed) < barriers) {
-        r->at_barrier.store(barriers, std::memory_order_release);
-    }
+    ++me.barriers;
+    // Nobody comes to the next barrier before all have come to this one: numbers of threads that
+    // share a slot never go back.
+    r->slots[me.slot].at.store(me.barriers, std::memory_order_release);
     __real_GOMP_barrier();
     if (r->failed.load(std::memory_order_acquire)) {
         throw another_thread_failed();

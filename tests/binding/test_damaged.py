@@ -122,7 +122,7 @@ WHY = "binary_op"
 from pykvcache import InternalError, LlamaContext, LlamaModel
 model = LlamaModel(sys.argv[1])
 other = LlamaContext(LlamaModel(sys.argv[2]), n_ctx=256, n_threads=4)
-for n_threads in (1, 2, 4):
+for n_threads in (1, 2, 4, 20):  # 20: more than have a place of their own to tell where they are
     ctx = LlamaContext(model, n_ctx=256, n_threads=n_threads)
     for _ in range(3):
         for use in (lambda: ctx.decode(range(5, 45)), lambda: ctx.decode([5])):

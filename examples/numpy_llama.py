@@ -1,6 +1,7 @@
 """A llama forward pass in plain NumPy, on a GGUF file and any of three array caches.
 
-python examples/numpy_llama.py MODEL.gguf 1 15 27 -n 20 --cache causal
+Usage: python examples/numpy_llama.py MODEL.gguf 1 15 27 -n 20 --cache causal
+(needs pykvcache[gguf])
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -14,7 +15,8 @@ from support.models import make_model
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 SCRIPTS = (
     "fork_a_prompt",
     "rewind",
@@ -60,6 +62,41 @@ def test_is_short_and_flat(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 60
     assert not re.search(r"^\s*(def|class) ", text, re.M)
+
+
+def packages(text: str) -> set[str]:
+    """Return what a script imports that is neither Python's nor ours."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").partition(".")[0])
+    return names - sys.stdlib_module_names - {"pykvcache"}
+
+
+def requirements() -> dict[str, set[str]]:
+    """Return the packages of each extra; those of the base install under an empty name."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    base = re.search(r"^dependencies = (\[.*?\])$", text, re.M)
+    section = re.search(r"^\[project\.optional-dependencies\]\n(.*?)\n\n", text, re.M | re.S)
+    assert base
+    assert section
+    lists = {"": base[1], **dict(re.findall(r"^(\w+) = (\[.*?\])$", section[1], re.M))}
+    return {
+        name: {re.split(r"[^\w-]", line)[0] for line in ast.literal_eval(lines)}
+        for name, lines in lists.items()
+    }
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
+def test_names_the_extras_that_it_needs(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    extras = requirements()
+    named = set(re.findall(r"pykvcache\[(\w+)\]", ast.get_docstring(ast.parse(text)) or ""))
+    assert named <= set(extras)
+    assert packages(text) <= extras[""].union(*(extras[name] for name in named))
+    assert all(extras[name] & packages(text) for name in named), "an extra that it does not use"
 
 
 def test_fork_a_prompt() -> None:

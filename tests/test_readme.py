@@ -65,3 +65,19 @@ def test_make_targets_exist() -> None:
 def test_errors_that_are_named_exist() -> None:
     for name in re.findall(r"`(\w+(?:Error|TooLarge|Slot))`", README):
         assert hasattr(pykvcache, name) or name == "TypeError", name
+
+
+def test_position_queries_answer_where_other_methods_raise() -> None:
+    """The sentence on sequence ids, for each method of the table that takes one."""
+    assert "`SequenceIdError`, but the two position queries answer -1" in README
+    path = pykvcache.embedded_model_path()
+    with pykvcache.LlamaModel(path) as model, pykvcache.LlamaContext(model, n_ctx=64) as ctx:
+        assert ctx.kv_cache_seq_pos_min(99) == ctx.kv_cache_seq_pos_max(99) == -1
+        more = {"clear_kv_cache_seq": (0, 1), "copy_kv_cache_seq": (0,), "copy_cache": (0, 1)}
+        more |= {"copy_prefix": (0, 1), "kv_cache_seq_keep": (), "kv_cache_seq_add": (0, 1, 1)}
+        more |= {"kv_cache_seq_div": (0, 1, 2), "remove": (0, 1), "can_resume": (0,)}
+        more |= {"get_state": (), "state_size": (), "get_partial_state": (), "kv": ()}
+        more |= {"sequence_state": ()}
+        for name, rest in more.items():
+            with pytest.raises(pykvcache.SequenceIdError):
+                getattr(ctx, name)(99, *rest)

@@ -212,9 +212,12 @@ _UNBUILT = (
     "Run 'pip install -e .' (or 'make venv') in the folder of pyproject.toml"
 )
 
-_IS_BUILT = importlib.util.find_spec("pykvcache._native.lib") is not None
-if not _IS_BUILT:
-    warnings.warn(_UNBUILT, RuntimeWarning, stacklevel=2)
+try:
+    _MISSING = None if importlib.util.find_spec("pykvcache._native.lib") else _UNBUILT
+except ImportError as _error:  # a subinterpreter
+    _MISSING = str(_error)
+if _MISSING is not None:
+    warnings.warn(_MISSING, RuntimeWarning, stacklevel=2)
 
 
 def __getattr__(name: str) -> Any:
@@ -224,9 +227,9 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(f"pykvcache.{home}")
     except ImportError:
-        if _IS_BUILT:
+        if _MISSING is None:
             raise
-        raise ImportError(_UNBUILT) from None
+        raise ImportError(_MISSING) from None
     value = globals()[name] = getattr(module, name)
     return value
 

@@ -1,4 +1,14 @@
-# Logging, errors caught in C++, fork.
+# The one interpreter, logging, errors caught in C++, fork.
+
+cdef extern from "Python.h":
+    ctypedef struct PyInterpreterState:
+        pass
+    PyInterpreterState* PyInterpreterState_Get()
+    PyInterpreterState* PyInterpreterState_Main()
+
+# The hooks, the log and the end of the process belong to one interpreter. __init__.py asks first.
+if PyInterpreterState_Get() != PyInterpreterState_Main():
+    raise ImportError("pykvcache cannot be used in a subinterpreter")
 
 cdef object _logger = logging.getLogger("pykvcache.llama")
 _logger.addHandler(logging.NullHandler())

@@ -1,0 +1,104 @@
+"""The compiled layer belongs to the main interpreter: others get an ImportError."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
+
+# How each Python makes an interpreter that may load single-phase extensions.
+BEGIN = """
+import sys
+try:
+    import _interpreters as interpreters  # from 3.13
+    one = interpreters.create("legacy")
+except ImportError:
+    import _xxsubinterpreters as interpreters
+    one = interpreters.create(**({"isolated": False} if sys.version_info >= (3, 12) else {}))
+
+def run(code):
+    # NumPy warns in subinterpreters, and pykvcache that it can do less.
+    quiet = "import warnings; warnings.simplefilter('ignore')\\n"
+    failed = interpreters.run_string(one, quiet + code)
+    assert failed is None, failed
+"""
+
+REFUSED = """
+native = "__import__('pykvcache._native.lib')"
+for load in ("pykvcache.LlamaModel", "pykvcache.system_info", native):
+    try:
+        import pykvcache
+        eval(load)
+    except ImportError as error:
+        assert "subinterpreter" in str(error), error
+    else:
+        raise AssertionError(load)
+"""
+
+
+def child(code: str) -> str:
+    """Run code in a process that must end by itself, and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_import_is_refused() -> None:
+    assert child(f"run({REFUSED!r}); print('end')") == "end\n"
+
+
+def test_the_import_says_so_once_and_the_array_caches_work() -> None:
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import pykvcache
+    assert [w.category for w in seen] == [RuntimeWarning]
+    assert "subinterpreter" in str(seen[0].message)
+from pykvcache.arrays import KVCache
+import numpy as np
+keys, _ = KVCache().update(np.ones((1, 1, 2, 4)), np.ones((1, 1, 2, 4)))
+assert keys.shape == (1, 1, 2, 4)
+"""
+    assert child(f"run({code!r}); print('end')") == "end\n"
+
+
+def test_the_main_interpreter_is_unharmed() -> None:
+    use = "assert model.detokenize(model.tokenize('Lucy has a red kite.')).strip()"
+    code = f"""
+import pykvcache
+with pykvcache.LlamaModel(pykvcache.embedded_model_path()) as model:
+    {use}
+    run({REFUSED!r})
+    {use}
+    with pykvcache.LlamaContext(model, n_ctx=64, n_threads=1) as ctx:
+        ctx.decode([1, 2, 3])
+        interpreters.destroy(one)
+        ctx.decode([4])
+print("end")
+"""
+    assert child(code) == "end\n"
+
+
+def test_the_extension_asks_by_itself() -> None:
+    """Where Python has no module that could tell, or another loader passes the package by."""
+    code = """
+import sys
+sys.modules["_interpreters"] = sys.modules["_xxsubinterpreters"] = None
+try:
+    import pykvcache._native.lib
+except ImportError as error:
+    assert "subinterpreter" in str(error), error
+else:
+    raise AssertionError("imported")
+"""
+    assert child(f"run({code!r}); print('end')") == "end\n"

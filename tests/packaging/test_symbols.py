@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import SymbolTableSection
 
@@ -31,6 +32,24 @@ def exported(path: Path) -> set[str]:
 
 def test_only_the_init_function_is_exported() -> None:
     assert exported(Path(lib.__file__)) == {"PyInit_lib"}
+
+
+def test_compute_threads_are_its_own() -> None:
+    """libgomp would end the process where the system gives no thread."""
+    with Path(lib.__file__).open("rb") as file:
+        elf = ELFFile(file)
+        table = elf.get_section_by_name(".dynsym")
+        assert isinstance(table, SymbolTableSection)
+        foreign = {
+            symbol.name
+            for symbol in table.iter_symbols()
+            if symbol.name.startswith(("GOMP_", "omp_", "__kmpc"))
+        }
+        dynamic = elf.get_section_by_name(".dynamic")
+        assert isinstance(dynamic, DynamicSection)
+        needed = {tag.needed for tag in dynamic.iter_tags("DT_NEEDED")}  # type: ignore[attr-defined]
+    assert not foreign
+    assert not [name for name in needed if "omp" in name]
 
 
 def test_the_reader_sees_exports(tmp_path: Path) -> None:

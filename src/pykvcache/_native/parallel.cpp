@@ -1,106 +1,77 @@
-// What llama.cpp's compute threads throw, raised where it can be caught.
+// What ggml's OpenMP regions call, in libgomp's place.
 //
-// ggml computes in OpenMP regions. An exception that leaves one ends the process: on a worker
-// nobody catches it, and the calling thread would leave a team behind that still runs on its
-// stack. So the linker puts these two functions between ggml and libgomp (--wrap): each thread
-// catches what it throws, the others stop at their next barrier, and the caller throws it on.
-#include <algorithm>
+// libgomp ends the process where the system refuses a thread, spins for milliseconds where others need
+// the processor, hangs in the child of a fork, and an exception that leaves a region ends the process.
+// Here a region runs on the threads of team.h: each thread catches what it throws, the others stop at
+// their next barrier, and the caller throws it on.
 #include <atomic>
-#include <cstddef>
 #include <mutex>
 #include <new>
 #include <stdexcept>
 #include <string>
-#include <thread>
 
 #include "guarded.h"
+#include "team.h"
 
-extern "C" {
-int  omp_get_num_threads(void);
-int  omp_get_thread_num(void);
-void __real_GOMP_parallel(void (*work)(void *), void * data, unsigned n_threads, unsigned flags);
-void __real_GOMP_barrier(void);
-void __wrap_GOMP_parallel(void (*work)(void *), void * data, unsigned n_threads, unsigned flags);
-void __wrap_GOMP_barrier(void);
-}
+namespace pykv {
 
 namespace {
 
-// A line of the processor's caches: what one thread writes all the time must not share one with what
-// the others read.
-constexpr size_t LINE = 64;
-constexpr int    N_SLOTS = 16;
+struct another_thread_failed {};
 
-struct region {
-    void (*work)(void *);
-    void *           data;
-    std::atomic<int> ended{0};  // threads that have left the work, one way or the other
-    struct alignas(LINE) slot {
-        std::atomic<int> at{0};  // number of the latest barrier that one of its threads has come to
-    } slots[N_SLOTS];
-    alignas(LINE) std::atomic<bool> failed{false};
-    std::mutex        mutex;
-    std::string       what;
-    bool              memory = false;
+struct region : team_work {
+    void (*body)(void *);
+    void *  data;
+    barrier meet;
 
-    int at_barrier() const {
-        int latest = 0;
-        for (const slot & s : slots) {
-            latest = std::max(latest, s.at.load(std::memory_order_acquire));
-        }
-        return latest;
-    }
+    // `#pragma omp single`: how many of them have found their thread.
+    alignas(LINE) std::atomic<uint32_t> singles{0};
+    // `#pragma omp for schedule(dynamic)`: one at a time, because each ends at a barrier.
+    uint32_t          loops = 0;
+    long              step = 1, chunk = 1, end = 0;
+    std::atomic<long> next{0};
+
+    std::mutex  mutex;
+    bool        failed = false;
+    bool        memory = false;
+    std::string what;
 
     void fail(const char * text, bool out_of_memory) noexcept {
-        std::lock_guard<std::mutex> lock(mutex);
-        if (failed) {
-            return;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            if (failed) {
+                return;
+            }
+            try {
+                what = text;
+            } catch (...) {
+            }
+            memory = out_of_memory;
+            failed = true;
         }
-        try {
-            what = text;
-        } catch (...) {
-        }
-        memory = out_of_memory;
-        failed = true;
+        meet.break_up();
     }
 };
 
 // Where this thread is; one variable, because each costs a call of the linker's.
 struct place {
     region * current = nullptr;
-    int      barriers = 0;  // of this region that this thread has come to
-    int      slot = 0;
+    int      index = 0;
+    uint32_t singles = 0;  // of this region that this thread has come to
+    uint32_t loops = 0;
 };
 thread_local place here;
 
-struct another_thread_failed {};
-
-// All threads come to the same barriers in the same order: whoever has left the work early goes
-// on to those that others wait at, until everybody has left.
-void wait_for_the_others(region & r) {
-    place &   me = here;
-    const int team = omp_get_num_threads();
-    while (true) {
-        if (r.at_barrier() > me.barriers) {
-            ++me.barriers;
-            __real_GOMP_barrier();
-        } else if (r.ended.load(std::memory_order_acquire) == team) {
-            return;
-        } else {
-            std::this_thread::yield();
-        }
+void take_part(team_work & work, int index) {
+    region &    r = static_cast<region &>(work);
+    const place before = here;
+    here = {&r, index, 0, 0};
+    if (index > 0) {
+        ++guard.depth;  // an assertion throws
     }
-}
-
-void take_part(void * data) {
-    region & r = *static_cast<region *>(data);
-    here = {&r, 0, omp_get_thread_num() % N_SLOTS};
-    ++pykv::guard.depth;
-    pykv::rest_x87();
-    bool left_early = true;
+    rest_x87();
     try {
-        r.work(r.data);
-        left_early = false;
+        r.body(r.data);
     } catch (const another_thread_failed &) {
     } catch (const std::bad_alloc &) {
         r.fail("out of memory", true);
@@ -109,25 +80,35 @@ void take_part(void * data) {
     } catch (...) {
         r.fail("unknown C++ exception", false);
     }
-    --pykv::guard.depth;
-    here.current = nullptr;
-    r.ended.fetch_add(1, std::memory_order_acq_rel);
-    if (left_early) {
-        wait_for_the_others(r);
+    if (index > 0) {
+        --guard.depth;
     }
+    here = before;
 }
+
+std::mutex atomic_updates;
 
 }  // namespace
 
-void __wrap_GOMP_parallel(void (*work)(void *), void * data, unsigned n_threads, unsigned flags) {
-    if (pykv::guard.depth == 0 || here.current) {
-        __real_GOMP_parallel(work, data, n_threads, flags);
-        return;
-    }
-    region r;
-    r.work = work;
+}  // namespace pykv
+
+using pykv::here;
+
+extern "C" {
+
+int omp_get_num_threads(void) { return here.current ? here.current->n_threads : 1; }
+int omp_get_thread_num(void) { return here.index; }
+int omp_get_max_threads(void) { return pykv::usable_processors(); }
+int omp_in_parallel(void) { return omp_get_num_threads() > 1; }
+
+void GOMP_parallel(void (*body)(void *), void * data, unsigned n_threads, unsigned) {
+    pykv::region r;
+    r.run = pykv::take_part;
+    r.body = body;
     r.data = data;
-    __real_GOMP_parallel(take_part, &r, n_threads, flags);
+    // A region inside a region is its thread's own.
+    const int n = here.current ? 1 : n_threads ? int(n_threads) : omp_get_max_threads();
+    pykv::run_team(r, n);
     if (r.memory) {
         throw std::bad_alloc();
     }
@@ -136,19 +117,52 @@ void __wrap_GOMP_parallel(void (*work)(void *), void * data, unsigned n_threads,
     }
 }
 
-void __wrap_GOMP_barrier(void) {
-    place &        me = here;
-    region * const r = me.current;
-    if (!r) {
-        __real_GOMP_barrier();
-        return;
-    }
-    ++me.barriers;
-    // Nobody comes to the next barrier before all have come to this one: numbers of threads that
-    // share a slot never go back.
-    r->slots[me.slot].at.store(me.barriers, std::memory_order_release);
-    __real_GOMP_barrier();
-    if (r->failed.load(std::memory_order_acquire)) {
-        throw another_thread_failed();
+void GOMP_barrier(void) {
+    pykv::region * const r = here.current;
+    if (r && !r->meet.wait(r->n_threads, r->spin_ns)) {
+        throw pykv::another_thread_failed();
     }
 }
+
+bool GOMP_single_start(void) {
+    pykv::region * const r = here.current;
+    if (!r) {
+        return true;
+    }
+    uint32_t mine = here.singles++;
+    return r->singles.compare_exchange_strong(mine, mine + 1, std::memory_order_acq_rel);
+}
+
+bool GOMP_loop_nonmonotonic_dynamic_next(long * from, long * to) {
+    pykv::region & r = *here.current;
+    const long     first = r.next.fetch_add(r.chunk * r.step, std::memory_order_relaxed);
+    if (r.step > 0 ? first >= r.end : first <= r.end) {
+        return false;
+    }
+    const long last = first + r.chunk * r.step;
+    *from = first;
+    *to = (r.step > 0 ? last > r.end : last < r.end) ? r.end : last;
+    return true;
+}
+
+bool GOMP_loop_nonmonotonic_dynamic_start(long start, long end, long step, long chunk, long * from, long * to) {
+    pykv::region & r = *here.current;
+    {
+        std::lock_guard<std::mutex> lock(r.mutex);
+        if (r.loops == here.loops++) {  // the first thread that comes to it
+            ++r.loops;
+            r.step = step;
+            r.chunk = chunk;
+            r.end = end;
+            r.next.store(start, std::memory_order_relaxed);
+        }
+    }
+    return GOMP_loop_nonmonotonic_dynamic_next(from, to);
+}
+
+void GOMP_loop_end(void) { GOMP_barrier(); }
+
+void GOMP_atomic_start(void) { pykv::atomic_updates.lock(); }
+void GOMP_atomic_end(void) { pykv::atomic_updates.unlock(); }
+
+}  // extern "C"

@@ -1,0 +1,66 @@
+// The threads that compute: teams of a calling thread and workers that wait for it.
+//
+// parallel.cpp runs ggml's OpenMP regions on them. A thread that the system refuses makes a smaller
+// team, no more. Who waits spins for some microseconds and then sleeps, so that other programs get the
+// processor.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace pykv {
+
+// A line of the processor's caches: what one thread writes all the time must not share one with what
+// the others read.
+constexpr size_t LINE = 64;
+constexpr int    MAX_TEAM = 512;
+
+// A number that threads wait on until it changes.
+class alignas(LINE) turnstile {
+  public:
+    uint32_t now() const { return value.load(std::memory_order_acquire); }
+    // Spin for `spin_ns`, then sleep.
+    void wait_while(uint32_t old, int64_t spin_ns);
+    // Whoever waits goes on.
+    void set(uint32_t next) {
+        set_quietly(next);
+        wake();
+    }
+    // The same for those that spin; those that sleep need wake().
+    void set_quietly(uint32_t next) { value.store(next, std::memory_order_seq_cst); }
+    void wake();
+
+  private:
+    std::atomic<uint32_t> value{0};
+    std::atomic<uint32_t> sleepers{0};
+};
+
+// Meets of all threads of a team; nobody waits any more once it is broken.
+class barrier {
+  public:
+    // False if it is broken.
+    bool wait(int n_threads, int64_t spin_ns);
+    void break_up();
+    bool is_broken() const { return broken.load(std::memory_order_acquire); }
+
+  private:
+    alignas(LINE) std::atomic<int> arrived{0};
+    turnstile         gate;
+    std::atomic<bool> broken{false};
+};
+
+// What a team runs: run(part, index) on each thread, 0 being the caller's. It must not throw.
+struct team_work {
+    void (*run)(team_work & work, int index);
+    int     n_threads = 0;  // how many there are: set before the first run
+    int64_t spin_ns = 0;    // how long a thread of this team spins before it sleeps
+};
+
+// Run `work` on up to `n_threads` threads, this one included, and return when all have ended.
+void run_team(team_work & work, int n_threads);
+
+// The processors that this process may use.
+int usable_processors();
+
+}  // namespace pykv

@@ -98,9 +98,7 @@ inline int32_t decode(llama_context * ctx, llama_batch batch) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         rest_x87();
         const int32_t code = llama_decode(ctx, batch);
-        if (code == 0) {
-            llama_synchronize(ctx);  // results are read later, possibly by another thread
-        }
+        llama_synchronize(ctx);  // results are read later, possibly by another thread
         return code;
     });
 }
@@ -108,9 +106,7 @@ inline int32_t encode(llama_context * ctx, llama_batch batch) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         rest_x87();
         const int32_t code = llama_encode(ctx, batch);
-        if (code == 0) {
-            llama_synchronize(ctx);
-        }
+        llama_synchronize(ctx);
         return code;
     });
 }

@@ -59,7 +59,7 @@ cdef class Handle:
         self.n_batch = lib.llama_n_batch(ctx)
         self.n_ubatch = lib.llama_n_ubatch(ctx)
         self.n_seq_max = lib.llama_n_seq_max(ctx)
-        self.effective = lib.look_at_context(ctx)
+        self.effective = lib.look_at_context(ctx, self.mem)
         self.causal = self.effective.causal
         self.pooling_type = self.effective.pooling_type
         self.embeddings = p.embeddings

@@ -164,24 +164,39 @@ cdef class Arrays(Cells):
     def rope_settings(self, uint32_t layer):
         """Return what could be read of a layer's rotation, known or not; None where it has no keys.
 
-        Equal ones rotate alike; what they do to keys only `rope` tells.
+        Equal ones of one model rotate alike; what they do to keys only `rope` tells. Where nothing
+        could be read they are the context's settings, and ``known`` is False.
         """
-        cdef lib.key_rope rope
-        cdef vector[float] factors
         self.look()
         try:
             if not lib.has_keys(self.mem, layer):
                 return None
-            rope = lib.rope_at(self.mem, layer)
-            factors = lib.rope_factors(rope)
-            return {
-                **dict(rope.facts),
-                "known": bool(rope.known),
-                "joined": bool(rope.joined),
-                "freq_factors": np.array([factors[i] for i in range(factors.size())], np.float32),
-            }
+            return self.settings_of(lib.rope_at(self.mem, layer))
         finally:
             self.lock.leave()
+
+    def rope_beside_copies(self, uint32_t layer, bint everywhere):
+        """Return `rope_settings` as they are read while graphs store copies; for tests.
+
+        A scheduler of several devices leaves the context's reserved graph so. With `everywhere`, the
+        graph that is read is like that too.
+        """
+        self.look()
+        try:
+            if not lib.has_keys(self.mem, layer):
+                return None
+            return self.settings_of(lib.rope_beside_copies(self.ctx, self.mem, layer, everywhere))
+        finally:
+            self.lock.leave()
+
+    cdef dict settings_of(self, const lib.key_rope& rope):
+        cdef vector[float] factors = lib.rope_factors(rope)
+        return {
+            **dict(rope.facts),
+            "known": bool(rope.known),
+            "joined": bool(rope.joined),
+            "freq_factors": np.array([factors[i] for i in range(factors.size())], np.float32),
+        }
 
     def in_window(self, const int32_t[::1] positions not None, int32_t next_pos):
         """Return which positions the window shows to a query at `next_pos`."""

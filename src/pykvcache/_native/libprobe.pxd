@@ -114,7 +114,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     bool picks_blocks(const memory*)
     bool windowed(const memory*)
     uint32_t n_stream(const memory*)
-    context_facts look_at_context(const llama_context*)
+    context_facts look_at_context(const llama_context*, const memory*)
     memory_facts look_at_memory(const memory*)
     bool next_cell(const memory*, memory_part, uint32_t n_seq_max, uint32_t& stream, uint32_t& cell,
                    llama_pos& pos, uint8_t* members)
@@ -196,6 +196,7 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
     bool has_keys(const memory*, uint32_t il)
     const key_rope& rope_at(const memory*, uint32_t il)
     vector[float] rope_factors(const key_rope&)
+    key_rope rope_beside_copies(const llama_context*, const memory*, uint32_t il, bool everywhere) except +
     bool dequantize(ggml_type, const void* src, float* dst, int64_t n)
     bool quantize(ggml_type, const float* src, void* dst, int64_t n)
     size_t bytes_of(int type, int64_t n)

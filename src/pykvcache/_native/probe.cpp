@@ -1,6 +1,7 @@
 // Which memory a context has, what it is made of, and applying what is pending.
 #include <cmath>
 #include <cstdlib>
+#include <memory>
 #include <typeinfo>
 
 #ifdef __GNUG__
@@ -209,14 +210,14 @@ bool heads_divisible(const llama_model * model, ggml_type type, bool keys) {
 
 memory * memory_new(llama_context * ctx) noexcept {
     return guarded<memory *>(nullptr, [&] {
-        auto * m = new memory;
+        auto m = std::make_unique<memory>();
         m->mem = llama_get_memory(ctx);
         m->hparams = &llama_get_model(ctx)->hparams;
         m->arch = llama_get_model(ctx)->arch;
         classify(*m);
-        note_ropes(ctx, *m);
+        read_graph(ctx, *m);
         m->shift = find_no_shift(ctx, *m);
-        return m;
+        return m.release();
     });
 }
 
@@ -230,11 +231,10 @@ bool         picks_blocks(const memory * m) { return m->bounded && m->recurrent;
 bool         windowed(const memory * m) { return m->swa != nullptr; }
 uint32_t     n_stream(const memory * m) { return m->base ? m->base->get_n_stream() : 1; }
 
-context_facts look_at_context(const llama_context * ctx) {
+context_facts look_at_context(const llama_context * ctx, const memory * m) {
     const auto & c = ctx->get_cparams();
-    const auto * graph = ctx->get_gf_res_reserve();
     return {c.flash_attn, c.kv_unified, c.causal_attn, int(c.pooling_type), c.n_threads, c.n_threads_batch,
-            graph && graph->get_logits(), turns_nothing(ctx)};
+            m->gives_logits, m->endless};
 }
 
 memory_facts look_at_memory(const memory * m) {
@@ -275,7 +275,9 @@ int32_t flush(llama_context * ctx, const memory * m) noexcept {
             only_turning(float & f, float scale) : factor(f), before(f) { factor /= scale; }
             ~only_turning() { factor = before; }
         } guard(const_cast<llama_cparams &>(ctx->get_cparams()).yarn_attn_factor, m->key_scale);
-        ctx->memory_update(false);
+        if (ctx->memory_update(false)) {
+            llama_synchronize(ctx);  // devices compute on after the call; what is read next is not in their queue
+        }
         // llama.cpp only logs a failed rotation, and would rotate again what it did rotate.
         return int32_t((m->base && m->base->get_has_shift()) || (m->swa && m->swa->get_has_shift()));
     });

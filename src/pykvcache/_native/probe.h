@@ -88,7 +88,7 @@ bool         picks_blocks(const memory * m);
 // Whether a part of the layers keeps a sliding window of cells only.
 bool         windowed(const memory * m);
 uint32_t     n_stream(const memory * m);
-context_facts look_at_context(const llama_context * ctx);
+context_facts look_at_context(const llama_context * ctx, const memory * m);
 memory_facts look_at_memory(const memory * m);
 
 // Visit used cells in order: start with stream = cell = 0, go on until false. `members`

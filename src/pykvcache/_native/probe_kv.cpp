@@ -29,8 +29,11 @@ const ggml_tensor * stream_tensor(ggml_context * ctx, const llama_kv_cache * cac
                                   llama_seq_id seq) {
     llama_kv_cache::slot_info where;
     where.s0 = where.s1 = cache->get_stream(seq);
-    return which == 0 ? cache->get_k(ctx, int32_t(il), cache->get_size(), where)
-                      : cache->get_v(ctx, int32_t(il), cache->get_size(), where);
+    ggml_tensor * t = which == 0 ? cache->get_k(ctx, int32_t(il), cache->get_size(), where)
+                                 : cache->get_v(ctx, int32_t(il), cache->get_size(), where);
+    // A view that no graph has placed has no buffer of its own, and some backends ask for that one.
+    t->buffer = t->view_src ? t->view_src->buffer : t->buffer;
+    return t;
 }
 
 bool is_transposed(const ggml_tensor * t, int which) { return which == 1 && t->nb[1] > t->nb[2]; }

@@ -36,11 +36,12 @@ struct rope_facts {
     float    freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow;
 };
 
-// How the model's graph rotates the keys of one layer, where that could be read from it.
+// How the model's graph rotates the keys of one layer. Where nothing could be read from it, `known` is
+// false and the facts are those of the context's settings.
 struct key_rope {
     bool                known = false;
     bool                joined = false;  // only a part of each head is rotated, and put beside the rest
-    rope_facts          facts{};
+    rope_facts          facts{-1};
     const ggml_tensor * factors = nullptr;
 };
 
@@ -69,6 +70,9 @@ void read_extended(const memory * m, memory_part part, llama_seq_id seq, const s
 bool               has_keys(const memory * m, uint32_t il);
 const key_rope &   rope_at(const memory * m, uint32_t il);
 std::vector<float> rope_factors(const key_rope & rope);
+// For tests: what is read of a layer while the context's reserved graph stores copies of its sources,
+// as a scheduler leaves it, or while every graph does.
+key_rope rope_beside_copies(const llama_context * ctx, const memory * m, uint32_t il, bool everywhere);
 
 // ggml's conversions between float32 and a stored type; `n` is whole blocks.
 bool dequantize(ggml_type type, const void * src, float * dst, int64_t n) noexcept;

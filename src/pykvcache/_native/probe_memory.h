@@ -42,13 +42,13 @@ class memory {
     const llama_hparams *     hparams = nullptr;
     llm_arch                  arch = LLM_ARCH_UNKNOWN;
     std::map<uint32_t, key_rope> ropes;  // by layer of the model
+    bool                      gives_logits = false;
+    bool                      endless = false;
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
 };
 
-// Whether the graph rotates 0 dimensions anywhere: ggml's kernel steps back and forth for ever then.
-bool turns_nothing(const llama_context * ctx);
-// Fill memory::ropes from the graph that the context has reserved; before anything is decoded.
-void note_ropes(const llama_context * ctx, memory & m);
+// Build the model's graph and fill in what only it tells: ropes, gives_logits and endless.
+void read_graph(const llama_context * ctx, memory & m);
 // Whether a shift rotates the keys of a layer as the graph did.
 bool shift_is_like_graph(const llama_context * ctx, const memory & m, uint32_t il);
 

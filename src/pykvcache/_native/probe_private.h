@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "llama-context.h"
+#include "llama-graph.h"
 #include "llama-kv-cache.h"
 #include "llama-kv-cells.h"
 
@@ -39,6 +41,9 @@ PYKV_OPEN(ext, llama_kv_cells, ext, std::vector<llama_kv_cell_ext> llama_kv_cell
 PYKV_OPEN(shift, llama_kv_cells, shift, std::vector<llama_pos> llama_kv_cells::*)
 PYKV_OPEN(seq, llama_kv_cells, seq, std::vector<llama_kv_cells::seq_set_t> llama_kv_cells::*)
 PYKV_OPEN(seq_pos, llama_kv_cells, seq_pos, cell_set (llama_kv_cells::*)[LLAMA_MAX_SEQ])
+PYKV_OPEN(graph_params, llama_context, graph_params,
+          llm_graph_params (llama_context::*)(llm_graph_result *, const llama_ubatch &,
+                                              const llama_memory_context_i *, llm_graph_type) const)
 PYKV_OPEN(v_heads, llama_kv_cache, v_heads, std::vector<uint32_t> llama_kv_cache::*)
 
 #undef PYKV_OPEN

@@ -1,15 +1,56 @@
 // How the model's own graph rotates the keys that it stores, which no table of llama.cpp's tells:
 // several architectures leave out layers, or use other settings than those that shifts use.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 
 #include "ggml-backend.h"
+#include "ggml-cpp.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
+#include "probe_private.h"
 
 namespace pykv {
 
 namespace {
+
+// The graph of a full batch. The one that the context reserved will not do: its scheduler has put
+// copies in the place of sources that another device computes, and of what they were made it does
+// not tell.
+class unsplit_graph {
+  public:
+    explicit unsplit_graph(const llama_context * ctx)
+        : parts(ctx->get_memory() ? ctx->get_memory()->init_full() : nullptr),
+          result(ctx->get_gf_res_reserve()->get_max_nodes()) {
+        const llama_hparams & h = ctx->get_model().hparams;
+        const llama_cparams & c = ctx->get_cparams();
+        // The size that the context reserves.
+        const uint32_t     n_seqs = c.n_seq_max;
+        const uint32_t     per_seq = (std::min(c.n_ctx, c.n_ubatch) + n_seqs - 1) / n_seqs;
+        llama_batch_allocr batch(h.n_pos_per_embd());
+        llama_ubatch       ubatch = batch.ubatch_reserve(per_seq, n_seqs);
+        for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+            ubatch.n_seq_id[i] = 1;
+            ubatch.seq_id[i] = &ubatch.seq_id_unq[i / per_seq];
+        }
+        llm_graph_params params =
+            (ctx->*member(opened::graph_params()))(&result, ubatch, parts.get(), LLM_GRAPH_TYPE_DEFAULT);
+        params.n_outputs = std::min(std::min(c.n_ctx, c.n_ubatch), c.n_outputs_max);
+        // Both only choose a device for each node, and ask the scheduler for it.
+        params.cb = nullptr;
+        params.cparams.offload_kqv = true;
+        params.sched = nullptr;
+        ctx->get_model().build_graph(params);
+    }
+
+    ggml_cgraph * nodes() const { return result.get_gf(); }
+    bool          gives_logits() const { return result.get_logits() != nullptr; }
+
+  private:
+    llama_memory_context_ptr parts;
+    llm_graph_result         result;
+};
 
 // One way from the stored keys back to where they were computed.
 struct path {
@@ -17,8 +58,24 @@ struct path {
     bool joined = false;  // a part of each head comes from elsewhere
 };
 
+// What was found behind the keys that a node stores.
+struct origin {
+    key_rope rope;
+    int      turns = 0;      // rotations
+    bool     other = false;  // something that is not understood, which may have rotated them too
+};
+
 bool is_hadamard(const ggml_tensor * t) {
     return t->op == GGML_OP_MUL_MAT && t->op_params[1] == GGML_HINT_SRC0_IS_HADAMARD;
+}
+
+// Whether this is the model's own: not computed, nor a copy of something that was.
+bool is_weight(const ggml_tensor * t) {
+    while (t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE) {
+        t = t->src[0];
+    }
+    return t->op == GGML_OP_NONE && t->buffer &&
+           ggml_backend_buffer_get_usage(t->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
 }
 
 key_rope read_op(const ggml_tensor * t) {
@@ -34,27 +91,29 @@ key_rope read_op(const ggml_tensor * t) {
         std::memcpy(to, p + at, sizeof(float));
     }
     found.factors = t->src[2];
-    found.known = true;
     return found;
 }
 
-// The rotation behind a tensor; `turns` counts those that were found, `other` what is not understood.
-void search(const ggml_tensor * t, path way, key_rope & found, int & turns, bool & other) {
-    while (t) {
+// Every way back from stored keys ends at a rotation, or at a product with the model's weights; at
+// what else it ends, or what else it passes, may have rotated them.
+void search(const ggml_tensor * t, path way, origin & found) {
+    while (true) {
         switch (t->op) {
             case GGML_OP_ROPE:
-                found = read_op(t);
-                ++turns;
-                other = other || way.scaled;
-                found.joined = way.joined;
+                found.rope = read_op(t);
+                ++found.turns;
+                found.other = found.other || way.scaled || (t->src[2] && !is_weight(t->src[2]));
+                found.rope.joined = way.joined;
                 return;
             case GGML_OP_CONCAT:
                 way.joined = true;
-                search(t->src[1], way, found, turns, other);
+                search(t->src[1], way, found);
                 t = t->src[0];
                 break;
+            case GGML_OP_MUL_MAT_ID:
             case GGML_OP_MUL_MAT:
                 if (!is_hadamard(t)) {
+                    found.other = found.other || !is_weight(t->src[0]);
                     return;
                 }
                 t = t->src[1];
@@ -62,6 +121,9 @@ void search(const ggml_tensor * t, path way, key_rope & found, int & turns, bool
             case GGML_OP_MUL:
             case GGML_OP_ADD:
                 way.scaled = true;
+                if (!is_weight(t->src[1])) {
+                    search(t->src[1], way, found);
+                }
                 t = t->src[0];
                 break;
             case GGML_OP_VIEW:
@@ -76,12 +138,16 @@ void search(const ggml_tensor * t, path way, key_rope & found, int & turns, bool
             case GGML_OP_REPEAT:
                 t = t->src[0];
                 break;
-            case GGML_OP_NONE:
-                return;
-            default:
-                // A norm with a mean, an activation, a mixture: none of them stands behind a rotation.
+            case GGML_OP_NORM:
+            case GGML_OP_L2_NORM:
+            case GGML_OP_UNARY:
+            case GGML_OP_CLAMP:
                 way.scaled = true;
                 t = t->src[0];
+                break;
+            default:
+                found.other = true;
+                return;
         }
     }
 }
@@ -94,68 +160,115 @@ bool same_rotation(const key_rope & graph, const rope_facts & shift, const ggml_
            (!yarn || (f.n_ctx_orig == shift.n_ctx_orig && f.beta_fast == shift.beta_fast && f.beta_slow == shift.beta_slow));
 }
 
-}  // namespace
-
-bool turns_nothing(const llama_context * ctx) {
-    const llm_graph_result * reserved = ctx->get_gf_res_reserve();
-    ggml_cgraph * graph = reserved ? reserved->get_gf() : nullptr;
-    for (int i = 0; graph && i < ggml_graph_n_nodes(graph); ++i) {
-        const ggml_tensor * t = ggml_graph_node(graph, i);
-        if (t->op == GGML_OP_ROPE && read_op(t).facts.n_rot == 0) {
-            return true;
-        }
-    }
-    return false;
+// What the settings of model and context say, by which shifts rotate.
+key_rope configured_rope(const llama_context * ctx, uint32_t il) {
+    const auto & c = ctx->get_cparams();
+    const auto & model = ctx->get_model();
+    const auto & h = model.hparams;
+    key_rope rope;
+    auto & f = rope.facts;
+    f.type = int32_t(h.rope_type);
+    f.n_rot = int32_t(h.n_rot(il));
+    f.n_ctx_orig = int32_t(c.n_ctx_orig_yarn);
+    f.freq_base = model.get_rope_freq_base(c, int(il));
+    f.freq_scale = model.get_rope_freq_scale(c, int(il));
+    f.ext_factor = c.yarn_ext_factor;
+    f.attn_factor = c.yarn_attn_factor;
+    f.beta_fast = c.yarn_beta_fast;
+    f.beta_slow = c.yarn_beta_slow;
+    rope.factors = model.get_rope_factors(c, int(il));
+    return rope;
 }
 
-void note_ropes(const llama_context * ctx, memory & m) {
-    const llm_graph_result * reserved = ctx->get_gf_res_reserve();
-    ggml_cgraph * graph = reserved ? reserved->get_gf() : nullptr;
-    for (const llama_kv_cache * cache : {m.base, m.swa}) {
-        for (const uint32_t il : cache ? cache->get_layer_ids() : std::vector<uint32_t>{}) {
-            const ggml_tensor * k = cache->get_k_storage(int32_t(il));
-            key_rope found;
-            for (int i = 0; graph && i < ggml_graph_n_nodes(graph); ++i) {
-                const ggml_tensor * t = ggml_graph_node(graph, i);
-                if (t->op != GGML_OP_SET_ROWS || t->view_src != k) {
-                    continue;
-                }
-                int  turns = 0;
-                bool other = false;
-                search(t->src[0], {}, found, turns, other);
-                found.facts.type = turns == 0 ? -1 : found.facts.type;
-                found.known = turns < 2 && !other;
-                const auto & h = *m.hparams;
-                if (turns == 1 && found.joined) {
-                    // The rotated part stands behind the other one where llama.cpp knows of it.
-                    found.known = found.known && h.n_lora_kv > 0;
-                    found.facts.offset = int32_t(h.n_embd_head_k(il)) - found.facts.n_rot;
-                }
-                break;
-            }
-            m.ropes[il] = found;
+// How the nodes that store the keys of a layer say that they are rotated.
+key_rope rope_of(ggml_cgraph * nodes, const llama_context * ctx, const ggml_tensor * k, uint32_t il) {
+    const llama_hparams & h = ctx->get_model().hparams;
+    origin found;
+    int    stores = 0;
+    for (int i = 0; i < ggml_graph_n_nodes(nodes); ++i) {
+        const ggml_tensor * t = ggml_graph_node(nodes, i);
+        if (t->op == GGML_OP_SET_ROWS && t->view_src == k) {
+            search(t->src[0], {}, found);
+            ++stores;
         }
     }
+    key_rope & rope = found.rope;
+    const bool known = stores == 1 && found.turns < 2 && !found.other;
+    if (!known && found.turns == 0) {
+        return configured_rope(ctx, il);  // the same model with the same settings rotates alike
+    }
+    rope.known = known;
+    if (found.turns == 1 && rope.joined) {
+        // The rotated part stands behind the other one where llama.cpp knows of it.
+        rope.known = rope.known && h.n_lora_kv > 0;
+        rope.facts.offset = int32_t(h.n_embd_head_k(il)) - rope.facts.n_rot;
+    }
+    return rope;
+}
+
+void read_ropes(ggml_cgraph * nodes, const llama_context * ctx, memory & m) {
+    for (const llama_kv_cache * cache : {m.base, m.swa}) {
+        for (const uint32_t il : cache ? cache->get_layer_ids() : std::vector<uint32_t>{}) {
+            m.ropes[il] = rope_of(nodes, ctx, cache->get_k_storage(int32_t(il)), il);
+        }
+    }
+}
+
+// What a scheduler does to a graph whose stores run on another device than what they store.
+class copied_sources {
+  public:
+    explicit copied_sources(ggml_cgraph * nodes)
+        : own(ggml_init({ggml_graph_n_nodes(nodes) * ggml_tensor_overhead(), nullptr, true})) {
+        for (int i = 0; i < ggml_graph_n_nodes(nodes); ++i) {
+            ggml_tensor * t = ggml_graph_node(nodes, i);
+            if (t->op == GGML_OP_SET_ROWS) {
+                before.emplace_back(t, t->src[0]);
+                t->src[0] = ggml_dup_tensor(own.get(), t->src[0]);
+            }
+        }
+    }
+    ~copied_sources() {
+        for (auto & [store, source] : before) {
+            store->src[0] = source;
+        }
+    }
+
+  private:
+    ggml_context_ptr                                     own;
+    std::vector<std::pair<ggml_tensor *, ggml_tensor *>> before;
+};
+
+}  // namespace
+
+void read_graph(const llama_context * ctx, memory & m) {
+    const unsplit_graph graph(ctx);
+    m.gives_logits = graph.gives_logits();
+    for (int i = 0; i < ggml_graph_n_nodes(graph.nodes()); ++i) {
+        const ggml_tensor * t = ggml_graph_node(graph.nodes(), i);
+        // ggml's kernel steps back and forth for ever then.
+        m.endless = m.endless || (t->op == GGML_OP_ROPE && read_op(t).facts.n_rot == 0);
+    }
+    read_ropes(graph.nodes(), ctx, m);
 }
 
 bool shift_is_like_graph(const llama_context * ctx, const memory & m, uint32_t il) {
-    const auto & c = ctx->get_cparams();
-    const auto & model = ctx->get_model();
-    const auto & h = *m.hparams;
     const key_rope & graph = m.ropes.at(il);
-    if (!graph.known || !h.has_rope(il)) {
+    if (!graph.known || !m.hparams->has_rope(il)) {
         return graph.known && graph.facts.type < 0;
     }
-    rope_facts shift{};
-    shift.type = int32_t(h.rope_type);
-    shift.n_rot = int32_t(h.n_rot(il));
-    shift.n_ctx_orig = int32_t(c.n_ctx_orig_yarn);
-    shift.freq_base = model.get_rope_freq_base(c, int(il));
-    shift.freq_scale = model.get_rope_freq_scale(c, int(il));
-    shift.ext_factor = c.yarn_ext_factor;
-    shift.beta_fast = c.yarn_beta_fast;
-    shift.beta_slow = c.yarn_beta_slow;
-    return graph.facts.type >= 0 && same_rotation(graph, shift, model.get_rope_factors(c, int(il)));
+    const key_rope shift = configured_rope(ctx, il);
+    return graph.facts.type >= 0 && same_rotation(graph, shift.facts, shift.factors);
+}
+
+key_rope rope_beside_copies(const llama_context * ctx, const memory * m, uint32_t il, bool everywhere) {
+    const copied_sources reserved(ctx->get_gf_res_reserve()->get_gf());
+    const unsplit_graph  graph(ctx);
+    const auto           copies = everywhere ? std::make_unique<copied_sources>(graph.nodes()) : nullptr;
+    memory               again;
+    again.base = m->base;
+    again.swa = m->swa;
+    read_ropes(graph.nodes(), ctx, again);
+    return again.ropes.at(il);
 }
 
 bool has_keys(const memory * m, uint32_t il) { return m->ropes.count(il) > 0; }

@@ -144,7 +144,7 @@ def _rotation(facts: Mapping[str, Any] | None) -> bytes:
     """Return how a layer rotates its keys: what settings of a context can change, and no more."""
     if facts is None:
         return b"\0"  # no keys are kept
-    if facts["type"] < 0:
+    if facts["known"] and facts["type"] < 0:
         return b"\1"
     # Only YaRN's mixture of two rotations asks for these.
     mixed = facts["ext_factor"] != 0

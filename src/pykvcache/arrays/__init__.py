@@ -15,7 +15,12 @@ from pykvcache.arrays.input_cache import Input, InputCache, Slot
 from pykvcache.arrays.kinds import KvCacheKind, from_state
 from pykvcache.arrays.lru import LRUPromptCache
 from pykvcache.arrays.masks import create_attention_mask, create_causal_mask
-from pykvcache.arrays.persist import load_prompt_cache, save_prompt_cache
+from pykvcache.arrays.persist import (
+    PromptCacheLayout,
+    load_prompt_cache,
+    prompt_cache_layout,
+    save_prompt_cache,
+)
 from pykvcache.arrays.prompt import (
     ROTATING_DEFAULT_KEEP,
     PromptCacheConfig,
@@ -59,6 +64,7 @@ __all__ = [
     "NoSlot",
     "NotSupported",
     "PromptCacheConfig",
+    "PromptCacheLayout",
     "PromptTrie",
     "PromptTrieResult",
     "QuantizedKVCache",
@@ -77,6 +83,7 @@ __all__ = [
     "from_state",
     "load_prompt_cache",
     "make_prompt_cache",
+    "prompt_cache_layout",
     "save_prompt_cache",
     "trim_prompt_cache",
 ]

@@ -139,6 +139,10 @@ class BaseCache(ABC):
         """Return a ``QuantizedKVCache`` with this content; most kinds cannot."""
         raise NotSupported(f"a {type(self).__name__} cannot be quantized")
 
+    def _rows(self) -> int | None:
+        """Return the rows of a batch; None for one sequence, or where it is not known yet."""
+        return None
+
     def _copy_trimmed(self, n: int) -> Self | None:
         """Return a copy without the newest `n` tokens; None if it cannot go back so far."""
         shorter = self.copy()
@@ -196,8 +200,11 @@ class PairCache(BaseCache):
         return twin
 
 
-def state_pair(state: Sequence[Any]) -> TokenPair:
-    """Copy a ``(keys, values)`` state, or ``()``, into a new `TokenPair`."""
+def state_pair(state: Sequence[Any], limit: int | None = None) -> TokenPair:
+    """Copy a ``(keys, values)`` state, or ``()``, into a new `TokenPair`.
+
+    With `limit` there is spare room up to so many tokens at most.
+    """
     if len(state) == 0:
         return TokenPair()
     if len(state) != 2:
@@ -208,7 +215,7 @@ def state_pair(state: Sequence[Any]) -> TokenPair:
     if all(isinstance(a, np.ndarray) and a.ndim == 4 and a.shape[2] == 0 for a in (keys, values)):
         return empty
     empty.check(keys, values)
-    return TokenPair.copied(keys, values)
+    return TokenPair.copied(keys, values, limit)
 
 
 def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int]:

@@ -152,9 +152,18 @@ class TokenPair:
         )  # fmt: skip
 
     def append(
-        self, keys: NDArray[Any], values: NDArray[Any], limit: int | None = None
+        self,
+        keys: NDArray[Any],
+        values: NDArray[Any],
+        limit: int | None = None,
+        *,
+        exact: bool = False,
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Store `keys` and `values` behind the others; return views of all of them."""
+        """Store `keys` and `values` behind the others; return views of all of them.
+
+        A buffer grows to at most `limit` tokens, or what is needed; a new one has no room to
+        spare if it shall be `exact`.
+        """
         last = self.length
         try:  # `_is_one`, written out: a call would cost a tenth of storing the token
             one = (
@@ -172,7 +181,7 @@ class TokenPair:
             self.length = last = last + 1
         else:
             n = self.check(keys, values)
-            self._reserve(keys, values, n, limit)
+            self._reserve(keys, values, n, n if exact and not self.count else limit)
             self.length = last = self.length + n
             self.keys[:, :, last - n : last] = keys
             self.values[:, :, last - n : last] = values

@@ -1,8 +1,12 @@
-"""The file layout of mlx-lm 0.32 and later, which has no meta states."""
+"""The file layout of mlx-lm 0.32 and later, which has no meta states.
+
+`serialized` reads a layer's state as it stands in such a file, `newer_state` makes one. The
+pairs of functions behind them stand in the order of the kinds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,15 +15,33 @@ from numpy.typing import NDArray
 from pykvcache.arrays.kinds import KvCacheKind
 from pykvcache.errors import CacheValueError
 
-__all__ = ["is_newer", "plain_values", "serialized"]
+__all__ = [
+    "flattened",
+    "is_newer",
+    "mamba_keys",
+    "newer_state",
+    "plain_values",
+    "serialized",
+]
 
 #: A state and a meta state, as `from_state` takes them.
 Serialized: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
+# mlx-lm 0.32 has no MambaCache, but an ArraysCache for it. It skips the text that begins the
+# list of what are no arrays, so that text says here where the class names are that were others.
+_MAMBA = "MambaCache:"
+
+
 def is_newer(texts: Mapping[str, str]) -> bool:
-    """Tell the layout by its metadata: where there were class names is an empty text."""
-    return texts.get("2.0") == ""
+    """Tell the layout by its metadata: where there were class names is an empty text, or ours."""
+    text = texts.get("2.0")
+    return text is not None and (not text or text.startswith(_MAMBA))
+
+
+def mamba_keys(texts: Mapping[str, str]) -> list[str]:
+    """Return the keys of the class names that were ``MambaCache``."""
+    return texts.get("2.0", "").removeprefix(_MAMBA).split()
 
 
 def plain_values(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -> dict[str, Any]:
@@ -152,12 +174,138 @@ def _list(*members: Any) -> Serialized:
     return tuple(states), (tuple(names), tuple(metas))
 
 
+# Writers ------------------------------------------------------------------------------
+
+
+def newer_state(name: str, state: Sequence[Any], meta: Sequence[Any]) -> tuple[str, Any]:
+    """Return the class name and the state, nested, that mlx-lm 0.32 has for a cache."""
+    if name == "ConcatenateKVCache" and len(state):
+        return name, tuple(state)
+    # A kind has one name, so an empty ConcatenateKVCache, which mlx-lm cannot read, is a KVCache.
+    kind = KvCacheKind.parse(name)
+    return kind.value, _WRITERS[kind](tuple(state), tuple(meta))
+
+
+def flattened(
+    layers: Sequence[tuple[str, Any]], metadata: Mapping[str, str]
+) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """Return the arrays and texts of a file with these class names and states."""
+    arrays: dict[str, NDArray[Any]] = {}
+    others: list[tuple[str, str]] = []  # what are no arrays by themselves, and what they are
+    mambas: list[str] = []
+
+    def named(key: str, name: str) -> str:
+        if name != KvCacheKind.MAMBA_CACHE.value:
+            return name
+        mambas.append(key)
+        return KvCacheKind.ARRAYS_CACHE.value
+
+    def put(key: str, part: Any) -> None:
+        if isinstance(part, np.ndarray):
+            arrays[key] = part
+            return
+        if isinstance(part, (tuple, list)):
+            if not part:
+                raise CacheValueError(
+                    f"layer {key.partition('.')[0]} has an ArraysCache without slots, or a "
+                    "CacheList without caches: only a file of layout='0.31' can hold it"
+                )
+            for i, inner in enumerate(part):
+                put(f"{key}.{i}", inner)
+            return
+        what = "none" if part is None else "string" if isinstance(part, str) else "scalar"
+        others.append((key, what))
+        if part is None:
+            arrays[key] = np.empty(0, np.float32)
+        elif isinstance(part, bool):
+            arrays[key] = np.array(part)
+        elif isinstance(part, str):  # all texts in a state are names of classes
+            arrays[key] = _integers([ord(c) for c in named(key, part)])
+        else:
+            arrays[key] = _integers(part)
+
+    for i, (_, state) in enumerate(layers):
+        put(str(i), state)
+    texts = {f"0.{key}": text for key, text in metadata.items()}
+    texts |= {f"1.{i}": named(str(i), name) for i, (name, _) in enumerate(layers)}
+    texts["2.0"] = f"{_MAMBA} {' '.join(mambas)}" if mambas else ""
+    for i, (key, what) in enumerate(others, 1):
+        texts |= {f"2.{i}.0": key, f"2.{i}.1": what}
+    return arrays, texts
+
+
+def _integers(numbers: Any) -> NDArray[Any]:
+    """Return int32, as mlx-lm keeps counts, or int64 where that is too small."""
+    array = np.array(numbers, np.int64)
+    small = array.astype(np.int32)
+    return small if np.array_equal(small, array) else array
+
+
+def _write_plain(state: Any, meta: Any) -> Any:
+    return (*state, state[0].shape[2]) if state else (None, None, 0)
+
+
+def _write_ring(state: Any, meta: Any) -> Any:
+    keep, max_size, offset, index = map(int, meta)
+    return (*(state or (None, None)), offset, keep, max_size, index)
+
+
+def _write_chunked(state: Any, meta: Any) -> Any:
+    chunk_size, start = map(int, meta)
+    n = state[0].shape[2] if state else 0
+    return (*(state or (None, None)), start + n, chunk_size, start)
+
+
+def _write_quantized(state: Any, meta: Any) -> Any:
+    return (*(state or (None, None)), *map(int, meta))
+
+
+def _write_slots(state: Any, meta: Any) -> Any:
+    n, padding, lengths = meta or (len(state), "", "")
+    counts = (_integers([int(c) for c in text.split(",")]) if text else None
+              for text in (padding, lengths))  # fmt: skip
+    return (state or (None,) * int(n), *counts)
+
+
+def _write_batch(state: Any, meta: Any) -> Any:
+    if not state:
+        padding = _integers([int(text) for text in meta])
+        return None, None, -padding, padding, 0
+    keys, values, offset, padding = state
+    return keys, values, _integers(offset), _integers(padding), keys.shape[2]
+
+
+def _write_batch_ring(state: Any, meta: Any) -> Any:
+    max_size, seen, index = map(int, meta[:3])
+    *batch, _ = _write_batch(state, meta[4:])
+    return (*batch, max_size, seen, index, meta[3] == "True")
+
+
+def _write_list(state: Any, meta: Any) -> Any:
+    members = zip(*meta, state, strict=True)
+    pairs = (newer_state(name, state, meta) for name, meta, state in members)
+    return tuple((state, name) for name, state in pairs)
+
+
+_WRITERS: dict[KvCacheKind, Callable[[Any, Any], Any]] = {
+    KvCacheKind.KV_CACHE: _write_plain,
+    KvCacheKind.ROTATING_KV_CACHE: _write_ring,
+    KvCacheKind.CHUNKED_KV_CACHE: _write_chunked,
+    KvCacheKind.QUANTIZED_KV_CACHE: _write_quantized,
+    KvCacheKind.ARRAYS_CACHE: _write_slots,
+    KvCacheKind.MAMBA_CACHE: _write_slots,
+    KvCacheKind.BATCH_KV_CACHE: _write_batch,
+    KvCacheKind.BATCH_ROTATING_KV_CACHE: _write_batch_ring,
+    KvCacheKind.CACHE_LIST: _write_list,
+}
+
 _READERS: dict[KvCacheKind, Callable[..., Serialized]] = {
     KvCacheKind.KV_CACHE: _plain,
     KvCacheKind.ROTATING_KV_CACHE: _ring,
     KvCacheKind.CHUNKED_KV_CACHE: _chunked,
     KvCacheKind.QUANTIZED_KV_CACHE: _quantized,
     KvCacheKind.ARRAYS_CACHE: _slots,
+    KvCacheKind.MAMBA_CACHE: _slots,
     KvCacheKind.BATCH_KV_CACHE: _batch,
     KvCacheKind.BATCH_ROTATING_KV_CACHE: _batch_ring,
     KvCacheKind.CACHE_LIST: _list,

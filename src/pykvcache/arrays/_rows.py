@@ -60,11 +60,15 @@ def announced(
     return checked[0], checked[1], checked[2]
 
 
-def row_indices(indices: Counts, batch: int) -> Rows:
-    """Return `indices` as an array of rows of a batch; a row may come more than once."""
+def row_indices(indices: Counts, batch: int | None) -> Rows:
+    """Return `indices` as an array of rows of a batch; a row may come more than once.
+
+    `batch` None is a batch whose number of rows is not known yet.
+    """
     array = _integers("batch_indices", indices)
-    if array.size and not (array.min() >= 0 and array.max() < batch):
-        raise CacheValueError(f"batch_indices {array.tolist()} are not all in [0, {batch})")
+    if array.size and not (array.min() >= 0 and (batch is None or array.max() < batch)):
+        limit = "any number of rows" if batch is None else batch
+        raise CacheValueError(f"batch_indices {array.tolist()} are not all in [0, {limit})")
     return array
 
 

@@ -72,6 +72,9 @@ class BatchKVCache(PairCache):
         """Number of rows."""
         return self._padding.size
 
+    def _rows(self) -> int:
+        return self.batch_size
+
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Store new columns; return views of all of them. Errors as in `KVCache`."""
         if self._pair.length == 0:

@@ -91,6 +91,9 @@ class BatchRotatingKVCache(PairCache):
         """Number of rows."""
         return self._lead.size
 
+    def _rows(self) -> int:
+        return self.batch_size
+
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Store new columns; return views of what they may attend to.
 
@@ -143,7 +146,7 @@ class BatchRotatingKVCache(PairCache):
             self._pair = ordered(self._pair, self._index, drop=surplus, more=(keys, values))
             self._gone += surplus
         else:
-            self._pair.append(keys, values)
+            self._pair.append(keys, values, self._max_size, exact=True)
         self._index = self._pair.length
 
     @property
@@ -203,6 +206,10 @@ class BatchRotatingKVCache(PairCache):
     def _refuse_pending(self, operation: str) -> None:
         if self._ends is not None:
             raise CacheOrderError(f"finalize() should be called before {operation}")
+
+    def size(self) -> int:
+        """Return how many of the stored columns count: at most `max_size`."""
+        return min(self._pair.count, self._max_size)
 
     def is_trimmable(self) -> bool:
         """Tell whether nothing was dropped yet and no padding waits for `finalize`."""
@@ -336,7 +343,7 @@ class BatchRotatingKVCache(PairCache):
                 raise CacheValueError(
                     f"the state of a BatchRotatingKVCache is 4 arrays, not {len(state)}"
                 )
-            pair = state_pair(state[:2])
+            pair = state_pair(state[:2], self._max_size)
             batch = pair.keys.shape[0] if pair.count else None
             row_offset = row_counts("rope_offset", state[2], batch, signed=True)
             # mlx-lm goes on counting below zero when padding has left the ring.

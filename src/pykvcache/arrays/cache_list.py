@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pykvcache.arrays._base import Arrays, BaseCache
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays._rows import Counts
+from pykvcache.arrays.recurrent import ArraysCache
 from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported
 
 if TYPE_CHECKING:
@@ -138,12 +139,31 @@ class CacheList(BaseCache):
 
     def extend(self, other: CacheList) -> None:
         """Extend each member by that of `other` in the same place."""
+        self._extend(other, 1, 1)
+
+    def _extend(self, other: BaseCache, mine: int, others: int) -> None:
+        """Extend; members that do not know their rows have as many as the list."""
         if not isinstance(other, CacheList):
             raise CacheDTypeError(f"other is a {type(other).__name__}; expected a CacheList")
         if len(self) != len(other):
             raise CacheValueError(f"{len(self)} caches cannot be extended by {len(other)}")
-        others = iter(other.caches)
-        self._all(lambda cache: _method(cache, "extend")(next(others)))
+        known = self._rows(), other._rows()
+        mine = mine if known[0] is None else known[0]
+        others = others if known[1] is None else known[1]
+        below = iter(other.caches)
+
+        def put(cache: BaseCache) -> None:
+            member = next(below)
+            if isinstance(cache, (ArraysCache, CacheList)):
+                cache._extend(member, mine, others)
+            else:
+                _method(cache, "extend")(member)
+
+        self._all(put)
+
+    def _rows(self) -> int | None:
+        known = (cache._rows() for cache in self._caches)
+        return next((rows for rows in known if rows is not None), None)
 
     def extract(self, index: SupportsIndex) -> CacheList:
         """Return a list of row `index` of each member."""

@@ -29,8 +29,9 @@ class _Entry:
 class LRUPromptCache:
     """Prompt caches under their tokens, up to a number and a size.
 
-    It follows mlx-lm's ``LRUPromptCache``. There eviction is first in, first out, and a
-    stored prefix of one token is never found; here every hit makes an entry the newest. A
+    It follows mlx-lm's ``LRUPromptCache``. There eviction is first in, first out, a stored
+    prefix of one token is never found, and of several longer entries only one is tried; here
+    every hit makes an entry the newest, and the nearest entry that can be trimmed serves. A
     trimmed fetch copies the tokens it hands out and no others, caches that do not trim as
     far as asked are not handed out, and one that is larger than all the room is not stored
     instead of driving out the others.
@@ -79,9 +80,9 @@ class LRUPromptCache:
     ) -> tuple[list[BaseCache] | None, list[int]]:
         """Return copies of the caches that save most work, and the tokens left to evaluate.
 
-        An entry for exactly these tokens leaves none. Else a longer one, if its caches can
-        be trimmed to what is in common, less one if that is everything; else the longest
-        shorter one; else None and all tokens.
+        An entry for exactly these tokens leaves none. Else the nearest longer one whose caches can
+        be trimmed to what is in common, less one if that is everything (of one token that
+        leaves empty caches); else the longest shorter one; else None and all tokens.
         """
         keys = token_list(tokens)
         found = self._trie.search(model, keys)
@@ -89,12 +90,13 @@ class LRUPromptCache:
             return [layer.copy() for layer in self._hit(model, found.exact).layers], []
         short = len(found.shorter) if found.shorter is not None else 0
         prefix = min(len(keys) - 1, found.common_prefix)
-        if found.longer is not None and prefix > short:
-            surplus = len(found.longer) - prefix
-            trimmed = _trimmed(self._trie.get(model, found.longer).layers, surplus)
-            if trimmed is not None:
-                self._hit(model, found.longer)
-                return trimmed, keys[prefix:]
+        if found.common_prefix > short:
+            for longer in self._trie.continuations(model, keys[: found.common_prefix]):
+                entry = self._trie.get(model, longer)
+                trimmed = _trimmed(entry.layers, len(longer) - prefix)
+                if trimmed is not None:
+                    self._hit(model, longer)
+                    return trimmed, keys[prefix:]
         if found.shorter is not None:
             layers = self._hit(model, found.shorter).layers
             return [layer.copy() for layer in layers], keys[short:]

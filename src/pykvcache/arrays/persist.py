@@ -12,11 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._base import BaseCache, as_caches
-from pykvcache.arrays._mlx_files import is_newer, plain_values, serialized
+from pykvcache.arrays._mlx_files import (
+    flattened,
+    is_newer,
+    mamba_keys,
+    newer_state,
+    plain_values,
+    serialized,
+)
 from pykvcache.arrays.kinds import KvCacheKind, from_state
 from pykvcache.errors import CacheDTypeError, CacheValueError
 
-__all__ = ["load_prompt_cache", "save_prompt_cache"]
+__all__ = ["PromptCacheLayout", "load_prompt_cache", "prompt_cache_layout", "save_prompt_cache"]
+
+#: Layouts of prompt cache files, by the first (0.32) or last (0.31) mlx-lm that has them.
+PromptCacheLayout: TypeAlias = Literal["0.31", "0.32"]
 
 # Dotted keys of a file as a tree: numbered branches, arrays or texts as leaves.
 _Node: TypeAlias = Any
@@ -28,14 +38,13 @@ def save_prompt_cache(
     file_name: str | os.PathLike[str],
     cache: Sequence[BaseCache],
     metadata: Mapping[str, str] | None = None,
+    *,
+    layout: PromptCacheLayout = "0.32",
 ) -> None:
-    """Save the caches of all layers.
+    """Save the caches of all layers in a file that mlx-lm reads.
 
-    The file holds the arrays of each layer under ``layer.array``, and as its metadata the
-    layers' meta states (``0.``), `metadata` (``1.``) and class names (``2.``). That is the
-    layout of mlx-lm up to 0.31, which reads it if it knows the classes and no cache is
-    empty; later versions have another one, which `load_prompt_cache` knows. It appears under its
-    name when it is complete; one that was there before stays until then.
+    The file appears under its name when it is complete; one that was there before stays until
+    then.
 
     Parameters
     ----------
@@ -45,11 +54,19 @@ def save_prompt_cache(
         One for each layer.
     metadata : mapping of str to str, optional
         Anything that shall come back with the cache.
+    layout : "0.32" or "0.31"
+        The version of mlx-lm that shall read the file: "0.32" is for 0.32 and later, which read
+        no other one; "0.31" for those before. `load_prompt_cache` reads both, and
+        `prompt_cache_layout` says which one a file has. To mlx-lm 0.32, which has no other
+        class for it, a `MambaCache` is an `ArraysCache` of two slots.
 
     Raises
     ------
     OSError
         The file cannot be written.
+    CacheValueError
+        `layout` is neither; or a `CacheList` or an `ArraysCache` of no members, for which
+        "0.32" has no place.
     CacheDTypeError
         A dtype that the format does not have, or metadata that is not text.
     CacheOrderError
@@ -58,20 +75,15 @@ def save_prompt_cache(
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
+    if not isinstance(layout, str) or layout not in ("0.31", "0.32"):
+        raise CacheValueError(f"layout is {layout!r}; expected '0.32' or '0.31'")
     layers = as_caches("cache", cache)
     if metadata is not None and not isinstance(metadata, Mapping):
         raise TypeError(f"metadata must be a mapping, not {type(metadata).__name__}")
-    texts: dict[str, Any] = {}
-    for i, layer in enumerate(layers):
-        _flatten(f"0.{i}", layer.meta_state, texts, empty="")
-        texts[f"2.{i}"] = type(layer).__name__
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise CacheDTypeError(f"metadata is text under text; got {key!r}: {text!r}")
-        texts[f"1.{key}"] = text
-    arrays: dict[str, Any] = {}
-    for i, layer in enumerate(layers):
-        _flatten(str(i), layer.state, arrays)
+    arrays, texts = (_current if layout == "0.32" else _older)(layers, metadata or {})
     path = Path(file_name)
     if not path.name:
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -86,6 +98,44 @@ def save_prompt_cache(
         raise CacheDTypeError(f"{path}: an array cannot be saved: {error}") from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def _current(
+    layers: Sequence[BaseCache], metadata: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    states = [newer_state(type(c).__name__, c.state, c.meta_state) for c in layers]
+    return flattened(states, metadata)
+
+
+def _older(
+    layers: Sequence[BaseCache], metadata: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    # Meta states under "0.", the caller's metadata under "1.", class names under "2.".
+    texts: dict[str, Any] = {}
+    for i, layer in enumerate(layers):
+        _flatten(f"0.{i}", layer.meta_state, texts, empty="")
+        texts[f"2.{i}"] = type(layer).__name__
+    texts |= {f"1.{key}": text for key, text in metadata.items()}
+    arrays: dict[str, Any] = {}
+    for i, layer in enumerate(layers):
+        _flatten(str(i), layer.state, arrays)
+    return arrays, texts
+
+
+def prompt_cache_layout(file_name: str | os.PathLike[str]) -> PromptCacheLayout:
+    """Tell which mlx-lm wrote a prompt cache, or could have: "0.32" and later, or "0.31".
+
+    Only the file's header is read. A file without any layer that has no metadata is "0.31".
+
+    Raises
+    ------
+    OSError
+        The file is missing or cannot be read.
+    CacheValueError
+        It is damaged, or no prompt cache.
+    """
+    texts = _read(Path(file_name), arrays=False)[1]
+    return "0.32" if is_newer(texts) else "0.31"
 
 
 @overload
@@ -141,8 +191,14 @@ def load_prompt_cache(
 def _newer(
     arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str], classes: Mapping[str, str]
 ) -> list[BaseCache]:
+    values, classes = plain_values(arrays, texts), dict(classes)
+    for key in mamba_keys(texts):
+        place: dict[str, Any] = classes if key in classes else values
+        if place.get(key) != "ArraysCache":
+            raise CacheValueError(f"{key[:80]!r} is not the class name of an ArraysCache")
+        place[key] = "MambaCache"
     names = _dense(_tree(classes), "class names")
-    states = _dense(_tree(plain_values(arrays, texts)), "states")
+    states = _dense(_tree(values), "states")
     if len(names) != len(states) or not all(isinstance(name, str) for name in names):
         raise CacheValueError(f"{len(states)} states have {len(names)} class names")
     kinds = [KvCacheKind.parse(name) for name in names]
@@ -164,7 +220,7 @@ def _flatten(key: str, tree: Any, out: dict[str, Any], empty: str | None = None)
         out[key] = tree
 
 
-def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     with path.open("rb"):  # a missing or unreadable file is an OSError, whatever follows
@@ -173,15 +229,16 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         with safe_open(path, framework="np") as file:
             texts = file.metadata()
             names = list(file.keys())
-            halves = {k for k in names if file.get_slice(k).get_dtype() == "BF16"}
-            arrays = {k: file.get_tensor(k) for k in names if k not in halves}
-        if halves:
-            arrays |= _widened(path, halves)
+            found: dict[str, NDArray[Any]] = {}
+            if arrays:
+                halves = {k for k in names if file.get_slice(k).get_dtype() == "BF16"}
+                found = {k: file.get_tensor(k) for k in names if k not in halves}
+                found |= _widened(path, halves) if halves else {}
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise CacheValueError(f"{path}: damaged, or no safetensors file: {error}") from error
-    if arrays and not texts:
+    if names and not texts:
         raise CacheValueError(f"{path}: no prompt cache, its metadata are missing")
-    return arrays, texts or {}
+    return found, texts or {}
 
 
 def _widened(path: Path, names: set[str]) -> dict[str, NDArray[Any]]:

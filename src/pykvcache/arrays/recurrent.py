@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pykvcache.arrays._base import Arrays, BaseCache
 from pykvcache.arrays._checks import MOST, as_int
 from pykvcache.arrays._rows import Counts, Rows, announced, row_counts, row_indices
-from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported
+from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,12 +82,13 @@ class ArraysCache(BaseCache):
                 return counts.size
         return 1
 
-    def _one_batch(self) -> int:
+    def _rows(self) -> int | None:
+        """Return the number of rows; None where nothing that is held says it."""
         parts = (*self._slots, self._padding, self._lengths)
         sizes = {int(part.shape[0]) for part in parts if part is not None}
         if len(sizes) > 1:
             raise CacheValueError(f"slots, left_padding and lengths are of {sorted(sizes)} rows")
-        return self.batch_size
+        return next(iter(sizes), None)
 
     @property
     def nbytes(self) -> int:
@@ -139,14 +140,14 @@ class ArraysCache(BaseCache):
     ) -> NDArray[np.bool_] | None:
         """Return which of the next `n` columns hold tokens, `(batch, n)`; None = all.
 
-        Columns from `left_padding` on if that is set, else those before `lengths`.
+        Those from `left_padding` on and before `lengths`, as far as each is set.
         """
         columns = np.arange(as_int("n", n, minimum=1, maximum=MOST))
-        if self._padding is not None:
-            return columns >= self._padding[:, None]
+        mask = None if self._padding is None else columns >= self._padding[:, None]
         if self._lengths is not None:
-            return columns < self._lengths[:, None]
-        return None
+            before = columns < self._lengths[:, None]
+            mask = before if mask is None else mask & before
+        return mask
 
     def size(self) -> int:
         """Return 0: a recurrent state holds no tokens that could be counted."""
@@ -163,19 +164,34 @@ class ArraysCache(BaseCache):
         return twin
 
     def filter(self, batch_indices: Counts) -> None:
-        """Keep the given rows, in that order."""
-        rows = row_indices(batch_indices, self._one_batch())
+        """Keep the given rows, in that order.
+
+        A cache without an array, `left_padding` and `lengths` has no rows yet: any will do.
+        """
+        rows = row_indices(batch_indices, self._rows())
         self._slots = tuple(None if array is None else array[rows] for array in self._slots)
         self._padding = None if self._padding is None else self._padding[rows]
         self._lengths = None if self._lengths is None else self._lengths[rows]
 
     def extend(self, other: ArraysCache) -> None:
-        """Add the rows of `other` below; zeros where one side has nothing."""
+        """Add the rows of `other` below; zeros where one side has nothing.
+
+        A cache that has no rows yet counts as one row, and in a `CacheList` as those of its
+        other members. `lengths` on one side alone raise ``CacheOrderError``.
+        """
+        self._extend(other, 1, 1)
+
+    def _extend(self, other: BaseCache, mine: int, others: int) -> None:
+        """Extend; `mine` and `others` are the rows of a cache that does not know its own."""
         if not isinstance(other, ArraysCache):
             raise CacheDTypeError(f"other is a {type(other).__name__}; expected an ArraysCache")
         if len(self) != len(other):
             raise CacheValueError(f"{len(self)} slots cannot be extended by {len(other)}")
-        counts = (self._one_batch(), other._one_batch())
+        known = self._rows(), other._rows()
+        counts = (mine if known[0] is None else known[0], others if known[1] is None else known[1])
+        if (self._lengths is None) != (other._lengths is None):
+            # Zeros would say that the other rows get no token at all.
+            raise CacheOrderError("finalize() should be called before extend: one has lengths")
         slots = tuple(
             _stacked(pair, counts) for pair in zip(self._slots, other._slots, strict=True)
         )
@@ -185,7 +201,8 @@ class ArraysCache(BaseCache):
 
     def extract(self, index: SupportsIndex) -> Self:
         """Return row `index` as a cache of its own, without `left_padding` and `lengths`."""
-        row = as_int("index", index, minimum=0, maximum=self._one_batch() - 1)
+        rows = self._rows()
+        row = as_int("index", index, minimum=0, maximum=None if rows is None else rows - 1)
         alone = copy.copy(self)
         alone._slots = tuple(
             None if array is None else array[row : row + 1].copy() for array in self._slots
@@ -197,7 +214,8 @@ class ArraysCache(BaseCache):
     def merge(cls, caches: Sequence[Self]) -> Self:
         """Return a batch with one row for each of `caches`, whose own batch is 1.
 
-        Zeros where one cache has nothing; if none has, `left_padding` is zeros.
+        Zeros where one cache has nothing; if none has, `left_padding` is zeros. Padding that
+        is still to come is kept (mlx-lm forgets it); `lengths` must be finalized first.
         """
         caches = list(caches)
         if not caches:
@@ -209,16 +227,19 @@ class ArraysCache(BaseCache):
                 )
             if len(cache) != len(caches[0]):
                 raise CacheValueError(f"{len(caches[0])} slots cannot be merged with {len(cache)}")
-            if not cache.is_empty() and cache.batch_size != 1:
+            if cache._rows() not in (None, 1):
                 raise CacheValueError(f"cannot merge a cache of {cache.batch_size} rows")
+            if cache._lengths is not None:
+                raise CacheOrderError("finalize() should be called before merge")
         batch = copy.copy(caches[0])
         batch.finalize()
         counts = (1,) * len(caches)
         batch._slots = tuple(
             _stacked(column, counts) for column in zip(*(c._slots for c in caches), strict=True)
         )
-        if batch.is_empty():
-            batch._padding = np.zeros(len(caches), np.int64)
+        padding = _stacked([np.zeros(1, np.int64), *(c._padding for c in caches)], (1, *counts))
+        if padding is not None and (batch.is_empty() or (padding > 0).any()):
+            batch._padding = padding[1:]
         return batch
 
     @property

@@ -107,7 +107,7 @@ class RotatingKVCache(PairCache):
         if surplus > 0:
             self._pair = ordered(self._pair, self._index, self._kept, surplus, (keys, values))
         else:
-            self._pair.append(keys, values)
+            self._pair.append(keys, values, self._max_size, exact=True)
         self._index = self._pair.length
 
     def is_trimmable(self) -> bool:
@@ -164,7 +164,7 @@ class RotatingKVCache(PairCache):
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        self._pair = state_pair(state)
+        self._pair = state_pair(state, self._max_size)
         self._offset = self._index = self._pair.length
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -127,10 +127,25 @@ class PromptTrie(Generic[V]):
         if common == len(keys) and node.values:
             return PromptTrieResult(model, keys, None, None, common)
         shorter = keys[:best] if best else None
-        longer = _shortest_below(node) if common else None
+        longer = next(_below(node), None) if common else None
         if longer is not None:
             longer = keys[:common] + longer
         return PromptTrieResult(model, None, shorter, longer, common)
+
+    def continuations(self, model: Hashable, tokens: Tokens) -> Iterator[list[int]]:
+        """Yield the sequences with a value that begin with `tokens` and go on, shortest first.
+
+        Nothing may be added or removed meanwhile.
+        """
+        keys = token_list(tokens)
+        node = self._roots.get(model)
+        for token in keys:
+            if node is None:
+                return
+            node = node.children.get(token)
+        if node is not None:
+            for rest in _below(node):
+                yield keys + rest
 
     def _path(self, model: Hashable, keys: list[int]) -> list[_Node[V]]:
         node = self._roots.get(model)
@@ -147,18 +162,17 @@ class PromptTrie(Generic[V]):
         return [*path, node]
 
 
-def _shortest_below(node: _Node[V]) -> list[int] | None:
-    # Level by level, so that the first value is the nearest; each node knows its way up.
+def _below(node: _Node[V]) -> Iterator[list[int]]:
+    # Level by level, so that the nearest value comes first; each node knows its way up.
     level: list[tuple[_Node[V], Any]] = [(node, None)]
     while level:
         below = []
         for parent, way in level:
             for token, child in parent.children.items():
                 if child.values:
-                    return _unwound((token, way))
+                    yield _unwound((token, way))
                 below.append((child, (token, way)))
         level = below
-    return None
 
 
 def _unwound(way: Any) -> list[int]:

@@ -144,7 +144,7 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
 def test_files_are_laid_out_as_mlx_lm_flattens_them(tmp_path: Path) -> None:
     file = tmp_path / "cache.safetensors"
     caches = [filled("KVCache"), filled("RotatingKVCache", 8)]
-    save_prompt_cache(file, caches, {"model": "tiny"})
+    save_prompt_cache(file, caches, {"model": "tiny"}, layout="0.31")
     with safe_open(file, "np") as opened:
         names, metadata = set(opened.keys()), opened.metadata()
         np.testing.assert_array_equal(opened.get_tensor("0.1"), caches[0].state[1])

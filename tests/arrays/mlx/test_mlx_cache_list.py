@@ -133,6 +133,33 @@ def test_list_drives_batches_together():
     assert stored(batch.extract(0)[0]) == [1]
 
 
+def test_members_without_rows_follow_the_others():
+    """CacheList: an ArraysCache that holds nothing yet has as many rows as the list."""
+
+    def fresh(rows):
+        return CacheList(ArraysCache(1), CacheList(BatchKVCache([0] * rows), ArraysCache(1)))
+
+    caches = fresh(3)
+    caches.filter([2])
+    assert caches[1][0].batch_size == 1
+    with pytest.raises(CacheValueError):
+        caches.filter([1])
+    caches = fresh(3)
+    assert caches.extract(2)[1][0].is_empty()
+    other = fresh(2)
+    other[0][0] = np.array([[7.0], [8.0]], np.float32)
+    other[1][1][0] = np.array([[5.0], [6.0]], np.float32)
+    caches.extend(other)
+    assert caches[1][0].batch_size == 5
+    assert caches[0][0].ravel().tolist() == [0, 0, 0, 7, 8]
+    assert caches[1][1][0].ravel().tolist() == [0, 0, 0, 5, 6]
+    other.extend(fresh(3))
+    assert other[0][0].ravel().tolist() == [7, 8, 0, 0, 0]
+    empty = fresh(0)
+    empty.extend(caches)
+    assert empty[0][0].ravel().tolist() == [0, 0, 0, 7, 8]
+
+
 def test_list_copy_is_deep():
     caches = CacheList(filled(KVCache(), 1), CacheList(filled(KVCache(), 2)))
     twin = caches.copy()

@@ -51,8 +51,20 @@ def test_fetch_longer_is_trimmed():
     lru.insert_cache("m", [1, 2, 3, 4, 5], caches([1, 2, 3, 4, 5]))
     assert fetched(lru, [1, 2, 3]) == ([[1, 2]] * 2, [3])
     assert fetched(lru, [1, 2, 3, 9, 9]) == ([[1, 2, 3]] * 2, [9, 9])
-    assert fetched(lru, [1]) == (None, [1])
+    assert fetched(lru, [1]) == ([[], []], [1])
     assert fetched(lru, [7]) == (None, [7])
+
+
+def test_of_longer_entries_the_nearest_that_can_be_trimmed_serves():
+    """fetch: one that cannot be trimmed is not in the way of one that can."""
+    lru = LRUPromptCache()
+    lru.insert_cache("m", [1, 2, 3], fixed([1, 2, 3]))
+    lru.insert_cache("m", [1, 2, 4, 5, 6], caches([1, 2, 4, 5, 6]))
+    assert fetched(lru, [1, 2]) == ([[1]] * 2, [2])
+    assert fetched(lru, [1, 2, 9]) == ([[1, 2]] * 2, [9])
+    lru.insert_cache("m", [1, 2, 4, 5], caches([1, 2, 4, 5]))
+    lru.trim_to(n_sequences=1)
+    assert fetched(lru, [1]) == ([[]] * 2, [1])
 
 
 def test_fetch_shorter():

@@ -12,8 +12,11 @@ from pykvcache.arrays import (
     BatchKVCache,
     CacheList,
     KVCache,
+    MambaCache,
     RotatingKVCache,
+    from_state,
     load_prompt_cache,
+    prompt_cache_layout,
     save_prompt_cache,
 )
 from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, KvCacheError
@@ -25,35 +28,38 @@ from safetensors.numpy import save_file  # noqa: E402
 
 @pytest.mark.parametrize("kind", FRESH)
 @pytest.mark.parametrize("full", [False, True])
-def test_every_kind_survives_a_file(kind, full, tmp_path):
+@pytest.mark.parametrize("layout", ["0.31", "0.32"])
+def test_every_kind_survives_a_file(kind, full, layout, tmp_path):
     """save_prompt_cache / load_prompt_cache: every kind, empty or not."""
     path = tmp_path / "cache.safetensors"
     caches = [FRESH[kind](), FRESH[kind](), KVCache()]
     if full:
         fill(caches[1])
-    save_prompt_cache(path, caches)
+    save_prompt_cache(path, caches, layout=layout)
+    assert prompt_cache_layout(path) == layout
     loaded = load_prompt_cache(path)
     assert [snapshot(c) for c in loaded] == [snapshot(c) for c in caches]
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_user_metadata_come_back(tmp_path):
+@pytest.mark.parametrize("layout", ["0.31", "0.32"])
+def test_user_metadata_come_back(layout, tmp_path):
     """load_prompt_cache(return_metadata=True)."""
     path = str(tmp_path / "cache")
     metadata = {"model": "m", "a.b": "c", "0": "zero", "": "nameless", "unicode": "é"}
-    save_prompt_cache(path, [fill(KVCache())], metadata)
+    save_prompt_cache(path, [fill(KVCache())], metadata, layout=layout)
     caches, back = load_prompt_cache(path, return_metadata=True)
     assert back == metadata
     assert len(caches) == 1
-    save_prompt_cache(path, [])
+    save_prompt_cache(path, [], layout=layout)
     assert load_prompt_cache(path, return_metadata=True) == ([], {})
 
 
-def test_file_layout_is_that_of_mlx_lm(tmp_path):
-    """save_prompt_cache: arrays flattened; metadata = [meta, user metadata, class names]."""
+def test_older_layout_is_that_of_mlx_lm_0_31(tmp_path):
+    """save_prompt_cache(layout="0.31"): flat arrays; metadata = [meta, user metadata, names]."""
     path = tmp_path / "cache.safetensors"
     nested = CacheList(fill(KVCache()), fill(RotatingKVCache(4)))
-    save_prompt_cache(path, [fill(KVCache()), nested], {"model": "m"})
+    save_prompt_cache(path, [fill(KVCache()), nested], {"model": "m"}, layout="0.31")
     with safe_open(path, framework="np") as file:
         keys = ["0.0", "0.1", "1.0.0", "1.0.1", "1.1.0", "1.1.1"]
         assert sorted(file.keys()) == keys
@@ -63,6 +69,95 @@ def test_file_layout_is_that_of_mlx_lm(tmp_path):
             "0.1.1.0": "", "0.1.1.1.0": "0", "0.1.1.1.1": "4", "0.1.1.1.2": "5", "0.1.1.1.3": "1",
             "1.model": "m", "2.0": "KVCache", "2.1": "CacheList",
         }  # fmt: skip
+
+
+def test_file_layout_is_that_of_mlx_lm_0_32(tmp_path):
+    """save_prompt_cache: states with numbers; metadata = [user metadata, class names, what]."""
+    path = tmp_path / "cache.safetensors"
+    slots = ArraysCache(2, left_padding=[1, 0])
+    slots[1] = np.ones((2, 3))
+    nested = CacheList(fill(RotatingKVCache(4)), slots)
+    save_prompt_cache(path, [fill(KVCache()), nested, KVCache()], {"model": "m"})
+    with safe_open(path, framework="np") as file:
+        texts = file.metadata()
+        arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    what = {texts[f"2.{i}.0"]: texts[f"2.{i}.1"] for i in range(1, (len(texts) - 5) // 2 + 1)}
+    assert texts["2.0"] == ""
+    assert {k: v for k, v in texts.items() if not k.startswith("2.")} == {
+        "0.model": "m", "1.0": "KVCache", "1.1": "CacheList", "1.2": "KVCache",
+    }  # fmt: skip
+    # keys, values, offset; of a ring also keep, max_size and the next row; of a list (state, name)
+    ring, scalar = "RotatingKVCache", "scalar"
+    assert what == {
+        "0.2": scalar,
+        "1.0.0.2": scalar, "1.0.0.3": scalar, "1.0.0.4": scalar, "1.0.0.5": scalar,
+        "1.0.1": "string",
+        "1.1.0.0.0": "none", "1.1.0.2": "none", "1.1.1": "string",
+        "2.0": "none", "2.1": "none", "2.2": scalar,
+    }  # fmt: skip
+    assert sorted(set(arrays) - set(what)) == [
+        "0.0", "0.1", "1.0.0.0", "1.0.0.1", "1.1.0.0.1", "1.1.0.1",
+    ]  # fmt: skip
+    numbers = [arrays[key].item() for key in what if what[key] == scalar]
+    assert numbers == [5, 5, 0, 4, 1, 0]
+    assert all(arrays[k].dtype == np.int32 for k in what if what[k] != "none")
+    assert "".join(map(chr, arrays["1.0.1"])) == ring
+    assert arrays["2.0"].shape == (0,)
+    assert arrays["1.1.0.1"].dtype == np.int32
+    assert arrays["1.1.0.1"].tolist() == [1, 0]
+
+
+def test_counts_that_no_int32_holds_are_int64(tmp_path):
+    cache = from_state("RotatingKVCache", kv([1, 2]), ("0", "2", str(2**40), "1"))
+    save_prompt_cache(tmp_path / "c", [cache])
+    (back,) = load_prompt_cache(tmp_path / "c")
+    assert back.offset == 2**40
+
+
+@pytest.mark.parametrize("nothing", [ArraysCache(0), CacheList(), CacheList(CacheList())])
+def test_what_the_newer_layout_has_no_place_for_is_refused(nothing, tmp_path):
+    with pytest.raises(CacheValueError, match="layer 1"):
+        save_prompt_cache(tmp_path / "c", [KVCache(), nothing])
+    assert not list(tmp_path.iterdir())
+    save_prompt_cache(tmp_path / "c", [KVCache(), nothing], layout="0.31")
+    assert snapshot(load_prompt_cache(tmp_path / "c")[1]) == snapshot(nothing)
+
+
+def test_a_mamba_cache_is_an_arrays_cache_to_mlx_lm_and_comes_back(tmp_path):
+    """mlx-lm 0.32 has no MambaCache; it skips the text that says where there was one."""
+    layers = [ArraysCache(1), MambaCache(), CacheList(KVCache(), CacheList(fill(MambaCache())))]
+    save_prompt_cache(tmp_path / "c", layers)
+    with safe_open(tmp_path / "c", framework="np") as file:
+        texts = file.metadata()
+        assert [texts[f"1.{i}"] for i in range(3)] == ["ArraysCache", "ArraysCache", "CacheList"]
+        assert "".join(map(chr, file.get_tensor("2.1.0.0.1"))) == "ArraysCache"
+        assert texts["2.0"].split() == ["MambaCache:", "2.1.0.0.1", "1"]
+        arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    back = load_prompt_cache(tmp_path / "c")
+    assert [type(cache) for cache in back] == [ArraysCache, MambaCache, CacheList]
+    assert type(back[2][1][0]) is MambaCache
+    assert [snapshot(c) for c in back] == [snapshot(c) for c in layers]
+    for key in ("0.0", "2", "7", "2.1.0.0", "x"):
+        save_file(arrays, tmp_path / "d", {**texts, "2.0": f"MambaCache: {key}"})
+        with pytest.raises(CacheValueError):
+            load_prompt_cache(tmp_path / "d")
+
+
+@pytest.mark.parametrize("layout", ["", "0.33", None, 0.32, ["0.32"]])
+def test_layouts_that_do_not_exist_are_refused(layout, tmp_path):
+    with pytest.raises(CacheValueError, match="layout"):
+        save_prompt_cache(tmp_path / "c", [KVCache()], layout=layout)
+
+
+def test_the_layout_of_other_files_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        prompt_cache_layout(tmp_path / "none")
+    (tmp_path / "junk").write_bytes(b"junk")
+    with pytest.raises(CacheValueError):
+        prompt_cache_layout(tmp_path / "junk")
+    save_file({"x": np.ones(2)}, tmp_path / "foreign")
+    with pytest.raises(CacheValueError):
+        prompt_cache_layout(tmp_path / "foreign")
 
 
 def test_a_file_as_mlx_lm_writes_it_is_read(tmp_path):
@@ -154,7 +249,8 @@ def test_truncated_and_changed_files_are_refused(tmp_path):
 def test_a_damaged_header_never_gives_another_error(tmp_path_factory, data):
     """A damaged file is a KvCacheError, whatever byte of its header is wrong."""
     path = tmp_path_factory.mktemp("damaged") / "cache"
-    save_prompt_cache(path, [fill(RotatingKVCache(4)), fill(CacheList(ArraysCache(2), KVCache()))])
+    layers = [fill(RotatingKVCache(4)), fill(CacheList(ArraysCache(2), KVCache()))]
+    save_prompt_cache(path, layers, layout=data.draw(st.sampled_from(["0.31", "0.32"])))
     content = bytearray(path.read_bytes())
     header = int.from_bytes(content[:8], "little") + 8
     for _ in range(data.draw(st.integers(1, 3))):

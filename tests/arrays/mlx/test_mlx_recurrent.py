@@ -3,7 +3,7 @@ import pytest
 from mlx_reference import kv, snapshot
 
 from pykvcache.arrays import ArraysCache, MambaCache, from_state
-from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported
+from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
 
 
 def rows(*numbers):
@@ -122,11 +122,11 @@ def test_arrays_prepare_advance_and_finalize():
 
 
 def test_arrays_mask():
-    """ArraysCache make_mask: pos >= left_padding, else pos < lengths, else None."""
+    """ArraysCache make_mask: pos >= left_padding and pos < lengths, where set; else None."""
     cache = ArraysCache(1, left_padding=[0, 2])
     assert cache.make_mask(3).astype(int).tolist() == [[1, 1, 1], [0, 0, 1]]
-    cache.prepare(lengths=[1, 1])
-    assert cache.make_mask(3).astype(int).tolist() == [[1, 1, 1], [0, 0, 1]]
+    cache.prepare(lengths=[1, 3])
+    assert cache.make_mask(3).astype(int).tolist() == [[1, 0, 0], [0, 0, 1]]
     cache.finalize()
     assert cache.make_mask(3) is None
     cache.prepare(lengths=[3, 1])
@@ -149,6 +149,102 @@ def test_arrays_merge():
     for bad in ([], [a, b], [ArraysCache(1), ArraysCache(2)]):
         with pytest.raises(CacheValueError):
             ArraysCache.merge(bad)
+
+
+def test_a_merged_batch_knows_both_ends():
+    """merge sets left_padding; lengths that follow must count all the same."""
+    cache = ArraysCache.merge([ArraysCache(1), ArraysCache(1)])
+    cache.prepare(lengths=[2, 4], right_padding=[2, 0])
+    assert cache.make_mask(4).astype(int).tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    cache.advance(3)
+    assert cache.make_mask(1).tolist() == [[False], [True]]
+
+
+def run(cache, tokens):
+    """A recurrent layer: each token halves the state and is added; columns in chunks of 2."""
+    for first in range(0, tokens.shape[1], 2):
+        part = tokens[:, first : first + 2]
+        mask = cache.make_mask(part.shape[1])
+        state = np.zeros((len(part), 1)) if cache[0] is None else cache[0]
+        for column in range(part.shape[1]):
+            new = state / 2 + part[:, column, None]
+            state = new if mask is None else np.where(mask[:, column, None], new, state)
+        cache[0] = state
+        cache.advance(part.shape[1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_padding_never_reaches_the_state(seed):
+    """What rows of a batch end in, padded left or right, is what each gives alone."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 6, size=3)
+    prompts = [rng.integers(1, 9, size=n).astype(float) for n in lengths]
+    alone = []
+    for prompt in prompts:
+        cache = ArraysCache(1)
+        run(cache, prompt[None])
+        alone.append(cache[0].item())
+    columns = int(lengths.max())
+    padding = columns - lengths
+    right = ArraysCache.merge([ArraysCache(1) for _ in prompts])
+    right.prepare(lengths=lengths, right_padding=padding)
+    run(
+        right,
+        np.stack(
+            [np.pad(p, (0, n), constant_values=99) for p, n in zip(prompts, padding, strict=True)]
+        ),
+    )
+    left = ArraysCache(1, left_padding=padding)
+    run(
+        left,
+        np.stack(
+            [np.pad(p, (n, 0), constant_values=99) for p, n in zip(prompts, padding, strict=True)]
+        ),
+    )
+    for cache in (left, right):
+        cache.finalize()
+        assert cache[0].ravel().tolist() == alone
+    # A second prompt on top of the first, padded on the right again.
+    right.prepare(lengths=lengths[::-1].copy(), right_padding=padding[::-1].copy())
+    more = [rng.integers(1, 9, size=n).astype(float) for n in lengths[::-1]]
+    run(right, np.stack([np.pad(p, (0, columns - len(p)), constant_values=99) for p in more]))
+    for row, (prompt, tokens) in enumerate(zip(prompts, more, strict=True)):
+        cache = ArraysCache(1)
+        run(cache, np.concatenate([prompt, tokens])[None])
+        assert right[0][row].item() == cache[0].item()
+
+
+def test_merge_keeps_padding_to_come_and_refuses_lengths():
+    """What is still to come is not forgotten (in mlx-lm it is)."""
+    a, b = ArraysCache(1, left_padding=[2]), ArraysCache(1)
+    assert ArraysCache.merge([a, b]).left_padding.tolist() == [2, 0]
+    a[0], b[0] = rows(1), rows(2)
+    assert ArraysCache.merge([a, b]).left_padding.tolist() == [2, 0]
+    a.advance(2)
+    assert ArraysCache.merge([a, b]).left_padding is None
+    b.prepare(lengths=[3])
+    with pytest.raises(CacheOrderError, match="finalize"):
+        ArraysCache.merge([a, b])
+    with pytest.raises(CacheOrderError, match="lengths"):
+        a.extend(b)
+    with pytest.raises(CacheOrderError, match="lengths"):
+        b.extend(a)
+    assert first(a) == [1]
+    with pytest.raises(CacheValueError):
+        ArraysCache.merge([ArraysCache(1, left_padding=[0, 0])])
+
+
+def test_a_cache_that_has_no_rows_yet_takes_any():
+    """Nothing says how many rows there are before the first array."""
+    cache = ArraysCache(2)
+    cache.filter([5, 2])
+    assert cache.extract(7).is_empty()
+    for bad in (lambda: cache.filter([-1]), lambda: cache.extract(-1)):
+        with pytest.raises(CacheValueError):
+            bad()
+    cache.prepare(lengths=[1, 2])
+    with pytest.raises(CacheValueError):
+        cache.filter([2])
 
 
 def test_mamba_cache_has_two_slots():

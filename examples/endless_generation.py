@@ -25,18 +25,21 @@ with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_seq_max=1) as c
     keep, shifts = len(pending), 0
 
     for _ in range(TOTAL):
-        try:
-            ctx.decode(pending)
-        except NoKvCacheSlot:
-            end = ctx.kv_cache_seq_pos_max(0) + 1
-            drop = (end - keep) // 2
-            if not ctx.clear_kv_cache_seq(0, keep, keep + drop):
-                sys.exit("the memory of this model cannot drop a part of a sequence")
-            ctx.kv_cache_seq_add(0, keep + drop, None, -drop)
-            shifts += 1
-            print(f" [{end} tokens: dropped {drop}]", end="")
-            ctx.decode(pending)
-        print(model.detokenize(pending), end="", flush=True)
+        text = model.detokenize(pending)
+        while pending:
+            try:
+                ctx.decode(pending)
+                pending = []
+            except NoKvCacheSlot as full:
+                pending = pending[full.n_decoded :]  # what was stored before stays
+                end = ctx.kv_cache_seq_pos_max(0) + 1
+                drop = (end - keep) // 2
+                if not ctx.clear_kv_cache_seq(0, keep, keep + drop):
+                    sys.exit("the memory of this model cannot drop a part of a sequence")
+                ctx.kv_cache_seq_add(0, keep + drop, None, -drop)
+                shifts += 1
+                print(f" [{end} tokens: dropped {drop}]", end="")
+        print(text, end="", flush=True)
 
         token = sampler.sample(ctx)
         pending = scene if model.is_eog(token) else [token]

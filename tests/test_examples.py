@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -129,6 +130,57 @@ def test_endless_generation() -> None:
     assert shifts == len(drops) >= 3
     # Nothing was evaluated again: what was evaluated was dropped or is still there.
     assert cells - drops[-1] < evaluated - sum(drops) <= cells
+
+
+# In parts of 8 tokens, with what was decoded written down.
+RECORDED = """
+import json, runpy, sys
+import pykvcache
+
+class Recording(pykvcache.LlamaContext):
+    fed = []
+
+    def __init__(self, model, **options):
+        super().__init__(model, n_batch=8, **options)
+
+    def decode(self, tokens):
+        before = self.tokens_evaluated
+        try:
+            super().decode(tokens)
+        finally:
+            self.fed.extend(tokens[: self.tokens_evaluated - before])
+
+class Choosing(pykvcache.Sampler):
+    chosen = []
+
+    def sample(self, ctx):
+        self.chosen.append(super().sample(ctx))
+        return self.chosen[-1]
+
+pykvcache.LlamaContext, pykvcache.Sampler = Recording, Choosing
+sys.argv = sys.argv[1:]
+names = runpy.run_path(sys.argv[0], run_name="__main__")
+with pykvcache.LlamaModel(names["path"]) as model:
+    wanted = model.tokenize(names["PROMPT"]).tolist()
+    for token in Choosing.chosen:
+        wanted += names["scene"] if model.is_eog(token) else [token]
+print(json.dumps([Recording.fed, wanted[: len(Recording.fed)], names["shifts"]]))
+"""
+
+
+def test_endless_generation_feeds_each_token_once() -> None:
+    script = str(EXAMPLES / "endless_generation.py")
+    result = subprocess.run(
+        [sys.executable, "-c", RECORDED, script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        encoding="utf-8",
+    )
+    assert result.returncode == 0, result.stderr
+    fed, wanted, shifts = json.loads(result.stdout.splitlines()[-1])
+    assert fed == wanted
+    assert shifts >= 3
 
 
 def test_save_and_resume() -> None:

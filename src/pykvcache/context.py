@@ -160,10 +160,11 @@ class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, StateMeth
             Nothing to decode, a token outside the vocabulary, positions that do not
             continue their sequence; raised before anything is computed.
         NoKvCacheSlot
-            The cache is full. Parts that were decoded before stay, and the positions
-            tell the truth.
+            The cache has fewer free cells than there are tokens; nothing was decoded.
+            With ``swa_full=False`` a window's cache may be full in the middle of a long
+            call: ``n_decoded`` tokens of it stay, decode those after them to go on.
         DecodeAborted
-            `abort` was called meanwhile.
+            `abort` was called meanwhile; ``n_decoded`` tells how many tokens stay.
         DecodeError
             Other failures; ``code`` is llama.cpp's.
 
@@ -216,7 +217,9 @@ class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, StateMeth
         Raises
         ------
         IndexError
-            That token has no logits; after a failed decode none has.
+            That token has no logits, and after a failed decode none has; or no sequence
+            holds it any more after what came before it: it was removed, moved or
+            replaced. A fork that holds it keeps its logits readable.
         """
         return self._native.logits(i)
 

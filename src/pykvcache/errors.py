@@ -70,9 +70,6 @@ class _TooLarge(KvCacheConversionError, OverflowError):
         #: The value that was given.
         self.value = value
 
-    def __reduce__(self) -> tuple[type, tuple[int]]:
-        return type(self), (self.value,)
-
 
 class SeqIdTooLarge(_TooLarge):
     """A sequence id does not fit a C ``int32_t``."""
@@ -136,15 +133,26 @@ class PositionError(KvCacheError, ValueError):
     ----------
     p0, p1 : int or None
         The range that was given; ``None`` for an open end.
+    value : int or None
+        The position that cannot be, where one position is the reason.
+    limit : int or None
+        The highest position that can be, where it is too high: `LlamaContext.max_position`.
     """
 
-    def __init__(self, message: str, p0: int | None = None, p1: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        p0: int | None = None,
+        p1: int | None = None,
+        *,
+        value: int | None = None,
+        limit: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.p0 = p0
         self.p1 = p1
-
-    def __reduce__(self) -> tuple[type, tuple[str, int | None, int | None]]:
-        return type(self), (str(self), self.p0, self.p1)
+        self.value = value
+        self.limit = limit
 
 
 class SharedCellsError(KvCacheError, RuntimeError):
@@ -168,13 +176,6 @@ class KvCacheFull(KvCacheError, RuntimeError):
         super().__init__(message)
         self.capacity = capacity
         self.batch = batch
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_full, (str(self), self.capacity, self.batch)
-
-
-def _rebuild_full(message: str, capacity: int | None, batch: int | None) -> KvCacheFull:
-    return KvCacheFull(message, capacity=capacity, batch=batch)
 
 
 class NotSupported(KvCacheError, RuntimeError):
@@ -261,26 +262,87 @@ class DecodeError(KvCacheError, RuntimeError):
     ----------
     code : int or None
         What llama.cpp returned; ``None`` when the call was not made.
+    n_decoded : int
+        Tokens of this call, from the first on, that were decoded before and stay in the memory.
+        To go on, decode those after them.
+    needs_removal : tuple of int
+        Sequences that cannot go on: remove all of each.
     """
 
-    def __init__(self, message: str, code: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        code: int | None = None,
+        *,
+        n_decoded: int = 0,
+        needs_removal: tuple[int, ...] = (),
+    ) -> None:
         super().__init__(message)
         self.code = code
-
-    def __reduce__(self) -> tuple[type, tuple[str, int | None]]:
-        return type(self), (str(self), self.code)
+        self.n_decoded = n_decoded
+        self.needs_removal = needs_removal
 
 
 class NoKvCacheSlot(DecodeError):
-    """The cache has no free cells for the batch (code 1); none of it was stored."""
+    """The cache has no free cells for the tokens, or for the cells of a state (code 1).
+
+    Where the free cells tell, nothing was decoded. A sliding window's cache that is smaller than
+    the context may find itself full in the middle of a long call: see ``n_decoded``.
+
+    Attributes
+    ----------
+    n_tokens : int or None
+        Tokens (of a state: cells) that were to be placed.
+    n_free, n_cells : int or None
+        Cells that are free, and that there are for this sequence; ``None`` where not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        code: int | None = None,
+        *,
+        n_tokens: int | None = None,
+        n_free: int | None = None,
+        n_cells: int | None = None,
+        **facts: Any,
+    ) -> None:
+        super().__init__(message, code, **facts)
+        self.n_tokens = n_tokens
+        self.n_free = n_free
+        self.n_cells = n_cells
 
 
 class DecodeAborted(DecodeError):
-    """``abort()`` stopped the decode (code 2); the message says what is left where."""
+    """``abort()`` stopped the decode (code 2); ``n_decoded`` tokens were decoded before."""
 
 
 class InvalidBatch(DecodeError, ValueError):
-    """The batch is not one that can be decoded; raised before the call."""
+    """The batch is not one that can be decoded; raised before the call.
+
+    Attributes
+    ----------
+    index : int or None
+        Which token of the batch is the reason.
+    value, limit : int or None
+        What it has that cannot be (a token id, a position, a number of sequences or tokens), and
+        the limit, or the one value that could be.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        code: int | None = None,
+        *,
+        index: int | None = None,
+        value: int | None = None,
+        limit: int | None = None,
+        **facts: Any,
+    ) -> None:
+        super().__init__(message, code, **facts)
+        self.index = index
+        self.value = value
+        self.limit = limit
 
 
 # At rest -----------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class Sampler:
         Raises
         ------
         IndexError
-            Token i has no logits.
+            Token i has no logits, or no sequence holds it any more.
         DecodeError
             The logits hold NaN, or the grammar allows no further token.
         """

@@ -72,9 +72,10 @@ def test_a_full_cache_refuses_what_does_not_fit_and_takes_what_does(
         ctx.decode(words(10))
     assert error.value.code == 1
     assert isinstance(error.value, RuntimeError)
+    facts = error.value.n_tokens, error.value.n_free, error.value.n_cells, error.value.n_decoded
+    assert facts == (10, 6, 256, 0)
     assert lengths(ctx) == {0: 250}
-    with pytest.raises(IndexError):
-        ctx.logits()
+    ctx.logits()  # nothing was changed
     ctx.decode(tokens[250:])
     assert lengths(ctx) == {0: 256}
     if name != "t5":
@@ -82,22 +83,53 @@ def test_a_full_cache_refuses_what_does_not_fit_and_takes_what_does(
 
 
 @pytest.mark.parametrize("as_batch", [False, True])
-def test_what_was_decoded_before_the_cache_was_full_stays(
+def test_a_long_call_that_does_not_fit_is_refused_before_any_of_it(
     make_context: Any, fresh_logits: Any, as_batch: bool
 ) -> None:
     ctx, tokens = make_context("llama", n_batch=32), words(300)
     batch = LlamaBatch.from_arrays(tokens, np.arange(300), 0, True)
     ctx.decode([5, 6], seq_id=1)
-    with pytest.raises(NoKvCacheSlot, match="224 tokens"):
+    row = ctx.logits()
+    with pytest.raises(NoKvCacheSlot, match="300 more tokens: 254 of 256") as error:
         ctx.decode(batch if as_batch else tokens)
-    assert lengths(ctx) == {0: 224, 1: 2}
-    assert ctx.tokens_evaluated == 226
-    for i in (0, -1, 223):
-        with pytest.raises(IndexError):
-            ctx.logits(i)
-    assert ctx.clear_kv_cache_seq(0, 200, None)
-    ctx.decode(tokens[200:220])
-    assert differ(ctx.logits(), fresh_logits("llama", tokens[:220])) < RIGHT
+    assert error.value.n_decoded == 0
+    assert lengths(ctx) == {1: 2}
+    assert ctx.tokens_evaluated == 2
+    assert (ctx.logits() == row).all()
+    ctx.decode(tokens[:254])
+    assert differ(ctx.logits(), fresh_logits("llama", tokens[:254])) < RIGHT
+
+
+def test_what_a_window_had_room_for_stays_and_is_counted(
+    make_context: Any, fresh_logits: Any
+) -> None:
+    # Forks of a prefix keep cells of the window that no free cell of plain attention tells of.
+    ctx = make_context("gemma3", swa_full=False, n_ctx=4096, n_ubatch=32, n_batch=32, n_seq_max=2)
+    tokens = words(2000)
+    ctx.decode(tokens[:200])
+    ctx.copy_kv_cache_seq(0, 1)
+    with pytest.raises(NoKvCacheSlot) as error:
+        ctx.decode(tokens[200:])
+    done = error.value.n_decoded
+    assert 0 < done < 1800
+    assert done % 32 == 0
+    assert ctx.kv_cache_seq_pos_max(0) == 200 + done - 1
+    with pytest.raises(IndexError):
+        ctx.logits()
+    ctx.clear_kv_cache_seq(1)
+    ctx.decode(tokens[200 + done :])
+    assert ctx.tokens_evaluated == 2000
+
+
+def test_each_stream_is_counted_by_itself(make_context: Any) -> None:
+    ctx = make_context("llama", kv_unified=False, n_seq_max=2, n_ctx=512, n_batch=32)
+    ctx.decode(words(200), seq_id=0)
+    both = LlamaBatch.from_arrays(
+        words(120), np.r_[np.arange(60), np.arange(200, 260)], np.repeat([1, 0], 60), True
+    )
+    with pytest.raises(NoKvCacheSlot, match="60 more tokens of sequence 0: 56 of 256"):
+        ctx.decode(both)
+    assert lengths(ctx) == {0: 200}
 
 
 def test_each_stream_has_its_own_room(make_context: Any) -> None:

@@ -134,8 +134,11 @@ def test_empty_sequences(ctx: LlamaContext) -> None:
 
 def test_there_are_no_logits_after_a_write(ctx: LlamaContext) -> None:
     ctx.decode(WORDS[:5])
+    row = ctx.logits()
     ctx.write_kv(1, ctx.kv(0))
-    with pytest.raises(IndexError):
+    assert (ctx.logits() == row).all()  # sequence 0 is what it was
+    ctx.write_kv(0, ctx.kv(0))
+    with pytest.raises(IndexError, match="no sequence holds it"):
         ctx.logits()
 
 

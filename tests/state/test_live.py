@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from binding.test_abort import aborted
@@ -20,16 +21,18 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_there_are_no_logits_after_a_restore(
+def test_a_restored_sequence_has_no_logits_and_others_keep_theirs(
     case: Any, make_context: ContextFactory, tmp_path: Path
 ) -> None:
     ctx = make_context(case.name, **case.options)
     ctx.decode(WORDS[:10])
     ctx.save_sequence(0, tmp_path / "a")
     ctx.save_context(tmp_path / "all")
-    ctx.logits()  # saving leaves them alone
+    row = ctx.logits()  # saving leaves them alone
+    ctx.load_sequence(tmp_path / "a", 1)
+    np.testing.assert_array_equal(ctx.logits(), row)
     for load in (
-        lambda: ctx.load_sequence(tmp_path / "a", 1),
+        lambda: ctx.load_sequence(tmp_path / "a", 0),
         lambda: ctx.load_context(tmp_path / "all"),
     ):
         ctx.decode(WORDS[10:11], seq_id=0)

@@ -298,8 +298,11 @@ def test_an_empty_state_empties(make_context: ContextFactory) -> None:
 def test_there_are_no_logits_after_a_restore(make_context: ContextFactory) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:10])
+    row = ctx.logits()
     ctx.set_state(ctx.get_state(0), 1)
-    with pytest.raises(IndexError):
+    assert (ctx.logits() == row).all()  # sequence 0 is what it was
+    ctx.set_state(ctx.get_state(0), 0)
+    with pytest.raises(IndexError, match="no sequence holds it"):
         ctx.logits()
 
 

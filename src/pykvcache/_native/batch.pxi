@@ -19,7 +19,8 @@ cdef class Batch(Outputs):
 
     cdef int make_room(self, size_t n, size_t width) except -1:
         if n > INT32_MAX - 1:
-            raise InvalidBatch(f"{n} tokens are too many for one batch")
+            raise InvalidBatch(
+                f"{n} tokens are too many for one batch", value=n, limit=INT32_MAX - 1)
         self.token.resize(n)
         self.pos.resize(n)
         self.n_seq_id.resize(n)
@@ -77,9 +78,9 @@ cdef class Batch(Outputs):
             raise InvalidBatch(
                 f"position {first + n - 1} is past the model's table of {self.model.n_ctx_train} positions")
         if lib.bounded(self.mem) and first + n > self.n_ctx_seq:
-            self.forget_outputs()
             raise NoKvCacheSlot(
-                f"no room in the cache: position {first + n - 1} is past its {self.n_ctx_seq} cells", 1)
+                f"no room in the cache: position {first + n - 1} is past its {self.n_ctx_seq} cells; "
+                "nothing was decoded", 1, n_tokens=n, n_cells=self.n_ctx_seq)
         return 0
 
     cdef int32_t part_limit(self, int64_t n, int32_t width) except -1:
@@ -93,7 +94,7 @@ cdef class Batch(Outputs):
             if n > self.n_ubatch:
                 raise InvalidBatch(
                     f"{n} tokens must be computed at once, and n_ubatch is {self.n_ubatch}: "
-                    "create the context with a larger n_batch and n_ubatch")
+                    "create the context with a larger n_batch and n_ubatch", value=n, limit=self.n_ubatch)
             self.check_equal_lengths(n, width)
             if self.part_size(0, n, width) < n:
                 raise InvalidBatch(
@@ -167,10 +168,13 @@ cdef class Batch(Outputs):
             self.expect[s] = -1
         for i in range(n):
             if self.token[i] < 0 or self.token[i] >= self.n_vocab:
-                raise InvalidBatch(f"token {self.token[i]} (at {i}) is outside [0, {self.n_vocab})")
+                raise InvalidBatch(
+                    f"token {self.token[i]} (at {i}) is outside [0, {self.n_vocab})",
+                    index=i, value=self.token[i], limit=self.n_vocab - 1)
             if self.n_seq_id[i] < 1 or self.n_seq_id[i] > width:
                 raise InvalidBatch(
-                    f"token at {i} belongs to {self.n_seq_id[i]} sequences: 1 to {width} are possible")
+                    f"token at {i} belongs to {self.n_seq_id[i]} sequences: 1 to {width} are possible",
+                    index=i, value=self.n_seq_id[i], limit=width)
             seqs = self.seq_ids.data() + i * width
             for j in range(self.n_seq_id[i]):
                 s = seqs[j]
@@ -178,14 +182,15 @@ cdef class Batch(Outputs):
                     raise SequenceIdError(s, self.n_seq_max)
                 for k in range(j):
                     if seqs[k] == s:
-                        raise InvalidBatch(f"token at {i} names sequence {s} twice")
+                        raise InvalidBatch(f"token at {i} names sequence {s} twice", index=i, value=s)
                 if self.expect[s] < 0:
                     self.expect[s] = self.first_of_batch(s, i, encoding)
                     self.history[s] = 0
                 if self.pos[i] != self.expect[s]:
                     raise InvalidBatch(
                         f"position {self.pos[i]} (at {i}) does not continue sequence {s}: "
-                        f"{self.expect[s]} is next")
+                        f"{self.expect[s]} is next",
+                        index=i, value=self.pos[i], limit=self.expect[s])
                 self.expect[s] += 1
             self.check_span(self.pos[i], 1)
             if self.n_seq_id[i] > 1:
@@ -201,16 +206,20 @@ cdef class Batch(Outputs):
         if encoding:
             if first > 0:
                 raise InvalidBatch(
-                    f"sequence {s} holds tokens that were decoded for another input: remove them first")
+                    f"sequence {s} holds tokens that were decoded for another input: remove them first",
+                    index=i)
         else:
             self.check_seq_for_decode(s)
         if first > 0:
             return first
         # An empty sequence may begin anywhere.
         if self.pos[i] < 0:
-            raise InvalidBatch(f"position {self.pos[i]} (at {i}) is negative")
+            raise InvalidBatch(
+                f"position {self.pos[i]} (at {i}) is negative", index=i, value=self.pos[i], limit=0)
         if self.pos[i] != 0 and lib.bounded(self.mem):
-            raise InvalidBatch(f"sequence {s} is empty and must begin at 0, not {self.pos[i]}")
+            raise InvalidBatch(
+                f"sequence {s} is empty and must begin at 0, not {self.pos[i]}",
+                index=i, value=self.pos[i], limit=0)
         return self.pos[i]
 
     cdef int check_coupled(self, const int32_t* seqs, Py_ssize_t i, int32_t n) except -1:
@@ -226,5 +235,5 @@ cdef class Batch(Outputs):
             s = seqs[j]
             if self.history[s] != self.history[a] or not lib.same_cells(self.mem, a, s):
                 raise InvalidBatch(
-                    f"token at {i} belongs to sequences {a} and {s}, which have diverged")
+                    f"token at {i} belongs to sequences {a} and {s}, which have diverged", index=i)
         return 0

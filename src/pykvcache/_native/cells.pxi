@@ -154,7 +154,7 @@ cdef class Cells(Memory):
             self.remove_from(seq, what, a, b)
             if follows:
                 self.pending = True
-                self.lineage.changed(seq, a)
+                self.changed(seq, a)
                 self.done(lib.add_cells(self.mem, seq, b, INT32_MAX, a - b), "seq_add")
         finally:
             self.lock.leave()

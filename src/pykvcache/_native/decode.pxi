@@ -40,7 +40,9 @@ cdef class Context(Batch):
             for i in range(n):
                 self.token[i] = tokens[i]
                 if self.token[i] < 0 or self.token[i] >= self.n_vocab:
-                    raise InvalidBatch(f"token {self.token[i]} (at {i}) is outside [0, {self.n_vocab})")
+                    raise InvalidBatch(
+                        f"token {self.token[i]} (at {i}) is outside [0, {self.n_vocab})",
+                        index=i, value=self.token[i], limit=self.n_vocab - 1)
                 self.pos[i] = <int32_t>(first + i)
                 self.n_seq_id[i] = 1
                 self.seq_ids[i] = seq
@@ -71,7 +73,9 @@ cdef class Context(Batch):
         cdef int64_t limit = self.part_limit(n, width), start = 0
         cdef int32_t size, code
         cdef lib.llama_batch batch
+        self.check_room(n, width)
         self.forget_outputs()
+        self.held.begin()
         self.abort_flag.begin()
         try:
             self.settle()
@@ -96,11 +100,41 @@ cdef class Context(Batch):
             _drain_log()
         return 0
 
+    cdef int check_room(self, int64_t n, int32_t width) except -1:
+        """Refuse what cannot fit before any of it is computed: each token takes a free cell.
+
+        Windows may reuse cells or not, so that a decode there can still find itself without room.
+        """
+        cdef int64_t counts[MAX_SEQ]
+        cdef int64_t i, free_cells = lib.n_free(self.mem, 0)
+        cdef int32_t s
+        if free_cells < 0:
+            return 0  # no cells
+        if not self.streams:
+            return self.need_cells(n, free_cells, -1)
+        memset(counts, 0, sizeof(counts))
+        for i in range(n):
+            counts[self.seq_ids[i * width]] += 1
+        for s in range(<int32_t>self.n_seq_max):
+            if counts[s]:
+                self.need_cells(counts[s], lib.n_free(self.mem, s), s)
+        return 0
+
+    cdef int need_cells(self, int64_t n, int64_t free_cells, int32_t seq) except -1:
+        cdef str where = "" if seq < 0 else f" of sequence {seq}"
+        if n > free_cells:
+            raise NoKvCacheSlot(
+                f"no room in the cache for {n} more tokens{where}: {free_cells} of "
+                f"{self.n_ctx_seq} cells are free; nothing was decoded", 1,
+                n_tokens=n, n_free=free_cells, n_cells=self.n_ctx_seq)
+        return 0
+
     cdef int check_wanted(self, int64_t start) except -1:
         """Stop between two parts, where nothing is half done."""
         if self.abort_flag.is_wanted():
             raise DecodeAborted(
-                f"the decode was aborted; {start} tokens of this call were decoded before and stay", 2)
+                f"the decode was aborted; {start} tokens of this call were decoded before and stay", 2,
+                n_decoded=start)
         return 0
 
     cdef int32_t run_decode(self, lib.llama_batch batch) except? -1:
@@ -151,15 +185,17 @@ cdef class Context(Batch):
         left = f"; {done_so_far} tokens of this call were decoded before and stay" if done_so_far else ""
         if damaged:
             left += f"; sequences {sorted(damaged)} cannot go on: remove all of each"
+        facts = {"n_decoded": done_so_far, "needs_removal": tuple(sorted(damaged))}
         if code == 1:
             raise NoKvCacheSlot(
-                f"no room in the cache for {batch.n_tokens} more tokens (n_ctx is {self.n_ctx})" + left, 1)
+                f"no room in the cache for {batch.n_tokens} more tokens (n_ctx is {self.n_ctx})" + left, 1,
+                n_tokens=batch.n_tokens, n_cells=self.n_ctx_seq, **facts)
         if code == 2:
             raise DecodeAborted("the decode was aborted" + (
-                left or "; the positions of each sequence tell what is left"), 2)
+                left or "; the positions of each sequence tell what is left"), 2, **facts)
         if code == -1:
-            raise InvalidBatch(f"llama.cpp refused the batch: {notes}" + left, -1)
-        raise DecodeError(f"llama_decode failed with code {code}: {notes}" + left, code)
+            raise InvalidBatch(f"llama.cpp refused the batch: {notes}" + left, -1, **facts)
+        raise DecodeError(f"llama_decode failed with code {code}: {notes}" + left, code, **facts)
 
     cdef void roll_back_coupled(self, lib.llama_batch batch) noexcept:
         """llama.cpp takes a failed step back for one sequence of each token only."""
@@ -171,7 +207,7 @@ cdef class Context(Batch):
                     first = min(first, self.next_pos(batch.seq_id[i][j]))
                 if batch.pos[i] >= first:
                     for j in range(batch.n_seq_id[i]):
-                        self.lineage.changed(batch.seq_id[i][j], batch.pos[i])
+                        self.changed(batch.seq_id[i][j], batch.pos[i])
                         lib.remove_cells(self.mem, batch.seq_id[i][j], batch.pos[i], INT32_MAX)
 
     # Encoder -------------------------------------------------------------------------
@@ -193,8 +229,9 @@ cdef class Context(Batch):
             if n > self.n_ubatch:
                 raise InvalidBatch(
                     f"{n} tokens must be encoded at once, and n_ubatch is {self.n_ubatch}: "
-                    "create the context with a larger n_batch and n_ubatch")
+                    "create the context with a larger n_batch and n_ubatch", value=n, limit=self.n_ubatch)
             self.forget_outputs()
+            self.held.begin()
             batch = self.part(0, <int32_t>n, width)
             self.abort_flag.begin()
             self.abort_flag.arm(True)
@@ -211,6 +248,7 @@ cdef class Context(Batch):
                 self.input_key[j] = 0
             for i in range(n):
                 self.outputs.push_back(<int32_t>i)
+                self.held.encoded()
                 for j in range(self.n_seq_id[i]):
                     self.input_key[self.seq_ids[i * width + j]] = (
                         self.input_key[self.seq_ids[i * width + j]] * 1000003 + <uint64_t>(i + 1))

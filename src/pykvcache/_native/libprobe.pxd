@@ -119,6 +119,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     bool next_cell(const memory*, memory_part, uint32_t n_seq_max, uint32_t& stream, uint32_t& cell,
                    llama_pos& pos, uint8_t* members)
     uint32_t n_used(const memory*, memory_part)
+    int64_t n_free(const memory*, llama_seq_id)
     size_t n_held(const memory*, llama_seq_id)
     bool extent(const memory*, llama_seq_id, llama_pos& lo, llama_pos& hi)
     enum removal:
@@ -274,6 +275,21 @@ cdef extern from "lineage.h" namespace "pykv" nogil:
         void changed(llama_seq_id, llama_pos first)
         void all_changed()
         bool is_true(llama_seq_id, uint64_t id)
+
+
+cdef extern from "held_rows.h" namespace "pykv" nogil:
+    cdef cppclass held_rows:
+        void forget()
+        void begin()
+        void decoded(llama_pos pos, const llama_seq_id* seqs, int32_t n) except +
+        void encoded() except +
+        void removed(llama_seq_id, llama_pos first)
+        void copied(llama_seq_id src, llama_seq_id dst, llama_pos end)
+        void restored(llama_seq_id)
+        void cleared()
+        bool is_held(size_t row)
+        bool is_whole(llama_seq_id)
+        llama_pos pos(size_t row)
 
 
 cdef extern from "sync.h" namespace "pykv" nogil:

@@ -37,6 +37,8 @@ cdef class Memory(Handle):
     cdef bint pending
     # What is still as it was when a partial state was taken.
     cdef lib.lineage lineage
+    # Which rows of logits and embeddings belong to what some sequence holds.
+    cdef lib.held_rows held
 
     # Facts ---------------------------------------------------------------------------
 
@@ -108,6 +110,17 @@ cdef class Memory(Handle):
             return 0
         return hi + 1
 
+    # What changes ---------------------------------------------------------------------
+
+    cdef void changed(self, int32_t seq, int32_t first) noexcept:
+        """A sequence is no longer what it was at this position and after it."""
+        self.lineage.changed(seq, first)
+        self.held.removed(seq, first)
+
+    cdef void all_changed(self) noexcept:
+        self.lineage.all_changed()
+        self.held.cleared()
+
     # Removal -------------------------------------------------------------------------
 
     def clear(self, bint data):
@@ -120,7 +133,7 @@ cdef class Memory(Handle):
                     code = lib.memory_clear(self.memory(), data)
             for s in range(MAX_SEQ):
                 self.poisoned[s] = False
-            self.lineage.all_changed()
+            self.all_changed()
             self.pending = self.pending and self.streams
             if self.broken:
                 # An encode that threw has left this switched.
@@ -143,7 +156,7 @@ cdef class Memory(Handle):
             return 0
         if what == lib.REMOVE_WHOLE:
             p0, p1 = 0, INT32_MAX
-        self.lineage.changed(seq, p0)
+        self.changed(seq, p0)
         code = lib.remove_cells(self.mem, seq, p0, p1)
         if code == 0:
             raise InternalError(f"llama_memory_seq_rm refused a removal from sequence {seq}")
@@ -222,7 +235,8 @@ cdef class Memory(Handle):
                 self.remove_from(d, self.removable(d, 0, INT32_MAX), 0, INT32_MAX)
             if nothing:
                 return
-            self.lineage.changed(d, 0)
+            self.changed(d, 0)
+            self.held.copied(s, d, b if a <= lo else 0)
             self.pending = self.pending or self.streams
             self.copied(s, d)
             lib.note_first(self.mem, d, lib.first_of(self.mem, s))
@@ -278,7 +292,7 @@ cdef class Memory(Handle):
             self.pending = True
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) + <int32_t>by)
             first = lib.first_from(self.mem, seq, a)
-            self.lineage.changed(seq, min(first, first + <int32_t>by))
+            self.changed(seq, min(first, first + <int32_t>by))
             self.done(lib.add_cells(self.mem, seq, a, b, <int32_t>by), "seq_add")
         finally:
             self.lock.leave()
@@ -300,7 +314,7 @@ cdef class Memory(Handle):
                 self.raise_problem(problem, f"dividing by {by}", where, p0, p1)
             self.pending = True
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) // by)
-            self.lineage.changed(seq, lib.first_from(self.mem, seq, a) // by)
+            self.changed(seq, lib.first_from(self.mem, seq, a) // by)
             self.done(lib.divide_cells(self.mem, seq, a, b, by), "seq_div")
         finally:
             self.lock.leave()

@@ -13,13 +13,11 @@ cdef class Outputs(Partials):
 
     cdef void forget_outputs(self):
         self.outputs.clear()
+        self.held.forget()
         self.kept_logits = None
         self.kept_embeddings = None
         self.part_start = 0
         self.from_encoder = False
-
-    cdef void outputs_are_gone(self):
-        self.forget_outputs()
 
     cdef int note_outputs(self, lib.llama_batch batch, int32_t start, bint more) except -1:
         """Remember which tokens have outputs; rows that the next part overwrites are kept."""
@@ -28,6 +26,10 @@ cdef class Outputs(Partials):
         for i in range(batch.n_tokens):
             if batch.logits[i]:
                 self.outputs.push_back(start + i)
+                if self.kind == lib.MEMORY_NONE:
+                    self.held.encoded()
+                else:
+                    self.held.decoded(batch.pos[i], batch.seq_id[i], batch.n_seq_id[i])
                 if more:
                     self.keep_row(i)
         return 0
@@ -60,7 +62,7 @@ cdef class Outputs(Partials):
         if n == 0:
             raise IndexError(f"there are no {what}: nothing was decoded, or the last decode failed")
         if not overflow and index < 0 and index >= -n:
-            return <int>(n + index)
+            return self.check_held(<int>(n + index), i, what)
         a = 0
         b = n
         while a < b:
@@ -72,7 +74,14 @@ cdef class Outputs(Partials):
         if overflow or a == n or self.outputs[a] != index:
             raise IndexError(
                 f"token {i} of the last decode has no {what}: {n} of its tokens asked for them")
-        return <int>a
+        return self.check_held(<int>a, i, what)
+
+    cdef int check_held(self, int place, object i, str what) except -1:
+        if not self.held.is_held(place):
+            raise IndexError(
+                f"the {what} of token {i} of the last decode are gone: no sequence holds it at position "
+                f"{self.held.pos(place)} any more, after what it held before it then")
+        return place
 
     cdef object row(self, int place, bint embeddings):
         cdef list kept = self.kept_embeddings if embeddings else self.kept_logits
@@ -135,10 +144,14 @@ cdef class Outputs(Partials):
             if not self.embeddings or self.pooling_type == 0:
                 raise UnsupportedOperation(
                     "seq_embeddings", "create the context with embeddings=True and a pooling_type")
-            self.find_output(-1, "embeddings")
+            if self.outputs.size() == 0:
+                raise IndexError("there are no embeddings: nothing was decoded, or the last decode failed")
             result = self.copy_row(lib.embeddings_seq(self.ctx, seq), n)
             if result is None:
                 raise IndexError(f"sequence {seq} was not in the last decode")
+            if not self.held.is_whole(seq):
+                raise IndexError(
+                    f"the embeddings of sequence {seq} are gone: it no longer holds what was decoded")
             return result
         finally:
             self.lock.leave()

@@ -98,7 +98,6 @@ cdef class Partials(State):
             else:
                 self.put_half(state)
             self.poisoned[seq] = False
-            self.outputs_are_gone()
         finally:
             self.lock.leave()
 
@@ -115,7 +114,8 @@ cdef class Partials(State):
         self.need_room(seq, blocks)
         # A copy between streams that waits would overwrite what is put back.
         self.settle()
-        self.lineage.changed(seq, state.pos + 1)
+        # A recurrent state may be of other tokens than the sequence holds.
+        self.changed(seq, state.pos + 1 if self.lineage.is_true(seq, state.moment) else 0)
         with nogil:
             lib.begin_notes()
             code = lib.drop_halves(self.mem, seq)

@@ -96,6 +96,8 @@ memory_facts look_at_memory(const memory * m);
 bool next_cell(const memory * m, memory_part part, uint32_t n_seq_max, uint32_t & stream, uint32_t & cell,
                llama_pos & pos, uint8_t * members);
 uint32_t n_used(const memory * m, memory_part part);
+// Cells that a decode into this sequence may still take; -1 where a sequence does not consist of cells.
+int64_t  n_free(const memory * m, llama_seq_id seq);
 
 // Lowest and highest position that the sequence holds; false when it holds nothing.
 bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi);

@@ -68,6 +68,10 @@ uint32_t n_used(const memory * m, memory_part part) {
     return used;
 }
 
+int64_t n_free(const memory * m, llama_seq_id seq) {
+    return m->base ? int64_t(m->base->get_size()) - int64_t(m->base->get_cells(seq).get_used()) : -1;
+}
+
 bool next_cell(const memory * m, memory_part part, uint32_t n_seq_max, uint32_t & stream, uint32_t & cell,
                llama_pos & pos, uint8_t * members) {
     if (part == PART_RECURRENT) {

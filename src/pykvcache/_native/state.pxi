@@ -268,21 +268,22 @@ cdef class State(Arrays):
             raise _caught_error("set_state")
         if code == 1:
             self.lineage.changed(seq, 0)
-            self.outputs_are_gone()
+            self.held.restored(seq)
         return code
 
     cdef int put(self, int32_t seq, Pieces pieces) except -1:
         """Replace what is there; what llama.cpp refuses leaves it as it was."""
         cdef int32_t code
         cdef Plan plan = self.plan(seq)
+        cdef lib.held_rows held_before = self.held
         before = Pieces([self.read_state(plan, np.empty(plan.size, np.uint8))])
         code = self.replace(seq, pieces)
-        self.outputs_are_gone()
         if code == lib.CAUGHT:
             error = _caught_error("set_state")
             why = _notes() or str(error)
             if self.replace(seq, before) == lib.CAUGHT:
                 raise self.fail("set_state")
+            self.held = held_before
             if isinstance(error, MemoryError):
                 raise error
             raise NoKvCacheSlot(f"llama.cpp could not place the state's cells: {why}", 1)
@@ -297,7 +298,7 @@ cdef class State(Arrays):
             self.remove_from(seq, lib.REMOVE_WHOLE, 0, INT32_MAX)
             self.poisoned[seq] = poisoned
         else:
-            self.lineage.all_changed()
+            self.all_changed()
         with nogil:
             lib.begin_notes()
             code = lib.state_read(self.mem, seq, False, pieces.pieces)
@@ -312,7 +313,8 @@ cdef class State(Arrays):
                     and not lib.window_has_room(self.mem, seq, block.n_cells)):
                 raise NoKvCacheSlot(
                     f"no room in the window's cache for {block.n_cells} cells: other sequences hold "
-                    "the rest; remove one, or create the context with swa_full=True", 1)
+                    "the rest; remove one, or create the context with swa_full=True", 1,
+                    n_tokens=block.n_cells)
         for block in blocks:
             if block.part != lib.PART_ATTENTION or block.kind != lib.BLOCK_CELLS:
                 continue
@@ -324,8 +326,6 @@ cdef class State(Arrays):
                 taken -= lib.owned_alone(self.mem, seq)
             if taken + block.n_cells > room:
                 raise NoKvCacheSlot(
-                    f"no room in the cache for {block.n_cells} cells: {taken} of {room} are taken", 1)
+                    f"no room in the cache for {block.n_cells} cells: {taken} of {room} are taken", 1,
+                    n_tokens=block.n_cells, n_free=room - taken, n_cells=room)
         return 0
-
-    cdef void outputs_are_gone(self):
-        """Overridden where outputs are kept: a restored state has none."""

@@ -1,0 +1,41 @@
+"""What exceptions have in common: a builtin beside each, facts as attributes, whole pickles."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from pykvcache import errors
+
+FACTS: list[errors.KvCacheError] = [
+    errors.SeqIdTooLarge(2**40),
+    errors.UnsupportedOperation("decode", "no"),
+    errors.SequenceIdError(9, 8),
+    errors.PositionError("far", 1, 2, value=3, limit=4),
+    errors.KvCacheFull("full", capacity=4, batch=5),
+    errors.ReprocessInputs([1, 2]),
+    errors.DecodeError("failed", -3, n_decoded=7, needs_removal=(1, 2)),
+    errors.NoKvCacheSlot("full", 1, n_decoded=7, n_tokens=9, n_free=2, n_cells=256),
+    errors.DecodeAborted("stopped", 2, n_decoded=7),
+    errors.InvalidBatch("bad", index=3, value=99, limit=98),
+]
+
+
+@pytest.mark.parametrize("error", FACTS, ids=lambda error: type(error).__name__)
+def test_facts_are_attributes_and_survive_a_pickle(error: errors.KvCacheError) -> None:
+    facts = vars(error)
+    assert facts
+    for other in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert type(other) is type(error)
+        assert str(other) == str(error)
+        assert vars(other) == facts
+
+
+@pytest.mark.parametrize("name", [n for n in errors.__all__ if n != "KvCacheError"])
+def test_every_error_is_a_builtin_too(name: str) -> None:
+    kind = getattr(errors, name)
+    assert issubclass(kind, errors.KvCacheError)
+    builtins = [c for c in kind.__mro__ if c.__module__ == "builtins"]
+    assert builtins[0] is not Exception

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +48,58 @@ FreshLogits = Callable[..., NDArray[np.float32]]
 
 ENCODER_INPUT = np.arange(10, 30, dtype=np.int32)
 """What encoder-decoder models are given before they decode."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        choices=["own", "rpc"],
+        help="put every layer of every model on a device: one of this build's own, or the CPU of "
+        "another process over RPC on loopback",
+    )
+
+
+def _serve_rpc() -> tuple[subprocess.Popen[bytes], bytes]:
+    """Start a server in another process; return it and its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    endpoint = f"127.0.0.1:{port}".encode()
+    code = f"from pykvcache._native import lib; lib.rpc_serve({endpoint!r})"
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    for _ in range(600):
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return server, endpoint
+        assert server.poll() is None, "the RPC server ended"
+        time.sleep(0.1)
+    raise TimeoutError("the RPC server does not answer")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--device``, models are loaded to it unless a test says otherwise."""
+    kind = request.config.getoption("--device")
+    if kind is None:
+        yield
+        return
+    from pykvcache import LlamaModel
+    from pykvcache._native import lib
+
+    server = None
+    if kind == "rpc":
+        server, endpoint = _serve_rpc()
+        lib.rpc_connect(endpoint)
+    if lib.devices() == ["CPU"]:
+        pytest.exit("--device: this build has no device but the CPU", 4)
+    defaults = LlamaModel.__init__.__kwdefaults__
+    before = defaults["n_gpu_layers"]
+    defaults["n_gpu_layers"] = 99
+    yield
+    defaults["n_gpu_layers"] = before
+    if server is not None:
+        server.kill()
+        server.wait()
 
 
 @pytest.fixture(scope="session")

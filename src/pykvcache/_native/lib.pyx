@@ -59,6 +59,7 @@ cdef enum:
     MAX_SEQ = 256
 
 include "hooks.pxi"
+include "devices.pxi"
 include "convert.pxi"
 include "model.pxi"
 include "handle.pxi"

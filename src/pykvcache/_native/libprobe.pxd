@@ -48,6 +48,12 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     int32_t sampler_accept(llama_sampler*, llama_token)
 
 
+cdef extern from "devices.h" namespace "pykv" nogil:
+    vector[string] device_names()
+    int32_t rpc_connect(const char* endpoint)
+    int32_t rpc_serve(const char* endpoint)
+
+
 cdef extern from "probe.h" namespace "pykv" nogil:
     enum memory_kind:
         MEMORY_NONE

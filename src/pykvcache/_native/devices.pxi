@@ -1,0 +1,32 @@
+# What ggml computes on; servers of ggml's RPC, which tests use as a device.
+
+
+def devices():
+    """Return the names of the devices that ggml computes on."""
+    return [name.decode("utf-8", "replace") for name in lib.device_names()]
+
+
+cdef int _rpc_done(int32_t code, str what) except -1:
+    if code == lib.CAUGHT:
+        raise _caught_error(what)
+    if code == 1:
+        raise UnsupportedOperation(what, "this build has no RPC (-DGGML_RPC=ON)")
+    return 0
+
+
+def rpc_connect(bytes endpoint not None):
+    """Make the devices of an RPC server, ``b"host:port"``, known to models that are loaded from now on."""
+    cdef const char* where = endpoint
+    cdef int32_t code
+    with nogil:
+        code = lib.rpc_connect(where)
+    _rpc_done(code, "rpc_connect")
+
+
+def rpc_serve(bytes endpoint not None):
+    """Serve this process's CPU over RPC until the process ends; return where it cannot."""
+    cdef const char* where = endpoint
+    cdef int32_t code
+    with nogil:
+        code = lib.rpc_serve(where)
+    _rpc_done(code, "rpc_serve")

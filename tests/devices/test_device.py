@@ -1,0 +1,211 @@
+"""Sequences in the memory of a device: out, in and moved as on the CPU.
+
+Skipped where the build knows no device but the CPU. ``make test-device`` makes builds that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pykvcache import (
+    LlamaBatch,
+    LlamaContext,
+    LlamaModel,
+    StateLayoutMismatch,
+    UnsupportedOperation,
+)
+from support.models import EXACT, MODELS, make_model
+
+WORDS = np.random.default_rng(5).integers(5, 250, 48).astype(np.int32)
+BY = 7
+NAMES = [
+    *("llama", "gemma3", "qwen2vl", "mamba", "jamba", "granitehybrid", "lfm2_swa", "step35"),
+    *("deepseek32", "minimax_m3", "deepseek4"),
+]
+# 0: the device takes single operations of large batches, where it can. 99: all is on it.
+LAYERS = [0, 99]
+
+on_every = pytest.mark.parametrize("name", NAMES)
+in_both_ways = pytest.mark.parametrize("layers", LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_device(_device: None) -> None:
+    from pykvcache._native import lib
+
+    if lib.devices() == ["CPU"]:
+        pytest.skip("this build has no device: see make test-device")
+
+
+class Bench:
+    """Models on the device and contexts of them, closed after the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.opened: list[Any] = []
+
+    def __call__(self, name: str, layers: int, **options: Any) -> LlamaContext:
+        model = LlamaModel(make_model(name, self.folder), n_gpu_layers=layers)
+        defaults = {"n_ctx": 256, "n_seq_max": 4, "n_threads": 1, **EXACT}
+        defaults |= {} if MODELS[name].can_unify else {"kv_unified": False}
+        ctx = LlamaContext(model, **(defaults | options))
+        self.opened += [ctx, model]
+        return ctx
+
+    def cpu(self, name: str, **options: Any) -> LlamaContext:
+        """A context whose every operation runs on the CPU."""
+        return self(name, 0, op_offload=False, **options)
+
+
+@pytest.fixture
+def bench(model_folder: Path) -> Iterator[Bench]:
+    made = Bench(model_folder)
+    yield made
+    for one in made.opened:
+        one.close()
+
+
+def next_logits(ctx: LlamaContext, seq_id: int = 0) -> np.ndarray[Any, Any]:
+    ctx.decode([9], seq_id=seq_id)
+    return ctx.logits()
+
+
+def near(a: Any, b: Any, share: float = 1e-3) -> bool:
+    """Equal but for what other kernels round: a wrong rotation is a third of the spread off."""
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    return bool(np.abs(a - b).max(initial=0) <= share * (np.ptp(b) + 1) if b.size else a.size == 0)
+
+
+def has_states(name: str) -> bool:
+    return MODELS[name].has_states
+
+
+@in_both_ways
+@pytest.mark.parametrize("name", ["llama", "llama3l", "gemma3", "step35", "jamba", "deepseek32"])
+def test_the_rotation_of_keys_is_read(name: str, layers: int, bench: Bench) -> None:
+    ctx, cpu = bench(name, layers), bench.cpu(name)
+    for layer in range(ctx.model.n_layer):
+        np.testing.assert_equal(ctx.native.rope_settings(layer), cpu.native.rope_settings(layer))
+    assert ctx.kv_cache_can_shift() == cpu.kv_cache_can_shift()
+    if not has_states(name):
+        return
+    for one in (ctx, cpu):
+        one.decode(WORDS)
+    keys, wanted = (one.kv(0, rope=False).layers for one in (ctx, cpu))
+    for found, right in zip(keys, wanted, strict=True):
+        assert near(found.keys, right.keys, 2e-2)
+
+
+@in_both_ways
+def test_states_of_another_rotation_are_refused(layers: int, bench: Bench) -> None:
+    ctx = bench("llama", layers)
+    ctx.decode(WORDS)
+    state = ctx.sequence_state(0)
+    bench("llama", layers).restore_sequence(state, 0)
+    with pytest.raises(StateLayoutMismatch, match="freq_base"):
+        bench("llama", layers, rope_freq_base=5000.0).restore_sequence(state, 0)
+
+
+@in_both_ways
+@pytest.mark.parametrize("name", ["llama", "llama3l", "gemma3"])
+def test_shifted_keys_are_those_computed_there(name: str, layers: int, bench: Bench) -> None:
+    moved, fresh = bench(name, layers), bench(name, layers)
+    moved.decode(WORDS)
+    moved.kv_cache_seq_add(0, None, None, BY)
+    there = np.arange(BY, BY + len(WORDS), dtype=np.int32)
+    fresh.decode(LlamaBatch.from_arrays(WORDS, there, 0))
+    # Read at once: the device may still be at work.
+    for found, right in zip(moved.kv(0).layers, fresh.kv(0).layers, strict=True):
+        assert near(found.keys, right.keys, 1e-2)
+    assert near(next_logits(moved), next_logits(fresh))
+
+
+@in_both_ways
+@on_every
+def test_states_and_arrays_go_out_and_in(name: str, layers: int, bench: Bench) -> None:
+    ctx = bench(name, layers)
+    ctx.decode(WORDS)
+    if not has_states(name):
+        with pytest.raises(UnsupportedOperation):
+            ctx.get_state(0)
+        return
+    state, saved, whole = ctx.get_state(0), ctx.sequence_state(0, WORDS), ctx.get_state()
+    ctx.set_state(state, 1)
+    assert np.array_equal(ctx.get_state(1)[8:], state[8:])
+    ctx.restore_sequence(saved, 2)
+    ctx.write_kv(3, ctx.kv(0))
+    logits = [next_logits(ctx, seq_id) for seq_id in range(4)]
+    for found in logits[1:]:
+        assert near(found, logits[0])
+    ctx.set_state(whole)
+    assert ctx.sequences().keys() == {0}
+    assert near(next_logits(ctx), logits[0])
+    # The bytes are the same wherever they lie.
+    cpu = bench.cpu(name)
+    cpu.set_state(state, 0)
+    assert np.array_equal(cpu.get_state(0), state)
+    assert near(next_logits(cpu), logits[0], 3e-2)
+
+
+@in_both_ways
+@on_every
+def test_forks_and_partial_states_stand(name: str, layers: int, bench: Bench) -> None:
+    ctx = bench(name, layers, swa_full=False)
+    ctx.decode(WORDS)
+    ctx.copy_kv_cache_seq(0, 1)
+    try:
+        partial = ctx.get_partial_state(0)
+    except UnsupportedOperation:
+        partial = None
+    first = next_logits(ctx, 0)
+    assert near(next_logits(ctx, 1), first)
+    if partial is not None:
+        ctx.decode(WORDS[:5], seq_id=0)
+        ctx.set_partial_state(partial)
+        assert near(next_logits(ctx, 0), first)
+
+
+@on_every
+def test_a_view_of_a_device_is_refused(name: str, bench: Bench) -> None:
+    ctx = bench(name, 99)
+    ctx.decode(WORDS)
+    if not has_states(name):
+        return
+    with pytest.raises(UnsupportedOperation, match="copy=True"):
+        ctx.kv(0, copy=False)
+
+
+@pytest.mark.parametrize("type_k", ["f16", "q8_0"])
+@pytest.mark.parametrize("flash", ["disabled", "enabled"])
+def test_stored_types_and_transposed_values(type_k: str, flash: str, bench: Bench) -> None:
+    """Values lie transposed without flash attention: each is read on its own."""
+    options: dict[str, Any] = {"type_k": type_k, "flash_attn": flash}
+    ctx = bench("llama_h64", 99, **options)
+    ctx.decode(WORDS)
+    ctx.clear_kv_cache_seq(0, 40)
+    ctx.write_kv(1, replace(ctx.kv(0)))
+    ctx.set_state(ctx.get_state(0), 2)
+    logits = [next_logits(ctx, seq_id) for seq_id in range(3)]
+    assert near(logits[1], logits[0], 2e-2)
+    assert near(logits[2], logits[0])
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_a_restore_beside_full_windows_harms_nobody(layers: int, bench: Bench) -> None:
+    options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 3, "n_ubatch": 32, "swa_full": False}
+    ctx, fresh = bench("gemma3", layers, **options), bench("gemma3", layers, **options)
+    long = np.random.default_rng(6).integers(5, 250, 300).astype(np.int32)
+    for one in (ctx, fresh):
+        one.decode(WORDS, seq_id=1)
+        one.decode(long, seq_id=0)
+    ctx.set_state(ctx.get_state(1), 2)
+    for seq_id, same in ((0, 0), (1, 1), (2, 1)):
+        wanted = next_logits(fresh, same)
+        assert near(next_logits(ctx, seq_id), wanted)
+        fresh.clear_kv_cache_seq(same, int(fresh.kv_cache_seq_pos_max(same)))

@@ -54,6 +54,11 @@ cdef extern from "devices.h" namespace "pykv" nogil:
     int32_t rpc_serve(const char* endpoint)
 
 
+cdef extern from "words.h" namespace "pykv" nogil:
+    vector[string] split_text(const string& text, const vector[string]& patterns, bool byte_encode,
+                              bool with_std_regex) except +
+
+
 cdef extern from "probe.h" namespace "pykv" nogil:
     enum memory_kind:
         MEMORY_NONE

@@ -266,6 +266,11 @@ cdef class Model:
             out.resize(<size_t>(-got))
 
 
+def split_text(bytes text not None, list patterns not None, bint byte_encode, bint with_std_regex):
+    """Return the words into which patterns cut a text, by our matcher or by std::regex, for tests."""
+    return lib.split_text(text, patterns, byte_encode, with_std_regex)
+
+
 def gguf_layout(bytes path not None):
     """Return where the data of a GGUF file starts, and (offset, size) of its tensors."""
     cdef const char* c_path = path

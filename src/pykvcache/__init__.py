@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     )
     from pykvcache.model import LlamaModel
     from pykvcache.sampling import Sampler
+    from pykvcache.sequence import CheckpointPolicy, LlamaSequence
     from pykvcache.state import (
         ContextState,
         Fingerprint,
@@ -102,6 +103,7 @@ _HOMES = {
     "AttentionType": "enums",
     "CacheView": "kv",
     "CellTable": "introspection",
+    "CheckpointPolicy": "sequence",
     "ContextState": "state",
     "Fingerprint": "state",
     "FlashAttention": "enums",
@@ -111,6 +113,7 @@ _HOMES = {
     "LlamaBatch": "batch",
     "LlamaContext": "context",
     "LlamaModel": "model",
+    "LlamaSequence": "sequence",
     "LoadMode": "enums",
     "MemoryInfo": "introspection",
     "PartialState": "state",
@@ -142,6 +145,7 @@ __all__ = [
     "CacheValueError",
     "CacheView",
     "CellTable",
+    "CheckpointPolicy",
     "ClosedError",
     "ContextCreateError",
     "ContextState",
@@ -160,6 +164,7 @@ __all__ = [
     "LlamaBatch",
     "LlamaContext",
     "LlamaModel",
+    "LlamaSequence",
     "LoadMode",
     "MemoryInfo",
     "ModelLoadError",

@@ -226,7 +226,7 @@ class Fuzz(Arguments):
 
     def step(self) -> None:
         rng = self.rng
-        if rng.random() < 0.04 or not self.pool[LlamaContext]:
+        if rng.random() < 0.05 or not self.pool[LlamaContext]:
             self.make(rng.choice(KINDS) if self.pool[LlamaContext] else LlamaContext)
             return
         if rng.random() < 0.02:

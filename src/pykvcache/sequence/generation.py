@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from pykvcache.errors import NoKvCacheSlot
 from pykvcache.sampling import Sampler
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FinishReason", "Generation", "OnFull", "TextGeneration"]
 
-OnFull: TypeAlias = Literal["raise", "stop", "shift"]
-FinishReason: TypeAlias = Literal["stop", "length", "full"]
+# Stubtest takes a Literal of several for no union.
+OnFull = Literal["raise"] | Literal["stop"] | Literal["shift"]
+FinishReason = Literal["stop"] | Literal["length"] | Literal["full"]
 
 
 class Generation(Iterator[int]):

@@ -26,7 +26,6 @@ LAYERS = [
     {"kv"},
     {"memory", "facts", "introspection"},
     {"context"},
-    {"sequence"},
     {"__init__"},
     {"demo"},
     {"cli"},

@@ -23,6 +23,7 @@ from pykvcache.errors import (
     ContextCreateError,
     DecodeAborted,
     DecodeError,
+    GrammarError,
     InternalError,
     InvalidBatch,
     KvCacheConversionError,
@@ -82,7 +83,6 @@ if TYPE_CHECKING:
     )
     from pykvcache.model import LlamaModel
     from pykvcache.sampling import Sampler
-    from pykvcache.sequence import CheckpointPolicy, LlamaSequence
     from pykvcache.state import (
         ContextState,
         Fingerprint,
@@ -103,7 +103,6 @@ _HOMES = {
     "AttentionType": "enums",
     "CacheView": "kv",
     "CellTable": "introspection",
-    "CheckpointPolicy": "sequence",
     "ContextState": "state",
     "Fingerprint": "state",
     "FlashAttention": "enums",
@@ -113,7 +112,6 @@ _HOMES = {
     "LlamaBatch": "batch",
     "LlamaContext": "context",
     "LlamaModel": "model",
-    "LlamaSequence": "sequence",
     "LoadMode": "enums",
     "MemoryInfo": "introspection",
     "PartialState": "state",
@@ -145,7 +143,6 @@ __all__ = [
     "CacheValueError",
     "CacheView",
     "CellTable",
-    "CheckpointPolicy",
     "ClosedError",
     "ContextCreateError",
     "ContextState",
@@ -154,6 +151,7 @@ __all__ = [
     "Fingerprint",
     "FlashAttention",
     "GgmlType",
+    "GrammarError",
     "InternalError",
     "InvalidBatch",
     "KvCacheConversionError",
@@ -164,7 +162,6 @@ __all__ = [
     "LlamaBatch",
     "LlamaContext",
     "LlamaModel",
-    "LlamaSequence",
     "LoadMode",
     "MemoryInfo",
     "ModelLoadError",

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import operator
+import os
 from array import array as c_array
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, SupportsIndex, TypeVar, cast
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["IntArray", "TokenInput", "as_bool", "as_int", "as_token_array", "choose"]
+__all__ = [
+    "IntArray",
+    "TokenInput",
+    "as_bool",
+    "as_float",
+    "as_int",
+    "as_path",
+    "as_token_array",
+    "choose",
+]
 
 IntArray = npt.NDArray[np.int32]
 #: What is accepted as tokens: an integer array, or a sequence of integers.
@@ -42,6 +53,28 @@ def as_int(value: SupportsIndex, what: str, lo: int, hi: int) -> int:
     if not lo <= number <= hi:
         raise ValueError(f"{what} is {number}: it must be in [{lo}, {hi}]")
     return number
+
+
+def as_float(value: object, what: str, lo: float, hi: float) -> float:
+    """Return a finite number in ``[lo, hi]``; a ``bool`` or a text is not one."""
+    # Arrays have __float__ too, whatever their size.
+    if isinstance(value, (bool, np.bool_, str, np.ndarray)) or not isinstance(value, SupportsFloat):
+        raise TypeError(f"{what} must be a number, not {type(value).__name__}: {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer past 1e308
+        number = math.inf
+    if not math.isfinite(number) or not lo <= number <= hi:
+        raise ValueError(f"{what} is {value!r}: it must be in [{lo:g}, {hi:g}]")
+    return number
+
+
+def as_path(value: str | os.PathLike[str], what: str = "path", order: str = "") -> str:
+    """Return a file name as text; the error of a method names the order of its arguments."""
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        hint = f": the order is {order}" if order else ""
+        raise TypeError(f"{what} must be a str or an os.PathLike, not {type(value).__name__}{hint}")
+    return os.fsdecode(value)
 
 
 def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:

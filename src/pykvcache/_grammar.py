@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from pykvcache.errors import GrammarError
+
 __all__ = ["check_grammar"]
 
 #: llama.cpp parses by recursion: deeper nesting and longer chains overflow its stack.
@@ -26,17 +28,22 @@ _TOKEN = re.compile(
 
 
 def check_grammar(text: str) -> None:
-    """Raise ``ValueError`` for a grammar that would hang, crash or be taken otherwise."""
+    """Raise `GrammarError` for a grammar that would hang, crash or be taken otherwise."""
     if not text.strip():
-        raise ValueError("the grammar is empty: it would allow any text")
-    size = len(text.encode("utf-8", "surrogatepass"))
+        raise GrammarError("the grammar is empty: it would allow any text")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise _fault(text, error.start, "this is no character of Unicode") from None
     if size > BYTES_MAX:
-        raise ValueError(f"the grammar has {size} bytes: the limit is {BYTES_MAX}")
+        raise GrammarError(f"the grammar has {size} bytes: the limit is {BYTES_MAX}")
+    if "\0" in text:
+        raise _fault(text, text.index("\0"), "it must not hold NUL")
     rules = depth = 0
     for found in _TOKEN.finditer(text):
         kind = found.lastgroup
         if found["repeat"] is not None:
-            _check_repeat(found)
+            _check_repeat(text, found)
         elif kind == "rule":
             rules += 1
         elif kind == "open":
@@ -44,15 +51,31 @@ def check_grammar(text: str) -> None:
         elif kind == "close":
             depth -= 1
         if depth > NESTING_MAX:
-            raise ValueError(f"the grammar nests deeper than {NESTING_MAX} parentheses")
+            raise _fault(text, found.start(), f"more than {NESTING_MAX} nested parentheses")
         if rules > RULES_MAX:
-            raise ValueError(f"the grammar has more than {RULES_MAX} rules")
+            raise _fault(text, found.start(), f"more than {RULES_MAX} rules")
 
 
-def _check_repeat(found: re.Match[str]) -> None:
-    low = int(found["low"] or 0)
-    high = int(found["high"]) if found["high"] else low
+def _check_repeat(text: str, found: re.Match[str]) -> None:
+    low, high = (_bound(found[name]) for name in ("low", "high"))
     if max(low, high) > REPEAT_MAX:
-        raise ValueError(f"the grammar repeats {found[0]}: the limit is {REPEAT_MAX}")
+        raise _fault(
+            text, found.start(), f"{_short(found[0])} repeats more than {REPEAT_MAX} times"
+        )
     if found["high"] and high < low:
-        raise ValueError(f"the grammar repeats {found[0]}: the minimum is above the maximum")
+        raise _fault(text, found.start(), f"the minimum of {_short(found[0])} is above its maximum")
+
+
+def _bound(digits: str) -> int:
+    # Python refuses to read very long numbers.
+    return int(digits or 0) if len(digits) < 20 else REPEAT_MAX + 1
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 20 else f"{text[:18]}.."
+
+
+def _fault(text: str, at: int, why: str) -> GrammarError:
+    line = text.count("\n", 0, at) + 1
+    column = at - text.rfind("\n", 0, at)
+    return GrammarError(f"the grammar: line {line}, column {column}: {why}", line, column)

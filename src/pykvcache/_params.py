@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from pykvcache._convert import as_bool, as_int, choose
+from pykvcache._convert import as_bool, as_float, as_int, choose
 from pykvcache.enums import (
     AttentionType,
     FlashAttention,
@@ -74,12 +73,12 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling_type": choose(
             given["rope_scaling_type"], RopeScalingType, "rope_scaling_type", _SCALING
         ),
-        "rope_freq_base": _number(given["rope_freq_base"], "rope_freq_base", 0.0),
-        "rope_freq_scale": _number(given["rope_freq_scale"], "rope_freq_scale", 0.0),
-        "yarn_ext_factor": _number(given["yarn_ext_factor"], "yarn_ext_factor", -1.0),
-        "yarn_attn_factor": _number(given["yarn_attn_factor"], "yarn_attn_factor", -1.0),
-        "yarn_beta_fast": _number(given["yarn_beta_fast"], "yarn_beta_fast", -1.0),
-        "yarn_beta_slow": _number(given["yarn_beta_slow"], "yarn_beta_slow", -1.0),
+        "rope_freq_base": as_float(given["rope_freq_base"], "rope_freq_base", 0.0, 1e30),
+        "rope_freq_scale": as_float(given["rope_freq_scale"], "rope_freq_scale", 0.0, 1e30),
+        "yarn_ext_factor": as_float(given["yarn_ext_factor"], "yarn_ext_factor", -1.0, 1e30),
+        "yarn_attn_factor": as_float(given["yarn_attn_factor"], "yarn_attn_factor", -1.0, 1e30),
+        "yarn_beta_fast": as_float(given["yarn_beta_fast"], "yarn_beta_fast", -1.0, 1e30),
+        "yarn_beta_slow": as_float(given["yarn_beta_slow"], "yarn_beta_slow", -1.0, 1e30),
         "yarn_orig_ctx": as_int(given["yarn_orig_ctx"], "yarn_orig_ctx", 0, 2**31 - 1),
     }
     for flag in ("kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "no_perf"):
@@ -153,12 +152,3 @@ def _physical_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return 0
-
-
-def _number(value: Any, what: str, lo: float) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"{what} must be a number, not {type(value).__name__}")
-    number = float(value)
-    if not math.isfinite(number) or not lo <= number <= 1e30:
-        raise ValueError(f"{what} is {number}: it must be finite and at least {lo:g}")
-    return number

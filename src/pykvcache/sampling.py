@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, SupportsIndex, TypeVar
+import reprlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
-from pykvcache._convert import as_int
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._convert import as_bool, as_float, as_int
 from pykvcache._grammar import check_grammar
 from pykvcache._native import lib
 
@@ -16,29 +21,38 @@ if TYPE_CHECKING:
 __all__ = ["Sampler"]
 
 N = TypeVar("N", lib.Model, lib.Context)
+FloatArray = npt.NDArray[np.float32]
 
 #: ``LLAMA_DEFAULT_SEED``: llama.cpp then takes a random one.
 RANDOM_SEED = 0xFFFFFFFF
+INT32_MAX = 2**31 - 1
 
 
 class Sampler:
-    """A chain of llama.cpp's samplers: penalties, top-k, top-p, min-p, temperature, choice.
+    """Choose tokens with llama.cpp's samplers.
 
-    One sampler keeps the history of one text (penalties, grammar, random state):
-    use one per sequence, from one thread at a time.
+    In this order: ``logit_bias``, grammar, penalties, ``top_k``, ``top_p``, ``min_p``,
+    ``temperature``, choice. One sampler keeps the history of one text (penalties, grammar,
+    random state): use one per sequence, from one thread at a time. `clone` and ``copy.copy``
+    give another one with the same history; from there each goes its own way.
 
     Parameters
     ----------
     temperature
-        0 takes the most likely token (greedy), whatever the other values are.
+        0 takes the token with the largest logit (greedy) after ``logit_bias``, grammar and
+        penalties; ``top_k``, ``top_p``, ``min_p`` and ``seed`` then change nothing. At most 1e4.
     top_k
         Keep the k most likely tokens; 0 keeps all.
     top_p, min_p
         Nucleus and minimum-probability cuts in [0, 1]; 1 and 0 turn them off.
     repeat_penalty, frequency_penalty, presence_penalty, penalty_last_n
-        Penalties over the last n tokens; 1, 0 and 0 turn them off.
+        Penalties over the last n tokens; 1, 0 and 0 turn them off, and 0 tokens turn off all
+        three. Within [1e-6, 1e6], [-1e6, 1e6], [-1e6, 1e6] and [0, 2^20].
     seed
-        Same seed, same choices; ``None`` draws a random one.
+        Same seed, same choices, in [0, 2^32 - 2]; ``None`` draws a random one.
+    logit_bias
+        What to add to the logits of some tokens, by token id: within [-1e6, 1e6], or
+        ``-math.inf`` for tokens that are never to be chosen.
     grammar, grammar_root
         A GBNF grammar that the text must follow, and its first rule. Needs ``model``.
     model
@@ -46,14 +60,20 @@ class Sampler:
 
     Raises
     ------
-    ValueError
-        A value is out of range, or the grammar cannot be parsed.
+    ValueError, TypeError
+        A value is out of range, or not what is asked for.
+    GrammarError
+        The grammar cannot be parsed; ``line`` and ``column`` say where.
+    IndexError
+        ``logit_bias`` names a token that ``model`` does not have.
 
     Examples
     --------
     >>> from pykvcache import Sampler
-    >>> Sampler(temperature=0)
-    Sampler(temperature=0.0)
+    >>> Sampler(temperature=0, logit_bias={2: -1.5}).clone()
+    Sampler(temperature=0.0, top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1.0, \
+frequency_penalty=0.0, presence_penalty=0.0, penalty_last_n=64, seed=None, \
+logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
     """
 
     def __init__(
@@ -68,6 +88,7 @@ class Sampler:
         presence_penalty: float = 0.0,
         penalty_last_n: int = 64,
         seed: int | None = None,
+        logit_bias: Mapping[int, float] | None = None,
         grammar: str | None = None,
         grammar_root: str = "root",
         model: LlamaModel | None = None,
@@ -76,20 +97,24 @@ class Sampler:
         if grammar is not None and model is None:
             raise ValueError("a grammar needs model=: it is made for one vocabulary")
         for what, text in (("grammar", grammar), ("grammar_root", grammar_root)):
-            if text is not None and (not isinstance(text, str) or "\0" in text):
-                raise TypeError(f"{what} must be text without NUL")
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{what} must be a str, not {type(text).__name__}")
+        if "\0" in grammar_root:
+            raise ValueError("grammar_root must not hold NUL")
         if grammar is not None:
             check_grammar(grammar)
-        self._params: dict[str, float | int | str | None] = {
-            "temperature": _number(temperature, "temperature", 0.0, 1e4),
-            "top_k": as_int(top_k, "top_k", 0, 2**31 - 1),
-            "top_p": _number(top_p, "top_p", 0.0, 1.0),
-            "min_p": _number(min_p, "min_p", 0.0, 1.0),
-            "repeat_penalty": _number(repeat_penalty, "repeat_penalty", 1e-6, 1e6),
-            "frequency_penalty": _number(frequency_penalty, "frequency_penalty", -1e6, 1e6),
-            "presence_penalty": _number(presence_penalty, "presence_penalty", -1e6, 1e6),
+        self._model = model
+        self._params: dict[str, Any] = {
+            "temperature": as_float(temperature, "temperature", 0.0, 1e4),
+            "top_k": as_int(top_k, "top_k", 0, INT32_MAX),
+            "top_p": as_float(top_p, "top_p", 0.0, 1.0),
+            "min_p": as_float(min_p, "min_p", 0.0, 1.0),
+            "repeat_penalty": as_float(repeat_penalty, "repeat_penalty", 1e-6, 1e6),
+            "frequency_penalty": as_float(frequency_penalty, "frequency_penalty", -1e6, 1e6),
+            "presence_penalty": as_float(presence_penalty, "presence_penalty", -1e6, 1e6),
             "penalty_last_n": as_int(penalty_last_n, "penalty_last_n", 0, 2**20),
             "seed": RANDOM_SEED if seed is None else as_int(seed, "seed", 0, 2**32 - 2),
+            "logit_bias": _bias(logit_bias),
             "grammar": grammar,
             "grammar_root": grammar_root,
         }
@@ -100,35 +125,118 @@ class Sampler:
         """The object of the compiled layer."""
         return self._native
 
-    def sample(self, ctx: LlamaContext, i: SupportsIndex = -1) -> int:
-        """Choose a token from the logits of token i of the last decode, and accept it.
+    def sample(self, source: LlamaContext | npt.NDArray[np.float32], i: SupportsIndex = -1) -> int:
+        """Choose a token and accept it (``llama_sampler_apply``, ``llama_sampler_accept``).
+
+        Parameters
+        ----------
+        source
+            A context, of which token i of the last decode is taken; or logits: float32, shape
+            (n_vocab,), finite or ``-inf``. They are not changed.
+        i
+            Index as in `LlamaContext.logits`; of a context only.
 
         Raises
         ------
         IndexError
-            Token i has no logits, or no sequence holds it any more.
+            Token i has no logits, or no sequence holds it any more; or ``logit_bias`` names a
+            token that does not exist.
         DecodeError
-            The logits hold NaN, or the grammar allows no further token.
+            The context's logits hold NaN or infinity, or no token is left to choose from.
+        ValueError, TypeError
+            The array is not one of logits, or holds NaN or infinity; the grammar was made for
+            another model.
         """
-        native = _native(ctx, "ctx", lib.Context)
-        return self._native.sample(native, native.logits(i))
+        return self._native.sample(*_logits(source, i))
 
-    def accept(self, token: SupportsIndex, model: LlamaModel) -> None:
-        """Count a token that came from elsewhere (a prompt) for the penalties."""
-        self._native.accept(token, _native(model, "model", lib.Model))
+    def logprobs(
+        self, source: LlamaContext | npt.NDArray[np.float32], i: SupportsIndex = -1
+    ) -> FloatArray:
+        """Return the log-probability of each token to be the next that `sample` chooses.
+
+        After bias, grammar, penalties, cuts and temperature: ``-inf`` for what they exclude; at
+        temperature 0 the one choice has 0. Accepts nothing and draws nothing. The model's own
+        log-probabilities are those of
+        ``Sampler(temperature=1, top_k=0, top_p=1, min_p=0)``.
+
+        Parameters
+        ----------
+        source, i
+            As for `sample`, which says what is raised too.
+
+        Returns
+        -------
+        ndarray of float32, shape (n_vocab,)
+        """
+        return self._native.logprobs(*_logits(source, i))
+
+    def accept(
+        self, token: SupportsIndex, model: LlamaModel | None = None, *, grammar: bool = False
+    ) -> None:
+        """Count a token that `sample` did not choose (``llama_sampler_accept``); all or nothing.
+
+        Parameters
+        ----------
+        token
+            Token id; the penalties count it.
+        model
+            The model whose token it is. Default: that of the grammar, or of the last logits.
+        grammar
+            Whether it belongs to the text that follows the grammar, as a prompt does not.
+
+        Raises
+        ------
+        IndexError
+            The token is not one of the model's.
+        ValueError
+            The grammar does not allow it here.
+        """
+        native_model = None if model is None else _native(model, "model", lib.Model)
+        self._native.accept(token, native_model, as_bool(grammar, "grammar"))
 
     def reset(self) -> None:
-        """Forget the history; the random state starts again from the seed."""
+        """Forget the history; the grammar begins again, and the random state with its seed."""
         self._native.reset()
 
-    def __repr__(self) -> str:
-        shown = self._params["temperature"]
-        if not shown:
-            return "Sampler(temperature=0.0)"
-        return (
-            f"Sampler(temperature={shown}, top_k={self._params['top_k']}, "
-            f"top_p={self._params['top_p']}, min_p={self._params['min_p']})"
+    def clone(self) -> Sampler:
+        """Return another sampler with these settings and this history (``llama_sampler_clone``).
+
+        Penalties, grammar and random state are as they are here, so both choose the same tokens
+        from the same logits; neither changes the other.
+        """
+        clone = object.__new__(type(self))
+        clone.__dict__.update(self.__dict__)
+        clone._native = self._native.clone()
+        return clone
+
+    def __copy__(self) -> Sampler:
+        return self.clone()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Sampler:
+        # The model stays the same one: it cannot be copied, and the grammar was made for it.
+        return self.clone()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Sampler cannot be pickled: its random and grammar state are llama.cpp's. Make it "
+            "again from its settings, or copy it with clone()"
         )
+
+    def __repr__(self) -> str:
+        shown = dict(self._params, model=self._model)
+        if shown["seed"] == RANDOM_SEED:
+            shown["seed"] = None
+        shown["logit_bias"] = shown["logit_bias"] or None
+        texts = {
+            "logit_bias": reprlib.repr(shown["logit_bias"]),
+            "grammar": _SHORT.repr(shown["grammar"]),
+        }
+        settings = (f"{name}={texts.get(name) or repr(v)}" for name, v in shown.items())
+        return f"Sampler({', '.join(settings)})"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 60
 
 
 def _native(value: object, what: str, kind: type[N]) -> N:
@@ -138,10 +246,35 @@ def _native(value: object, what: str, kind: type[N]) -> N:
     return native
 
 
-def _number(value: float, what: str, lo: float, hi: float) -> float:
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{what} must be a number, not {type(value).__name__}")
-    number = float(value)
-    if not math.isfinite(number) or not lo <= number <= hi:
-        raise ValueError(f"{what} is {number}: it must be in [{lo:g}, {hi:g}]")
-    return number
+def _logits(
+    source: LlamaContext | npt.NDArray[np.float32], i: SupportsIndex
+) -> tuple[lib.Context | None, FloatArray]:
+    """Return a context and its logits, or None and an array that was checked."""
+    native = getattr(source, "native", None)
+    if isinstance(native, lib.Context):
+        return native, native.logits(i)
+    if not isinstance(source, np.ndarray):
+        raise TypeError(
+            f"source must be a LlamaContext or an array of logits, not {type(source).__name__}"
+        )
+    if source.dtype != np.float32:
+        raise TypeError(f"logits must be float32, not {source.dtype}: use astype(np.float32)")
+    if source.ndim != 1 or not 1 <= len(source) <= INT32_MAX:
+        raise ValueError(f"logits have shape {source.shape}: (n_vocab,) is expected")
+    as_int(i, "i (of an array: leave it out)", -1, -1)
+    # A copy: another thread may change the array meanwhile.
+    return None, np.array(source, np.float32)
+
+
+def _bias(given: Mapping[int, float] | None) -> dict[int, float]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"logit_bias must map tokens to numbers, not {type(given).__name__}")
+    found: dict[int, float] = {}
+    for token, value in given.items():
+        key = as_int(token, "a token of logit_bias", 0, INT32_MAX)
+        what = f"the logit_bias of token {key}"
+        banned = isinstance(value, (float, np.floating)) and value == -math.inf
+        found[key] = -math.inf if banned else as_float(value, what, -1e6, 1e6)
+    return found

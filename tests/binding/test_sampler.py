@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +155,10 @@ def test_the_ends_of_a_range_are_inside_and_the_rest_is_refused(
     for value in (low, high):
         assert 0 <= Sampler(**{"seed": 1, name: value}).sample(ctx) < 320
     step = 1 if name in INTEGERS else 1e-3
-    wrong = [low - step, high * 2 + 2, -(10**40), 10**40]
+    wrong = [low - step, high * 2 + 2, -(10**40), 10**40, 10**400]
     wrong += [] if name in INTEGERS else [NAN, INF, -INF]
     for value in wrong:
-        with pytest.raises((ValueError, OverflowError)):
+        with pytest.raises(ValueError, match=name):
             Sampler(**{name: value})
     types = [True, "1", b"1", [1], 1j, object()]
     types += [1.5] if name in INTEGERS else []
@@ -175,8 +172,9 @@ def test_the_ends_of_a_range_are_inside_and_the_rest_is_refused(
 def test_only_a_context_can_be_sampled(what: Any, model: Any) -> None:
     with pytest.raises(TypeError):
         Sampler().sample(what)
-    with pytest.raises(TypeError):
-        Sampler().accept(1, what)
+    if what is not None:
+        with pytest.raises(TypeError):
+            Sampler().accept(1, what)
 
 
 def test_accept_wants_a_token_of_the_model(ctx: LlamaContext) -> None:
@@ -196,14 +194,6 @@ def test_without_logits_there_is_nothing_to_sample(make_context: Any) -> None:
     ctx.close()
     with pytest.raises(ClosedError):
         Sampler().sample(ctx)
-
-
-def test_a_sampler_cannot_be_copied(ctx: LlamaContext) -> None:
-    sampler = Sampler()
-    sampler.sample(ctx)
-    for clone in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError):
-            clone(sampler)
 
 
 def broken_logits(folder: Path, source: Path, values: dict[int, float]) -> Path:
@@ -232,17 +222,12 @@ def test_nan_logits_are_refused(model_folder: Path, tmp_path: Path) -> None:
         LlamaModel(path, check_tensors=True)
 
 
-def test_infinite_logits_are_survived(model_folder: Path, tmp_path: Path) -> None:
+def test_infinite_logits_are_refused(model_folder: Path, tmp_path: Path) -> None:
     spoiled = {token: 3e38 for token in range(0, 320, 3)}
     path = broken_logits(tmp_path, make_model("llama", model_folder), spoiled)
     with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_threads=1) as ctx:
         ctx.decode(words(5))
         assert np.isinf(ctx.logits()).any() or np.isnan(ctx.logits()).any()
         for options in ({"temperature": 0}, {"seed": 1}, {"top_k": 0, "top_p": 1.0, "seed": 1}):
-            with suppress(DecodeError):
-                assert 0 <= Sampler(**options).sample(ctx) < 320
-
-
-def test_the_repr_shows_what_matters() -> None:
-    assert repr(Sampler(temperature=0)) == "Sampler(temperature=0.0)"
-    assert "top_k=3" in repr(Sampler(top_k=3))
+            with pytest.raises(DecodeError, match=r"NaN|infinite"):
+                Sampler(**options).sample(ctx)

@@ -55,3 +55,12 @@ cdef inline long long _int(object value, str what, long long lo, long long hi) e
     if overflow or n < lo or n > hi:
         raise ValueError(f"{what} is {value}: it must be in [{lo}, {hi}]")
     return n
+
+
+cdef inline int32_t _token(object value, long long n_vocab) except -1:
+    """A token of a vocabulary."""
+    cdef int overflow = 0
+    cdef long long n = _index(value, "token", &overflow)
+    if overflow or n < 0 or n >= n_vocab:
+        raise IndexError(f"token {value} is outside [0, {n_vocab})")
+    return <int32_t>n

@@ -94,13 +94,9 @@ cdef extern from "llama.h" nogil:
         bool swa_full
         bool kv_unified
 
-    ctypedef struct llama_sampler_chain_params:
-        bool no_perf
-
     const char* llama_version()
     llama_model_params llama_model_default_params()
     llama_context_params llama_context_default_params()
-    llama_sampler_chain_params llama_sampler_chain_default_params()
 
     size_t llama_max_parallel_sequences()
     bool llama_supports_gpu_offload()
@@ -151,18 +147,7 @@ cdef extern from "llama.h" nogil:
     bool llama_vocab_get_add_bos(const llama_vocab*)
     bool llama_vocab_get_add_eos(const llama_vocab*)
 
-    void llama_sampler_reset(llama_sampler*)
     void llama_sampler_free(llama_sampler*)
-    llama_sampler* llama_sampler_chain_init(llama_sampler_chain_params)
-    void llama_sampler_chain_add(llama_sampler*, llama_sampler*)
-    llama_sampler* llama_sampler_init_greedy()
-    llama_sampler* llama_sampler_init_dist(uint32_t seed)
-    llama_sampler* llama_sampler_init_top_k(int32_t k)
-    llama_sampler* llama_sampler_init_top_p(float p, size_t min_keep)
-    llama_sampler* llama_sampler_init_min_p(float p, size_t min_keep)
-    llama_sampler* llama_sampler_init_temp(float t)
-    llama_sampler* llama_sampler_init_penalties(
-        int32_t n_vocab, int32_t last_n, float repeat, float freq, float present)
 
     ctypedef struct llama_perf_context_data:
         double t_load_ms

@@ -276,11 +276,6 @@ cdef extern from "probe_partial.h" namespace "pykv" nogil:
     int32_t cut_attention(memory*, llama_seq_id, llama_pos first)
 
 
-cdef extern from "probe_compact.h" namespace "pykv" nogil:
-    bint can_compact(const memory*)
-    int64_t compact(memory*, uint32_t n_seq_max)
-
-
 cdef extern from "disk.h" namespace "pykv" nogil:
     int claim_blocks(int fd, int64_t size)
 
@@ -331,3 +326,29 @@ cdef extern from "sync.h" namespace "pykv" nogil:
         void finish()
 
     load_gate loads
+
+
+cdef extern from "probe_sampler.h" namespace "pykv" nogil:
+    struct sampler_settings:
+        int32_t penalty_last_n
+        float repeat_penalty
+        float frequency_penalty
+        float presence_penalty
+        int32_t top_k
+        float top_p
+        float min_p
+        float temperature
+        bool greedy
+        uint32_t seed
+
+    struct grammar_fault:
+        string why
+        int64_t at
+
+    llama_sampler* sampler_penalties(const sampler_settings&)
+    llama_sampler* sampler_cuts(const sampler_settings&)
+    llama_sampler* sampler_choice(const sampler_settings&)
+    llama_sampler* sampler_clone(const llama_sampler*)
+    int32_t sampler_reset(llama_sampler*)
+    int32_t find_grammar_fault(const llama_vocab*, const string& text, grammar_fault& fault)
+    int32_t grammar_rule_name(const llama_vocab*, const string& text, uint32_t index, string& name)

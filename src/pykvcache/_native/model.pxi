@@ -147,11 +147,7 @@ cdef class Model:
         return 0
 
     cdef int32_t check_token(self, object token) except -1:
-        cdef int overflow = 0
-        cdef long long n = _index(token, "token", &overflow)
-        if overflow or n < 0 or n >= self.n_vocab:
-            raise IndexError(f"token {token} is outside [0, {self.n_vocab})")
-        return <int32_t>n
+        return _token(token, self.n_vocab)
 
     def close(self):
         """Drop the model; contexts that were made from it keep it alive."""

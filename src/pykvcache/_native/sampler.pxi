@@ -1,131 +1,263 @@
-# A chain of llama.cpp's samplers.
+# A choice in stages: bias, grammar, penalties, cuts and temperature, one token.
+
+# What a division by a temperature may reach before infinity; float32 ends at 3.4e38.
+cdef float _LOGIT_MAX = 1e38
+
 
 cdef class Sampler:
-    """Own a ``llama_sampler`` chain that ends with a choice."""
+    """Own the ``llama_sampler`` of each stage; the grammar keeps its model."""
 
-    cdef lib.llama_sampler* chain
     cdef lib.llama_sampler* grammar
+    cdef lib.llama_sampler* penalties
+    cdef lib.llama_sampler* cuts
+    cdef lib.llama_sampler* choice
     cdef Model model
     cdef shared_ptr[lib.llama_model] model_ref
     cdef vector[lib.llama_token_data] candidates
     cdef dict params
+    cdef tuple bias
+    cdef float temperature
+    # Of the last logits, or the grammar's model; 0 before.
     cdef int32_t n_vocab
 
-    def __cinit__(self, dict params not None, Model model):
+    def __cinit__(self, dict params not None, Model model, Sampler source=None):
+        cdef lib.sampler_settings s
         self.params = params
+        self.bias = tuple(params["logit_bias"].items())
+        self.temperature = params["temperature"]
         self.model = model
-        self.n_vocab = 0
+        if source is not None:
+            self.take(source)
+            return
+        if model is not None:
+            model.check_open()
+            self.n_vocab = model.n_vocab
+            self.check_bias(model.n_vocab)
+        s.penalty_last_n = params["penalty_last_n"]
+        s.repeat_penalty = params["repeat_penalty"]
+        s.frequency_penalty = params["frequency_penalty"]
+        s.presence_penalty = params["presence_penalty"]
+        s.top_k = params["top_k"]
+        s.top_p = params["top_p"]
+        s.min_p = params["min_p"]
+        s.temperature = params["temperature"]
+        s.greedy = params["temperature"] == 0
+        s.seed = params["seed"]
         if params["grammar"] is not None:
             if model is None:
                 raise ValueError("a grammar needs a model")
-            self.build(model, model.share())
+            self.parse(params["grammar"].encode(), params["grammar_root"].encode())
+        if s.penalty_last_n and (s.repeat_penalty != 1 or s.frequency_penalty or s.presence_penalty):
+            self.penalties = _made(lib.sampler_penalties(s))
+        if not s.greedy:
+            self.cuts = _made(lib.sampler_cuts(s))
+        self.choice = _made(lib.sampler_choice(s))
 
     def __dealloc__(self):
-        self.free()
+        # Each takes NULL.
+        lib.llama_sampler_free(self.grammar)
+        lib.llama_sampler_free(self.penalties)
+        lib.llama_sampler_free(self.cuts)
+        lib.llama_sampler_free(self.choice)
 
-    cdef void free(self) noexcept:
-        if self.chain != NULL:
-            lib.llama_sampler_free(self.chain)
-            self.chain = NULL
-        if self.grammar != NULL:
-            lib.llama_sampler_free(self.grammar)
-            self.grammar = NULL
-
-    cdef int build(self, Model model, shared_ptr[lib.llama_model] ref) except -1:
-        """Make the chain for a vocabulary; the penalties need to know its size."""
-        cdef dict p = self.params
-        cdef bytes text, root
-        cdef lib.llama_sampler* grammar = NULL
-        cdef lib.llama_sampler* chain
-        self.free()
-        self.model_ref = ref
-        if p["grammar"] is not None:
-            model.check_vocab()
-            text = p["grammar"].encode()
-            root = p["grammar_root"].encode()
-            lib.begin_notes()
-            grammar = lib.sampler_grammar(model.vocab, text, root)
-            notes = _notes()
-            _drain_log()
-            if grammar == NULL:
-                why = lib.caught().decode("utf-8", "replace") or notes or "see the GBNF documentation"
-                raise ValueError(f"the grammar cannot be parsed: {why}")
-        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        if p["penalty_last_n"] and (
-                p["repeat_penalty"] != 1.0 or p["frequency_penalty"] or p["presence_penalty"]):
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_penalties(
-                model.n_vocab, p["penalty_last_n"], p["repeat_penalty"],
-                p["frequency_penalty"], p["presence_penalty"]))
-        if p["temperature"] > 0:
-            if p["top_k"] > 0:
-                lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_k(p["top_k"]))
-            if p["top_p"] < 1:
-                lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_p(p["top_p"], 1))
-            if p["min_p"] > 0:
-                lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_min_p(p["min_p"], 1))
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(p["temperature"]))
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(p["seed"]))
-        else:
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_greedy())
-        self.chain = chain
-        self.grammar = grammar
-        self.n_vocab = model.n_vocab
+    cdef int take(self, Sampler source) except -1:
+        """Copy the stages of another sampler with their history."""
+        self.model_ref = source.model_ref
+        self.n_vocab = source.n_vocab
+        self.grammar = _copied(source.grammar)
+        self.penalties = _copied(source.penalties)
+        self.cuts = _copied(source.cuts)
+        self.choice = _copied(source.choice)
         return 0
 
-    def reset(self):
-        """Forget the tokens that were accepted; the seed starts again."""
-        if self.chain != NULL:
-            lib.llama_sampler_reset(self.chain)
-        if self.grammar != NULL:
-            lib.llama_sampler_reset(self.grammar)
-
-    def accept(self, token, Model model not None):
-        """Tell the chain about a token that was not sampled by it (a prompt's, for penalties)."""
-        model.check_open()
-        if self.chain == NULL or self.n_vocab != model.n_vocab:
-            self.build(model, model.share())
-        cdef int32_t t = model.check_token(token)
-        if lib.sampler_accept(self.chain, t) == lib.CAUGHT:
-            raise _caught_error("accept")
-
-    def sample(self, Context ctx not None, const float[::1] row not None):
-        """Choose a token from a row of the context's logits, and accept it."""
-        cdef lib.llama_token_data_array found
-        cdef Py_ssize_t t, n = row.shape[0]
-        cdef int32_t token
-        if self.grammar != NULL and ctx.model is not self.model:
-            raise ValueError("the sampler's grammar was made for another model")
-        if self.chain == NULL or self.n_vocab != ctx.n_vocab:
-            self.build(ctx.model, ctx.model_ref)
-        self.candidates.resize(n)
-        for t in range(n):
-            if row[t] != row[t]:
-                raise DecodeError("the logits hold NaN: nothing can be sampled from them")
-            self.candidates[t].id = <int32_t>t
-            self.candidates[t].logit = row[t]
-            self.candidates[t].p = 0
-        found.data = self.candidates.data()
-        found.size = n
-        found.selected = -1
-        found.sorted = False
-        if self.grammar != NULL:
-            if lib.sampler_apply(self.grammar, &found) == lib.CAUGHT:
+    cdef int parse(self, bytes text, bytes root) except -1:
+        cdef lib.grammar_fault fault
+        cdef string name
+        fault.at = -1
+        if self.model.vocab_type == 0:
+            raise UnsupportedOperation("Sampler", "a grammar needs a vocabulary, and the model has none")
+        self.model_ref = self.model.share()
+        if lib.find_grammar_fault(self.model.vocab, text, fault) == lib.CAUGHT:
+            raise _caught_error("grammar")
+        if fault.why.empty():
+            lib.begin_notes()
+            self.grammar = lib.sampler_grammar(self.model.vocab, text, root)
+            notes = _notes()
+            _drain_log()
+            if self.grammar != NULL:
+                return 0
+            if lib.caught_memory():
                 raise _caught_error("grammar")
-            self.check_allowed(&found)
-        if lib.sampler_apply(self.chain, &found) == lib.CAUGHT:
+            why = lib.caught().decode("utf-8", "replace") or notes
+            if "left recursion" in why:
+                index = int(why.rpartition(" ")[2])
+                if lib.grammar_rule_name(self.model.vocab, text, index, name) == lib.CAUGHT:
+                    raise _caught_error("grammar")
+                why = f"rule '{name.decode()}' can begin with itself (left recursion)"
+            elif "does not contain" in why:
+                why = f"there is no rule '{root.decode()}' (grammar_root)"
+            raise GrammarError(f"the grammar cannot be used: {why}")
+        why = fault.why.decode("utf-8", "replace")
+        if fault.at < 0:
+            raise GrammarError(f"the grammar cannot be parsed: {why}")
+        before = text[:fault.at].decode("utf-8", "replace")
+        line = before.count("\n") + 1
+        column = len(before) - before.rfind("\n")
+        rest = text[fault.at:].decode("utf-8", "replace").partition("\n")[0][:20]
+        where = f"at {rest!r}" if rest else "at the end of the line" if fault.at < len(text) else "at its end"
+        raise GrammarError(
+            f"the grammar cannot be parsed: line {line}, column {column}: {why} {where}", line, column)
+
+    def reset(self):
+        """Forget the tokens that were accepted; the seed and the grammar start again."""
+        if (lib.sampler_reset(self.grammar) == lib.CAUGHT or lib.sampler_reset(self.penalties) == lib.CAUGHT
+                or lib.sampler_reset(self.choice) == lib.CAUGHT):
+            raise _caught_error("reset")
+
+    def clone(self):
+        """Return a sampler of the same settings, history, random state and grammar state."""
+        return Sampler.__new__(Sampler, self.params, self.model, self)
+
+    def accept(self, token, Model model, bint grammar):
+        """Count a token that was not sampled here; all or nothing."""
+        cdef lib.llama_sampler* ahead = NULL
+        cdef int32_t t
+        if model is not None:
+            model.check_open()
+            t = model.check_token(token)
+        else:
+            t = _token(token, self.n_vocab or INT32_MAX)
+        if grammar and self.grammar != NULL:
+            # A token that does not fit leaves a grammar in which nothing fits any more.
+            ahead = _copied(self.grammar)
+            if lib.sampler_accept(ahead, t) == lib.CAUGHT:
+                lib.llama_sampler_free(ahead)
+                if lib.caught_memory():
+                    raise _caught_error("accept")
+                raise ValueError(f"the grammar does not allow token {t} here")
+        if self.penalties != NULL and lib.sampler_accept(self.penalties, t) == lib.CAUGHT:
+            if ahead != NULL:
+                lib.llama_sampler_free(ahead)
+            raise _caught_error("accept")
+        if ahead != NULL:
+            lib.llama_sampler_free(self.grammar)
+            self.grammar = ahead
+
+    def sample(self, Context ctx, const float[::1] row not None):
+        """Choose a token from logits, those of a context or the caller's, and accept it."""
+        cdef lib.llama_token_data_array found
+        cdef int32_t token
+        self.narrow(ctx, row, &found)
+        if lib.sampler_apply(self.choice, &found) == lib.CAUGHT:
             raise _caught_error("sample")
         if found.selected < 0 or <size_t>found.selected >= found.size:
             raise InternalError("the sampler chain selected nothing")
         token = found.data[found.selected].id
         if self.grammar != NULL and lib.sampler_accept(self.grammar, token) == lib.CAUGHT:
             raise _caught_error("grammar")
-        if lib.sampler_accept(self.chain, token) == lib.CAUGHT:
+        if self.penalties != NULL and lib.sampler_accept(self.penalties, token) == lib.CAUGHT:
             raise _caught_error("accept")
         return token
 
-    cdef int check_allowed(self, lib.llama_token_data_array* found) except -1:
+    def logprobs(self, Context ctx, const float[::1] row not None):
+        """Return the logarithm of each token's chance to be sampled next; accepts nothing."""
+        cdef lib.llama_token_data_array found
+        cdef double total = 0, largest
+        cdef size_t t
+        result = np.full(row.shape[0], -np.inf, np.float32)
+        cdef float[::1] out = result
+        self.narrow(ctx, row, &found)
+        if self.cuts == NULL:
+            if lib.sampler_apply(self.choice, &found) == lib.CAUGHT:
+                raise _caught_error("logprobs")
+            out[found.data[found.selected].id] = 0
+            return result
+        largest = found.data[0].logit
+        for t in range(found.size):
+            largest = max(largest, found.data[t].logit)
+        for t in range(found.size):
+            total += exp(found.data[t].logit - largest)
+        total = log(total)
+        for t in range(found.size):
+            out[found.data[t].id] = <float>(found.data[t].logit - largest - total)
+        return result
+
+    cdef int narrow(self, Context ctx, const float[::1] row, lib.llama_token_data_array* found) except -1:
+        """Make the candidates and apply all but the choice; nothing is accepted."""
+        cdef float largest
+        self.fill(ctx, row)
+        found.data = self.candidates.data()
+        found.size = self.candidates.size()
+        found.selected = -1
+        found.sorted = False
+        if self.grammar != NULL and lib.sampler_apply(self.grammar, found) == lib.CAUGHT:
+            raise _caught_error("grammar")
+        if self.penalties != NULL and lib.sampler_apply(self.penalties, found) == lib.CAUGHT:
+            raise _caught_error("sample")
+        largest = self.largest(found)
+        if self.cuts != NULL:
+            # Divided by the temperature the largest must stay finite: infinity less itself is NaN.
+            if largest > _LOGIT_MAX * self.temperature or -largest > _LOGIT_MAX * self.temperature:
+                for t in range(found.size):
+                    found.data[t].logit -= largest
+            if lib.sampler_apply(self.cuts, found) == lib.CAUGHT:
+                raise _caught_error("sample")
+        return 0
+
+    cdef int fill(self, Context ctx, const float[::1] row) except -1:
+        cdef Py_ssize_t t, n = row.shape[0]
+        cdef int32_t token
+        cdef float bias
+        if self.grammar != NULL:
+            if ctx is not None and ctx.model is not self.model:
+                raise ValueError("the sampler's grammar was made for another model")
+            if n != self.model.n_vocab:
+                raise ValueError(
+                    f"{n} logits given: the grammar's model has {self.model.n_vocab} tokens")
+        self.check_bias(n)
+        self.candidates.resize(n)
+        for t in range(n):
+            # NaN, and infinity: among several of it nothing is likelier than the rest.
+            if not row[t] < INFINITY:
+                raise (ValueError if ctx is None else DecodeError)(
+                    f"the logit of token {t} is {'NaN' if row[t] != row[t] else 'infinite'}: "
+                    "nothing can be sampled from these logits")
+            self.candidates[t].id = <int32_t>t
+            self.candidates[t].logit = row[t]
+            self.candidates[t].p = 0
+        for token, bias in self.bias:
+            self.candidates[token].logit += bias
+        self.n_vocab = <int32_t>n
+        return 0
+
+    cdef int check_bias(self, Py_ssize_t n) except -1:
+        for token, _ in self.bias:
+            if token >= n:
+                raise IndexError(f"logit_bias names token {token}: it is outside [0, {n})")
+        return 0
+
+    cdef float largest(self, lib.llama_token_data_array* found) except? -1:
+        cdef float largest = -INFINITY
         cdef size_t t
         for t in range(found.size):
-            if found.data[t].logit > -1e30:
-                return 0
-        raise DecodeError("the grammar allows no further token")
+            largest = max(largest, found.data[t].logit)
+        if largest == INFINITY:
+            raise DecodeError("bias and penalties make a logit infinite: choose smaller ones")
+        if largest == -INFINITY:
+            if self.grammar == NULL:
+                raise DecodeError("no token is left: logits, logit_bias and penalties exclude them all")
+            raise DecodeError(
+                "the grammar allows no further token" + (" beside logit_bias" if self.bias else ""))
+        return largest
+
+
+cdef lib.llama_sampler* _made(lib.llama_sampler* sampler) except NULL:
+    if sampler == NULL:
+        raise _caught_error("Sampler")
+    return sampler
+
+
+cdef lib.llama_sampler* _copied(const lib.llama_sampler* sampler) except? NULL:
+    if sampler == NULL:
+        return NULL
+    return _made(lib.sampler_clone(sampler))

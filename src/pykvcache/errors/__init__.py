@@ -9,6 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from pykvcache.errors._arrays import (
+    CacheDTypeError,
+    CacheKeyError,
+    CacheLayerError,
+    CacheOrderError,
+    CacheValueError,
+    KvCacheFull,
+    NoSlot,
+    NotSupported,
+    ReprocessInputs,
+)
+from pykvcache.errors._base import KvCacheError
+
 __all__ = [
     "CacheDTypeError",
     "CacheKeyError",
@@ -19,6 +32,7 @@ __all__ = [
     "ContextCreateError",
     "DecodeAborted",
     "DecodeError",
+    "GrammarError",
     "InternalError",
     "InvalidBatch",
     "KvCacheConversionError",
@@ -51,8 +65,20 @@ __all__ = [
 ]
 
 
-class KvCacheError(Exception):
-    """Base class of every error of this package."""
+# Users meet all of them in this module.
+for _error in (
+    KvCacheError,
+    CacheDTypeError,
+    CacheKeyError,
+    CacheLayerError,
+    CacheOrderError,
+    CacheValueError,
+    KvCacheFull,
+    NoSlot,
+    NotSupported,
+    ReprocessInputs,
+):
+    _error.__module__ = __name__
 
 
 # Conversion of Python integers to C, and what a memory cannot do -------------------
@@ -159,71 +185,22 @@ class SharedCellsError(KvCacheError, RuntimeError):
     """Cells that another sequence shares would be moved with this one."""
 
 
-class KvCacheFull(KvCacheError, RuntimeError):
-    """An array cache has no room for the batch; nothing was changed.
+class GrammarError(KvCacheError, ValueError):
+    """A grammar cannot be parsed or used.
 
     Attributes
     ----------
-    capacity : int or None
-        Number of cells of the cache.
-    batch : int or None
-        Number of tokens that were to be stored.
+    line, column : int or None
+        Where in the text, counted from 1; ``None`` where it is not one place.
     """
 
-    def __init__(
-        self, message: str, *, capacity: int | None = None, batch: int | None = None
-    ) -> None:
+    def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(message)
-        self.capacity = capacity
-        self.batch = batch
+        self.line = line
+        self.column = column
 
-
-class NotSupported(KvCacheError, RuntimeError):
-    """An array cache of this kind cannot do what was asked; nothing was changed."""
-
-
-class NoSlot(KvCacheError, RuntimeError):
-    """Every slot of an ``InputCache`` is in use; nothing was changed."""
-
-
-class ReprocessInputs(KvCacheError, RuntimeError):
-    """A slot could not be shifted and was emptied.
-
-    Attributes
-    ----------
-    inputs : list
-        What the slot would have held after the shift; evaluate it again from position 0.
-    """
-
-    def __init__(self, inputs: list[Any]) -> None:
-        super().__init__(f"the cache cannot shift; {len(inputs)} inputs need reprocessing")
-        self.inputs = inputs
-
-    def __reduce__(self) -> tuple[type, tuple[list[Any]]]:
-        return type(self), (self.inputs,)
-
-
-class CacheValueError(KvCacheError, ValueError):
-    """A number, a shape or a saved state does not fit an array cache; nothing was changed."""
-
-
-class CacheDTypeError(KvCacheError, TypeError):
-    """An array has a dtype that an array cache cannot store; nothing was changed."""
-
-
-class CacheKeyError(KvCacheError, KeyError):
-    """Nothing is stored under this key."""
-
-    # KeyError shows the repr of its argument, which suits keys and not sentences.
-    __str__ = Exception.__str__
-
-
-class CacheLayerError(KvCacheError, IndexError):
-    """A layer is not one of an array cache's; nothing was changed."""
-
-
-class CacheOrderError(KvCacheError, RuntimeError):
-    """A method of an array cache was called before or after its turn; nothing was changed."""
+    def __reduce__(self) -> tuple[type, tuple[str, int | None, int | None]]:
+        return type(self), (str(self), self.line, self.column)
 
 
 # Life cycle --------------------------------------------------------------------------

@@ -1,0 +1,150 @@
+// Samplers made and copied as a whole. llama.cpp's own parser of grammars is run rule by rule, since
+// its `parse` prints what is wrong to stderr and keeps nothing.
+#include "probe_sampler.h"
+
+#include <utility>
+#include <vector>
+
+#include "llama-cpp.h"
+#include "llama-grammar.h"
+
+namespace pykv {
+
+namespace {
+
+// Only the graph of a backend sampler asks for the size of the vocabulary.
+constexpr int32_t ANY_VOCAB = INT32_MAX;
+
+const char * skip_space(const char * pos) {
+    while (*pos == ' ' || *pos == '\t' || *pos == '\r' || *pos == '\n' || *pos == '#') {
+        if (*pos == '#') {
+            while (*pos && *pos != '\r' && *pos != '\n') {
+                pos++;
+            }
+        } else {
+            pos++;
+        }
+    }
+    return pos;
+}
+
+// Most of the parser's messages end with " at " and all that is left of the text.
+void locate(const std::string & text, grammar_fault & fault) {
+    if (fault.why == "unexpected end of input") {
+        fault.at = static_cast<int64_t>(text.size());
+    } else if (fault.why.rfind("sto", 0) == 0) {  // std::stoul and std::stoull
+        fault.why = "a number is too large";
+    }
+    for (size_t found = fault.why.find(" at "); found != std::string::npos; found = fault.why.find(" at ", found + 1)) {
+        const std::string rest = fault.why.substr(found + 4);
+        if (rest.size() <= text.size() && text.compare(text.size() - rest.size(), rest.size(), rest) == 0) {
+            fault.at = static_cast<int64_t>(text.size() - rest.size());
+            fault.why.resize(found);
+            return;
+        }
+    }
+}
+
+// Where each rule of the text begins, with the number of names that were known after it.
+using rule_places = std::vector<std::pair<int64_t, size_t>>;
+
+void find_undefined(const llama_grammar_parser & parser, const std::string & text, const rule_places & places,
+                    grammar_fault & fault) {
+    for (const auto & [name, id] : parser.symbol_ids) {
+        if (id < parser.rules.size() && !parser.rules[id].empty()) {
+            continue;
+        }
+        fault.why = "rule '" + name + "' is not defined";
+        for (const auto & [begin, known] : places) {
+            if (id < known) {
+                const size_t found = text.find(name, static_cast<size_t>(begin));
+                fault.at = found == std::string::npos ? begin : static_cast<int64_t>(found);
+                return;
+            }
+        }
+        return;
+    }
+}
+
+}  // namespace
+
+llama_sampler * sampler_penalties(const sampler_settings & s) noexcept {
+    return guarded<llama_sampler *>(nullptr, [&] {
+        return llama_sampler_init_penalties(
+            ANY_VOCAB, s.penalty_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty);
+    });
+}
+
+llama_sampler * sampler_cuts(const sampler_settings & s) noexcept {
+    return guarded<llama_sampler *>(nullptr, [&] {
+        llama_sampler_ptr chain(llama_sampler_chain_init(llama_sampler_chain_default_params()));
+        if (s.top_k > 0) {
+            llama_sampler_chain_add(chain.get(), llama_sampler_init_top_k(s.top_k));
+        }
+        if (s.top_p < 1) {
+            llama_sampler_chain_add(chain.get(), llama_sampler_init_top_p(s.top_p, 1));
+        }
+        if (s.min_p > 0) {
+            llama_sampler_chain_add(chain.get(), llama_sampler_init_min_p(s.min_p, 1));
+        }
+        llama_sampler_chain_add(chain.get(), llama_sampler_init_temp(s.temperature));
+        return chain.release();
+    });
+}
+
+llama_sampler * sampler_choice(const sampler_settings & s) noexcept {
+    return guarded<llama_sampler *>(nullptr, [&] {
+        return s.greedy ? llama_sampler_init_greedy() : llama_sampler_init_dist(s.seed);
+    });
+}
+
+llama_sampler * sampler_clone(const llama_sampler * sampler) noexcept {
+    return guarded<llama_sampler *>(nullptr, [&] { return llama_sampler_clone(sampler); });
+}
+
+int32_t sampler_reset(llama_sampler * sampler) noexcept {
+    return guarded_void([&] { llama_sampler_reset(sampler); });
+}
+
+int32_t find_grammar_fault(const llama_vocab * vocab, const std::string & text, grammar_fault & fault) noexcept {
+    return guarded_void([&] {
+        llama_grammar_parser parser(vocab);
+        rule_places places;
+        const char * const begin = text.c_str();
+        for (const char * pos = skip_space(begin); *pos;) {
+            fault.at = pos - begin;
+            try {
+                pos = parser.parse_rule(pos);
+            } catch (const std::bad_alloc &) {
+                throw;
+            } catch (const std::exception & error) {
+                fault.why = error.what();
+                locate(text, fault);
+                return;
+            }
+            places.emplace_back(fault.at, parser.symbol_ids.size());
+        }
+        fault.at = -1;
+        if (places.empty()) {
+            fault.why = "there is no rule in it";
+        }
+        find_undefined(parser, text, places, fault);
+    });
+}
+
+int32_t grammar_rule_name(const llama_vocab * vocab, const std::string & text, uint32_t index, std::string & name) noexcept {
+    return guarded_void([&] {
+        llama_grammar_parser parser(vocab);
+        for (const char * pos = skip_space(text.c_str()); *pos;) {
+            pos = parser.parse_rule(pos);
+        }
+        for (const auto & [symbol, id] : parser.symbol_ids) {
+            if (id == index) {
+                // Of a group in parentheses: "name_7". Names in the text have no underscore.
+                name = symbol.substr(0, symbol.find('_'));
+            }
+        }
+    });
+}
+
+}  // namespace pykv

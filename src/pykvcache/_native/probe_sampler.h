@@ -1,0 +1,42 @@
+// Samplers made and copied as a whole, and why a grammar cannot be parsed.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "guarded.h"
+
+namespace pykv {
+
+struct sampler_settings {
+    int32_t  penalty_last_n;
+    float    repeat_penalty;
+    float    frequency_penalty;
+    float    presence_penalty;
+    int32_t  top_k;
+    float    top_p;
+    float    min_p;
+    float    temperature;
+    bool     greedy;
+    uint32_t seed;
+};
+
+// The stages of a choice. Null if something was caught; see caught().
+llama_sampler * sampler_penalties(const sampler_settings & s) noexcept;
+llama_sampler * sampler_cuts(const sampler_settings & s) noexcept;  // top-k, top-p, min-p, temperature
+llama_sampler * sampler_choice(const sampler_settings & s) noexcept;
+// With its history; null for null, and if something was caught.
+llama_sampler * sampler_clone(const llama_sampler * sampler) noexcept;
+int32_t sampler_reset(llama_sampler * sampler) noexcept;
+
+struct grammar_fault {
+    std::string why;  // empty: it can be parsed
+    int64_t     at = -1;  // offset in bytes, where it is known
+};
+
+// llama.cpp prints the reason to stderr and keeps nothing. CAUGHT if even this failed.
+int32_t find_grammar_fault(const llama_vocab * vocab, const std::string & text, grammar_fault & fault) noexcept;
+// The rule of the text that a rule of the parser was made for; empty if there is none.
+int32_t grammar_rule_name(const llama_vocab * vocab, const std::string & text, uint32_t index, std::string & name) noexcept;
+
+}  // namespace pykv

@@ -1,0 +1,118 @@
+"""Copies of samplers: they go on with what the sampler held, each on its own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from binding.kit import words
+from pykvcache import LlamaContext, LlamaModel, Sampler
+
+COPIES: dict[str, Callable[[Sampler], Sampler]] = {
+    "clone": Sampler.clone,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "deepcopy in a list": lambda sampler: copy.deepcopy([sampler])[0],
+}
+HOT: dict[str, Any] = {"temperature": 3.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+NUMBER = 'root ::= "a" [0-9]{4} "b"+'
+
+
+@pytest.fixture(params=COPIES)
+def duplicate(request: Any) -> Callable[[Sampler], Sampler]:
+    return COPIES[request.param]
+
+
+@pytest.fixture
+def ctx(make_context: Any) -> LlamaContext:
+    one: LlamaContext = make_context("llama")
+    one.decode(words(10))
+    return one
+
+
+def draw(sampler: Sampler, ctx: LlamaContext, n: int) -> list[int]:
+    return [sampler.sample(ctx) for _ in range(n)]
+
+
+def test_a_copy_draws_what_the_original_draws(
+    duplicate: Callable[[Sampler], Sampler], ctx: LlamaContext
+) -> None:
+    for seed in (7, None):
+        sampler = Sampler(**HOT, seed=seed)
+        draw(sampler, ctx, 5)
+        twin = duplicate(sampler)
+        assert draw(twin, ctx, 20) == draw(sampler, ctx, 20)
+        # One does not take the other's random numbers.
+        ahead = duplicate(sampler)
+        draw(sampler, ctx, 7)
+        again = duplicate(ahead)
+        assert draw(ahead, ctx, 20) == draw(again, ctx, 20)
+
+
+def test_a_copy_has_penalties_of_its_own(
+    duplicate: Callable[[Sampler], Sampler], ctx: LlamaContext
+) -> None:
+    order = np.argsort(-ctx.logits()).tolist()
+    sampler = Sampler(temperature=0, presence_penalty=1e5)
+    assert draw(sampler, ctx, 3) == order[:3]
+    twin = duplicate(sampler)
+    assert draw(twin, ctx, 2) == order[3:5]
+    twin.reset()
+    assert draw(twin, ctx, 1) == order[:1]
+    assert draw(sampler, ctx, 2) == order[3:5]
+
+
+def test_a_copy_is_where_the_grammar_is(
+    duplicate: Callable[[Sampler], Sampler], ctx: LlamaContext
+) -> None:
+    sampler = Sampler(**HOT, seed=3, grammar=NUMBER, model=ctx.model)
+    text = draw(sampler, ctx, 3)
+    twin = duplicate(sampler)
+    for one in (twin, sampler):
+        rest = draw(one, ctx, 4)
+        written = b"".join(ctx.model.token_to_piece(t) for t in text + rest)
+        assert written[:1] == b"a"
+        assert written[1:5].isdigit()
+        assert set(written[5:]) == {ord("b")}
+    twin.reset()
+    assert ctx.model.token_to_piece(twin.sample(ctx)) == b"a"
+    del sampler, twin  # each frees its own
+
+
+def test_a_copy_outlives_the_original_and_the_model(make_context: Any, model: Any) -> None:
+    ctx = make_context("llama")
+    ctx.decode(words(5))
+    twin = Sampler(temperature=0, grammar=NUMBER, model=ctx.model).clone().clone()
+    assert ctx.model.token_to_piece(twin.sample(ctx)) == b"a"
+    other = LlamaModel(model("llama").path)
+    last = Sampler(temperature=0, grammar=NUMBER, model=other)
+    other.close()
+    assert last.logprobs(np.zeros(320, np.float32)).max() == 0
+    assert last.clone().sample(np.zeros(320, np.float32)) == last.sample(np.zeros(320, np.float32))
+
+
+def test_a_copy_shows_the_same_settings(duplicate: Callable[[Sampler], Sampler]) -> None:
+    sampler = Sampler(top_k=3, seed=5, logit_bias={1: 2.0})
+    assert repr(duplicate(sampler)) == repr(sampler)
+
+
+def test_a_subclass_stays_one(duplicate: Callable[[Sampler], Sampler]) -> None:
+    class Named(Sampler):
+        name = "n"
+
+    sampler = Named()
+    sampler.name = "other"
+    twin = duplicate(sampler)
+    assert type(twin) is Named
+    assert twin.name == "other"
+
+
+def test_a_sampler_cannot_be_pickled() -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(TypeError, match="Sampler cannot be pickled"):
+            pickle.dumps(Sampler(), protocol)

@@ -44,7 +44,7 @@ with LlamaModel(path) as model, LlamaContext(model, n_ctx=1024, n_seq_max=2) as 
         choices += [(f"{r}, {s:.0%} kept", rules[r], s) for s in (0.5, 0.25) for r in rules]
         for name, score, share in choices:
             order = np.argsort(np.r_[-np.inf, -score[1:-RECENT], np.full(RECENT, -np.inf)])
-            ctx.write_kv(1, whole.select(np.sort(order[: int(share * read)])))
+            ctx.write_kv(whole.select(np.sort(order[: int(share * read)])), 1)
             batch = LlamaBatch(SCORED, 2)
             batch.add_sequence(tokens[read:-1], 1, True, start=read)
             ctx.decode(batch)

@@ -31,7 +31,7 @@ with tempfile.TemporaryDirectory() as folder:
     with LlamaContext(model, n_ctx=512) as ctx:
         story = model.tokenize(STORY)
         ctx.decode(story)
-        size = ctx.save_sequence(0, file, tokens=story, metadata={"title": "By the sea"})
+        size = ctx.save_sequence(file, 0, tokens=story, metadata={"title": "By the sea"})
         print(f"saved {len(story)} tokens in {size} bytes")
 
     info = describe_state(file)

@@ -167,7 +167,7 @@ class Ours(Worker):
         """Keep the state of sequence 0."""
         self.blob = self.context.get_state(0)
         if path:
-            self.context.save_sequence(0, path)
+            self.context.save_sequence(path, 0)
         return len(self.blob)
 
     def load_blob(self, blob: bytes) -> None:
@@ -187,7 +187,7 @@ class Ours(Worker):
             ]
             layers.append(LayerKV(pair[0], pair[1]))
         self.clear()
-        self.context.write_kv(0, SequenceKV(np.arange(n, dtype=np.int32), layers))
+        self.context.write_kv(SequenceKV(np.arange(n, dtype=np.int32), layers), 0)
         with open(path, "wb") as file:
             file.write(self.context.get_state(0).tobytes())
         return {}
@@ -213,7 +213,7 @@ class Ours(Worker):
         ctx, tokens = self.context, np.zeros(n, np.int32)
         if what == "file_load":
             return lambda: ctx.load_sequence(path, 0)
-        return lambda: ctx.save_sequence(0, path, tokens, sync=False)
+        return lambda: ctx.save_sequence(path, 0, tokens, sync=False)
 
 
 if __name__ == "__main__":

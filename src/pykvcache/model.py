@@ -9,7 +9,15 @@ from functools import cached_property
 from types import MappingProxyType, TracebackType
 from typing import SupportsIndex
 
-from pykvcache._convert import IntArray, TokenInput, as_bool, as_int, as_token_array, choose
+from pykvcache._convert import (
+    IntArray,
+    TokenInput,
+    as_bool,
+    as_int,
+    as_path,
+    as_token_array,
+    choose,
+)
 from pykvcache._fingerprint import file_ids, model_fingerprint
 from pykvcache._native import lib
 from pykvcache.enums import LoadMode, RopeType, SplitMode
@@ -84,7 +92,7 @@ class LlamaModel:
         }
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
-        self._path = os.fsdecode(path)
+        self._path = as_path(path)
         readable = _readable(self._path)
         self._files = file_ids(self._path)
         self._native = lib.Model(readable, params, progress)

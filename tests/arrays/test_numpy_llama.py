@@ -263,7 +263,7 @@ def test_llama_cpp_goes_on_where_numpy_stopped(
     kv = importlib.import_module("pykvcache.kv")
     layers = [kv.LayerKV(*held[layer]) for layer in range(model.n_layer)]
     context = make_context("llama")
-    context.write_kv(0, kv.SequenceKV(np.arange(30, dtype=np.int32), layers))
+    context.write_kv(kv.SequenceKV(np.arange(30, dtype=np.int32), layers), 0)
     for start, count in ((30, 7), (37, 1), (38, 1)):
         words = TOKENS[start : start + count]
         logits = model.forward(words, np.arange(start, start + count), exchange)

@@ -49,17 +49,17 @@ def test_what_is_no_sequence_becomes_no_caches() -> None:
 def test_a_recurrent_state_that_is_none_is_refused(make_context: Any) -> None:
     given: Any = 6
     with pytest.raises(TypeError, match="RecurrentState"):
-        make_context("mamba").write_kv(0, SequenceKV(NONE.positions, [], recurrent=given))
+        make_context("mamba").write_kv(SequenceKV(NONE.positions, [], recurrent=given), 0)
     ctx = make_context("mamba")
     ctx.decode(words(3))
     held = ctx.kv(0)
     far = dataclasses.replace(held.recurrent, first=2**40)
     with pytest.raises(StateError):
-        ctx.write_kv(1, dataclasses.replace(held, recurrent=far))
+        ctx.write_kv(dataclasses.replace(held, recurrent=far), 1)
     assert set(ctx.sequences()) == {0}
     state = RecurrentState(3, given)
     with pytest.raises((TypeError, ValueError)):
-        make_context("mamba").write_kv(0, SequenceKV(NONE.positions, [], recurrent=state))
+        make_context("mamba").write_kv(SequenceKV(NONE.positions, [], recurrent=state), 0)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_states_and_arrays_go_out_and_in(name: str, layers: int, bench: Bench) -
     ctx.set_state(state, 1)
     assert np.array_equal(ctx.get_state(1)[8:], state[8:])
     ctx.restore_sequence(saved, 2)
-    ctx.write_kv(3, ctx.kv(0))
+    ctx.write_kv(ctx.kv(0), 3)
     logits = [next_logits(ctx, seq_id) for seq_id in range(4)]
     for found in logits[1:]:
         assert near(found, logits[0])
@@ -189,7 +189,7 @@ def test_stored_types_and_transposed_values(type_k: str, flash: str, bench: Benc
     ctx = bench("llama_h64", 99, **options)
     ctx.decode(WORDS)
     ctx.clear_kv_cache_seq(0, 40)
-    ctx.write_kv(1, replace(ctx.kv(0)))
+    ctx.write_kv(replace(ctx.kv(0)), 1)
     ctx.set_state(ctx.get_state(0), 2)
     logits = [next_logits(ctx, seq_id) for seq_id in range(3)]
     assert near(logits[1], logits[0], 2e-2)

@@ -69,7 +69,7 @@ def test_a_written_sequence_goes_on_as_the_one_it_was_read_from(ctx: LlamaContex
     ctx.decode(WORDS[:30])
     ctx.decode(WORDS[30:40], seq_id=2)  # what the destination held is replaced
     arrays = ctx.kv(0)
-    ctx.write_kv(2, arrays)
+    ctx.write_kv(arrays, 2)
     assert same(arrays, ctx.kv(2))
     ctx.clear_kv_cache_seq(0)
     ctx.decode([7], seq_id=2)
@@ -118,7 +118,7 @@ def test_a_fork_is_read_without_the_rest_of_the_cache(model: LlamaModel) -> None
     ctx.decode(WORDS[20:25], seq_id=1)
     ctx.decode(WORDS[25:30], seq_id=0)
     assert len(ctx.kv(0)) == len(ctx.kv(1)) == 25
-    ctx.write_kv(1, ctx.kv(0))  # cells that another sequence shares are left alone
+    ctx.write_kv(ctx.kv(0), 1)  # cells that another sequence shares are left alone
     assert same(ctx.kv(0), ctx.kv(1))
     assert ctx.n_cells_used == 50
 
@@ -128,16 +128,16 @@ def test_empty_sequences(ctx: LlamaContext) -> None:
     assert len(nothing) == 0
     assert nothing.layers[0].keys.shape[0] == 0
     ctx.decode(WORDS[:5])
-    ctx.write_kv(0, nothing)
+    ctx.write_kv(nothing, 0)
     assert ctx.sequences() == {}
 
 
 def test_there_are_no_logits_after_a_write(ctx: LlamaContext) -> None:
     ctx.decode(WORDS[:5])
     row = ctx.logits()
-    ctx.write_kv(1, ctx.kv(0))
+    ctx.write_kv(ctx.kv(0), 1)
     assert (ctx.logits() == row).all()  # sequence 0 is what it was
-    ctx.write_kv(0, ctx.kv(0))
+    ctx.write_kv(ctx.kv(0), 0)
     with pytest.raises(IndexError, match="no sequence holds it"):
         ctx.logits()
 
@@ -147,7 +147,7 @@ def test_tokens_can_be_dropped_in_numpy(ctx: LlamaContext) -> None:
     arrays = ctx.kv(0)
     keep = np.r_[0:5, 9:20]
     layers = [LayerKV(x.keys[keep], x.values[keep]) for x in arrays.layers]
-    ctx.write_kv(1, SequenceKV(arrays.positions[keep], layers))
+    ctx.write_kv(SequenceKV(arrays.positions[keep], layers), 1)
     ctx.decode([9], seq_id=1)
     edited = ctx.logits()
     ctx.clear_kv_cache_seq(0, 5, 9)
@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused_with_nothing_changed(model: LlamaModel, wh
     ctx.decode(WORDS[:10])
     before = ctx.kv(0)
     with pytest.raises(StateError):
-        ctx.write_kv(0, broken(before)[what])
+        ctx.write_kv(broken(before)[what], 0)
     assert same(before, ctx.kv(0))
 
 
@@ -204,9 +204,9 @@ def test_a_full_cache_refuses_and_keeps_what_it_has(model: LlamaModel) -> None:
     arrays = ctx.kv(0)
     before = ctx.kv(1)
     with pytest.raises(NoKvCacheSlot):
-        ctx.write_kv(1, arrays)
+        ctx.write_kv(arrays, 1)
     assert same(before, ctx.kv(1))
-    ctx.write_kv(0, arrays)  # its own cells become free first
+    ctx.write_kv(arrays, 0)  # its own cells become free first
     assert same(arrays, ctx.kv(0))
 
 
@@ -217,7 +217,7 @@ def test_bad_sequence_ids(model: LlamaModel) -> None:
         with pytest.raises(SequenceIdError):
             ctx.kv(seq)
         with pytest.raises(SequenceIdError):
-            ctx.write_kv(seq, arrays)
+            ctx.write_kv(arrays, seq)
 
 
 @pytest.mark.filterwarnings("error")
@@ -228,7 +228,7 @@ def test_values_too_large_for_the_stored_type_are_refused(model: LlamaModel) -> 
     first, *rest = arrays.layers
     huge = LayerKV(np.full(first.keys.shape, 1e6, np.float32), first.values)
     with pytest.raises(StateError, match="too large"):
-        ctx.write_kv(0, SequenceKV(arrays.positions, [huge, *rest]))
+        ctx.write_kv(SequenceKV(arrays.positions, [huge, *rest]), 0)
     assert same(arrays, ctx.kv(0))
 
 
@@ -236,7 +236,7 @@ def test_values_too_large_for_the_stored_type_are_refused(model: LlamaModel) -> 
 def test_other_things_than_arrays_are_type_errors(model: LlamaModel, arrays: Any) -> None:
     ctx = LlamaContext(model, n_ctx=256, n_threads=1)
     with pytest.raises(TypeError):
-        ctx.write_kv(0, arrays)
+        ctx.write_kv(arrays, 0)
 
 
 @pytest.mark.parametrize("flag", ["copy", "rope"])
@@ -261,6 +261,6 @@ def test_a_pending_stream_copy_does_not_overwrite_what_is_written(model: LlamaMo
     ctx.clear_kv_cache()
     ctx.decode(WORDS[:20])
     ctx.copy_kv_cache_seq(0, 1)
-    ctx.write_kv(1, wanted)
+    ctx.write_kv(wanted, 1)
     ctx.decode([7], seq_id=0)  # where llama.cpp would carry the copy out
     assert same(wanted, ctx.kv(1))

@@ -51,7 +51,7 @@ def test_there_and_back_is_the_same(name: str, n: int, model_folder: Path) -> No
     assert (ArraysCache in kinds) == (arrays.recurrent is not None)
     back = from_caches(caches, n_tokens=n)
     assert different(arrays, back) == []
-    ctx.write_kv(1, back)
+    ctx.write_kv(back, 1)
     assert np.abs(next_logits(ctx, 0) - next_logits(ctx, 1)).max() < RIGHT
 
 
@@ -66,7 +66,7 @@ def test_numpy_goes_on_in_a_cache_and_llama_cpp_goes_on_from_it(model_folder: Pa
     here = example["Llama"](path).forward(
         more.tolist(), np.arange(N, N + 12), example["on_kv_caches"](caches)
     )
-    ctx.write_kv(1, from_caches(caches))
+    ctx.write_kv(from_caches(caches), 1)
     ctx.decode(more)
     assert np.abs(here[-1] - ctx.logits()).max() < 0.01
     assert np.abs(next_logits(ctx, 0) - next_logits(ctx, 1)).max() < 0.01

@@ -38,9 +38,9 @@ def test_written_back_it_goes_on_as_if_it_had_never_stopped(model: LlamaModel, t
     ctx.decode(words(model))
     for dtype in (None, "stored", np.float32):
         arrays = ctx.kv(0, dtype=dtype)
-        ctx.write_kv(1, arrays)
+        ctx.write_kv(arrays, 1)
         assert different(arrays, ctx.kv(1, dtype=dtype)) == []
-    ctx.write_kv(0, ctx.kv(0))
+    ctx.write_kv(ctx.kv(0), 0)
     assert different(arrays, ctx.kv(0, dtype=dtype)) == []
     never_stopped, written = next_logits(ctx, 0), next_logits(ctx, 1)
     # In other cells sums are added up in another order, and flash attention rounds them to f16.
@@ -78,7 +78,7 @@ def test_each_half_is_there(model: LlamaModel) -> None:
 def test_into_another_context_of_another_type(model: LlamaModel) -> None:
     source, goal = context(model, **EXACT), context(model, type_k="f16", type_v="f16")
     source.decode(words(model))
-    goal.write_kv(2, source.kv(0, dtype=np.float32))
+    goal.write_kv(source.kv(0, dtype=np.float32), 2)
     never_stopped, written = next_logits(source, 0), next_logits(goal, 2)
     assert np.abs(never_stopped - written).max() < 0.05
 
@@ -88,7 +88,7 @@ def test_an_empty_sequence_empties(model: LlamaModel) -> None:
     nothing = ctx.kv(0)
     assert len(nothing) == 0
     ctx.decode(words(model), seq_id=1)
-    ctx.write_kv(1, nothing)
+    ctx.write_kv(nothing, 1)
     assert ctx.sequences() == {}
     assert different(nothing, ctx.kv(1)) == []
 
@@ -113,7 +113,7 @@ def test_halves_that_do_not_fit_each_other_are_refused(name: str, model_folder: 
         wrong += [{"positions": arrays.positions + 1}]
     for change in wrong:
         with pytest.raises(StateError):
-            ctx.write_kv(0, SequenceKV(**{**vars(arrays), **change}))
+            ctx.write_kv(SequenceKV(**{**vars(arrays), **change}), 0)
     assert different(arrays, ctx.kv(0)) == []
 
 
@@ -125,7 +125,7 @@ def test_select_reaches_both_halves(model_folder: Path) -> None:
     kept = ctx.kv(0).select(np.r_[0:4, 10:36, 40:N])
     assert kept.window is not None
     assert not np.isin(kept.window.positions, np.arange(36, 40)).any()
-    ctx.write_kv(1, kept)
+    ctx.write_kv(kept, 1)
     ctx.clear_kv_cache_seq(0, 4, 10)
     ctx.clear_kv_cache_seq(0, 36, 40)
     assert np.abs(next_logits(ctx, 0) - next_logits(ctx, 1)).max() < RIGHT
@@ -148,7 +148,7 @@ def test_extended_positions_are_needed_where_the_memory_has_them(
     extended = None if name == "qwen2vl" else np.zeros((N, 3), np.int32)
     assert (arrays.extended is None) == (name == "llama")
     with pytest.raises(StateError, match="extended"):
-        ctx.write_kv(0, SequenceKV(arrays.positions, arrays.layers, extended))
+        ctx.write_kv(SequenceKV(arrays.positions, arrays.layers, extended), 0)
 
 
 def test_an_encoders_cache_is_read_and_not_written(model_folder: Path) -> None:
@@ -158,7 +158,7 @@ def test_an_encoders_cache_is_read_and_not_written(model_folder: Path) -> None:
     arrays = ctx.kv(0)
     assert len(arrays) == 2
     with pytest.raises(UnsupportedOperation, match="encoder"):
-        ctx.write_kv(0, arrays)
+        ctx.write_kv(arrays, 0)
 
 
 @pytest.mark.parametrize("name", [n for n, i in MODELS.items() if i.memory == "other"])
@@ -170,7 +170,7 @@ def test_memories_whose_layout_is_not_known_say_so(name: str, model_folder: Path
         with pytest.raises(UnsupportedOperation, match="kv: the layout"):
             ctx.kv(0, copy=copy)
     with pytest.raises(UnsupportedOperation, match="write_kv: the layout"):
-        ctx.write_kv(0, SequenceKV(np.empty(0, np.int32), []))
+        ctx.write_kv(SequenceKV(np.empty(0, np.int32), []), 0)
 
 
 def test_a_model_without_memory_says_so(model_folder: Path) -> None:
@@ -180,4 +180,4 @@ def test_a_model_without_memory_says_so(model_folder: Path) -> None:
     with pytest.raises(UnsupportedOperation, match="kv"):
         ctx.kv(0)
     with pytest.raises(UnsupportedOperation):
-        ctx.write_kv(0, SequenceKV(np.empty(0, np.int32), []))
+        ctx.write_kv(SequenceKV(np.empty(0, np.int32), []), 0)

@@ -119,7 +119,7 @@ def test_floats_written_back_are_the_bits_that_were_there(
     ctx = context(h64[0], **stored_as(kind))
     ctx.decode(words(h64[0]))
     for dtype in ("stored", np.float32):
-        ctx.write_kv(1, ctx.kv(0, dtype=dtype))
+        ctx.write_kv(ctx.kv(0, dtype=dtype), 1)
         assert different(ctx.kv(0, dtype="stored"), ctx.kv(1, dtype="stored")) == []
 
 
@@ -249,7 +249,7 @@ def test_yarn_is_undone_with_its_length(model_folder: Path, factor: float) -> No
     longer = [np.linalg.norm(ctx.kv(0).layers[0].keys) for ctx in (plain, yarn)]
     assert longer[1] / longer[0] == pytest.approx(1 + 0.1 * np.log(1 / factor), rel=1e-4)
     arrays = yarn.kv(0, rope=False)
-    yarn.write_kv(1, arrays)
+    yarn.write_kv(arrays, 1)
     rotated = yarn.kv(1).layers[0].keys
     assert np.abs(np.asarray(yarn.kv(0).layers[0].keys) - rotated).max() < 1e-5
 
@@ -259,7 +259,7 @@ def test_keys_before_rope_can_be_written_at_other_positions(model_folder: Path) 
     ctx = context(model, **EXACT)
     ctx.decode(words(model))
     plain = ctx.kv(0, rope=False)
-    ctx.write_kv(1, replace(plain, positions=plain.positions + 5))
+    ctx.write_kv(replace(plain, positions=plain.positions + 5), 1)
     ctx.kv_cache_seq_add(0, None, None, 5)
     for a, b in zip(ctx.kv(0).layers, ctx.kv(1).layers, strict=True):
         assert np.abs(np.asarray(a.keys) - b.keys).max() < 1e-4
@@ -290,4 +290,4 @@ def test_mrope_is_not_undone(model_folder: Path) -> None:
     with pytest.raises(UnsupportedOperation, match="rope=True"):
         ctx.kv(0, rope=False)
     with pytest.raises(UnsupportedOperation, match="rope=True"):
-        ctx.write_kv(1, replace(ctx.kv(0), rope=False))
+        ctx.write_kv(replace(ctx.kv(0), rope=False), 1)

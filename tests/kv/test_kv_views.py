@@ -162,7 +162,7 @@ CHANGES: dict[str, Callable[[LlamaContext], object]] = {
     "kv_cache_seq_keep": lambda ctx: ctx.kv_cache_seq_keep(0),
     "kv_cache_seq_add": lambda ctx: ctx.kv_cache_seq_add(0, None, None, 1),
     "kv_cache_seq_div": lambda ctx: ctx.kv_cache_seq_div(0, None, None, 2),
-    "write_kv": lambda ctx: ctx.write_kv(2, ctx.kv(0)),
+    "write_kv": lambda ctx: ctx.write_kv(ctx.kv(0), 2),
     "set_state": lambda ctx: ctx.set_state(ctx.get_state(0), 1),
 }
 

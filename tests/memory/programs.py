@@ -256,7 +256,7 @@ class Program(ProgramBase):
     @rule(dst=SEQ, saved=saved)
     def write(self, dst: int, saved: tuple[SequenceKV, Saved]) -> None:
         arrays, what = saved
-        if self.do("write_kv", self.ref.load(dst, what), dst, arrays) and self.ledger:
+        if self.do("write_kv", self.ref.load(dst, what), arrays, dst) and self.ledger:
             self.ledger.sequences[dst] = what.ledger
 
     @rule(target=taken, seq=SEQ)

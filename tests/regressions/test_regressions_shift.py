@@ -111,7 +111,7 @@ def test_layers_that_the_graph_does_not_rotate_are_not_rotated_by_a_shift(tmp_pa
     # Moved in NumPy they go on as a sequence that was computed there.
     plain = ctx.kv(0, rope=False)
     assert np.array_equal(plain.layers[3].keys, before.layers[3].keys)
-    ctx.write_kv(1, replace(plain, positions=plain.positions + BY))
+    ctx.write_kv(replace(plain, positions=plain.positions + BY), 1)
     fresh = LlamaContext(ctx.model, n_ctx=256, n_threads=1, **EXACT)
     fresh.decode(LlamaBatch.from_arrays(WORDS, np.arange(BY, BY + len(WORDS), dtype=np.int32), 0))
     logits = []
@@ -144,8 +144,8 @@ def test_keys_that_were_weighed_after_their_rotation_are_not_moved(tmp_path: Pat
     with pytest.raises(UnsupportedOperation, match="not known"):
         ctx.kv(0, rope=False)
     with pytest.raises(UnsupportedOperation, match="not known"):
-        ctx.write_kv(1, replace(arrays, rope=False))
-    ctx.write_kv(1, arrays)
+        ctx.write_kv(replace(arrays, rope=False), 1)
+    ctx.write_kv(arrays, 1)
     logits = []
     for seq_id in (0, 1):
         ctx.decode([9], seq_id=seq_id)

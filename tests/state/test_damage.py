@@ -46,7 +46,7 @@ def saved(ctx: LlamaContext, kind: str, path: Path) -> bytes:
     ctx.decode(WORDS[:12], seq_id=1)
     meta = {"name": "a \N{SNOWMAN} conversation"}
     if kind == "sequence":
-        ctx.save_sequence(1, path, tokens=WORDS[:12], metadata=meta)
+        ctx.save_sequence(path, 1, tokens=WORDS[:12], metadata=meta)
     else:
         ctx.save_context(path, tokens={1: WORDS[:12]}, metadata=meta)
     ctx.decode(WORDS[40:45], seq_id=1)
@@ -218,7 +218,7 @@ def test_another_version_is_named(
     ctx.decode(WORDS[:5], seq_id=1)
     with monkeypatch.context() as patch:
         patch.setattr("pykvcache.state.container.VERSION", version)
-        ctx.save_sequence(1, tmp_path / "a")
+        ctx.save_sequence(tmp_path / "a", 1)
     with refused(ctx, StateVersionError, match=f"version {version} of the format"):
         ctx.load_sequence(tmp_path / "a", 1)
     with pytest.raises(StateVersionError):

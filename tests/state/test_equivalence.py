@@ -32,7 +32,7 @@ def test_a_saved_sequence_goes_on(
 ) -> None:
     ctx, other = build(make_context, case), build(make_context, case)
     ctx.decode(WORDS[:n], seq_id=1)
-    size = ctx.save_sequence(1, tmp_path / "a", tokens=WORDS[:n], metadata={"n": n})
+    size = ctx.save_sequence(tmp_path / "a", 1, tokens=WORDS[:n], metadata={"n": n})
     assert (tmp_path / "a").stat().st_size == size
     other.decode(WORDS[200:220], seq_id=1)
     other.decode(WORDS[200:207], seq_id=2)
@@ -124,7 +124,7 @@ def test_after_removals_shifts_and_forks(
     twin.add(2, 9, None, -4)  # the shift is still pending when the state is taken
     twin.decode(2, 2)
     twin.add(2, None, None, 3)
-    ctx.save_sequence(2, tmp_path / "a")
+    ctx.save_sequence(tmp_path / "a", 2)
     twin.decode(2, 3)
     ctx.load_sequence(tmp_path / "a", 2)
     assert ctx.sequence_state(2).to_bytes() == (tmp_path / "a").read_bytes()
@@ -148,7 +148,7 @@ def test_where_a_recurrent_sequence_began_is_kept(
     ctx, other = build(make_context, case), build(make_context, case)
     batch = LlamaBatch.from_arrays(WORDS[:9], np.arange(30, 39), np.full(9, 1))
     ctx.decode(batch)
-    ctx.save_sequence(1, tmp_path / "a", tokens=WORDS[:9])
+    ctx.save_sequence(tmp_path / "a", 1, tokens=WORDS[:9])
     state = other.load_sequence(tmp_path / "a", 2)
     assert np.array_equal(state.positions, np.arange(30, 39))
     again = other.sequence_state(2, tokens=WORDS[:9])
@@ -164,7 +164,7 @@ def test_an_empty_sequence_empties(
     case: Case, make_context: ContextFactory, tmp_path: Path
 ) -> None:
     ctx = build(make_context, case)
-    ctx.save_sequence(0, tmp_path / "none")
+    ctx.save_sequence(tmp_path / "none", 0)
     ctx.save_context(tmp_path / "nothing")
     ctx.decode(WORDS[:10], seq_id=2)
     ctx.decode(WORDS[:10], seq_id=1)
@@ -185,7 +185,7 @@ def test_a_resting_sequence_whose_window_cells_were_all_reused(
     for at in range(0, 400, 40):
         ctx.decode(WORDS[at : at + 40], seq_id=0)
     assert len(ctx.sequence_state(1).parts[1]) == 0
-    ctx.save_sequence(1, tmp_path / "a")
+    ctx.save_sequence(tmp_path / "a", 1)
     ctx.save_context(tmp_path / "all")
     other.load_context(tmp_path / "all")
     assert other.get_state().tobytes() == ctx.get_state().tobytes()

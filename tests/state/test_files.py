@@ -40,7 +40,7 @@ def test_others_can_read_it(name: str, make_context: ContextFactory, tmp_path: P
 
     ctx = make_context(name, flash_attn="enabled")
     ctx.decode(WORDS[:20], seq_id=1)
-    ctx.save_sequence(1, tmp_path / "a", tokens=WORDS[:20])
+    ctx.save_sequence(tmp_path / "a", 1, tokens=WORDS[:20])
     ctx.save_context(tmp_path / "all")
     tensors = load_file(tmp_path / "a")
     assert np.array_equal(tensors["tokens"], WORDS[:20])
@@ -70,7 +70,7 @@ def test_types_that_others_have_and_have_not(
 ) -> None:
     ctx = make_context("llama_h64", type_k=kind, type_v=kind, flash_attn="enabled")
     ctx.decode(WORDS[:20])
-    ctx.save_sequence(0, tmp_path / "a")
+    ctx.save_sequence(tmp_path / "a", 0)
     with safetensors.safe_open(tmp_path / "a", "np") as file:
         view = file.get_slice("attention.layers.0.k")
         assert view.get_dtype() == {"f16": "F16", "bf16": "BF16", "q8_0": "U8"}[kind]
@@ -84,7 +84,7 @@ def test_a_description_reads_the_header_alone(make_context: ContextFactory, tmp_
     ctx = make_context("llama", type_k="f16")
     ctx.decode(WORDS[:20], seq_id=1)
     ctx.decode(WORDS[:5], seq_id=2)
-    size = ctx.save_sequence(1, tmp_path / "a", WORDS[:20], {"a": [1]})
+    size = ctx.save_sequence(tmp_path / "a", 1, WORDS[:20], {"a": [1]})
     fingerprint = ctx.sequence_state(1).fingerprint
     assert fingerprint.model == ctx.model.fingerprint
     assert len({fingerprint, ctx.sequence_state(2).fingerprint}) == 1
@@ -171,7 +171,7 @@ META: dict[str, Any] = {
 def test_metadata_comes_back(make_context: ContextFactory, tmp_path: Path) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:5])
-    ctx.save_sequence(0, tmp_path / "a", metadata=META)
+    ctx.save_sequence(tmp_path / "a", 0, metadata=META)
     ctx.save_context(tmp_path / "all", metadata=META)
     for state in (SequenceState.load(tmp_path / "a"), ContextState.load(tmp_path / "all")):
         assert state.metadata == META
@@ -207,7 +207,7 @@ def test_metadata_that_no_file_can_hold(
     ctx = make_context("llama")
     ctx.decode(WORDS[:5])
     with pytest.raises(error, match="metadata"):
-        ctx.save_sequence(0, tmp_path / "a", metadata=bad)
+        ctx.save_sequence(tmp_path / "a", 0, metadata=bad)
     with pytest.raises(error, match="metadata"):
         ctx.save_context(tmp_path / "a", metadata=bad)
     round_: Any = []
@@ -254,12 +254,12 @@ def test_tokens_are_as_many_as_positions(
         ctx = make_context(name)
         ctx.decode(WORDS[:20], seq_id=1)
         with pytest.raises(ValueError, match=f"{n} tokens given"):
-            ctx.save_sequence(1, tmp_path / "a", tokens=WORDS[:n])
+            ctx.save_sequence(tmp_path / "a", 1, tokens=WORDS[:n])
         with pytest.raises(ValueError, match=f"{n} tokens given"):
             ctx.save_context(tmp_path / "a", tokens={1: WORDS[:n]})
     for bad in ("text", [1.5] * 20, b"x" * 20, 5):
         with pytest.raises(TypeError):
-            ctx.save_sequence(1, tmp_path / "a", tokens=bad)  # type: ignore[arg-type]
+            ctx.save_sequence(tmp_path / "a", 1, tokens=bad)  # type: ignore[arg-type]
     for key in ("1", 1.0, None, True):
         with pytest.raises(TypeError):
             ctx.context_state(tokens={key: WORDS[:20]})  # type: ignore[dict-item]

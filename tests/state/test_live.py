@@ -26,7 +26,7 @@ def test_a_restored_sequence_has_no_logits_and_others_keep_theirs(
 ) -> None:
     ctx = make_context(case.name, **case.options)
     ctx.decode(WORDS[:10])
-    ctx.save_sequence(0, tmp_path / "a")
+    ctx.save_sequence(tmp_path / "a", 0)
     ctx.save_context(tmp_path / "all")
     row = ctx.logits()  # saving leaves them alone
     ctx.load_sequence(tmp_path / "a", 1)
@@ -60,7 +60,7 @@ def test_a_state_that_is_taken_during_decodes_is_of_one_moment(
     thread.start()
     while not done.is_set():
         states.append(ctx.sequence_state(1))
-        ctx.save_sequence(1, tmp_path / "a", sync=False)
+        ctx.save_sequence(tmp_path / "a", 1, sync=False)
         states.append(SequenceState.load(tmp_path / "a"))
         wholes.append(ctx.context_state())
     thread.join()
@@ -79,7 +79,7 @@ def test_threads_restore_and_save_side_by_side(
 ) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:40], seq_id=0)
-    ctx.save_sequence(0, tmp_path / "a")
+    ctx.save_sequence(tmp_path / "a", 0)
     state = ctx.sequence_state(0)
     failures: list[BaseException] = []
 
@@ -109,7 +109,7 @@ def test_the_rest_of_an_aborted_decode_is_not_saved_but_replaced(
     ctx, _ = aborted(make_context, "mamba", n_batch=4096, n_ubatch=64)
     calls: tuple[Callable[[], object], ...] = (
         lambda: ctx.sequence_state(0),
-        lambda: ctx.save_sequence(0, tmp_path / "a"),
+        lambda: ctx.save_sequence(tmp_path / "a", 0),
         ctx.context_state,
         lambda: ctx.save_context(tmp_path / "a"),
     )
@@ -131,7 +131,7 @@ def test_every_method_of_a_closed_context_says_so(
 ) -> None:
     ctx, fresh = make_context("llama"), make_context("llama")
     ctx.decode(WORDS[:5])
-    ctx.save_sequence(0, tmp_path / "a")
+    ctx.save_sequence(tmp_path / "a", 0)
     ctx.save_context(tmp_path / "all")
     state, whole = ctx.sequence_state(0), ctx.context_state()
     for closed in (ctx, fresh):
@@ -139,7 +139,7 @@ def test_every_method_of_a_closed_context_says_so(
         calls: tuple[Callable[[], object], ...] = (
             lambda c=closed: c.sequence_state(0),
             lambda c=closed: c.restore_sequence(state, 0),
-            lambda c=closed: c.save_sequence(0, tmp_path / "b"),
+            lambda c=closed: c.save_sequence(tmp_path / "b", 0),
             lambda c=closed: c.load_sequence(tmp_path / "a", 0),
             lambda c=closed: c.context_state(),
             lambda c=closed: c.restore_context(whole),

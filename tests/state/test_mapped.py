@@ -38,7 +38,7 @@ def test_facts_do_not_lie_in_the_file(make_context: ContextFactory, tmp_path: Pa
     ctx = make_context("llama")
     ctx.decode(WORDS[:50])
     ctx.copy_kv_cache_seq(0, 1)
-    ctx.save_sequence(0, tmp_path / "one", WORDS[:50], {"a": 1})
+    ctx.save_sequence(tmp_path / "one", 0, WORDS[:50], {"a": 1})
     ctx.save_context(tmp_path / "all", {0: WORDS[:50]})
     one = ctx.load_sequence(tmp_path / "one", 2)
     everything = ctx.load_context(tmp_path / "all")
@@ -52,7 +52,7 @@ def test_not_mapped_nothing_lies_there(make_context: ContextFactory, tmp_path: P
     ctx = make_context("llama")
     ctx.decode(WORDS[:50])
     held = cells_of(ctx, 0)
-    ctx.save_sequence(0, tmp_path / "one", WORDS[:50])
+    ctx.save_sequence(tmp_path / "one", 0, WORDS[:50])
     ctx.save_context(tmp_path / "all")
     want = next_logits(ctx)
     one = ctx.load_sequence(tmp_path / "one", 0, mapped=False)
@@ -71,8 +71,8 @@ def test_flags_are_true_or_false(make_context: ContextFactory, tmp_path: Path) -
     ctx = make_context("llama")
     ctx.decode(WORDS[:5])
     with pytest.raises(TypeError, match="sync must be True or False"):
-        ctx.save_sequence(0, tmp_path / "one", sync=1)  # type: ignore[arg-type]
+        ctx.save_sequence(tmp_path / "one", 0, sync=1)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
-    ctx.save_sequence(0, tmp_path / "one")
+    ctx.save_sequence(tmp_path / "one", 0)
     with pytest.raises(TypeError, match="mapped must be True or False"):
         ctx.load_sequence(tmp_path / "one", 0, mapped=0)  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ def test_another_model_of_the_same_shapes(
         other.decode(WORDS[:5])
         # llama.cpp itself sees no difference at all.
         other.set_state(ctx.get_state(0), 3)
-        ctx.save_sequence(0, tmp_path / "a")
+        ctx.save_sequence(tmp_path / "a", 0)
         ctx.save_context(tmp_path / "all")
         with refused(other, StateModelMismatch, match="another model"):
             other.load_sequence(tmp_path / "a", 0)
@@ -73,7 +73,7 @@ def test_another_quantisation_of_the_same_model(
     contexts = {kind: make_context(wide(kind)) for kind in kinds}
     for kind, ctx in contexts.items():
         ctx.decode(WORDS[:12])
-        ctx.save_sequence(0, tmp_path / kind.name)
+        ctx.save_sequence(tmp_path / kind.name, 0)
     for kind in kinds:
         for ctx in contexts.values():
             if ctx is contexts[kind]:
@@ -103,7 +103,7 @@ def test_other_settings_of_the_context(
     for one in (ctx, other):
         one.decode(WORDS[:12])
     for source, target in ((ctx, other), (other, ctx)):
-        source.save_sequence(0, tmp_path / "a")
+        source.save_sequence(tmp_path / "a", 0)
         source.save_context(tmp_path / "all")
         with refused(target, StateLayoutMismatch):
             target.load_sequence(tmp_path / "a", 0)
@@ -120,7 +120,7 @@ def test_other_rotations_of_some_layers(
 ) -> None:
     ctx, other = make_context(name), make_context(name, rope_freq_base=777.0)
     ctx.decode(WORDS[:12])
-    ctx.save_sequence(0, tmp_path / "a")
+    ctx.save_sequence(tmp_path / "a", 0)
     # What differs is named, and nothing else. The first layer of gemma3 has a base of its own.
     what = "another layer" if name == "gemma3" else r"freq_base is \S+ in the state, 777.0 here"
     with refused(other, StateLayoutMismatch, match=rf"rotated .*: .*{what}$"):
@@ -132,7 +132,7 @@ def test_another_architecture(make_context: ContextFactory, tmp_path: Path) -> N
     contexts = {name: make_context(name) for name in names}
     for name, ctx in contexts.items():
         ctx.decode(WORDS[:12])
-        ctx.save_sequence(0, tmp_path / name)
+        ctx.save_sequence(tmp_path / name, 0)
     for name in names:
         for other, ctx in contexts.items():
             if other != name:
@@ -146,7 +146,7 @@ def test_streams_and_sequences_that_are_not_here(
     ctx = make_context("llama")
     ctx.decode(WORDS[:12], seq_id=3)
     ctx.save_context(tmp_path / "all")
-    ctx.save_sequence(3, tmp_path / "a")
+    ctx.save_sequence(tmp_path / "a", 3)
     streams = make_context("llama", kv_unified=False, n_ctx=1024)
     with refused(streams, StateLayoutMismatch, match="1 streams, this context 4"):
         streams.load_context(tmp_path / "all")
@@ -180,7 +180,7 @@ def test_streams_and_sequences_that_are_not_here(
 def test_no_room(unified: bool, make_context: ContextFactory, tmp_path: Path) -> None:
     big = make_context("llama", n_ctx=1024, n_seq_max=1)
     big.decode(WORDS[:300])
-    big.save_sequence(0, tmp_path / "a")
+    big.save_sequence(tmp_path / "a", 0)
     big.save_context(tmp_path / "all")
     small = make_context("llama", n_ctx=256 if unified else 512, n_seq_max=2, kv_unified=unified)
     small.decode(WORDS[:100], seq_id=1)
@@ -213,17 +213,17 @@ def test_files_that_cannot_be_read_or_written(make_context: ContextFactory, tmp_
         with refused(ctx, kind):
             ctx.load_context(path)
         with refused(ctx, kind):
-            ctx.save_sequence(0, path)
+            ctx.save_sequence(path, 0)
         with pytest.raises(kind):
             describe_state(path)
     for path in (tmp_path / "no" / "where", ""):
         with refused(ctx, StateFileNotFound):
-            ctx.save_sequence(0, path)
+            ctx.save_sequence(path, 0)
     for path in (5, None, 1.0):
         with refused(ctx, TypeError):
             ctx.load_sequence(path, 0)  # type: ignore[arg-type]
         with refused(ctx, TypeError):
-            ctx.save_sequence(0, path)  # type: ignore[arg-type]
+            ctx.save_sequence(path, 0)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -234,7 +234,7 @@ def test_models_without_states(name: str, make_context: ContextFactory, tmp_path
     for call in (
         lambda: ctx.sequence_state(0),
         ctx.context_state,
-        lambda: ctx.save_sequence(0, tmp_path / "a"),
+        lambda: ctx.save_sequence(tmp_path / "a", 0),
         lambda: ctx.save_context(tmp_path / "a"),
     ):
         with pytest.raises(UnsupportedOperation):

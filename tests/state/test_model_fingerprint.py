@@ -104,12 +104,12 @@ def test_a_file_that_changed_after_it_was_loaded_names_nothing(
         with pytest.raises(ModelLoadError, match=r"model\.gguf"):
             assert model.fingerprint
         with pytest.raises(ModelLoadError):
-            ctx.save_sequence(0, tmp_path / "a")
+            ctx.save_sequence(tmp_path / "a", 0)
         with pytest.raises(ModelLoadError):
             ctx.restore_sequence(other.sequence_state(0), 0)
         assert ctx.kv_cache_seq_pos_max(0) == 8
         assert not (tmp_path / "a").exists()
-        other.save_sequence(0, tmp_path / "b")
+        other.save_sequence(tmp_path / "b", 0)
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])

@@ -58,7 +58,7 @@ CHANGES: dict[str, Callable[[LlamaContext], object]] = {
     "restored": lambda ctx: ctx.set_state(ctx.get_state(1), 0),
     "restored to the same": lambda ctx: ctx.set_state(ctx.get_state(0), 0),
     "restored with all": lambda ctx: ctx.set_state(ctx.get_state()),
-    "written": lambda ctx: ctx.write_kv(0, ctx.kv(1)),
+    "written": lambda ctx: ctx.write_kv(ctx.kv(1), 0),
     "rewound": lambda ctx: ctx.clear_kv_cache_seq(0, 59),
     "rewound and gone on": rewind_and_differ,
     "middle removed": lambda ctx: ctx.clear_kv_cache_seq(0, 20, 30),

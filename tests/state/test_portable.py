@@ -35,7 +35,7 @@ def test_other_sizes_streams_and_sequences(
     tolerance = RIGHT if name != "gemma3" else 10 * RIGHT
     for ctx in contexts:
         ctx.decode(WORDS[:70], seq_id=ctx.n_seq_max - 1)
-        ctx.save_sequence(ctx.n_seq_max - 1, tmp_path / str(ctx.n_seq_max))
+        ctx.save_sequence(tmp_path / str(ctx.n_seq_max), ctx.n_seq_max - 1)
     for source, target in permutations(contexts, 2):
         state = SequenceState.load(tmp_path / str(source.n_seq_max))
         for seq in {0, target.n_seq_max - 1}:

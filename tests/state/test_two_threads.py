@@ -101,7 +101,7 @@ def filled(n):
     return SequenceKV(np.arange(n, dtype=np.int32), [
         LayerKV(*(rng.standard_normal((n, *shape), np.float32) for _ in "kv")) for shape in shapes])
 one, other = filled(500), filled(400)
-ctx.write_kv(0, one)
+ctx.write_kv(one, 0)
 state, content = ctx.get_state(0), ctx.sequence_state(0).to_bytes()
 assert len(state) > 4 << 20
 ctx.set_n_threads(1, 2)
@@ -131,7 +131,7 @@ libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
 ctx.set_state(state, 1)  # what the system keeps of that thread lets the next one start
-ctx.write_kv(1, other)
+ctx.write_kv(other, 1)
 before = ctx.get_state(1).tobytes()
 everything = (resource.RLIM_INFINITY,) * 2
 eaten = np.zeros(1 << 20, np.uint64)

@@ -116,13 +116,20 @@ class KvMethods:
             keys = rotate(keys, positions, facts, undo=True, operation="kv")
         return LayerKV(keys, _values(v, v_type, edges[1], wanted), index)
 
-    def write_kv(self, seq_id: SupportsIndex, arrays: SequenceKV) -> None:
+    def write_kv(self, arrays: SequenceKV, seq_id: SupportsIndex) -> None:
         """Make a sequence hold these keys and values, and nothing else.
 
         All or nothing. Floats are converted to the type of the cache, and bits that ``kv``
         gave with ``dtype="stored"`` are taken as they are. Several tokens may share a position,
         as they do after a division. Of sliding-window, hybrid and recurrent memories every half
         must be there. The sequence has no logits until a token is decoded.
+
+        Parameters
+        ----------
+        arrays
+            From `kv`, `SequenceKV.select`, `from_caches`, or made by hand.
+        seq_id
+            Sequence id; what it held is replaced.
 
         Raises
         ------
@@ -136,7 +143,10 @@ class KvMethods:
         if self._native.is_closed:
             raise ClosedError("the context is closed")
         if not isinstance(arrays, SequenceKV):
-            raise TypeError(f"arrays must be a SequenceKV, not {type(arrays).__name__}")
+            raise TypeError(
+                f"arrays must be a SequenceKV, not {type(arrays).__name__}: "
+                "the order is write_kv(arrays, seq_id)"
+            )
         state = arrays.recurrent
         if state is not None and not isinstance(state, RecurrentState):
             raise TypeError(f"recurrent must be a RecurrentState, not {type(state).__name__}")

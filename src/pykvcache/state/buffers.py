@@ -12,12 +12,13 @@ __all__ = ["ByteArray", "as_bytes"]
 ByteArray = npt.NDArray[np.uint8]
 
 
-def as_bytes(buffer: Any, what: str, *, writable: bool = False) -> ByteArray:
-    """View a C-contiguous buffer as bytes."""
+def as_bytes(buffer: Any, what: str, *, writable: bool = False, order: str = "") -> ByteArray:
+    """View a C-contiguous buffer as bytes; the error of a method names the order of arguments."""
     try:
         view = memoryview(buffer)
     except TypeError:
-        message = f"{what} must be a buffer of bytes, not {type(buffer).__name__}"
+        hint = f": the order is {order}" if order else ""
+        message = f"{what} must be a buffer of bytes, not {type(buffer).__name__}{hint}"
         raise TypeError(message) from None
     if "O" in view.format:
         raise TypeError(f"{what} holds Python objects, not bytes")

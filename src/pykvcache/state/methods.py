@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy.typing as npt
 
-from pykvcache._convert import TokenInput, as_bool
+from pykvcache._convert import TokenInput, as_bool, as_path
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError, StateLayoutMismatch
 from pykvcache.model import LlamaModel
@@ -119,7 +119,8 @@ class StateMethods(PartialStateMethods):
         UnsupportedOperation
             As for `get_state`.
         """
-        self._native.set_state(seq_id, [as_bytes(buffer, "buffer")], None)
+        order = "set_state(buffer, seq_id)"
+        self._native.set_state(seq_id, [as_bytes(buffer, "buffer", order=order)], None)
 
     # Containers ---------------------------------------------------------------------------
 
@@ -198,7 +199,10 @@ class StateMethods(PartialStateMethods):
         """
         self._check_open()
         if not isinstance(state, SequenceState):
-            raise TypeError(f"state must be a SequenceState, not {type(state).__name__}")
+            raise TypeError(
+                f"state must be a SequenceState, not {type(state).__name__}: "
+                "the order is restore_sequence(state, seq_id)"
+            )
         state.fingerprint.check(self._fingerprint)
         parts = self._fitted([[part] for part in state.parts], convert=convert)
         pieces = encode(parts, None, [layout.n_stream for layout in self._layouts])
@@ -206,8 +210,8 @@ class StateMethods(PartialStateMethods):
 
     def save_sequence(
         self,
-        seq_id: SupportsIndex,
         path: Path,
+        seq_id: SupportsIndex,
         tokens: TokenInput | None = None,
         metadata: Mapping[str, Any] | None = None,
         *,
@@ -215,12 +219,20 @@ class StateMethods(PartialStateMethods):
     ) -> int:
         """Save a sequence to a file: `sequence_state`, then `SequenceState.save`.
 
+        Parameters
+        ----------
+        path, sync
+            As for `SequenceState.save`.
+        seq_id, tokens, metadata
+            As for `sequence_state`.
+
         Returns
         -------
         int
             Size of the file in bytes.
         """
-        return self.sequence_state(seq_id, tokens, metadata).save(path, sync=sync)
+        name = as_path(path, order="save_sequence(path, seq_id)")
+        return self.sequence_state(seq_id, tokens, metadata).save(name, sync=sync)
 
     def load_sequence(
         self, path: Path, seq_id: SupportsIndex, *, convert: bool = False, mapped: bool = True
@@ -243,7 +255,8 @@ class StateMethods(PartialStateMethods):
             What was loaded, with its ``tokens`` and ``metadata``.
         """
         self._check_open()
-        state = SequenceState.load(path, mapped=mapped)
+        name = as_path(path, order="load_sequence(path, seq_id)")
+        state = SequenceState.load(name, mapped=mapped)
         self.restore_sequence(state, seq_id, convert=convert)
         return state
 
@@ -312,7 +325,8 @@ class StateMethods(PartialStateMethods):
         int
             Size of the file in bytes.
         """
-        return self.context_state(tokens, metadata).save(path, sync=sync)
+        name = as_path(path, order="save_context(path, tokens)")
+        return self.context_state(tokens, metadata).save(name, sync=sync)
 
     def load_context(
         self, path: Path, *, convert: bool = False, mapped: bool = True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
-from pykvcache._convert import as_bool
+from pykvcache._convert import as_bool, as_path
 from pykvcache.enums import GgmlType
 from pykvcache.errors import StateDamaged, StateFormatError
 from pykvcache.state.atomic import write_atomically
@@ -161,9 +161,7 @@ class Saved(ABC):
         ValueError
             The metadata is larger than a header may be (100 MB).
         """
-        return write_atomically(
-            os.fsdecode(path), self._pieces(checksum), sync=as_bool(sync, "sync")
-        )
+        return write_atomically(as_path(path), self._pieces(checksum), sync=as_bool(sync, "sync"))
 
     @classmethod
     def from_bytes(cls, data: Buffer | npt.NDArray[Any]) -> Self:
@@ -199,7 +197,7 @@ class Saved(ABC):
         StateTruncated, StateTrailingBytes, StateDamaged
             It is not what was written.
         """
-        return cls._checked(parse(open_file(os.fsdecode(path), mapped=as_bool(mapped, "mapped"))))
+        return cls._checked(parse(open_file(as_path(path), mapped=as_bool(mapped, "mapped"))))
 
     @classmethod
     def _checked(cls, container: Container) -> Self:
@@ -259,7 +257,7 @@ def describe_state(path: Path) -> StateInfo:
     StateError
         See `SequenceState.load`.
     """
-    container = parse(open_file(os.fsdecode(path), mapped=True), verify=False)
+    container = parse(open_file(as_path(path), mapped=True), verify=False)
     text = container.metadata
     types: dict[str, str] = {}
     for layout in layouts_of(container):

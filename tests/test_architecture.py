@@ -26,6 +26,7 @@ LAYERS = [
     {"kv"},
     {"memory", "facts", "introspection"},
     {"context"},
+    {"sequence"},
     {"__init__"},
     {"demo"},
     {"cli"},

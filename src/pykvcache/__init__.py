@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     )
     from pykvcache.model import LlamaModel
     from pykvcache.sampling import Sampler
+    from pykvcache.sequence import CheckpointPolicy, LlamaSequence
     from pykvcache.state import (
         ContextState,
         Fingerprint,
@@ -103,6 +104,7 @@ _HOMES = {
     "AttentionType": "enums",
     "CacheView": "kv",
     "CellTable": "introspection",
+    "CheckpointPolicy": "sequence",
     "ContextState": "state",
     "Fingerprint": "state",
     "FlashAttention": "enums",
@@ -112,6 +114,7 @@ _HOMES = {
     "LlamaBatch": "batch",
     "LlamaContext": "context",
     "LlamaModel": "model",
+    "LlamaSequence": "sequence",
     "LoadMode": "enums",
     "MemoryInfo": "introspection",
     "PartialState": "state",
@@ -143,6 +146,7 @@ __all__ = [
     "CacheValueError",
     "CacheView",
     "CellTable",
+    "CheckpointPolicy",
     "ClosedError",
     "ContextCreateError",
     "ContextState",
@@ -162,6 +166,7 @@ __all__ = [
     "LlamaBatch",
     "LlamaContext",
     "LlamaModel",
+    "LlamaSequence",
     "LoadMode",
     "MemoryInfo",
     "ModelLoadError",

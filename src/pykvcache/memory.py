@@ -173,3 +173,23 @@ class KvCacheMethods:
     def kv_cache_update(self) -> None:
         """Apply pending shifts and copies now instead of at the next decode."""
         self._native.update()
+
+    def kv_cache_compact(self) -> int:
+        """Move cells down to the lowest free ones, so that decodes look at fewer cells.
+
+        llama.cpp attends over all cells up to the highest that is used, whoever holds it: a
+        sequence in high cells is as slow as a full cache, also when the others are gone.
+        Nothing is computed, and nothing changes but speed: positions, forks, logits and partial
+        states stay what they are. Shifts and copies that are pending are applied first.
+
+        Returns
+        -------
+        int
+            Number of cells that moved, over all parts of the memory.
+
+        Raises
+        ------
+        UnsupportedOperation
+            The model keeps no memory, or one whose cells must stay in their order.
+        """
+        return self._native.compact()

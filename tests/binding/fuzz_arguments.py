@@ -14,6 +14,7 @@ import numpy as np
 from binding import fuzz_plausible as right
 from binding import fuzz_values as values
 from pykvcache import (
+    CheckpointPolicy,
     ContextState,
     Fingerprint,
     KvCacheError,
@@ -204,6 +205,8 @@ class Arguments:
 MADE: Mapping[str, Callable[[Arguments], Any]] = {
     "model": lambda a: a.one(LlamaModel),
     "ctx": lambda a: a.one(LlamaContext),
+    "context": lambda a: a.one(LlamaContext),
+    "checkpoints": lambda a: a.rng.choice([None, CheckpointPolicy(1 << 20, 8)]),
     "sampler": lambda a: a.one(Sampler),
     "source": lambda a: a.one(LlamaContext) or right.NAMED["source"](a.rng),
     "batch_or_tokens": lambda a: a.batch() if a.rng.random() < 0.3 else right.words(a.rng),

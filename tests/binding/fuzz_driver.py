@@ -36,6 +36,7 @@ from binding.fuzz_arguments import Arguments
 from pykvcache import (
     CacheView,
     CellTable,
+    CheckpointPolicy,
     ContextState,
     Fingerprint,
     InternalError,
@@ -46,6 +47,7 @@ from pykvcache import (
     LlamaBatch,
     LlamaContext,
     LlamaModel,
+    LlamaSequence,
     MemoryInfo,
     PartialState,
     PerfData,
@@ -61,16 +63,17 @@ from pykvcache import (
     system_info,
     to_caches,
 )
+from pykvcache.sequence import Generation, TextGeneration
 from support.models import RIGHT, make_model
 
 BUILTIN = (TypeError, ValueError, IndexError)
 """What docs/guarantees.md allows besides `KvCacheError`."""
-KINDS: tuple[type, ...] = (LlamaContext, LlamaModel, LlamaBatch, Sampler)
+KINDS: tuple[type, ...] = (LlamaContext, LlamaModel, LlamaBatch, Sampler, LlamaSequence)
 GIVEN: tuple[type, ...] = (SequenceState, ContextState, PartialState)
 GIVEN += (SequenceKV, CacheView, Fingerprint)
 """Made by methods of others, and kept."""
 PLAIN = (CellTable, LayerKV, LayerState, MemoryInfo, PerfData, RecurrentState, SequenceRange)
-PLAIN += (StateInfo,)
+PLAIN += (StateInfo, CheckpointPolicy)
 """Records, which check nothing themselves."""
 FUNCTIONS = (describe_state, embedded_model_path, from_caches, system_info, to_caches)
 PROTOCOL: list[Callable[[Any], Any]] = [
@@ -115,6 +118,7 @@ class Fuzz(Arguments):
             LlamaContext: [],
             LlamaBatch: [LlamaBatch()],
             Sampler: [Sampler(temperature=0)],
+            LlamaSequence: [],
             **{kind: [] for kind in GIVEN},
         }
         self.closed = []
@@ -140,7 +144,7 @@ class Fuzz(Arguments):
             self.journal.flush()
         try:
             result = function(*args, **named)
-            if inspect.isgenerator(result):
+            if inspect.isgenerator(result) or isinstance(result, Generation | TextGeneration):
                 result = list(result)
         except Exception as error:
             if isinstance(error, InternalError):
@@ -160,6 +164,8 @@ class Fuzz(Arguments):
 
     def keep(self, result: Any) -> None:
         """Remember what a method made, so that later calls may use it."""
+        if isinstance(result, LlamaSequence):
+            self.pool[LlamaSequence].append(result)
         found = [result] if isinstance(result, GIVEN) else []
         if isinstance(result, SequenceKV) and isinstance(result.layers, list | tuple):
             layers = [layer for layer in result.layers if isinstance(layer, LayerKV)]
@@ -182,12 +188,14 @@ class Fuzz(Arguments):
             wrong = dict(rng.sample(list(named.items()), min(len(named), 1)))
             named = right.context_options(rng) | (wrong if rng.random() < 0.3 else {})
             args = [rng.choice(self.models)] if rng.random() < 0.95 else args
+        if kind is LlamaSequence and rng.random() < 0.95:
+            args = [self.one(LlamaContext)]
         if kind is LlamaBatch and rng.random() < 0.5:
             args, named = self.arguments(LlamaBatch.from_arrays)
             made = self.call("from_arrays", LlamaBatch.from_arrays, args, named)
         else:
             made = self.call(kind.__name__, kind, args, named)
-        if made is not None:
+        if made is not None and made not in pool:
             pool.append(made)
             self.options[id(made)] = (args, named)
         while len(pool) > LIVE:
@@ -218,14 +226,14 @@ class Fuzz(Arguments):
 
     def step(self) -> None:
         rng = self.rng
-        if rng.random() < 0.04 or not self.pool[LlamaContext]:
+        if rng.random() < 0.05 or not self.pool[LlamaContext]:
             self.make(rng.choice(KINDS) if self.pool[LlamaContext] else LlamaContext)
             return
         if rng.random() < 0.02:
             self.step_aside()
             return
         # Contexts are what this is about.
-        kind = rng.choices((*KINDS, *GIVEN), (24, 4, 4, 2, 3, 1, 1, 1, 2, 1))[0]
+        kind = rng.choices((*KINDS, *GIVEN), (24, 4, 4, 2, 8, 3, 1, 1, 1, 2, 1))[0]
         if not self.pool[kind]:
             kind = LlamaContext
         closed = [one for one in self.closed if isinstance(one, kind)]
@@ -251,6 +259,7 @@ class Fuzz(Arguments):
     def sweep(self) -> None:
         """Every member of an object of each kind, alive and then closed."""
         made = [LlamaModel(self.path), LlamaContext(self.models[0]), LlamaBatch(), Sampler()]
+        made += self.pool[LlamaSequence][:1]
         for one in [*made, *(pool[0] for kind in GIVEN if (pool := self.pool[kind]))]:
             for name in [*MEMBERS[type(one)][0]] * 2:
                 # Closes it somewhere on the way.

@@ -102,7 +102,7 @@ TEMPLATES = [
 
 FLAGS = ["kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "no_perf"]
 FLAGS += ["mapped", "convert", "logits", "logits_all", "special", "add_special", "parse_special"]
-FLAGS += ["vocab_only", "check_tensors", "use_extra_bufts", "add_generation_prompt"]
+FLAGS += ["reevaluate", "vocab_only", "check_tensors", "use_extra_bufts", "add_generation_prompt"]
 FRACTIONS = ["temperature", "top_p", "min_p", "repeat_penalty"]
 FRACTIONS += ["frequency_penalty", "presence_penalty"]
 FRACTIONS += ["yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"]
@@ -147,6 +147,12 @@ NAMED: Mapping[str, Callable[[Random], Any]] = {
     "tokens": words,
     "prompt": lambda r: r.choice([words(r), texts(r)]),
     "max_tokens": lambda r: r.randrange(5),
+    "more": lambda r: r.choice([words(r), texts(r)]),
+    "stop": lambda r: r.choice([(), "a", ["b", 7], r.choice(SMALL_TOKENS), "", [3.5]]),
+    "on_full": lambda r: r.choice(["raise", "stop", "shift", "other"]),
+    "n_keep": lambda r: r.choice([0, 4, 300, -1]),
+    "max_bytes": lambda r: r.choice([0, 1000, 1 << 28, -1, "1"]),
+    "spacing": lambda r: r.choice([0, 8, 512, -1, 1.5]),
     "text": texts,
     "grammar": grammars,
     "source": lambda r: np.random.default_rng(r.randrange(99)).normal(size=320).astype("f4"),

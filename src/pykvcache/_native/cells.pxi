@@ -99,6 +99,42 @@ cdef class Cells(Memory):
         finally:
             self.lock.leave()
 
+    def compact(self):
+        """Move cells down to the lowest ones; the number of cells that moved."""
+        cdef int64_t moved
+        self.enter()
+        try:
+            self.need_memory("kv_cache_compact")
+            self.usable()
+            if not lib.can_compact(self.mem):
+                raise UnsupportedOperation(
+                    "kv_cache_compact", f"the order of cells matters to {lib.class_name(self.mem).decode()}")
+            self.settle()
+            with nogil:
+                moved = lib.compact(self.mem, self.n_seq_max)
+            self.done(lib.CAUGHT if moved == lib.CAUGHT else 0, "compact")
+            return moved
+        finally:
+            self.lock.leave()
+
+    def prefix_version(self, seq_id):
+        """Name what a sequence holds now; the name stays true while none of it is changed."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
+        self.look()
+        try:
+            return self.lineage.name(seq, self.next_pos(seq) - 1)
+        finally:
+            self.lock.leave()
+
+    def holds_prefix(self, seq_id, uint64_t version):
+        """Tell whether a sequence still holds all that it held when it was named."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
+        self.look()
+        try:
+            return not self.broken and self.lineage.is_true(seq, version)
+        finally:
+            self.lock.leave()
+
     def can_resume(self, seq_id, pos):
         """Tell whether a decode at pos, after removing from pos on, would be right."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), p = _p0(pos), lo = 0, hi = 0

@@ -276,6 +276,11 @@ cdef extern from "probe_partial.h" namespace "pykv" nogil:
     int32_t cut_attention(memory*, llama_seq_id, llama_pos first)
 
 
+cdef extern from "probe_compact.h" namespace "pykv" nogil:
+    bint can_compact(const memory*)
+    int64_t compact(memory*, uint32_t n_seq_max)
+
+
 cdef extern from "disk.h" namespace "pykv" nogil:
     int claim_blocks(int fd, int64_t size)
 

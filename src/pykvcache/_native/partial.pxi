@@ -75,9 +75,13 @@ cdef class Partials(State):
         finally:
             self.lock.leave()
 
-    def set_partial_state(self, Partial state not None):
-        """Make a sequence hold what it held when the state was taken, or change nothing."""
-        cdef int32_t seq = state.seq_id
+    def set_partial_state(self, Partial state not None, seq_id=None):
+        """Make a sequence hold what it held when the state was taken, or change nothing.
+
+        With `seq_id` another sequence, whose caller vouches that its tokens up to the state's
+        position are the very same, computed in the same way.
+        """
+        cdef int32_t seq = state.seq_id if seq_id is None else _seq(seq_id, self.n_seq_max)
         self.enter()
         try:
             self.has_partial("set_partial_state")
@@ -85,7 +89,9 @@ cdef class Partials(State):
             if state.context() is not self:
                 raise PartialStateError(
                     "the partial state was taken from another context: use get_state() and set_state()")
-            if not self.still_holds(state):
+            if seq_id is not None:
+                self.check_prefix_is_there(state, seq)
+            elif not self.still_holds(state):
                 raise PartialStateError(
                     f"sequence {seq} was changed at or below position {state.pos} since the partial "
                     "state was taken: get_state() takes all that set_state() needs")
@@ -96,18 +102,31 @@ cdef class Partials(State):
                 # Nothing that the next token sees has been dropped: less to lose than to copy.
                 self.cut(seq, state.pos)
             else:
-                self.put_half(state)
+                self.put_half(state, seq)
             self.poisoned[seq] = False
         finally:
             self.lock.leave()
+
+    cdef int check_prefix_is_there(self, Partial state, int32_t seq) except -1:
+        """Refuse a sequence whose attention part lacks a cell that the state was made beside."""
+        cdef int32_t lo = 0, hi = 0
+        if self.kind == lib.MEMORY_RECURRENT or state.pos < 0:
+            return 0
+        if (not lib.extent(self.mem, seq, lo, hi) or lo != state.first
+                or lib.last_before(self.mem, seq, state.pos + 1) != state.pos
+                or lib.n_held(self.mem, seq) < <size_t>(state.pos - state.first + 1)):
+            raise PartialStateError(
+                f"sequence {seq} does not hold the positions {state.first} to {state.pos} "
+                "that the partial state goes with")
+        return 0
 
     cdef int cut(self, int32_t seq, int32_t last) except -1:
         if lib.holds(self.mem, seq, last + 1, INT32_MAX):
             self.remove_from(seq, lib.REMOVE_PART, last + 1, INT32_MAX)
         return 0
 
-    cdef int put_half(self, Partial state) except -1:
-        cdef int32_t seq = state.seq_id, code
+    cdef int put_half(self, Partial state, int32_t seq) except -1:
+        cdef int32_t code
         cdef vector[lib.state_block] blocks
         cdef Pieces pieces = Pieces([state.data])
         self.check(pieces, seq, True, blocks)

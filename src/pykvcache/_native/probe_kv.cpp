@@ -91,6 +91,21 @@ void read_runs(const ggml_tensor * t, size_t offset, size_t stride, const std::v
     }
 }
 
+// One run of bytes per run of neighbouring cells that stay neighbours.
+void move_runs(const ggml_tensor * t, size_t offset, size_t stride, const std::vector<cell_move> & moves,
+               std::vector<uint8_t> & buffer) {
+    for (size_t i = 0; i < moves.size();) {
+        size_t n = 1;
+        while (i + n < moves.size() && moves[i + n].from == moves[i].from + n && moves[i + n].to == moves[i].to + n) {
+            ++n;
+        }
+        buffer.resize(n * stride);
+        ggml_backend_tensor_get(t, buffer.data(), offset + moves[i].from * stride, n * stride);
+        ggml_backend_tensor_set(const_cast<ggml_tensor *>(t), buffer.data(), offset + moves[i].to * stride, n * stride);
+        i += n;
+    }
+}
+
 }  // namespace
 
 bool has_part(const memory * m, memory_part part) {
@@ -180,6 +195,22 @@ int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, ll
             }
         }
     });
+}
+
+void move_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
+               const std::vector<cell_move> & moves) {
+    const auto ctx = scratch();
+    const ggml_tensor * t = stream_tensor(ctx.get(), cache_of(m, part), il, which, seq);
+    const bool transposed = is_transposed(t, which);
+    const size_t stride = transposed ? t->nb[0] : t->nb[2];
+    const int64_t n_head = transposed ? t->ne[1] : 1, n_value = transposed ? t->ne[2] : 1;
+    std::vector<uint8_t> buffer;
+    for (int64_t head = 0; head < n_head; ++head) {
+        for (int64_t value = 0; value < n_value; ++value) {
+            const size_t start = size_t(head) * t->nb[1] + size_t(value) * (transposed ? t->nb[2] : 0);
+            move_runs(t, start, stride, moves, buffer);
+        }
+    }
 }
 
 bool has_extended(const memory * m) { return m->base && m->base->has_cell_ext(); }

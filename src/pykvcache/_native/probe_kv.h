@@ -1,6 +1,6 @@
 // Where a sequence's K, V and states lie, and what was done to them before they were stored.
 //
-// Nothing here changes anything. As in probe.h: the context's lock is held, ids are valid.
+// Nothing here changes anything but move_rows(). As in probe.h: the context's lock is held, ids are valid.
 #pragma once
 
 #include <cstddef>
@@ -62,6 +62,14 @@ live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which
 // Copy the rows of cells, in their order; of transposed values one row per value. CAUGHT on failure.
 int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
                   const std::vector<live_cell> & cells, uint8_t * dst) noexcept;
+// Where a cell's data goes.
+struct cell_move {
+    uint32_t from, to;
+};
+
+// Copy the data of cells to other cells of the stream of `seq`, none of which is a source. Throws.
+void move_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
+               const std::vector<cell_move> & moves);
 // Whether cells have more than a position: two more of M-RoPE, and the token. Three values per cell.
 bool has_extended(const memory * m);
 void read_extended(const memory * m, memory_part part, llama_seq_id seq, const std::vector<live_cell> & cells, int32_t * dst);

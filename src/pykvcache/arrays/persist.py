@@ -26,7 +26,8 @@ from pykvcache.errors import CacheDTypeError, CacheValueError
 __all__ = ["PromptCacheLayout", "load_prompt_cache", "prompt_cache_layout", "save_prompt_cache"]
 
 #: Layouts of prompt cache files, by the first (0.32) or last (0.31) mlx-lm that has them.
-PromptCacheLayout: TypeAlias = Literal["0.31", "0.32"]
+# Stubtest takes a Literal of several for no union.
+PromptCacheLayout: TypeAlias = Literal["0.31"] | Literal["0.32"]
 
 # Dotted keys of a file as a tree: numbered branches, arrays or texts as leaves.
 _Node: TypeAlias = Any

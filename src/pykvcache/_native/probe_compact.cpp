@@ -1,0 +1,99 @@
+// Moving cells down: which ones, their data, then what llama.cpp knows about them.
+#include <vector>
+
+#include "guarded.h"
+#include "probe_compact.h"
+#include "probe_memory.h"
+#include "probe_private.h"
+
+namespace pykv {
+
+namespace {
+
+// The cells above the number of used ones go, in their order, into the holes below it.
+std::vector<cell_move> moves_of(const llama_kv_cells & cells, const std::set<uint32_t> & used) {
+    std::vector<cell_move> moves;
+    const uint32_t n = cells.get_used();
+    uint32_t hole = 0;
+    for (auto it = used.lower_bound(n); it != used.end(); ++it, ++hole) {
+        while (!cells.is_empty(hole)) {
+            ++hole;
+        }
+        moves.push_back({*it, hole});
+    }
+    return moves;
+}
+
+void move_data(const memory * m, memory_part part, llama_seq_id seq, const std::vector<cell_move> & moves) {
+    for (const uint32_t il : part_layers(m, part)) {
+        move_rows(m, part, il, 0, seq, moves);
+        if (!m->hparams->is_mla()) {
+            move_rows(m, part, il, 1, seq, moves);
+        }
+    }
+}
+
+// No allocation: the sets' own nodes change their values.
+void move_entries(open_cells & open, const std::vector<cell_move> & moves) noexcept {
+    for (const auto & [from, to] : moves) {
+        open.pos(to) = open.pos(from);
+        open.ext(to) = open.ext(from);
+        open.members(to) = open.members(from);
+        for (llama_seq_id seq = 0; seq < LLAMA_MAX_SEQ; ++seq) {
+            if (open.members(from).test(seq)) {
+                auto & held = open.held(seq);
+                auto   node = held.extract({open.pos(from), from});
+                node.value().second = to;
+                held.insert(std::move(node));
+            }
+        }
+        open.pos(from) = -1;
+        open.ext(from).reset();
+        open.members(from).reset();
+        auto node = open.used().extract(from);
+        node.value() = to;
+        open.used().insert(std::move(node));
+    }
+}
+
+int64_t compact_part(const memory * m, memory_part part, uint32_t n_seq_max) {
+    llama_kv_cache & cache = part == PART_WINDOW ? *m->swa : *m->base;
+    int64_t moved = 0;
+    std::vector<bool> seen(LLAMA_MAX_SEQ);
+    for (uint32_t seq = 0; seq < n_seq_max; ++seq) {
+        const uint32_t stream = cache.get_stream(llama_seq_id(seq));
+        if (seen[stream]) {
+            continue;
+        }
+        seen[stream] = true;
+        open_cells open(cache, llama_seq_id(seq));
+        const auto moves = moves_of(open.cells, open.used());
+        if (moves.empty()) {
+            continue;
+        }
+        // The data first: what a device refuses leaves every cell where it was.
+        move_data(m, part, llama_seq_id(seq), moves);
+        move_entries(open, moves);
+        open.head = open.cells.get_used() % open.cells.size();
+        moved += int64_t(moves.size());
+    }
+    return moved;
+}
+
+}  // namespace
+
+bool can_compact(const memory * m) {
+    return m->kind != MEMORY_NONE && m->kind != MEMORY_OTHER && !picks_blocks(m);
+}
+
+int64_t compact(memory * m, uint32_t n_seq_max) noexcept {
+    return guarded<int64_t>(CAUGHT, [&] {
+        int64_t moved = 0;
+        for (const auto part : {PART_ATTENTION, PART_WINDOW}) {
+            moved += has_part(m, part) ? compact_part(m, part, n_seq_max) : 0;
+        }
+        return moved;
+    });
+}
+
+}  // namespace pykv

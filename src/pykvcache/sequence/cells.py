@@ -1,0 +1,376 @@
+"""What a context's memory holds of one LlamaSequence: lending, rewinding, evaluating, parking."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache.errors import (
+    InternalError,
+    NoKvCacheSlot,
+    PartialStateError,
+    StateError,
+    UnsupportedOperation,
+)
+from pykvcache.sequence.checkpoints import Checkpoint, CheckpointPolicy, Checkpoints
+from pykvcache.sequence.ledger import Ledger
+from pykvcache.sequence.pool import SequencePool
+
+if TYPE_CHECKING:
+    from pykvcache.state.buffers import ByteArray
+
+__all__ = ["SequenceCells"]
+
+Row = npt.NDArray[np.float32]
+
+
+class SequenceCells:
+    """A ledger, and the cells or the saved state that follow it. The pool's lock is held.
+
+    Live: it has an id, and the memory holds ``ledger.n_held`` tokens under it. Parked: it has
+    none, and `state` is what the memory held. Neither: nothing was evaluated yet.
+    """
+
+    def __init__(
+        self,
+        pool: SequencePool,
+        ledger: Ledger,
+        policy: CheckpointPolicy,
+        points: Checkpoints | None = None,
+    ) -> None:
+        self.pool = pool
+        self.ledger = ledger
+        self.policy = policy
+        self.points = Checkpoints() if points is None else points
+        self.seq_id: int | None = None
+        self.state: ByteArray | None = None
+        self.row: Row | None = None  # logits after the last token, while nothing is edited
+        self.pins = 0
+        self._version = 0
+        self._finalizer: weakref.finalize[[int], SequenceCells] | None = None
+        self._native = pool.ctx.native
+        self._needs_points = self._native.memory_kind != "attention"
+        pool.join(self)
+
+    @property
+    def n_held(self) -> int:
+        """Tokens that the memory or the saved state holds."""
+        return self.ledger.n_held
+
+    @property
+    def live_id(self) -> int:
+        """The id of a sequence that has one."""
+        assert self.seq_id is not None
+        return self.seq_id
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it takes part in what runs now, and cannot be parked."""
+        return self.pins > 0
+
+    # Coming and going -----------------------------------------------------------------------
+
+    def attach(self) -> int:
+        """Make the sequence live, and what it holds certain; return its id."""
+        if self.seq_id is None:
+            self._own(self.pool.need_id(self))
+            if self.state is not None:
+                self._unpark()
+            else:
+                self._emptied()
+        self.pool.touch(self.live_id)
+        self._verify()
+        return self.live_id
+
+    def _own(self, seq_id: int) -> None:
+        self.seq_id = seq_id
+        self._finalizer = weakref.finalize(self, self.pool.drop, seq_id)
+        self._finalizer.atexit = False
+
+    def _disown(self) -> None:
+        assert self._finalizer is not None
+        self._finalizer.detach()
+        self.pool.give_back(self.live_id)
+        self.seq_id = None
+
+    def _unpark(self) -> None:
+        assert self.state is not None
+        put_back = partial(self._native.set_state, self.live_id, [self.state], None)
+        try:
+            self.with_room(put_back)
+        except BaseException:
+            self._disown()
+            raise
+        self.state = None
+        self.note()
+
+    def park(self) -> None:
+        """Leave the cells and keep the state; what has no state is evaluated again later."""
+        if self.seq_id is None:
+            return
+        self.trim()
+        if self.n_held:
+            try:
+                self.state = self._native.get_state(self.live_id, None)
+            except UnsupportedOperation:
+                self._emptied()
+        self._native.seq_rm(self.live_id, None, None)
+        self._disown()
+
+    def release(self) -> None:
+        """Free everything; the ledger stays."""
+        self.state = self.row = None
+        self.points = Checkpoints()
+        if self.seq_id is not None:
+            self._native.seq_rm(self.live_id, None, None)
+            self._disown()
+        self._emptied()
+
+    # What is certain --------------------------------------------------------------------------
+
+    def note(self) -> None:
+        """Remember what the memory holds now, to find out whether somebody else changes it."""
+        self._version = self._native.prefix_version(self.live_id)
+
+    def _verify(self) -> None:
+        """Drop what was changed by hand, or lost by a decode of somebody else that failed."""
+        n, last = self.n_held, self._native.seq_pos(self.live_id, True)
+        is_mine = n and self._native.holds_prefix(self.live_id, self._version)
+        if is_mine and (last == n - 1 or self._native.seq_rm(self.live_id, n, None)):
+            return
+        if n or last >= 0:
+            self._restart()
+
+    def _restart(self) -> None:
+        """Begin again with an empty memory."""
+        self._native.seq_rm(self.live_id, None, None)
+        self._emptied()
+
+    def _emptied(self) -> None:
+        self.ledger.holds(0)
+
+    # Rewinding --------------------------------------------------------------------------------
+
+    def trim(self) -> bool:
+        """Give cells back that hold tokens of the past, where the memory can; tell whether."""
+        n = self.ledger.n_evaluated
+        if self.seq_id is None or not len(self.ledger.stale):
+            return False
+        if n == 0:
+            self._restart()
+        elif not self._native.seq_rm(self.live_id, n, None):
+            return False
+        self._holds(n)
+        return True
+
+    def rewind(self, n: int) -> None:
+        """Make the memory hold the first n evaluated tokens, or fewer where it cannot."""
+        if n == self.n_held and self._native.can_resume(self.live_id, n):
+            return
+        if n == 0:
+            self._restart()
+        elif self._native.can_resume(self.live_id, n) and self._native.seq_rm(
+            self.live_id, n, None
+        ):
+            self._holds(n)
+        elif not self._go_back(n):
+            self._restart()
+
+    def _go_back(self, n: int) -> bool:
+        """Put the deepest checkpoint back that lies at n or before."""
+        point = self.points.at_most(n)
+        while point is not None:
+            put_back = partial(self._native.set_partial_state, point.state, self.live_id)
+            try:
+                self.with_room(put_back)
+            except (PartialStateError, UnsupportedOperation, NoKvCacheSlot):
+                self.points.remove(point)
+                point = self.points.at_most(n)
+            else:
+                self._holds(point.n)
+                return True
+        return False
+
+    def _holds(self, n: int) -> None:
+        self.ledger.holds(n)
+        self.points.drop_after(n)
+        if self.seq_id is not None:
+            self.note()
+
+    # Evaluating -------------------------------------------------------------------------------
+
+    def evaluate(self, *, want_row: bool) -> Row | None:
+        """Compute what is pending; with `want_row` the logits after the last token."""
+        ledger = self.ledger
+        n = len(ledger)
+        self._check_room(n)
+        if ledger.n_evaluated == n and (not want_row or self.row is not None):
+            return self.row
+        self.attach()
+        # Logits are made by a decode: the last token is decoded again where all are held.
+        self.rewind(min(ledger.n_evaluated, n - 1) if want_row else ledger.n_evaluated)
+        is_prompt = n - ledger.n_evaluated > 1
+        while ledger.n_evaluated < n:
+            end = n
+            if self._needs_points and is_prompt:
+                end = self.policy.next_stop(ledger.n_evaluated, n)
+            self._decode(end, want_row and end == n)
+            if self._needs_points and is_prompt:
+                self.checkpoint()
+        return self.row
+
+    def _check_room(self, n: int) -> None:
+        """Refuse what could not fit if it were alone, before anybody leaves for it."""
+        ctx = self.pool.ctx
+        if n > ctx.n_ctx_seq and ctx.memory_kind != "recurrent":
+            raise NoKvCacheSlot(
+                f"the sequence has {n} tokens, and one sequence has room for {ctx.n_ctx_seq} "
+                f"(n_ctx is {ctx.n_ctx}): nothing was evaluated",
+                1,
+            )
+
+    def _decode(self, end: int, want_row: bool) -> None:
+        ledger = self.ledger
+
+        def run() -> None:
+            tokens = ledger.part(ledger.n_evaluated, end)
+            try:
+                self.row = self._native.decode_vector(tokens, self.live_id, want_row)
+            except BaseException:
+                self._sync()
+                raise
+            ledger.holds(end)
+            self.note()
+
+        self.row = None
+        self.with_room(run)
+        self.pool.idle.step(self.pool, self)
+
+    def _sync(self) -> None:
+        """After a decode that failed: what the memory holds now."""
+        if self._native.is_closed or self.seq_id is None:
+            return
+        try:
+            n = self._native.seq_pos(self.live_id, True) + 1
+        except InternalError:
+            n = 0
+        self.ledger.holds(min(n, len(self.ledger)))
+        self.points.drop_after(self.ledger.n_evaluated)
+        self.note()
+
+    def with_room(self, call: Callable[[], object]) -> None:
+        """Call; while there is no room, somebody idle leaves."""
+        self.pins += 1
+        try:
+            while True:
+                try:
+                    call()
+                    return
+                except NoKvCacheSlot:
+                    if not self.pool.make_room(self):
+                        raise
+        finally:
+            self.pins -= 1
+
+    def checkpoint(self) -> None:
+        """Keep the part of the memory that cannot be rewound, where there is such a part."""
+        if not self._needs_points or not self.policy.max_bytes or self.seq_id is None:
+            return
+        if len(self.ledger.stale) or not self.n_held:
+            return
+        try:
+            state = self._native.get_partial_state(self.live_id)
+        except (UnsupportedOperation, StateError):
+            return
+        if state.nbytes <= self.policy.max_bytes:
+            self.points.add(Checkpoint(self.n_held, state))
+            self.pool.fit_checkpoints(self.policy.max_bytes)
+
+    # Other cells ------------------------------------------------------------------------------
+
+    def discard(self, begin: int, end: int) -> None:
+        """Drop held tokens and move those after them down; UnsupportedOperation changes nothing."""
+        try:
+            self._native.remove(self.live_id, begin, end)
+        except UnsupportedOperation:
+            if not (self._native.can_shift() and self._is_shared() and self._is_whole_in_state()):
+                raise
+            # Shared cells cannot be moved: out and in again, they are its own.
+            self.park()
+            self.attach()
+            self._native.remove(self.live_id, begin, end)
+        self.points.drop_after(begin)
+
+    def _is_shared(self) -> bool:
+        members = self.pool.ctx.cells().members
+        mine = members[members[:, self.seq_id]]
+        return bool((mine.sum(axis=1) > 1).any())
+
+    def _is_whole_in_state(self) -> bool:
+        """Whether a state has all of its cells: of a window it has what the next token sees."""
+        try:
+            self._native.state_size(self.live_id)
+        except UnsupportedOperation:
+            return False
+        return self._native.memory_kind == "attention" or self.n_held <= self.pool.ctx.model.n_swa
+
+    def fork_into(self, child: SequenceCells, n: int) -> None:
+        """Let a new sequence begin with what this one holds of the first n tokens."""
+        held = min(n, self.ledger.n_evaluated)
+        if held and self.seq_id is not None:
+            self._verify()
+            held = min(n, self.ledger.n_evaluated)
+        if not held:
+            return
+        if self.seq_id is not None:
+            if n == self.n_held:
+                self.checkpoint()
+            self.pins += 1
+            try:
+                seq_id = self.pool.lend(child)
+            finally:
+                self.pins -= 1
+            if seq_id is not None:
+                child._own(seq_id)
+                self._copy_to(child, held)
+                child.points = self.points.up_to(n)
+                return
+            try:
+                child.state = self._native.get_state(self.live_id, None)
+            except UnsupportedOperation:
+                return  # evaluated again
+        else:
+            child.state = self.state
+        child.points = self.points.up_to(self.n_held)
+        child.ledger.n_evaluated = held
+        child.ledger.stale = self._beyond(held)
+
+    def _copy_to(self, child: SequenceCells, n: int) -> None:
+        whole = n == self.n_held
+        try:
+            if whole:
+                self._native.seq_cp(self.live_id, child.live_id, None, None, "fork")
+            else:
+                self._native.copy_prefix(self.live_id, child.live_id, n)
+            child.ledger.n_evaluated = n
+        except UnsupportedOperation:
+            # Parts cannot be copied: all of it, to be rewound when it is used.
+            if whole or (
+                self.points.at_most(n) is None and not self.pool.ctx.memory_info.can_remove_partial
+            ):
+                child._restart()
+                return
+            self._native.seq_cp(self.live_id, child.live_id, None, None, "fork")
+            child.ledger.n_evaluated = n
+            child.ledger.stale = self._beyond(n)
+        child.note()
+
+    def _beyond(self, n: int) -> npt.NDArray[np.int32]:
+        """Return the tokens that the memory holds after the first n."""
+        own = self.ledger.part(n, self.ledger.n_evaluated)
+        return np.concatenate([own, self.ledger.stale])

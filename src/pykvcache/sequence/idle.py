@@ -1,0 +1,58 @@
+"""When idle sequences leave their cells: as soon as staying has cost as much as going."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pykvcache.sequence.cells import SequenceCells
+    from pykvcache.sequence.pool import SequencePool
+
+__all__ = ["IdleCost"]
+
+#: llama.cpp attends over multiples of so many cells: fewer cost nothing.
+PADDING = 256
+
+#: A decode reads all cells up to the highest one. Taking a sequence out and putting it back
+#: copies its cells four times, plus what the calls cost: about this many steps' worth.
+STEPS = 16
+
+
+class IdleCost:
+    """Counts the steps that idle sequences slow down, and parks them when that pays.
+
+    The rule of the ski rental: to wait until waiting has cost as much as leaving is at most twice
+    as dear as knowing the future.
+    """
+
+    __slots__ = ("_last", "_steps")
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._last: int | None = None
+
+    def step(self, pool: SequencePool, *running: SequenceCells) -> None:
+        """Take note of one decode by those who run."""
+        first = running[0].seq_id if len(running) == 1 else None
+        self._steps = self._steps + 1 if first == self._last else 1
+        self._last = first
+        if self._steps < STEPS or not pool.ctx.kv_unified:
+            return
+        self._steps = 0
+        self._leave(pool, running)
+
+    def _leave(self, pool: SequencePool, running: tuple[SequenceCells, ...]) -> None:
+        ctx = pool.ctx
+        if ctx.memory_kind == "recurrent":
+            return
+        members = ctx.cells().members
+        busy = members[:, [c.seq_id for c in running if c.seq_id is not None]].any(axis=1)
+        idle = int((~busy).sum())
+        if idle >= PADDING:
+            for cells in list(pool.idle_members(running)):
+                assert cells.seq_id is not None
+                if int((members[:, cells.seq_id] & ~busy).sum()):
+                    cells.park()
+        table = ctx.cells()
+        if len(table) and int(table.cell.max()) + 1 - len(table) >= PADDING:
+            ctx.kv_cache_compact()

@@ -1,0 +1,196 @@
+"""The sequence ids of a context, lent to LlamaSequences; who has to leave when it is full."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pykvcache.context import LlamaContext
+from pykvcache.errors import NoKvCacheSlot
+from pykvcache.sequence.checkpoints import Checkpoint
+from pykvcache.sequence.idle import IdleCost
+
+if TYPE_CHECKING:
+    from pykvcache.sequence.cells import SequenceCells
+
+__all__ = ["SequencePool", "pool_of"]
+
+
+class SequencePool:
+    """Lends the ids of one context, least recently used first back; one per context.
+
+    Everything that touches a LlamaSequence holds `lock`. Ids that hold something and were not
+    lent belong to whoever works with them by hand, and are left alone.
+    """
+
+    def __init__(self, ctx: LlamaContext) -> None:
+        self._ctx = weakref.ref(ctx)
+        self.lock = threading.RLock()
+        self._depth = 0
+        # Who has which id; who was used last stands last.
+        self._lent: OrderedDict[int, weakref.ref[SequenceCells]] = OrderedDict()
+        # Everybody alive, parked ones too.
+        self._members: weakref.WeakSet[SequenceCells] = weakref.WeakSet()
+        self._dropped: deque[int] = deque()
+        self.idle = IdleCost()
+
+    @property
+    def ctx(self) -> LlamaContext:
+        """The context; it outlives its sequences, which hold it."""
+        ctx = self._ctx()
+        assert ctx is not None
+        return ctx
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the lock; ids of sequences that were dropped meanwhile are free afterwards."""
+        with self.lock:
+            self._depth += 1
+            try:
+                self._reap()
+                yield
+            finally:
+                self._depth -= 1
+
+    def join(self, cells: SequenceCells) -> None:
+        """Take note of a new sequence."""
+        self._members.add(cells)
+
+    # Ids ----------------------------------------------------------------------------------
+
+    def lend(self, cells: SequenceCells, keep: tuple[SequenceCells, ...] = ()) -> int | None:
+        """Give a sequence an id, parking whom was used longest ago if need be; or None.
+
+        Parameters
+        ----------
+        cells
+            Who gets it.
+        keep
+            Who must not be parked for it.
+        """
+        seq_id = self._free_id()
+        if seq_id is None:
+            victim = next(self.idle_members((cells, *keep)), None)
+            if victim is None:
+                return None
+            victim.park()
+            seq_id = self._free_id()
+            if seq_id is None:
+                return None
+        self._lent[seq_id] = weakref.ref(cells)
+        return seq_id
+
+    def need_id(self, cells: SequenceCells) -> int:
+        """As `lend`, but raise where it cannot be."""
+        seq_id = self.lend(cells)
+        if seq_id is None:
+            raise NoKvCacheSlot(
+                f"no sequence id is free: {self.ctx.n_seq_max} exist, and those that are in use "
+                "cannot be parked",
+                1,
+            )
+        return seq_id
+
+    def give_back(self, seq_id: int) -> None:
+        """Take an id back; its cells are gone already."""
+        self._lent.pop(seq_id, None)
+
+    def touch(self, seq_id: int) -> None:
+        """Take note that a sequence is used now."""
+        self._lent.move_to_end(seq_id)
+
+    def _free_id(self) -> int | None:
+        # From above: who works by hand begins at 0.
+        for seq_id in reversed(range(self.ctx.n_seq_max)):
+            if seq_id not in self._lent and self.ctx.kv_cache_seq_pos_max(seq_id) < 0:
+                return seq_id
+        return None
+
+    def idle_members(self, keep: tuple[SequenceCells, ...] = ()) -> Iterator[SequenceCells]:
+        """Yield who could be parked, least recently used first."""
+        for ref in list(self._lent.values()):
+            cells = ref()
+            if cells is not None and cells not in keep and not cells.is_pinned:
+                yield cells
+
+    # Room ---------------------------------------------------------------------------------
+
+    def make_room(self, cells: SequenceCells) -> bool:
+        """Free cells that are not needed now; False if nobody has any to give."""
+        if not self.ctx.kv_unified:
+            return False  # a stream of cells is its sequence's own
+        for other in self.idle_members((cells,)):
+            if other.trim():
+                return True
+        for other in self.idle_members((cells,)):
+            if other.n_held:
+                other.park()
+                return True
+        return False
+
+    # Checkpoints --------------------------------------------------------------------------
+
+    def fit_checkpoints(self, max_bytes: int) -> None:
+        """Drop checkpoints until they fit: those first that save the least evaluation."""
+        while self.checkpoint_bytes() > max_bytes:
+            found = [
+                (gap, cells, point) for cells in self._members for gap, point in cells.points.gaps()
+            ]
+            if not found:
+                # Only the last one of each is left.
+                last = [(c, p) for c in self._members for p in c.points]
+                if not last:
+                    return
+                self._forget(last[0][1])
+            else:
+                self._forget(min(found, key=lambda one: one[0])[2])
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all checkpoints, those that forks share once."""
+        known = {id(p): p.nbytes for cells in self._members for p in cells.points}
+        return sum(known.values())
+
+    def _forget(self, point: Checkpoint) -> None:
+        for cells in self._members:
+            cells.points.remove(point)
+
+    # Dropped sequences ----------------------------------------------------------------------
+
+    def drop(self, seq_id: int) -> None:
+        """Free what a collected sequence held; may be called in the middle of anything."""
+        self._dropped.append(seq_id)
+        if self.lock.acquire(blocking=False):
+            try:
+                if not self._depth:
+                    self._reap()
+            finally:
+                self.lock.release()
+
+    def _reap(self) -> None:
+        while self._dropped:
+            seq_id = self._dropped[0]
+            ctx = self._ctx()
+            if ctx is not None and not ctx.is_closed:
+                try:
+                    ctx.clear_kv_cache_seq(seq_id)
+                except RuntimeError:
+                    return  # inside a callback of this context, or a broken one: next time
+            self._lent.pop(seq_id, None)
+            self._dropped.popleft()
+
+
+_pools: weakref.WeakKeyDictionary[LlamaContext, SequencePool] = weakref.WeakKeyDictionary()
+_pools_lock = threading.Lock()
+
+
+def pool_of(ctx: LlamaContext) -> SequencePool:
+    """Return the one pool of a context."""
+    with _pools_lock:
+        pool = _pools.get(ctx)
+        if pool is None:
+            pool = _pools[ctx] = SequencePool(ctx)
+        return pool

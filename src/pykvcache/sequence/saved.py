@@ -1,0 +1,65 @@
+"""A LlamaSequence in a file: the state of what was evaluated, and all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pykvcache.errors import StateDamaged
+from pykvcache.state import SequenceState
+from pykvcache.state.saved import Path
+
+if TYPE_CHECKING:
+    from pykvcache.sequence.cells import SequenceCells
+
+__all__ = ["load_sequence", "save_sequence"]
+
+#: In the state's metadata: the tokens that were not evaluated, and what the user gave.
+PENDING, METADATA = "pending", "metadata"
+
+
+def save_sequence(
+    cells: SequenceCells, path: Path, metadata: Mapping[str, Any] | None, *, sync: bool
+) -> int:
+    """Write a sequence; what the memory holds too much is dropped first."""
+    ledger = cells.ledger
+    seq_id = cells.attach()
+    cells.rewind(ledger.n_evaluated)
+    note: dict[str, Any] = {PENDING: ledger.pending.tolist()}
+    if metadata is not None:
+        note[METADATA] = dict(metadata)
+    evaluated = ledger.part(0, ledger.n_evaluated)
+    return cells.pool.ctx.sequence_state(seq_id, evaluated, note).save(path, sync=sync)
+
+
+def load_sequence(cells: SequenceCells, path: Path) -> None:
+    """Fill a new sequence from a file."""
+    ctx, ledger = cells.pool.ctx, cells.ledger
+    state = SequenceState.load(path, mapped=False)
+    tokens = state.tokens
+    if tokens is None:
+        raise StateDamaged("the file holds no tokens: LlamaContext.load_sequence reads it")
+    pending = _pending(state, ctx.model.n_vocab)
+    if len(tokens) and int(tokens.max()) >= ctx.model.n_vocab:
+        raise StateDamaged(f"the file holds a token outside [0, {ctx.model.n_vocab})")
+    if state.first:
+        raise StateDamaged(f"the state begins at position {state.first}, not at 0")
+    seq_id = cells.attach()
+    cells.with_room(lambda: ctx.restore_sequence(state, seq_id))
+    ledger.append(tokens)
+    ledger.append(pending)
+    ledger.holds(len(tokens))
+    cells.note()
+    cells.checkpoint()
+
+
+def _pending(state: SequenceState, n_vocab: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    note = state.metadata or {}
+    pending = note.get(PENDING, [])
+    if not isinstance(pending, list) or not all(
+        type(token) is int and 0 <= token < n_vocab for token in pending
+    ):
+        raise StateDamaged(f"the pending tokens of the file are not all in [0, {n_vocab})")
+    return np.array(pending, np.int32)

@@ -1,0 +1,85 @@
+"""Sequences in files: tokens, pending ones, and what was evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memory.kit import CASES, Case, Logits, apart
+from pykvcache import (
+    LlamaContext,
+    LlamaSequence,
+    SequenceState,
+    StateError,
+    StateModelMismatch,
+    UnsupportedOperation,
+)
+
+Make = Callable[..., LlamaContext]
+SAVED = tuple(c for c in CASES if c.has_states and c.name != "t5")
+
+
+@pytest.mark.parametrize("case", SAVED, ids=str)
+def test_a_loaded_sequence_goes_on_where_it_was(
+    case: Case, make_context: Make, fresh_logits: Callable[..., Logits], tmp_path: Path
+) -> None:
+    path = tmp_path / "sequence"
+    tokens = np.random.default_rng(5).integers(5, case.n_vocab - 2, 50, dtype=np.int32)
+    ctx = make_context(case.name, **case.options)
+    sequence = LlamaSequence(ctx, tokens[:40])
+    sequence.evaluate()
+    sequence.truncate(35)
+    sequence.append(tokens[35:50])
+    assert sequence.save(path, {"title": "a"}) == path.stat().st_size
+    other = make_context(case.name, **(case.options | {"n_seq_max": 1}))
+    loaded = LlamaSequence.load(other, path)
+    assert loaded.tokens.tolist() == tokens.tolist()
+    assert loaded.n_evaluated == sequence.n_evaluated
+    assert apart(loaded.logits(), fresh_logits(case.name, tokens)) < case.tolerance
+    assert other.tokens_evaluated == 50 - sequence.n_evaluated or sequence.n_evaluated == 50
+    again = LlamaSequence.load(other, path)  # the first one is parked
+    assert apart(again.logits(), fresh_logits(case.name, tokens)) < case.tolerance
+
+
+def test_a_sequence_of_which_nothing_was_evaluated(make_context: Make, tmp_path: Path) -> None:
+    ctx = make_context("llama")
+    for tokens in ([], [5, 6, 7]):
+        LlamaSequence(ctx, tokens).save(tmp_path / "s")
+        loaded = LlamaSequence.load(ctx, tmp_path / "s")
+        assert loaded.tokens.tolist() == tokens
+        assert loaded.n_evaluated == 0
+
+
+def test_files_that_are_none(make_context: Make, tmp_path: Path) -> None:
+    ctx = make_context("llama", n_seq_max=2)
+    sequence = LlamaSequence(ctx, [5, 6, 7])
+    sequence.evaluate()
+    sequence.save(tmp_path / "good")
+    used = ctx.n_cells_used
+    with pytest.raises(FileNotFoundError):
+        LlamaSequence.load(ctx, tmp_path / "none")
+    (tmp_path / "bad").write_bytes((tmp_path / "good").read_bytes()[:-1])
+    with pytest.raises(StateError):
+        LlamaSequence.load(ctx, tmp_path / "bad")
+    with pytest.raises(StateModelMismatch):
+        LlamaSequence.load(make_context("gemma3"), tmp_path / "good")
+    ctx.sequence_state(sequence.seq_id).save(tmp_path / "no tokens")  # type: ignore[arg-type]
+    with pytest.raises(StateError, match="tokens"):
+        LlamaSequence.load(ctx, tmp_path / "no tokens")
+    state = ctx.sequence_state(sequence.seq_id, [5, 6, 7], {"pending": [10**6]})  # type: ignore[arg-type]
+    state.save(tmp_path / "forged")
+    with pytest.raises(StateError, match="pending"):
+        LlamaSequence.load(ctx, tmp_path / "forged")
+    assert ctx.n_cells_used == used
+    assert SequenceState.load(tmp_path / "good").tokens.tolist() == [5, 6, 7]  # type: ignore[union-attr]
+
+
+def test_memories_without_states_cannot_be_saved(make_context: Make, tmp_path: Path) -> None:
+    ctx = make_context("qwen4exp", kv_unified=False)
+    sequence = LlamaSequence(ctx, [5, 6, 7])
+    sequence.evaluate()
+    with pytest.raises(UnsupportedOperation):
+        sequence.save(tmp_path / "s")

@@ -1,0 +1,195 @@
+"""What is yielded is in the tokens, whatever ends a generation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from pykvcache import (
+    InvalidBatch,
+    LlamaContext,
+    LlamaModel,
+    LlamaSequence,
+    NoKvCacheSlot,
+    PositionError,
+    Sampler,
+    embedded_model_path,
+)
+
+Make = Callable[..., LlamaContext]
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def stories() -> Iterator[LlamaModel]:
+    with LlamaModel(embedded_model_path()) as model:
+        yield model
+
+
+@pytest.fixture
+def ctx(stories: LlamaModel) -> Iterator[LlamaContext]:
+    with LlamaContext(stories, n_ctx=256, n_seq_max=2, n_threads=1) as ctx:
+        yield ctx
+
+
+def greedy(ctx: LlamaContext, prompt: str, n: int) -> list[int]:
+    """Tokens as `LlamaContext.generate` makes them, by hand in sequence 0."""
+    ctx.clear_kv_cache_seq(0)
+    tokens = list(ctx.generate(prompt, n))
+    ctx.clear_kv_cache_seq(0)
+    return tokens
+
+
+def test_chained_calls_break_and_exceptions_lose_nothing(ctx: LlamaContext) -> None:
+    wanted = greedy(ctx, PROMPT, 20)
+    seq = LlamaSequence(ctx, PROMPT)
+    n = len(seq)
+    assert list(seq.generate(5)) == wanted[:5]
+    for i, token in enumerate(seq.generate(100)):
+        assert token == wanted[5 + i]
+        assert seq.tokens[n:].tolist() == wanted[: 6 + i]
+        if i == 4:
+            break
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in seq.generate(100):
+            raise ZeroDivisionError
+    assert seq.tokens[n:].tolist() == wanted[:11]
+    assert list(seq.generate(9)) == wanted[11:20]
+
+
+def test_a_stop_string_is_in_the_tokens_and_not_in_the_text(ctx: LlamaContext) -> None:
+    seq = LlamaSequence(ctx, PROMPT)
+    whole = seq.fork()
+    text = "".join(whole.stream(30))
+    for stop in (text[3:5], text[9:17], text[5:6]):
+        one, two = seq.fork(), seq.fork()
+        tokens = one.generate(30, stop=stop)
+        found = list(tokens)
+        assert tokens.finish_reason == "stop"
+        assert one.tokens[len(seq) :].tolist() == found
+        made = ctx.model.detokenize(found)
+        assert stop in made
+        assert stop not in ctx.model.detokenize(found[:-1])
+        stream = two.stream(30, stop=["never there", stop])
+        parts = list(stream)
+        assert stream.finish_reason == "stop"
+        assert "".join(parts) == text[: text.index(stop)]
+        assert two.tokens.tolist() == one.tokens.tolist()
+
+
+def test_a_stop_token_ends_it_and_is_kept(ctx: LlamaContext) -> None:
+    seq = LlamaSequence(ctx, PROMPT)
+    wanted = list(seq.fork().generate(6))
+    tokens = seq.generate(30, stop=[wanted[3]])
+    first = wanted.index(wanted[3])
+    assert list(tokens) == wanted[: first + 1]
+    assert tokens.finish_reason == "stop"
+
+
+def test_an_end_of_generation_token_is_neither_yielded_nor_kept(ctx: LlamaContext) -> None:
+    model = ctx.model
+    assert model.token_eos is not None
+    bias = 'root ::= "a" "b"'
+    sampler = Sampler(temperature=0, grammar=bias, model=model)
+    seq = LlamaSequence(ctx, PROMPT)
+    n = len(seq)
+    tokens = seq.generate(50, sampler)
+    found = list(tokens)
+    assert tokens.finish_reason == "stop"
+    assert model.detokenize(found) == "ab"
+    assert seq.tokens[n:].tolist() == found
+    assert not any(model.is_eog(token) for token in found)
+
+
+def test_a_full_cache_raises_stops_or_shifts(ctx: LlamaContext) -> None:
+    seq = LlamaSequence(ctx, PROMPT)
+    made: list[int] = []
+    with pytest.raises(NoKvCacheSlot):
+        made.extend(seq.generate(1000))
+    assert seq.tokens.tolist()[-len(made) :] == made
+    assert seq.n_evaluated == ctx.n_ctx
+    assert len(seq) == ctx.n_ctx + 1  # the last one is pending
+    stopping = seq.generate(1000, on_full="stop")
+    assert list(stopping) == []
+    assert stopping.finish_reason == "full"
+    shifting = seq.generate(300, on_full="shift", n_keep=2)
+    assert len(list(shifting)) == 300
+    assert shifting.finish_reason == "length"
+    assert len(seq) <= ctx.n_ctx + 1
+    assert seq.tokens[:2].tolist() == ctx.model.tokenize(PROMPT)[:2].tolist()
+
+
+def test_a_prompt_that_does_not_fit_changes_nothing(ctx: LlamaContext) -> None:
+    other = LlamaSequence(ctx, PROMPT)
+    other.evaluate()
+    seq = LlamaSequence(ctx, np.full(ctx.n_ctx + 1, 5, np.int32))
+    before = ctx.tokens_evaluated
+    with pytest.raises(NoKvCacheSlot, match="257"):
+        seq.logits()
+    assert list(seq.generate(5, on_full="stop")) == []
+    assert ctx.tokens_evaluated == before
+    assert len(seq) == ctx.n_ctx + 1
+    assert other.seq_id is not None, "nobody left for what cannot fit anyway"
+
+
+def test_shifting_where_the_memory_cannot_shift_evaluates_again(make_context: Make) -> None:
+    ctx = make_context("jamba", n_ctx=256, n_seq_max=1)
+    seq = LlamaSequence(ctx, np.arange(5, 15, dtype=np.int32))
+    gen = seq.generate(600, on_full="shift")
+    assert len(list(gen)) == 600 or gen.finish_reason == "stop"
+    assert len(seq) <= 257
+
+
+def test_bytes_of_a_character_are_given_out_together(make_context: Make) -> None:
+    ctx = make_context("llama", n_ctx=256)
+    seq = LlamaSequence(ctx, np.arange(5, 15, dtype=np.int32))
+    n = len(seq)
+    parts = list(seq.stream(60, Sampler(temperature=5, top_k=0, top_p=1, min_p=0, seed=3)))
+    pieces = b"".join(ctx.model.token_to_piece(int(t)) for t in seq.tokens[n:])
+    assert "".join(parts) == pieces.decode("utf-8", "replace")
+    assert all(parts)
+
+
+def test_arguments_are_checked_by_the_call(ctx: LlamaContext) -> None:
+    seq = LlamaSequence(ctx, PROMPT)
+    tokens = seq.tokens
+    for call in (
+        lambda: seq.generate(-1),
+        lambda: seq.generate(5, stop=""),
+        lambda: seq.generate(5, stop=[99999]),
+        lambda: seq.generate(5, on_full="explode"),  # type: ignore[arg-type]
+        lambda: seq.generate(5, n_keep=-1),
+        lambda: seq.stream(2**40),
+    ):
+        with pytest.raises(ValueError, match=r"max_tokens|stop|on_full|n_keep"):
+            call()
+    for mistyped in (
+        lambda: seq.generate(1.5),  # type: ignore[arg-type]
+        lambda: seq.generate(5, "greedy"),  # type: ignore[arg-type]
+        lambda: seq.generate(5, stop=2.5),  # type: ignore[arg-type]
+        lambda: seq.append(3.5),  # type: ignore[arg-type]
+        lambda: seq.append([1.5]),  # type: ignore[list-item]
+        lambda: seq.truncate("3"),  # type: ignore[arg-type]
+        lambda: LlamaSequence("ctx"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError):
+            mistyped()
+    for outside in (
+        lambda: seq.truncate(6),
+        lambda: seq.truncate(-1),
+        lambda: seq.fork(6),
+        lambda: seq.discard(3, 2),
+        lambda: seq.discard(0, 6),
+        lambda: seq.discard(-1, 2),
+        lambda: seq.truncate(2**80),
+    ):
+        with pytest.raises((PositionError, ValueError)):
+            outside()
+    with pytest.raises(InvalidBatch, match="-1"):
+        seq.append([5, -1])
+    with pytest.raises(ValueError, match="no tokens"):
+        LlamaSequence(ctx).logits()
+    assert seq.tokens.tolist() == tokens.tolist()

@@ -1,0 +1,131 @@
+"""The ledger against plain lists, and text against Python's own decoding and searching."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pykvcache.sequence.ledger import Ledger, common_prefix
+from pykvcache.sequence.text import Stop, TextStream
+
+WORDS = st.lists(st.integers(0, 2), max_size=8)
+EDITS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), WORDS),
+        st.tuples(st.just("truncate"), st.floats(0, 1)),
+        st.tuples(st.just("evaluate"), st.none()),
+        st.tuples(st.just("rewind"), st.floats(0, 1)),
+    ),
+    max_size=30,
+)
+
+
+def ints(values: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(values, np.int32)
+
+
+@given(EDITS)
+def test_tokens_and_what_is_held_of_them(edits: list[tuple[str, object]]) -> None:
+    ledger, tokens, memory = Ledger(), [], []
+    for name, value in edits:
+        before = ledger.tokens
+        copy = before.tolist()
+        if name == "append":
+            assert isinstance(value, list)
+            if value:
+                ledger.append(ints(value))
+            tokens += value
+        elif name == "truncate":
+            assert isinstance(value, float)
+            n = int(value * len(tokens))
+            ledger.truncate(n)
+            del tokens[n:]
+        elif name == "evaluate":
+            memory = list(tokens)
+            ledger.holds(len(tokens))
+        else:
+            assert isinstance(value, float)
+            n = int(value * ledger.n_evaluated)
+            del memory[n:]
+            ledger.holds(n)
+        assert before.tolist() == copy, "an array that was handed out changed"
+        assert ledger.tokens.tolist() == tokens
+        assert ledger.tokens[: ledger.n_evaluated].tolist() + ledger.stale.tolist() == memory
+        assert ledger.n_held == len(memory)
+        assert ledger.pending.tolist() == tokens[ledger.n_evaluated :]
+        # Nothing that is held would be evaluated again.
+        assert ledger.n_evaluated == common_prefix(ints(tokens), ints(memory))
+
+
+@given(WORDS, WORDS)
+def test_common_prefix(a: list[int], b: list[int]) -> None:
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    assert common_prefix(ints(a), ints(b)) == n
+
+
+PIECES = st.lists(st.binary(max_size=4), max_size=12)
+
+
+@given(PIECES)
+def test_text_of_any_bytes_is_that_of_all_of_them(pieces: list[bytes]) -> None:
+    stream = TextStream()
+    text = "".join(map(stream.feed, pieces)) + stream.finish()
+    assert text == b"".join(pieces).decode("utf-8", "replace")
+
+
+@given(
+    st.text("abcä", max_size=30),
+    st.lists(st.text("abcä", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(1, 4), max_size=40),
+)
+def test_text_ends_before_the_first_stop_string(
+    text: str, stops: list[str], lengths: list[int]
+) -> None:
+    stream, given_out, at = TextStream(stops), "", 0
+    data = text.encode()
+    for length in [*lengths, len(data)]:
+        given_out += stream.feed(data[at : at + length])
+        at += length
+        for stop in stops:
+            assert stop not in given_out
+        if stream.stopped is not None:
+            break
+    given_out += stream.finish()
+    found = [text.find(stop) for stop in stops if stop in text]
+    assert (stream.stopped is not None) == bool(found)
+    if not found:
+        assert given_out == text
+    else:
+        # The first complete one ends it; another may have begun before it.
+        assert text.startswith(given_out)
+        assert text[len(given_out) :].startswith(stream.stopped or "")
+
+
+def test_nothing_of_a_stop_string_shows_before_it_is_certain() -> None:
+    stream = TextStream(["<end>"])
+    assert [stream.feed(p) for p in (b"a<", b"en", b"x<e", b"nd", b">b")] == [
+        "a",
+        "",
+        "<enx",
+        "",
+        "",
+    ]
+    assert stream.stopped == "<end>"
+    assert stream.finish() == ""
+
+
+def test_what_is_not_a_stop_raises() -> None:
+    assert Stop.of("x", 10) == Stop(("x",))
+    assert Stop.of(3, 10) == Stop((), frozenset([3]))
+    assert Stop.of(["x", np.int64(3), "x"], 10) == Stop(("x",), frozenset([3]))
+    assert not Stop.of((), 10)
+    for wrong in ("", ["a", ""], 10, [-1]):
+        with pytest.raises(ValueError, match="stop"):
+            Stop.of(wrong, 10)
+    for mistyped in (b"x", [b"x"], 1.5, [None], None, [True]):
+        with pytest.raises(TypeError, match="stop"):
+            Stop.of(mistyped, 10)  # type: ignore[arg-type]

@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from pykvcache.state import (
         ContextState,
         Fingerprint,
+        LlamaStateFile,
         PartialState,
         SequenceState,
         StateInfo,
@@ -115,6 +116,7 @@ _HOMES = {
     "LlamaContext": "context",
     "LlamaModel": "model",
     "LlamaSequence": "sequence",
+    "LlamaStateFile": "state",
     "LoadMode": "enums",
     "MemoryInfo": "introspection",
     "PartialState": "state",
@@ -167,6 +169,7 @@ __all__ = [
     "LlamaContext",
     "LlamaModel",
     "LlamaSequence",
+    "LlamaStateFile",
     "LoadMode",
     "MemoryInfo",
     "ModelLoadError",

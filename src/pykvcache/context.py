@@ -26,14 +26,14 @@ from pykvcache.kv import KvMethods
 from pykvcache.memory import KvCacheMethods
 from pykvcache.model import LlamaModel
 from pykvcache.sampling import Sampler
-from pykvcache.state import StateMethods
+from pykvcache.state import LlamaFileMethods
 
 __all__ = ["LlamaContext"]
 
 FloatArray = npt.NDArray[np.float32]
 
 
-class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, StateMethods, KvMethods):
+class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, LlamaFileMethods, KvMethods):
     """A context of a model: it decodes tokens and holds what it has seen in its memory.
 
     Every method takes the context's lock, so threads may share a context; they wait

@@ -31,6 +31,8 @@ cdef extern from "llama.h" nogil:
     ctypedef int llama_flash_attn_type
 
     const llama_token LLAMA_TOKEN_NULL
+    const uint32_t LLAMA_SESSION_VERSION
+    const uint32_t LLAMA_STATE_SEQ_VERSION
 
     ctypedef struct llama_token_data:
         llama_token id

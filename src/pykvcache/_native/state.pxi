@@ -18,6 +18,10 @@ cdef dict _FAULTS = {
 }
 
 
+# Versions of llama.cpp's own files, of a sequence and of a context: `llama_state_seq_save_file`.
+state_file_versions = (int(lib.LLAMA_STATE_SEQ_VERSION), int(lib.LLAMA_SESSION_VERSION))
+
+
 def claim_blocks(int fd, int64_t size):
     """Claim the disk's blocks for a new file; OSError where there is no room."""
     cdef int code = 0

@@ -1,7 +1,8 @@
 """A sequence at rest: raw states at memory speed, and the container that proves what it holds."""
 
 from pykvcache.state.facts import Fingerprint
-from pykvcache.state.methods import StateMethods
+from pykvcache.state.llama_files import LlamaStateFile
+from pykvcache.state.llama_methods import LlamaFileMethods
 from pykvcache.state.partial import PartialState
 from pykvcache.state.saved import StateInfo, describe_state
 from pykvcache.state.sequence import SequenceState
@@ -10,9 +11,10 @@ from pykvcache.state.whole import ContextState
 __all__ = [
     "ContextState",
     "Fingerprint",
+    "LlamaFileMethods",
+    "LlamaStateFile",
     "PartialState",
     "SequenceState",
     "StateInfo",
-    "StateMethods",
     "describe_state",
 ]

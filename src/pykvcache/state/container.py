@@ -35,6 +35,8 @@ CHECKSUMS = "checksums"
 #: Bytes per element of the safetensors types that are used.
 _SIZES = {"U8": 1, "I32": 4, "F16": 2, "BF16": 2, "F32": 4}
 _MAX_HEADER = 100_000_000  # safetensors' own limit
+#: How llama.cpp's own files begin; as a length it would be larger than a header may be.
+_LLAMA_CPP = (b"qsgg", b"nsgg")
 #: More dimensions than any tensor has here; their product takes long where there are many.
 _MAX_RANK = 8
 
@@ -137,6 +139,8 @@ def _header(data: ByteArray) -> tuple[int, dict[str, Any]]:
     if len(data) < 8:
         raise StateTruncated(f"the state ends after {len(data)} bytes, within the first number")
     (size,) = struct.unpack("<Q", data[:8].tobytes())
+    if data[:4].tobytes() in _LLAMA_CPP:
+        raise StateFormatError("a state file of llama.cpp's own: load_llama_file reads it")
     if size > _MAX_HEADER:
         raise StateFormatError("not a state of pykvcache: it does not begin as a safetensors file")
     if len(data) < 8 + size:

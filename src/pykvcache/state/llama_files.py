@@ -1,0 +1,257 @@
+"""llama.cpp's own state files, as ``llama_state_seq_save_file`` and llama-server write them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._convert import TokenInput, as_bool, as_path, as_token_array
+from pykvcache._native import lib
+from pykvcache.errors import (
+    StateDamaged,
+    StateFormatError,
+    StateTruncated,
+    StateVersionError,
+)
+from pykvcache.state.atomic import write_atomically
+from pykvcache.state.blob import MAGIC
+from pykvcache.state.buffers import ByteArray, as_bytes
+from pykvcache.state.container import open_file
+from pykvcache.state.layout import IntArray
+from pykvcache.state.saved import Path
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["LlamaStateFile"]
+
+_KINDS = {0x67677371: "sequence", 0x6767736E: "context"}
+_MAGICS = {kind: magic for magic, kind in _KINDS.items()}
+# The last version is the one that is written: that of the llama.cpp which is built in. A sequence's
+# versions 2 and 3 differ in what llama-server puts in the place of the tokens, and in nothing else.
+_OF_SEQUENCES, _OF_CONTEXTS = lib.state_file_versions
+_VERSIONS: Mapping[str, tuple[int, ...]] = {
+    "sequence": (2, 3) if _OF_SEQUENCES == 3 else (_OF_SEQUENCES,),
+    "context": (_OF_CONTEXTS,),
+}
+_START = 12
+# In memory a sequence's state begins with 8 bytes that its file does not have.
+_HEAD = np.frombuffer(struct.pack("<Ii", MAGIC, 0), np.uint8)
+_NO_TOKEN = -1
+
+
+class LlamaStateFile:
+    """What one of llama.cpp's own state files holds: a raw state, and token ids.
+
+    Made of a raw state, or by `load` of a file of ``llama_state_seq_save_file``,
+    ``llama_state_save_file`` or llama-server (``/slots/ID?action=save``). Immutable.
+
+    Such a file has no checksum and does not say which model it belongs to; a file of
+    `SequenceState.save` does. It is not the same in all versions of llama.cpp either.
+
+    Parameters
+    ----------
+    state
+        From `LlamaContext.get_state`, of a sequence or of a whole context; kept, not copied.
+    tokens
+        The token ids. llama-server takes a slot for empty without them.
+
+    Raises
+    ------
+    StateFormatError
+        ``state`` does not begin as a raw state does.
+    TypeError, ValueError
+        As for the tokens of a batch.
+    """
+
+    def __init__(self, state: Buffer | npt.NDArray[Any], tokens: TokenInput = ()) -> None:
+        data = as_bytes(state, "state")
+        if data[:4].tobytes() == _HEAD[:4].tobytes():
+            kind, payload = "sequence", data[8:]
+        elif 4 < len(data) >= 4 + int.from_bytes(data[:4].tobytes(), "little"):
+            kind, payload = "context", data
+        else:
+            raise StateFormatError("this is no raw state: see LlamaContext.get_state")
+        self._set(kind, _VERSIONS[kind][-1], as_token_array(tokens), 0, payload)
+
+    def _set(
+        self, kind: str, version: int, tokens: IntArray, n_media: int, data: ByteArray
+    ) -> None:
+        self._kind, self._version, self._n_media, self._data = kind, version, n_media, data
+        self._tokens: IntArray = tokens.copy()
+        self._tokens.flags.writeable = False
+
+    @property
+    def kind(self) -> str:
+        """``"sequence"`` or ``"context"``."""
+        return self._kind
+
+    @property
+    def version(self) -> int:
+        """Version of the file's format, as in its header."""
+        return self._version
+
+    @property
+    def tokens(self) -> IntArray:
+        """Token ids, as many as the writer gave; int32, read-only. -1 stands for an image's."""
+        return self._tokens
+
+    @property
+    def n_media(self) -> int:
+        """Number of images and sounds that llama-server noted among the tokens."""
+        return self._n_media
+
+    @property
+    def state(self) -> ByteArray:
+        """The raw state, as `LlamaContext.set_state` takes it; uint8, a copy."""
+        whole: ByteArray = np.concatenate(self._pieces)
+        return whole
+
+    @property
+    def _pieces(self) -> list[ByteArray]:
+        return [self._data] if self._kind == "context" else [_HEAD, self._data]
+
+    def __repr__(self) -> str:
+        return (
+            f"<LlamaStateFile: {self._kind}, version {self._version}, "
+            f"{len(self._tokens)} tokens, {len(self._data)} bytes>"
+        )
+
+    # Files --------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, path: Path, *, mapped: bool = True) -> LlamaStateFile:
+        """Read a file's header and tokens; the state is checked by the context that takes it.
+
+        Parameters
+        ----------
+        path, mapped
+            As for `SequenceState.load`.
+
+        Raises
+        ------
+        StateFileError
+            The system refused to read it; `StateFileNotFound` if it is not there.
+        StateFormatError
+            It is no state file of llama.cpp.
+        StateVersionError
+            It is one of another version of llama.cpp.
+        StateTruncated, StateDamaged
+            It ends within its tokens, or what stands there are not tokens.
+        """
+        return cls._parsed(open_file(as_path(path), mapped=as_bool(mapped, "mapped")))
+
+    @classmethod
+    def from_bytes(cls, data: Buffer | npt.NDArray[Any]) -> LlamaStateFile:
+        """Read what `to_bytes` gave, or a file's content; errors as for `load`."""
+        given = as_bytes(data, "data")
+        return cls._parsed(given.copy() if given.flags.writeable else given)
+
+    @classmethod
+    def _parsed(cls, data: ByteArray) -> LlamaStateFile:
+        if not len(data):
+            raise StateFormatError("the file is empty")
+        words = np.frombuffer(data[: min(len(data), _START) // 4 * 4].tobytes(), "<u4").tolist()
+        if not words or words[0] not in _KINDS:
+            raise StateFormatError(
+                "not a state file of llama.cpp: it begins with neither ggsq nor ggsn; "
+                "files of save_sequence and save_context are for load_sequence and load_context"
+            )
+        kind = _KINDS[words[0]]
+        if len(words) > 1 and words[1] not in _VERSIONS[kind]:
+            known = " and ".join(map(str, _VERSIONS[kind]))
+            raise StateVersionError(
+                f"the file of a {kind} has version {words[1]}: {known} can be read here"
+            )
+        if len(words) < 3:
+            raise StateTruncated(f"the file ends after {len(data)} bytes, within its header")
+        end = _START + 4 * words[2]
+        if end > len(data):
+            raise StateTruncated(
+                f"the file ends after {len(data)} bytes, within its {words[2]} tokens"
+            )
+        packed = np.frombuffer(data[_START:end].tobytes(), "<i4").astype(np.int32)
+        tokens, n_media = _unpacked(packed) if words[1] > 2 and kind == "sequence" else (packed, 0)
+        made = cls.__new__(cls)
+        made._set(kind, words[1], tokens, n_media, data[end:])
+        return made
+
+    def _file(self) -> list[memoryview]:
+        head = struct.pack("<III", _MAGICS[self._kind], self._version, len(self._tokens))
+        return [
+            memoryview(head),
+            memoryview(self._tokens.astype("<i4").tobytes()),
+            np.ascontiguousarray(self._data).data,
+        ]
+
+    def to_bytes(self) -> bytes:
+        """Return the file that `save` writes."""
+        return b"".join(self._file())
+
+    def save(self, path: Path, *, sync: bool = True) -> int:
+        """Write the file that llama.cpp's own function would write, whole or not at all.
+
+        Images and sounds among the tokens are written as -1 only, which llama-server refuses.
+
+        Parameters
+        ----------
+        path, sync
+            As for `SequenceState.save`.
+
+        Returns
+        -------
+        int
+            Size of the file in bytes.
+
+        Raises
+        ------
+        StateFileError
+            As for `SequenceState.save`.
+        """
+        return write_atomically(as_path(path), self._file(), sync=as_bool(sync, "sync"))
+
+
+def _unpacked(packed: IntArray) -> tuple[IntArray, int]:
+    """Return the tokens that llama-server packed, and the number of media; or plain tokens.
+
+    -1, 1, the number of tokens, the tokens, the number of media, the index of each in the
+    tokens; then for each the number of its bytes, and those; zeros up to a whole number.
+    """
+    if not len(packed) or packed[0] != _NO_TOKEN:
+        return packed, 0
+    data = packed.astype("<i4").tobytes()
+    at = 4
+
+    def number() -> int:
+        nonlocal at
+        if at + 4 > len(data):
+            raise StateDamaged("llama-server's tokens end within a number")
+        at += 4
+        return int.from_bytes(data[at - 4 : at], "little")
+
+    def skipped(n_bytes: int, what: str) -> bytes:
+        nonlocal at
+        if n_bytes > len(data) - at:
+            raise StateDamaged(f"llama-server's tokens end within {what}")
+        at += n_bytes
+        return data[at - n_bytes : at]
+
+    version = number()
+    if version != 1:
+        raise StateVersionError(f"llama-server's tokens have version {version}: 1 is known here")
+    tokens = np.frombuffer(skipped(4 * number(), "the tokens"), "<i4").astype(np.int32)
+    n_media = number()
+    keys = np.frombuffer(skipped(4 * n_media, "the places of media"), "<u4")
+    if (keys >= len(tokens)).any() or (tokens[keys.astype(np.int64)] != _NO_TOKEN).any():
+        raise StateDamaged("llama-server's tokens have media where there is a token")
+    for _ in range(n_media):
+        skipped(number(), "a medium")
+    if len(data) - at >= 4:
+        raise StateDamaged(f"llama-server's tokens are followed by {len(data) - at} bytes")
+    if not n_media and (tokens == _NO_TOKEN).any():
+        raise StateDamaged("llama-server's tokens have a place for a medium, but no medium")
+    return tokens, n_media

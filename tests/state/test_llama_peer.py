@@ -1,0 +1,174 @@
+"""llama.cpp's own files beside llama.cpp itself: its functions in a small program, and its server.
+
+The program is linked to the libraries of this build; where there is no build tree or no compiler
+it is skipped. The server is that of xllamacpp, where one is installed that writes this version.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from memory.kit import Case
+from pykvcache import LlamaContext, LlamaModel, LlamaStateFile, embedded_model_path
+from state.kit import CASES, WORDS, next_logits
+from support.models import make_model
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory, FreshLogits
+
+ROOT = Path(__file__).parents[2]
+TOKENS = WORDS[:90]  # more than the window of the tests' models
+Peer = Callable[..., Any]
+
+
+def options(case: Case) -> dict[str, Any]:
+    return {"n_ctx": 1024, "n_ubatch": 512} | case.options
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program, or a skip where it cannot be built."""
+    built = sorted(ROOT.glob("build/*/llama.cpp/src/libllama.a"), key=lambda p: p.stat().st_mtime)
+    source = ROOT / "vendor" / "llama.cpp"
+    if not built or not source.is_dir():
+        pytest.skip("no libraries of a build in this tree to link the program to")
+    out = tmp_path_factory.mktemp("peer") / "peer"
+    ggml = built[-1].parents[1] / "ggml" / "src"
+    command = ["c++", "-std=c++17", "-O1", f"-I{source / 'include'}"]
+    command += [f"-I{source / 'ggml' / 'include'}"]
+    command += [str(Path(__file__).with_name("llama_peer.cpp")), "-o", str(out), str(built[-1])]
+    command += [str(ggml / f"lib{name}.a") for name in ("ggml", "ggml-cpu", "ggml-base")]
+    try:
+        done = subprocess.run(
+            [*command, "-fopenmp", "-lpthread", "-ldl", "-lm"], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        pytest.skip("no C++ compiler")
+    if done.returncode:  # other backends need other libraries
+        pytest.skip(f"the program cannot be linked: {done.stderr[-300:]}")
+    return out
+
+
+@pytest.fixture
+def peer(program: Path, model_folder: Path, tmp_path: Path) -> Peer:
+    """``peer("save" or "load", case, file, seq)``: the logits after one more token."""
+
+    def run(verb: str, case: Case, file: Path, seq_id: int) -> Any:
+        out = tmp_path / "logits"
+        model = make_model(case.name, model_folder)
+        sizes = options(case)
+        numbers = [seq_id, int(not case.unified), int(case.swa_full)]
+        numbers += [sizes["n_ctx"], sizes["n_ubatch"]]
+        command = [program, verb, model, file, *numbers, out, *TOKENS]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr[-500:]
+        return np.fromfile(out, np.float32)
+
+    return run
+
+
+def context(make_context: ContextFactory, case: Case) -> LlamaContext:
+    return make_context(case.name, **options(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sequence_is_written_and_read_as_by_llama_cpp(
+    case: Case,
+    peer: Peer,
+    make_context: ContextFactory,
+    fresh_logits: FreshLogits,
+    tmp_path: Path,
+) -> None:
+    ctx, other = context(make_context, case), context(make_context, case)
+    want = fresh_logits(case.name, [*TOKENS, 9])
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    peer("save", case, theirs, 1)
+    file = other.load_llama_file(theirs, 2)
+    assert (file.kind, file.tokens.tolist()) == ("sequence", TOKENS.tolist())
+    assert np.abs(next_logits(other, 2) - want).max() < case.tolerance
+    ctx.decode(TOKENS, seq_id=1)
+    assert ctx.save_llama_file(ours, 1, TOKENS) == ours.stat().st_size
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert np.abs(peer("load", case, ours, 3) - want).max() < case.tolerance
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_context_is_written_and_read_as_by_llama_cpp(
+    case: Case,
+    peer: Peer,
+    make_context: ContextFactory,
+    fresh_logits: FreshLogits,
+    tmp_path: Path,
+) -> None:
+    ctx, other = context(make_context, case), context(make_context, case)
+    want = fresh_logits(case.name, [*TOKENS, 9])
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    peer("save", case, theirs, -1)
+    other.decode(TOKENS[:5], seq_id=0)
+    file = other.load_llama_file(theirs)
+    assert (file.kind, file.tokens.tolist()) == ("context", TOKENS.tolist())
+    assert list(other.sequences()) == [1]
+    assert np.abs(next_logits(other, 1) - want).max() < case.tolerance
+    ctx.decode(TOKENS, seq_id=1)
+    ctx.save_llama_file(ours, tokens=TOKENS)
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert np.abs(peer("load", case, ours, -1) - want).max() < case.tolerance
+
+
+SERVER = """
+import json, sys, urllib.request
+import xllamacpp
+
+params = xllamacpp.CommonParams()
+params.model.path, params.slot_save_path = sys.argv[1], sys.argv[2] + "/"
+params.n_ctx, params.n_parallel, params.cpuparams.n_threads = 256, 1, 1
+params.port, params.warmup, params.fit_params, params.verbosity = 0, False, False, 0
+server = xllamacpp.Server(params)
+for line in sys.stdin:
+    path, body = json.loads(line)
+    request = urllib.request.Request(
+        server.listening_address + path, json.dumps(body).encode(),
+        {"Content-Type": "application/json"})
+    print(urllib.request.urlopen(request, timeout=60).read().decode(), flush=True)
+"""
+
+
+def test_slots_of_llama_server_go_both_ways(tmp_path: Path) -> None:
+    """A slot that it saved is loaded with its tokens, and what is saved here is a slot there."""
+    pytest.importorskip("xllamacpp", reason="xllamacpp is not installed: pip install xllamacpp")
+    prompt = {"prompt": "Once upon a time", "n_predict": 8, "temperature": 0, "id_slot": 0}
+    prompt |= {"return_tokens": True, "cache_prompt": True}
+    slot = "/slots/0?action="
+
+    def served(*calls: Any) -> Any:
+        text = "".join(json.dumps(call) + "\n" for call in calls)
+        command = [sys.executable, "-c", SERVER, embedded_model_path(), str(tmp_path)]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+    first, saved = served(("/completion", prompt), (slot + "save", {"filename": "theirs"}))
+    version = int.from_bytes((tmp_path / "theirs").read_bytes()[4:8], "little")
+    if version not in (2, 3):
+        pytest.skip(f"this llama-server writes version {version}")
+    with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=256) as ctx:
+        file = ctx.load_llama_file(tmp_path / "theirs", 0)
+        assert len(file.tokens) == saved["n_saved"] == ctx.kv_cache_seq_pos_max(0) + 1
+        assert file.tokens[-7:].tolist() == first["tokens"][:-1]
+        ctx.decode(np.array(first["tokens"][-1:], np.int32))
+        restored = ctx.logits()
+        ctx.clear_kv_cache()
+        ctx.decode(np.array([*file.tokens, first["tokens"][-1]], np.int32))
+        assert np.abs(ctx.logits() - restored).max() < 0.05  # f16, and other kernels
+        ctx.save_llama_file(tmp_path / "ours", 0, [*file.tokens, first["tokens"][-1]])
+    if version == 3:
+        (back,) = served((slot + "restore", {"filename": "ours"}))
+        assert back["n_restored"] == len(file.tokens) + 1
+        assert LlamaStateFile.load(tmp_path / "ours").version == version

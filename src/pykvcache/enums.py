@@ -3,17 +3,80 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Literal, TypeAlias
 
 __all__ = [
     "AttentionType",
+    "AttentionTypeName",
     "FlashAttention",
+    "FlashAttentionName",
     "GgmlType",
+    "GgmlTypeName",
     "LoadMode",
+    "LoadModeName",
+    "MemoryKind",
+    "MemoryPart",
     "PoolingType",
+    "PoolingTypeName",
     "RopeScalingType",
+    "RopeScalingTypeName",
     "RopeType",
     "SplitMode",
+    "SplitModeName",
 ]
+
+# What an option takes beside a member of its enumeration, for type checkers and editors.
+# Unions, because stubtest takes a Literal of several for none.
+GgmlTypeName: TypeAlias = (
+    Literal["f32"]
+    | Literal["f16"]
+    | Literal["bf16"]
+    | Literal["q8_0"]
+    | Literal["q5_1"]
+    | Literal["q5_0"]
+    | Literal["q4_1"]
+    | Literal["q4_0"]
+    | Literal["iq4_nl"]
+)
+FlashAttentionName: TypeAlias = Literal["auto"] | Literal["disabled"] | Literal["enabled"]
+PoolingTypeName: TypeAlias = (
+    Literal["unspecified"]
+    | Literal["none"]
+    | Literal["mean"]
+    | Literal["cls"]
+    | Literal["last"]
+    | Literal["rank"]
+)
+AttentionTypeName: TypeAlias = Literal["unspecified"] | Literal["causal"] | Literal["non_causal"]
+RopeScalingTypeName: TypeAlias = (
+    Literal["unspecified"]
+    | Literal["none"]
+    | Literal["linear"]
+    | Literal["yarn"]
+    | Literal["longrope"]
+)
+SplitModeName: TypeAlias = Literal["none"] | Literal["layer"] | Literal["row"] | Literal["tensor"]
+LoadModeName: TypeAlias = (
+    Literal["auto"]
+    | Literal["none"]
+    | Literal["mmap"]
+    | Literal["mlock"]
+    | Literal["mmap_mlock"]
+    | Literal["direct_io"]
+)
+
+#: What `LlamaContext.memory_kind` says.
+MemoryKind: TypeAlias = (
+    Literal["attention"]
+    | Literal["sliding-window"]
+    | Literal["recurrent"]
+    | Literal["hybrid"]
+    | Literal["hybrid-sliding-window"]
+    | Literal["none"]
+    | Literal["other"]
+)
+#: The parts of a memory that `LlamaContext.cells` shows.
+MemoryPart: TypeAlias = Literal["attention"] | Literal["window"] | Literal["recurrent"]
 
 
 class GgmlType(IntEnum):

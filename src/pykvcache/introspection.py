@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from pykvcache._native import lib
-from pykvcache.enums import GgmlType
+from pykvcache.enums import GgmlType, MemoryKind, MemoryPart
 
 __all__ = ["CellTable", "IntrospectionMethods", "MemoryInfo", "SequenceRange"]
 
@@ -49,7 +49,7 @@ class MemoryInfo:
         size does not depend on the length.
     """
 
-    kind: str
+    kind: MemoryKind
     class_name: str
     kv_unified: bool
     n_streams: int
@@ -73,7 +73,7 @@ class SequenceRange(NamedTuple):
     n_cells: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CellTable:
     """The used cells of a memory, one row each; a copy.
 
@@ -91,6 +91,10 @@ class CellTable:
     cell: npt.NDArray[np.int32]
     pos: npt.NDArray[np.int32]
     members: npt.NDArray[np.bool_]
+
+    def __repr__(self) -> str:
+        held = int(self.members.any(axis=0).sum())
+        return f"<CellTable: {len(self)} cells of {held} sequences>"
 
     def __len__(self) -> int:
         return len(self.pos)
@@ -114,7 +118,7 @@ class IntrospectionMethods:
         """Number of cells in use over all streams; states of a recurrent memory."""
         return self._native.n_cells_used
 
-    def cells(self, part: Literal["attention", "window", "recurrent"] | None = None) -> CellTable:
+    def cells(self, part: MemoryPart | None = None) -> CellTable:
         """Return every used cell with its position and its sequences.
 
         Parameters

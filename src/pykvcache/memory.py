@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import SupportsIndex
 
 from pykvcache._native import lib
+from pykvcache.enums import MemoryKind
 
 __all__ = ["KvCacheMethods"]
 
@@ -20,7 +21,7 @@ class KvCacheMethods:
     _native: lib.Context
 
     @property
-    def memory_kind(self) -> str:
+    def memory_kind(self) -> MemoryKind:
         """Kind of memory.
 
         ``"attention"``, ``"sliding-window"``, ``"recurrent"``, ``"hybrid"``,

@@ -20,7 +20,7 @@ from pykvcache._convert import (
 )
 from pykvcache._fingerprint import file_ids, model_fingerprint
 from pykvcache._native import lib
-from pykvcache.enums import LoadMode, RopeType, SplitMode
+from pykvcache.enums import LoadMode, LoadModeName, RopeType, SplitMode, SplitModeName
 from pykvcache.errors import ModelLoadError
 
 __all__ = ["LlamaModel"]
@@ -73,8 +73,8 @@ class LlamaModel:
         path: str | os.PathLike[str],
         *,
         n_gpu_layers: int = 0,
-        load_mode: str | LoadMode = "auto",
-        split_mode: str | SplitMode = "layer",
+        load_mode: LoadModeName | LoadMode = "auto",
+        split_mode: SplitModeName | SplitMode = "layer",
         main_gpu: int = 0,
         vocab_only: bool = False,
         check_tensors: bool = False,

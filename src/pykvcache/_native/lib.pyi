@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self, disjoint_base
 
+from pykvcache.enums import MemoryKind
+
 _Ints = npt.NDArray[np.int32]
 _T = TypeVar("_T")
 _Floats = npt.NDArray[np.float32]
@@ -97,7 +99,7 @@ class Handle:
 @disjoint_base
 class Memory(Handle):
     @property
-    def memory_kind(self) -> str: ...
+    def memory_kind(self) -> MemoryKind: ...
     @property
     def n_streams(self) -> int: ...
     def can_shift(self) -> bool: ...
@@ -192,7 +194,7 @@ class State(Arrays):
 
 @final
 class Partial:
-    memory_kind: str
+    memory_kind: MemoryKind
     pos: int
     seq_id: int
     @property

@@ -18,7 +18,7 @@ __all__ = ["from_caches", "to_caches"]
 Caches = list[KVCache | RotatingKVCache | ArraysCache]
 
 
-def to_caches(arrays: SequenceKV, window_size: SupportsIndex | None = None) -> Caches:
+def to_caches(arrays: SequenceKV[Any], window_size: SupportsIndex | None = None) -> Caches:
     """Copy a sequence into one array cache per layer, as mlx-lm's models expect them.
 
     Parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,33 @@ class KvMethods:
 
     _native: lib.Context
 
+    @overload
+    def kv(
+        self,
+        seq_id: SupportsIndex,
+        *,
+        copy: Literal[True] = True,
+        dtype: npt.DTypeLike | None = None,
+        rope: bool = True,
+    ) -> SequenceKV: ...
+    @overload
+    def kv(
+        self,
+        seq_id: SupportsIndex,
+        *,
+        copy: Literal[False],
+        dtype: Literal["stored"] | None = None,
+        rope: Literal[True] = True,
+    ) -> SequenceKV[CacheView]: ...
+    @overload
+    def kv(
+        self,
+        seq_id: SupportsIndex,
+        *,
+        copy: bool,
+        dtype: npt.DTypeLike | None = None,
+        rope: bool = True,
+    ) -> SequenceKV | SequenceKV[CacheView]: ...
     def kv(
         self,
         seq_id: SupportsIndex,
@@ -32,7 +59,7 @@ class KvMethods:
         copy: bool = True,
         dtype: npt.DTypeLike | None = None,
         rope: bool = True,
-    ) -> SequenceKV:
+    ) -> SequenceKV | SequenceKV[CacheView]:
         """Return the keys and values that a sequence holds.
 
         Pending shifts and copies are applied first. The tokens are in the order of their
@@ -71,7 +98,7 @@ class KvMethods:
             part: (positions, extended, layers)
             for part, positions, extended, layers in self._native.take(seq_id, copy)
         }
-        result: SequenceKV | None = None
+        result: SequenceKV[Any] | None = None
         recurrent = window = None
         if "recurrent" in found:
             positions, first, layers = found["recurrent"]
@@ -102,7 +129,7 @@ class KvMethods:
         copy: bool,
         wanted: str | np.dtype[Any] | None,
         rope: bool,
-    ) -> LayerKV:
+    ) -> LayerKV[Any]:
         index, k_type, k, v_type, v = layer
         if not copy:
             return LayerKV(_view(k, k_type, wanted), _view(v, v_type, wanted), index)
@@ -116,7 +143,7 @@ class KvMethods:
             keys = rotate(keys, positions, facts, undo=True, operation="kv")
         return LayerKV(keys, _values(v, v_type, edges[1], wanted), index)
 
-    def write_kv(self, arrays: SequenceKV, seq_id: SupportsIndex) -> None:
+    def write_kv(self, arrays: SequenceKV | SequenceKV[CacheView], seq_id: SupportsIndex) -> None:
         """Make a sequence hold these keys and values, and nothing else.
 
         All or nothing. Floats are converted to the type of the cache, and bits that ``kv``

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,19 @@ __all__ = ["Array", "LayerKV", "LayerState", "RecurrentState", "SequenceKV"]
 
 Array = npt.NDArray[Any] | CacheView
 
+# What keys and values are, so that a type checker knows which ones `kv` gave.
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
 
-@dataclass(frozen=True)
-class LayerKV:
+    A = TypeVar("A", bound=Array, default=npt.NDArray[Any])
+else:
+    from typing import TypeVar
+
+    A = TypeVar("A", bound=Array)
+
+
+@dataclass(frozen=True, repr=False)
+class LayerKV(Generic[A]):
     """Keys and values of one layer.
 
     Attributes
@@ -31,12 +41,15 @@ class LayerKV:
         Which layer of the model this is; -1 if it does not matter.
     """
 
-    keys: Array
-    values: Array
+    keys: A
+    values: A
     layer: int = -1
 
+    def __repr__(self) -> str:
+        return f"<LayerKV {self.layer}: K {_shown(self.keys)}, V {_shown(self.values)}>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class LayerState:
     """The states of one recurrent layer, as flat float32 arrays.
 
@@ -54,8 +67,11 @@ class LayerState:
     s: Array
     layer: int = -1
 
+    def __repr__(self) -> str:
+        return f"<LayerState {self.layer}: r {_shown(self.r)}, s {_shown(self.s)}>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class RecurrentState:
     """What recurrent layers keep of a sequence.
 
@@ -73,9 +89,12 @@ class RecurrentState:
     layers: Sequence[LayerState]
     first: int = 0
 
+    def __repr__(self) -> str:
+        return f"<RecurrentState: {_counted(self.layers)}, tokens {self.first}..{self.position}>"
 
-@dataclass(frozen=True)
-class SequenceKV:
+
+@dataclass(frozen=True, repr=False)
+class SequenceKV(Generic[A]):
     """What a sequence holds: positions, and keys and values per layer.
 
     Attributes
@@ -95,16 +114,27 @@ class SequenceKV:
     """
 
     positions: npt.NDArray[np.int32]
-    layers: Sequence[LayerKV]
+    layers: Sequence[LayerKV[A]]
     extended: npt.NDArray[np.int32] | None = None
-    window: SequenceKV | None = None
+    window: SequenceKV[A] | None = None
     recurrent: RecurrentState | None = None
     rope: bool = True
 
     def __len__(self) -> int:
         return len(self.positions)
 
-    def select(self, tokens: npt.ArrayLike) -> SequenceKV:
+    def __repr__(self) -> str:
+        parts = [f"{_span(self.positions)}, {_counted(self.layers)}"]
+        if isinstance(self.layers, (list, tuple)) and self.layers:
+            first = self.layers[0]
+            parts.append(f"K {_shown(first.keys)}" if isinstance(first, LayerKV) else repr(first))
+        if self.window is not None:
+            parts.append(f"window of {_span(getattr(self.window, 'positions', None))}")
+        if self.recurrent is not None:
+            parts.append("recurrent state")
+        return f"<SequenceKV: {', '.join(parts)}{', before RoPE' if self.rope is False else ''}>"
+
+    def select(self, tokens: npt.ArrayLike) -> SequenceKV[A]:
         """Return what is left of some tokens; they keep their positions.
 
         Parameters
@@ -132,10 +162,38 @@ class SequenceKV:
         return replace(
             self,
             positions=self.positions[index],
-            layers=[replace(x, keys=x.keys[index], values=x.values[index]) for x in self.layers],
+            layers=[_taken(layer, index) for layer in self.layers],
             extended=None if self.extended is None else self.extended[index],
             window=window,
         )
+
+
+# A repr says what is there, whatever somebody put there.
+
+
+def _shown(array: object) -> str:
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+    if not isinstance(shape, tuple):
+        return type(array).__name__
+    view = " view" if isinstance(array, CacheView) else ""
+    return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}{view}"
+
+
+def _counted(layers: object) -> str:
+    if not isinstance(layers, (list, tuple)):
+        return type(layers).__name__
+    return f"{len(layers)} layer{'' if len(layers) == 1 else 's'}"
+
+
+def _span(positions: object) -> str:
+    if not isinstance(positions, np.ndarray) or positions.ndim != 1:
+        return _shown(positions)
+    where = f" at {positions.min()}..{positions.max()}" if len(positions) else ""
+    return f"{len(positions)} token{'' if len(positions) == 1 else 's'}{where}"
+
+
+def _taken(layer: LayerKV[Any], index: npt.NDArray[np.intp]) -> LayerKV[Any]:
+    return replace(layer, keys=layer.keys[index], values=layer.values[index])
 
 
 def _indices(tokens: npt.ArrayLike, n: int) -> npt.NDArray[np.intp]:

@@ -21,7 +21,7 @@ __all__ = ["as_state"]
 Bytes = npt.NDArray[np.uint8]
 
 
-def as_state(native: lib.Context, arrays: SequenceKV) -> list[Bytes]:
+def as_state(native: lib.Context, arrays: SequenceKV[Any]) -> list[Bytes]:
     """Return the pieces of the state of a sequence that holds these arrays."""
     layout = native.state_layout("write_kv")
     edges = {part["part"]: native.hadamard(part["part"]) for part in layout}
@@ -42,7 +42,9 @@ def as_state(native: lib.Context, arrays: SequenceKV) -> list[Bytes]:
     return encode([[part] for part in parts], None, [part.layout.n_stream for part in parts])
 
 
-def _check_halves(native: lib.Context, arrays: SequenceKV, layouts: dict[str, PartLayout]) -> None:
+def _check_halves(
+    native: lib.Context, arrays: SequenceKV[Any], layouts: dict[str, PartLayout]
+) -> None:
     """Refuse halves of different tokens: what the next one sees must be there in each."""
     last = int(arrays.positions.max(initial=-1))
     recurrent, window = arrays.recurrent, arrays.window

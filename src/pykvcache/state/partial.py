@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NoReturn, SupportsIndex
 
 from pykvcache._native import lib
+from pykvcache.enums import MemoryKind
 from pykvcache.errors import ClosedError
 
 __all__ = ["PartialState", "PartialStateMethods"]
@@ -49,7 +50,7 @@ class PartialState:
         return self._native.nbytes
 
     @property
-    def memory_kind(self) -> str:
+    def memory_kind(self) -> MemoryKind:
         """What kind of memory it is of, as `LlamaContext.memory_kind` says."""
         return self._native.memory_kind
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._checks import as_float_dtype, as_int, as_storable
-from pykvcache.arrays._growth import grow, grown_capacity
+from pykvcache.arrays.mlx._growth import grow, grown_capacity
 from pykvcache.errors import CacheLayerError, CacheOrderError, CacheValueError
 
 __all__ = ["FlatKVCache"]

@@ -24,6 +24,7 @@ from pykvcache.arrays import (
     make_prompt_cache,
     trim_prompt_cache,
 )
+from pykvcache.arrays.mlx._base import BaseCache
 from pykvcache.errors import CacheValueError, KvCacheError, NotSupported
 
 
@@ -295,3 +296,14 @@ def test_all_names_of_the_family_are_exported():
         assert name in arrays.__all__
         assert hasattr(arrays, name)
     assert len(set(arrays.__all__)) == len(arrays.__all__)
+
+
+def test_every_kind_is_registered_by_the_name_of_its_class():
+    """A kind without a row could not be made; a class without a kind could not be saved."""
+    for kind in KvCacheKind:
+        assert type(kind.empty()).__name__ == kind.value
+        assert kind.empty().is_empty()
+    exported = [getattr(arrays, name) for name in arrays.__all__]
+    classes = [c for c in exported if isinstance(c, type) and issubclass(c, BaseCache)]
+    assert len(classes) == 10
+    assert {str(KvCacheKind.parse(c.__name__)) for c in classes} == {str(k) for k in KvCacheKind}

@@ -1,0 +1,72 @@
+"""Rings of keys and values: in which order the rows of a rotated buffer were written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.arrays.mlx.masks import create_causal_mask
+
+__all__ = ["ordered", "ring_mask", "roll_columns"]
+
+
+def ordered(
+    pair: TokenPair,
+    index: int,
+    keep: int = 0,
+    drop: int = 0,
+    more: tuple[NDArray[Any], NDArray[Any]] | None = None,
+) -> TokenPair:
+    """Return the tokens of a ring from old to new, in buffers of exactly that size.
+
+    Parameters
+    ----------
+    pair : TokenPair
+        Rows ``[0, keep)`` hold the first tokens; the ring behind them was last written at
+        ``index - 1``, or is not rotated if `index` is the number of rows.
+    drop : int
+        Leave out this many of the oldest tokens behind the kept ones.
+    more : (keys, values), optional
+        Put these behind.
+    """
+    rows = pair.length
+    keep = min(keep, rows)
+    head, old, new = (0, keep), (index, rows), (keep, index)
+    in_old = min(drop, rows - index)
+    pieces = (head, (old[0] + in_old, old[1]), (new[0] + drop - in_old, new[1]))
+    joined = []
+    for i, buffer in enumerate((pair.keys, pair.values)):
+        parts = [buffer[:, :, a:b] for a, b in pieces if a < b]
+        if more is not None:
+            parts.append(more[i])
+        joined.append(np.concatenate(parts, axis=2) if parts else buffer[:, :, :0].copy())
+    return TokenPair(joined[0], joined[1])
+
+
+def ring_mask(
+    n: int, stored: int, max_size: int, window_size: int | None, keep: int = 0
+) -> NDArray[np.bool_]:
+    """Return which tokens `n` new ones may see after a ring made room, from old to new.
+
+    `(n, min(stored, max_size - 1) + n)`: room is made for one token, the others come on top.
+    The first `keep` stay visible to all behind them.
+    """
+    offset = min(stored, max(max_size - 1, 0))
+    mask = create_causal_mask(n, offset, max(max_size, 1) if window_size is None else window_size)
+    if keep:
+        kept = mask[:, :keep]
+        kept |= np.arange(kept.shape[1]) <= np.arange(offset, offset + n)[:, None]
+    return mask
+
+
+def roll_columns(pair: TokenPair, shifts: NDArray[np.int64]) -> TokenPair:
+    """Return a copy in which the last ``shifts[i]`` columns of row `i` come first."""
+    keys, values = pair.view()
+    keys, values = keys.copy(), values.copy()
+    for row in np.flatnonzero(shifts):
+        keys[row] = np.roll(keys[row], shifts[row], axis=1)
+        values[row] = np.roll(values[row], shifts[row], axis=1)
+    return TokenPair(keys, values)

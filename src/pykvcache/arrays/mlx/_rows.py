@@ -1,0 +1,109 @@
+"""The rows of a batch: counts per row, choices of rows, rows of unequal length together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.errors import CacheDTypeError, CacheValueError
+
+__all__ = [
+    "Counts",
+    "Rows",
+    "announced",
+    "right_justified",
+    "row_counts",
+    "row_indices",
+    "take_rows",
+]
+
+#: One number per row, as a caller gives it.
+Counts: TypeAlias = Sequence[int] | NDArray[Any]
+#: One number per row, as a cache keeps it; never changed in place.
+Rows: TypeAlias = NDArray[np.int64]
+
+
+def _integers(name: str, numbers: Counts) -> Rows:
+    array = np.asarray(numbers)
+    if array.ndim != 1:
+        raise CacheValueError(f"{name} has shape {array.shape}; expected one number per row")
+    if array.size and array.dtype.kind not in "iu":
+        raise CacheDTypeError(f"{name} has dtype {array.dtype}; expected integers")
+    # Among integers, NumPy takes a bool for one of them.
+    if not {bool, np.bool_}.isdisjoint(map(type, numbers)):
+        raise CacheDTypeError(f"{name} holds a bool; expected integers")
+    return array.astype(np.int64)
+
+
+def row_counts(
+    name: str, counts: Counts, batch: int | None = None, *, signed: bool = False
+) -> Rows:
+    """Return `counts` as a new int64 array, one per row, not negative unless `signed`."""
+    array = _integers(name, counts)
+    if batch is not None and array.size != batch:
+        raise CacheValueError(f"{name} has {array.size} numbers for {batch} rows")
+    if not signed and array.size and array.min() < 0:
+        raise CacheValueError(f"{name} is {array.tolist()}; no number may be negative")
+    return array
+
+
+def announced(
+    batch: int | None, left: Counts | None, lengths: Counts | None, right: Counts | None
+) -> tuple[Rows | None, Rows | None, Rows | None]:
+    """Return what `prepare` was told of the columns to come, each checked if it is there."""
+    told = (("left_padding", left), ("lengths", lengths), ("right_padding", right))
+    checked = [None if c is None else row_counts(name, c, batch) for name, c in told]
+    return checked[0], checked[1], checked[2]
+
+
+def row_indices(indices: Counts, batch: int | None) -> Rows:
+    """Return `indices` as an array of rows of a batch; a row may come more than once.
+
+    `batch` None is a batch whose number of rows is not known yet.
+    """
+    array = _integers("batch_indices", indices)
+    if array.size and not (array.min() >= 0 and (batch is None or array.max() < batch)):
+        limit = "any number of rows" if batch is None else batch
+        raise CacheValueError(f"batch_indices {array.tolist()} are not all in [0, {limit})")
+    return array
+
+
+def take_rows(pair: TokenPair, rows: Rows, first: int = 0) -> TokenPair:
+    """Return copies of `rows` of `pair`, from column `first` on."""
+    keys, values = pair.view()
+    return TokenPair(keys[:, :, first:][rows], values[:, :, first:][rows])
+
+
+def right_justified(parts: Sequence[tuple[int, TokenPair]]) -> TokenPair:
+    """Put caches under each other so that their newest tokens share the last column.
+
+    `parts` are ``(rows, pair)``; the columns in front of shorter ones, and the rows of
+    empty ones, are zeros. Layouts and dtypes must agree.
+    """
+    filled = [pair.view() for _, pair in parts if pair.count]
+    if not filled:
+        return TokenPair()
+    joined = []
+    columns = max(keys.shape[2] for keys, _ in filled)
+    for i in (0, 1):
+        first = filled[0][i]
+        for pair in filled:
+            other = pair[i]
+            if (other.shape[1], other.shape[3]) != (first.shape[1], first.shape[3]):
+                raise CacheValueError(f"caches of shapes {first.shape} and {other.shape} differ")
+            if other.dtype != first.dtype:
+                raise CacheDTypeError(f"caches of dtypes {first.dtype} and {other.dtype} differ")
+        rows = sum(count for count, _ in parts)
+        shape = (rows, first.shape[1], columns, first.shape[3])
+        together = np.zeros(shape, first.dtype)
+        top = 0
+        for count, pair_ in parts:
+            if pair_.count:
+                together[top : top + count, :, columns - pair_.count :] = pair_.view()[i]
+            top += count
+        joined.append(together)
+    return TokenPair(joined[0], joined[1])

@@ -1,0 +1,348 @@
+"""Caches of recurrent layers: a few arrays of fixed size instead of a history."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache.arrays._checks import MOST, as_int
+from pykvcache.arrays.mlx._base import Arrays, BaseCache
+from pykvcache.arrays.mlx._rows import Counts, Rows, announced, row_counts, row_indices
+from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ArraysCache", "MambaCache"]
+
+# A saved file names the number of slots; a damaged one must not exhaust the memory.
+_MAX_SLOTS = 65_536
+
+
+class ArraysCache(BaseCache):
+    """Numbered slots for arrays whose first axis is the batch.
+
+    It follows mlx-lm's ``ArraysCache``: ``cache[i] = array`` stores a copy, ``cache[i]``
+    gives the stored array or None. Empty slots do not stop `extract` and `merge` (they do
+    in mlx-lm), and the number of slots, `left_padding` and `lengths` survive saving.
+
+    Parameters
+    ----------
+    size : int
+        Number of slots.
+    left_padding : sequence of int, shape (batch,), optional
+        Columns at the beginning of the coming input that hold no token.
+    """
+
+    def __init__(self, size: SupportsIndex, left_padding: Counts | None = None) -> None:
+        self._slots: tuple[NDArray[Any] | None, ...] = (None,) * as_int(
+            "size", size, minimum=0, maximum=_MAX_SLOTS
+        )
+        self._padding = None if left_padding is None else row_counts("left_padding", left_padding)
+        self._lengths: Rows | None = None
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, index: SupportsIndex) -> NDArray[Any] | None:
+        return self._slots[as_int("slot", index, minimum=0, maximum=len(self._slots) - 1)]
+
+    def __setitem__(self, index: SupportsIndex, array: NDArray[Any] | None) -> None:
+        slot = as_int("slot", index, minimum=0, maximum=len(self._slots) - 1)
+        # A new tuple: shadows of this cache share the old one.
+        self._slots = (*self._slots[:slot], _checked(array), *self._slots[slot + 1 :])
+
+    @property
+    def offset(self) -> int:
+        """Always 0: a recurrent state has no positions."""
+        return 0
+
+    @property
+    def left_padding(self) -> Rows | None:
+        """Columns at the beginning of the coming input without a token, as a copy; or None."""
+        return None if self._padding is None else self._padding.copy()
+
+    @property
+    def lengths(self) -> Rows | None:
+        """Tokens still to come in each row, as a copy; None unless `prepare` told."""
+        return None if self._lengths is None else self._lengths.copy()
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the first array, else of `left_padding`, else of `lengths`, else 1."""
+        for array in self._slots:
+            if array is not None:
+                return int(array.shape[0])
+        for counts in (self._padding, self._lengths):
+            if counts is not None:
+                return counts.size
+        return 1
+
+    def _rows(self) -> int | None:
+        """Return the number of rows; None where nothing that is held says it."""
+        parts = (*self._slots, self._padding, self._lengths)
+        sizes = {int(part.shape[0]) for part in parts if part is not None}
+        if len(sizes) > 1:
+            raise CacheValueError(f"slots, left_padding and lengths are of {sorted(sizes)} rows")
+        return next(iter(sizes), None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self._slots if array is not None)
+
+    def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
+        """Raise ``NotSupported``: there are slots, and no keys and values."""
+        raise NotSupported(f"a {type(self).__name__} has slots: set cache[i] instead of updating")
+
+    def prepare(
+        self,
+        *,
+        left_padding: Counts | None = None,
+        lengths: Counts | None = None,
+        right_padding: Counts | None = None,
+    ) -> None:
+        """Announce the coming input: tokens of each row, or further columns of padding.
+
+        `right_padding` is accepted for the sake of other caches in a list; `lengths` says
+        the same. Left padding on a cache with content raises ``CacheValueError``.
+        """
+        batch = self.batch_size if not self.is_empty() or self._padding is not None else None
+        left, real, _ = announced(batch, left_padding, lengths, right_padding)
+        if left is not None and not self.is_empty():
+            raise CacheValueError("left padding can only be added to an empty ArraysCache")
+        if left is not None:
+            self._padding = left if self._padding is None else self._padding + left
+        if real is not None:
+            self._lengths = real
+
+    def finalize(self) -> None:
+        """Forget `lengths` and `left_padding`: the prompt is through."""
+        self._lengths = self._padding = None
+
+    def advance(self, n: SupportsIndex) -> None:
+        """Count `n` columns of input: `lengths` and `left_padding` go down by that many."""
+        n = as_int("n", n, minimum=0, maximum=MOST)
+        if self._lengths is not None:
+            self._lengths = self._lengths - n
+        if self._padding is not None:
+            self._padding = self._padding - n
+
+    def make_mask(
+        self,
+        n: SupportsIndex,
+        window_size: SupportsIndex | None = None,
+        return_array: bool = False,
+    ) -> NDArray[np.bool_] | None:
+        """Return which of the next `n` columns hold tokens, `(batch, n)`; None = all.
+
+        Those from `left_padding` on and before `lengths`, as far as each is set.
+        """
+        columns = np.arange(as_int("n", n, minimum=1, maximum=MOST))
+        mask = None if self._padding is None else columns >= self._padding[:, None]
+        if self._lengths is not None:
+            before = columns < self._lengths[:, None]
+            mask = before if mask is None else mask & before
+        return mask
+
+    def size(self) -> int:
+        """Return 0: a recurrent state holds no tokens that could be counted."""
+        return 0
+
+    def is_empty(self) -> bool:
+        """Tell whether no slot is filled."""
+        return all(array is None for array in self._slots)
+
+    def copy(self) -> Self:
+        """Return an independent cache with copies of all arrays."""
+        twin = copy.copy(self)
+        twin._slots = tuple(None if array is None else array.copy() for array in self._slots)
+        return twin
+
+    def filter(self, batch_indices: Counts) -> None:
+        """Keep the given rows, in that order.
+
+        A cache without an array, `left_padding` and `lengths` has no rows yet: any will do.
+        """
+        rows = row_indices(batch_indices, self._rows())
+        self._slots = tuple(None if array is None else array[rows] for array in self._slots)
+        self._padding = None if self._padding is None else self._padding[rows]
+        self._lengths = None if self._lengths is None else self._lengths[rows]
+
+    def extend(self, other: ArraysCache) -> None:
+        """Add the rows of `other` below; zeros where one side has nothing.
+
+        A cache that has no rows yet counts as one row, and in a `CacheList` as those of its
+        other members. `lengths` on one side alone raise ``CacheOrderError``.
+        """
+        self._extend(other, 1, 1)
+
+    def _extend(self, other: BaseCache, mine: int, others: int) -> None:
+        """Extend; `mine` and `others` are the rows of a cache that does not know its own."""
+        if not isinstance(other, ArraysCache):
+            raise CacheDTypeError(f"other is a {type(other).__name__}; expected an ArraysCache")
+        if len(self) != len(other):
+            raise CacheValueError(f"{len(self)} slots cannot be extended by {len(other)}")
+        known = self._rows(), other._rows()
+        counts = (mine if known[0] is None else known[0], others if known[1] is None else known[1])
+        if (self._lengths is None) != (other._lengths is None):
+            # Zeros would say that the other rows get no token at all.
+            raise CacheOrderError("finalize() should be called before extend: one has lengths")
+        slots = tuple(
+            _stacked(pair, counts) for pair in zip(self._slots, other._slots, strict=True)
+        )
+        padding = _stacked((self._padding, other._padding), counts)
+        lengths = _stacked((self._lengths, other._lengths), counts)
+        self._slots, self._padding, self._lengths = slots, padding, lengths
+
+    def extract(self, index: SupportsIndex) -> Self:
+        """Return row `index` as a cache of its own, without `left_padding` and `lengths`."""
+        rows = self._rows()
+        row = as_int("index", index, minimum=0, maximum=None if rows is None else rows - 1)
+        alone = copy.copy(self)
+        alone._slots = tuple(
+            None if array is None else array[row : row + 1].copy() for array in self._slots
+        )
+        alone.finalize()
+        return alone
+
+    @classmethod
+    def merge(cls, caches: Sequence[Self]) -> Self:
+        """Return a batch with one row for each of `caches`, whose own batch is 1.
+
+        Zeros where one cache has nothing; if none has, `left_padding` is zeros. Padding that
+        is still to come is kept (mlx-lm forgets it); `lengths` must be finalized first.
+        """
+        caches = list(caches)
+        if not caches:
+            raise CacheValueError("there is no cache to merge; expected at least one")
+        for cache in caches:
+            if not isinstance(cache, ArraysCache):
+                raise CacheDTypeError(
+                    f"cannot merge a {type(cache).__name__}; expected ArraysCache"
+                )
+            if len(cache) != len(caches[0]):
+                raise CacheValueError(f"{len(caches[0])} slots cannot be merged with {len(cache)}")
+            if cache._rows() not in (None, 1):
+                raise CacheValueError(f"cannot merge a cache of {cache.batch_size} rows")
+            if cache._lengths is not None:
+                raise CacheOrderError("finalize() should be called before merge")
+        batch = copy.copy(caches[0])
+        batch.finalize()
+        counts = (1,) * len(caches)
+        batch._slots = tuple(
+            _stacked(column, counts) for column in zip(*(c._slots for c in caches), strict=True)
+        )
+        padding = _stacked([np.zeros(1, np.int64), *(c._padding for c in caches)], (1, *counts))
+        if padding is not None and (batch.is_empty() or (padding > 0).any()):
+            batch._padding = padding[1:]
+        return batch
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """The arrays of all slots, None where there is none; ``()`` when all are empty."""
+        return () if self.is_empty() else self._slots
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        slots = tuple(_checked(array) for array in state) or (None,) * len(self._slots)
+        self._set_slots(slots)
+
+    def _set_slots(self, slots: tuple[NDArray[Any] | None, ...]) -> None:
+        if len(slots) > _MAX_SLOTS:
+            raise CacheValueError(f"{len(slots)} slots are more than {_MAX_SLOTS}")
+        self._slots = slots
+
+    @property
+    def meta_state(self) -> tuple[str, ...]:
+        """``()``, as in mlx-lm, if all slots are filled and no padding is known.
+
+        Else the number of slots, `left_padding` and `lengths`, each as text with commas,
+        empty for None.
+        """
+        told = self._padding is not None or self._lengths is not None
+        if not told and all(array is not None for array in self._slots):
+            return ()
+        return (
+            str(len(self._slots)),
+            *("" if c is None else ",".join(map(str, c)) for c in (self._padding, self._lengths)),
+        )
+
+    @meta_state.setter
+    def meta_state(self, meta: Sequence[Any]) -> None:
+        padding = lengths = None
+        slots = self._slots
+        if len(meta):
+            if len(meta) != 3 or not all(isinstance(text, str) for text in meta):
+                raise CacheValueError(f"the meta state of an ArraysCache is 3 texts; got {meta!r}")
+            size = _number(meta[0])
+            if not len(slots) <= size <= _MAX_SLOTS and not self.is_empty():
+                raise CacheValueError(f"{len(slots)} slots are set, but {size} are told")
+            if not 0 <= size <= _MAX_SLOTS:
+                raise CacheValueError(f"{size} slots are not in [0, {_MAX_SLOTS}]")
+            padding, lengths = _counts(meta[1]), _counts(meta[2])
+            slots = (*slots, *(None,) * size)[:size]
+        self._set_slots(slots)
+        self._padding, self._lengths = padding, lengths
+
+
+class MambaCache(ArraysCache):
+    """An `ArraysCache` of two slots: convolution state and recurrent state.
+
+    Parameters
+    ----------
+    left_padding : sequence of int, shape (batch,), optional
+        Columns at the beginning of the coming input that hold no token.
+    """
+
+    def __init__(self, left_padding: Counts | None = None) -> None:
+        super().__init__(2, left_padding)
+
+    def _set_slots(self, slots: tuple[NDArray[Any] | None, ...]) -> None:
+        if len(slots) != 2:
+            raise CacheValueError(f"a MambaCache has 2 slots; got {len(slots)}")
+        super()._set_slots(slots)
+
+
+def _checked(array: NDArray[Any] | None) -> NDArray[Any] | None:
+    if array is None:
+        return None
+    if not isinstance(array, np.ndarray):
+        raise CacheDTypeError(f"a slot holds an array of numbers; got {type(array).__name__}")
+    if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
+        raise CacheDTypeError(f"a slot holds numbers; got an array of {array.dtype}")
+    if array.ndim < 1:
+        raise CacheValueError("a slot holds arrays whose first axis is the batch; got a scalar")
+    copied: NDArray[Any] = array.copy()
+    return copied
+
+
+def _stacked(arrays: Sequence[NDArray[Any] | None], rows: Sequence[int]) -> NDArray[Any] | None:
+    """Stack arrays along the batch, zeros of as many rows where there is none."""
+    first = next((array for array in arrays if array is not None), None)
+    if first is None:
+        return None
+    for array in arrays:
+        if array is not None and array.shape[1:] != first.shape[1:]:
+            raise CacheValueError(f"arrays of shapes {first.shape} and {array.shape} differ")
+        if array is not None and array.dtype != first.dtype:
+            raise CacheDTypeError(f"arrays of dtypes {first.dtype} and {array.dtype} differ")
+    parts = [
+        np.zeros((count, *first.shape[1:]), first.dtype) if array is None else array
+        for array, count in zip(arrays, rows, strict=True)
+    ]
+    return np.concatenate(parts)
+
+
+def _number(text: str) -> int:
+    if not (text.removeprefix("-").isdigit() and text.isascii() and len(text) < 19):
+        raise CacheValueError(f"the meta state of an ArraysCache holds {text!r}; expected a number")
+    return int(text)
+
+
+def _counts(text: str) -> Rows | None:
+    return np.array([_number(part) for part in text.split(",")], np.int64) if text else None

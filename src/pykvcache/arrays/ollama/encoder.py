@@ -1,0 +1,271 @@
+"""The cache of what an encoder made of an image: stored once, seen by every position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from pykvcache.arrays._checks import as_float_dtype, as_int, as_storable
+from pykvcache.arrays.ollama._batch import Batch, as_copy, as_position, as_range, as_sequence
+from pykvcache.arrays.ollama._family import FamilyCache
+from pykvcache.arrays.ollama.protocol import CacheConfig
+from pykvcache.errors import CacheLayerError, CacheOrderError, CacheValueError, NotSupported
+
+__all__ = ["EncoderCache"]
+
+
+class _Pass(NamedTuple):
+    batch: Batch
+    reserve: bool
+    pos: int
+
+
+class EncoderCache(FamilyCache):
+    """K and V that do not depend on positions, of the most recent multimodal item.
+
+    Arrays of any shape are stored as they come, in their own dtype, and returned as they were
+    stored; there is no mask. One sequence only. See `Cache` for the methods' arguments.
+
+    It follows Ollama's ``kvcache.EncoderCache``, but that a reserve pass leaves the position of
+    the last item alone, and that a later ``put`` of another shape raises. As there, the item
+    keeps the position at which it was put when ``remove`` moves the tokens around it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._permuted_v = False
+        self._max_batch = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._layer = 0
+        self._arrays: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
+        self._pass: _Pass | None = None
+        self._item_pos = 0
+        self._cached_pos: int | None = None
+
+    @property
+    def encoder_cached(self) -> bool:
+        """Whether something is stored that ``remove`` has not taken away."""
+        return self._cached_pos is not None
+
+    def init(
+        self,
+        dtype: DTypeLike,
+        max_sequences: SupportsIndex,
+        capacity: SupportsIndex,
+        max_batch: SupportsIndex,
+    ) -> None:
+        """Set the cache up, empty. Arrays keep their own dtype whatever `dtype` is.
+
+        Raises
+        ------
+        NotSupported
+            `max_sequences` is over 1, or the configuration asks for padding.
+        CacheValueError
+            A number is below 1.
+        CacheDTypeError
+            `dtype` is not float16, float32 or float64.
+        """
+        self._check_init(dtype, max_sequences, capacity, max_batch)
+        self._config = self._config or CacheConfig()
+        self._permuted_v = self._config.permuted_v
+        self._max_batch = as_int("max_batch", max_batch)
+        self._closed = False
+        self._clear()
+
+    def _check_init(
+        self,
+        dtype: DTypeLike,
+        max_sequences: SupportsIndex,
+        capacity: SupportsIndex,
+        max_batch: SupportsIndex,
+    ) -> None:
+        as_float_dtype(dtype)
+        count = as_int("max_sequences", max_sequences, minimum=1)
+        as_int("capacity", capacity, minimum=1)
+        as_int("max_batch", max_batch, minimum=1)
+        if count > 1:
+            raise NotSupported(
+                f"encoder cache does not support multiple sequences; requested: {count}"
+            )
+        padding = (self._config or CacheConfig()).cache_padding
+        if padding != 1:
+            raise NotSupported(
+                f"encoder cache is unable to enforce requested cache_padding ({padding})"
+            )
+
+    def close(self) -> None:
+        """Free the arrays; see `Cache.close`."""
+        self._clear()
+        self._max_batch = 0
+        self._closed = True
+
+    def _ready(self) -> None:
+        if not self._max_batch:
+            raise self._not_ready()
+
+    def _started(self) -> _Pass:
+        self._ready()
+        if self._pass is None:
+            raise CacheOrderError("no batch was started; call start_forward first")
+        return self._pass
+
+    def set_layer(self, layer: SupportsIndex) -> None:
+        """Choose the layer for ``put`` and ``get``.
+
+        Raises
+        ------
+        CacheLayerError
+            `layer` is negative.
+        """
+        self._ready()
+        index = as_int("layer", layer)
+        if index < 0:
+            raise CacheLayerError(f"layer is {index}; it must be at least 0")
+        self._layer = index
+
+    def start_forward(
+        self,
+        positions: Iterable[SupportsIndex],
+        sequences: Iterable[SupportsIndex],
+        reserve: bool = False,
+        multimodal: Iterable[SupportsIndex] = (),
+    ) -> None:
+        """Begin a forward pass; see `Cache.start_forward`.
+
+        What is put in it belongs to the position of the last item in `multimodal`, or else to
+        that of an earlier pass.
+
+        Raises
+        ------
+        CacheValueError, PositionError
+            As `CausalCache.start_forward` does.
+        """
+        self._ready()
+        batch = Batch(positions, sequences, multimodal, self._max_batch)
+        pos = int(batch.positions[batch.multimodal[-1]]) if batch.multimodal.size else None
+        self._pass = _Pass(batch, bool(reserve), self._item_pos if pos is None else pos)
+        if not reserve:
+            self._item_pos = self._pass.pos
+
+    def put(self, key: NDArray[Any], value: NDArray[Any]) -> None:
+        """Store K and V of the item in the active layer.
+
+        The first ``put`` of a layer allocates its arrays. In a reserve pass that is all.
+
+        Parameters
+        ----------
+        key, value : ndarray
+            Of any shape, the same at every ``put`` of a layer.
+
+        Raises
+        ------
+        CacheOrderError
+            No batch was started.
+        CacheValueError
+            A shape differs from that of the layer's first ``put``, or `value` has fewer than 3
+            dimensions and ``permuted_v`` is set.
+        CacheDTypeError
+            `key` or `value` holds something else than real numbers.
+        """
+        now = self._started()
+        new = as_storable("key", key), as_storable("value", value)
+        if self._permuted_v:
+            if new[1].ndim < 3:
+                raise CacheValueError(f"value has shape {new[1].shape}; permuted_v needs 3 axes")
+            new = new[0], np.moveaxis(new[1], -3, -1)
+        kept = self._arrays.get(self._layer)
+        if kept is None:
+            kept = np.zeros(new[0].shape, new[0].dtype), np.zeros(new[1].shape, new[1].dtype)
+        for name, array, old in zip(("key", "value"), new, kept, strict=True):
+            if array.shape != old.shape:
+                raise CacheValueError(
+                    f"{name} has shape {array.shape}; layer {self._layer} holds {old.shape}"
+                )
+            as_storable(name, array, old.dtype)
+        self._arrays[self._layer] = kept
+        if not now.reserve:
+            for array, old in zip(new, kept, strict=True):
+                old[...] = array
+            self._cached_pos = now.pos
+
+    def get(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None, None]:
+        """Return K and V of the active layer as read-only views, and no mask.
+
+        With ``permuted_v``, V has its third axis from the end moved to the end. A layer without
+        arrays gives None for all three. What ``remove`` took away is still returned, as in
+        Ollama: ``encoder_cached`` tells.
+        """
+        self._ready()
+        if self._layer not in self._arrays:
+            return None, None, None
+        key, value = (array.view() for array in self._arrays[self._layer])
+        key.flags.writeable = value.flags.writeable = False
+        return key, value, None
+
+    def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
+        """Check the rows; there is no mask for them to change.
+
+        Raises
+        ------
+        CacheValueError
+            A row is outside the batch.
+        CacheOrderError
+            No batch was started.
+        """
+        self._started().batch.rows("except_", except_)
+
+    def copy_prefix(
+        self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex
+    ) -> NoReturn:
+        """Raise `NotSupported`: there is one sequence only."""
+        self._check_copy_prefix(src_seq, dst_seq, n)
+        raise AssertionError
+
+    def _check_copy_prefix(
+        self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex
+    ) -> NoReturn:
+        self._ready()
+        as_copy(src_seq, dst_seq, n)
+        raise NotSupported("encoder cache does not support multiple sequences")
+
+    def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
+        """Return True: no position is like another to this cache."""
+        self._ready()
+        as_sequence("seq", seq), as_position("pos", pos)
+        return True
+
+    def remove(
+        self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
+    ) -> None:
+        """Forget the item if its position is in ``[begin, end)``.
+
+        Raises
+        ------
+        CacheValueError
+            `seq` is negative.
+        PositionError
+            `begin` or `end` is negative, or `begin` over `end`.
+        """
+        first, last = self._check_range(seq, begin, end)
+        if self._cached_pos is not None and first <= self._cached_pos < last:
+            self._cached_pos = None
+
+    def _check_range(
+        self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None
+    ) -> tuple[int, int]:
+        self._ready()
+        as_sequence("seq", seq)
+        return as_range(begin, end)
+
+    def _check_forward(self, batch: Batch, reserve: bool) -> None:
+        self._ready()
+
+    def _check_remove(
+        self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None
+    ) -> None:
+        self._check_range(seq, begin, end)

@@ -164,6 +164,8 @@ class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, LlamaFile
         InvalidBatch
             Nothing to decode, a token outside the vocabulary, positions that do not
             continue their sequence; raised before anything is computed.
+        PositionError
+            A token would lie past `max_position`; nothing was decoded.
         NoKvCacheSlot
             The cache has fewer free cells than there are tokens; nothing was decoded.
             With ``swa_full=False`` a window's cache may be full in the middle of a long

@@ -55,6 +55,16 @@ class ContextFacts:
         return self._native.n_ctx_seq
 
     @property
+    def max_position(self) -> int:
+        """Highest position that a token may have; one past it is a `PositionError`.
+
+        The lowest of: the end of a learned table of positions; where the angles of this model's
+        RoPE, which are computed in float32, are off by 2**-5 (see docs/positions.md); and
+        2,147,483,645. Without RoPE or a table only the last one counts.
+        """
+        return self._native.max_position
+
+    @property
     def n_batch(self) -> int:
         """Effective number of tokens per call (``llama_n_batch``)."""
         return self._native.n_batch

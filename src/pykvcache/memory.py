@@ -131,7 +131,8 @@ class KvCacheMethods:
         SequenceIdError
             The sequence id is out of range.
         PositionError
-            A position would become negative, too large, or one that is held already.
+            A position would become negative, larger than `max_position`, or one that is
+            held already.
         UnsupportedOperation
             M-RoPE, architectures and types whose keys cannot be rotated again, cells
             that another sequence shares, windows that dropped cells, and a part of a

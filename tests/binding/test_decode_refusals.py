@@ -12,6 +12,7 @@ from pykvcache import (
     DecodeError,
     InvalidBatch,
     LlamaBatch,
+    PositionError,
     SeqIdTooLarge,
     SequenceIdError,
     UnsupportedOperation,
@@ -53,8 +54,6 @@ INVALID = {
     "first position again": lambda: one(5, 0, 0),
     "gap": lambda: one(5, 21, 0),
     "far away": lambda: one(5, 100_000, 0),
-    "last position of all": lambda: one(5, MAX, 3),
-    "last but one position": lambda: arrays([5, 5], [MAX - 2, MAX - 1], 3),
     "negative position": lambda: arrays([5], [-1], 3),
     "lowest position": lambda: arrays([5], [-(2**31)], 3),
     "gap in the batch": lambda: arrays([5, 6], [20, 22], 0),
@@ -65,6 +64,11 @@ INVALID = {
     "wrong second position": lambda: after_good(5, 6, 1),
     "a sequence twice": lambda: one(5, 20, [0, 0]),
     "a sequence twice behind others": lambda: one(5, 0, [2, 3, 2]),
+}
+
+TOO_FAR = {
+    "last position of all": lambda: one(5, MAX, 3),
+    "last but one position": lambda: arrays([5, 5], [MAX - 2, MAX - 1], 3),
 }
 
 WRONG_SEQUENCE = {
@@ -92,6 +96,10 @@ def test_refused_batches_leave_no_trace(make_context: Any, name: str) -> None:
         # Mamba and Jamba refuse any token of several sequences as such.
         assert isinstance(error.value, InvalidBatch) or "twice" in what, what
         assert getattr(error.value, "code", None) is None, what
+        assert lengths(ctx) == HELD, what
+    for what, make in TOO_FAR.items():
+        with pytest.raises(PositionError):
+            ctx.decode(make())
         assert lengths(ctx) == HELD, what
     for what, make in WRONG_SEQUENCE.items():
         with pytest.raises(SequenceIdError):
@@ -177,9 +185,10 @@ def test_bert_refuses_what_its_table_and_its_step_cannot_hold(model: Any, attent
         for use in (ctx.decode, ctx.encode):
             with pytest.raises(InvalidBatch, match="n_ubatch is 64"):
                 use(words(65))
-            with pytest.raises(InvalidBatch, match="512"):
+            with pytest.raises(PositionError, match="table") as error:
                 use(arrays([5], [512], 0))
-            with pytest.raises(InvalidBatch):
+            assert (error.value.value, error.value.limit) == (512, 511)
+            with pytest.raises((InvalidBatch, PositionError)):
                 use(words(600))
             use(words(64))
             use(arrays(words(64), np.arange(448, 512), 0))
@@ -188,7 +197,8 @@ def test_bert_refuses_what_its_table_and_its_step_cannot_hold(model: Any, attent
 def test_a_learned_table_of_positions_is_full_at_its_end(make_context: Any) -> None:
     ctx = make_context("bert", n_ctx=1024, n_batch=1024, n_ubatch=1024)
     ctx.decode(words(512))
-    with pytest.raises(InvalidBatch, match="table of 512"):
+    assert ctx.max_position == 511
+    with pytest.raises(PositionError, match="past 511, the end of the model's table"):
         ctx.decode(words(513))
 
 

@@ -11,6 +11,7 @@ import pytest
 from pykvcache import (
     LlamaContext,
     NoKvCacheSlot,
+    PositionError,
     SequenceIdError,
     StateDamaged,
     StateError,
@@ -188,7 +189,7 @@ def test_damaged_structure_changes_nothing(
         bad[at] ^= 1 << int(rng.integers(0, 8))
         try:
             ctx.set_state(bad, target)
-        except (StateError, NoKvCacheSlot):
+        except (StateError, PositionError, NoKvCacheSlot):
             refused += 1
             assert ctx.get_state().tobytes() == before
         else:

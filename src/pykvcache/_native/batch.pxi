@@ -71,12 +71,9 @@ cdef class Batch(Outputs):
         return 0
 
     cdef int check_span(self, int64_t first, int64_t n) except -1:
-        """Positions ``[first, first + n)`` must exist for the model and fit an int32."""
-        if first + n > INT32_MAX - 1:
-            raise InvalidBatch(f"position {first + n - 1} is past the limit {INT32_MAX - 2}")
-        if self.model.facts.learned_positions and first + n > self.model.n_ctx_train:
-            raise InvalidBatch(
-                f"position {first + n - 1} is past the model's table of {self.model.n_ctx_train} positions")
+        """Positions ``[first, first + n)`` must be such as the model can tell apart."""
+        if first + n - 1 > self.max_position:
+            raise self.too_far(first + n - 1, "the batch")
         if lib.bounded(self.mem) and first + n > self.n_ctx_seq:
             raise NoKvCacheSlot(
                 f"no room in the cache: position {first + n - 1} is past its {self.n_ctx_seq} cells; "

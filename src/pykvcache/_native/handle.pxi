@@ -19,6 +19,7 @@ cdef class Handle:
     cdef int exports
     cdef object __weakref__
     cdef bint broken
+    cdef readonly int32_t max_position
     cdef readonly uint32_t n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max
     cdef readonly bint embeddings, causal
     cdef readonly int pooling_type
@@ -53,6 +54,7 @@ cdef class Handle:
             raise _caught_error("create")
         self.kind = lib.kind(self.mem)
         self.streams = lib.n_stream(self.mem) > 1
+        self.max_position = lib.max_position(self.mem)
         self.shiftable = lib.why_no_shift(self.mem) == lib.SHIFT_OK
         self.n_ctx = lib.llama_n_ctx(ctx)
         self.n_ctx_seq = lib.llama_n_ctx_seq(ctx)
@@ -139,6 +141,18 @@ cdef class Handle:
             raise InternalError(
                 "llama.cpp failed earlier in this context: call clear_kv_cache() or close it")
         return 0
+
+    cdef object too_far(self, object position, str what, p0=None, p1=None):
+        """What to raise for a position past the highest."""
+        cdef int32_t last = self.max_position
+        if last == INT32_MAX - 2:
+            why = "the limit of positions"
+        elif self.model.facts.learned_positions and last == self.model.n_ctx_train - 1:
+            why = "the end of the model's table"
+        else:
+            why = "up to which this model's rotation (RoPE) is right in float32"
+        return PositionError(
+            f"{what}: position {position} is past {last}, {why}", p0, p1, value=position, limit=last)
 
     cdef object fail(self, str where):
         """Mark the context after a caught C++ exception and return what to raise."""

@@ -317,6 +317,11 @@ cdef class Arrays(Cells):
         return np.ascontiguousarray(rows).view(np.uint8).reshape(n, t.n_head, head)
 
 
+def largest_value(uint64_t n):
+    """Return the largest number that rows of n values may hold without products that overflow."""
+    return lib.largest_value(n)
+
+
 def dequantize(int ggml_type, const uint8_t[::1] data not None):
     """Convert stored values to float32 (the type's ``to_float``)."""
     cdef Py_ssize_t size = lib.bytes_of(ggml_type, lib.block_of(ggml_type)), n

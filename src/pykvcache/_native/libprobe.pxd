@@ -121,6 +121,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     memory_kind kind(const memory*)
     const char* class_name(const memory*)
     no_shift why_no_shift(const memory*)
+    llama_pos max_position(const memory*)
     bool bounded(const memory*)
     bool picks_blocks(const memory*)
     bool windowed(const memory*)
@@ -225,6 +226,8 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
         STATE_DAMAGED
         STATE_MISMATCH
         STATE_NO_ROOM
+        STATE_POSITION
+        STATE_VALUE
         STATE_UNKNOWN
     ctypedef struct state_part:
         memory_part part
@@ -256,7 +259,8 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
     vector[state_part] state_parts(const memory*, bool v_trans, bool partial) except +
     vector[state_rows] state_rows_of(const memory*, bool v_trans, memory_part) except +
     state_fault state_check(const memory*, bool v_trans, uint32_t n_seq_max, llama_seq_id, bool partial,
-                            const vector[state_piece]&, vector[state_block]& blocks, string& why)
+                            const vector[state_piece]&, vector[state_block]& blocks, string& why,
+                            int64_t& value)
     cdef cppclass seq_state:
         size_t size
     seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id)
@@ -291,6 +295,10 @@ cdef extern from "lineage.h" namespace "pykv" nogil:
         void changed(llama_seq_id, llama_pos first)
         void all_changed()
         bool is_true(llama_seq_id, uint64_t id)
+
+
+cdef extern from "probe_values.h" namespace "pykv" nogil:
+    float largest_value(uint64_t n)
 
 
 cdef extern from "held_rows.h" namespace "pykv" nogil:

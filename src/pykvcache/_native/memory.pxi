@@ -285,10 +285,12 @@ cdef class Memory(Handle):
             self.check_move("kv_cache_seq_add", seq, &a, &b)
             if overflow or by > INT32_MAX or by < -INT32_MAX - 1:
                 problem = lib.SHIFT_OVERFLOW
+                lib.extent(self.mem, seq, first, where)
             else:
                 problem = lib.add_check(self.mem, seq, a, b, by, where)
             if problem != lib.SHIFT_FITS:
-                self.raise_problem(problem, f"adding {delta}", where, p0, p1)
+                to = delta.__index__() + <object>where
+                self.raise_problem(problem, f"adding {delta}", where, to, p0, p1)
             self.pending = True
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) + <int32_t>by)
             first = lib.first_from(self.mem, seq, a)
@@ -311,7 +313,7 @@ cdef class Memory(Handle):
             self.check_move("kv_cache_seq_div", seq, &a, &b)
             problem = lib.div_check(self.mem, seq, a, b, by, where)
             if problem != lib.SHIFT_FITS:
-                self.raise_problem(problem, f"dividing by {by}", where, p0, p1)
+                self.raise_problem(problem, f"dividing by {by}", where, where // by, p0, p1)
             self.pending = True
             lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) // by)
             self.changed(seq, lib.first_from(self.mem, seq, a) // by)
@@ -352,14 +354,16 @@ cdef class Memory(Handle):
                 "create the context with swa_full=True, or decode again")
         return 0
 
-    cdef int raise_problem(self, int problem, str what, int32_t where, object p0, object p1) except -1:
-        if problem == lib.SHIFT_NEGATIVE:
-            raise PositionError(f"{what} would move position {where} below 0", p0=p0, p1=p1)
+    cdef int raise_problem(
+            self, int problem, str what, int32_t where, object to, object p0, object p1) except -1:
+        """Say what is wrong with moving `where` to `to`; of a collision `where` is the target."""
+        if problem == lib.SHIFT_NEGATIVE or to < 0:
+            raise PositionError(
+                f"{what} would move position {where} below 0", p0=p0, p1=p1, value=to, limit=0)
         if problem == lib.SHIFT_OVERFLOW:
-            raise PositionError(f"{what} would move position {where} past {INT32_MAX - 1}", p0=p0, p1=p1)
-        if problem == lib.SHIFT_COLLIDES:
-            raise PositionError(f"{what} would land on position {where}, which is held already", p0=p0, p1=p1)
-        return 0
+            raise self.too_far(to, f"{what} to position {where}", p0, p1)
+        raise PositionError(
+            f"{what} would land on position {where}, which is held already", p0=p0, p1=p1, value=where)
 
     # Pending updates -----------------------------------------------------------------
 

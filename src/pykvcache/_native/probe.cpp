@@ -215,6 +215,9 @@ memory * memory_new(llama_context * ctx) noexcept {
         m->hparams = &llama_get_model(ctx)->hparams;
         m->arch = llama_get_model(ctx)->arch;
         classify(*m);
+        if (llama_get_model(ctx)->pos_embd) {
+            m->max_position = llama_pos(std::min<int64_t>(m->max_position, int64_t(m->hparams->n_ctx_train) - 1));
+        }
         read_graph(ctx, *m);
         m->shift = find_no_shift(ctx, *m);
         return m.release();
@@ -226,6 +229,7 @@ void memory_delete(memory * m) noexcept { delete m; }
 memory_kind  kind(const memory * m) { return m->kind; }
 const char * class_name(const memory * m) { return m->name.c_str(); }
 no_shift     why_no_shift(const memory * m) { return m->shift; }
+llama_pos    max_position(const memory * m) { return m->max_position; }
 bool         bounded(const memory * m) { return m->bounded; }
 bool         picks_blocks(const memory * m) { return m->bounded && m->recurrent; }
 bool         windowed(const memory * m) { return m->swa != nullptr; }

@@ -81,6 +81,8 @@ void memory_delete(memory * m) noexcept;
 memory_kind  kind(const memory * m);
 const char * class_name(const memory * m);
 no_shift     why_no_shift(const memory * m);
+// The highest position that a token may have: of a learned table, of RoPE in float32, or of an int32.
+llama_pos    max_position(const memory * m);
 // Whether positions index the cells, so that they begin at 0 and end with the context.
 bool         bounded(const memory * m);
 // Whether attention goes to blocks of neighbouring cells that belong to the same sequences.

@@ -44,11 +44,14 @@ class memory {
     std::map<uint32_t, key_rope> ropes;  // by layer of the model
     bool                      gives_logits = false;
     bool                      endless = false;
+    llama_pos                 max_position = std::numeric_limits<llama_pos>::max() - 2;
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
 };
 
-// Build the model's graph and fill in what only it tells: ropes, gives_logits and endless.
+// Build the model's graph and fill in what only it tells: ropes, gives_logits, endless, max_position.
 void read_graph(const llama_context * ctx, memory & m);
+// The highest position whose angles are right in float32 (probe_positions.cpp).
+llama_pos last_position(const key_rope & rope);
 // Whether a shift rotates the keys of a layer as the graph did.
 bool shift_is_like_graph(const llama_context * ctx, const memory & m, uint32_t il);
 

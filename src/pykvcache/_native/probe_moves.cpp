@@ -22,7 +22,7 @@ llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
 
 // Every position of [p0, p1) moves to `moved(p)`, which must not decrease with p.
 template <class F>
-shift_problem check_targets(const cell_set & cells, llama_pos p0, llama_pos p1, F && moved, llama_pos & where) {
+shift_problem check_targets(const cell_set & cells, llama_pos limit, llama_pos p0, llama_pos p1, F && moved, llama_pos & where) {
     const auto first = from(cells, p0);
     const auto end = from(cells, p1);
     if (first == end) {
@@ -32,7 +32,7 @@ shift_problem check_targets(const cell_set & cells, llama_pos p0, llama_pos p1, 
     const int64_t highest = moved(std::prev(end)->first);
     const bool    above = first == cells.begin() || std::prev(first)->first < lowest;
     const bool    below = end == cells.end() || highest < end->first;
-    if (lowest >= 0 && highest < POS_END && above && below) {
+    if (lowest >= 0 && highest <= limit && above && below) {
         return SHIFT_FITS;  // between its neighbours there is nothing to land on
     }
     for (auto it = first; it != end; ++it) {
@@ -41,7 +41,7 @@ shift_problem check_targets(const cell_set & cells, llama_pos p0, llama_pos p1, 
         if (target < 0) {
             return SHIFT_NEGATIVE;
         }
-        if (target >= POS_END) {
+        if (target > limit) {
             return SHIFT_OVERFLOW;
         }
         if (target < p0 || target >= p1) {
@@ -58,14 +58,14 @@ shift_problem check_targets(const cell_set & cells, llama_pos p0, llama_pos p1, 
 template <class F>
 shift_problem check_moves(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, F && moved, llama_pos & where) {
     if (m->base) {
-        return check_targets(m->base->get_cells(seq).seq_pos_get(seq), p0, p1, moved, where);
+        return check_targets(m->base->get_cells(seq).seq_pos_get(seq), m->max_position, p0, p1, moved, where);
     }
     llama_pos lo, hi;
     if (!extent(m, seq, lo, hi)) {
         return SHIFT_FITS;
     }
     where = hi;
-    return moved(lo) < 0 ? SHIFT_NEGATIVE : moved(hi) >= POS_END ? SHIFT_OVERFLOW : SHIFT_FITS;
+    return moved(lo) < 0 ? SHIFT_NEGATIVE : moved(hi) > m->max_position ? SHIFT_OVERFLOW : SHIFT_FITS;
 }
 
 // Take the sequence out of its cells in [p0, p1); what nobody holds any more is free.

@@ -247,6 +247,9 @@ void read_graph(const llama_context * ctx, memory & m) {
         const ggml_tensor * t = ggml_graph_node(graph.nodes(), i);
         // ggml's kernel steps back and forth for ever then.
         m.endless = m.endless || (t->op == GGML_OP_ROPE && read_op(t).facts.n_rot == 0);
+        if (t->op == GGML_OP_ROPE && !m.endless) {
+            m.max_position = std::min(m.max_position, last_position(read_op(t)));
+        }
     }
     read_ropes(graph.nodes(), ctx, m);
 }

@@ -8,6 +8,7 @@
 #include "probe_kv.h"
 #include "probe_memory.h"
 #include "probe_state.h"
+#include "probe_values.h"
 #include "state_cursor.h"
 
 namespace pykv {
@@ -25,6 +26,10 @@ template <class T> void expect(cursor & in, T expected, const std::string & what
     if (found != expected) {
         mismatch(what, int64_t(found), int64_t(expected));
     }
+}
+
+const char * what_of(block_kind kind) {
+    return kind == BLOCK_K ? "keys" : kind == BLOCK_V || kind == BLOCK_V_TRANS ? "values" : "recurrent state";
 }
 
 struct walk {
@@ -103,6 +108,19 @@ struct walk {
         }
     }
 
+    void check_position(llama_pos pos) const {
+        if (pos > m->max_position) {
+            throw fault{STATE_POSITION, "holds position " + std::to_string(pos), pos};
+        }
+    }
+
+    // M-RoPE's other axes are positions too.
+    void check_extended(const uint8_t * at) const {
+        llama_kv_cell_ext ext;
+        std::memcpy(&ext, at, sizeof(ext));
+        check_position(std::max(ext.x, ext.y));
+    }
+
     // Cells of one sequence that lie in one piece and are as they should be; what is wrong with
     // others the walk over each says.
     bool plain_cells(const state_part & part, uint32_t n) {
@@ -116,8 +134,11 @@ struct walk {
             uint32_t  n_ids;
             std::memcpy(&pos, at, sizeof(pos));
             std::memcpy(&n_ids, at + sizeof(pos), sizeof(n_ids));
-            valid = pos >= 0 && pos < std::numeric_limits<llama_pos>::max() && n_ids == 1;
+            valid = pos >= 0 && pos <= m->max_position && n_ids == 1;
             highest = std::max(highest, pos);
+            if (part.extended) {
+                check_extended(at + 8);
+            }
             if (m->swa) {
                 plain[i] = pos;
             }
@@ -151,6 +172,7 @@ struct walk {
             if (pos < 0 || pos == std::numeric_limits<llama_pos>::max()) {
                 throw fault{STATE_DAMAGED, "holds position " + std::to_string(pos)};
             }
+            check_position(pos);
             const bool valid = seq < 0 ? n_ids >= 1 && n_ids <= LLAMA_MAX_SEQ : n_ids == (recurrent ? 0 : 1);
             if (valid && seq < 0 && n_ids > n_seq_max) {
                 throw fault{STATE_MISMATCH, "a cell belongs to " + std::to_string(n_ids) +
@@ -160,7 +182,9 @@ struct walk {
                 throw fault{STATE_DAMAGED, "holds a cell of " + std::to_string(n_ids) + " sequences"};
             }
             if (part.extended) {
-                in.skip(sizeof(llama_kv_cell_ext));
+                uint8_t ext[sizeof(llama_kv_cell_ext)];
+                in.read(ext, sizeof(ext));
+                check_extended(ext);
             }
             ids(n_ids, pos, recurrent, tails);
         }
@@ -184,7 +208,12 @@ struct walk {
         if (n > 0) {
             const uint64_t size = row.row_bytes * n;
             blocks.push_back({part.part, row.kind, stream, row.layer, n, in.tell(), size});
-            in.skip(size);
+            value_check values(ggml_type(row.type), row.n_embd);
+            in.take(size, [&](const uint8_t * from, uint64_t step) { values.take(from, step); });
+            if (!values.fits()) {
+                throw fault{STATE_VALUE, "holds NaN, infinity, or values whose products overflow, in the " +
+                                             std::string(what_of(row.kind)) + where};
+            }
         }
     }
 
@@ -324,12 +353,13 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
 
 state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, bool partial,
                         const std::vector<state_piece> & pieces, std::vector<state_block> & blocks,
-                        std::string & why) noexcept {
+                        std::string & why, int64_t & value) noexcept {
     return guarded<state_fault>(STATE_UNKNOWN, [&] {
         try {
             walk{m, v_trans, n_seq_max, seq, cursor(pieces), blocks}.all(partial);
         } catch (const fault & found) {
             why = found.why;
+            value = found.value;
             return found.kind;
         }
         return STATE_FITS;

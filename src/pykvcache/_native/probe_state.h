@@ -62,6 +62,8 @@ enum state_fault : int {
     STATE_DAMAGED,   // no memory writes such bytes
     STATE_MISMATCH,  // another memory's
     STATE_NO_ROOM,   // more cells than this memory has at all
+    STATE_POSITION,  // a position past the highest of this context
+    STATE_VALUE,     // NaN, infinity, or what products of would be
     STATE_UNKNOWN,   // the check itself was stopped; caught() says by what
 };
 
@@ -77,7 +79,7 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
 // Walk the bytes without touching the memory; `seq` is -1 for a whole context's state.
 state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, bool partial,
                         const std::vector<state_piece> & pieces, std::vector<state_block> & blocks,
-                        std::string & why) noexcept;
+                        std::string & why, int64_t & value) noexcept;
 
 // What a state of one sequence is going to hold; valid until the memory changes.
 class seq_state {

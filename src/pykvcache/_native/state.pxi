@@ -15,6 +15,7 @@ cdef dict _FAULTS = {
     lib.STATE_DAMAGED: StateDamaged,
     lib.STATE_MISMATCH: StateLayoutMismatch,
     lib.STATE_NO_ROOM: NoKvCacheSlot,
+    lib.STATE_VALUE: StateDamaged,
 }
 
 
@@ -219,13 +220,16 @@ cdef class State(Arrays):
 
     cdef int check(self, Pieces pieces, int32_t seq, bint partial, vector[lib.state_block]& blocks) except -1:
         cdef lib.state_fault fault
+        cdef int64_t value = 0
         cdef bint v_trans = self.v_trans()
         cdef string why
         with nogil:
             fault = lib.state_check(
-                self.mem, v_trans, self.n_seq_max, seq, partial, pieces.pieces, blocks, why)
+                self.mem, v_trans, self.n_seq_max, seq, partial, pieces.pieces, blocks, why, value)
         if fault == lib.STATE_UNKNOWN:
             raise _caught_error("check_state")
+        if fault == lib.STATE_POSITION:
+            raise self.too_far(value, "the state")
         if fault != lib.STATE_FITS:
             raise _FAULTS[fault](f"the state {why.decode('utf-8', 'replace')}" if fault != lib.STATE_MISMATCH
                                  else f"the state is of another memory: {why.decode('utf-8', 'replace')}")

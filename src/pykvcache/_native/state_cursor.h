@@ -15,6 +15,7 @@ namespace pykv {
 struct fault {
     state_fault kind;
     std::string why;
+    int64_t     value = 0;
 };
 
 // Bytes in several pieces, read as one.

@@ -90,7 +90,7 @@ def _attention(native: lib.Context, half: SequenceKV | None, layout: PartLayout)
             given = _floats(given, shape, what).astype(np.float32)
             facts = native.rope(rows.layer)
             given = rotate(given, positions, facts, undo=False, operation="write_kv")
-        stored = _rows(given, shape, rows.type, rows.rotation, what)
+        stored = _rows(given, shape, rows.type, rows.rotation, rows.n_embd, what)
         if part.is_transposed(i):
             columns = as_stored(stored, rows.type).reshape(n, rows.n_embd).T
             stored = np.ascontiguousarray(columns).view(np.uint8)
@@ -139,13 +139,16 @@ def _recurrent(state: RecurrentState | None, layout: PartLayout) -> Part:
         _same_layer(state.layers[at].layer, rows.layer, f"recurrent layers[{at}]")
         what = f"recurrent layers[{at}].{rows.what}"
         values = _floats(getattr(state.layers[at], rows.what), (rows.n_embd * n,), what)
-        stored = _rows(values.reshape(n, 1, rows.n_embd), (n, 1, rows.n_embd), rows.type, 0, what)
+        shape = n, 1, rows.n_embd
+        stored = _rows(values.reshape(shape), shape, rows.type, 0, rows.n_embd, what)
         tensors.append(stored.reshape(part.shape(i)))
     return Part(layout, part.positions, None, tuple(tensors))
 
 
-def _rows(given: Array, shape: tuple[int, int, int], kind: int, edge: int, what: str) -> Bytes:
-    """Floats, or stored bits, as rows of the cache's type."""
+def _rows(
+    given: Array, shape: tuple[int, int, int], kind: int, edge: int, n_embd: int, what: str
+) -> Bytes:
+    """Floats, or stored bits, as rows of the cache's type that attention can multiply."""
     array = np.asarray(given)
     if array.dtype == stored_dtype(kind) and kind not in NATURAL:
         bits = (*shape[:2], as_rows(np.zeros((1, 1, shape[2]), np.float32), kind, 0).shape[-1])
@@ -154,8 +157,15 @@ def _rows(given: Array, shape: tuple[int, int, int], kind: int, edge: int, what:
             raise StateError(f"{what} has {rows.shape} bytes: {bits} are expected")
     else:
         rows = as_rows(_floats(array, shape, what), kind, edge)
-    if not np.isfinite(as_floats(rows, kind, 0)).all():
+    values = as_floats(rows, kind, 0)
+    if not np.isfinite(values).all():
         raise StateError(f"{what} holds NaN, infinity, or a value too large for the cache's type")
+    largest = lib.largest_value(n_embd)
+    found = float(np.abs(values).max(initial=0))
+    if found > largest:
+        raise StateError(
+            f"{what} holds {found:.4g}: products of values over {largest:.4g} overflow"
+        )
     return rows
 
 

@@ -198,10 +198,10 @@ def test_every_axis_of_mrope_is_a_position(make_context: Any) -> None:
     for axis in (0, 1):
         extended = np.array(arrays.extended)
         extended[5, axis] = ctx.max_position
-        ctx.write_kv(1, replace(arrays, extended=extended))
+        ctx.write_kv(replace(arrays, extended=extended), 1)
         extended[5, axis] += 1
         with pytest.raises(PositionError) as caught:
-            ctx.write_kv(1, replace(arrays, extended=extended))
+            ctx.write_kv(replace(arrays, extended=extended), 1)
         assert caught.value.value == ctx.max_position + 1
 
 
@@ -215,7 +215,7 @@ def test_arrays_and_files_are_refused_alike(make_context: Any, tmp_path: Any) ->
     near.decode(WORDS[:3])
     before = held(near)
     with pytest.raises(PositionError):
-        near.write_kv(1, far.kv(0))
+        near.write_kv(far.kv(0), 1)
     with pytest.raises(PositionError):
         near.set_state(far.get_state(0), 1)
     with pytest.raises(PositionError):

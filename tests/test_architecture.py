@@ -132,6 +132,19 @@ def test_the_compiled_layer_needs_errors_alone(path: Path) -> None:
         assert ours(name) in {"_native", *ONLY["_native"]}, f"{path.name} imports {name}"
 
 
+FAMILIES = ("mlx", "ollama")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_array_caches_share_no_module(family: str) -> None:
+    (other,) = set(FAMILIES) - {family}
+    paths = sorted((PACKAGE / "arrays" / family).glob("*.py"))
+    assert len(paths) > 10
+    for path in paths:
+        for name, _ in imports(ast.parse(path.read_text())):
+            assert not name.startswith(f"pykvcache.arrays.{other}"), f"{path.name} imports {name}"
+
+
 def test_c_names_have_one_alias() -> None:
     """A line with ``lib.`` is C, in every file of the compiled layer."""
     text = "\n".join(p.read_text() for p in CYTHON if p.suffix != ".pxd")

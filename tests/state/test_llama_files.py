@@ -262,9 +262,10 @@ def test_damage_raises_one_of_the_errors_or_is_in_what_no_one_can_check(
     ctx.save_llama_file(tmp_path / "f", seq_id, TOKENS)
     good = (tmp_path / "f").read_bytes()
     before = ctx.get_state().tobytes()
-    rng = np.random.default_rng(11)
+    rng = np.random.default_rng(int(os.environ.get("PYKVCACHE_FUZZ_SEED", "11")))
+    rounds = 5000 if "PYKVCACHE_FUZZ_SEED" in os.environ else 60  # `make fuzz`
     outcomes = {"refused": 0, "loaded": 0}
-    for _ in range(60):
+    for _ in range(rounds):
         data = bytearray(good)
         for _ in range(rng.integers(1, 4)):
             data[rng.integers(0, 500)] = rng.integers(0, 256)
@@ -282,7 +283,7 @@ def test_damage_raises_one_of_the_errors_or_is_in_what_no_one_can_check(
             (tmp_path / "g").write_bytes(good)
             ctx.load_llama_file(tmp_path / "g", seq_id)
             assert ctx.get_state().tobytes() == before
-    assert outcomes["refused"] > 20
+    assert outcomes["refused"] > rounds / 3
     (tmp_path / "f").write_bytes(good)
     ctx.load_llama_file(tmp_path / "f", seq_id)
 

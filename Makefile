@@ -13,7 +13,7 @@ NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.
           $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/*)) $(wildcard models/*.gguf)
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help venv demo test fuzz test-arrays asan lint format wheel bench clean
+.PHONY: FORCE help venv demo test fuzz test-arrays test-device asan lint format wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,24 @@ format: $(VENV)/.dev ## let ruff rewrite what it can
 test-arrays: $(VENV)-arrays/.ready ## the array caches alone, without the compiled layer
 	PYTHONPATH=src $(VENV)-arrays/bin/python -m pytest tests/arrays -W "ignore:pykvcache is not built:RuntimeWarning"
 
+# A build with ggml's RPC and, where its tools are here, with Vulkan: Mesa's software device will do.
+VULKAN_INCLUDE ?= /usr/include
+HAS_VULKAN := $(shell command -v glslc >/dev/null && \
+                grep -qs 'VERSION_COMPLETE.*0, 1, 4,' $(VULKAN_INCLUDE)/vulkan/vulkan_core.h && echo ON)
+DEVICE_ARGS := --config-settings=build-dir=build/device --config-settings=cmake.define.GGML_RPC=ON \
+               $(if $(HAS_VULKAN),--config-settings=cmake.define.GGML_VULKAN=ON \
+               --config-settings=cmake.define.Vulkan_INCLUDE_DIR=$(VULKAN_INCLUDE))
+DEVICE_TESTS ?= tests/devices tests/kv tests/memory tests/state tests/regressions
+
+test-device: $(VENV)-device/.built ## sequences in the memory of devices: another process over RPC, and Vulkan
+	$(VENV)-device/bin/python -m pytest -n auto --device rpc $(DEVICE_TESTS)
+ifeq ($(HAS_VULKAN),ON)
+	GGML_VK_VISIBLE_DEVICES=0 $(VENV)-device/bin/python -m pytest -v tests/devices
+else
+	@echo "Vulkan is left out: apt-get install mesa-vulkan-drivers libvulkan-dev glslc spirv-headers (Vulkan 1.4;"
+	@echo "newer headers elsewhere: VULKAN_INCLUDE=folder), and make clean"
+endif
+
 # What the sanitizers are told: see docs/guarantees.md. PYTHONMALLOC: Python's objects are watched too.
 SANITIZED = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
             ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=64 \
@@ -69,7 +87,7 @@ bench: $(VENV)/.bench $(VENV)/.built ## everything side by side with C and the p
 	$(BIN)/python -m benchmarks
 
 clean: ## remove what was built (.venv, build, dist, the fetched llama.cpp)
-	rm -rf $(VENV) $(VENV)-arrays $(VENV)-asan build dist vendor/llama.cpp vendor/llama.cpp.partial
+	rm -rf $(VENV) $(VENV)-arrays $(VENV)-asan $(VENV)-device build dist vendor/llama.cpp vendor/llama.cpp.partial
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Stamps: each says that the step above it in the chain was done since its inputs changed.
@@ -105,6 +123,14 @@ $(VENV)-asan/.built: pyproject.toml $(NATIVE)
 	$(VENV)-asan/bin/python -m pip install --quiet --no-build-isolation --editable ".[demo,chat,arrays,state]" \
 	    --config-settings=build-dir=build/asan --config-settings=cmake.define.PYKVCACHE_SANITIZE=ON \
 	    --config-settings=install.strip=false
+	@touch $@
+
+$(VENV)-device/.built: pyproject.toml $(NATIVE)
+	$(PYTHON) -m venv $(VENV)-device
+	$(VENV)-device/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(VENV)-device/bin/python -m pip install --quiet --group build --group test
+	PATH="$(abspath $(VENV)-device/bin):$$PATH" $(VENV)-device/bin/python -m pip install --quiet \
+	    --no-build-isolation --editable ".[demo,chat,arrays,state]" $(DEVICE_ARGS)
 	@touch $@
 
 $(VENV)-arrays/.ready: pyproject.toml

@@ -57,7 +57,7 @@ HAS_VULKAN := $(shell command -v glslc >/dev/null && \
 DEVICE_ARGS := --config-settings=build-dir=build/device --config-settings=cmake.define.GGML_RPC=ON \
                $(if $(HAS_VULKAN),--config-settings=cmake.define.GGML_VULKAN=ON \
                --config-settings=cmake.define.Vulkan_INCLUDE_DIR=$(VULKAN_INCLUDE))
-DEVICE_TESTS ?= tests/devices tests/kv tests/memory tests/state tests/regressions
+DEVICE_TESTS ?= tests/devices
 
 test-device: $(VENV)-device/.built ## sequences in the memory of devices: another process over RPC, and Vulkan
 	$(VENV)-device/bin/python -m pytest -n auto --device rpc $(DEVICE_TESTS)

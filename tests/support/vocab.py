@@ -118,6 +118,36 @@ def dummy(n_vocab: int = 320) -> Vocab:
     return Vocab("test", tokens, tuple([TokenType.NORMAL] * n_vocab))
 
 
+def ugm() -> Vocab:
+    """Unigram: padding, end, unknown, and 61 pieces."""
+    tokens = [b"<pad>", b"</s>", b"<unk>"]
+    types = [TokenType.CONTROL, TokenType.CONTROL, TokenType.UNKNOWN]
+    tokens += [piece.encode() for piece in SPM_PIECES]
+    types += [TokenType.NORMAL] * len(SPM_PIECES)
+    special = (("padding", 0), ("eos", 1), ("unknown", 2))
+    return Vocab("t5", tuple(tokens), tuple(types), special=special)
+
+
+def rwkv() -> Vocab:
+    """RWKV's: one special, each byte, and some longer ones; bytes that are no ASCII are escaped."""
+    tokens = [b"<s>"] + [b"\\x%02x" % byte for byte in range(256)]
+    tokens += [b"the", b" the", b"hello", b"\\n\\n"]
+    types = [TokenType.CONTROL] + [TokenType.NORMAL] * (len(tokens) - 1)
+    return Vocab("rwkv", tuple(tokens), tuple(types))
+
+
+def plamo2() -> Vocab:
+    """PLaMo 2's: 4 specials, 256 byte tokens, 61 pieces."""
+    tokens = [b"<|plamo:unk|>", b"<|plamo:bos|>", b"<|plamo:eos|>", b"<|plamo:pad|>"]
+    types = [TokenType.UNKNOWN] + [TokenType.CONTROL] * 3
+    tokens += [f"<0x{byte:02X}>".encode() for byte in range(256)]
+    types += [TokenType.BYTE] * 256
+    tokens += [piece.encode() for piece in SPM_PIECES]
+    types += [TokenType.NORMAL] * len(SPM_PIECES)
+    special = (("unknown", 0), ("bos", 1), ("eos", 2), ("padding", 3))
+    return Vocab("plamo2", tuple(tokens), tuple(types), special=special)
+
+
 def _byte_as_text(byte: int) -> str:
     # GPT-2 shows a byte as itself where that prints, and moves the others past U+0100 in order.
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -131,6 +161,9 @@ VOCABS = {
     "spm": spm,
     "bpe": bpe,
     "wpm": wpm,
+    "ugm": ugm,
+    "rwkv": rwkv,
+    "plamo2": plamo2,
     "none": without_tokenizer,
     "test": dummy,
 }

@@ -106,6 +106,7 @@ void begin_notes() { notes.clear(); }
 std::string take_notes() { return std::exchange(notes, {}); }
 
 void set_log_threshold(int level) { log_threshold = level; }
+void log_warning(const char * text) { on_log(GGML_LOG_LEVEL_WARN, text, nullptr); }
 bool has_log() { return log_waiting.load(std::memory_order_relaxed); }
 
 bool take_log(int & level, std::string & text) {

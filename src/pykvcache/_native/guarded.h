@@ -5,6 +5,7 @@
 // This is the net behind the checks, not the check.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -14,6 +15,7 @@
 
 #include "gguf.h"
 #include "llama.h"
+#include "text.h"
 #include "x87.h"
 
 namespace pykv {
@@ -33,6 +35,7 @@ std::string take_notes();
 
 // The queue of log lines: drained under the GIL, because the callback must not need it.
 void set_log_threshold(int level);
+void log_warning(const char * text);
 bool has_log();
 bool take_log(int & level, std::string & text);
 // In the child of a fork another thread's lock on the queue would never be opened.
@@ -75,6 +78,8 @@ template <class F> int32_t guarded_void(F && call) noexcept {
 
 // Why a GGUF must not be loaded, beside what llama.cpp itself refuses; empty if nothing.
 std::string header_problem(const char * path) noexcept;
+// The same of its vocabulary alone.
+std::string vocab_problem(const gguf_context * header);
 inline llama_model * model_load(const char * path, llama_model_params params) noexcept {
     return guarded<llama_model *>(nullptr, [&] { return llama_model_load_from_file(path, params); });
 }
@@ -141,10 +146,20 @@ inline size_t partial_state_get_data(llama_context * ctx, uint8_t * dst, size_t 
     });
 }
 
-inline int32_t tokenize(const llama_vocab * vocab, const char * text, int32_t size, llama_token * out, int32_t room,
-                        bool add_special, bool parse_special) noexcept {
-    return guarded<int32_t>(CAUGHT, [&] {
-        return llama_tokenize(vocab, text, size, out, room, add_special, parse_special);
+inline int32_t read_vocab(const llama_vocab * vocab, text_vocab & out) noexcept {
+    return guarded_void([&] { out = text_vocab(vocab); });
+}
+inline int32_t tokenize(const text_vocab & vocab, const char * text, size_t size, bool add_special, bool parse_special,
+                        token_list & out) noexcept {
+    return guarded_void([&] { out = vocab.tokenize(text, size, add_special, parse_special); });
+}
+// llama.cpp's own way to the same, which tests compare with.
+inline int32_t tokenize_whole(const llama_vocab * vocab, const char * text, size_t size, bool add_special,
+                              bool parse_special, std::vector<llama_token> & out) noexcept {
+    return guarded_void([&] {
+        out.resize(4 * size + 8);
+        out.resize(std::max(0, llama_tokenize(vocab, text, static_cast<int32_t>(size), out.data(),
+                                              static_cast<int32_t>(out.size()), add_special, parse_special)));
     });
 }
 inline int32_t detokenize(const llama_vocab * vocab, const llama_token * tokens, int32_t n, char * out, int32_t room,

@@ -10,6 +10,14 @@ from libcpp.vector cimport vector
 from pykvcache._native.libllama cimport *
 
 
+cdef extern from "text.h" namespace "pykv" nogil:
+    cppclass text_vocab:
+        pass
+    cppclass token_list:
+        vector[llama_token] tokens
+        string problem
+
+
 cdef extern from "guarded.h" namespace "pykv" nogil:
     const int32_t CAUGHT
     void install_hooks()
@@ -38,8 +46,11 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     size_t state_get_data(llama_context*, uint8_t* dst, size_t size)
     size_t partial_state_size(llama_context*, llama_seq_id)
     size_t partial_state_get_data(llama_context*, uint8_t* dst, size_t size, llama_seq_id)
-    int32_t tokenize(const llama_vocab*, const char* text, int32_t size, llama_token* out,
-                     int32_t room, bool add_special, bool parse_special)
+    int32_t read_vocab(const llama_vocab*, text_vocab& out)
+    int32_t tokenize(const text_vocab&, const char* text, size_t size, bool add_special,
+                     bool parse_special, token_list& out)
+    int32_t tokenize_whole(const llama_vocab*, const char* text, size_t size, bool add_special,
+                           bool parse_special, vector[llama_token]& out)
     int32_t detokenize(const llama_vocab*, const llama_token* tokens, int32_t n, char* out,
                        int32_t room, bool remove_special, bool unparse_special)
     int32_t token_to_piece(const llama_vocab*, llama_token, char* out, int32_t room, bool special)

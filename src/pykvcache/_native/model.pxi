@@ -24,6 +24,7 @@ cdef class Model:
     cdef shared_ptr[lib.llama_model] ref
     cdef int generation
     cdef const lib.llama_vocab* vocab
+    cdef lib.text_vocab texts
     cdef lib.model_facts facts
     cdef readonly int32_t n_vocab, n_ctx_train, n_embd, n_embd_out, n_layer, n_head, n_head_kv, n_swa
     cdef readonly int rope_type, vocab_type
@@ -73,6 +74,8 @@ cdef class Model:
             if box[2]:
                 why = "cancelled by the progress callback"
             raise ModelLoadError(f"cannot load {os.fsdecode(path)!r}: {why}")
+        if lib.read_vocab(lib.llama_model_get_vocab(model), self.texts) == lib.CAUGHT:
+            raise _caught_error("load")
         self.vocab_only = p.vocab_only
         self.read_facts()
         if self.facts.fault != NULL:
@@ -193,33 +196,35 @@ cdef class Model:
         return bool(lib.llama_vocab_is_control(self.vocab, self.check_token(token)))
 
     def tokenize(self, bytes text not None, bint add_special, bint parse_special):
-        """Call ``llama_tokenize``; the GIL is free meanwhile."""
+        """Call ``llama_tokenize`` between special tokens; the GIL is free meanwhile."""
         cdef const char* c_text = text
-        cdef Py_ssize_t size = len(text)
-        cdef vector[int32_t] out
-        cdef int32_t n
-        self.check_vocab()
-        if size > INT32_MAX - 16:
-            raise ValueError(f"text of {size} bytes is too long: the limit is {INT32_MAX - 16}")
+        cdef size_t size = len(text)
+        cdef lib.token_list out
+        cdef int32_t code
+        self.check_text(text)
         cdef shared_ptr[lib.llama_model] keep = self.ref
-        out.resize(size + 8)
         with nogil:
-            n = lib.tokenize(
-                self.vocab, c_text, <int32_t>size, out.data(), <int32_t>out.size(),
-                add_special, parse_special)
-            if n < 0 and n != lib.CAUGHT:
-                out.resize(<size_t>(-n))
-                n = lib.tokenize(
-                    self.vocab, c_text, <int32_t>size, out.data(), <int32_t>out.size(),
-                    add_special, parse_special)
+            code = lib.tokenize(self.texts, c_text, size, add_special, parse_special, out)
         _drain_log()
-        if n == lib.CAUGHT:
+        if code == lib.CAUGHT:
             raise _caught_error("tokenize")
-        result = np.empty(n, dtype=np.int32)
-        cdef int32_t[::1] view = result
-        if n:
-            memcpy(&view[0], out.data(), n * sizeof(int32_t))
-        return result
+        if not out.problem.empty():
+            raise UnsupportedOperation("tokenize", out.problem.decode("utf-8", "replace"))
+        return _tokens(out.tokens)
+
+    def tokenize_whole(self, bytes text not None, bint add_special, bint parse_special):
+        """Call ``llama_tokenize`` over all of a text, for tests."""
+        cdef vector[lib.llama_token] out
+        self.check_text(text)
+        if lib.tokenize_whole(self.vocab, text, len(text), add_special, parse_special, out) == lib.CAUGHT:
+            raise _caught_error("tokenize_whole")
+        return _tokens(out)
+
+    cdef int check_text(self, bytes text) except -1:
+        self.check_vocab()
+        if len(text) > INT32_MAX - 16:
+            raise ValueError(f"text of {len(text)} bytes is too long: the limit is {INT32_MAX - 16}")
+        return 0
 
     def detokenize(self, const int32_t[::1] tokens not None, bint remove_special, bint unparse_special):
         """Call ``llama_detokenize`` and return bytes."""
@@ -260,6 +265,14 @@ cdef class Model:
             if got >= 0:
                 return out.data()[:got]
             out.resize(<size_t>(-got))
+
+
+cdef object _tokens(const vector[lib.llama_token]& tokens):
+    result = np.empty(tokens.size(), dtype=np.int32)
+    cdef int32_t[::1] view = result
+    if tokens.size():
+        memcpy(&view[0], tokens.data(), tokens.size() * sizeof(int32_t))
+    return result
 
 
 def split_text(bytes text not None, list patterns not None, bint byte_encode, bint with_std_regex):

@@ -1,0 +1,146 @@
+// What a vocabulary in a file's header can be that a load would not come back from.
+//
+// llama.cpp reads the tokenizers of some kinds into trees, by recursion, and tokenizes "\n" at once.
+#include <bitset>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "gguf.h"
+#include "guarded.h"
+
+namespace pykv {
+
+namespace {
+
+// Of a tree as deep as its longest token; real ones stay far below.
+constexpr size_t TOKEN_BYTES_MAX = 1024;
+// PLaMo's table has a row for each start of each end of a token, and is built from copies of them.
+constexpr uint64_t CUBES_MAX = uint64_t(1) << 32;
+
+// The bytes of a token as llama.cpp reads them: \t, \n, \r and \xHH stand for one.
+std::string unescape(const char * token) {
+    std::string out;
+    for (const char * c = token; *c; ++c) {
+        if (*c != '\\') {
+            out.push_back(*c);
+            continue;
+        }
+        if (*++c == '\0') {
+            break;
+        }
+        if (*c == 'x') {
+            if (c[1] == '\0' || c[2] == '\0') {
+                break;
+            }
+            const auto digit = [](char d) { return d >= 'a' ? d - 'a' + 10 : d - '0'; };
+            out.push_back(static_cast<char>(digit(c[1]) * 16 + digit(c[2])));
+            c += 2;
+        } else {
+            out.push_back(*c == 't' ? '\t' : *c == 'n' ? '\n' : *c == 'r' ? '\r' : *c);
+        }
+    }
+    return out;
+}
+
+// From a byte that begins tokens and is none, the longest token is none: it would be looked for for ever.
+std::string find_gap(const gguf_context * header, int64_t tokens) {
+    std::bitset<256> begins, whole;
+    for (size_t i = 0; i < gguf_get_arr_n(header, tokens); ++i) {
+        const std::string token = unescape(gguf_get_arr_str(header, tokens, i));
+        if (!token.empty()) {
+            begins.set(static_cast<uint8_t>(token[0]));
+            whole.set(static_cast<uint8_t>(token[0]), whole[static_cast<uint8_t>(token[0])] || token.size() == 1);
+        }
+    }
+    for (int byte = 0; byte < 256; ++byte) {
+        if (begins[byte] && !whole[byte]) {
+            char name[8];
+            std::snprintf(name, sizeof name, "\\x%02x", byte);
+            return std::string("tokenizer.ggml.tokens has no token for the byte ") + name + ", with which others begin";
+        }
+    }
+    return {};
+}
+
+// The table that replaces characters, a tree in an array: one that is none may never end.
+std::string find_loop(const gguf_context * header) {
+    const char *  name = "tokenizer.ggml.precompiled_charsmap";
+    const int64_t key  = gguf_find_key(header, name);
+    if (key < 0 || gguf_get_kv_type(header, key) != GGUF_TYPE_ARRAY) {
+        return {};
+    }
+    const gguf_type type = gguf_get_arr_type(header, key);
+    const size_t    size = gguf_get_arr_n(header, key);
+    if ((type != GGUF_TYPE_INT8 && type != GGUF_TYPE_UINT8) || size < 4) {
+        return {};  // the load says so
+    }
+    const char * data = static_cast<const char *>(gguf_get_arr_data(header, key));
+    uint32_t     n    = 0;
+    std::memcpy(&n, data, sizeof n);
+    if (n > size - 4) {
+        return {};
+    }
+    std::vector<uint32_t> nodes(n / 4);
+    std::memcpy(nodes.data(), data + 4, nodes.size() * 4);
+    const auto base = [&](size_t i) { return (nodes[i] >> 10) << ((nodes[i] & (1U << 9)) >> 6); };
+    struct place {
+        uint32_t base, depth;
+    };
+    std::vector<bool>  seen(nodes.size());
+    std::vector<place> open;
+    if (!nodes.empty()) {
+        open.push_back({base(0), 0});
+    }
+    while (!open.empty()) {
+        const place at = open.back();
+        open.pop_back();
+        for (uint32_t c = 1; c < 256; ++c) {
+            const uint32_t child = at.base ^ c;
+            if (child >= nodes.size() || (nodes[child] & ((1U << 31) | 0xFF)) != c) {
+                continue;
+            }
+            if (seen[child] || at.depth >= TOKEN_BYTES_MAX) {
+                return std::string(name) + " is not a tree, or deeper than " + std::to_string(TOKEN_BYTES_MAX);
+            }
+            seen[child] = true;
+            open.push_back({child ^ base(child), at.depth + 1});
+        }
+    }
+    return {};
+}
+
+}  // namespace
+
+std::string vocab_problem(const gguf_context * header) {
+    const int64_t kind   = gguf_find_key(header, "tokenizer.ggml.model");
+    const int64_t tokens = gguf_find_key(header, "tokenizer.ggml.tokens");
+    if (kind < 0 || tokens < 0 || gguf_get_kv_type(header, kind) != GGUF_TYPE_STRING ||
+        gguf_get_kv_type(header, tokens) != GGUF_TYPE_ARRAY || gguf_get_arr_type(header, tokens) != GGUF_TYPE_STRING) {
+        return {};  // without a vocabulary, or the load says what is wrong
+    }
+    const std::string model = gguf_get_val_str(header, kind);
+    if (model == "none" || model == "no_vocab") {
+        return {};
+    }
+    const size_t n = gguf_get_arr_n(header, tokens);
+    if (n == 0) {
+        return "tokenizer.ggml.tokens is empty";
+    }
+    const bool is_tree = model == "rwkv" || model == "t5" || model == "bert";
+    uint64_t   cubes   = 0;
+    for (size_t i = 0; i < n && (is_tree || model == "plamo2"); ++i) {
+        const uint64_t size = std::strlen(gguf_get_arr_str(header, tokens, i));
+        if (size > TOKEN_BYTES_MAX) {
+            return "tokenizer.ggml.tokens[" + std::to_string(i) + "] has " + std::to_string(size) +
+                   " bytes: the limit is " + std::to_string(TOKEN_BYTES_MAX);
+        }
+        cubes += size * size * size;
+        if (model == "plamo2" && cubes > CUBES_MAX) {
+            return "tokenizer.ggml.tokens has too many long tokens: the cubes of their bytes pass 2^32 at " + std::to_string(i);
+        }
+    }
+    return model == "rwkv" ? find_gap(header, tokens) : model == "t5" ? find_loop(header) : std::string();
+}
+
+}  // namespace pykv

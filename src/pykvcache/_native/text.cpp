@@ -1,0 +1,260 @@
+#include "text.h"
+
+#include "guarded.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <queue>
+#include <stdexcept>
+
+namespace pykv {
+
+namespace {
+
+constexpr int SPECIAL = LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_USER_DEFINED | LLAMA_TOKEN_ATTR_UNKNOWN;
+
+bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+
+uint8_t byte_at(const std::string & text, size_t i) { return static_cast<uint8_t>(text[i]); }
+
+}  // namespace
+
+text_vocab::text_vocab(const llama_vocab * which) : vocab(which) {
+    if (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_NONE) {
+        return;
+    }
+    std::vector<llama_token> order;
+    std::vector<size_t>      sizes(llama_vocab_n_tokens(vocab));
+    for (llama_token id = 0; id < llama_vocab_n_tokens(vocab); ++id) {
+        if (llama_vocab_get_attr(vocab, id) & SPECIAL) {
+            order.push_back(id);
+            sizes[id] = std::string(llama_vocab_get_text(vocab, id)).size();
+        }
+    }
+    // As llama.cpp sorts them: the order of those of one length is whatever std::sort makes of it.
+    std::sort(order.begin(), order.end(), [&](llama_token a, llama_token b) { return sizes[a] > sizes[b]; });
+    for (const llama_token id : order) {
+        const int attr = llama_vocab_get_attr(vocab, id);
+        sorted.push_back({llama_vocab_get_text(vocab, id), id, static_cast<uint32_t>(sorted.size()),
+                          !(attr & (LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_UNKNOWN)),
+                          (attr & LLAMA_TOKEN_ATTR_LSTRIP) != 0, (attr & LLAMA_TOKEN_ATTR_RSTRIP) != 0});
+    }
+    sorted.erase(std::remove_if(sorted.begin(), sorted.end(), [](const special & one) { return one.text.empty(); }),
+                 sorted.end());
+    std::sort(sorted.begin(), sorted.end(), [](const special & a, const special & b) {
+        return a.text != b.text ? a.text < b.text : a.rank < b.rank;
+    });
+    by_rank.resize(order.size());
+    for (size_t i = 0; i < sorted.size(); ++i) {
+        by_rank[sorted[i].rank] = static_cast<uint32_t>(i);
+        ++first[byte_at(sorted[i].text, 0) + 1];
+    }
+    for (size_t byte = 0; byte < 256; ++byte) {
+        first[byte + 1] += first[byte];
+    }
+}
+
+const text_vocab::special * text_vocab::find(const char * text, size_t at, size_t end, bool parse_special) const {
+    const uint8_t   lead = static_cast<uint8_t>(text[at]);
+    const special * low  = sorted.data() + first[lead];
+    const special * high = sorted.data() + first[lead + 1];
+    const special * best = nullptr;
+    // Those whose first `depth` bytes are the text's lie between low and high, the shortest first.
+    for (size_t depth = 1; low != high; ++depth) {
+        // Of two with the same text, the first in llama.cpp's order that is asked for.
+        for (const special * one = low; one != high && one->text.size() == depth; ++one, ++low) {
+            if ((one->always || parse_special) && (!best || best->text.size() < depth)) {
+                best = one;
+            }
+        }
+        if (at + depth >= end) {
+            break;
+        }
+        const uint8_t next = static_cast<uint8_t>(text[at + depth]);
+        low  = std::lower_bound(low, high, next, [=](const special & s, uint8_t b) { return byte_at(s.text, depth) < b; });
+        high = std::upper_bound(low, high, next, [=](uint8_t b, const special & s) { return b < byte_at(s.text, depth); });
+    }
+    return best;
+}
+
+std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool parse_special) const {
+    // What may begin where, the first in llama.cpp's order first, and of one token the leftmost.
+    const auto            key = [](const special & one, size_t at) { return uint64_t(one.rank) << 32 | at; };
+    std::vector<uint64_t> found;
+    for (size_t at = 0; at < size; ++at) {
+        const uint8_t lead = static_cast<uint8_t>(text[at]);
+        if (first[lead] == first[lead + 1]) {
+            continue;
+        }
+        if (const special * one = find(text, at, size, parse_special)) {
+            found.push_back(key(*one, at));
+        }
+    }
+    std::vector<fragment> result;
+    if (found.empty()) {
+        if (size) {
+            result.push_back({0, size, LLAMA_TOKEN_NULL});
+        }
+        return result;
+    }
+    std::sort(found.begin(), found.end());
+    std::vector<bool> taken(size);
+    // Places where the best did not fit any more, with the next best.
+    std::priority_queue<uint64_t, std::vector<uint64_t>, std::greater<uint64_t>> again;
+    for (size_t next = 0; next < found.size() || !again.empty();) {
+        uint64_t which;
+        if (again.empty() || (next < found.size() && found[next] < again.top())) {
+            which = found[next++];
+        } else {
+            which = again.top();
+            again.pop();
+        }
+        const special & one   = sorted[by_rank[which >> 32]];
+        size_t          begin = which & UINT32_MAX;
+        size_t          end   = begin;
+        while (end < begin + one.text.size() && !taken[end]) {
+            ++end;
+        }
+        if (end < begin + one.text.size()) {
+            const special * shorter = end > begin ? find(text, begin, end, parse_special) : nullptr;
+            if (shorter) {
+                again.push(key(*shorter, begin));
+            }
+            continue;
+        }
+        while (one.lstrip && begin > 0 && !taken[begin - 1] && is_space(text[begin - 1])) {
+            --begin;
+        }
+        while (one.rstrip && end < size && !taken[end] && is_space(text[end])) {
+            ++end;
+        }
+        std::fill(taken.begin() + begin, taken.begin() + end, true);
+        result.push_back({begin, end, one.token});
+    }
+    std::sort(result.begin(), result.end(), [](const fragment & a, const fragment & b) { return a.begin < b.begin; });
+    std::vector<fragment> all;
+    all.reserve(2 * result.size() + 1);
+    size_t at = 0;
+    for (const fragment & one : result) {
+        if (one.begin > at) {
+            all.push_back({at, one.begin, LLAMA_TOKEN_NULL});
+        }
+        all.push_back(one);
+        at = one.end;
+    }
+    if (at < size) {
+        all.push_back({at, size, LLAMA_TOKEN_NULL});
+    }
+    return all;
+}
+
+std::string text_vocab::missing_special(bool add_special) const {
+    if (!add_special) {
+        return {};
+    }
+    const bool  is_wpm = llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_WPM;
+    const char * what  = nullptr;
+    switch (llama_vocab_type(vocab)) {
+        case LLAMA_VOCAB_TYPE_SPM:
+        case LLAMA_VOCAB_TYPE_BPE:
+        case LLAMA_VOCAB_TYPE_UGM:
+        case LLAMA_VOCAB_TYPE_WPM:
+            if ((is_wpm || llama_vocab_get_add_bos(vocab)) && llama_vocab_bos(vocab) < 0) {
+                what = "BOS";
+            } else if (is_wpm && llama_vocab_sep(vocab) < 0) {
+                what = "separator";
+            } else if (!is_wpm && llama_vocab_get_add_eos(vocab) && llama_vocab_eos(vocab) < 0) {
+                what = "EOS";
+            }
+            break;
+        default:
+            break;
+    }
+    return what ? std::string("the vocabulary has no ") + what + " token to add: use add_special=False" : std::string();
+}
+
+std::string text_vocab::missing_byte(const char * text, size_t size) const {
+    bool known[256] = {};
+    for (llama_token id = 0; id < llama_vocab_n_tokens(vocab); ++id) {
+        const std::string piece = llama_vocab_get_text(vocab, id);
+        unsigned          value = 0;
+        if (piece.size() == 1) {
+            known[byte_at(piece, 0)] = true;
+        } else if (piece.size() == 6 && std::sscanf(piece.c_str(), "<0x%2X>", &value) == 1) {
+            known[value & 0xFF] = true;
+        }
+    }
+    const std::string all = std::string(text, size) + "\xE2\x96\x81";  // a space, as it is looked up
+    for (size_t i = 0; i < all.size(); ++i) {
+        if (!known[byte_at(all, i)]) {
+            char name[8];
+            std::snprintf(name, sizeof name, "<0x%02X>", byte_at(all, i));
+            return std::string("the vocabulary has no token for the byte ") + name;
+        }
+    }
+    return "the vocabulary has no token for a byte of the text";
+}
+
+void text_vocab::append(const char * text, size_t size, bool add_special, std::vector<llama_token> & out) const {
+    const size_t before = out.size();
+    size_t       room   = size + 8;
+    for (;;) {
+        out.resize(before + room);
+        const int32_t n = llama_tokenize(vocab, text, static_cast<int32_t>(size), out.data() + before,
+                                         static_cast<int32_t>(room), add_special, false);
+        if (n >= 0) {
+            out.resize(before + n);
+            return;
+        }
+        if (n == INT32_MIN) {
+            throw std::length_error("more than 2147483647 tokens");
+        }
+        room = static_cast<size_t>(-static_cast<int64_t>(n));
+    }
+}
+
+token_list text_vocab::tokenize(const char * text, size_t size, bool add_special, bool parse_special) const {
+    token_list result;
+    result.problem = missing_special(add_special);
+    if (!result.problem.empty()) {
+        return result;
+    }
+    std::vector<llama_token> & out   = result.tokens;
+    const auto                 parts = partition(text, size, parse_special);
+    try {
+        if (parts.size() <= 1 && (parts.empty() || parts[0].token < 0)) {
+            append(text, size, add_special, out);
+        } else {
+            // A stretch stands behind a special token or at the start: llama.cpp begins it anew.
+            std::vector<llama_token> around;
+            append("", 0, add_special, around);
+            const bool   begins = llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_WPM || llama_vocab_get_add_bos(vocab);
+            const size_t front  = begins && !around.empty() ? 1 : 0;
+            out.assign(around.begin(), around.begin() + front);
+            for (const fragment & one : parts) {
+                if (one.token >= 0) {
+                    out.push_back(one.token);
+                } else {
+                    append(text + one.begin, one.end - one.begin, false, out);
+                }
+            }
+            out.insert(out.end(), around.begin() + front, around.end());
+            if (front && add_special && out.size() >= 2 && out[1] == out[0] && llama_vocab_type(vocab) != LLAMA_VOCAB_TYPE_WPM) {
+                log_warning("tokenize: the text begins with a BOS token, and one was added before it\n");
+            }
+        }
+    } catch (const std::out_of_range &) {
+        out.clear();
+        result.problem = missing_byte(text, size);
+        return result;
+    }
+    const llama_token n_vocab = llama_vocab_n_tokens(vocab);
+    if (std::any_of(out.begin(), out.end(), [=](llama_token token) { return token < 0 || token >= n_vocab; })) {
+        out.clear();
+        result.problem = "the vocabulary has no token for a part of the text, and no unknown token to stand for it";
+    }
+    return result;
+}
+
+}  // namespace pykv

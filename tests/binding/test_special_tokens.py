@@ -1,0 +1,119 @@
+"""Special tokens in a text: which are found, and in what time."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from gguf import TokenType
+
+from support.vocab import VOCABS, bpe
+
+from .vocab_kit import load_vocab, with_tokens
+
+KINDS = [kind for kind in VOCABS if kind != "none"]
+CONTROL, OWN = TokenType.CONTROL, TokenType.USER_DEFINED
+
+# Overlapping ones, some of one length, some inside others.
+SPECIALS = {
+    **{"<a>": CONTROL, "<b>": OWN, "a><": CONTROL, "><b": OWN, "<a><b>": CONTROL, "xx": OWN},
+    **{
+        "xxx": CONTROL,
+        "xxxxx": OWN,
+        "<": OWN,
+        "\n\n": OWN,
+        "\n\n\n": OWN,
+        "é": OWN,
+        "<|x|>": CONTROL,
+    },
+    **{"\n\t": CONTROL, "b>x": CONTROL, ">xx": OWN, "[MASK] ": OWN, "xy": OWN, "yx": CONTROL},
+}
+PIECES = [
+    *SPECIALS,
+    "<a",
+    "b>",
+    "x",
+    " ",
+    "  ",
+    "hello ",
+    "\n",
+    "\t",
+    "the",
+    "y",
+    "é",
+    "\x00",
+    "</s>",
+    "[MASK]",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_llama_cpp(tmp_path: Path, kind: str) -> None:
+    one = load_vocab(with_tokens(VOCABS[kind](), SPECIALS), tmp_path)
+    rng = random.Random(3)
+    found = 0
+    for _ in range(400):
+        pieces = rng.sample(PIECES, rng.choice([2, 4, len(PIECES)]))
+        text = "".join(rng.choice(pieces) for _ in range(rng.randint(0, 25))).encode()
+        for add, parse in ((False, False), (False, True), (True, True)):
+            tokens = one.tokenize(text, add_special=add, parse_special=parse)
+            whole = one._native.tokenize_whole(text, add, parse)
+            assert tokens.tolist() == whole.tolist(), (text, add, parse)
+            found += len(tokens)
+    assert found > 4000
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_order_of_specials_of_one_length_is_llama_cpps(tmp_path: Path, seed: int) -> None:
+    # Three letters, lengths of 1 to 4: nearly everything overlaps.
+    rng = random.Random(seed)
+    texts = {"".join(rng.choice("abc") for _ in range(rng.randint(2, 4))) for _ in range(40)}
+    specials = {text: rng.choice([CONTROL, OWN]) for text in sorted(texts)}
+    one = load_vocab(with_tokens(VOCABS["bpe"](), specials), tmp_path)
+    for _ in range(300):
+        text = "".join(rng.choice("abc ") for _ in range(rng.randint(1, 40))).encode()
+        for parse in (False, True):
+            tokens = one.tokenize(text, add_special=False, parse_special=parse)
+            assert tokens.tolist() == one._native.tokenize_whole(text, False, parse).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "pre"), [("phi-3", "gpt-2"), ("modern-bert", "gpt-2"), ("", "jina-v2-de")]
+)
+def test_white_space_beside_a_special_goes_where_the_model_says(
+    tmp_path: Path, name: str, pre: str
+) -> None:
+    # By these names llama.cpp strips white space before or behind some tokens.
+    specials = ["<mask>", "[MASK]", "<|end|>x", "</s>", "<unk>", "<s>", "<|endoftext|>"]
+    more = {**dict.fromkeys(specials, CONTROL), "\n": OWN}
+    one = load_vocab(with_tokens(bpe(pre), more), tmp_path, name or None)
+    rng = random.Random(5)
+    pieces = [*specials, "<|end|>", " ", "\n", "  ", "a", "\t"]
+    for _ in range(300):
+        text = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 15))).encode()
+        tokens = one.tokenize(text, parse_special=True)
+        assert tokens.tolist() == one._native.tokenize_whole(text, True, True).tolist(), text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_special_tokens_take_time_that_grows_with_their_number(
+    tmp_path: Path, kind: str
+) -> None:
+    one = load_vocab(with_tokens(VOCABS[kind](), SPECIALS), tmp_path)
+    seconds = []
+    for n in (3_000, 60_000):
+        start = time.process_time()
+        tokens = one.tokenize("<a><b>he<|x|>" * n, add_special=False, parse_special=True)
+        seconds.append(time.process_time() - start)
+        assert len(tokens) >= 3 * n
+    assert seconds[1] < 4 * 20 * seconds[0] + 0.5
+
+
+def test_runs_of_nested_specials_take_no_longer(tmp_path: Path) -> None:
+    # As Gemma's runs of lines: each is a token, and begins at each place.
+    runs = {"\n" * n: OWN for n in range(1, 32)}
+    one = load_vocab(with_tokens(VOCABS["spm"](), runs), tmp_path)
+    tokens = one.tokenize("\n" * 310_000, add_special=False)
+    assert len(tokens) == 10_000

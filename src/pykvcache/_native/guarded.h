@@ -151,7 +151,7 @@ inline int32_t read_vocab(const llama_vocab * vocab, text_vocab & out) noexcept 
 }
 inline int32_t tokenize(const text_vocab & vocab, const char * text, size_t size, bool add_special, bool parse_special,
                         token_list & out) noexcept {
-    return guarded_void([&] { out = vocab.tokenize(text, size, add_special, parse_special); });
+    return guarded_void([&] { vocab.tokenize(text, size, add_special, parse_special, out); });
 }
 // llama.cpp's own way to the same, which tests compare with.
 inline int32_t tokenize_whole(const llama_vocab * vocab, const char * text, size_t size, bool add_special,

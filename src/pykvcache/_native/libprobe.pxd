@@ -16,6 +16,7 @@ cdef extern from "text.h" namespace "pykv" nogil:
     cppclass token_list:
         vector[llama_token] tokens
         string problem
+        bool done
 
 
 cdef extern from "guarded.h" namespace "pykv" nogil:

@@ -203,11 +203,14 @@ cdef class Model:
         cdef int32_t code
         self.check_text(text)
         cdef shared_ptr[lib.llama_model] keep = self.ref
-        with nogil:
-            code = lib.tokenize(self.texts, c_text, size, add_special, parse_special, out)
+        while not out.done:
+            with nogil:
+                code = lib.tokenize(self.texts, c_text, size, add_special, parse_special, out)
+            if code == lib.CAUGHT:
+                _drain_log()
+                raise _caught_error("tokenize")
+            PyErr_CheckSignals()
         _drain_log()
-        if code == lib.CAUGHT:
-            raise _caught_error("tokenize")
         if not out.problem.empty():
             raise UnsupportedOperation("tokenize", out.problem.decode("utf-8", "replace"))
         return _tokens(out.tokens)

@@ -1,5 +1,4 @@
-#include "text.h"
-
+// See text.h.
 #include "guarded.h"
 
 #include <algorithm>
@@ -13,6 +12,8 @@ namespace pykv {
 namespace {
 
 constexpr int SPECIAL = LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_USER_DEFINED | LLAMA_TOKEN_ATTR_UNKNOWN;
+
+constexpr size_t STRETCH = 1 << 18;
 
 bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
@@ -197,6 +198,10 @@ std::string text_vocab::missing_byte(const char * text, size_t size) const {
 }
 
 void text_vocab::append(const char * text, size_t size, bool add_special, std::vector<llama_token> & out) const {
+    if (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_SPM && size) {
+        tokenize_spm(*vocab, text, size, out);
+        return;
+    }
     const size_t before = out.size();
     size_t       room   = size + 8;
     for (;;) {
@@ -214,47 +219,52 @@ void text_vocab::append(const char * text, size_t size, bool add_special, std::v
     }
 }
 
-token_list text_vocab::tokenize(const char * text, size_t size, bool add_special, bool parse_special) const {
-    token_list result;
-    result.problem = missing_special(add_special);
-    if (!result.problem.empty()) {
-        return result;
+void text_vocab::begin(const char * text, size_t size, bool add_special, bool parse_special, token_list & list) const {
+    list.begun   = true;
+    list.problem = missing_special(add_special);
+    if (!list.problem.empty()) {
+        return;
     }
-    std::vector<llama_token> & out   = result.tokens;
-    const auto                 parts = partition(text, size, parse_special);
+    list.parts = partition(text, size, parse_special);
+    std::vector<llama_token> around;
+    append("", 0, add_special, around);
+    const bool begins = llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_WPM || llama_vocab_get_add_bos(vocab);
+    const auto front  = around.begin() + (begins && !around.empty() ? 1 : 0);
+    list.tokens.assign(around.begin(), front);
+    list.behind.assign(front, around.end());
+}
+
+void text_vocab::tokenize(const char * text, size_t size, bool add_special, bool parse_special, token_list & list) const {
+    if (!list.begun) {
+        begin(text, size, add_special, parse_special, list);
+    }
+    std::vector<llama_token> & out = list.tokens;
     try {
-        if (parts.size() <= 1 && (parts.empty() || parts[0].token < 0)) {
-            append(text, size, add_special, out);
-        } else {
-            // A stretch stands behind a special token or at the start: llama.cpp begins it anew.
-            std::vector<llama_token> around;
-            append("", 0, add_special, around);
-            const bool   begins = llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_WPM || llama_vocab_get_add_bos(vocab);
-            const size_t front  = begins && !around.empty() ? 1 : 0;
-            out.assign(around.begin(), around.begin() + front);
-            for (const fragment & one : parts) {
-                if (one.token >= 0) {
-                    out.push_back(one.token);
-                } else {
-                    append(text + one.begin, one.end - one.begin, false, out);
-                }
+        for (size_t seen = 0; list.problem.empty() && list.next < list.parts.size() && seen < STRETCH; ++list.next) {
+            const fragment & one = list.parts[list.next];
+            if (one.token >= 0) {
+                out.push_back(one.token);
+            } else {
+                // It stands behind a special token or at the start: llama.cpp, too, begins it anew.
+                append(text + one.begin, one.end - one.begin, false, out);
             }
-            out.insert(out.end(), around.begin() + front, around.end());
-            if (front && add_special && out.size() >= 2 && out[1] == out[0] && llama_vocab_type(vocab) != LLAMA_VOCAB_TYPE_WPM) {
-                log_warning("tokenize: the text begins with a BOS token, and one was added before it\n");
-            }
+            seen += one.end - one.begin + 16;
         }
     } catch (const std::out_of_range &) {
-        out.clear();
-        result.problem = missing_byte(text, size);
-        return result;
+        list.problem = missing_byte(text, size);
     }
+    if (list.problem.empty() && list.next < list.parts.size()) {
+        return;
+    }
+    list.done = true;
+    if (add_special && llama_vocab_get_add_bos(vocab) && out.size() > 1 && out[0] == out[1] && out[0] == llama_vocab_bos(vocab)) {
+        log_warning("tokenize: the text begins with a BOS token, and one was added before it\n");
+    }
+    out.insert(out.end(), list.behind.begin(), list.behind.end());
     const llama_token n_vocab = llama_vocab_n_tokens(vocab);
     if (std::any_of(out.begin(), out.end(), [=](llama_token token) { return token < 0 || token >= n_vocab; })) {
-        out.clear();
-        result.problem = "the vocabulary has no token for a part of the text, and no unknown token to stand for it";
+        list.problem = "the vocabulary has no token for a part of the text, and no unknown token to stand for it";
     }
-    return result;
 }
 
 }  // namespace pykv

@@ -18,9 +18,14 @@ struct fragment {
     llama_token token;
 };
 
+// A text on its way to tokens, a stretch of it at a time.
 struct token_list {
     std::vector<llama_token> tokens;
     std::string              problem;  // why there are none: what the vocabulary lacks
+    std::vector<fragment>    parts;
+    std::vector<llama_token> behind;  // what is added at the end
+    size_t                   next  = 0;
+    bool                     begun = false, done = false;
 };
 
 class text_vocab {
@@ -31,7 +36,8 @@ public:
     // The special tokens of a text, longest first as llama.cpp takes them, and what lies between.
     std::vector<fragment> partition(const char * text, size_t size, bool parse_special) const;
 
-    token_list tokenize(const char * text, size_t size, bool add_special, bool parse_special) const;
+    // Call until `done`: in between the caller may look whether it is to go on.
+    void tokenize(const char * text, size_t size, bool add_special, bool parse_special, token_list & list) const;
 
 private:
     struct special {
@@ -45,6 +51,7 @@ private:
     const special * find(const char * text, size_t at, size_t end, bool parse_special) const;
     std::string     missing_special(bool add_special) const;
     std::string     missing_byte(const char * text, size_t size) const;
+    void            begin(const char * text, size_t size, bool add_special, bool parse_special, token_list & list) const;
     void            append(const char * text, size_t size, bool add_special, std::vector<llama_token> & out) const;
 
     const llama_vocab *   vocab = nullptr;
@@ -52,5 +59,8 @@ private:
     std::vector<uint32_t> by_rank;        // positions in `sorted`
     uint32_t              first[257] = {};  // where the texts begin that begin with a byte
 };
+
+// What SentencePiece makes of a text without special tokens.
+void tokenize_spm(const llama_vocab & vocab, const char * text, size_t size, std::vector<llama_token> & out);
 
 }  // namespace pykv

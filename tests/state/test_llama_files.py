@@ -22,6 +22,7 @@ from pykvcache import (
     LlamaModel,
     LlamaStateFile,
     NoKvCacheSlot,
+    PositionError,
     SequenceIdError,
     SequenceState,
     StateDamaged,
@@ -272,7 +273,7 @@ def test_damage_raises_one_of_the_errors_or_is_in_what_no_one_can_check(
         (tmp_path / "f").write_bytes(data)
         try:
             ctx.load_llama_file(tmp_path / "f", seq_id)
-        except (StateError, NoKvCacheSlot):
+        except (StateError, NoKvCacheSlot, PositionError):
             outcomes["refused"] += 1
             assert ctx.get_state().tobytes() == before
         else:
@@ -286,6 +287,19 @@ def test_damage_raises_one_of_the_errors_or_is_in_what_no_one_can_check(
     assert outcomes["refused"] > rounds / 3
     (tmp_path / "f").write_bytes(good)
     ctx.load_llama_file(tmp_path / "f", seq_id)
+
+
+def test_values_that_are_no_numbers_are_refused(
+    taken: tuple[LlamaContext, bytes, bytes], tmp_path: Path
+) -> None:
+    """A file has no checksum, but NaN and infinity would reach other sequences."""
+    ctx, sequence, _ = taken
+    for value in (np.nan, np.inf):
+        data = bytearray(LlamaStateFile(sequence, TOKENS).to_bytes())
+        data[-4:] = np.float32(value).tobytes()
+        (tmp_path / "f").write_bytes(data)
+        with refused(ctx, StateDamaged):
+            ctx.load_llama_file(tmp_path / "f", 1)
 
 
 def test_the_file_of_another_memory_is_refused(

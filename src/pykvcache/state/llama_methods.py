@@ -104,7 +104,7 @@ class LlamaFileMethods(StateMethods):
         StateLayoutMismatch
             It is the state of another memory; or an old file (version 2) of quantised keys, which
             newer versions of llama.cpp store rotated.
-        StateTrailingBytes, NoKvCacheSlot, UnsupportedOperation
+        StateTrailingBytes, NoKvCacheSlot, PositionError, UnsupportedOperation
             As for `set_state`.
         """
         self._check_open()

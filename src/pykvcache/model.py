@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType, TracebackType
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
+from pykvcache._chat import render, special_token_texts
 from pykvcache._convert import (
     IntArray,
     TokenInput,
@@ -19,9 +19,9 @@ from pykvcache._convert import (
     choose,
 )
 from pykvcache._fingerprint import file_ids, model_fingerprint
+from pykvcache._model_file import readable_path
 from pykvcache._native import lib
 from pykvcache.enums import LoadMode, LoadModeName, RopeType, SplitMode, SplitModeName
-from pykvcache.errors import ModelLoadError
 
 __all__ = ["LlamaModel"]
 
@@ -93,7 +93,7 @@ class LlamaModel:
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
         self._path = as_path(path)
-        readable = _readable(self._path)
+        readable = readable_path(self._path)
         self._files = file_ids(self._path)
         self._native = lib.Model(readable, params, progress)
 
@@ -324,28 +324,49 @@ class LlamaModel:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template: str | None = None,
+        **variables: Any,
     ) -> str:
         """Render messages with the model's chat template (needs ``pykvcache[chat]``).
+
+        The text is the one that transformers' ``apply_chat_template`` gives: tokenize it with
+        ``add_special=False, parse_special=True``. A template comes with a downloaded file, so it
+        runs in a sandbox, on copies, and within bounds: 5 million steps (some seconds) and 256 MiB,
+        more for large messages.
 
         Parameters
         ----------
         messages
-            Mappings with ``role`` and ``content``.
+            Mappings with ``role`` and ``content``, and what else the template knows, such as
+            ``tool_calls``: texts, numbers, lists, mappings. Keys whose value is None count as
+            missing.
+        tools, documents
+            JSON schemas of functions; mappings with ``title`` and ``text``.
         add_generation_prompt
             End with the start of an assistant message.
         template
             Another Jinja template than the model's own.
-        """
-        from pykvcache._chat import render
+        **variables
+            What else the template reads, such as ``enable_thinking=False``.
 
+        Raises
+        ------
+        ChatTemplateError
+            A ValueError: the template refused the messages, failed, or went beyond a bound.
+        TypeError
+            Something given is not plain data.
+        """
         source = template if template is not None else self.chat_template
         if source is None:
             raise ValueError("the model has no chat template: pass template=...")
-        return render(self, source, messages, add_generation_prompt)
+        given = {"messages": messages, "tools": tools, "documents": documents}
+        tokens = special_token_texts(self._native)
+        return render(source, given, {**tokens, **variables}, add_generation_prompt)
 
     # Life ------------------------------------------------------------------------------
 
@@ -372,24 +393,3 @@ class LlamaModel:
     def __repr__(self) -> str:
         state = " (closed)" if self.is_closed else ""
         return f"<LlamaModel {self._path!r}: {self.description}{state}>"
-
-
-def _readable(path: str) -> bytes:
-    """Return the path as bytes, after the checks whose failure llama.cpp describes badly."""
-    raw = os.fsencode(path)
-    if b"\0" in raw:
-        raise ModelLoadError(f"cannot load {path!r}: the path holds a NUL character")
-    try:
-        # A pipe would block for ever, and only a file can be mapped.
-        mode = os.stat(raw).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise ModelLoadError(f"cannot load {path!r}: it is not a regular file")
-        with open(raw, "rb") as file:
-            magic = file.read(4)
-    except ModelLoadError:
-        raise
-    except OSError as error:
-        raise ModelLoadError(error.errno, f"cannot load model: {error.strerror}", path) from None
-    if magic != b"GGUF":
-        raise ModelLoadError(f"cannot load {path!r}: it is not a GGUF file")
-    return raw

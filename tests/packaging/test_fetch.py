@@ -36,6 +36,8 @@ FILES = {
     'backend-path = ["."]\n',
     "README.md": "not wanted",
     "vendor/llama.cpp/README.md": "not wanted",
+    "vendor/llama.cpp/models/ggml-vocab.gguf": "not wanted",
+    "vendor/llama.cpp/models/templates/one.jinja": "a template",
     "vendor/llama.cpp/include/llama.h": "// the header",
     "vendor/llama.cpp/src/llama.cpp": "// the source",
 }
@@ -99,7 +101,8 @@ def test_what_the_build_reads_is_unpacked(shelf: Vendor) -> None:
     done = shelf.fetch()
     assert done.stdout.strip() == str(shelf.target), done.stderr
     names = {p.relative_to(shelf.target).as_posix() for p in shelf.target.rglob("*.*")}
-    assert names == {".pykvcache-lock", "include/llama.h", "src/llama.cpp"}
+    wanted = {"include/llama.h", "models/templates/one.jinja", "src/llama.cpp"}
+    assert names == {".pykvcache-lock", *wanted}
 
 
 def test_an_equal_stamp_needs_no_network(shelf: Vendor) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "CacheLayerError",
     "CacheOrderError",
     "CacheValueError",
+    "ChatTemplateError",
     "ClosedError",
     "ContextCreateError",
     "DecodeAborted",
@@ -227,6 +228,27 @@ class InternalError(KvCacheError, RuntimeError):
 
     The process lives on; the context refuses further work until it is cleared.
     """
+
+
+class ChatTemplateError(KvCacheError, ValueError):
+    """A chat template cannot be rendered: it refused the messages, failed, or went too far.
+
+    Attributes
+    ----------
+    reason : str
+        ``"refused"`` by the template's own words, ``"limit"`` for a bound on its work, memory or
+        nesting, ``"error"`` for everything else that goes wrong in a program.
+    limit : int or None
+        The bound, where that is the reason.
+    """
+
+    def __init__(self, reason: str, message: str, limit: int | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, int | None]]:
+        return type(self), (self.reason, str(self), self.limit)
 
 
 # Decode ------------------------------------------------------------------------------

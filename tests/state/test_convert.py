@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from memory.kit import apart
 from pykvcache import LlamaContext, SequenceState, StateDamaged, StateError, StateLayoutMismatch
 from pykvcache._codec import as_floats, rotated
 from pykvcache.state.layout import Part
-from state.kit import WORDS, next_logits, refused
+from state.kit import WORDS, forged, next_logits, refused
 from support.models import RIGHT
 
 if TYPE_CHECKING:
@@ -158,11 +159,23 @@ def test_values_that_another_type_cannot_hold_are_refused(
 ) -> None:
     source, target = make_context(NAME), make_context(NAME, **options(kind))
     target.decode(WORDS[:5])
-    for value, error in ((1e30, StateError), (np.nan, StateDamaged), (-np.inf, StateDamaged)):
-        state = with_values(source, float(value))
-        with refused(target, error):
-            target.restore_sequence(state, 0, convert=True)
-        source.restore_sequence(state, 1)  # as it is, it can be kept
+    state = with_values(source, 1e30)
+    with refused(target, StateError):
+        target.restore_sequence(state, 0, convert=True)
+    source.restore_sequence(state, 1)  # as it is, it can be kept
+    for value in (np.nan, -np.inf):  # such a state can neither be kept nor, from a file, converted
+        with pytest.raises(StateDamaged, match="NaN"):
+            with_values(source, float(value))
+
+    def poison(_: Any, tensors: Any) -> None:
+        key = "attention.layers.0.k"
+        data = np.array(tensors[key].data)
+        data.reshape(-1)[-4:] = 0xFF
+        tensors[key] = replace(tensors[key], data=data)
+
+    damaged = SequenceState.from_bytes(forged(state.to_bytes(), poison))
+    with refused(target, StateDamaged):
+        target.restore_sequence(damaged, 0, convert=True)
 
 
 @pytest.mark.parametrize("convert", [None, 1, "yes"])

@@ -161,7 +161,10 @@ class KvMethods:
         Raises
         ------
         StateError
-            Shapes, types, positions or halves do not fit this context; nothing is changed.
+            Shapes, types, positions or halves do not fit this context, or values are such
+            that attention's products overflow; nothing is changed.
+        PositionError
+            A position is past `LlamaContext.max_position`; nothing is changed.
         NoKvCacheSlot
             There is no room for that many cells; nothing is changed.
         UnsupportedOperation

@@ -92,11 +92,11 @@ class StateMethods(PartialStateMethods):
         """Make a sequence, or the whole context, hold what a raw state holds.
 
         What it held before is replaced. Structure, exact length, layers, types and positions
-        are checked before anything is changed; on any error all is as it was. That the data
-        is undamaged, and this model's, only `load_sequence` can tell: damaged values may even
-        reach other sequences, until `clear_kv_cache`. There are no logits
-        until a token is decoded. A recurrent state does not tell where its sequence began:
-        it is taken to begin at 0.
+        are checked before anything is changed, and that values are finite and attention can
+        multiply them; on any error all is as it was. That the data is otherwise undamaged,
+        and this model's, only `load_sequence` can tell. The sequence has no logits
+        until a token is decoded; those of others stay. A recurrent state does not tell where
+        its sequence began: it is taken to begin at 0.
 
         Parameters
         ----------
@@ -111,7 +111,9 @@ class StateMethods(PartialStateMethods):
         SequenceIdError
             ``seq_id`` is not in ``[0, n_seq_max)``.
         StateTruncated, StateTrailingBytes, StateDamaged
-            The bytes are not one whole state.
+            The bytes are not one whole state, or values are NaN, infinite or too large.
+        PositionError
+            It holds a position past `LlamaContext.max_position`.
         StateLayoutMismatch
             It is the state of another memory: other layers, types, streams or sequences.
         NoKvCacheSlot

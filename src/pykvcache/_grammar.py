@@ -15,10 +15,13 @@ NESTING_MAX = 256
 #: Above this llama.cpp takes a bound for "no bound" (MAX_REPETITION_THRESHOLD).
 REPEAT_MAX = 2000
 
+# Whatever is not closed reaches to the end, and no part can be read in two ways: one pass.
 _TOKEN = re.compile(
     r"""
-      (?P<skip> \#[^\n]* | "(?:\\.|[^"\\])*" | \[(?:\\.|[^\]\\])*\] )
-    | (?P<repeat> \{ \s* (?P<low>\d*) \s* (?P<comma>,?) \s* (?P<high>\d*) \s* \} )
+      (?P<skip> \#[^\n]*
+              | "[^"\\]* (?:\\.[^"\\]*)* (?:"|\\?\Z)
+              | \[[^\]\\]* (?:\\.[^\]\\]*)* (?:\]|\\?\Z) )
+    | \{ (?P<repeat> [\s0-9,]* ) \}
     | (?P<rule> ::= )
     | (?P<open> \( )
     | (?P<close> \) )
@@ -57,12 +60,15 @@ def check_grammar(text: str) -> None:
 
 
 def _check_repeat(text: str, found: re.Match[str]) -> None:
-    low, high = (_bound(found[name]) for name in ("low", "high"))
+    bounds = [bound.strip() for bound in found["repeat"].split(",")]
+    if len(bounds) > 2 or not all(bound.isdigit() or not bound for bound in bounds):
+        return  # no repetition: llama.cpp's parser says so
+    low, high = _bound(bounds[0]), _bound(bounds[-1])
     if max(low, high) > REPEAT_MAX:
         raise _fault(
             text, found.start(), f"{_short(found[0])} repeats more than {REPEAT_MAX} times"
         )
-    if found["high"] and high < low:
+    if bounds[-1] and high < low:
         raise _fault(text, found.start(), f"the minimum of {_short(found[0])} is above its maximum")
 
 

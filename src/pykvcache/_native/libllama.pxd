@@ -120,6 +120,7 @@ cdef extern from "llama.h" nogil:
     int32_t llama_model_n_swa(const llama_model*)
     int llama_vocab_type(const llama_vocab*)
     int32_t llama_vocab_n_tokens(const llama_vocab*)
+    const char* llama_vocab_get_text(const llama_vocab*, llama_token)
     int32_t llama_model_meta_count(const llama_model*)
     int32_t llama_model_meta_key_by_index(const llama_model*, int32_t i, char* buf, size_t size)
     int32_t llama_model_meta_val_str_by_index(const llama_model*, int32_t i, char* buf, size_t size)

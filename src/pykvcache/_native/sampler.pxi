@@ -4,6 +4,11 @@
 cdef float _LOGIT_MAX = 1e38
 
 
+# A grammar is followed by one call of llama.cpp's in the other for each character of a token.
+cdef enum:
+    PIECE_MAX = 2048
+
+
 cdef class Sampler:
     """Own the ``llama_sampler`` of each stage; the grammar keeps its model."""
 
@@ -70,6 +75,18 @@ cdef class Sampler:
         self.choice = _copied(source.choice)
         return 0
 
+    cdef int check_pieces(self) except -1:
+        """Refuse tokens that llama.cpp would compare with a grammar by too deep a recursion."""
+        cdef int32_t token
+        cdef size_t size
+        for token in range(lib.llama_vocab_n_tokens(self.model.vocab)):
+            size = strlen(lib.llama_vocab_get_text(self.model.vocab, token))
+            if size > PIECE_MAX:
+                raise UnsupportedOperation(
+                    "Sampler",
+                    f"token {token} has {size} bytes, and a grammar takes {PIECE_MAX} at most")
+        return 0
+
     cdef int parse(self, bytes text, bytes root) except -1:
         cdef lib.grammar_fault fault
         cdef string name
@@ -77,6 +94,7 @@ cdef class Sampler:
         if self.model.vocab_type == 0:
             raise UnsupportedOperation("Sampler", "a grammar needs a vocabulary, and the model has none")
         self.model_ref = self.model.share()
+        self.check_pieces()
         if lib.find_grammar_fault(self.model.vocab, text, fault) == lib.CAUGHT:
             raise _caught_error("grammar")
         if fault.why.empty():

@@ -59,18 +59,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _serve_rpc() -> tuple[subprocess.Popen[bytes], bytes]:
-    """Start a server in another process; return it and its address."""
+# A server ends with the process that asks, not before: models are freed at its very end.
+_servers: list[subprocess.Popen[bytes]] = []
+_SERVER = """
+import os, sys, threading
+from pykvcache._native import lib
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+lib.rpc_serve(os.fsencode(sys.argv[1]))
+"""
+
+
+def _serve_rpc() -> bytes:
+    """Start a server in another process; return its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     endpoint = f"127.0.0.1:{port}".encode()
-    code = f"from pykvcache._native import lib; lib.rpc_serve({endpoint!r})"
-    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER, endpoint], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
     for _ in range(600):
         with socket.socket() as client:
             if client.connect_ex(("127.0.0.1", port)) == 0:
-                return server, endpoint
+                _servers.append(server)
+                return endpoint
         assert server.poll() is None, "the RPC server ended"
         time.sleep(0.1)
     raise TimeoutError("the RPC server does not answer")
@@ -86,10 +98,8 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     from pykvcache import LlamaModel
     from pykvcache._native import lib
 
-    server = None
     if kind == "rpc":
-        server, endpoint = _serve_rpc()
-        lib.rpc_connect(endpoint)
+        lib.rpc_connect(_serve_rpc())
     if lib.devices() == ["CPU"]:
         pytest.exit("--device: this build has no device but the CPU", 4)
     defaults = LlamaModel.__init__.__kwdefaults__
@@ -97,9 +107,6 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     defaults["n_gpu_layers"] = 99
     yield
     defaults["n_gpu_layers"] = before
-    if server is not None:
-        server.kill()
-        server.wait()
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models and random pr
 	@echo "make fuzz SEED=$(SEED) CALLS=$(CALLS)"
 	PYKVCACHE_FUZZ_SEED=$(SEED) PYKVCACHE_FUZZ_CALLS=$(CALLS) PYKVCACHE_FUZZ_SECONDS=60 \
 	  $(BIN)/python -m pytest -n auto -v --hypothesis-profile=fuzz tests/binding/test_hostile.py \
-	  tests/arrays/test_arrays_hostile.py tests/memory/test_random_programs.py tests/binding/test_damaged.py \
+	  tests/arrays/test_arrays_hostile.py tests/memory/test_random_programs.py tests/binding/test_damaged.py tests/binding/test_words.py \
 	  tests/state/test_llama_files.py \
 	  tests/binding/test_threads.py::test_two_threads_hammer_one_context_without_a_wrong_result
 

@@ -19,6 +19,7 @@ FACTS: list[errors.KvCacheError] = [
     errors.DecodeError("failed", -3, n_decoded=7, needs_removal=(1, 2)),
     errors.NoKvCacheSlot("full", 1, n_decoded=7, n_tokens=9, n_free=2, n_cells=256),
     errors.DecodeAborted("stopped", 2, n_decoded=7),
+    errors.PartialStateError("changed", 3, 41),
     errors.InvalidBatch("bad", index=3, value=99, limit=98),
 ]
 

@@ -68,6 +68,7 @@ def test_a_recurrent_sequence_refuses_to_go_on_until_it_is_removed(
 ) -> None:
     ctx, error = aborted(make_context, name, n_batch=4096, n_ubatch=64)
     assert "remove" in str(error)
+    assert 0 in error.needs_removal
     batch = LlamaBatch()
     batch.add(5, ctx.kv_cache_seq_pos_max(0) + 1, 0, True)
     for use in (
@@ -75,8 +76,9 @@ def test_a_recurrent_sequence_refuses_to_go_on_until_it_is_removed(
         lambda: ctx.decode(batch),
         lambda: next(ctx.generate([5], 1)),
     ):
-        with pytest.raises(DecodeError, match="remove"):
+        with pytest.raises(DecodeError, match="remove") as refused:
             use()
+        assert refused.value.needs_removal == (0,)
     if 0 in lengths(ctx):
         with pytest.raises((ValueError, RuntimeError)):
             ctx.copy_kv_cache_seq(0, 2)

@@ -43,5 +43,6 @@ def refused(ctx: LlamaContext, state: PartialState) -> None:
     with pytest.raises(PartialStateError) as caught:
         ctx.set_partial_state(state)
     assert isinstance(caught.value, StateError)
+    assert (caught.value.seq_id, caught.value.pos) == (state.seq_id, state.pos)
     assert ctx.get_state().tobytes() == before
     assert ctx.sequences() == held

@@ -64,7 +64,8 @@ cdef class Batch(Outputs):
     cdef int check_seq_for_decode(self, int32_t seq) except -1:
         if self.poisoned[seq]:
             raise DecodeError(
-                f"sequence {seq} holds the rest of an aborted decode: remove all of it first")
+                f"sequence {seq} holds the rest of an aborted decode: remove all of it first",
+                needs_removal=(seq,))
         if self.model.has_encoder and self.model.has_decoder and self.input_key[seq] == 0:
             raise DecodeError(
                 f"the last encode() was not for sequence {seq}: empty it and encode its input first")

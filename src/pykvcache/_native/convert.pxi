@@ -30,7 +30,7 @@ cdef inline int32_t _p0(object value) except -1:
     if overflow > 0 or n > INT32_MAX:
         raise P0TooLarge(int(value))
     if overflow < 0 or n < 0:
-        raise PositionError(f"p0 is {value}: positions start at 0", p0=int(value))
+        raise PositionError(f"p0 is {value}: positions start at 0", p0=int(value), value=int(value), limit=0)
     return <int32_t>n
 
 
@@ -44,7 +44,7 @@ cdef inline int32_t _p1(object value) except -1:
     if overflow > 0 or n > INT32_MAX:
         raise P1TooLarge(int(value))
     if overflow < 0 or n < 0:
-        raise PositionError(f"p1 is {value}: positions start at 0", p1=int(value))
+        raise PositionError(f"p1 is {value}: positions start at 0", p1=int(value), value=int(value), limit=0)
     return <int32_t>n
 
 

@@ -88,13 +88,14 @@ cdef class Partials(State):
             self.usable()
             if state.context() is not self:
                 raise PartialStateError(
-                    "the partial state was taken from another context: use get_state() and set_state()")
+                    "the partial state was taken from another context: use get_state() and set_state()",
+                    seq, state.pos)
             if seq_id is not None:
                 self.check_prefix_is_there(state, seq)
             elif not self.still_holds(state):
                 raise PartialStateError(
                     f"sequence {seq} was changed at or below position {state.pos} since the partial "
-                    "state was taken: get_state() takes all that set_state() needs")
+                    "state was taken: get_state() takes all that set_state() needs", seq, state.pos)
             if state.pos < 0:
                 self.remove_from(seq, lib.REMOVE_WHOLE, 0, INT32_MAX)
             elif (self.kind == lib.MEMORY_SLIDING_WINDOW
@@ -117,7 +118,7 @@ cdef class Partials(State):
                 or lib.n_held(self.mem, seq) < <size_t>(state.pos - state.first + 1)):
             raise PartialStateError(
                 f"sequence {seq} does not hold the positions {state.first} to {state.pos} "
-                "that the partial state goes with")
+                "that the partial state goes with", seq, state.pos)
         return 0
 
     cdef int cut(self, int32_t seq, int32_t last) except -1:

@@ -21,6 +21,19 @@ from pykvcache.errors._arrays import (
     ReprocessInputs,
 )
 from pykvcache.errors._base import KvCacheError
+from pykvcache.errors._states import (
+    PartialStateError,
+    StateDamaged,
+    StateError,
+    StateFileError,
+    StateFileNotFound,
+    StateFormatError,
+    StateLayoutMismatch,
+    StateModelMismatch,
+    StateTrailingBytes,
+    StateTruncated,
+    StateVersionError,
+)
 
 __all__ = [
     "CacheDTypeError",
@@ -163,7 +176,8 @@ class PositionError(KvCacheError, ValueError):
     value : int or None
         The position that cannot be, where one position is the reason.
     limit : int or None
-        The highest position that can be, where it is too high: `LlamaContext.max_position`.
+        The highest position that can be, where it is too high (`LlamaContext.max_position`); 0
+        where it is negative.
     """
 
     def __init__(
@@ -342,55 +356,3 @@ class InvalidBatch(DecodeError, ValueError):
         self.index = index
         self.value = value
         self.limit = limit
-
-
-# At rest -----------------------------------------------------------------------------
-
-
-class StateError(KvCacheError, ValueError):
-    """A saved state cannot be used; the destination is as it was."""
-
-
-class StateTruncated(StateError):
-    """A state ends before it is complete."""
-
-
-class StateTrailingBytes(StateError):
-    """A state is followed by bytes that do not belong to it."""
-
-
-class StateDamaged(StateError):
-    """A checksum does not match, or the bytes are such as no memory writes."""
-
-
-class StateFormatError(StateError):
-    """A file is not a state of this package, or is empty."""
-
-
-class StateVersionError(StateError):
-    """A state was written by a version of the format that cannot be read here."""
-
-
-class StateModelMismatch(StateError):
-    """A state belongs to another model, or to the same one stored otherwise."""
-
-
-class StateLayoutMismatch(StateError):
-    """A state does not fit the memory of this context: other layers, types or streams."""
-
-
-class PartialStateError(StateError):
-    """A partial state is of another context, or its sequence is no longer what it was then."""
-
-
-class StateFileError(StateError, OSError):
-    """The system refused to read or write a state's file; ``errno`` and ``filename`` say why."""
-
-    # Those of ValueError come first otherwise, and leave errno and filename empty.
-    __new__ = OSError.__new__  # type: ignore[assignment]
-    __init__ = OSError.__init__
-    __str__ = OSError.__str__
-
-
-class StateFileNotFound(StateFileError, FileNotFoundError):
-    """There is no file of this name."""

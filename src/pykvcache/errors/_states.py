@@ -1,0 +1,79 @@
+"""What can be wrong with a state at rest."""
+
+from __future__ import annotations
+
+from pykvcache.errors._base import KvCacheError
+
+__all__ = [
+    "PartialStateError",
+    "StateDamaged",
+    "StateError",
+    "StateFileError",
+    "StateFileNotFound",
+    "StateFormatError",
+    "StateLayoutMismatch",
+    "StateModelMismatch",
+    "StateTrailingBytes",
+    "StateTruncated",
+    "StateVersionError",
+]
+
+
+class StateError(KvCacheError, ValueError):
+    """A saved state cannot be used; the destination is as it was."""
+
+
+class StateTruncated(StateError):
+    """A state ends before it is complete."""
+
+
+class StateTrailingBytes(StateError):
+    """A state is followed by bytes that do not belong to it."""
+
+
+class StateDamaged(StateError):
+    """A checksum does not match, or the bytes are such as no memory writes."""
+
+
+class StateFormatError(StateError):
+    """A file is not a state of this package, or is empty."""
+
+
+class StateVersionError(StateError):
+    """A state was written by a version of the format that cannot be read here."""
+
+
+class StateModelMismatch(StateError):
+    """A state belongs to another model, or to the same one stored otherwise."""
+
+
+class StateLayoutMismatch(StateError):
+    """A state does not fit the memory of this context: other layers, types or streams."""
+
+
+class PartialStateError(StateError):
+    """A partial state is of another context, or its sequence is no longer what it was then.
+
+    Attributes
+    ----------
+    seq_id, pos : int or None
+        The sequence that it was to go into, and the last position that it was taken at.
+    """
+
+    def __init__(self, message: str, seq_id: int | None = None, pos: int | None = None) -> None:
+        super().__init__(message)
+        self.seq_id = seq_id
+        self.pos = pos
+
+
+class StateFileError(StateError, OSError):
+    """The system refused to read or write a state's file; ``errno`` and ``filename`` say why."""
+
+    # Those of ValueError come first otherwise, and leave errno and filename empty.
+    __new__ = OSError.__new__  # type: ignore[assignment]
+    __init__ = OSError.__init__
+    __str__ = OSError.__str__
+
+
+class StateFileNotFound(StateFileError, FileNotFoundError):
+    """There is no file of this name."""

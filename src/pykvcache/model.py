@@ -278,7 +278,7 @@ class LlamaModel:
     def tokenize(
         self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False
     ) -> IntArray:
-        """Convert text to tokens (``llama_tokenize``); safe from several threads.
+        """Convert text of any length to tokens (``llama_tokenize``); safe from several threads.
 
         Parameters
         ----------
@@ -297,11 +297,6 @@ class LlamaModel:
         ------
         UnsupportedOperation
             If the vocabulary is missing, or lacks a token that the text or `add_special` needs.
-
-        Notes
-        -----
-        Any length will do: the time grows with the text, some 0.5 to 3 s for a megabyte. The GIL is
-        free meanwhile. Ctrl-C is seen between stretches of 256 KiB, which end at special tokens.
         """
         if isinstance(text, str):
             text = text.encode("utf-8", "surrogatepass")

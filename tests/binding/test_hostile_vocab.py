@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from gguf import TokenType
 
-from pykvcache import UnsupportedOperation
+from pykvcache import LlamaModel, ModelLoadError, UnsupportedOperation
 from support.vocab import VOCABS, Vocab
 
 from .vocab_kit import load_vocab, write_vocab
@@ -109,3 +110,41 @@ def test_a_special_token_that_is_to_be_added_and_missing_is_named(tmp_path: Path
     with pytest.raises(UnsupportedOperation, match=r"BOS.*add_special=False"):
         one.tokenize("a")
     assert one.tokenize("a", add_special=False).tolist() == [5]
+
+
+def charsmap(nodes: dict[int, int], replacements: bytes) -> bytes:
+    """SentencePiece's table of replacements: nodes by their place, then texts that end with NUL."""
+    array = np.zeros(512, "<u4")
+    array[list(nodes)] = list(nodes.values())
+    return struct.pack("<I", array.nbytes) + array.tobytes() + replacements
+
+
+def node(label: str, offset: int, *, is_leaf: bool = False) -> int:
+    return offset << 10 | is_leaf << 8 | ord(label)
+
+
+def test_a_table_of_characters_that_loops_is_refused(tmp_path: Path) -> None:
+    # "a" leads to itself: each character of a text of them would be followed to its end.
+    loop = charsmap({ord("a"): node("a", ord("a"))}, b"z\0")
+    path = write_vocab(VOCABS["ugm"](), tmp_path / "m.gguf", charsmap=loop)
+    with pytest.raises(ModelLoadError, match="comes back"):
+        LlamaModel(path, vocab_only=True)
+
+
+def test_a_table_of_characters_whose_branches_meet_is_none_that_loops(tmp_path: Path) -> None:
+    # "ac" and "bc" become "he", by one end that both share.
+    meet = charsmap(
+        {
+            ord("a"): node("a", ord("a") ^ 0x100),
+            ord("b"): node("b", ord("b") ^ 0x100),
+            0x100 ^ ord("c"): node("c", ord("c") ^ 0x80, is_leaf=True),
+            0x180: 1 << 31,
+        },
+        b"he\0",
+    )
+    path = write_vocab(VOCABS["ugm"](), tmp_path / "m.gguf", charsmap=meet)
+    one = LlamaModel(path, vocab_only=True)
+    expected = one.tokenize("he", add_special=False).tolist()
+    assert one.tokenize("ac", add_special=False).tolist() == expected
+    assert one.tokenize("bc", add_special=False).tolist() == expected
+    assert one.tokenize("ad", add_special=False).tolist() != expected

@@ -12,12 +12,16 @@ from pykvcache import LlamaModel
 from support.vocab import Vocab
 
 
-def write_vocab(vocab: Vocab, path: Path, name: str | None = None) -> Path:
+def write_vocab(
+    vocab: Vocab, path: Path, name: str | None = None, charsmap: bytes | None = None
+) -> Path:
     """Write a GGUF without tensors: it loads with ``vocab_only=True``."""
     writer = gguf.GGUFWriter(path, "llama")
     vocab.write(writer)
     if name is not None:
         writer.add_name(name)
+    if charsmap is not None:
+        writer.add_precompiled_charsmap(charsmap)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

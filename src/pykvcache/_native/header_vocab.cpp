@@ -1,6 +1,7 @@
 // What a vocabulary in a file's header can be that a load would not come back from.
 //
 // llama.cpp reads the tokenizers of some kinds into trees, by recursion, and tokenizes "\n" at once.
+#include <algorithm>
 #include <bitset>
 #include <cstdio>
 #include <cstring>
@@ -63,7 +64,8 @@ std::string find_gap(const gguf_context * header, int64_t tokens) {
     return {};
 }
 
-// The table that replaces characters, a tree in an array: one that is none may never end.
+// The table that replaces characters, a tree in an array: one that loops may take each character of a
+// text to its end.
 std::string find_loop(const gguf_context * header) {
     const char *  name = "tokenizer.ggml.precompiled_charsmap";
     const int64_t key  = gguf_find_key(header, name);
@@ -84,27 +86,40 @@ std::string find_loop(const gguf_context * header) {
     std::vector<uint32_t> nodes(n / 4);
     std::memcpy(nodes.data(), data + 4, nodes.size() * 4);
     const auto base = [&](size_t i) { return (nodes[i] >> 10) << ((nodes[i] & (1U << 9)) >> 6); };
+    // Branches may grow together again, as real ones do: what must not be is a way that comes back.
+    constexpr uint32_t UNSEEN = UINT32_MAX, OPEN = UINT32_MAX - 1;
     struct place {
-        uint32_t base, depth;
+        uint32_t node, base, next, height;
     };
-    std::vector<bool>  seen(nodes.size());
-    std::vector<place> open;
+    std::vector<uint32_t> heights(nodes.size(), UNSEEN);
+    std::vector<place>    path;
     if (!nodes.empty()) {
-        open.push_back({base(0), 0});
+        path.push_back({0, base(0), 1, 0});
     }
-    while (!open.empty()) {
-        const place at = open.back();
-        open.pop_back();
-        for (uint32_t c = 1; c < 256; ++c) {
+    while (!path.empty()) {
+        place & at = path.back();
+        if (at.next < 256) {
+            const uint32_t c     = at.next++;
             const uint32_t child = at.base ^ c;
             if (child >= nodes.size() || (nodes[child] & ((1U << 31) | 0xFF)) != c) {
                 continue;
             }
-            if (seen[child] || at.depth >= TOKEN_BYTES_MAX) {
-                return std::string(name) + " is not a tree, or deeper than " + std::to_string(TOKEN_BYTES_MAX);
+            if (heights[child] == OPEN || path.size() > TOKEN_BYTES_MAX) {
+                return std::string(name) + " comes back to where it was, or is deeper than " + std::to_string(TOKEN_BYTES_MAX);
             }
-            seen[child] = true;
-            open.push_back({child ^ base(child), at.depth + 1});
+            if (heights[child] == UNSEEN) {
+                heights[child] = OPEN;
+                path.push_back({child, child ^ base(child), 1, 0});
+            } else {
+                at.height = std::max(at.height, heights[child] + 1);
+            }
+        } else {
+            const uint32_t height = at.height;
+            heights[at.node]      = height;
+            path.pop_back();
+            if (!path.empty()) {
+                path.back().height = std::max(path.back().height, height + 1);
+            }
         }
     }
     return {};

@@ -210,3 +210,18 @@ def test_a_restore_beside_full_windows_harms_nobody(layers: int, bench: Bench) -
         wanted = next_logits(fresh, same)
         assert near(next_logits(ctx, seq_id), wanted)
         fresh.clear_kv_cache_seq(same, int(fresh.kv_cache_seq_pos_max(same)))
+
+
+@in_both_ways
+def test_a_context_goes_on_when_another_is_closed(layers: int, bench: Bench) -> None:
+    """ggml's RPC server forgets the graph that it is asked to compute again."""
+    ctx, fresh = bench("llama", layers), bench("llama", layers)
+    for one in (ctx, fresh):
+        one.decode(WORDS)
+    for token in range(20, 26):
+        with bench("llama", layers) as other:
+            other.decode([token])
+            ctx.decode([token])
+        ctx.decode([token])
+        fresh.decode([token, token])
+    assert near(next_logits(ctx), next_logits(fresh))

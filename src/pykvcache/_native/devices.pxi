@@ -18,6 +18,9 @@ def rpc_connect(bytes endpoint not None):
     """Make the devices of an RPC server, ``b"host:port"``, known to models that are loaded from now on."""
     cdef const char* where = endpoint
     cdef int32_t code
+    # When a buffer is freed the server forgets its graph, and a client that asks for it again is ended.
+    # Contexts look at this when they are made.
+    os.environ["LLAMA_GRAPH_REUSE_DISABLE"] = "1"
     with nogil:
         code = lib.rpc_connect(where)
     _rpc_done(code, "rpc_connect")

@@ -61,3 +61,19 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND TARGET ggml-cpu)
     target_compile_options(ggml-cpu PRIVATE -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
   endif()
 endif()
+
+# What ggml does not check when memory is short: see careful.h. C code is left by exceptions, too.
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang" AND TARGET ggml-cpu)
+  function(pykvcache_careful target file name)
+    set_property(SOURCE "${LLAMA_CPP_SOURCE_DIR}/ggml/src/${file}" TARGET_DIRECTORY ${target}
+                 APPEND PROPERTY COMPILE_OPTIONS
+                 -include "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/careful.h" "-D${name}")
+  endfunction()
+  pykvcache_careful(ggml-base ggml.c PYKVCACHE_GGML)
+  pykvcache_careful(ggml-base ggml-alloc.c PYKVCACHE_GGML_ALLOC)
+  pykvcache_careful(ggml-base ggml-backend.cpp PYKVCACHE_GGML_BACKEND)
+  pykvcache_careful(ggml-cpu ggml-cpu/ggml-cpu.c PYKVCACHE_GGML_CPU)
+  pykvcache_careful(ggml-cpu ggml-cpu/ggml-cpu.cpp PYKVCACHE_GGML_CPU_CPP)
+  target_compile_options(ggml-base PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
+  target_compile_options(ggml-cpu PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
+endif()

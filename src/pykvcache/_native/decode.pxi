@@ -164,7 +164,11 @@ cdef class Context(Batch):
         cdef set damaged = set()
         if code == lib.CAUGHT:
             raise self.fail("decode")
+        # Until all is noted: there may be no memory for it.
+        self.broken = True
         notes = _notes()
+        if code < -1:
+            lib.distrust_scheduler(self.ctx)
         if code != -1 and code != 1 and self.whole_only():
             for i in range(batch.n_tokens):
                 damaged.add(batch.seq_id[i][0])
@@ -182,6 +186,7 @@ cdef class Context(Batch):
                     damaged.add(s)
         for s in damaged:
             self.poisoned[s] = True
+        self.broken = False
         left = f"; {done_so_far} tokens of this call were decoded before and stay" if done_so_far else ""
         if damaged:
             left += f"; sequences {sorted(damaged)} cannot go on: remove all of each"
@@ -266,4 +271,5 @@ cdef class Context(Batch):
             raise self.fail("encode")
         if code == 2:
             raise DecodeAborted("the encode was aborted; nothing was stored", 2)
+        lib.distrust_scheduler(self.ctx)
         raise DecodeError(f"llama_encode failed with code {code}: {_notes()}", code)

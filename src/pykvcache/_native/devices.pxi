@@ -3,7 +3,9 @@
 
 def devices():
     """Return the names of the devices that ggml computes on."""
-    return [name.decode("utf-8", "replace") for name in lib.device_names()]
+    cdef vector[string] names = lib.device_names()
+    cdef size_t i
+    return [_text(names[i]) for i in range(names.size())]
 
 
 cdef int _rpc_done(int32_t code, str what) except -1:

@@ -7,6 +7,29 @@
 #include <mutex>
 #include <utility>
 
+#include "ggml-backend.h"
+
+// What careful.h lets ggml call.
+extern "C" {
+
+void pykv_no_memory(void) {
+    if (pykv::guard.depth > 0) {
+        throw std::bad_alloc();
+    }
+}
+
+void pykv_memory_refused(void) { pykv::guard.refused = true; }
+
+ggml_backend_buffer_t pykv_alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
+    try {
+        return ggml_backend_buft_alloc_buffer(type, size);
+    } catch (const std::bad_alloc &) {
+        return nullptr;
+    }
+}
+
+}  // extern "C"
+
 namespace pykv {
 
 namespace {
@@ -65,6 +88,9 @@ void on_abort(const char * message) {
         previous_abort(message);
     }
     if (guard.depth > 0) {
+        if (guard.refused) {
+            throw std::bad_alloc();
+        }
         throw std::runtime_error(message);
     }
     // A worker thread: nobody can catch there, so at least say why the process ends.
@@ -84,8 +110,8 @@ void install_hooks() {
     llama_backend_init();
 }
 
-std::string caught() { return caught_text; }
-bool caught_memory() { return caught_bad_alloc; }
+const std::string & caught() noexcept { return caught_text; }
+bool caught_memory() noexcept { return caught_bad_alloc; }
 
 void note_caught(const char * what, bool memory) {
     try {
@@ -102,14 +128,14 @@ void forget_caught() {
     guard.caught = false;
 }
 
-void begin_notes() { notes.clear(); }
-std::string take_notes() { return std::exchange(notes, {}); }
+void begin_notes() noexcept { notes.clear(); }
+std::string take_notes() noexcept { return std::exchange(notes, {}); }
 
-void set_log_threshold(int level) { log_threshold = level; }
-void log_warning(const char * text) { on_log(GGML_LOG_LEVEL_WARN, text, nullptr); }
-bool has_log() { return log_waiting.load(std::memory_order_relaxed); }
+void set_log_threshold(int level) noexcept { log_threshold = level; }
+void log_warning(const char * text) noexcept { on_log(GGML_LOG_LEVEL_WARN, text, nullptr); }
+bool has_log() noexcept { return log_waiting.load(std::memory_order_relaxed); }
 
-bool take_log(int & level, std::string & text) {
+bool take_log(int & level, std::string & text) noexcept {
     std::lock_guard<std::mutex> lock(queue->mutex);
     if (queue->lines.empty()) {
         log_waiting = false;

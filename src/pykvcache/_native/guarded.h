@@ -26,18 +26,18 @@ constexpr int32_t CAUGHT = INT32_MIN;  // no call here returns it by itself
 void install_hooks();
 
 // What the last guarded call on this thread caught; empty if nothing.
-std::string caught();
+const std::string & caught() noexcept;
 // Whether it was std::bad_alloc.
-bool caught_memory();
+bool caught_memory() noexcept;
 // The warnings and errors that llama.cpp logged on this thread since begin_notes().
-void begin_notes();
-std::string take_notes();
+void begin_notes() noexcept;
+std::string take_notes() noexcept;
 
 // The queue of log lines: drained under the GIL, because the callback must not need it.
-void set_log_threshold(int level);
-void log_warning(const char * text);
-bool has_log();
-bool take_log(int & level, std::string & text);
+void set_log_threshold(int level) noexcept;
+void log_warning(const char * text) noexcept;
+bool has_log() noexcept;
+bool take_log(int & level, std::string & text) noexcept;
 // In the child of a fork another thread's lock on the queue would never be opened.
 void renew_log();
 
@@ -45,6 +45,7 @@ void renew_log();
 struct guard_state {
     int  depth = 0;
     bool caught = false;  // whether there is a text to forget
+    bool refused = false; // whether ggml was refused memory: its assertion says something else
     bool muted = false;   // while something is tried whose failure is told elsewhere
 };
 // Constant at first and trivial at the end: reading it needs no hidden call.
@@ -52,10 +53,20 @@ inline thread_local guard_state guard;
 void note_caught(const char * what, bool memory);
 void forget_caught();
 
+// While it lives, a broken precondition of ggml throws: for what is declared `except +`.
+struct assertions_throw {
+    assertions_throw() { ++guard.depth; }
+    ~assertions_throw() { --guard.depth; }
+    assertions_throw(const assertions_throw &) = delete;
+    assertions_throw & operator=(const assertions_throw &) = delete;
+};
+
 template <class R, class F> R guarded(R on_error, F && call) noexcept {
     R result = on_error;
     guard_state & mine = guard;
-    ++mine.depth;
+    if (mine.depth++ == 0) {
+        mine.refused = false;
+    }
     try {
         if (mine.caught) {
             forget_caught();

@@ -47,7 +47,7 @@ cdef class Handle:
         notes = _notes()
         _drain_log()
         if ctx == NULL:
-            why = lib.caught().decode("utf-8", "replace") or notes or "llama.cpp gave no reason"
+            why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
             raise ContextCreateError(f"cannot create a context: {why}")
         self.mem = lib.memory_new(ctx)
         if self.mem == NULL:
@@ -156,9 +156,13 @@ cdef class Handle:
 
     cdef object fail(self, str where):
         """Mark the context after a caught C++ exception and return what to raise."""
-        error = _caught_error(where)
         self.broken = True
-        return error
+        lib.distrust_scheduler(self.ctx)
+        return _caught_error(where)
+
+    cdef object fail_to_read(self, str where):
+        """The exception for a call that only reads: without memory for it nothing has changed."""
+        return _caught_error(where) if lib.caught_memory() else self.fail(where)
 
     def close(self):
         """Free the context; waits for a running call of another thread."""

@@ -84,6 +84,16 @@ class held_rows {
 
     llama_pos pos(size_t row) const { return rows[row].pos; }
 
+    struct branch {
+        llama_seq_id origin = 0;
+        llama_pos    limit = 0;
+    };
+    using branches_type = std::array<branch, 256>;  // LLAMA_MAX_SEQ
+
+    // What changes between two decodes, to be put back after a change that failed.
+    const branches_type & now() const { return branches; }
+    void back_to(const branches_type & before) { branches = before; }
+
   private:
     static constexpr llama_pos ALL = std::numeric_limits<llama_pos>::max();
 
@@ -92,14 +102,9 @@ class held_rows {
         size_t    first;  // of its members
         int32_t   n;
     };
-    struct branch {
-        llama_seq_id origin = 0;
-        llama_pos    limit = 0;
-    };
-
     std::vector<row>          rows;
     std::vector<llama_seq_id> members;
-    std::array<branch, 256>    branches{};  // LLAMA_MAX_SEQ
+    branches_type              branches{};
     std::array<llama_pos, 256> last{};      // highest position of a row, by sequence
 };
 

@@ -43,6 +43,11 @@ def _park_all():
         context.park()
 
 
+cdef str _text(const string& text):
+    """Decode without the copy that `decode` of a std::string makes, where nothing catches what it throws."""
+    return text.data()[:text.size()].decode("utf-8", "replace")
+
+
 cdef int _sync_log() except -1:
     """Tell C which lines the logger wants, so that the others cost no copy."""
     cdef int level = _logger.getEffectiveLevel()
@@ -58,7 +63,7 @@ cdef int _drain_log() except -1:
     if not lib.has_log():
         return 0
     while lib.take_log(level, text):
-        line = text.decode("utf-8", "replace").rstrip()
+        line = _text(text).rstrip()
         if line:
             try:
                 _logger.log(_LEVELS[level], "%s", line)
@@ -71,14 +76,15 @@ cdef int _drain_log() except -1:
 
 cdef str _notes():
     """What llama.cpp had to say about the failure of this thread's call, in one line."""
-    text = lib.take_notes().decode("utf-8", "replace")
+    cdef string notes = lib.take_notes()
+    text = _text(notes)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return "; ".join(dict.fromkeys(lines))
 
 
 cdef object _caught_error(str where):
     """The exception for a call that came back with CAUGHT."""
-    text = lib.caught().decode("utf-8", "replace")
+    text = _text(lib.caught())
     if lib.caught_memory():
         return MemoryError(f"{where}: out of memory inside llama.cpp")
     return InternalError(f"{where}: llama.cpp failed: {text or 'unknown C++ exception'}")

@@ -310,7 +310,7 @@ cdef class Arrays(Cells):
             with nogil:
                 code = lib.read_rows(self.mem, part, il, which, seq, cells, &view[0])
             if code == lib.CAUGHT:
-                raise self.fail("kv")
+                raise self.fail_to_read("kv")
         if not t.transposed:
             return rows.reshape(n, t.n_head, head)
         rows = rows.view(f"V{t.cell_stride}").reshape(t.n_head, t.head_dim, n).transpose(2, 0, 1)

@@ -21,20 +21,20 @@ cdef extern from "text.h" namespace "pykv" nogil:
 
 cdef extern from "guarded.h" namespace "pykv" nogil:
     const int32_t CAUGHT
-    void install_hooks()
-    string caught()
+    void install_hooks() except +
+    const string& caught()
     bool caught_memory()
     void begin_notes()
     string take_notes()
     void set_log_threshold(int level)
     bool has_log()
     bool take_log(int& level, string& text)
-    void renew_log()
+    void renew_log() except +
 
     gguf_context* gguf_open(const char* path)
     string header_problem(const char* path)
     llama_model* model_load(const char* path, llama_model_params)
-    shared_ptr[llama_model] own_model(llama_model*)
+    shared_ptr[llama_model] own_model(llama_model*) except +
     llama_context* context_new(llama_model*, llama_context_params)
     int32_t context_free(llama_context*)
     int32_t decode(llama_context*, llama_batch)
@@ -61,7 +61,7 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
 
 
 cdef extern from "devices.h" namespace "pykv" nogil:
-    vector[string] device_names()
+    vector[string] device_names() except +
     int32_t rpc_connect(const char* endpoint)
     int32_t rpc_serve(const char* endpoint)
 
@@ -126,7 +126,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     cdef cppclass memory:
         pass
 
-    model_facts look_at_model(const llama_model*)
+    model_facts look_at_model(const llama_model*) except +
     bool heads_divisible(const llama_model*, ggml_type, bool keys)
     memory* memory_new(llama_context*)
     void memory_delete(memory*)
@@ -139,7 +139,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     bool windowed(const memory*)
     uint32_t n_stream(const memory*)
     context_facts look_at_context(const llama_context*, const memory*)
-    memory_facts look_at_memory(const memory*)
+    memory_facts look_at_memory(const memory*) except +
     bool next_cell(const memory*, memory_part, uint32_t n_seq_max, uint32_t& stream, uint32_t& cell,
                    llama_pos& pos, uint8_t* members)
     uint32_t n_used(const memory*, memory_part)
@@ -172,6 +172,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     int32_t copy_cells(memory*, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
     int32_t add_cells(memory*, llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
     int32_t divide_cells(memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d)
+    void distrust_scheduler(llama_context*)
     int32_t flush(llama_context*, const memory*)
 
 
@@ -209,18 +210,19 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
         int32_t values
 
     bool has_part(const memory*, memory_part)
-    vector[uint32_t] part_layers(const memory*, memory_part)
-    vector[live_cell] part_cells(const memory*, memory_part, llama_seq_id)
+    vector[uint32_t] part_layers(const memory*, memory_part) except +
+    vector[live_cell] part_cells(const memory*, memory_part, llama_seq_id) except +
     bool in_window(const memory*, llama_pos pos, llama_pos next)
-    hadamard_facts part_hadamard(const memory*, memory_part)
-    live_tensor tensor_at(const memory*, memory_part, uint32_t il, int which, llama_seq_id)
+    hadamard_facts part_hadamard(const memory*, memory_part) except +
+    live_tensor tensor_at(const memory*, memory_part, uint32_t il, int which, llama_seq_id) except +
     int32_t read_rows(const memory*, memory_part, uint32_t il, int which, llama_seq_id,
                       const vector[live_cell]&, uint8_t* dst)
     bool has_extended(const memory*)
-    void read_extended(const memory*, memory_part, llama_seq_id, const vector[live_cell]&, int32_t* dst)
+    void read_extended(const memory*, memory_part, llama_seq_id, const vector[live_cell]&,
+                       int32_t* dst) except +
     bool has_keys(const memory*, uint32_t il)
-    const key_rope& rope_at(const memory*, uint32_t il)
-    vector[float] rope_factors(const key_rope&)
+    const key_rope& rope_at(const memory*, uint32_t il) except +
+    vector[float] rope_factors(const key_rope&) except +
     key_rope rope_beside_copies(const llama_context*, const memory*, uint32_t il, bool everywhere) except +
     bool dequantize(ggml_type, const void* src, float* dst, int64_t n)
     bool quantize(ggml_type, const float* src, void* dst, int64_t n)
@@ -303,7 +305,7 @@ cdef extern from "disk.h" namespace "pykv" nogil:
 
 cdef extern from "lineage.h" namespace "pykv" nogil:
     cdef cppclass lineage:
-        uint64_t name(llama_seq_id, llama_pos last)
+        uint64_t name(llama_seq_id, llama_pos last) except +
         void changed(llama_seq_id, llama_pos first)
         void all_changed()
         bool is_true(llama_seq_id, uint64_t id)
@@ -314,7 +316,11 @@ cdef extern from "probe_values.h" namespace "pykv" nogil:
 
 
 cdef extern from "held_rows.h" namespace "pykv" nogil:
+    cdef cppclass branches "pykv::held_rows::branches_type":
+        pass
     cdef cppclass held_rows:
+        const branches& now()
+        void back_to(const branches&)
         void forget()
         void begin()
         void decoded(llama_pos pos, const llama_seq_id* seqs, int32_t n) except +

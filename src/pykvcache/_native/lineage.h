@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -14,8 +15,6 @@ namespace pykv {
 // Moments that are true end at rising positions, so each change takes the last few of them.
 class lineage {
   public:
-    lineage() : moments(256) {}  // LLAMA_MAX_SEQ
-
     // Name what the sequence holds now, up to its last position.
     uint64_t name(llama_seq_id seq, llama_pos last) {
         changed(seq, last + 1);
@@ -53,7 +52,8 @@ class lineage {
         uint64_t  id;
     };
 
-    std::vector<std::vector<moment>> moments;
+    // LLAMA_MAX_SEQ. No vector: nothing may throw where Python makes the object around this one.
+    std::array<std::vector<moment>, 256> moments;
     uint64_t count = 0;
 };
 

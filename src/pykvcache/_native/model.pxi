@@ -54,7 +54,7 @@ cdef class Model:
         with nogil:
             problem = lib.header_problem(c_path)
         if not problem.empty():
-            why = problem.decode("utf-8", "replace")
+            why = _text(problem)
             raise ModelLoadError(f"cannot load {os.fsdecode(path)!r}: {why}")
         with nogil:
             lib.loads.begin()
@@ -70,7 +70,7 @@ cdef class Model:
         if model == NULL:
             if lib.caught_memory():
                 raise MemoryError(f"not enough memory to load {os.fsdecode(path)!r}")
-            why = lib.caught().decode("utf-8", "replace") or notes or "llama.cpp gave no reason"
+            why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
             if box[2]:
                 why = "cancelled by the progress callback"
             raise ModelLoadError(f"cannot load {os.fsdecode(path)!r}: {why}")
@@ -212,7 +212,7 @@ cdef class Model:
             PyErr_CheckSignals()
         _drain_log()
         if not out.problem.empty():
-            raise UnsupportedOperation("tokenize", out.problem.decode("utf-8", "replace"))
+            raise UnsupportedOperation("tokenize", _text(out.problem))
         return _tokens(out.tokens)
 
     def tokenize_whole(self, bytes text not None, bint add_special, bint parse_special):

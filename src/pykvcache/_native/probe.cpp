@@ -11,6 +11,7 @@
 #include "ggml-cpp.h"
 #include "guarded.h"
 #include "probe_memory.h"
+#include "probe_private.h"
 
 namespace pykv {
 
@@ -270,8 +271,11 @@ memory_facts look_at_memory(const memory * m) {
     return facts;
 }
 
+void distrust_scheduler(llama_context * ctx) noexcept { ctx->*member(opened::sched_need_reserve()) = true; }
+
 int32_t flush(llama_context * ctx, const memory * m) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
+        ctx->sched_reserve();  // if the last one is not to be trusted
         // The context is this binding's own: a factor that leaves lengths alone, for the shift only.
         struct only_turning {
             float & factor;

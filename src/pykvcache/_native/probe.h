@@ -146,6 +146,9 @@ int32_t add_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, llam
 // llama_memory_seq_div rotates K the wrong way; this adds each cell's own shift instead.
 int32_t divide_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept;
 
+// Let the next decode, encode or flush make a new scheduler: what failed may have left this one half done.
+void distrust_scheduler(llama_context * ctx) noexcept;
+
 // Apply pending shifts and stream copies now (llama_context::memory_update); 1 if that failed.
 // llama.cpp would multiply all keys by YaRN's length factor again with each shift; not here.
 int32_t flush(llama_context * ctx, const memory * m) noexcept;

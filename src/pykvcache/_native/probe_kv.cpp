@@ -15,9 +15,14 @@ const llama_kv_cache * cache_of(const memory * m, memory_part part) {
 }
 
 // A place for the descriptors of views; no data.
-ggml_context_ptr scratch() {
-    return ggml_context_ptr(ggml_init({4 * ggml_tensor_overhead(), nullptr, true}));
-}
+class scratch {
+  public:
+    ggml_context * get() const { return ctx.get(); }
+
+  private:
+    std::vector<char> room = std::vector<char>(4 * ggml_tensor_overhead());
+    ggml_context_ptr  ctx{ggml_init({room.size(), room.data(), true})};
+};
 
 bool is_host(const ggml_tensor * t) {
     const ggml_tensor * owner = t->view_src ? t->view_src : t;
@@ -42,7 +47,7 @@ live_tensor attention_tensor(const memory * m, const llama_kv_cache * cache, uin
     if (which == 1 && m->hparams->is_mla()) {
         return {};
     }
-    const auto ctx = scratch();
+    const scratch ctx;
     const ggml_tensor * t = stream_tensor(ctx.get(), cache, il, which, seq);
     const bool transposed = is_transposed(t, which);
     live_tensor live{};
@@ -160,17 +165,19 @@ bool in_window(const memory * m, llama_pos pos, llama_pos next) {
 }
 
 hadamard_facts part_hadamard(const memory * m, memory_part part) {
+    const assertions_throw scope;
     const auto * cache = part == PART_RECURRENT ? nullptr : cache_of(m, part);
     if (!cache) {
         return {0, 0};
     }
-    const auto ctx = scratch();
+    const scratch ctx;
     const ggml_tensor * k = cache->build_input_k_rot(ctx.get());
     const ggml_tensor * v = cache->build_input_v_rot(ctx.get());
     return {k ? int32_t(k->ne[0]) : 0, v ? int32_t(v->ne[0]) : 0};
 }
 
 live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq) {
+    const assertions_throw scope;
     return part == PART_RECURRENT ? state_tensor(m, il, which)
                                   : attention_tensor(m, cache_of(m, part), il, which, seq);
 }
@@ -183,7 +190,7 @@ int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, ll
             read_runs(t, 0, state_tensor(m, il, which).cell_stride, cells, dst);
             return;
         }
-        const auto ctx = scratch();
+        const scratch ctx;
         const ggml_tensor * t = stream_tensor(ctx.get(), cache_of(m, part), il, which, seq);
         if (!is_transposed(t, which)) {
             read_runs(t, 0, t->nb[2], cells, dst);
@@ -216,6 +223,7 @@ void move_rows(const memory * m, memory_part part, uint32_t il, int which, llama
 bool has_extended(const memory * m) { return m->base && m->base->has_cell_ext(); }
 
 void read_extended(const memory * m, memory_part part, llama_seq_id seq, const std::vector<live_cell> & cells, int32_t * dst) {
+    const assertions_throw scope;
     const auto & held = cache_of(m, part)->get_cells(seq);
     for (const auto & cell : cells) {
         const auto ext = held.ext_get(cell.cell);

@@ -46,6 +46,8 @@ PYKV_OPEN(graph_params, llama_context, graph_params,
                                               const llama_memory_context_i *, llm_graph_type) const)
 PYKV_OPEN(v_heads, llama_kv_cache, v_heads, std::vector<uint32_t> llama_kv_cache::*)
 
+PYKV_OPEN(sched_need_reserve, llama_context, sched_need_reserve, bool llama_context::*)
+
 #undef PYKV_OPEN
 
 }  // namespace opened

@@ -106,16 +106,16 @@ cdef class Sampler:
                 return 0
             if lib.caught_memory():
                 raise _caught_error("grammar")
-            why = lib.caught().decode("utf-8", "replace") or notes
+            why = _text(lib.caught()) or notes
             if "left recursion" in why:
                 index = int(why.rpartition(" ")[2])
                 if lib.grammar_rule_name(self.model.vocab, text, index, name) == lib.CAUGHT:
                     raise _caught_error("grammar")
-                why = f"rule '{name.decode()}' can begin with itself (left recursion)"
+                why = f"rule '{_text(name)}' can begin with itself (left recursion)"
             elif "does not contain" in why:
                 why = f"there is no rule '{root.decode()}' (grammar_root)"
             raise GrammarError(f"the grammar cannot be used: {why}")
-        why = fault.why.decode("utf-8", "replace")
+        why = _text(fault.why)
         if fault.at < 0:
             raise GrammarError(f"the grammar cannot be parsed: {why}")
         before = text[:fault.at].decode("utf-8", "replace")

@@ -179,7 +179,7 @@ cdef class State(Arrays):
             plan.one = lib.seq_state_new(self.mem, self.v_trans(), seq)
             plan.size = plan.one.size if plan.one != NULL else 0
         if plan.size == 0:
-            raise self.fail("state_get_size")
+            raise self.fail_to_read("state_get_size")
         return plan
 
     cdef object read_state(self, Plan plan, uint8_t[::1] out):
@@ -190,7 +190,7 @@ cdef class State(Arrays):
             else:
                 done = lib.state_get_data(self.ctx, &out[0], plan.size) == plan.size
         if not done:
-            raise self.fail("state_get_data")
+            raise self.fail_to_read("state_get_data")
         return np.asarray(out)
 
     # In ------------------------------------------------------------------------------
@@ -231,8 +231,8 @@ cdef class State(Arrays):
         if fault == lib.STATE_POSITION:
             raise self.too_far(value, "the state")
         if fault != lib.STATE_FITS:
-            raise _FAULTS[fault](f"the state {why.decode('utf-8', 'replace')}" if fault != lib.STATE_MISMATCH
-                                 else f"the state is of another memory: {why.decode('utf-8', 'replace')}")
+            raise _FAULTS[fault](f"the state {_text(why)}" if fault != lib.STATE_MISMATCH
+                                 else f"the state is of another memory: {_text(why)}")
         return 0
 
     def set_state(self, seq_id, list buffers not None, list firsts):
@@ -283,7 +283,7 @@ cdef class State(Arrays):
         """Replace what is there; what llama.cpp refuses leaves it as it was."""
         cdef int32_t code
         cdef Plan plan = self.plan(seq)
-        cdef lib.held_rows held_before = self.held
+        cdef lib.branches held_before = self.held.now()
         before = Pieces([self.read_state(plan, np.empty(plan.size, np.uint8))])
         code = self.replace(seq, pieces)
         if code == lib.CAUGHT:
@@ -291,7 +291,7 @@ cdef class State(Arrays):
             why = _notes() or str(error)
             if self.replace(seq, before) == lib.CAUGHT:
                 raise self.fail("set_state")
-            self.held = held_before
+            self.held.back_to(held_before)
             if isinstance(error, MemoryError):
                 raise error
             raise NoKvCacheSlot(f"llama.cpp could not place the state's cells: {why}", 1)

@@ -1,0 +1,66 @@
+"""Memory that runs out: allocations of every operation fail, and nothing ends the process.
+
+A child process preloads the allocator of support/faults.c. Here a few allocations of each operation
+fail; ``PYKVCACHE_FAULTS=all`` makes it all of them, which is what ``make fuzz`` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from binding.conftest import TESTS
+from binding.fault_operations import OPERATIONS
+from support.models import make_model
+from support.sanitizer import SLOWER
+
+ALL = os.environ.get("PYKVCACHE_FAULTS") == "all"
+MODELS = ["llama", "gemma3", "jamba", "t5"] + ALL * ["mamba", "bert", "deepseek4", "lfm2_swa"]
+NOT_ON_LLAMA = {"encode", "partial"}
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="preloads a library"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler"),
+    pytest.mark.skipif(SLOWER > 1, reason="the sanitizers have an allocator of their own"),
+]
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The allocator that fails."""
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    source = TESTS / "support" / "faults.c"
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_failed_allocation_is_an_error_and_no_more(
+    name: str, faults: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    make_model(name, model_folder)
+    journal = tmp_path / "journal"
+    command = [sys.executable, "-m", "binding.fault_driver", name, "--folder", str(model_folder)]
+    command += ["--journal", str(journal)] + ([] if ALL else ["--points", "2"])
+    done = subprocess.run(
+        command,
+        env=os.environ
+        | {"LD_PRELOAD": str(faults), "PYTHONPATH": str(TESTS), "GGML_NO_BACKTRACE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=3600 if ALL else 120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{journal.read_text()}\n{done.stderr[-3000:]}"
+    told = json.loads(done.stdout)
+    assert told["raised"] > 0.8 * told["runs"]
+    if name == "llama":
+        assert set(told["tried"]) == set(OPERATIONS) - NOT_ON_LLAMA
+    assert {"create", "load", "text"} <= set(told["tried"])
+    assert told["tried"]["create"] > 500, "the preloaded allocator counts nothing"

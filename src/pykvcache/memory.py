@@ -16,6 +16,10 @@ class KvCacheMethods:
     A sequence holds (token, position) pairs. After every method that succeeds, the
     next logits are those of attention over exactly the cells that the sequence holds.
     What a memory cannot do is refused before llama.cpp is called, with nothing changed.
+
+    A range ``[p0, p1)`` selects the cells that the sequence holds there, as slices do: ends
+    beyond them select no more, equal ends nothing, ``None`` leaves an end open. One that runs
+    backwards is a `PositionError`, as negative positions are.
     """
 
     _native: lib.Context
@@ -35,7 +39,7 @@ class KvCacheMethods:
     def copy_cache(self, src: SupportsIndex, dest: SupportsIndex, size: SupportsIndex) -> None:
         """Make ``dest`` hold the positions ``[0, size)`` of ``src``.
 
-        The same as ``copy_kv_cache_seq(src, dest, 0, size)``.
+        The same as ``copy_kv_cache_seq(src, dest, 0, size)``: a size of 0 empties ``dest``.
         """
         self._native.seq_cp(src, dest, 0, size, "copy_cache")
 
@@ -50,8 +54,8 @@ class KvCacheMethods:
 
         What ``dest`` held before is removed. With ``kv_unified=True`` the cells are
         shared, and the copy costs no memory; otherwise the data is copied at the next
-        decode or `kv_cache_update`. An empty range does nothing; an empty source
-        empties ``dest``.
+        decode or `kv_cache_update`. Where ``src`` holds nothing in that range, ``dest`` is
+        empty afterwards. A copy to itself does nothing.
 
         Parameters
         ----------
@@ -65,7 +69,7 @@ class KvCacheMethods:
         SeqIdTooLarge, P0TooLarge, P1TooLarge
             A value does not fit an int32.
         SequenceIdError, PositionError
-            A value is out of range.
+            A value is out of range, or the range runs backwards.
         UnsupportedOperation
             This memory cannot copy a part: recurrent and hybrid memory, streams, a
             sliding window that has dropped cells of that part.
@@ -100,7 +104,7 @@ class KvCacheMethods:
         SeqIdTooLarge, P0TooLarge, P1TooLarge
             A value does not fit an int32; no removal is attempted.
         SequenceIdError, PositionError
-            A value is out of range.
+            A value is out of range, or the range runs backwards.
         """
         return self._native.seq_rm(src, p0, p1)
 
@@ -132,7 +136,7 @@ class KvCacheMethods:
             The sequence id is out of range.
         PositionError
             A position would become negative, larger than `max_position`, or one that is
-            held already.
+            held already; or the range runs backwards.
         UnsupportedOperation
             M-RoPE, architectures and types whose keys cannot be rotated again, cells
             that another sequence shares, windows that dropped cells, and a part of a

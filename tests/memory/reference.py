@@ -174,6 +174,8 @@ class Reference:
         return Verdict(one.allowed, effect)
 
     def copy(self, src: int, dst: int, p0: int, p1: int) -> Verdict:
+        if p0 > p1:
+            return verdict(nothing, POSITION)
         if not self.info.has_memory:
             return verdict(nothing, UNSUPPORTED)
 
@@ -190,8 +192,10 @@ class Reference:
             self.tokens[dst] = None if known is None else [*known]
             self._settle(dst)
 
-        if src == dst or p0 >= p1:
+        if src == dst:
             return verdict(nothing, DONE)
+        if not self.within(src, p0, p1):
+            return verdict(self.remove([dst], 0, END).effect, DONE)
         if self.covers(src, p0, p1):
             return verdict(effect, DONE)
         if self.whole_only or not self.unified:
@@ -199,6 +203,8 @@ class Reference:
         return verdict(effect, DONE, *([UNSUPPORTED] if src in self.dropped else []))
 
     def remove(self, seqs: list[int], p0: int, p1: int) -> Verdict:
+        if p0 > p1:
+            return verdict(nothing, POSITION)
         if not self.info.has_memory:
             return verdict(nothing, UNSUPPORTED)
 
@@ -221,6 +227,8 @@ class Reference:
 
     def remove_and_close(self, seq: int, begin: int, end: int) -> Verdict:
         """Remove a range and move what follows down, or nothing of both."""
+        if begin > end:
+            return verdict(nothing, POSITION)
         rest = self.within(seq, end, END)
         removal = self.remove([seq], begin, end)
         allowed = {UNSUPPORTED if o == REFUSED else o for o in removal.allowed}
@@ -264,6 +272,8 @@ class Reference:
     def _move(
         self, seq: int, p0: int, p1: int, target: Callable[[int], int], idle: bool
     ) -> Verdict:
+        if p0 > p1:
+            return verdict(nothing, POSITION)
         if self.info.has_mrope or not self.info.has_memory:
             return verdict(nothing, UNSUPPORTED)
         moving = self.within(seq, p0, p1)

@@ -108,15 +108,16 @@ def test_sequence_ids_out_of_range_are_errors_save_for_queries(
 @every_case
 def test_an_empty_range_does_nothing(case: Case, bench: MakeBench) -> None:
     b = bench(case).with_two()
-    for p0, p1 in [(0, 0), (None, 0), (5, 5), (7, 3), (20, 20), (INT32_MAX, 0)]:
+    for p0, p1 in [(0, 0), (None, 0), (5, 5), (20, 20), (INT32_MAX, INT32_MAX)]:
         for name, call in RANGED.items():
+            if name == "copy":
+                continue  # it empties: see test_ranges.py
             if case.info.has_mrope and name.startswith(("add", "div")):
                 with pytest.raises(UnsupportedOperation):
                     call(b.ctx, p0, p1)
             else:
                 assert call(b.ctx, p0, p1) in (None, True), name
         b.positions()
-    b.ctx.copy_cache(0, 1, 0)
     b.check()
 
 

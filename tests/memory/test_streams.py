@@ -44,10 +44,13 @@ def test_m8_ranges_near_the_cache_size_mean_what_they_say(case: Case, bench: Mak
     size = b.ctx.n_ctx_seq
     b.feed(0, 20)
     b.feed(1, 9)
-    b.ctx.copy_kv_cache_seq(0, 1, 0, 0)  # empty, where llama.cpp takes everything
-    b.check()
-    for p0, p1 in [(size - 1, size), (size - 1, None), (size, None), (1, size), (1, size - 1)]:
-        # Nothing of the source lies there, or a part of it.
+    # Nothing of the source lies there, where llama.cpp takes everything, or stops the process.
+    for p0, p1 in [(0, 0), (size - 1, size), (size - 1, None), (size, None)]:
+        b.ctx.copy_kv_cache_seq(0, 1, p0, p1)
+        b.held[1] = b.held[1][:0]
+        b.check()
+        b.feed(1, 2)
+    for p0, p1 in [(1, size), (1, size - 1)]:
         with pytest.raises(UnsupportedOperation):
             b.ctx.copy_kv_cache_seq(0, 1, p0, p1)
         b.positions()

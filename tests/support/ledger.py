@@ -85,7 +85,7 @@ class Ledger:
 
     def copy(self, src: int, dst: int, p0: int = 0, p1: int = END) -> None:
         """Let `dst` hold what `src` holds in the range, and nothing else."""
-        if src != dst and p0 < p1:
+        if src != dst:
             cells = self.cells(src)
             self.sequences[dst] = cells.select((cells.pos >= p0) & (cells.pos < p1))
 

@@ -226,7 +226,7 @@ cdef class Batch(Outputs):
         if self.streams or self.whole_only():
             raise UnsupportedOperation(
                 "decode", f"token at {i} belongs to several sequences, which needs kv_unified=True "
-                "and a memory without recurrent state")
+                "and a memory without recurrent state", "context")
         if self.kind == lib.MEMORY_NONE:
             return 0
         for j in range(1, n):

@@ -137,7 +137,10 @@ cdef class Cells(Memory):
 
     def can_resume(self, seq_id, pos):
         """Tell whether a decode at pos, after removing from pos on, would be right."""
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max), p = _p0(pos), lo = 0, hi = 0
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), p, lo = 0, hi = 0
+        if pos is None:
+            raise TypeError("pos must be an integer, not None")
+        p = _p0(pos, "pos")
         self.look()
         try:
             self.usable()
@@ -155,21 +158,26 @@ cdef class Cells(Memory):
 
     def copy_prefix(self, src, dst, n):
         """Make dst hold the positions below n of src, and nothing else."""
-        cdef int32_t s = _seq(src, self.n_seq_max), d = _seq(dst, self.n_seq_max), end = _p1(n)
+        cdef int32_t s = _seq(src, self.n_seq_max), d = _seq(dst, self.n_seq_max), end
+        if n is None:
+            raise TypeError("n must be an integer, not None: copy_kv_cache_seq copies all")
+        end = _p1(n, "n")
         if s != d and end > 0:
             self.seq_cp(s, d, 0, end, "copy_prefix")
             return
         # To itself: keep the prefix. An empty prefix: nothing is left.
         if not self.seq_rm(d, end, None):
             raise UnsupportedOperation(
-                "copy_prefix", f"{self.memory_kind} memory cannot cut sequence {d} at {end}")
+                "copy_prefix", f"{self.memory_kind} memory cannot cut sequence {d} at {end}", "memory")
 
-    def remove(self, seq_id, begin, end):
-        """Remove ``[begin, end)`` and move what follows down; all or nothing."""
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = _p0(begin), b = _p1(end)
-        cdef int32_t from_pos = b, to = INT32_MAX
+    def remove(self, seq_id, p0, p1):
+        """Remove ``[p0, p1)`` and move what follows down; all or nothing."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = 0, b = 0
+        cdef int32_t from_pos, to = INT32_MAX
         cdef lib.removal what
         cdef bint follows
+        _range(p0, p1, &a, &b)
+        from_pos = b
         self.enter()
         try:
             self.need_memory("remove")
@@ -181,11 +189,11 @@ cdef class Cells(Memory):
             if what == lib.REMOVE_REFUSED:
                 raise UnsupportedOperation(
                     "remove", f"{self.memory_kind} memory cannot give up [{a}, {b}) of sequence {seq}: "
-                    "remove all of it and decode again")
+                    "remove all of it and decode again", "memory")
             if follows:
                 if self.whole_only():
                     raise UnsupportedOperation(
-                        "remove", f"{self.memory_kind} memory moves whole sequences only")
+                        "remove", f"{self.memory_kind} memory moves whole sequences only", "memory")
                 self.check_move("remove", seq, &from_pos, &to)
             self.remove_from(seq, what, a, b)
             if follows:

@@ -20,32 +20,44 @@ cdef inline int32_t _seq(object value, int n_seq_max) except -1:
     return <int32_t>n
 
 
-cdef inline int32_t _p0(object value) except -1:
+cdef inline int32_t _p0(object value, str what="p0") except -1:
     """The start of a range; ``None`` is 0."""
     cdef int overflow = 0
     cdef long long n
     if value is None:
         return 0
-    n = _index(value, "p0", &overflow)
+    n = _index(value, what, &overflow)
     if overflow > 0 or n > INT32_MAX:
         raise P0TooLarge(int(value))
     if overflow < 0 or n < 0:
-        raise PositionError(f"p0 is {value}: positions start at 0", p0=int(value), value=int(value), limit=0)
+        raise PositionError(
+            f"{what} is {value}: positions start at 0", p0=int(value), value=int(value), limit=0)
     return <int32_t>n
 
 
-cdef inline int32_t _p1(object value) except -1:
+cdef inline int32_t _p1(object value, str what="p1") except -1:
     """The end of a range; ``None`` is the end of the sequence."""
     cdef int overflow = 0
     cdef long long n
     if value is None:
         return INT32_MAX
-    n = _index(value, "p1", &overflow)
+    n = _index(value, what, &overflow)
     if overflow > 0 or n > INT32_MAX:
         raise P1TooLarge(int(value))
     if overflow < 0 or n < 0:
-        raise PositionError(f"p1 is {value}: positions start at 0", p1=int(value), value=int(value), limit=0)
+        raise PositionError(
+            f"{what} is {value}: positions start at 0", p1=int(value), value=int(value), limit=0)
     return <int32_t>n
+
+
+cdef inline int _range(object p0, object p1, int32_t* a, int32_t* b) except -1:
+    """Both ends of a range; what it selects may be nothing, but it must not run backwards."""
+    a[0] = _p0(p0)
+    b[0] = _p1(p1)
+    if a[0] > b[0]:
+        raise PositionError(
+            f"the range [{a[0]}, {b[0]}) runs backwards: p0 must not be above p1", a[0], b[0])
+    return 0
 
 
 cdef inline long long _int(object value, str what, long long lo, long long hi) except? -1:

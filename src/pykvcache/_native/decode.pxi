@@ -74,7 +74,7 @@ cdef class Context(Batch):
         cdef int32_t size, code
         cdef lib.llama_batch batch
         self.check_room(n, width)
-        self.forget_outputs()
+        self.forget_outputs("the last decode failed")
         self.held.begin()
         self.abort_flag.begin()
         try:
@@ -92,7 +92,7 @@ cdef class Context(Batch):
                     PyErr_CheckSignals()
                     self.check_wanted(start)
         except BaseException:
-            self.forget_outputs()
+            self.forget_outputs("the last decode failed")
             raise
         finally:
             self.abort_flag.end()
@@ -235,7 +235,7 @@ cdef class Context(Batch):
                 raise InvalidBatch(
                     f"{n} tokens must be encoded at once, and n_ubatch is {self.n_ubatch}: "
                     "create the context with a larger n_batch and n_ubatch", value=n, limit=self.n_ubatch)
-            self.forget_outputs()
+            self.forget_outputs("the last encode failed")
             self.held.begin()
             batch = self.part(0, <int32_t>n, width)
             self.abort_flag.begin()

@@ -12,7 +12,7 @@ cdef int _rpc_done(int32_t code, str what) except -1:
     if code == lib.CAUGHT:
         raise _caught_error(what)
     if code == 1:
-        raise UnsupportedOperation(what, "this build has no RPC (-DGGML_RPC=ON)")
+        raise UnsupportedOperation(what, "this build has no RPC (-DGGML_RPC=ON)", "build")
     return 0
 
 

@@ -261,7 +261,7 @@ cdef class Arrays(Cells):
                 "kv", f"the layout of {lib.class_name(self.mem).decode()} is not known here")
         if self.poisoned[seq]:
             raise UnsupportedOperation(
-                "kv", f"sequence {seq} holds the rest of an aborted decode: remove all of it")
+                "kv", f"sequence {seq} holds the rest of an aborted decode: remove all of it", "sequence")
         return 0
 
     cdef list layers_of(
@@ -280,7 +280,7 @@ cdef class Arrays(Cells):
             if <Py_ssize_t>cells[i].cell != first + i * step:
                 raise UnsupportedOperation(
                     "kv", f"the {n} cells of sequence {seq} are not evenly spaced in the cache: "
-                    "read a copy, with copy=True")
+                    "read a copy, with copy=True", "sequence")
         for il in lib.part_layers(self.mem, part):
             layer = [il]
             for which in range(2):
@@ -293,7 +293,8 @@ cdef class Arrays(Cells):
                     layer += [t.type, _region(self, t, n, first, step)]
                 else:
                     raise UnsupportedOperation(
-                        "kv", f"layer {il} lies in the memory of a device: read a copy, with copy=True")
+                        "kv", f"layer {il} lies in the memory of a device: read a copy, with copy=True",
+                        "context")
             layers.append(tuple(layer))
         return layers
 

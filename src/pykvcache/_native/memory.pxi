@@ -14,19 +14,6 @@ cdef dict _KIND_NAMES = {
     lib.MEMORY_OTHER: "other",
 }
 
-cdef dict _NO_SHIFT = {
-    lib.SHIFT_MULTI_POS: "M-RoPE stores several positions per token, which llama.cpp cannot shift",
-    lib.SHIFT_ARCH: "llama.cpp cannot rotate the keys of this architecture again",
-    lib.SHIFT_NO_ROPE: "a part of this cache has no rotary layer (NoPE), which llama.cpp cannot shift",
-    lib.SHIFT_BF16: "keys stored as bf16 cannot be rotated; create the context with type_k='f16'",
-    lib.SHIFT_QUANTIZED: "llama.cpp cannot rotate quantised keys whose head size is not a multiple "
-                         "of 64, or with LLAMA_ATTN_ROT_DISABLE; create the context with type_k='f16'",
-    lib.SHIFT_PARTIAL: "llama.cpp cannot rotate quantised keys of which RoPE turns a part; "
-                       "create the context with type_k='f16'",
-    lib.SHIFT_OTHERWISE: "llama.cpp would rotate keys of this model in another way than its graph does",
-    lib.SHIFT_SCALED: "RoPE changes the length of this model's keys, in each half by another factor",
-}
-
 
 cdef class Memory(Handle):
     """``llama_memory_*`` behind checks."""
@@ -168,8 +155,9 @@ cdef class Memory(Handle):
     def seq_rm(self, seq_id, p0, p1):
         """Remove ``[p0, p1)``; False, and nothing changed, where the memory cannot."""
         cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
-        cdef int32_t a = _p0(p0), b = _p1(p1)
+        cdef int32_t a = 0, b = 0
         cdef lib.removal what
+        _range(p0, p1, &a, &b)
         self.enter()
         try:
             self.need_memory("clear_kv_cache_seq")
@@ -210,31 +198,35 @@ cdef class Memory(Handle):
     def seq_cp(self, src, dst, p0, p1, str operation):
         """Make dst hold what src holds in ``[p0, p1)``, and nothing else."""
         cdef int32_t s = _seq(src, self.n_seq_max), d = _seq(dst, self.n_seq_max)
-        cdef int32_t a = _p0(p0), b = _p1(p1), lo = 0, hi = 0
-        cdef bint whole, nothing
+        cdef int32_t a = 0, b = 0, lo = 0, hi = 0
+        cdef bint whole
+        if operation == "copy_cache":
+            if p1 is None:
+                raise TypeError("size must be an integer, not None: copy_kv_cache_seq copies all")
+            _p1(p1, "size")
+        _range(p0, p1, &a, &b)
         self.enter()
         try:
             self.need_memory(operation)
             self.usable()
-            if s == d or a >= b:
+            if s == d:
                 return
-            if not lib.extent(self.mem, s, lo, hi):
+            if not self.selects(s, a, b):
                 self.remove_from(d, self.removable(d, 0, INT32_MAX), 0, INT32_MAX)
                 return
+            lib.extent(self.mem, s, lo, hi)
             whole = a <= lo and b > hi
             if not whole:
                 self.check_partial_copy(operation, s, a, b)
             if self.poisoned[s]:
                 raise UnsupportedOperation(
-                    operation, f"sequence {s} holds the rest of an aborted decode: remove all of it")
+                    operation, f"sequence {s} holds the rest of an aborted decode: remove all of it",
+                    "sequence")
             if whole:
                 a, b = 0, INT32_MAX
-            nothing = not whole and not lib.holds(self.mem, s, a, b)
             # llama_memory_seq_cp merges into a unified destination; a copy replaces.
-            if nothing or not lib.copies_replace(self.mem):
+            if not lib.copies_replace(self.mem):
                 self.remove_from(d, self.removable(d, 0, INT32_MAX), 0, INT32_MAX)
-            if nothing:
-                return
             self.changed(d, 0)
             self.held.copied(s, d, b if a <= lo else 0)
             self.pending = self.pending or self.streams
@@ -247,6 +239,14 @@ cdef class Memory(Handle):
         finally:
             self.lock.leave()
 
+    cdef bint selects(self, int32_t seq, int32_t a, int32_t b) noexcept:
+        """Whether the sequence holds anything in ``[a, b)``."""
+        cdef int32_t lo = 0, hi = 0
+        if a >= b or not lib.extent(self.mem, seq, lo, hi) or b <= lo or a > hi:
+            return False
+        # Of a recurrent state only the last position has a cell.
+        return self.whole_only() or (a <= lo and b > hi) or lib.holds(self.mem, seq, a, b)
+
     cdef void copied(self, int32_t src, int32_t dst) noexcept:
         """Overridden where a sequence is more than its cells."""
 
@@ -254,28 +254,30 @@ cdef class Memory(Handle):
         cdef int32_t next_pos
         if self.whole_only():
             raise UnsupportedOperation(
-                operation, f"{self.memory_kind} memory copies whole sequences only: leave out p0 and p1")
+                operation, f"{self.memory_kind} memory copies whole sequences only: leave out p0 and p1",
+                "memory")
         if self.streams:
             raise UnsupportedOperation(
                 operation, "with kv_unified=False a copy goes to another stream and must be whole: "
-                "copy all, then remove what is not wanted")
+                "copy all, then remove what is not wanted", "context")
         if self.kind == lib.MEMORY_ATTENTION:
             return 0  # no window
         next_pos = lib.last_before(self.mem, s, b) + 1
         if next_pos > a and not lib.window_intact(self.mem, s, next_pos):
             raise UnsupportedOperation(
                 operation, f"the sliding window has dropped cells that position {next_pos} would see: "
-                "copy the whole sequence, or decode the prefix again")
+                "copy the whole sequence, or decode the prefix again", "sequence")
         return 0
 
     # Shift ---------------------------------------------------------------------------
 
     def seq_add(self, seq_id, p0, p1, delta):
         """Add delta to the positions in ``[p0, p1)``."""
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = _p0(p0), b = _p1(p1), where = 0, first
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = 0, b = 0, where = 0, first
         cdef int overflow = 0
         cdef long long by = _index(delta, "delta", &overflow)
         cdef lib.shift_problem problem
+        _range(p0, p1, &a, &b)
         self.enter()
         try:
             if not self.begin_move("kv_cache_seq_add", seq, a, b):
@@ -301,9 +303,10 @@ cdef class Memory(Handle):
 
     def seq_div(self, seq_id, p0, p1, d):
         """Divide the positions in ``[p0, p1)`` by d, rotating K the right way."""
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = _p0(p0), b = _p1(p1), where = 0
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = 0, b = 0, where = 0
         cdef int by = _int(d, "d", 1, 255)
         cdef lib.shift_problem problem
+        _range(p0, p1, &a, &b)
         self.enter()
         try:
             if not self.begin_move("kv_cache_seq_div", seq, a, b):
@@ -333,25 +336,27 @@ cdef class Memory(Handle):
         cdef int32_t lo = 0, hi = 0
         cdef int why = lib.why_no_shift(self.mem)
         if why != lib.SHIFT_OK:
-            raise UnsupportedOperation(operation, _NO_SHIFT[why])
+            raise UnsupportedOperation(
+                operation, _NO_SHIFT[why], "context" if why in _NO_SHIFT_OF_TYPE else "model")
         lib.extent(self.mem, seq, lo, hi)
         if self.whole_only():
             if a[0] > lo or b[0] <= hi:
                 raise UnsupportedOperation(
-                    operation, f"{self.memory_kind} memory moves whole sequences only")
+                    operation, f"{self.memory_kind} memory moves whole sequences only", "memory")
             a[0] = 0
             b[0] = INT32_MAX
         if self.poisoned[seq]:
             raise UnsupportedOperation(
-                operation, f"sequence {seq} holds the rest of an aborted decode: remove all of it")
+                operation, f"sequence {seq} holds the rest of an aborted decode: remove all of it",
+                "sequence")
         if lib.shared(self.mem, seq, a[0], b[0]):
             raise UnsupportedOperation(
                 operation, f"sequence {seq} shares cells with another sequence, which would move too: "
-                "remove the other, or decode into a sequence of its own")
+                "remove the other, or decode into a sequence of its own", "sequence")
         if lib.window_dropped(self.mem, seq):
             raise UnsupportedOperation(
                 operation, "the sliding window has dropped cells of this sequence: "
-                "create the context with swa_full=True, or decode again")
+                "create the context with swa_full=True, or decode again", "sequence")
         return 0
 
     cdef int raise_problem(

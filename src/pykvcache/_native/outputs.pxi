@@ -10,8 +10,11 @@ cdef class Outputs(Partials):
     cdef list kept_logits
     cdef list kept_embeddings
     cdef bint from_encoder
+    # Why there are none, where there are none.
+    cdef str no_outputs
 
-    cdef void forget_outputs(self):
+    cdef void forget_outputs(self, str why):
+        self.no_outputs = why
         self.outputs.clear()
         self.held.forget()
         self.kept_logits = None
@@ -23,6 +26,7 @@ cdef class Outputs(Partials):
         """Remember which tokens have outputs; rows that the next part overwrites are kept."""
         cdef int32_t i
         self.part_start = start
+        self.no_outputs = "no token of the last decode asked for them (see LlamaBatch)"
         for i in range(batch.n_tokens):
             if batch.logits[i]:
                 self.outputs.push_back(start + i)
@@ -60,7 +64,7 @@ cdef class Outputs(Partials):
         cdef long long index = _index(i, "index", &overflow)
         cdef Py_ssize_t n = <Py_ssize_t>self.outputs.size(), a, b, middle
         if n == 0:
-            raise IndexError(f"there are no {what}: nothing was decoded, or the last decode failed")
+            raise self.none_there(what)
         if not overflow and index < 0 and index >= -n:
             return self.check_held(<int>(n + index), i, what)
         a = 0
@@ -75,6 +79,11 @@ cdef class Outputs(Partials):
             raise IndexError(
                 f"token {i} of the last decode has no {what}: {n} of its tokens asked for them")
         return self.check_held(<int>a, i, what)
+
+    cdef object none_there(self, str what):
+        why = self.no_outputs or (
+            "this context has not decoded yet, and what is restored brings none: decode a token")
+        return IndexError(f"there are no {what}: {why}")
 
     cdef int check_held(self, int place, object i, str what) except -1:
         if not self.held.is_held(place):
@@ -102,7 +111,8 @@ cdef class Outputs(Partials):
         place = self.find_output(i, "logits")
         # llama.cpp has a buffer for them all the same, with zeros or old embeddings in it.
         if not self.effective.gives_logits:
-            raise UnsupportedOperation("logits", "with embeddings=True this model computes no logits")
+            raise UnsupportedOperation(
+                "logits", "with embeddings=True this model computes no logits", "context")
         result = self.row(place, False)
         if result is None:
             raise IndexError(f"token {i} of the last decode has no logits")
@@ -123,10 +133,12 @@ cdef class Outputs(Partials):
         try:
             self.usable()
             if not self.embeddings:
-                raise UnsupportedOperation("embeddings", "create the context with embeddings=True")
+                raise UnsupportedOperation(
+                    "embeddings", "create the context with embeddings=True", "context")
             if self.pooling_type != 0:
                 raise UnsupportedOperation(
-                    "embeddings", "they are pooled: see seq_embeddings(), or use pooling_type='none'")
+                    "embeddings", "they are pooled: see seq_embeddings(), or use pooling_type='none'",
+                    "context")
             result = self.row(self.find_output(i, "embeddings"), True)
             if result is None:
                 raise IndexError(f"token {i} of the last decode has no embeddings")
@@ -143,9 +155,9 @@ cdef class Outputs(Partials):
             self.usable()
             if not self.embeddings or self.pooling_type == 0:
                 raise UnsupportedOperation(
-                    "seq_embeddings", "create the context with embeddings=True and a pooling_type")
+                    "seq_embeddings", "create the context with embeddings=True and a pooling_type", "context")
             if self.outputs.size() == 0:
-                raise IndexError("there are no embeddings: nothing was decoded, or the last decode failed")
+                raise self.none_there("embeddings")
             result = self.copy_row(lib.embeddings_seq(self.ctx, seq), n)
             if result is None:
                 raise IndexError(f"sequence {seq} was not in the last decode")

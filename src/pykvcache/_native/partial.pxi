@@ -42,7 +42,7 @@ cdef class Partials(State):
         self.has_states(operation)
         if self.kind == lib.MEMORY_ATTENTION:
             raise UnsupportedOperation(
-                operation, "attention memory needs none: clear_kv_cache_seq(seq_id, p0) rewinds it")
+                operation, "attention memory needs none: clear_kv_cache_seq(seq_id, p0) rewinds it", "memory")
         return 0
 
     def get_partial_state(self, seq_id):

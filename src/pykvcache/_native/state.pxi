@@ -158,7 +158,7 @@ cdef class State(Arrays):
             if self.poisoned[s]:
                 raise UnsupportedOperation(
                     operation,
-                    f"sequence {s} holds the rest of an aborted decode: remove all of it")
+                    f"sequence {s} holds the rest of an aborted decode: remove all of it", "sequence")
         self.settle()
         return 0
 

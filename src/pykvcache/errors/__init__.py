@@ -130,7 +130,7 @@ class P1TooLarge(_TooLarge):
 
 
 class UnsupportedOperation(KvCacheConversionError):
-    """What was asked cannot be done by this memory, or this model.
+    """What was asked cannot be done by this model, or as things are.
 
     Attributes
     ----------
@@ -138,15 +138,19 @@ class UnsupportedOperation(KvCacheConversionError):
         Name of the method that was called.
     reason : str
         Why it cannot be done, and what to do instead where there is something.
+    subject : str
+        What stands in the way: ``"model"``; ``"memory"``, its kind; ``"context"``, how it was
+        created; ``"sequence"``, what it holds now; ``"state"``; ``"build"``.
     """
 
-    def __init__(self, operation: str, reason: str) -> None:
-        super().__init__(f"operation not supported by this model: {operation}: {reason}")
+    def __init__(self, operation: str, reason: str, subject: str = "model") -> None:
+        super().__init__(f"operation not supported by this {subject}: {operation}: {reason}")
         self.operation = operation
         self.reason = reason
+        self.subject = subject
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.operation, self.reason)
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.operation, self.reason, self.subject)
 
 
 # Wrong arguments --------------------------------------------------------------------

@@ -208,7 +208,9 @@ def _view(region: lib.Region | None, kind: int | None, wanted: Any) -> CacheView
         raise UnsupportedOperation("kv", "MLA keeps no values: read a copy, with copy=True")
     if kind not in NATURAL and wanted != "stored":
         raise UnsupportedOperation(
-            "kv", "NumPy lacks the type of this cache: read a copy, or its bits with dtype='stored'"
+            "kv",
+            "NumPy lacks the type of this cache: read a copy, or its bits with dtype='stored'",
+            "context",
         )
     return CacheView(region)
 

@@ -149,7 +149,9 @@ class SequenceKV(Generic[A]):
             because they share a position.
         """
         if self.recurrent is not None:
-            raise UnsupportedOperation("select", "a recurrent state cannot forget single tokens")
+            raise UnsupportedOperation(
+                "select", "a recurrent state cannot forget single tokens", "sequence"
+            )
         if not all(isinstance(layer, LayerKV) for layer in self.layers):
             raise TypeError("layers must be a sequence of LayerKV")
         index = _indices(tokens, len(self))
@@ -157,7 +159,9 @@ class SequenceKV(Generic[A]):
         if window is not None:
             kept = np.isin(window.positions, self.positions[index])
             if np.isin(self.positions[index], np.delete(self.positions, index)).any():
-                raise UnsupportedOperation("select", "of tokens at one position keep all or none")
+                raise UnsupportedOperation(
+                    "select", "of tokens at one position keep all or none", "sequence"
+                )
             window = window.select(kept)
         return replace(
             self,

@@ -150,11 +150,11 @@ class SequenceState(Saved):
     def _can_cut(self, start: int, stop: int) -> bool:
         if any(part.layout.part == "recurrent" for part in self._parts):
             raise UnsupportedOperation(
-                "slice", "a recurrent state stands for all its tokens at once"
+                "slice", "a recurrent state stands for all its tokens at once", "state"
             )
         if len(self._parts) > 1 and start:
             raise UnsupportedOperation(
-                "slice", "of a sliding-window sequence only a prefix can be kept"
+                "slice", "of a sliding-window sequence only a prefix can be kept", "state"
             )
         return True
 
@@ -169,7 +169,7 @@ class SequenceState(Saved):
         held = window.positions[:n]
         if not np.array_equal(held[held > last + 1 - self._fingerprint.n_swa], seen):
             raise UnsupportedOperation(
-                "slice", f"the window has dropped cells that position {last + 1} would see"
+                "slice", f"the window has dropped cells that position {last + 1} would see", "state"
             )
         return window.take(slice(0, n))
 
@@ -226,7 +226,9 @@ class SequenceState(Saved):
 
     def _need_blocks(self, operation: str) -> None:
         if len(self._parts) > 1 or self._parts[0].layout.part != "attention":
-            raise UnsupportedOperation(operation, "only sequences of plain attention have blocks")
+            raise UnsupportedOperation(
+                operation, "only sequences of plain attention have blocks", "state"
+            )
 
     def _check_joins(self, other: SequenceState) -> None:
         self._need_blocks("join")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pykvcache._convert import as_bool, as_float, as_int, choose
@@ -32,11 +34,35 @@ _ATTENTION = {t.name.lower(): t for t in AttentionType}
 _SCALING = {t.name.lower(): t for t in RopeScalingType}
 
 
-def default_threads() -> int:
-    """Return the number of CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 4
+#: Weights that each thread reads per token: below that the threads wait for each other longer than
+#: they save (benchmarks/waiting.py).
+BYTES_PER_THREAD = 16 * 2**20
+THREADS_MAX = 512
+
+
+def usable_cpus(
+    cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Return how many CPUs this process may use: its affinity, and the quota of its cgroups."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    n = len(affinity(0)) if affinity else os.cpu_count() or 4
+    try:
+        name = own.read_text().rpartition("0::/")[2].strip()
+        folder = cgroups / name
+        for place in (folder, *folder.parents):
+            if place.is_relative_to(cgroups) and (place / "cpu.max").is_file():
+                quota, period = (place / "cpu.max").read_text().split()
+                if quota != "max":
+                    n = min(n, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError, ZeroDivisionError):
+        pass  # another system, or an older one
+    return max(1, min(n, THREADS_MAX))
+
+
+def default_threads(model_size: int) -> tuple[int, int]:
+    """Return the threads for one token of a model of so many bytes, and for a batch."""
+    n = usable_cpus()
+    return min(n, max(1, math.ceil(model_size / BYTES_PER_THREAD))), n
 
 
 def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,8 +80,11 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
     n_ctx = given["n_ctx"]
     if n_ctx is None:
         n_ctx = min(N_CTX_DEFAULT, model.n_ctx_train or N_CTX_DEFAULT)
-    threads = default_threads() if given["n_threads"] is None else given["n_threads"]
-    batch_threads = threads if given["n_threads_batch"] is None else given["n_threads_batch"]
+    threads, batch_threads = default_threads(model.size)
+    if given["n_threads"] is not None:
+        threads = batch_threads = given["n_threads"]
+    if given["n_threads_batch"] is not None:
+        batch_threads = given["n_threads_batch"]
     params: dict[str, Any] = {
         "n_ctx": as_int(n_ctx, "n_ctx", 0, 2**31 - 1),
         "n_batch": as_int(given["n_batch"], "n_batch", 1, 2**31 - 1),

@@ -70,7 +70,9 @@ class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, LlamaFile
     flash_attn
         ``"auto"``, ``"enabled"`` or ``"disabled"``.
     n_threads, n_threads_batch
-        Threads for one token and for more. Default: the CPUs this process may use.
+        Threads for one token and for more. Default for more: the CPUs that affinity and
+        cgroups leave this process, or `n_threads` if that is given; for one token one thread
+        for each 16 MiB of weights, and no more than these CPUs.
     embeddings
         Compute embeddings for all tokens, beside logits.
     pooling_type

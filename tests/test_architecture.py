@@ -28,6 +28,7 @@ LAYERS = [
     {"memory", "facts", "introspection"},
     {"context"},
     {"sequence"},
+    {"generate"},
     {"__init__"},
     {"demo"},
     {"cli"},
@@ -44,7 +45,12 @@ ONLY = {
 }
 # Outside the standard library. Whatever is not NumPy is an extra: imported where it is used.
 REQUIRED = {"numpy"}
-EXTRAS = {"arrays": {"safetensors"}, "demo": {"rich"}, "state": {"xxhash"}}
+EXTRAS = {
+    "arrays": {"safetensors"},
+    "demo": {"rich"},
+    "generate": {"rich"},
+    "state": {"xxhash"},
+}
 # Units that cannot be imported without an extra: others import them where they are used.
 NEEDS_EXTRA = {"_jinja": {"jinja2", "markupsafe"}}
 

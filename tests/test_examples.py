@@ -27,6 +27,9 @@ SCRIPTS = (
     "prefix_store",
     "evict_tokens",
     "plot_cache",
+    "best_of_n",
+    "many_prompts",
+    "chat",
 )
 
 # One CPU: threads that wait for each other on a busy machine take most of the time.
@@ -39,10 +42,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run(name: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
+def run(name: str, *args: str | Path, typed: str | None = None) -> subprocess.CompletedProcess[str]:
     script = str(EXAMPLES / f"{name}.py")
     return subprocess.run(
         [sys.executable, "-c", ON_ONE_CPU, script, *map(str, args)],
+        input=typed,
         capture_output=True,
         text=True,
         timeout=120,
@@ -51,8 +55,8 @@ def run(name: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def output(name: str, *args: str | Path) -> str:
-    result = run(name, *args)
+def output(name: str, *args: str | Path, typed: str | None = None) -> str:
+    result = run(name, *args, typed=typed)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     return result.stdout
@@ -245,6 +249,53 @@ def test_plot_cache(tmp_path: Path) -> None:
     assert tokens == cells + 2 * story
 
 
+@pytest.mark.parametrize("name", ["chat", "best_of_n", "beam_search", "many_prompts"])
+def test_what_sequences_do_takes_few_lines(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 35
+
+
+def evaluated(shown: str) -> int:
+    found = re.search(r"^(\d+) tokens evaluated$", shown, re.M)
+    assert found
+    return int(found[1])
+
+
+def test_best_of_n() -> None:
+    shown = output("best_of_n")
+    rows = re.findall(r"^ *(-\d+\.\d+) '(.+)'$|^ *(-\d+\.\d+) \"(.+)\"$", shown, re.M)
+    scores = [float(row[0] or row[2]) for row in rows]
+    assert len(scores) == len({row[1] or row[3] for row in rows}) == 8
+    assert scores == sorted(scores, reverse=True)
+    assert evaluated(shown) < 8 * 39 + 25, "the prompt was evaluated once"
+
+
+def test_beam_search() -> None:
+    shown = output("beam_search")
+    rows = re.findall(r"^ *(-\d+\.\d+) '(Once upon a time.+)'$", shown, re.M)
+    assert len({text for _, text in rows}) == 4
+    assert [float(score) for score, _ in rows] == sorted((float(s) for s, _ in rows), reverse=True)
+    assert evaluated(shown) < 4 * 20 + 25, "a beam costs one token per step"
+
+
+def test_many_prompts() -> None:
+    shown = output("many_prompts")
+    rows = re.findall(r"^ *(\d+) ms, (stop|length) +['\"].+['\"]$", shown, re.M)
+    assert len(rows) == 16
+    waits = [int(wait) for wait, _ in rows]
+    assert max(waits[:8]) < max(waits[8:]), "eight run, eight wait"
+
+
+def test_chat() -> None:
+    typed = "Once upon a time there was a girl.\n/undo\nOnce upon a time\nand then\n"
+    shown = output("chat", typed=typed)
+    counts = [int(n) for n in re.findall(r"\[(\d+) tokens evaluated so far\]", shown)]
+    assert len(counts) == 3
+    assert "(back to 0 tokens)" in shown
+    assert output("chat", typed=typed) == shown
+    # No token of an earlier turn is evaluated again: the new ones, and up to 60 of an answer.
+    assert counts[2] - counts[1] < 70
+
+
 def test_examples_on_keys_refuse_models_that_have_more(model_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("evict_tokens", "plot_cache"):
@@ -256,7 +307,18 @@ def test_examples_on_keys_refuse_models_that_have_more(model_folder: Path, tmp_p
 
 
 @pytest.mark.parametrize("model", ["llama", "jamba"])
-@pytest.mark.parametrize("name", ["fork_a_prompt", "rewind", "save_and_resume", "snapshots"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fork_a_prompt",
+        "rewind",
+        "save_and_resume",
+        "snapshots",
+        "best_of_n",
+        "beam_search",
+        "many_prompts",
+    ],
+)
 def test_takes_a_model(name: str, model: str, model_folder: Path) -> None:
     assert "tokens" in output(name, make_model(model, model_folder))
 

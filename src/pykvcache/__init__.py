@@ -81,6 +81,7 @@ if TYPE_CHECKING:
         SplitModeName,
     )
     from pykvcache.facts import PerfData
+    from pykvcache.generate import BatchGenerator, GenerationHandle
     from pykvcache.introspection import CellTable, MemoryInfo, SequenceRange
     from pykvcache.kv import (
         CacheView,
@@ -114,6 +115,7 @@ except PackageNotFoundError:
 _HOMES = {
     "AttentionType": "enums",
     "AttentionTypeName": "enums",
+    "BatchGenerator": "generate",
     "CacheView": "kv",
     "CellTable": "introspection",
     "CheckpointPolicy": "sequence",
@@ -121,6 +123,7 @@ _HOMES = {
     "Fingerprint": "state",
     "FlashAttention": "enums",
     "FlashAttentionName": "enums",
+    "GenerationHandle": "generate",
     "GgmlType": "enums",
     "GgmlTypeName": "enums",
     "LayerKV": "kv",
@@ -161,6 +164,7 @@ _HOMES = {
 __all__ = [
     "AttentionType",
     "AttentionTypeName",
+    "BatchGenerator",
     "CacheDTypeError",
     "CacheKeyError",
     "CacheLayerError",
@@ -178,6 +182,7 @@ __all__ = [
     "Fingerprint",
     "FlashAttention",
     "FlashAttentionName",
+    "GenerationHandle",
     "GgmlType",
     "GgmlTypeName",
     "GrammarError",

@@ -198,16 +198,29 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         """Forget the history; the grammar begins again, and the random state with its seed."""
         self._native.reset()
 
-    def clone(self) -> Sampler:
+    def clone(self, *, seed: int | None = None) -> Sampler:
         """Return another sampler with these settings and this history (``llama_sampler_clone``).
 
         Penalties, grammar and random state are as they are here, so both choose the same tokens
         from the same logits; neither changes the other.
+
+        Parameters
+        ----------
+        seed
+            Begin with another seed, in [0, 2^32 - 2], for other choices from here on.
         """
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__)
-        clone._native = self._native.clone()
+        if seed is not None:
+            clone._params = dict(self._params, seed=as_int(seed, "seed", 0, 2**32 - 2))
+        clone._native = self._native.clone(clone._params)
         return clone
+
+    @property
+    def seed(self) -> int | None:
+        """The seed; None where a random one was drawn."""
+        seed: int = self._params["seed"]
+        return None if seed == RANDOM_SEED else seed
 
     def __copy__(self) -> Sampler:
         return self.clone()

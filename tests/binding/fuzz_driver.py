@@ -34,11 +34,13 @@ import numpy as np
 from binding import fuzz_plausible as right
 from binding.fuzz_arguments import Arguments
 from pykvcache import (
+    BatchGenerator,
     CacheView,
     CellTable,
     CheckpointPolicy,
     ContextState,
     Fingerprint,
+    GenerationHandle,
     InternalError,
     InvalidBatch,
     KvCacheError,
@@ -48,6 +50,7 @@ from pykvcache import (
     LlamaContext,
     LlamaModel,
     LlamaSequence,
+    LlamaStateFile,
     MemoryInfo,
     PartialState,
     PerfData,
@@ -68,12 +71,13 @@ from support.models import RIGHT, make_model
 
 BUILTIN = (TypeError, ValueError, IndexError)
 """What docs/guarantees.md allows besides `KvCacheError`."""
-KINDS: tuple[type, ...] = (LlamaContext, LlamaModel, LlamaBatch, Sampler, LlamaSequence)
+KINDS: tuple[type, ...] = (LlamaContext, LlamaModel, LlamaBatch, Sampler)
+KINDS += (LlamaSequence, BatchGenerator)
 GIVEN: tuple[type, ...] = (SequenceState, ContextState, PartialState)
-GIVEN += (SequenceKV, CacheView, Fingerprint)
+GIVEN += (SequenceKV, CacheView, Fingerprint, GenerationHandle)
 """Made by methods of others, and kept."""
 PLAIN = (CellTable, LayerKV, LayerState, MemoryInfo, PerfData, RecurrentState, SequenceRange)
-PLAIN += (StateInfo, CheckpointPolicy)
+PLAIN += (StateInfo, CheckpointPolicy, LlamaStateFile)
 """Records, which check nothing themselves."""
 FUNCTIONS = (describe_state, embedded_model_path, from_caches, system_info, to_caches)
 PROTOCOL: list[Callable[[Any], Any]] = [
@@ -119,6 +123,7 @@ class Fuzz(Arguments):
             LlamaBatch: [LlamaBatch()],
             Sampler: [Sampler(temperature=0)],
             LlamaSequence: [],
+            BatchGenerator: [],
             **{kind: [] for kind in GIVEN},
         }
         self.closed = []
@@ -140,7 +145,11 @@ class Fuzz(Arguments):
 
     def call(self, what: str, function: Callable[..., Any], args: Any, named: Any) -> Any:
         if self.journal:
-            self.journal.write(f"{what} {args!r} {named!r}\n"[:2000])
+            try:
+                given = f"{args!r} {named!r}"
+            except Exception as error:  # a record of nonsense cannot be shown
+                given = repr(error)
+            self.journal.write(f"{what} {given}\n"[:2000])
             self.journal.flush()
         try:
             result = function(*args, **named)
@@ -167,6 +176,8 @@ class Fuzz(Arguments):
         if isinstance(result, LlamaSequence):
             self.pool[LlamaSequence].append(result)
         found = [result] if isinstance(result, GIVEN) else []
+        if isinstance(result, list):
+            found += [one for one in result[:2] if isinstance(one, GenerationHandle)]
         if isinstance(result, SequenceKV) and isinstance(result.layers, list | tuple):
             layers = [layer for layer in result.layers if isinstance(layer, LayerKV)]
             found += [one for layer in layers[:1] for one in (layer.keys, layer.values)]
@@ -188,7 +199,7 @@ class Fuzz(Arguments):
             wrong = dict(rng.sample(list(named.items()), min(len(named), 1)))
             named = right.context_options(rng) | (wrong if rng.random() < 0.3 else {})
             args = [rng.choice(self.models)] if rng.random() < 0.95 else args
-        if kind is LlamaSequence and rng.random() < 0.95:
+        if kind in (LlamaSequence, BatchGenerator) and rng.random() < 0.95:
             args = [self.one(LlamaContext)]
         if kind is LlamaBatch and rng.random() < 0.5:
             args, named = self.arguments(LlamaBatch.from_arrays)
@@ -233,7 +244,7 @@ class Fuzz(Arguments):
             self.step_aside()
             return
         # Contexts are what this is about.
-        kind = rng.choices((*KINDS, *GIVEN), (24, 4, 4, 2, 8, 3, 1, 1, 1, 2, 1))[0]
+        kind = rng.choices((*KINDS, *GIVEN), (24, 4, 4, 2, 8, 3, 3, 1, 1, 1, 2, 1, 1))[0]
         if not self.pool[kind]:
             kind = LlamaContext
         closed = [one for one in self.closed if isinstance(one, kind)]
@@ -259,7 +270,7 @@ class Fuzz(Arguments):
     def sweep(self) -> None:
         """Every member of an object of each kind, alive and then closed."""
         made = [LlamaModel(self.path), LlamaContext(self.models[0]), LlamaBatch(), Sampler()]
-        made += self.pool[LlamaSequence][:1]
+        made += self.pool[LlamaSequence][:1] + self.pool[BatchGenerator][:1]
         for one in [*made, *(pool[0] for kind in GIVEN if (pool := self.pool[kind]))]:
             for name in [*MEMBERS[type(one)][0]] * 2:
                 # Closes it somewhere on the way.

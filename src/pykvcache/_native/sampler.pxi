@@ -38,16 +38,7 @@ cdef class Sampler:
             model.check_open()
             self.n_vocab = model.n_vocab
             self.check_bias(model.n_vocab)
-        s.penalty_last_n = params["penalty_last_n"]
-        s.repeat_penalty = params["repeat_penalty"]
-        s.frequency_penalty = params["frequency_penalty"]
-        s.presence_penalty = params["presence_penalty"]
-        s.top_k = params["top_k"]
-        s.top_p = params["top_p"]
-        s.min_p = params["min_p"]
-        s.temperature = params["temperature"]
-        s.greedy = params["temperature"] == 0
-        s.seed = params["seed"]
+        s = _settings(params)
         if params["grammar"] is not None:
             if model is None:
                 raise ValueError("a grammar needs a model")
@@ -72,7 +63,10 @@ cdef class Sampler:
         self.grammar = _copied(source.grammar)
         self.penalties = _copied(source.penalties)
         self.cuts = _copied(source.cuts)
-        self.choice = _copied(source.choice)
+        if self.params["seed"] == source.params["seed"]:
+            self.choice = _copied(source.choice)
+        else:
+            self.choice = _made(lib.sampler_choice(_settings(self.params)))
         return 0
 
     cdef int check_pieces(self) except -1:
@@ -132,9 +126,9 @@ cdef class Sampler:
                 or lib.sampler_reset(self.choice) == lib.CAUGHT):
             raise _caught_error("reset")
 
-    def clone(self):
-        """Return a sampler of the same settings, history, random state and grammar state."""
-        return Sampler.__new__(Sampler, self.params, self.model, self)
+    def clone(self, dict params not None):
+        """Return a sampler of the same history and grammar state; with another seed, it begins there."""
+        return Sampler.__new__(Sampler, params, self.model, self)
 
     def accept(self, token, Model model, bint grammar):
         """Count a token that was not sampled here; all or nothing."""
@@ -267,6 +261,21 @@ cdef class Sampler:
             raise DecodeError(
                 "the grammar allows no further token" + (" beside logit_bias" if self.bias else ""))
         return largest
+
+
+cdef lib.sampler_settings _settings(dict params):
+    cdef lib.sampler_settings s
+    s.penalty_last_n = params["penalty_last_n"]
+    s.repeat_penalty = params["repeat_penalty"]
+    s.frequency_penalty = params["frequency_penalty"]
+    s.presence_penalty = params["presence_penalty"]
+    s.top_k = params["top_k"]
+    s.top_p = params["top_p"]
+    s.min_p = params["min_p"]
+    s.temperature = params["temperature"]
+    s.greedy = params["temperature"] == 0
+    s.seed = params["seed"]
+    return s
 
 
 cdef lib.llama_sampler* _made(lib.llama_sampler* sampler) except NULL:

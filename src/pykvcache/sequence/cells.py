@@ -54,7 +54,7 @@ class SequenceCells:
         self._version = 0
         self._finalizer: weakref.finalize[[int], SequenceCells] | None = None
         self._native = pool.ctx.native
-        self._needs_points = self._native.memory_kind != "attention"
+        self.needs_points = self._native.memory_kind != "attention"
         pool.join(self)
 
     @property
@@ -217,10 +217,10 @@ class SequenceCells:
         is_prompt = n - ledger.n_evaluated > 1
         while ledger.n_evaluated < n:
             end = n
-            if self._needs_points and is_prompt:
+            if self.needs_points and is_prompt:
                 end = self.policy.next_stop(ledger.n_evaluated, n)
             self._decode(end, want_row and end == n)
-            if self._needs_points and is_prompt:
+            if self.needs_points and is_prompt:
                 self.checkpoint()
         return self.row
 
@@ -242,7 +242,7 @@ class SequenceCells:
             try:
                 self.row = self._native.decode_vector(tokens, self.live_id, want_row)
             except BaseException:
-                self._sync()
+                self.sync()
                 raise
             ledger.holds(end)
             self.note()
@@ -251,7 +251,7 @@ class SequenceCells:
         self.with_room(run)
         self.pool.idle.step(self.pool, self)
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
         """After a decode that failed: what the memory holds now."""
         if self._native.is_closed or self.seq_id is None:
             return
@@ -279,7 +279,7 @@ class SequenceCells:
 
     def checkpoint(self) -> None:
         """Keep the part of the memory that cannot be rewound, where there is such a part."""
-        if not self._needs_points or not self.policy.max_bytes or self.seq_id is None:
+        if not self.needs_points or not self.policy.max_bytes or self.seq_id is None:
             return
         if len(self.ledger.stale) or not self.n_held:
             return

@@ -56,10 +56,9 @@ class Ledger:
         """The tokens that the memory does not hold yet; valid until the next edit."""
         return self._buffer[self.n_evaluated : self._n]
 
-    @property
-    def last(self) -> int:
-        """The last token."""
-        return int(self._buffer[self._n - 1])
+    def token_at(self, i: int) -> int:
+        """Return one token."""
+        return int(self._buffer[i])
 
     @property
     def n_held(self) -> int:

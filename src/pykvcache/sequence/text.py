@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import SupportsIndex, cast
 
 from pykvcache._convert import as_int
 
@@ -34,8 +34,8 @@ class Stop:
             Something is neither a string nor an integer.
         """
         items: list[str | SupportsIndex]
-        if isinstance(stop, (str, SupportsIndex)):
-            items = [stop]
+        if isinstance(stop, str) or hasattr(stop, "__index__"):
+            items = [cast("str | SupportsIndex", stop)]
         elif isinstance(stop, Iterable) and not isinstance(stop, bytes):
             items = list(stop)
         else:

@@ -1,0 +1,367 @@
+"""BatchGenerator: requests that are generated together, one decode per step."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, SupportsIndex, overload
+
+from pykvcache._convert import TokenInput, as_int
+from pykvcache.context import LlamaContext
+from pykvcache.errors import ClosedError, DecodeAborted, NoKvCacheSlot
+from pykvcache.generate.handle import GenerationHandle
+from pykvcache.generate.schedule import Schedule
+from pykvcache.generate.step import Stepper
+from pykvcache.sampling import Sampler
+from pykvcache.sequence.pool import pool_of
+from pykvcache.sequence.sequence import LlamaSequence
+from pykvcache.sequence.text import Stop, StopInput
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+__all__ = ["BatchGenerator"]
+
+
+class BatchGenerator:
+    """Generates for many requests at once: every `step` is one decode for all that run.
+
+    Requests join while others run. A long prompt is evaluated in parts beside those that
+    generate, so that nobody waits for it. Several samples of one prompt share its evaluation.
+    When cells run out, who is lowest in priority and came last is parked and goes on later. Each
+    request has its own sampler and ends with the tokens that it would have had alone.
+
+    Any thread may submit, iterate and abort. Who iterates over a handle drives the generator
+    where nobody else does; `start` lets a thread of its own do that.
+
+    Parameters
+    ----------
+    context
+        Where it runs.
+    max_sequences
+        Requests that run at once; default and most: ``n_seq_max`` of the context.
+    n_chunk
+        Tokens of a prompt per step; default: ``n_ubatch`` of the context.
+
+    Examples
+    --------
+    >>> from pykvcache import BatchGenerator, LlamaContext, LlamaModel, embedded_model_path
+    >>> with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=512) as ctx:
+    ...     generator = BatchGenerator(ctx)
+    ...     handles = [generator.submit(text, 5) for text in ("Once upon", "One day", "Tim")]
+    ...     generator.run()
+    ...     [len(handle.tokens) for handle in handles]
+    [5, 5, 5]
+    """
+
+    def __init__(
+        self,
+        context: LlamaContext,
+        max_sequences: SupportsIndex | None = None,
+        *,
+        n_chunk: SupportsIndex | None = None,
+    ) -> None:
+        LlamaSequence(context).close()  # raises what a sequence of this context would
+        self._ctx = context
+        self._pool = pool_of(context)
+        most = context.n_seq_max
+        n = most if max_sequences is None else as_int(max_sequences, "max_sequences", 1, most)
+        chunk = context.n_ubatch if n_chunk is None else as_int(n_chunk, "n_chunk", 1, 2**31 - 1)
+        self._schedule = Schedule(context, self._pool, n)
+        self._stepper = Stepper(self._schedule, chunk)
+        self._changed = threading.Condition()
+        self._driven = False
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._order = 0
+
+    @property
+    def context(self) -> LlamaContext:
+        """The context it runs in."""
+        return self._ctx
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it, or its context, was closed."""
+        return self._closed or self._ctx.is_closed
+
+    @property
+    def n_running(self) -> int:
+        """Requests that take part in the next step."""
+        return len(self._schedule.running)
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests that wait for ids or cells."""
+        return len(self._schedule.waiting)
+
+    # Requests -----------------------------------------------------------------------------------
+
+    @overload
+    def submit(  # type: ignore[overload-overlap]
+        self,
+        prompt: str | TokenInput | LlamaSequence,
+        max_tokens: SupportsIndex,
+        sampler: Sampler | None = None,
+        *,
+        n: Literal[1] = 1,
+        stop: StopInput = (),
+        logprobs: SupportsIndex = 0,
+        priority: SupportsIndex = 0,
+    ) -> GenerationHandle: ...
+
+    @overload
+    def submit(
+        self,
+        prompt: str | TokenInput | LlamaSequence,
+        max_tokens: SupportsIndex,
+        sampler: Sampler | None = None,
+        *,
+        n: int,
+        stop: StopInput = (),
+        logprobs: SupportsIndex = 0,
+        priority: SupportsIndex = 0,
+    ) -> list[GenerationHandle]: ...
+
+    def submit(
+        self,
+        prompt: str | TokenInput | LlamaSequence,
+        max_tokens: SupportsIndex,
+        sampler: Sampler | None = None,
+        *,
+        n: SupportsIndex = 1,
+        stop: StopInput = (),
+        logprobs: SupportsIndex = 0,
+        priority: SupportsIndex = 0,
+    ) -> GenerationHandle | list[GenerationHandle]:
+        """Ask for a generation; it is made by `step`, `run`, or who iterates over the handle.
+
+        Parameters
+        ----------
+        prompt
+            Text, token ids, or a LlamaSequence, whose own tokens grow; nobody should edit it
+            meanwhile.
+        max_tokens
+            Tokens to generate at most.
+        sampler
+            Copied for this request. Default: greedy.
+        n
+            Samples of this prompt. Sample i has the sampler's seed plus i, so that all differ and
+            can be had again. A LlamaSequence is continued by the first; the others are forks.
+        stop
+            As for `LlamaSequence.generate`.
+        logprobs
+            How many of the likeliest tokens to give the log-probabilities of, per token.
+        priority
+            Larger ones go first.
+
+        Returns
+        -------
+        GenerationHandle, or a list of n where n is more than 1
+
+        Raises
+        ------
+        NoKvCacheSlot
+            The prompt does not fit the cache alone.
+        InvalidBatch, ValueError, TypeError
+            An argument is wrong, or the prompt has no tokens. Other requests go on.
+        """
+        limit = as_int(max_tokens, "max_tokens", 0, 2**31 - 1)
+        count = as_int(n, "n", 1, 2**16)
+        n_logprobs = as_int(logprobs, "logprobs", 0, self._ctx.model.n_vocab)
+        rank = as_int(priority, "priority", -(2**31), 2**31 - 1)
+        if sampler is None:
+            sampler = Sampler(temperature=0)
+        elif not isinstance(sampler, Sampler):
+            raise TypeError(f"sampler must be a Sampler, not {type(sampler).__name__}")
+        stops = Stop.of(stop, self._ctx.model.n_vocab)
+        with self._pool.hold():
+            self._check_open()
+            sequence = self._sequence(prompt)
+            handles = []
+            for i in range(count):
+                own = sequence if i == 0 else LlamaSequence(self._ctx)
+                if i:
+                    own._cells.ledger.append(sequence.tokens)
+                self._order += 1
+                handle = GenerationHandle(
+                    self,
+                    own,
+                    limit,
+                    self._sampler_of(sampler, i),
+                    stops,
+                    n_logprobs,
+                    rank,
+                    self._order,
+                    owns=sequence is not prompt or i > 0,
+                )
+                handles.append(handle)
+            if limit:
+                handles[0]._siblings = handles[1:]
+                self._schedule.add(handles[0])
+            for handle in handles if not limit else ():
+                handle._end("length")
+        self._wake()
+        return handles[0] if count == 1 else handles
+
+    def _sequence(self, prompt: str | TokenInput | LlamaSequence) -> LlamaSequence:
+        if isinstance(prompt, LlamaSequence):
+            if prompt.context is not self._ctx:
+                raise ValueError("the sequence belongs to another context")
+            prompt._check_open()
+            known = [*self._schedule.running, *self._schedule.waiting]
+            if any(handle._sequence is prompt for handle in known):
+                raise ValueError("the sequence is being generated already")
+            sequence = prompt
+        else:
+            sequence = LlamaSequence(self._ctx, prompt)
+        if not len(sequence):
+            raise ValueError("the prompt has no tokens: there is nothing to evaluate")
+        if len(sequence) > self._ctx.n_ctx_seq and self._ctx.memory_kind != "recurrent":
+            raise NoKvCacheSlot(
+                f"the prompt has {len(sequence)} tokens, and one sequence has room for "
+                f"{self._ctx.n_ctx_seq}",
+                1,
+            )
+        return sequence
+
+    @staticmethod
+    def _sampler_of(sampler: Sampler, i: int) -> Sampler:
+        """Return a copy for sample i; a drawn seed is drawn anew, so that no two share it."""
+        if sampler.seed is None:
+            return sampler.clone(seed=secrets.randbelow(2**32 - 1))
+        return sampler.clone(seed=(sampler.seed + i) % (2**32 - 1)) if i else sampler.clone()
+
+    # Driving ------------------------------------------------------------------------------------
+
+    def step(self) -> list[tuple[GenerationHandle, int]]:
+        """Make one decode for all requests that run.
+
+        Returns
+        -------
+        list of (GenerationHandle, int)
+            The tokens that came of it; empty where nothing is left to do, or only parts of
+            prompts were evaluated.
+
+        Raises
+        ------
+        DecodeAborted
+            `LlamaContext.abort` was called meanwhile: nothing is lost, the next step goes on.
+        """
+        with self._pool.hold():
+            self._check_open()
+            made = self._stepper.step()
+        self._wake()
+        return made
+
+    def run(self, *, progress: bool | None = None) -> None:
+        """Make steps until no request is left.
+
+        Parameters
+        ----------
+        progress
+            Show a progress bar (needs ``pykvcache[demo]``). Default: where stderr is a terminal
+            and rich is installed.
+        """
+        from pykvcache.generate.progress import watching  # only here: rich is an extra
+
+        with watching(self, progress) as look:
+            while len(self._schedule):
+                if not self._take_turn():
+                    self._await_change()
+                look()
+
+    def start(self) -> None:
+        """Let a thread of its own make the steps, until `close`. Twice does nothing."""
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="pykvcache-generate", daemon=True
+                )
+                self._thread.start()
+
+    def close(self) -> None:
+        """Abort what is left, and end the thread; twice does nothing."""
+        with self._changed:
+            self._closed = True
+            thread, self._thread = self._thread, None
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        with self._pool.hold():
+            self._stepper.close()
+        self._wake()
+
+    def __enter__(self) -> BatchGenerator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<BatchGenerator: {self.n_running} running, {self.n_waiting} waiting>"
+
+    def _check_open(self) -> None:
+        if self._ctx.is_closed:
+            raise ClosedError("the context of this generator is closed")
+        if self._closed:
+            raise ClosedError("the generator is closed")
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _await_change(self) -> None:
+        with self._changed:
+            self._changed.wait(0.05)
+
+    def _take_turn(self) -> bool:
+        """Make a step, unless somebody else does."""
+        with self._changed:
+            if self._driven or self._thread is not None:
+                return False
+            self._driven = True
+        try:
+            self.step()
+        finally:
+            with self._changed:
+                self._driven = False
+                self._changed.notify_all()
+        return True
+
+    def _wait_for(self, handle: GenerationHandle, i: int) -> int | None:
+        """Return token i of a handle; None where it ended before."""
+        while True:
+            if i < len(handle._tokens):
+                return handle._tokens[i]
+            if handle._finish is not None:
+                if handle._error is not None and handle._finish == "error":
+                    raise handle._error
+                return None
+            if not self._take_turn():
+                self._check_open()
+                self._await_change()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and not len(self._schedule):
+                    self._changed.wait()
+                if self._closed:
+                    return
+            try:
+                self.step()
+            except DecodeAborted as error:
+                with self._pool.hold():
+                    self._stepper.abort_all(error)
+                self._wake()
+            except Exception as error:
+                with self._pool.hold():
+                    self._stepper.fail_all(error)
+                self._wake()

@@ -1,0 +1,229 @@
+"""One request of a BatchGenerator: its tokens, its text, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._convert import IntArray
+from pykvcache.sampling import Sampler
+from pykvcache.sequence.sequence import LlamaSequence
+from pykvcache.sequence.text import Stop, TextStream
+
+if TYPE_CHECKING:
+    from pykvcache.generate.generator import BatchGenerator
+
+__all__ = ["FinishReason", "GenerationHandle", "RequestTimes"]
+
+# Stubtest takes a Literal of several for no union.
+FinishReason = (
+    Literal["stop"] | Literal["length"] | Literal["full"] | Literal["aborted"] | Literal["error"]
+)
+
+
+@dataclass
+class RequestTimes:
+    """When things happened, by ``time.perf_counter()``, in seconds.
+
+    Attributes
+    ----------
+    queued
+        When it was submitted.
+    tokens
+        When each token was chosen; the first is the time to the first token.
+    finished
+        When it ended; None before.
+    """
+
+    queued: float = field(default_factory=time.perf_counter)
+    tokens: list[float] = field(default_factory=list)
+    finished: float | None = None
+
+    @property
+    def first_token(self) -> float | None:
+        """When the first token was chosen; None before."""
+        return self.tokens[0] if self.tokens else None
+
+
+class GenerationHandle:
+    """A generation that was submitted to a `BatchGenerator`, which makes it.
+
+    Iterating gives its tokens as they come, from the first one on, and drives the generator where
+    nobody else does; ``async for`` does so in a thread. Any thread may use it.
+    """
+
+    def __init__(
+        self,
+        generator: BatchGenerator,
+        sequence: LlamaSequence,
+        max_tokens: int,
+        sampler: Sampler,
+        stop: Stop,
+        n_logprobs: int,
+        priority: int,
+        order: int,
+        *,
+        owns: bool,
+    ) -> None:
+        self._generator = generator
+        self._sequence = sequence
+        self._cells = sequence._cells
+        self._left = max_tokens
+        self._sampler = sampler
+        self._stop = stop
+        self._stream = TextStream(stop.strings) if stop.strings else None
+        self._stopped_text: list[str] = []
+        self._n_logprobs = n_logprobs
+        self._priority = priority
+        self._order = order
+        self._owns = owns
+        self._siblings: list[GenerationHandle] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[dict[int, float]] = []
+        self._finish: FinishReason | None = None
+        self._error: Exception | None = None
+        self._abort = False
+        self.times = RequestTimes()
+
+    # What has come of it ----------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> IntArray:
+        """The new tokens, so far; int32, shape (n,), a copy."""
+        return np.array(self._tokens, np.int32)
+
+    @property
+    def text(self) -> str:
+        """The text of the new tokens, so far; it ends before a stop string.
+
+        Characters whose bytes are not all there are left out until the end.
+        """
+        if self._stream is not None:
+            # The stream has searched for stop strings as the tokens came.
+            return "".join(self._stopped_text)
+        model = self._sequence.context.model
+        kept = [t for t in list(self._tokens) if t not in self._stop.tokens]
+        stream = TextStream()
+        text = "".join(stream.feed(model.token_to_piece(token)) for token in kept)
+        return text + stream.finish() if self._finish is not None else text
+
+    @property
+    def logprobs(self) -> list[dict[int, float]]:
+        """For each token the log-probabilities that the model gave, by token id; a copy.
+
+        The ``logprobs`` likeliest, and the one that was chosen; empty if none were asked for.
+        """
+        return [dict(one) for one in self._logprobs]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How it ended; None while it runs.
+
+        ``"stop"`` (an end-of-generation token, or a stop), ``"length"`` (``max_tokens``),
+        ``"full"`` (it fills the cache alone), ``"aborted"``, ``"error"`` (see `error`).
+        """
+        return self._finish
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended it with ``"error"``; iterating raises it."""
+        return self._error
+
+    @property
+    def sequence(self) -> LlamaSequence:
+        """The sequence it continues; closed at the end unless it was the submitted one."""
+        return self._sequence
+
+    @property
+    def priority(self) -> int:
+        """Larger ones go first."""
+        return self._priority
+
+    def abort(self) -> None:
+        """End it before its next token; its tokens stay. Does nothing where it has ended."""
+        self._abort = True
+        self._generator._stepper.aborted = True
+        self._generator._wake()
+
+    def wait(self) -> GenerationHandle:
+        """Wait until it has ended, driving the generator if nobody does; raises its error."""
+        for _ in self:
+            pass
+        return self
+
+    def __iter__(self) -> Iterator[int]:
+        i = 0
+        while True:
+            token = self._generator._wait_for(self, i)
+            if token is None:
+                return
+            yield token
+            i += 1
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        i = 0
+        while True:
+            if i < len(self._tokens):
+                token: int | None = self._tokens[i]
+            else:
+                token = await asyncio.to_thread(self._generator._wait_for, self, i)
+            if token is None:
+                return
+            yield token
+            i += 1
+
+    def __repr__(self) -> str:
+        return f"<GenerationHandle: {len(self._tokens)} tokens, {self._finish or 'not finished'}>"
+
+    # For the generator ------------------------------------------------------------------------
+
+    def _take(self, row: npt.NDArray[np.float32]) -> int | None:
+        """Choose a token from logits and append it; None where that ended it."""
+        native = self._sequence.context.native
+        token = self._sampler.native.sample(native, row)
+        if native.is_eog(token):
+            self._end("stop")
+            return None
+        self._sequence._append_one(token)
+        if self._n_logprobs:
+            self._logprobs.append(likeliest(row, self._n_logprobs, token))
+        self._tokens.append(token)
+        self.times.tokens.append(time.perf_counter())
+        self._left -= 1
+        if token in self._stop.tokens:
+            self._end("stop")
+        elif self._stream is not None:
+            piece = self._sequence.context.model.token_to_piece(token)
+            self._stopped_text.append(self._stream.feed(piece))
+            if self._stream.stopped is not None:
+                self._end("stop")
+        if self._finish is None and self._left <= 0:
+            self._end("length")
+        return token
+
+    def _end(self, reason: FinishReason, error: Exception | None = None) -> None:
+        if self._finish is None:
+            if self._stream is not None:
+                self._stopped_text.append(self._stream.finish())
+            self._error = error
+            self.times.finished = time.perf_counter()
+            self._finish = reason
+
+
+def likeliest(row: npt.NDArray[np.float32], n: int, chosen: int) -> dict[int, float]:
+    """Return log-probabilities of the n likeliest tokens, in that order, and of one more."""
+    n = min(n, len(row))
+    top = np.argpartition(row, len(row) - n)[len(row) - n :]
+    top = top[np.argsort(-row[top], kind="stable")]
+    wide = row.astype(np.float64)
+    largest = wide.max()
+    total = largest + np.log(np.exp(wide - largest).sum())
+    found = {int(t): float(wide[t] - total) for t in top}
+    found.setdefault(chosen, float(wide[chosen] - total))
+    return found

@@ -1,0 +1,37 @@
+"""A progress bar for many requests, where somebody is there to see it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pykvcache.generate.generator import BatchGenerator
+
+__all__ = ["watching"]
+
+
+@contextmanager
+def watching(generator: BatchGenerator, progress: bool | None) -> Iterator[Callable[[], None]]:
+    """Give a function that shows how many requests have ended."""
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        yield lambda: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        if progress:
+            raise ImportError('a progress bar needs rich: pip install "pykvcache[demo]"') from None
+        yield lambda: None
+        return
+    with Progress(console=Console(stderr=True)) as bar:
+        first = len(generator._schedule)
+        task = bar.add_task("requests", total=first)
+
+        def look() -> None:
+            bar.update(task, completed=max(0, first - len(generator._schedule)))
+
+        yield look

@@ -1,0 +1,103 @@
+"""Who runs, who waits, and who leaves when cells or ids run out."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from pykvcache.context import LlamaContext
+from pykvcache.generate.handle import GenerationHandle
+from pykvcache.sequence.pool import SequencePool
+
+__all__ = ["Schedule"]
+
+#: Cells that each running sequence should find free when one more joins: fewer comings and goings.
+HEADROOM = 16
+
+
+def rank(handle: GenerationHandle) -> tuple[int, int]:
+    """Return what orders handles: larger priority first, then first come."""
+    return -handle._priority, handle._order
+
+
+def missing(handle: GenerationHandle) -> int:
+    """Return how many cells a request needs that it does not hold."""
+    cells = handle._cells
+    return len(cells.ledger) - (cells.n_held if cells.seq_id is not None else 0)
+
+
+class Schedule:
+    """The requests of one generator. The pool's lock is held.
+
+    Those that run are pinned: the pool parks none of them for somebody else.
+    """
+
+    def __init__(self, ctx: LlamaContext, pool: SequencePool, max_sequences: int) -> None:
+        self.ctx = ctx
+        self.pool = pool
+        self.max_sequences = max_sequences
+        self.waiting: list[GenerationHandle] = []
+        self.running: list[GenerationHandle] = []
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def add(self, handle: GenerationHandle) -> None:
+        """Let a request wait for its turn."""
+        insort(self.waiting, handle, key=rank)
+
+    def admit(self) -> None:
+        """Let those run that go first and fit."""
+        while self.waiting:
+            head = self.waiting[0]
+            if self.running and not self._fits(head):
+                last = max(self.running, key=rank)
+                if last._priority >= head._priority:
+                    return
+                self.suspend(last)
+                continue
+            # Running before it is attached: what it needs then is parked for it.
+            self.waiting.pop(0)
+            self._run(head)
+
+    def _run(self, handle: GenerationHandle) -> None:
+        handle._cells.pins += 1
+        insort(self.running, handle, key=rank)
+
+    def _fits(self, head: GenerationHandle) -> bool:
+        if len(self.running) >= self.max_sequences:
+            return False
+        if not self.ctx.kv_unified or self.ctx.memory_kind == "recurrent":
+            return True
+        # What those that run have still to evaluate, or to be put back, is theirs already.
+        needed = sum(missing(handle) for handle in (head, *self.running))
+        idle = sum(other.n_held for other in self.pool.idle_members((head._cells,)))
+        free = self.ctx.n_ctx - self.ctx.n_cells_used + idle
+        return needed + HEADROOM * len(self.running) <= free
+
+    def suspend(self, handle: GenerationHandle) -> None:
+        """Park one that runs; it goes on when there is room again."""
+        self._stop(handle)
+        handle._cells.park()
+        self.add(handle)
+
+    def make_room(self) -> bool:
+        """Let somebody leave: the idle first, then who came last; False if one is left alone."""
+        if self.pool.make_room(self.running[0]._cells):
+            return True
+        if len(self.running) < 2:
+            return False
+        self.suspend(max(self.running, key=rank))
+        return True
+
+    def remove(self, handle: GenerationHandle) -> None:
+        """Forget one that has ended; what is its own is freed."""
+        if handle in self.running:
+            self._stop(handle)
+        else:
+            self.waiting.remove(handle)
+        if handle._owns:
+            handle._sequence.close()
+
+    def _stop(self, handle: GenerationHandle) -> None:
+        self.running.remove(handle)
+        handle._cells.pins -= 1

@@ -28,7 +28,8 @@ LAYERS = [
     {"memory", "facts", "introspection"},
     {"context"},
     {"sequence"},
-    {"generate"},
+    {"prefix"},
+    {"generate", "simulate"},
     {"__init__"},
     {"demo"},
     {"cli"},
@@ -42,13 +43,18 @@ ONLY = {
     "enums": set(),
     "arrays": {"errors"},
     "_native": {"errors"},
+    "simulate": {"errors", "prefix"},
 }
+# What of the prefix cache works without the compiled layer: a folder or file each, which imports
+# errors and others of these.
+MODEL_FREE = {"blocks", "policies", "runs", "tree"}
 # Outside the standard library. Whatever is not NumPy is an extra: imported where it is used.
 REQUIRED = {"numpy"}
 EXTRAS = {
     "arrays": {"safetensors"},
     "demo": {"rich"},
     "generate": {"rich"},
+    "simulate": {"matplotlib"},
     "state": {"xxhash"},
 }
 # Units that cannot be imported without an extra: others import them where they are used.
@@ -136,6 +142,23 @@ def test_what_is_needed_is_numpy(path: Path) -> None:
             continue
         assert head in EXTRAS.get(here, set()), f"{here} imports {name}"
         assert lazy, f"{here} needs {name} to be imported at all"
+
+
+def part(name: str) -> str | None:
+    """Return which part of the prefix cache a dotted name lies in."""
+    return name.removeprefix("pykvcache.prefix").strip(".").partition(".")[0] or None
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_the_tree_and_the_simulator_need_no_model(path: Path) -> None:
+    inside = path.relative_to(PACKAGE).with_suffix("").parts
+    if inside[0] != "simulate" and not (inside[0] == "prefix" and inside[1] in MODEL_FREE):
+        return
+    for name, _ in imports(ast.parse(path.read_text())):
+        if ours(name) == "prefix":
+            assert part(name) in MODEL_FREE, f"{path.name} imports {name}"
+        else:
+            assert ours(name) in {None, "errors", inside[0]}, f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize("path", CYTHON, ids=lambda p: p.name)

@@ -1,0 +1,102 @@
+"""Names of blocks: a hash chain over everything that a block's keys and values depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["NAME_SIZE", "block_names", "root_name", "token_bytes"]
+
+#: Bytes of a name.
+NAME_SIZE: Final = 32
+
+_FORMAT = b"pykvcache.block.1"
+
+
+def root_name(
+    *, model: bytes, rope: bytes, layout: bytes, block_size: int, namespace: str = ""
+) -> bytes:
+    """Return the name that a chain of blocks begins with.
+
+    Blocks share memory only if they share a name, and so a root: another model, rotation of keys,
+    layout of memory, block size or namespace has other names for the same tokens.
+
+    Parameters
+    ----------
+    model, rope, layout
+        SHA-256 digests, 32 bytes each: of the model file, of the rotation of every layer, and of
+        the layout of a block's bytes.
+    block_size
+        Tokens per block.
+    namespace
+        Whose blocks they are: any text.
+
+    Returns
+    -------
+    bytes
+        ``SHA256("pykvcache.block.1" | model | rope | layout | block_size | len(salt) | salt)``:
+        numbers are little-endian, 4 bytes the block size and 8 the length; the salt is the
+        namespace in UTF-8.
+
+    Raises
+    ------
+    ValueError
+        If a digest has another length, or the block size is not in [1, 2**31).
+    """
+    for what, digest in (("model", model), ("rope", rope), ("layout", layout)):
+        if len(digest) != NAME_SIZE:
+            raise ValueError(f"{what} has {len(digest)} bytes: a SHA-256 digest has {NAME_SIZE}")
+    if not 1 <= block_size < 2**31:
+        raise ValueError(f"block_size is {block_size}: it must be in [1, {2**31})")
+    salt = namespace.encode("utf-8", "surrogatepass")
+    head = struct.pack("<IQ", block_size, len(salt))
+    return hashlib.sha256(_FORMAT + model + rope + layout + head + salt).digest()
+
+
+def block_names(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
+    """Return the names of consecutive blocks: each the SHA-256 of the name before and its tokens.
+
+    Parameters
+    ----------
+    parent
+        Name of the block before the first, or of the root.
+    tokens
+        Tokens as `token_bytes` gives them; what is left after the last full block has no name.
+    block_bytes
+        Bytes of the tokens of one block.
+    """
+    view = memoryview(tokens)
+    sha256 = hashlib.sha256
+    names = []
+    for at in range(0, len(view) - block_bytes + 1, block_bytes):
+        parent = sha256(parent + view[at : at + block_bytes]).digest()
+        names.append(parent)
+    return names
+
+
+def token_bytes(tokens: ArrayLike) -> bytes:
+    """Return token ids as little-endian 32-bit integers.
+
+    Raises
+    ------
+    ValueError
+        If a token is not in [0, 2**32), or there is more than one dimension.
+    TypeError
+        If they are not integers.
+    """
+    array: NDArray[np.generic] = np.asarray(tokens)
+    if array.size == 0:
+        return b""
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"tokens are of type {array.dtype}, not integers")
+    if array.ndim != 1:
+        raise ValueError(f"tokens have {array.ndim} dimensions, not 1")
+    if array.dtype.str not in ("<u4", "|u1"):
+        least, most = array.min().item(), array.max().item()
+        if least < 0 or most >= 2**32:
+            raise ValueError(f"token {least if least < 0 else most} is not in [0, {2**32})")
+    return array.astype("<u4", copy=False).tobytes()

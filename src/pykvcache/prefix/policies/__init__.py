@@ -1,0 +1,44 @@
+"""Policies of eviction, by name. The cache and the simulator use the same classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from pykvcache.prefix.policies.base import ByPriority, Policy
+from pykvcache.prefix.policies.peers import VLLM, LlamaServer, MlxLm
+from pykvcache.prefix.policies.queues import S3FIFO, SLRU
+from pykvcache.prefix.policies.simple import FIFO, LFU, LRU, CostAware
+
+__all__ = ["DEFAULT", "POLICIES", "ByPriority", "Policy", "make_policy"]
+
+#: Every policy by its name.
+POLICIES: Final[dict[str, Callable[[], Policy]]] = {
+    "lru": LRU,
+    "fifo": FIFO,
+    "lfu": LFU,
+    "slru": SLRU,
+    "s3fifo": S3FIFO,
+    "cost-aware": CostAware,
+    "llama-server": LlamaServer,
+    "mlx-lm": MlxLm,
+    "vllm": VLLM,
+}
+
+#: The policy that a cache has if none is named; docs/policies.md says why.
+DEFAULT: Final = "lru"
+
+
+def make_policy(policy: str | Policy) -> Policy:
+    """Return a new policy of this name, or the object that was given.
+
+    Raises
+    ------
+    ValueError
+        If there is no policy of this name.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if policy not in POLICIES:
+        raise ValueError(f"there is no policy {policy!r}: known are {', '.join(POLICIES)}")
+    return POLICIES[policy]()

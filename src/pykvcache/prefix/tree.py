@@ -1,0 +1,366 @@
+"""The index of blocks: a radix tree over tokens that keeps to a budget in bytes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pykvcache.prefix.policies import Policy, make_policy
+from pykvcache.prefix.runs import Run
+
+__all__ = ["BlockTree", "Match"]
+
+_TOKEN_BYTES = 4
+
+
+@dataclass(slots=True)
+class Match:
+    """The longest known beginning of some tokens.
+
+    Attributes
+    ----------
+    run : Run
+        The run that it ends in; the root if nothing is known.
+    offset : int
+        How many blocks of that run belong to it.
+    n_blocks : int
+        All its blocks.
+    checkpoint : Run or None
+        The deepest checkpoint on the way.
+    """
+
+    run: Run
+    offset: int
+    n_blocks: int
+    checkpoint: Run | None = None
+
+    def parts(self) -> list[tuple[Run, int]]:
+        """Return the runs on the way, the first first, and how many blocks of each belong to it."""
+        path = [(run, run.n_blocks) for run in self.run.path()]
+        if path:
+            path[0] = (self.run, self.offset)
+        return path[::-1]
+
+
+class BlockTree:
+    """Which blocks are known, found by their tokens; at most ``max_bytes`` of them.
+
+    Blocks leave from the ends of the tree only, and never while they are held. Nothing here is
+    safe for several threads: the cache that owns the tree has the lock.
+
+    Parameters
+    ----------
+    block_size
+        Tokens per block.
+    policy
+        What goes first: a name of `pykvcache.prefix.policies`, or an object.
+    max_bytes
+        Budget for all blocks and checkpoints.
+    root
+        Gives the root's name of a namespace (`root_name`); without it blocks have names that mean
+        nothing outside this tree.
+    run_bytes
+        What a run costs beside its blocks; counts towards the budget.
+    on_remove
+        Called before blocks leave: with their run, and the index of the first that does.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        policy: str | Policy = "lru",
+        *,
+        max_bytes: int,
+        root: Callable[[str], bytes] | None = None,
+        run_bytes: int = 0,
+        on_remove: Callable[[Run, int], None] | None = None,
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size is {block_size}: it must be at least 1")
+        self.block_size = block_size
+        self.step = block_size * _TOKEN_BYTES
+        self.policy = make_policy(policy)
+        self.clock = 0
+        self.n_bytes = 0
+        self.n_blocks = 0
+        self.n_runs = 0
+        self._root_name = root
+        self._run_bytes = run_bytes
+        self._on_remove = on_remove
+        self._roots: dict[str, Run] = {}
+        self.max_bytes = max_bytes
+
+    @property
+    def max_bytes(self) -> int:
+        """The budget. Lowering it evicts at once; what is held stays, even above it."""
+        return self._max_bytes
+
+    @max_bytes.setter
+    def max_bytes(self, value: int) -> None:
+        if value < 0:
+            raise ValueError(f"max_bytes is {value}: it must be at least 0")
+        self._max_bytes = value
+        self.policy.resize(value)
+        self.shrink(value)
+
+    def match(self, tokens: bytes, namespace: str = "") -> Match:
+        """Return the longest known beginning; changes nothing.
+
+        Parameters
+        ----------
+        tokens
+            As `token_bytes` gives them.
+        namespace
+            Whose blocks to look among.
+        """
+        run = self._root(namespace)
+        step, at = self.step, 0
+        deepest = None
+        while (child := run.children.get(tokens[at : at + step])) is not None:
+            text = child.text
+            if not tokens.startswith(text, at):
+                n = _common_blocks(text, tokens, at, step)
+                return Match(child, n, at // step + n, deepest)
+            run = child
+            at += len(text)
+            if run.checkpoint is not None:
+                deepest = run.checkpoint
+        return Match(run, run.n_blocks, at // step, deepest)
+
+    def use(self, match: Match) -> Run:
+        """Count a use of what was matched just now, and return the run that it ends with.
+
+        A run of which only the first blocks belong to it is cut in two.
+        """
+        self.clock += 1
+        if not match.run.is_root and match.offset < match.run.n_blocks:
+            match.run = self._cut(match.run, match.offset)
+        if match.checkpoint is not None:
+            self._count_use(match.checkpoint)
+        for run in match.run.path():
+            self._count_use(run)
+        self._fit()
+        return match.run
+
+    def _count_use(self, run: Run) -> None:
+        run.uses += 1
+        run.last_use = self.clock
+        self.policy.used(run)
+
+    def insert(self, tokens: bytes, block_bytes: int, namespace: str = "") -> Run | None:
+        """Add the full blocks of some tokens that are not known yet, as far as the budget allows.
+
+        Returns
+        -------
+        Run or None
+            The new blocks, whose ``payloads`` are None and for the caller to fill; None if there is
+            nothing new, or nothing of it is kept.
+        """
+        found = self.match(tokens, namespace)
+        run = found.run
+        if len(tokens) // self.step == found.n_blocks:
+            return None
+        if not run.is_root and found.offset < run.n_blocks:
+            run = self._cut(run, found.offset)
+        return self.extend(run, tokens[found.n_blocks * self.step :], block_bytes)
+
+    def extend(self, run: Run, tokens: bytes, block_bytes: int) -> Run | None:
+        """Add full blocks after a run; the first must not be known there. Returns as `insert`."""
+        size = len(tokens) // self.step * self.step
+        if size == 0:
+            return None
+        first = tokens[: self.step]
+        if first in run.children:
+            raise ValueError("the block is known already: insert() finds out where new ones begin")
+        new = Run(
+            run,
+            tokens[:size],
+            self.step,
+            start=run.end,
+            start_key=run.end_key,
+            block_bytes=block_bytes,
+            tokens_saved=self.block_size,
+            now=self.clock,
+        )
+        run.children[first] = new
+        return self._add(new)
+
+    def add_checkpoint(self, run: Run, n_bytes: int, tokens_saved: int) -> Run | None:
+        """Put a checkpoint at the end of a run; None if there is one, or the budget has no room.
+
+        Parameters
+        ----------
+        run
+            Whose end: `use` cuts a run where a match ends.
+        n_bytes
+            Its size.
+        tokens_saved
+            Tokens that would be evaluated without it: from the checkpoint before it on.
+        """
+        if run.is_root or run.is_checkpoint or run.checkpoint is not None:
+            return None
+        new = Run(
+            run,
+            b"",
+            self.step,
+            start=run.end,
+            start_key=~run.end_key & 0xFFFFFFFF,
+            block_bytes=n_bytes,
+            tokens_saved=tokens_saved,
+            now=self.clock,
+            is_checkpoint=True,
+        )
+        run.checkpoint = new
+        return self._add(new)
+
+    def _add(self, new: Run) -> Run | None:
+        self.n_bytes += new.n_bytes + self._run_bytes
+        self.n_blocks += 0 if new.is_checkpoint else new.n_blocks
+        self.n_runs += 1
+        self.policy.added(new)
+        if self.policy.declines:
+            self.policy.evictable(new)
+            self._fit()
+        else:
+            # The others go first, whatever the policy thinks of something that was never used.
+            new.held += 1
+            self._fit()
+            new.held -= 1
+            self.policy.evictable(new)
+            self._fit()
+        return new if new.n_blocks else None
+
+    def hold(self, run: Run) -> None:
+        """Keep a run, and with it all before it, until it is released as often as it was held."""
+        run.held += 1
+
+    def release(self, run: Run) -> None:
+        """Let go of a run; now counts as the last use of it and of all before it."""
+        if run.held < 1:
+            raise ValueError("the run is not held")
+        run.held -= 1
+        self.clock += 1
+        for each in run.path():
+            each.last_use = self.clock
+        if run.is_evictable:
+            self.policy.evictable(run)
+        self._fit()
+
+    def shrink(self, max_bytes: int) -> None:
+        """Evict until at most so many bytes are kept, or all that is left is held."""
+        while self.n_bytes > max_bytes:
+            run = self.policy.victim()
+            if run is None:
+                return
+            excess = self.n_bytes - max_bytes
+            if self.policy.whole or not run.block_bytes:
+                n = run.n_blocks
+            else:
+                n = min(run.n_blocks, -(-excess // run.block_bytes))
+            self.remove(run, n)
+
+    def _fit(self) -> None:
+        if self.n_bytes > self._max_bytes:
+            self.shrink(self._max_bytes)
+
+    def remove(self, run: Run, n_blocks: int | None = None) -> None:
+        """Remove the last blocks of a run, all by default; nothing may follow or hold it."""
+        if not run.is_evictable:
+            raise ValueError(f"{run} is held, followed by others, or no longer in the tree")
+        n = run.n_blocks if n_blocks is None else n_blocks
+        if not 1 <= n <= run.n_blocks:
+            raise ValueError(f"{n} blocks cannot be removed from {run}")
+        self._drop(run, n)
+        parent = run.parent
+        if run.n_blocks == 0 and parent is not None:
+            self._unlink(run)
+            if parent.is_evictable:
+                self.policy.evictable(parent)
+
+    def _drop(self, run: Run, n: int) -> None:
+        if self._on_remove is not None:
+            self._on_remove(run, run.n_blocks - n)
+        self.policy.removing(run, n)
+        self.n_bytes -= n * run.block_bytes
+        self.n_blocks -= 0 if run.is_checkpoint else n
+        key = run.tokens[: run.step]
+        run.drop(n)
+        if run.n_blocks == 0:
+            run.tokens = key  # what its parent knows it by
+
+    def _unlink(self, run: Run) -> None:
+        parent = run.parent
+        assert parent is not None
+        if run.is_checkpoint:
+            parent.checkpoint = None
+        else:
+            del parent.children[run.tokens]
+        run.parent = None
+        self.n_bytes -= self._run_bytes
+        self.n_runs -= 1
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Remove all blocks of a namespace, or of all; held ones too: their holds count no more."""
+        names = list(self._roots) if namespace is None else [namespace]
+        for name in names:
+            if (root := self._roots.pop(name, None)) is None:
+                continue
+            for run in reversed(list(_below(root))):
+                run.held = 0
+                self._drop(run, run.n_blocks)
+                self._unlink(run)
+
+    def runs(self, namespace: str | None = None) -> Iterator[Run]:
+        """Yield every run and checkpoint, those before others first."""
+        for name in list(self._roots) if namespace is None else [namespace]:
+            if name in self._roots:
+                yield from _below(self._roots[name])
+
+    def _cut(self, run: Run, n_blocks: int) -> Run:
+        head = run.cut(n_blocks)
+        self.n_bytes += self._run_bytes
+        self.n_runs += 1
+        self.policy.split(head, run)
+        return head
+
+    def _root(self, namespace: str) -> Run:
+        if (root := self._roots.get(namespace)) is None:
+            salt = namespace.encode("utf-8", "surrogatepass")
+            root = Run(
+                None,
+                b"",
+                self.step,
+                start=0,
+                start_key=zlib.crc32(salt),
+                block_bytes=0,
+                tokens_saved=0,
+                now=0,
+                names=[self._root_name(namespace) if self._root_name else salt],
+            )
+            self._roots[namespace] = root
+        return root
+
+
+def _below(root: Run) -> Iterator[Run]:
+    """Yield the runs after a root, each before those that follow it."""
+    waiting = [root]
+    while waiting:
+        run = waiting.pop()
+        if not run.is_root:
+            yield run
+        waiting.extend(run.children.values())
+        if run.checkpoint is not None:
+            waiting.append(run.checkpoint)
+
+
+def _common_blocks(text: bytes, tokens: bytes, at: int, step: int) -> int:
+    """Return how many blocks of the text stand in the tokens from there on; at least the first."""
+    low, high = 1, min(len(text), len(tokens) - at) // step
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tokens.startswith(text[low * step : middle * step], at + low * step):
+            low = middle
+        else:
+            high = middle - 1
+    return low

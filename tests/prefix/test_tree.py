@@ -235,6 +235,10 @@ def test_namespaces_share_nothing() -> None:
     tree.clear()
     assert (tree.n_blocks, tree.n_bytes, tree.n_runs) == (0, 0, 0)
     assert held.n_blocks == 0
+    tree.release(held)
+    with pytest.raises(ValueError, match="not held"):
+        tree.release(held)
+    assert (tree.n_blocks, tree.n_bytes, tree.n_runs) == (0, 0, 0)
 
 
 def test_names_are_those_of_the_chain_however_the_tree_was_cut() -> None:

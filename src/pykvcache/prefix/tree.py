@@ -240,6 +240,8 @@ class BlockTree:
         if run.held < 1:
             raise ValueError("the run is not held")
         run.held -= 1
+        if run.parent is None:  # cleared meanwhile
+            return
         self.clock += 1
         for each in run.path():
             each.last_use = self.clock
@@ -301,13 +303,12 @@ class BlockTree:
         self.n_runs -= 1
 
     def clear(self, namespace: str | None = None) -> None:
-        """Remove all blocks of a namespace, or of all; held ones too: their holds count no more."""
+        """Remove all blocks of a namespace, or of all; held ones too: holds keep nothing then."""
         names = list(self._roots) if namespace is None else [namespace]
         for name in names:
             if (root := self._roots.pop(name, None)) is None:
                 continue
             for run in reversed(list(_below(root))):
-                run.held = 0
                 self._drop(run, run.n_blocks)
                 self._unlink(run)
 

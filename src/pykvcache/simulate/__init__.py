@@ -1,0 +1,19 @@
+"""Replay traces of prompts against policies of eviction, without a model.
+
+=================  ================================================================
+`traces.py`        `Trace`, and readers of the formats
+`replay.py`        one trace, one policy, one size: how many tokens were there
+`clairvoyant.py`   the most that any policy could have found
+`report.py`        many of them: a table, a picture
+`__main__.py`      ``python -m pykvcache.simulate TRACE ...``
+=================  ================================================================
+
+The policies are those of `pykvcache.prefix.policies`, in the tree that the cache uses.
+"""
+
+from pykvcache.simulate.clairvoyant import most_hits
+from pykvcache.simulate.replay import Result, replay
+from pykvcache.simulate.report import Report, compare, draw
+from pykvcache.simulate.traces import Trace, read_trace
+
+__all__ = ["Report", "Result", "Trace", "compare", "draw", "most_hits", "read_trace", "replay"]

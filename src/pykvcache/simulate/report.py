@@ -1,0 +1,123 @@
+"""Many replays: a table of hit rates, and a picture of them over the size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from pykvcache.prefix.policies import POLICIES
+from pykvcache.simulate.clairvoyant import BOUND, most_hits
+from pykvcache.simulate.replay import Result, replay
+from pykvcache.simulate.traces import Trace
+
+__all__ = ["Report", "compare", "draw"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The hit rates of some policies at some sizes, on one trace.
+
+    Attributes
+    ----------
+    trace : Trace
+        What was replayed.
+    shares : tuple of float
+        The sizes: shares of the blocks that a cache without limit would hold.
+    results : dict
+        For each policy, a result for each size; that of `BOUND` comes last.
+    """
+
+    trace: Trace
+    shares: tuple[float, ...]
+    results: dict[str, list[Result]]
+
+    def table(self) -> str:
+        """Return the hit rates in percent as Markdown."""
+        rows = [["policy", *(f"{100 * share:g} %" for share in self.shares)]]
+        for policy, results in self.results.items():
+            rows.append([policy, *(f"{100 * result.hit_rate:.1f}" for result in results)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+        lines = [f"| {' | '.join(row)} |" for row in cells]
+        rule = [":" + "-" * widths[0], *("-" * width + ":" for width in widths[1:])]
+        lines.insert(1, "|" + "|".join(f"-{x}" if x[0] == "-" else f"{x}-" for x in rule) + "|")
+        return "\n".join(lines)
+
+
+def _one(trace: Trace, policy: str, n_blocks: int) -> Result:
+    return most_hits(trace, n_blocks) if policy == BOUND else replay(trace, policy, n_blocks)
+
+
+def compare(
+    trace: Trace,
+    policies: Iterable[str] | None = None,
+    shares: Sequence[float] = (0.01, 0.05, 0.1, 0.25),
+    *,
+    jobs: int = 1,
+) -> Report:
+    """Replay a trace with every policy at every size, the bound beside them.
+
+    Parameters
+    ----------
+    trace
+        The prompts.
+    policies
+        Names; default all.
+    shares
+        Sizes: shares of the blocks that a cache without limit would hold.
+    jobs
+        How many replays run at once, each in a process.
+
+    Raises
+    ------
+    ValueError
+        If a policy is not known, or a size is not above 0.
+    """
+    names = [*(POLICIES if policies is None else policies)]
+    for name in names:
+        if name not in POLICIES:
+            raise ValueError(f"there is no policy {name!r}: known are {', '.join(POLICIES)}")
+    if any(not share > 0 for share in shares):
+        raise ValueError(f"a size is not above 0: {min(shares)}")
+    names.append(BOUND)
+    unique = trace.n_unique()
+    sizes = [max(int(share * unique), 1) for share in shares]
+    if jobs > 1:
+        with ProcessPoolExecutor(jobs) as pool:
+            waiting = [[pool.submit(_one, trace, name, n) for n in sizes] for name in names]
+            results = [[each.result() for each in row] for row in waiting]
+    else:
+        results = [[_one(trace, name, n) for n in sizes] for name in names]
+    return Report(trace, tuple(shares), dict(zip(names, results, strict=True)))
+
+
+def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
+    """Draw hit rate over size, one picture for each trace; needs matplotlib (extra ``plot``).
+
+    Parameters
+    ----------
+    reports
+        What to draw.
+    path
+        Where to: the ending says what kind of file, as ``.svg`` or ``.png``.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install pykvcache[plot]") from error
+    figure = Figure(figsize=(6 * len(reports), 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    pictures = figure.subplots(1, len(reports), squeeze=False)[0]
+    for axes, report in zip(pictures, reports, strict=True):
+        for policy, results in report.results.items():
+            style = "k--" if policy == BOUND else "o-"
+            rates = [100 * result.hit_rate for result in results]
+            axes.plot([100 * share for share in report.shares], rates, style, label=policy)
+        axes.set(xscale="log", xlabel="size of the cache, % of all blocks", ylim=(0, None))
+        axes.set(ylabel="prompt tokens found, %", title=report.trace.name)
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+    figure.savefig(path)

@@ -1,0 +1,171 @@
+"""Traces: which blocks each prompt consists of, and the files that say so."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Trace", "read_trace"]
+
+_BLOCK_SIZES = [2**n for n in range(15)]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Prompts in the order in which they came.
+
+    Attributes
+    ----------
+    name : str
+        For tables.
+    block_size : int
+        Tokens per block.
+    prompts : list of ndarray
+        Ids of each prompt's blocks in order, uint32; an id stands for a block and all before it.
+    lengths : list of int
+        Tokens of each prompt. Its last block may be a part of one, or have no id.
+    """
+
+    name: str
+    block_size: int
+    prompts: list[NDArray[np.uint32]] = field(repr=False)
+    lengths: list[int] = field(repr=False)
+
+    @classmethod
+    def from_ids(
+        cls,
+        name: str,
+        prompts: Iterable[Sequence[Hashable]],
+        lengths: Iterable[int] | None = None,
+        block_size: int = 1,
+    ) -> Trace:
+        """Make a trace of ids of any kind; without lengths, every block is full."""
+        numbers: dict[Hashable, int] = {}
+        arrays = [
+            np.array([numbers.setdefault(x, len(numbers)) for x in ids], np.uint32)
+            for ids in prompts
+        ]
+        known = [len(x) * block_size for x in arrays] if lengths is None else list(lengths)
+        return cls(name, block_size, arrays, known)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(self.lengths)
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of all prompts."""
+        return sum(map(len, self.prompts))
+
+    def n_unique(self) -> int:
+        """Count the blocks that a cache without limit would hold."""
+        return len(np.unique(np.concatenate(self.prompts))) if self.prompts else 0
+
+    def head(self, n_prompts: int) -> Trace:
+        """Return the trace of the first prompts."""
+        return Trace(self.name, self.block_size, self.prompts[:n_prompts], self.lengths[:n_prompts])
+
+
+def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> Trace:
+    """Read a trace: JSON lines, plain or gzip.
+
+    Each line is an object of one of these kinds; others, as our events of stored and removed
+    blocks, are skipped.
+
+    - Mooncake's and Qwen-Bailian's: ``hash_ids``, ``input_length``.
+    - Our own: ``type`` is ``"Lookup"``, and ``block_hashes``, ``n_tokens``, ``block_size``.
+
+    Parameters
+    ----------
+    path
+        The file.
+    block_size
+        Tokens per block, where the file does not say. By default the power of two that explains
+        the lengths: 512 in Mooncake's traces, 16 in Qwen-Bailian's.
+
+    Raises
+    ------
+    ValueError
+        If a line is not such an object, no line is a prompt, or the size of a block is not clear.
+    OSError
+        If the file cannot be read.
+    """
+    prompts: list[list[Hashable]] = []
+    lengths: list[int] = []
+    sizes = Counter[int]()
+    for at, line in _lines(path):
+        prompt = _prompt(line, f"{os.fspath(path)}, line {at}")
+        if prompt is None:
+            continue
+        ids, length, size = prompt
+        prompts.append(ids)
+        lengths.append(length)
+        if size is not None:
+            sizes[size] += 1
+    if not prompts:
+        raise ValueError(f"{os.fspath(path)} has no prompts: lines with hash_ids or block_hashes")
+    if len(sizes) > 1:
+        raise ValueError(f"{os.fspath(path)} has several sizes of blocks: {sorted(sizes)}")
+    name = os.path.basename(path).removesuffix(".gz").removesuffix(".jsonl")
+    size = block_size or next(iter(sizes), None) or _guess_block_size(prompts, lengths)
+    if size is None or size < 1:
+        what = "lengths do not tell block_size" if size is None else f"block_size is {size}"
+        raise ValueError(f"{os.fspath(path)}: {what}")
+    return Trace.from_ids(name, prompts, lengths, size)
+
+
+def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
+    with open(path, "rb") as file:
+        is_packed = file.read(2) == b"\x1f\x8b"
+    with gzip.open(path, "rt") if is_packed else open(path, encoding="utf-8") as text:
+        for at, line in enumerate(text, 1):
+            if line.strip():
+                yield at, line
+
+
+def _prompt(line: str, where: str) -> tuple[list[Hashable], int, int | None] | None:
+    """Return ids, length and size of a block; None for a line of another kind."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where} is not an object")
+    if "hash_ids" in row:
+        ids, length, size = row["hash_ids"], _number(row, "input_length", where, 0), None
+    elif row.get("type") == "Lookup":
+        ids, length = row.get("block_hashes"), _number(row, "n_tokens", where, 0)
+        size = _number(row, "block_size", where, 1)
+    else:
+        return None
+    if not isinstance(ids, list) or not all(isinstance(x, int | str) for x in ids):
+        raise ValueError(f"{where}: the ids of blocks are not a list of numbers or strings")
+    return ids, length, size
+
+
+def _number(row: Mapping[str, Any], name: str, where: str, least: int) -> int:
+    value = row.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{where}: {name} is {value!r}, not an integer from {least} on")
+    return value
+
+
+def _guess_block_size(prompts: list[list[Hashable]], lengths: list[int]) -> int | None:
+    """Return the power of two that explains most lengths; None if it does not explain half."""
+    best, size = len(prompts) / 2, None
+    for each in _BLOCK_SIZES:
+        fits = sum(
+            len(ids) in (n // each, -(-n // each)) for ids, n in zip(prompts, lengths, strict=True)
+        )
+        if fits > best:
+            best, size = fits, each
+    return size

@@ -113,7 +113,7 @@ $(VENV)/.modules: FORCE | $(VENV)/.venv
 	@find src -name '*.py' | sort | cmp -s - $@ || find src -name '*.py' | sort > $@
 
 $(VENV)/.built: $(VENV)/.build-tools $(VENV)/.modules $(NATIVE)
-	$(PIP) install --quiet --no-build-isolation --editable ".[demo,chat,arrays,state]"
+	$(PIP) install --quiet --no-build-isolation --editable ".[demo,chat,arrays,state,redis,obstore,crypto]"
 	@touch $@
 
 $(VENV)-asan/.built: pyproject.toml $(NATIVE)

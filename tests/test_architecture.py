@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
     {"errors", "enums"},
-    {"_native", "arrays"},
+    {"_native", "arrays", "prefix/stores"},
     {"_convert"},
     {"batch", "_jinja", "_grammar"},
     {"_chat"},
@@ -35,6 +35,8 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
+# Folders inside a unit that have a place of their own.
+INNER = {"prefix/stores"}
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Beyond the table: what may be imported at all, by those that promise less.
@@ -43,6 +45,7 @@ ONLY = {
     "enums": set(),
     "arrays": {"errors"},
     "_native": {"errors"},
+    "prefix/stores": {"errors"},
     "simulate": {"errors", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
@@ -54,6 +57,7 @@ EXTRAS = {
     "arrays": {"safetensors"},
     "demo": {"rich"},
     "generate": {"rich"},
+    "prefix/stores": {"xxhash", "cryptography", "redis", "obstore"},
     "simulate": {"matplotlib"},
     "state": {"xxhash"},
 }
@@ -65,7 +69,9 @@ MAX_LINES = 400
 
 def unit(path: Path) -> str:
     """The name in the table that a file of the package belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    parts = path.relative_to(PACKAGE).parts
+    inner = "/".join(parts[:2])
+    return inner if inner in INNER else parts[0].removesuffix(".py")
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -110,6 +116,9 @@ def ours(name: str) -> str | None:
     head, _, rest = name.partition(".")
     if head != "pykvcache":
         return None
+    inner = "/".join(rest.split(".")[:2])
+    if inner in INNER:
+        return inner
     return rest.partition(".")[0] if rest else "__init__"
 
 

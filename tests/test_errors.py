@@ -20,6 +20,7 @@ FACTS: list[errors.KvCacheError] = [
     errors.NoKvCacheSlot("full", 1, n_decoded=7, n_tokens=9, n_free=2, n_cells=256),
     errors.DecodeAborted("stopped", 2, n_decoded=7),
     errors.PartialStateError("changed", 3, 41),
+    errors.StoreError("short", value=3, limit=16),
     errors.InvalidBatch("bad", index=3, value=99, limit=98),
 ]
 

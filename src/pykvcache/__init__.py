@@ -53,6 +53,7 @@ from pykvcache.errors import (
     StateTrailingBytes,
     StateTruncated,
     StateVersionError,
+    StoreError,
     UnsupportedOperation,
 )
 
@@ -241,6 +242,7 @@ __all__ = [
     "StateTrailingBytes",
     "StateTruncated",
     "StateVersionError",
+    "StoreError",
     "UnsupportedOperation",
     "__version__",
     "describe_state",

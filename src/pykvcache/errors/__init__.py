@@ -75,6 +75,7 @@ __all__ = [
     "StateTrailingBytes",
     "StateTruncated",
     "StateVersionError",
+    "StoreError",
     "UnsupportedOperation",
 ]
 
@@ -360,3 +361,26 @@ class InvalidBatch(DecodeError, ValueError):
         self.index = index
         self.value = value
         self.limit = limit
+
+
+# Stores of blocks ---------------------------------------------------------------------
+
+
+class StoreError(KvCacheError, ValueError):
+    """A store of blocks cannot be made or asked like this. What disks and servers do never raises.
+
+    Attributes
+    ----------
+    value : object
+        What was given.
+    limit : object
+        What can be, where there is a limit.
+    """
+
+    def __init__(self, message: str, *, value: object = None, limit: object = None) -> None:
+        super().__init__(message)
+        self.value = value
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[type, tuple[str], dict[str, object]]:
+        return type(self), (str(self),), {"value": self.value, "limit": self.limit}

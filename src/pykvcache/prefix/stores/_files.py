@@ -1,0 +1,131 @@
+"""The files of a FolderStore: one per block, named by its key, written beside and renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+
+__all__ = ["SHARDS", "BlockFiles"]
+
+#: Folders that the blocks are spread over, by their keys' first byte.
+SHARDS = [f"{byte:02x}" for byte in range(256)]
+_SUFFIX = ".block"
+# A pipe put in a block's place must not make a reader wait, nor a link lead it elsewhere.
+_READ = os.O_RDONLY
+for _name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
+    _READ |= getattr(os, _name, 0)
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+for _name in ("O_CLOEXEC", "O_BINARY"):
+    _WRITE |= getattr(os, _name, 0)
+
+_TAG = """Signature: 8a477f597d28d172789f06886806bc55
+# Blocks of pykvcache: they can be computed again. See https://bford.info/cachedir/
+"""
+
+
+class BlockFiles:
+    """Read and write the files below one folder; every method may raise OSError."""
+
+    def __init__(self, root: str) -> None:
+        self._blocks = os.path.join(root, "blocks")
+        self._temporary = os.path.join(root, "tmp")
+        self._root = root
+
+    def make(self) -> None:
+        """Make the folders where they are missing."""
+        for folder in (self._blocks, self._temporary):
+            os.makedirs(folder, exist_ok=True)
+        tag = os.path.join(self._root, "CACHEDIR.TAG")
+        with contextlib.suppress(OSError), open(tag, "x") as file:
+            file.write(_TAG)
+
+    def path(self, key: bytes) -> str:
+        """Return where a block lies."""
+        name = key.hex()
+        return f"{self._blocks}/{name[:2]}/{name}{_SUFFIX}"
+
+    def stat(self, key: bytes) -> os.stat_result | None:
+        """Return the facts of a block's file, None where there is no regular one."""
+        try:
+            found = os.lstat(self.path(key))
+        except OSError:
+            return None
+        return found if stat.S_ISREG(found.st_mode) else None
+
+    def read_into(self, key: bytes, view: memoryview) -> int:
+        """Read a block into the front of a buffer.
+
+        Returns
+        -------
+        int
+            Its length; -1 where the buffer is too short.
+        """
+        with io.FileIO(self.path(key), opener=lambda path, _: os.open(path, _READ)) as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                raise FileNotFoundError("not a regular file")
+            if facts.st_size > len(view):
+                return -1
+            done = 0
+            while done < facts.st_size:
+                n_read = file.readinto(view[done:])
+                if not n_read:
+                    break
+                done += n_read
+            return done
+
+    def write(self, key: bytes, view: memoryview, token: str) -> None:
+        """Write a block beside its place, and rename it."""
+        temporary = os.path.join(self._temporary, f"{token}-{secrets.token_hex(8)}")
+        descriptor = os.open(temporary, _WRITE, 0o666)
+        try:
+            try:
+                while len(view):
+                    view = view[os.write(descriptor, view) :]
+            finally:
+                os.close(descriptor)
+            try:
+                os.replace(temporary, self.path(key))
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(self.path(key)), exist_ok=True)
+                os.replace(temporary, self.path(key))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def remove(self, key: bytes) -> None:
+        """Remove a block; nothing happens where there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path(key))
+
+    def keys(self, shard: str) -> set[bytes]:
+        """Return the keys of all files in one of the `SHARDS`; no file is looked at."""
+        try:
+            names = os.listdir(os.path.join(self._blocks, shard))
+        except FileNotFoundError:
+            return set()
+        keys = set()
+        for name in names:
+            with contextlib.suppress(ValueError):
+                key = bytes.fromhex(name.removesuffix(_SUFFIX))
+                if len(key) == 32 and name == key.hex() + _SUFFIX and name[:2] == shard:
+                    keys.add(key)
+        return keys
+
+    def count(self) -> int:
+        """Return how many files there are."""
+        n = 0
+        for folder in os.listdir(self._blocks):
+            with contextlib.suppress(OSError):
+                n += len(os.listdir(os.path.join(self._blocks, folder)))
+        return n
+
+    def temporaries(self) -> Iterator[tuple[str, str]]:
+        """Yield (token of the writer, path) of what is not yet renamed."""
+        for name in os.listdir(self._temporary):
+            yield name.partition("-")[0], os.path.join(self._temporary, name)

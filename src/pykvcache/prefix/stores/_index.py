@@ -1,0 +1,229 @@
+"""The index of a FolderStore in SQLite: how large each block is, when it was used, who writes it.
+
+The files are the truth for readers; the index is there for the size bound and for what goes
+first. A row is written before its file, and removed in the same transaction as its file, so
+whatever lies on the disk is counted, also when a process dies in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+
+from pykvcache.prefix.stores._files import SHARDS, BlockFiles
+
+__all__ = ["Index", "remove_index"]
+
+#: Read from the file: another number means that the index is made again.
+_VERSION = 1
+# What a file takes of the disk, in SQL.
+_COST = "(({0}.size + 4095) & ~4095)"
+_SCHEMA = f"""
+CREATE TABLE blocks (
+    key BLOB PRIMARY KEY, size INTEGER NOT NULL, used INTEGER NOT NULL, owner TEXT
+) WITHOUT ROWID;
+CREATE INDEX by_use ON blocks (used);
+CREATE INDEX pending ON blocks (owner) WHERE owner IS NOT NULL;
+CREATE TABLE leases (key BLOB PRIMARY KEY, owner TEXT NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE total (bytes INTEGER NOT NULL, blocks INTEGER NOT NULL);
+INSERT INTO total VALUES (0, 0);
+CREATE TRIGGER added AFTER INSERT ON blocks BEGIN
+    UPDATE total SET bytes = bytes + {_COST.format("new")}, blocks = blocks + 1;
+END;
+CREATE TRIGGER gone AFTER DELETE ON blocks BEGIN
+    UPDATE total SET bytes = bytes - {_COST.format("old")}, blocks = blocks - 1;
+END;
+CREATE TRIGGER resized AFTER UPDATE OF size ON blocks BEGIN
+    UPDATE total SET bytes = bytes + {_COST.format("new")} - {_COST.format("old")};
+END;
+PRAGMA user_version = {_VERSION};
+"""
+#: Pages of 4 KiB after which the log is written back: it is part of what the store keeps.
+_LOG_PAGES = 128
+
+
+def cost(size: int) -> int:
+    """Return what a file of that size takes of the disk."""
+    return (size + 4095) & ~4095
+
+
+def remove_index(path: str) -> None:
+    """Remove an index that cannot be used."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path + suffix)
+
+
+class Index:
+    """One connection to the index; every method may raise sqlite3.Error."""
+
+    def __init__(self, path: str, seconds: float, *, create: bool) -> None:
+        self._path = path
+        self._seconds = seconds
+        if not create and not os.path.getsize(path):
+            raise sqlite3.DatabaseError("the index is empty")
+        self._connection = sqlite3.connect(
+            path, timeout=seconds, isolation_level=None, check_same_thread=False
+        )
+        try:
+            if create:
+                self._execute("PRAGMA journal_mode = WAL")
+                with self.transaction():
+                    for statement in _split(_SCHEMA):
+                        self._execute(statement)
+            (version,) = self._row("PRAGMA user_version")
+            if version != _VERSION:
+                raise sqlite3.DatabaseError(f"the index has version {version}")
+            self._execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
+            self._execute(f"PRAGMA journal_size_limit = {_LOG_PAGES * 4096}")
+            self._execute("PRAGMA synchronous = NORMAL")
+            facts = os.stat(path)
+            self._identity = facts.st_dev, facts.st_ino
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _execute(self, sql: str, values: Iterable[object] = ()) -> sqlite3.Cursor:
+        return self._connection.execute(sql, tuple(values))
+
+    def _row(self, sql: str, values: Iterable[object] = ()) -> tuple[int, ...]:
+        row: tuple[int, ...] = self._execute(sql, values).fetchone()
+        return row
+
+    @contextlib.contextmanager
+    def transaction(self, seconds: float | None = None) -> Iterator[None]:
+        """Hold the one right to write; wait for it for at most that many seconds."""
+        wait = self._seconds if seconds is None else seconds
+        self._execute(f"PRAGMA busy_timeout = {int(wait * 1000)}")
+        self._execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._execute("ROLLBACK")
+            raise
+
+    def is_current(self) -> bool:
+        """Return whether the file that is open here is the one that others open."""
+        try:
+            facts = os.stat(self._path)
+        except OSError:
+            return False
+        return (facts.st_dev, facts.st_ino) == self._identity
+
+    def check(self) -> None:
+        """Raise if the index contradicts itself."""
+        (found,) = self._execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+        sums = f"SELECT coalesce(sum({_COST.format('blocks')}), 0), count(*) FROM blocks"
+        row = self._row(f"SELECT * FROM ({sums}), (SELECT bytes, blocks FROM total)")
+        if row is None or row[:2] != row[2:]:
+            raise sqlite3.DatabaseError("the sums of the index are wrong")
+
+    def disk_bytes(self) -> int:
+        """Return what the index itself takes of the disk."""
+        total = 0
+        for suffix in ("", "-wal", "-shm"):
+            with contextlib.suppress(OSError):
+                total += os.stat(self._path + suffix).st_size
+        return total
+
+    def totals(self) -> tuple[int, int]:
+        """Return (bytes of the disk, number) of all blocks."""
+        total, blocks = self._row("SELECT bytes, blocks FROM total")
+        return total, blocks
+
+    # Rows: all of these belong inside a transaction ---------------------------------------
+
+    def find(self, key: bytes) -> tuple[int, str | None] | None:
+        """Return (size, token of the writer) of a block."""
+        sql = "SELECT size, owner FROM blocks WHERE key = ?"
+        row: tuple[int, str | None] | None = self._execute(sql, [key]).fetchone()
+        return row
+
+    def write(self, key: bytes, size: int, used: int, owner: str | None) -> None:
+        """Add or replace the row of a block."""
+        self._execute(
+            "INSERT INTO blocks VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE "
+            "SET size = excluded.size, used = excluded.used, owner = excluded.owner",
+            [key, size, used, owner],
+        )
+
+    def use(self, key: bytes, used: int) -> bool:
+        """Note when a block was used; return whether it is known."""
+        sql = "UPDATE blocks SET used = max(used, ?) WHERE key = ?"
+        return self._execute(sql, [used, key]).rowcount > 0
+
+    def remove(self, key: bytes) -> bool:
+        """Remove the row of a block; return whether there was one."""
+        return self._execute("DELETE FROM blocks WHERE key = ?", [key]).rowcount > 0
+
+    def oldest(self, limit: int) -> list[tuple[bytes, int]]:
+        """Return (key, size), least recently used first, without what is being written."""
+        sql = "SELECT key, size FROM blocks WHERE owner IS NULL ORDER BY used LIMIT ?"
+        return self._execute(sql, [limit]).fetchall()
+
+    def owners(self) -> list[str]:
+        """Return the tokens of all that write, or died while they did."""
+        sql = "SELECT DISTINCT owner FROM blocks WHERE owner IS NOT NULL"
+        return [row[0] for row in self._execute(sql)]
+
+    def pending(self, owner: str) -> list[bytes]:
+        """Return what one writer has announced and not finished."""
+        return [row[0] for row in self._execute("SELECT key FROM blocks WHERE owner = ?", [owner])]
+
+    def finish(self, key: bytes) -> None:
+        """Note that a block is written."""
+        self._execute("UPDATE blocks SET owner = NULL WHERE key = ?", [key])
+
+    def rows(self) -> list[tuple[bytes, int, int]]:
+        """Return (key, size, used in nanoseconds) of every block."""
+        return self._execute("SELECT key, size, used FROM blocks WHERE owner IS NULL").fetchall()
+
+    def reconcile(self, files: BlockFiles) -> None:
+        """Make the rows those of the files; transactions of its own, so that others go on."""
+        for shard in SHARDS:
+            first = bytes.fromhex(shard)
+            with self.transaction():
+                # Whoever renames a file has written its row before: the order matters.
+                sql = "SELECT key, owner FROM blocks WHERE key >= ? AND key < ?"
+                end = first + b"\xff" * 32
+                rows = dict(self._execute(sql, [first, end]).fetchall())
+                found = files.keys(shard)
+                for key in found - rows.keys():
+                    facts = files.stat(key)
+                    if facts is not None:
+                        self.write(key, facts.st_size, facts.st_mtime_ns, None)
+                for key in rows.keys() - found:
+                    if rows[key] is None:
+                        self.remove(key)
+
+    # Leases -----------------------------------------------------------------------------
+
+    def lease(self, key: bytes, owner: str, now: float, seconds: float, longest: float) -> bool:
+        """Take the lease of a block if nobody has it; one that lasts too long does not count."""
+        self._execute("DELETE FROM leases WHERE until <= ? OR until > ?", [now, now + longest])
+        sql = "INSERT OR IGNORE INTO leases VALUES (?, ?, ?)"
+        return self._execute(sql, [key, owner, now + seconds]).rowcount > 0
+
+    def release(self, key: bytes, owner: str) -> None:
+        """End a lease, if it is this owner's."""
+        self._execute("DELETE FROM leases WHERE key = ? AND owner = ?", [key, owner])
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def _split(script: str) -> Iterator[str]:
+    """Yield the statements of a script: sqlite3's own executescript ends the transaction."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if statement.strip() and sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

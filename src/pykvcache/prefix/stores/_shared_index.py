@@ -1,0 +1,180 @@
+"""One index among many processes: opened, replaced when it is wrong, never trusted blindly."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator
+
+from pykvcache.prefix.stores._files import BlockFiles
+from pykvcache.prefix.stores._index import Index, remove_index
+from pykvcache.prefix.stores._locks import Owner, shared_or_exclusive
+from pykvcache.prefix.stores.base import StoreCounters
+
+__all__ = ["FAILURES", "SharedIndex"]
+
+#: What a disk, SQLite or another process can do to a transaction.
+FAILURES = (sqlite3.Error, OSError)
+#: For how long another process is waited for, in seconds.
+WAIT = 2.0
+
+
+class SharedIndex:
+    """Run transactions on the index of a folder; not for two threads at once.
+
+    Whoever writes holds the folder's lock shared, whoever replaces the index holds it alone: so
+    nobody writes into an index that is not there any more.
+    """
+
+    def __init__(self, root: str, files: BlockFiles, counters: StoreCounters) -> None:
+        self._path = os.path.join(root, "index.sqlite")
+        self._lock_path = os.path.join(root, "lock")
+        self._files = files
+        self._counters = counters
+        self._index: Index | None = None
+        owners = os.path.join(root, "owners")
+        os.makedirs(owners, exist_ok=True)
+        self.owner = Owner(owners)
+        try:
+            self._check()
+        except FAILURES:
+            self.close()
+            raise
+
+    def _check(self) -> None:
+        """Compare the index with itself and with the files, and sweep what the dead have left."""
+        n_files = self._files.count()
+        try:
+            with self._hold(WAIT) as index:
+                index.check()
+                _, n_rows = index.totals()
+        except FAILURES as error:
+            if not _is_damage(error):
+                raise
+            with self._hold(WAIT) as index:
+                n_rows = n_files
+        if n_files != n_rows:  # somebody copied files, removed them, or is writing just now
+            with self._hold(WAIT) as index:
+                index.reconcile(self._files)
+                if index.totals()[1] != n_rows:
+                    self._counters.add(rebuilt=1)
+        with contextlib.suppress(*FAILURES):
+            self.sweep()
+
+    @contextlib.contextmanager
+    def _hold(self, seconds: float) -> Iterator[Index]:
+        """Hold the folder's lock shared, with the index open that all use."""
+        with contextlib.ExitStack() as stack:
+            self._enter(stack, exclusive=False, seconds=seconds)
+            if self._index is not None and not self._index.is_current():
+                self._drop()
+            if self._index is None:
+                try:
+                    self._index = Index(self._path, WAIT, create=False)
+                except FAILURES as error:
+                    if isinstance(error, sqlite3.OperationalError) and not _is_damage(error):
+                        raise
+                    stack.close()
+                    self._replace()
+                    self._enter(stack, exclusive=False, seconds=seconds)
+            if self._index is None:
+                raise TimeoutError("the index is being replaced")
+            try:
+                yield self._index
+            except sqlite3.DatabaseError as error:
+                if _is_damage(error):
+                    self._drop()
+                    stack.close()
+                    self._replace()
+                raise
+
+    def _enter(self, stack: contextlib.ExitStack, *, exclusive: bool, seconds: float) -> None:
+        lock = shared_or_exclusive(self._lock_path, exclusive=exclusive, seconds=seconds)
+        stack.enter_context(lock)
+
+    def _replace(self) -> None:
+        """Make the index again from the files, unless somebody else just has."""
+        with shared_or_exclusive(self._lock_path, exclusive=True, seconds=WAIT):
+            with contextlib.suppress(*FAILURES):
+                index = Index(self._path, WAIT, create=False)
+                try:
+                    index.check()
+                except sqlite3.DatabaseError:
+                    index.close()
+                else:
+                    self._index = index
+                    return
+            remove_index(self._path)
+            index = Index(self._path, WAIT, create=True)
+            try:
+                index.reconcile(self._files)
+                if index.totals()[1]:
+                    self._counters.add(rebuilt=1)
+            except BaseException:
+                index.close()
+                raise
+            self._index = index
+
+    @contextlib.contextmanager
+    def transaction(self, seconds: float = WAIT) -> Iterator[Index]:
+        """Hold the right to write; raises one of `FAILURES`."""
+        with self._hold(seconds) as index, index.transaction(seconds):
+            yield index
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Index]:
+        """Hold the index for single questions; raises one of `FAILURES`."""
+        with self._hold(WAIT) as index:
+            yield index
+
+    def sweep(self) -> None:
+        """Remove what processes have left that died while they wrote."""
+        for token in self.owner.others():
+            self.owner.is_alive(token)  # removes the lock files of the dead
+        # Files before rows: what lies on the disk is counted at every moment.
+        for token, path in self._files.temporaries():
+            if not self.owner.is_alive(token):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                    self._counters.add(swept=1)
+        with self.transaction() as index:
+            for token in index.owners():
+                if not self.owner.is_alive(token):
+                    self.resolve(index, token)
+
+    def resolve(self, index: Index, token: str) -> None:
+        """Keep what a writer has finished, and forget what it has only announced."""
+        for key in index.pending(token):
+            if self._files.stat(key) is None:
+                index.remove(key)
+            else:
+                index.finish(key)
+
+    def _drop(self) -> None:
+        if self._index is not None:
+            self._index.close()
+            self._index = None
+
+    def close(self) -> None:
+        """Close the index, and say so to others."""
+        with contextlib.suppress(sqlite3.Error):
+            self._drop()
+        self.owner.close()
+
+    def forget(self) -> None:
+        """Leave everything to the process that this one was forked from."""
+        # SQLite's handles must be neither used nor closed here: they are kept for good.
+        _of_parents.append(self._index)
+        self._index = None
+        self.owner.forget()
+
+
+_of_parents: list[Index | None] = []
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Return whether an error says that the index itself is wrong, rather than busy or denied."""
+    if isinstance(error, sqlite3.OperationalError):
+        return any(text in str(error) for text in ("no such table", "no such column", "malformed"))
+    return isinstance(error, sqlite3.DatabaseError)

@@ -1,0 +1,305 @@
+"""What a store of blocks is: five methods over keys and buffers, and what else it may offer.
+
+A block is bytes under a key of 32 bytes; a store knows nothing of what is in it. Keys come
+in the order of a chain: a block is of use only together with all those before it, so every
+method speaks of the leading run that is there. A class of your own writes `contains`,
+`get_into`, `put`, `touch` and `trim`; everything else has a default.
+`pykvcache.prefix.stores.conformance` holds tests that any store can be put through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pykvcache.errors import StoreError
+from pykvcache.prefix.stores._fork import watch_forks
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer, Self
+
+__all__ = [
+    "KEY_SIZE",
+    "BlockStore",
+    "StoreCounters",
+    "StoreEntry",
+    "check_keys",
+    "check_max_bytes",
+    "check_seconds",
+    "writable",
+]
+
+#: Length of a key in bytes, that of SHA-256.
+KEY_SIZE = 32
+
+#: The longest that a lease may last, in seconds.
+MAX_LEASE = 3600.0
+
+
+@dataclasses.dataclass
+class StoreCounters:
+    """What a store has done and what went wrong, since it was made. Blocks, unless said otherwise.
+
+    Attributes
+    ----------
+    hits, misses : int
+        Blocks that `BlockStore.get_into` read; calls whose run ended before the last key.
+    written, known : int
+        Blocks that `BlockStore.put` stored; blocks that were there already, or are being
+        written by somebody else.
+    removed : int
+        Blocks that went to make room, or through `trim` and `discard`.
+    bytes_read, bytes_written : int
+        Their sizes.
+    too_large : int
+        Blocks over what the store or the buffer can hold.
+    full : int
+        Blocks that were not stored because the disk or the server is full.
+    denied : int
+        Writes that the server or the file system does not allow.
+    failed, timed_out : int
+        Requests that ended with another error, or with none in time.
+    skipped : int
+        Requests that were not made, because the ones before had failed.
+    rejected : int
+        Blocks that were read and then refused: damaged, truncated, foreign or forged.
+    rebuilt, swept : int
+        Times that an index was made again from the files; leftovers that were removed.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    written: int = 0
+    known: int = 0
+    removed: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    too_large: int = 0
+    full: int = 0
+    denied: int = 0
+    failed: int = 0
+    timed_out: int = 0
+    skipped: int = 0
+    rejected: int = 0
+    rebuilt: int = 0
+    swept: int = 0
+
+    def __post_init__(self) -> None:
+        self._after_fork()
+        watch_forks(self)
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    def add(self, **changes: int) -> None:
+        """Add to counters by name; any thread may.
+
+        Parameters
+        ----------
+        **changes
+            By how much each counter grows.
+        """
+        with self._lock:
+            for name, change in changes.items():
+                setattr(self, name, getattr(self, name) + change)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreEntry:
+    """One block of a store: its key, size in bytes, and when it was last used (Unix time)."""
+
+    key: bytes
+    size: int
+    used: float
+
+
+class BlockStore(ABC):
+    """Base class of every store: subclass it, write five methods, and pass it as a tier.
+
+    No method raises because of what a disk, a server or another process does: what cannot be
+    read is a miss, what cannot be written is not stored, and `counters` says so. Wrong
+    arguments raise. Any thread may call any method. After `close` everything is a miss.
+    """
+
+    @functools.cached_property
+    def counters(self) -> StoreCounters:
+        """What this object has done and what went wrong."""
+        return StoreCounters()
+
+    @abstractmethod
+    def contains(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading keys are there.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Keys of 32 bytes, in the order of their chain.
+
+        Returns
+        -------
+        int
+            Length of the leading run. The blocks may be gone a moment later.
+        """
+
+    @abstractmethod
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
+        """Read the leading run of blocks, each into the front of its buffer.
+
+        Reading does not count as a use: `touch` does.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Keys of 32 bytes, in the order of their chain.
+        buffers : sequence of Buffer
+            One writable buffer per key. A block longer than its buffer ends the run; one that
+            is shorter leaves the rest as it was, and says itself how long it is.
+
+        Returns
+        -------
+        int
+            How many blocks were read. What the other buffers hold is undefined.
+        """
+
+    @abstractmethod
+    def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
+        """Store blocks that are not there yet; what is there is never replaced.
+
+        Parameters
+        ----------
+        items : iterable of (bytes, Buffer)
+            Key and content of each block.
+
+        Returns
+        -------
+        int
+            How many were stored by this call.
+        """
+
+    @abstractmethod
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark blocks as used now, the first one last: the end of a chain goes first."""
+
+    @abstractmethod
+    def trim(self, max_bytes: int) -> list[bytes]:
+        """Remove blocks, least recently used first, until the store holds at most ``max_bytes``.
+
+        Returns
+        -------
+        list of bytes
+            Keys of what was removed.
+        """
+
+    # What a store may leave out ---------------------------------------------------------
+
+    def discard(self, keys: Sequence[bytes]) -> int:
+        """Remove blocks, such as damaged ones, so that they can be written again.
+
+        Returns
+        -------
+        int
+            How many were removed; 0 where the store cannot do that.
+        """
+        return 0
+
+    def entries(self) -> Iterator[StoreEntry]:
+        """Yield every block, in no order; nothing where the store cannot list. For tools only."""
+        return iter(())
+
+    def lease(self, key: bytes, seconds: float) -> bool:
+        """Return whether the caller is the one to evaluate a missing block.
+
+        Who gets True evaluates and puts the block, then calls `release`. Who gets False looks
+        again a little later. A holder that dies holds it for the rest of its seconds. A store
+        that has no leases says True to everybody.
+
+        Parameters
+        ----------
+        key : bytes
+            Key of the block.
+        seconds : float
+            After how long it ends by itself: above 0, at most 3600.
+        """
+        return True
+
+    def release(self, key: bytes) -> None:  # noqa: B027 (may be left out)
+        """End a lease of this object; somebody else's stays."""
+
+    def close(self) -> None:  # noqa: B027 (may be left out)
+        """Finish pending work and give back what is open. Later calls are misses."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# Arguments --------------------------------------------------------------------------
+
+
+def check_keys(keys: Sequence[bytes], buffers: Sequence[Buffer] | None = None) -> list[bytes]:
+    """Return the keys as a list; raise if one is not 32 bytes, or has no buffer."""
+    found = list(keys)
+    for key in found:
+        if not isinstance(key, bytes):
+            raise TypeError(f"a key is bytes, not {type(key).__name__}")
+        if len(key) != KEY_SIZE:
+            raise StoreError(
+                f"a key has {KEY_SIZE} bytes, this one {len(key)}", value=len(key), limit=KEY_SIZE
+            )
+    if buffers is not None and len(buffers) != len(found):
+        raise StoreError(
+            f"{len(found)} keys need as many buffers, not {len(buffers)}",
+            value=len(buffers),
+            limit=len(found),
+        )
+    return found
+
+
+def check_items(items: Iterable[tuple[bytes, Buffer]]) -> list[tuple[bytes, memoryview]]:
+    """Return the items with their contents as flat bytes; of a key that comes twice, the first."""
+    found: dict[bytes, memoryview] = {}
+    for key, data in items:
+        check_keys([key])
+        found.setdefault(key, flat(data))
+    return list(found.items())
+
+
+def flat(data: Buffer) -> memoryview:
+    """Return a contiguous buffer as bytes, without a copy."""
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise StoreError("a block's buffer is not contiguous", value=view.strides)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def writable(buffer: Buffer) -> memoryview:
+    """Return a contiguous writable buffer as bytes, without a copy."""
+    view = flat(buffer)
+    if view.readonly:
+        raise StoreError("blocks are read into writable buffers, and this one is read-only")
+    return view
+
+
+def check_max_bytes(value: int, least: int = 0) -> int:
+    """Return a size in bytes; raise if it is no integer or below the least that can be."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"max_bytes is an integer, not {type(value).__name__}")
+    value = value.__index__()
+    if value < least:
+        raise StoreError(f"max_bytes is {value}: at least {least}", value=value, limit=least)
+    return value
+
+
+def check_seconds(value: float, name: str = "seconds", limit: float = MAX_LEASE) -> float:
+    """Return a time in seconds; raise unless it is above 0 and at most the limit."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is a number, not {type(value).__name__}")
+    if not 0 < value <= limit:
+        raise StoreError(f"{name} is {value}: above 0, at most {limit}", value=value, limit=limit)
+    return float(value)

@@ -1,0 +1,275 @@
+"""What is put around a block before it leaves the process, so that only the right one comes back.
+
+::
+
+    header, 128 bytes                       content           check, 16 bytes
+    magic version kind length               as it was, or     XXH3-128 or SHA-256 of all before,
+    key model layout nonce zeros            AES-256-GCM       or the tag of AES-256-GCM
+
+Little-endian. The whole header is checked with the content, so a bit that flips anywhere,
+and a block that lies under another key, are seen. SHA-256, cut to 16 bytes, stands in where
+xxhash is not installed, and is several times slower.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import os
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pykvcache.errors import StoreError
+from pykvcache.prefix.stores.base import check_keys, flat
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Envelope", "Rejection"]
+
+_MAGIC = b"pkvb"
+_VERSION = 1
+# magic, version, kind, zero, length of the content, key, model, layout, nonce, zeros
+_HEADER = struct.Struct("<4sHBBQ32s16s16s12s36s")
+_CHECK = 16
+_XXH3, _SHA256, _ENCRYPTED, _SIGNED = 1, 2, 3, 4
+
+#: The largest content in bytes: what AES-GCM's implementation takes at once.
+MAX_CONTENT = (1 << 31) - 1 - _HEADER.size - _CHECK
+#: The shortest secret in bytes.
+MIN_SECRET = 16
+
+
+class Rejection(enum.Enum):
+    """Why a block is not taken."""
+
+    TRUNCATED = "truncated"
+    """Shorter or longer than its header says."""
+    DAMAGED = "damaged"
+    """Not of this format, or the check does not fit."""
+    FOREIGN = "foreign"
+    """Whole, and of another key, model or layout."""
+    FORGED = "forged"
+    """Not written by somebody who has the secret."""
+    LOCKED = "locked"
+    """Written with a secret, and this reader has none."""
+    UNVERIFIABLE = "unverifiable"
+    """Checked with XXH3, and xxhash is not installed."""
+
+
+def _find_xxh3() -> Callable[[], Any] | None:
+    try:
+        import xxhash
+    except ImportError:
+        return None
+    found: Callable[[], Any] = xxhash.xxh3_128
+    return found
+
+
+def _find_aes() -> tuple[Any, type[Exception]]:
+    try:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError as error:
+        raise ImportError(
+            f"a secret needs cryptography: pip install 'pykvcache[crypto]' ({error})"
+        ) from error
+    return AESGCM, InvalidTag
+
+
+class Envelope:
+    """Seal blocks for one model and layout, and open those that are right.
+
+    Parameters
+    ----------
+    model, layout : bytes or str
+        What must be equal between writer and reader, digests usually.
+    secret : bytes or str, optional
+        At least 16 bytes that only trusted writers and readers know; 32 random ones are best.
+        Blocks are then encrypted with AES-256-GCM (with the key as associated data), and lie
+        under names that tell nothing of their keys. Needs ``cryptography``.
+    encrypt : bool
+        False with a secret: contents stay readable, and are authenticated all the same.
+
+    Attributes
+    ----------
+    overhead : int
+        By how many bytes a sealed block is longer than its content.
+    check : str
+        What checks blocks: ``"xxh3-128"``, ``"sha256"``, ``"aes-256-gcm"`` or ``"aes-256-gmac"``.
+
+    Raises
+    ------
+    StoreError
+        The secret is shorter than 16 bytes.
+    ImportError
+        There is a secret, and ``cryptography`` is not installed.
+    """
+
+    overhead = _HEADER.size + _CHECK
+
+    def __init__(
+        self,
+        *,
+        model: bytes | str,
+        layout: bytes | str,
+        secret: bytes | str | None = None,
+        encrypt: bool = True,
+    ) -> None:
+        self._model = hashlib.sha256(_bytes(model, "model")).digest()[:16]
+        self._layout = hashlib.sha256(_bytes(layout, "layout")).digest()[:16]
+        self._xxh3 = _find_xxh3()
+        self._secret = b""
+        if secret is None:
+            self._kind = _SHA256 if self._xxh3 is None else _XXH3
+        else:
+            secret = _bytes(secret, "secret")
+            if len(secret) < MIN_SECRET:
+                raise StoreError(
+                    f"a secret has at least {MIN_SECRET} bytes, this one {len(secret)}",
+                    value=len(secret),
+                    limit=MIN_SECRET,
+                )
+            self._aes, self._invalid = _find_aes()
+            self._secret = secret
+            self._kind = _ENCRYPTED if encrypt else _SIGNED
+        self.check = {1: "xxh3-128", 2: "sha256", 3: "aes-256-gcm", 4: "aes-256-gmac"}[self._kind]
+
+    def __repr__(self) -> str:
+        return f"Envelope(check={self.check!r})"
+
+    def name(self, key: bytes) -> bytes:
+        """Return the key under which a block lies in the store: with a secret, its HMAC.
+
+        Without that, whoever can list a store could find out which prompts are known.
+        """
+        check_keys([key])
+        if not self._secret:
+            return key
+        return hmac.digest(self._secret, b"pykvcache.name.1" + key, "sha256")
+
+    def seal(self, key: bytes, content: Buffer) -> bytearray:
+        """Return a block as it goes to a store.
+
+        Parameters
+        ----------
+        key : bytes
+            Key of the block, 32 bytes: not what `name` makes of it.
+        content : Buffer
+            Its content, below 2 GiB.
+        """
+        view = flat(content)
+        if len(view) > MAX_CONTENT:
+            raise StoreError(
+                f"a block has at most {MAX_CONTENT} bytes, this one {len(view)}",
+                value=len(view),
+                limit=MAX_CONTENT,
+            )
+        name = self.name(key)
+        nonce = os.urandom(12) if self._secret else bytes(12)
+        header = _HEADER.pack(
+            *(_MAGIC, _VERSION, self._kind, 0, len(view)),
+            *(name, self._model, self._layout, nonce, bytes(36)),
+        )
+        sealed = bytearray(self.overhead + len(view))
+        sealed[: _HEADER.size] = header
+        end = _HEADER.size + len(view)
+        if self._kind == _ENCRYPTED:
+            sealed[_HEADER.size :] = self._cipher(name, _ENCRYPTED).encrypt(nonce, view, header)
+            return sealed
+        sealed[_HEADER.size : end] = view
+        with memoryview(sealed) as whole, whole[:end] as before:
+            if self._kind == _SIGNED:
+                whole[end:] = self._cipher(name, _SIGNED).encrypt(nonce, b"", before)
+            else:
+                whole[end:] = self._checksum(self._kind, before)
+        return sealed
+
+    def open(self, key: bytes, sealed: Buffer) -> memoryview | Rejection:
+        """Return the content of a block, or why it is not taken; never raises because of bytes.
+
+        Parameters
+        ----------
+        key : bytes
+            Key of the block that is wanted.
+        sealed : Buffer
+            What a store gave, perhaps with other bytes behind it.
+
+        Returns
+        -------
+        memoryview or Rejection
+            The content: a view of ``sealed``, or of fresh memory where it was encrypted.
+        """
+        name = self.name(key)
+        view = flat(sealed)
+        if len(view) < self.overhead:
+            return Rejection.TRUNCATED
+        fields = _HEADER.unpack_from(view)
+        magic, version, kind, zero, length, of_key, model, layout, nonce, zeros = fields
+        if (magic, version, zero, zeros) != (_MAGIC, _VERSION, 0, bytes(36)):
+            return Rejection.DAMAGED
+        end = _HEADER.size + length
+        if end + _CHECK > len(view):
+            return Rejection.TRUNCATED
+        if self._secret:
+            return self._open_secret(name, view, kind, nonce, end, of_key, (model, layout))
+        if kind in (_ENCRYPTED, _SIGNED):
+            return Rejection.LOCKED
+        if kind not in (_XXH3, _SHA256):
+            return Rejection.DAMAGED
+        if kind == _XXH3 and self._xxh3 is None:
+            return Rejection.UNVERIFIABLE
+        if self._checksum(kind, view[:end]) != view[end : end + _CHECK]:
+            return Rejection.DAMAGED
+        if (of_key, model, layout) != (name, self._model, self._layout):
+            return Rejection.FOREIGN
+        return view[_HEADER.size : end]
+
+    def _open_secret(
+        self,
+        name: bytes,
+        view: memoryview,
+        kind: int,
+        nonce: bytes,
+        end: int,
+        of_key: bytes,
+        of: tuple[bytes, bytes],
+    ) -> memoryview | Rejection:
+        """Open a block that only holders of the secret can have written."""
+        if of_key != name:
+            return Rejection.FOREIGN
+        sealed = view[_HEADER.size : end + _CHECK]
+        try:
+            if kind == _ENCRYPTED:
+                cipher = self._cipher(name, _ENCRYPTED)
+                content = memoryview(cipher.decrypt(nonce, sealed, view[: _HEADER.size]))
+            elif kind == _SIGNED:
+                cipher = self._cipher(name, _SIGNED)
+                cipher.decrypt(nonce, view[end : end + _CHECK], view[:end])
+                content = view[_HEADER.size : end]
+            else:  # a plain checksum is what anybody can write
+                return Rejection.FORGED
+        except (self._invalid, ValueError, OverflowError):
+            return Rejection.FORGED
+        return content if of == (self._model, self._layout) else Rejection.FOREIGN
+
+    def _cipher(self, name: bytes, kind: int) -> Any:
+        """Return AES-GCM with a key of this block and kind, so that few nonces meet."""
+        label = b"pykvcache.block.1" + bytes([kind])
+        return self._aes(hmac.digest(self._secret, label + name, "sha256"))
+
+    def _checksum(self, kind: int, data: memoryview) -> bytes:
+        state = self._xxh3() if kind == _XXH3 and self._xxh3 is not None else hashlib.sha256()
+        state.update(data)
+        digest: bytes = state.digest()
+        return digest[:_CHECK]
+
+
+def _bytes(value: bytes | str, what: str) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if not isinstance(value, bytes):
+        raise TypeError(f"{what} is bytes or str, not {type(value).__name__}")
+    return value

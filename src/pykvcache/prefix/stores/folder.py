@@ -1,0 +1,379 @@
+"""FolderStore: blocks as files in a folder that many processes share, with a bound on its size."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pykvcache.errors import StoreError
+from pykvcache.prefix.stores._files import BlockFiles
+from pykvcache.prefix.stores._fork import watch_forks
+from pykvcache.prefix.stores._index import Index, cost
+from pykvcache.prefix.stores._shared_index import FAILURES, SharedIndex
+from pykvcache.prefix.stores.base import (
+    MAX_LEASE,
+    BlockStore,
+    StoreEntry,
+    check_items,
+    check_keys,
+    check_max_bytes,
+    check_seconds,
+    writable,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["FolderStore"]
+
+#: The least that a folder may be given: the index and its log take a part of it.
+MIN_BYTES = 4 << 20
+# Kept free for what the index's log grows by in one transaction.
+_MARGIN = 1 << 20
+# How many blocks are announced in one transaction.
+_AT_ONCE = 64
+#: For how long touches and leases wait for other writers, in seconds: requests wait for them.
+_SHORT = 0.05
+# After how many calls of `put` leftovers are looked for again.
+_SWEEP_EVERY = 256
+_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+class FolderStore(BlockStore):
+    """Keep blocks in a folder of a local disk, for any number of processes at once.
+
+    A process that is killed loses the block that it was writing. An index that is missing or
+    wrong is made again from the files. A disk that is full, or a folder that cannot be
+    written, is a counter. Nothing is flushed to the disk: after a power cut the newest blocks
+    may be damaged, which their envelope shows.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        The folder; it is made, readable to its owner alone, where there is none. ``~`` is
+        expanded.
+    max_bytes : int
+        Upper bound of all that the store keeps there over all processes: blocks in units of 4
+        KiB, blocks that are being written, and the index. At least 4 MiB. Of several bounds
+        on one folder, the smallest holds.
+
+    Raises
+    ------
+    StoreError
+        There is no such folder and it cannot be made, or ``max_bytes`` is too small.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int = 10 << 30) -> None:
+        self.path = os.path.abspath(os.path.expanduser(os.fspath(path)))
+        self.max_bytes = check_max_bytes(max_bytes, MIN_BYTES)
+        self._shared: SharedIndex | None = None
+        self._touched: dict[bytes, int] = {}
+        self._files = BlockFiles(self.path)
+        self._n_puts = 0
+        self._closed = False
+        self._after_fork()
+        watch_forks(self)
+        try:
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{self.path} cannot be a folder: {error}", value=path) from error
+        self._open()
+
+    def __repr__(self) -> str:
+        return f"FolderStore({self.path!r}, max_bytes={self.max_bytes})"
+
+    # Reading: from the files alone ------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading keys are there; see `BlockStore.contains`."""
+        keys = check_keys(keys)
+        files = self._files
+        if self._closed:
+            return 0
+        return next((i for i, key in enumerate(keys) if files.stat(key) is None), len(keys))
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
+        """Read the leading run of blocks; see `BlockStore.get_into`."""
+        pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))
+        done = size = 0
+        for key, view in pairs:
+            if self._closed:
+                break
+            try:
+                n_read = self._files.read_into(key, view)
+            except FileNotFoundError:
+                break
+            except OSError as error:
+                self._failed(error)
+                break
+            if n_read < 0:
+                self.counters.add(too_large=1)
+                break
+            done += 1
+            size += n_read
+        self.counters.add(hits=done, misses=done < len(pairs), bytes_read=size)
+        return done
+
+    def entries(self) -> Iterator[StoreEntry]:
+        """Yield every block that the index knows."""
+        found: list[tuple[bytes, int, int]] = []
+        with self._locked() as shared:
+            if shared is not None:
+                with shared.reading() as index:
+                    found = index.rows()
+        return (StoreEntry(key, size, used / 1e9) for key, size, used in found)
+
+    # Writing ----------------------------------------------------------------------------
+
+    def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
+        """Write blocks that are not there yet; see `BlockStore.put`."""
+        found = check_items(items)
+        with self._writing:
+            # The last ones first: the head of a chain is the newest then, and goes last.
+            stored = 0
+            for begin in reversed(range(0, len(found), _AT_ONCE)):
+                stored += self._put(found[begin : begin + _AT_ONCE])
+            self._n_puts += 1
+            if self._n_puts % _SWEEP_EVERY == 0:
+                with self._locked() as shared:
+                    if shared is not None:
+                        shared.sweep()
+        return stored
+
+    def _put(self, items: list[tuple[bytes, memoryview]]) -> int:
+        wanted = self._announce(items)
+        n_written = 0
+        for key, view in wanted:
+            try:
+                self._files.write(key, view, self._token)
+            except OSError as error:
+                if self._failed(error):
+                    self.counters.add(full=len(wanted) - n_written - 1)
+                break
+            n_written += 1
+            self.counters.add(written=1, bytes_written=len(view))
+        with self._locked() as shared:
+            if shared is not None and wanted:
+                with shared.transaction() as index:
+                    self._finish(index, wanted, n_written)
+        return n_written
+
+    def _announce(self, items: list[tuple[bytes, memoryview]]) -> list[tuple[bytes, memoryview]]:
+        """Make room, and write the rows of what is new: whatever reaches the disk is counted."""
+        wanted: list[tuple[bytes, memoryview]] = []
+        with self._locked() as shared:
+            if shared is None:
+                return wanted
+            now = time.time_ns()
+            with shared.transaction() as index:
+                self._use(index)
+                shared.resolve(index, self._token)
+                room = self._room(index, self.max_bytes)
+                need = 0
+                for key, view in items:
+                    if self._is_known(shared, index, key):
+                        self.counters.add(known=1)
+                    elif cost(len(view)) > room:
+                        self.counters.add(too_large=1)
+                    elif need + cost(len(view)) > room:
+                        self.counters.add(full=1)
+                    else:
+                        need += cost(len(view))
+                        wanted.append((key, view))
+                self._shrink(index, room - need)
+                # The end of a chain is older than its head, and goes first.
+                for position, (key, view) in enumerate(wanted):
+                    index.write(key, len(view), now - position, self._token)
+            return wanted
+        return []
+
+    def _is_known(self, shared: SharedIndex, index: Index, key: bytes) -> bool:
+        """Return whether a block is there or on its way; forget a row that has lost its file."""
+        row = index.find(key)
+        facts = self._files.stat(key)
+        if facts is not None:
+            if row is None:
+                index.write(key, facts.st_size, facts.st_mtime_ns, None)
+            return True
+        if row is None:
+            return False
+        if row[1] is not None and shared.owner.is_alive(row[1]):
+            return True
+        index.remove(key)
+        return False
+
+    def _room(self, index: Index, max_bytes: int) -> int:
+        """Return how many bytes blocks may take beside the index."""
+        return max(0, max_bytes - index.disk_bytes() - _MARGIN)
+
+    def _shrink(self, index: Index, room: int) -> list[bytes]:
+        """Remove the least recently used blocks until the others fit.
+
+        Files go before their rows: who dies in between leaves too much counted, never too little.
+        """
+        removed: list[bytes] = []
+        excess = index.totals()[0] - room
+        while excess > 0:
+            oldest = index.oldest(64)
+            if not oldest:
+                break
+            for key, size in oldest:
+                if excess <= 0:
+                    break
+                with contextlib.suppress(IsADirectoryError, PermissionError):
+                    self._files.remove(key)
+                index.remove(key)
+                excess -= cost(size)
+                removed.append(key)
+        self.counters.add(removed=len(removed))
+        return removed
+
+    def _finish(self, index: Index, wanted: list[tuple[bytes, memoryview]], n_written: int) -> None:
+        """Note what was written; rows of what was not go."""
+        now = time.time_ns()
+        for position, (key, view) in enumerate(wanted):
+            if position < n_written:
+                index.write(key, len(view), now - position, None)
+            else:
+                index.remove(key)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark blocks as used now; where other writers are slow, with the next call that writes."""
+        now = time.time_ns()
+        keys = check_keys(keys)
+        if len(self._touched) < 1 << 16:
+            self._touched.update({key: now - position for position, key in enumerate(keys)})
+        with self._locked(_SHORT) as shared:
+            if shared is not None:
+                with contextlib.suppress(*FAILURES), shared.transaction(_SHORT) as index:
+                    self._use(index)
+
+    def _use(self, index: Index) -> None:
+        touched, self._touched = self._touched, {}
+        for key, used in touched.items():
+            if not index.use(key, used):
+                facts = self._files.stat(key)
+                if facts is not None:
+                    index.write(key, facts.st_size, used, None)
+
+    def trim(self, max_bytes: int) -> list[bytes]:
+        """Remove the least recently used blocks, in all processes; see `BlockStore.trim`."""
+        max_bytes = check_max_bytes(max_bytes)
+        with self._locked() as shared:
+            if shared is not None:
+                shared.sweep()
+                with shared.transaction() as index:
+                    self._use(index)
+                    return self._shrink(index, self._room(index, max_bytes))
+        return []
+
+    def discard(self, keys: Sequence[bytes]) -> int:
+        """Remove blocks; see `BlockStore.discard`."""
+        keys = check_keys(keys)
+        removed = 0
+        with self._locked() as shared:
+            if shared is not None:
+                with shared.transaction() as index:
+                    for key in keys:
+                        removed += self._files.stat(key) is not None
+                        self._files.remove(key)
+                        index.remove(key)
+        self.counters.add(removed=removed)
+        return removed
+
+    # Leases -----------------------------------------------------------------------------
+
+    def lease(self, key: bytes, seconds: float) -> bool:
+        """Return whether the caller is the one to evaluate; see `BlockStore.lease`."""
+        check_keys([key])
+        seconds = check_seconds(seconds)
+        with self._locked(_SHORT) as shared:
+            if shared is not None:
+                with shared.transaction(_SHORT) as index:
+                    return index.lease(key, self._token, time.time(), seconds, MAX_LEASE)
+        return True
+
+    def release(self, key: bytes) -> None:
+        """End a lease of this store."""
+        check_keys([key])
+        with self._locked(_SHORT) as shared:
+            if shared is not None:
+                with shared.transaction(_SHORT) as index:
+                    index.release(key, self._token)
+
+    # Open, closed, forked ---------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Open files and index; where that fails the store reads, and tries again later."""
+        self._retry_at = time.monotonic() + 5.0
+        try:
+            self._files.make()
+            self._shared = SharedIndex(self.path, self._files, self.counters)
+            self._token = self._shared.owner.token
+        except FAILURES as error:
+            self._failed(error)
+
+    @contextlib.contextmanager
+    def _locked(self, seconds: float = -1) -> Iterator[SharedIndex | None]:
+        """Give the index to one thread; what disks and other processes do ends here."""
+        lock = self._lock
+        if not lock.acquire(timeout=seconds):
+            self.counters.add(timed_out=1)
+            yield None
+            return
+        try:
+            if self._shared is None and not self._closed and time.monotonic() > self._retry_at:
+                self._open()
+            if self._shared is None and not self._closed:
+                self.counters.add(skipped=1)
+            yield self._shared
+        except FAILURES as error:
+            self._failed(error)
+        finally:
+            lock.release()
+
+    def _after_fork(self) -> None:
+        self._lock = threading.RLock()
+        self._writing = threading.Lock()
+        self._touched = {}
+        self._retry_at = 0.0
+        if self._shared is not None:
+            self._shared.forget()
+            self._shared = None
+
+    def _failed(self, error: Exception) -> bool:
+        """Count what went wrong; return whether the disk is full."""
+        number = getattr(error, "errno", None)
+        is_full = number in _FULL or "disk is full" in str(error)
+        if is_full:
+            self.counters.add(full=1)
+        elif number in _DENIED or "readonly" in str(error):
+            self.counters.add(denied=1)
+        elif isinstance(error, TimeoutError) or "locked" in str(error):
+            self.counters.add(timed_out=1)
+        else:
+            self.counters.add(failed=1)
+        return is_full
+
+    def close(self) -> None:
+        """Write what is pending and close the index; blocks stay. Later calls are misses."""
+        with self._lock:
+            if self._closed:
+                return
+            shared, self._shared = self._shared, None
+            if shared is not None:
+                with contextlib.suppress(*FAILURES), shared.transaction() as index:
+                    self._use(index)
+                shared.close()
+            self._closed = True
+
+    def __del__(self) -> None:
+        if getattr(self, "_shared", None) is not None:
+            with contextlib.suppress(Exception):
+                self.close()

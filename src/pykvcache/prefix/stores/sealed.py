@@ -1,0 +1,132 @@
+"""SealedStore: any store, with an envelope around each block; the face that a prefix cache uses."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pykvcache.prefix.stores.base import (
+    BlockStore,
+    StoreCounters,
+    StoreEntry,
+    check_items,
+    check_keys,
+    writable,
+)
+from pykvcache.prefix.stores.envelope import Envelope, Rejection
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["SealedStore"]
+
+#: Whoever has what these need can read them: they stay where they are.
+_READABLE_BY_OTHERS = {Rejection.LOCKED, Rejection.UNVERIFIABLE}
+
+
+class SealedStore(BlockStore):
+    """Seal what goes into a store, and take out only what is right.
+
+    A block that is damaged, truncated, of another model or forged ends the run, is counted,
+    and is removed from the store, so that it can be written again.
+
+    Parameters
+    ----------
+    store : BlockStore
+        Where the sealed blocks lie.
+    envelope : Envelope
+        What is put around them.
+
+    Attributes
+    ----------
+    rejections : collections.Counter of Rejection
+        How many blocks were refused, by reason.
+    """
+
+    def __init__(self, store: BlockStore, envelope: Envelope) -> None:
+        self.store = store
+        self.envelope = envelope
+        self.rejections: Counter[Rejection] = Counter()
+
+    @functools.cached_property
+    def counters(self) -> StoreCounters:
+        """The counters of the store inside."""
+        return self.store.counters
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading keys are there, right or not."""
+        return self.store.contains(self._names(keys))
+
+    def get(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
+        """Return the contents of the leading run that is there and right, without a second copy.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Keys of 32 bytes, in the order of their chain.
+        sizes : sequence of int
+            How long each content may be at most, in bytes.
+        """
+        names = self._names(keys)
+        buffers = [bytearray(size + self.envelope.overhead) for size in sizes]
+        n_read = self.store.get_into(names, buffers)
+        found: list[memoryview] = []
+        for key, name, buffer in zip(keys, names, buffers[:n_read], strict=False):
+            content = self.envelope.open(key, buffer)
+            if isinstance(content, Rejection):
+                self.rejections[content] += 1
+                self.counters.add(rejected=1)
+                if content not in _READABLE_BY_OTHERS:
+                    self.store.discard([name])
+                break
+            found.append(content)
+        return found
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
+        """Copy the contents of the leading run that is there and right into the buffers."""
+        check_keys(keys, buffers)
+        views = [writable(buffer) for buffer in buffers]
+        found = self.get(keys, [len(view) for view in views])
+        for view, content in zip(views, found, strict=False):
+            view[: len(content)] = content
+        return len(found)
+
+    def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
+        """Seal and store blocks that are not there yet."""
+        found = check_items(items)
+        return self.store.put(
+            (self.envelope.name(key), self.envelope.seal(key, data)) for key, data in found
+        )
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark blocks as used now."""
+        self.store.touch(self._names(keys))
+
+    def trim(self, max_bytes: int) -> list[bytes]:
+        """Remove blocks, least recently used first; the keys are the store's own."""
+        return self.store.trim(max_bytes)
+
+    def discard(self, keys: Sequence[bytes]) -> int:
+        """Remove blocks."""
+        return self.store.discard(self._names(keys))
+
+    def entries(self) -> Iterator[StoreEntry]:
+        """Yield every block; the keys are the store's own."""
+        return self.store.entries()
+
+    def lease(self, key: bytes, seconds: float) -> bool:
+        """Return whether the caller is the one to evaluate; see `BlockStore.lease`."""
+        return self.store.lease(self.envelope.name(key), seconds)
+
+    def release(self, key: bytes) -> None:
+        """End a lease of this object."""
+        self.store.release(self.envelope.name(key))
+
+    def close(self) -> None:
+        """Close the store inside."""
+        self.store.close()
+
+    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [self.envelope.name(key) for key in check_keys(keys)]

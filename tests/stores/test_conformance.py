@@ -1,0 +1,158 @@
+"""Every store does what `pykvcache.prefix.stores.conformance` asks, a 40-line one too."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pykvcache.prefix.stores import BlockStore, Envelope, FolderStore, MemoryStore, SealedStore
+from pykvcache.prefix.stores.base import check_items, check_keys, check_max_bytes, writable
+from pykvcache.prefix.stores.conformance import StoreConformance, chain
+
+
+class TestMemory(StoreConformance):
+    shared = False
+
+    def make_store(self) -> BlockStore:
+        return MemoryStore()
+
+
+class TestFolder(StoreConformance):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "store"
+
+    def make_store(self) -> BlockStore:
+        return FolderStore(self.path, 64 << 20)
+
+
+class TestSealed(StoreConformance):
+    """With a check alone; entries show the sealed sizes, so nothing of those here."""
+
+    can_discard = False
+    secret: str | None = None
+    encrypt = True
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "store"
+
+    def make_store(self) -> BlockStore:
+        envelope = Envelope(model="m", layout="l", secret=self.secret, encrypt=self.encrypt)
+        return SealedStore(FolderStore(self.path, 64 << 20), envelope)
+
+
+class TestEncrypted(TestSealed):
+    ordered = False  # trim gives the names in the store, which tell nothing of the keys
+    secret = "a secret of more than 16 bytes"
+
+    @pytest.fixture(autouse=True)
+    def _needs_cryptography(self) -> None:
+        pytest.importorskip("cryptography", reason="pip install 'pykvcache[crypto]'")
+
+    def test_trimming_to_nothing_removes_all(self) -> None:
+        blocks = chain(5)
+        with self.opened() as store:
+            store.put(blocks)
+            assert len(store.trim(0)) == 5
+            self.expect(store, blocks, 0)
+
+
+class TestAuthenticated(TestEncrypted):
+    encrypt = False
+
+
+class Smallest(BlockStore):
+    """What somebody writes in an afternoon: the README of the interface."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.is_open = True
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        keys = check_keys(keys)
+        return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> int:
+        n = 0
+        for key, view in zip(check_keys(keys, buffers), map(writable, buffers), strict=True):
+            data = self.blocks.get(key)
+            if data is None or len(data) > len(view):
+                break
+            view[: len(data)] = data
+            n += 1
+        return n
+
+    def put(self, items: Iterable[tuple[bytes, Any]]) -> int:
+        new = {key: bytes(data) for key, data in check_items(items) if key not in self.blocks}
+        if self.is_open:
+            self.blocks.update(reversed(new.items()))
+        return len(new) if self.is_open else 0
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(check_keys(keys)):
+            if key in self.blocks:
+                self.blocks[key] = self.blocks.pop(key)
+
+    def trim(self, max_bytes: int) -> list[bytes]:
+        check_max_bytes(max_bytes)
+        removed = []
+        while sum(map(len, self.blocks.values())) > max_bytes:
+            removed.append(next(iter(self.blocks)))
+            del self.blocks[removed[-1]]
+        return removed
+
+    def close(self) -> None:
+        self.is_open = False
+        self.blocks.clear()
+
+
+class TestSmallest(StoreConformance):
+    shared = has_leases = can_discard = False
+
+    def make_store(self) -> BlockStore:
+        return Smallest()
+
+
+def test_the_smallest_store_has_40_lines() -> None:
+    lines = inspect.getsource(Smallest).splitlines()
+    assert len([line for line in lines if line.strip()]) <= 41
+
+
+def test_what_a_wrong_store_does_is_seen() -> None:
+    """Guards the suite: each of these breaks one rule of the interface."""
+
+    class Replaces(Smallest):
+        def put(self, items: Iterable[tuple[bytes, Any]]) -> int:
+            new = {key: bytes(data) for key, data in check_items(items)}
+            self.blocks.update(new)
+            return len(new)
+
+    class Skips(Smallest):
+        def contains(self, keys: Sequence[bytes]) -> int:
+            return sum(key in self.blocks for key in check_keys(keys))
+
+    class Forgets(Smallest):
+        def touch(self, keys: Sequence[bytes]) -> None:
+            check_keys(keys)
+
+    class Overruns(Smallest):
+        def get_into(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> int:
+            for buffer in buffers:
+                writable(buffer)[:] = bytes(len(buffer))
+            return super().get_into(keys, buffers)
+
+    for kind, test in [
+        (Replaces, "test_what_is_there_is_not_replaced"),
+        (Skips, "test_a_missing_block_ends_the_run"),
+        (Forgets, "test_the_least_recently_used_goes_first"),
+        (Overruns, "test_a_buffer_may_be_longer"),
+    ]:
+        suite = TestSmallest()
+        suite.make_store = kind  # type: ignore[method-assign]
+        with pytest.raises(AssertionError):
+            getattr(suite, test)()

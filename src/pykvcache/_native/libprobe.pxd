@@ -294,6 +294,19 @@ cdef extern from "probe_partial.h" namespace "pykv" nogil:
     int32_t cut_attention(memory*, llama_seq_id, llama_pos first)
 
 
+cdef extern from "blocks.h" namespace "pykv" nogil:
+    ctypedef struct block_part:
+        const uint8_t* data
+        uint32_t n
+        uint32_t used
+    cdef cppclass joined_state:
+        vector[state_piece] pieces
+
+    size_t block_cell_bytes(const memory*, bool v_trans) except +
+    int32_t block_write(const memory*, bool v_trans, llama_seq_id, llama_pos first, uint32_t n, uint8_t* dst)
+    int32_t block_join(const memory*, bool v_trans, const vector[block_part]&, state_piece rest, joined_state&)
+
+
 cdef extern from "probe_compact.h" namespace "pykv" nogil:
     bint can_compact(const memory*)
     int64_t compact(memory*, uint32_t n_seq_max)

@@ -30,7 +30,7 @@ cdef class Partial:
         return self.context() is ctx
 
 
-cdef class Partials(State):
+cdef class Partials(Blocks):
     """``llama_state_seq_*_ext`` with ``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``, where they fit only."""
 
     cdef bint still_holds(self, Partial state) noexcept:

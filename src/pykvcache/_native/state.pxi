@@ -241,30 +241,34 @@ cdef class State(Arrays):
         `firsts` has (sequence, first position) of recurrent states, which the bytes do not tell.
         """
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
-        cdef int32_t code, s
-        cdef vector[lib.state_block] blocks
         pieces = Pieces(buffers)
         self.enter()
         try:
-            self.has_states("set_state")
-            self.usable()
-            self.check(pieces, seq, False, blocks)
-            for pair in firsts or ():
-                if not 0 <= pair[1] < INT32_MAX:
-                    raise StateDamaged(f"a sequence is said to begin at {pair[1]}")
-            self.settle()
-            if seq < 0 or not self.place(seq, blocks, pieces):
-                if seq >= 0:
-                    self.need_room(seq, blocks)
-                self.put(seq, pieces)
-            for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
-                self.poisoned[s] = False
-                lib.note_first(self.mem, s, 0)
-            for s, first in firsts or ():
-                if 0 <= s < <int32_t>self.n_seq_max:
-                    lib.note_first(self.mem, s, first)
+            self.set_pieces(seq, pieces, firsts)
         finally:
             self.lock.leave()
+
+    cdef int set_pieces(self, int32_t seq, Pieces pieces, list firsts) except -1:
+        cdef int32_t s
+        cdef vector[lib.state_block] blocks
+        self.has_states("set_state")
+        self.usable()
+        self.check(pieces, seq, False, blocks)
+        for pair in firsts or ():
+            if not 0 <= pair[1] < INT32_MAX:
+                raise StateDamaged(f"a sequence is said to begin at {pair[1]}")
+        self.settle()
+        if seq < 0 or not self.place(seq, blocks, pieces):
+            if seq >= 0:
+                self.need_room(seq, blocks)
+            self.put(seq, pieces)
+        for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
+            self.poisoned[s] = False
+            lib.note_first(self.mem, s, 0)
+        for s, first in firsts or ():
+            if 0 <= s < <int32_t>self.n_seq_max:
+                lib.note_first(self.mem, s, first)
+        return 0
 
     cdef bint place(self, int32_t seq, vector[lib.state_block]& blocks, Pieces pieces) except -1:
         """Replace what is there without a copy of it, where nothing can fail; else False."""

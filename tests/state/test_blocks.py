@@ -1,0 +1,105 @@
+"""Blocks: runs of cells as single pieces of bytes, and sequences put together of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memory.kit import CASES, Bench, Case
+from pykvcache import (
+    LlamaContext,
+    NoKvCacheSlot,
+    StateDamaged,
+    StateLayoutMismatch,
+    UnsupportedOperation,
+)
+
+MakeBench = Callable[..., Bench]
+WITH_STATES = tuple(case for case in CASES if case.has_states and case.name != "t5")
+SIZE = 8
+
+
+def blocks_of(ctx: LlamaContext, seq: int, n: int) -> list[tuple[np.ndarray[Any, Any], int, int]]:
+    """The first n tokens of a sequence in blocks, the last of which may be short."""
+    cell = ctx.native.block_bytes()
+    found = []
+    for first in range(0, 0 if ctx.memory_kind == "recurrent" else n, SIZE):
+        count = min(SIZE, n - first)
+        out = np.empty(cell * count, np.uint8)
+        assert ctx.native.get_block(seq, first, count, out)
+        found.append((out, count, count))
+    return found
+
+
+@pytest.mark.parametrize("flash_attn", ["disabled", "enabled"])
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_a_sequence_is_the_sum_of_its_blocks(case: Case, flash_attn: str, bench: MakeBench) -> None:
+    # Transposed values, or not.
+    b = bench(case, n_seq_max=3, flash_attn=flash_attn)
+    tokens = b.feed(0, 21)
+    rest = None
+    if b.ctx.memory_kind != "attention":
+        rest = b.ctx.native.get_partial_state(0)
+    blocks = blocks_of(b.ctx, 0, 21)
+    b.ctx.native.set_blocks(1, blocks, rest)
+    b.held[1] = tokens.tolist()
+    if flash_attn == "disabled":
+        b.check(0, 1, n=3)
+    else:
+        one, other = (b.ctx.sequence_state(seq).parts for seq in (0, 1))
+        for mine, theirs in zip(one, other, strict=True):
+            for tensor, copied in zip(mine.tensors, theirs.tensors, strict=True):
+                np.testing.assert_array_equal(tensor, copied)
+
+
+def test_a_part_of_a_block_counts(bench: MakeBench) -> None:
+    for case in WITH_STATES:
+        if case.name in ("llama", "qwen2vl") and case.swa_full:
+            b = bench(case, n_seq_max=3)
+            tokens = b.feed(0, 20)
+            blocks = blocks_of(b.ctx, 0, 20)
+            b.ctx.native.set_blocks(1, [*blocks[:1], (blocks[1][0], SIZE, 3)])
+            b.held[1] = tokens[:11].tolist()
+            b.check(0, 1, n=2)
+
+
+def test_cells_that_are_not_there_and_bytes_that_do_not_fit(bench: MakeBench) -> None:
+    case = next(c for c in WITH_STATES if c.name == "llama" and c.unified)
+    b = bench(case, n_seq_max=3)
+    b.feed(0, 20)
+    native = b.ctx.native
+    cell = native.block_bytes()
+    out = np.zeros(cell * SIZE, np.uint8)
+    assert not native.get_block(0, 13, SIZE, out)
+    assert not native.get_block(1, 0, 1, out)
+    with pytest.raises(ValueError, match="bytes"):
+        native.get_block(0, 0, SIZE + 1, out)
+    blocks = blocks_of(b.ctx, 0, 16)
+    before = b.ctx.get_state(0)
+    for wrong in (
+        [(blocks[0][0][:-1], SIZE, SIZE)],
+        [(blocks[0][0], SIZE + 1, SIZE)],
+        [(blocks[0][0], SIZE, SIZE + 1)],
+        [(blocks[0][0], SIZE, -1)],
+        [(blocks[0][0], -1, 0)],
+    ):
+        with pytest.raises((StateLayoutMismatch, ValueError)):
+            native.set_blocks(0, wrong)
+    spoiled = np.full_like(blocks[0][0], 0xFF)  # NaN
+    with pytest.raises(StateDamaged):
+        native.set_blocks(0, [blocks[0], (spoiled, SIZE, SIZE)])
+    with pytest.raises(NoKvCacheSlot):
+        native.set_blocks(0, blocks * 200)
+    np.testing.assert_array_equal(b.ctx.get_state(0), before)
+
+
+def test_memories_without_blocks(bench: MakeBench) -> None:
+    recurrent = next(c for c in WITH_STATES if c.name == "mamba")
+    b = bench(recurrent)
+    b.feed(0, 5)
+    assert b.ctx.native.block_bytes() == 0
+    with pytest.raises(UnsupportedOperation):
+        b.ctx.native.get_block(0, 0, 1, np.zeros(8, np.uint8))

@@ -5,10 +5,13 @@ A store is five methods over keys and buffers and knows nothing of llama.cpp: se
 
 from __future__ import annotations
 
+from pykvcache.prefix.stores._open import open_store
 from pykvcache.prefix.stores.base import BlockStore, StoreCounters, StoreEntry
 from pykvcache.prefix.stores.envelope import Envelope, Rejection
 from pykvcache.prefix.stores.folder import FolderStore
 from pykvcache.prefix.stores.memory import MemoryStore
+from pykvcache.prefix.stores.objects import ObjectStore
+from pykvcache.prefix.stores.redis import RedisStore
 from pykvcache.prefix.stores.sealed import SealedStore
 
 __all__ = [
@@ -16,8 +19,11 @@ __all__ = [
     "Envelope",
     "FolderStore",
     "MemoryStore",
+    "ObjectStore",
+    "RedisStore",
     "Rejection",
     "SealedStore",
     "StoreCounters",
     "StoreEntry",
+    "open_store",
 ]

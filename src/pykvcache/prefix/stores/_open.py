@@ -1,0 +1,46 @@
+"""A store by its address, for tiers that are given as text."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pykvcache.errors import StoreError
+from pykvcache.prefix.stores.base import BlockStore
+from pykvcache.prefix.stores.folder import FolderStore
+from pykvcache.prefix.stores.objects import ObjectStore
+from pykvcache.prefix.stores.redis import SCHEMES, RedisStore
+
+__all__ = ["open_store"]
+
+_OBJECTS = {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https"}
+_OBJECTS |= {"file", "memory"}
+
+
+def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> BlockStore:
+    """Return the store that an address names.
+
+    Parameters
+    ----------
+    where : str, PathLike or BlockStore
+        A folder is a `FolderStore`, ``redis://`` and its kin a `RedisStore`, ``s3://``, ``gs://``,
+        ``az://``, ``file://`` an `ObjectStore`. A store is returned as it is.
+    **options
+        Passed to the class.
+
+    Raises
+    ------
+    StoreError
+        The URL is of no known kind, or what the class raises.
+    """
+    if isinstance(where, BlockStore):
+        return where
+    scheme, separator, _ = os.fspath(where).partition("://")
+    if not separator:
+        return FolderStore(where, **options)
+    if scheme in SCHEMES:
+        return RedisStore(os.fspath(where), **options)
+    if scheme in _OBJECTS:
+        return ObjectStore(os.fspath(where), **options)
+    known = ", ".join(sorted(SCHEMES | _OBJECTS))
+    raise StoreError(f"{scheme}:// is no store: known are {known}", value=scheme, limit=known)

@@ -1,0 +1,276 @@
+"""ObjectStore: blocks as objects in S3, GCS, Azure or a folder, by URL."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pykvcache.errors import StoreError
+from pykvcache.prefix.stores._breaker import Breaker
+from pykvcache.prefix.stores._fork import watch_forks
+from pykvcache.prefix.stores.base import (
+    KEY_SIZE,
+    BlockStore,
+    StoreEntry,
+    check_items,
+    check_keys,
+    check_max_bytes,
+    check_seconds,
+    writable,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["ObjectStore"]
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class ObjectStore(BlockStore):
+    """Keep blocks as objects in a bucket. Needs the extra ``obstore``.
+
+    A request is made for each block, several at once; nothing is ever listed by `contains`,
+    `get_into`, `put` and `touch`. What is there is never replaced: objects are created under
+    the condition that there is none. `touch` does nothing, so `trim` and a lifecycle rule of
+    the bucket go by when a block was written. There are no leases.
+
+    In a forked child everything is a miss: make the store anew there.
+
+    Parameters
+    ----------
+    url : str
+        ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, ``memory:///`` and what
+        else obstore knows. Credentials come from the environment, or from ``options``.
+    timeout : float
+        How long one request may take, in seconds.
+    n_parallel : int
+        How many requests are made at once.
+    **options
+        Passed on to ``obstore.store.from_url``, such as ``region=`` or ``endpoint=``.
+
+    Raises
+    ------
+    StoreError
+        obstore cannot use the URL or the options.
+    ImportError
+        obstore is not installed.
+    """
+
+    def __init__(
+        self, url: str, *, timeout: float = 5.0, n_parallel: int = 8, **options: Any
+    ) -> None:
+        timeout = check_seconds(timeout, "timeout")
+        if not 1 <= n_parallel <= 256:
+            raise StoreError(f"n_parallel is {n_parallel}: 1 to 256", value=n_parallel, limit=256)
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError as error:
+            raise ImportError(
+                f"ObjectStore needs obstore: pip install 'pykvcache[obstore]' ({error})"
+            ) from error
+        self._obstore = obstore
+        seconds = datetime.timedelta(seconds=timeout)
+        if not url.startswith(("file:", "memory:")):
+            client = {"timeout": f"{timeout}s", "connect_timeout": f"{min(timeout, 2.0)}s"}
+            options["client_options"] = client | (options.get("client_options") or {})
+            # One more try for what fails at once, within the same time.
+            options.setdefault("retry_config", {"max_retries": 1, "retry_timeout": seconds})
+        elif url.startswith("file:"):
+            options.setdefault("mkdir", True)
+        try:
+            self._store = from_url(url, **options)
+        except (obstore.exceptions.BaseError, ValueError, TypeError, OSError) as error:
+            scheme = url.partition("://")[0]
+            raise StoreError(f"obstore cannot use the URL: {error}", value=scheme) from error
+        self._breaker = Breaker()
+        self._n_parallel = n_parallel
+        self._pool = ThreadPoolExecutor(n_parallel, thread_name_prefix="pykvcache-objects")
+        self._closed = False
+        watch_forks(self)
+
+    def _after_fork(self) -> None:
+        # Neither our threads nor those of obstore exist here: waiting for them would never end.
+        self._closed = True
+        self._breaker.reset_lock()
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self._store!r})"
+
+    @staticmethod
+    def _path(key: bytes) -> str:
+        # S3 spreads its load over what names begin with.
+        name = key.hex()
+        return f"{name[:2]}/{name}"
+
+    # The five methods -------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading keys are there; see `BlockStore.contains`."""
+        return sum(1 for _ in self._leading(self._has, check_keys(keys)))
+
+    def _has(self, key: bytes) -> bool | None:
+        return self._ask(lambda: bool(self._obstore.head(self._store, self._path(key))))
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
+        """Read the leading run of blocks, several at once; see `BlockStore.get_into`."""
+        pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))
+        sizes = list(self._leading(self._read, pairs))
+        done = len(sizes)
+        self.counters.add(hits=done, misses=done < len(pairs), bytes_read=sum(sizes) - done)
+        return done
+
+    def _read(self, pair: tuple[bytes, memoryview]) -> int | None:
+        """Return one more than the size of the block that was read."""
+        key, view = pair
+
+        def read() -> int | None:
+            found = self._obstore.get(self._store, self._path(key))
+            if found.meta["size"] > len(view):
+                self.counters.add(too_large=1)
+                return None
+            data = memoryview(found.bytes())
+            view[: len(data)] = data
+            return len(data) + 1
+
+        return self._ask(read)
+
+    def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
+        """Create objects that are not there yet, several at once; see `BlockStore.put`."""
+        stored = 0
+        for wave in _waves(check_items(items), self._n_parallel):
+            results = self._map(self._write, wave)
+            stored += sum(1 for result in results if result)
+            if not results or None in results:
+                break
+        return stored
+
+    def _write(self, item: tuple[bytes, memoryview]) -> bool | None:
+        key, view = item
+
+        def write() -> bool:
+            try:
+                self._obstore.put(
+                    self._store, self._path(key), view, mode="create", use_multipart=False
+                )
+            except self._obstore.exceptions.AlreadyExistsError:
+                self.counters.add(known=1)
+                return False
+            except (self._obstore.exceptions.NotFoundError, FileNotFoundError) as error:
+                raise OSError("there is no such bucket") from error
+            self.counters.add(written=1, bytes_written=len(view))
+            return True
+
+        return self._ask(write)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Do nothing: an object's time changes only when it is written anew."""
+        check_keys(keys)
+
+    # For tools: these list the bucket ----------------------------------------------------
+
+    def trim(self, max_bytes: int) -> list[bytes]:
+        """Remove blocks, oldest first; lists the whole bucket, so it is a tool's work."""
+        check_max_bytes(max_bytes)
+        found = sorted(self.entries(), key=lambda entry: entry.used)
+        total = sum(entry.size for entry in found)
+        removed = []
+        for entry in found:
+            if total <= max_bytes:
+                break
+            if self.discard([entry.key]):
+                removed.append(entry.key)
+                total -= entry.size
+        return removed
+
+    def discard(self, keys: Sequence[bytes]) -> int:
+        """Remove blocks; see `BlockStore.discard`."""
+        removed = 0
+        for key in check_keys(keys):
+            if not self._closed and self._has(key):
+                removed += self._delete(key)
+        self.counters.add(removed=removed)
+        return removed
+
+    def _delete(self, key: bytes) -> bool:
+        def delete() -> bool:
+            self._obstore.delete(self._store, self._path(key))
+            return True
+
+        return bool(self._ask(delete))
+
+    def entries(self) -> Iterator[StoreEntry]:
+        """Yield every block; lists the bucket."""
+        if self._closed:
+            return
+        pages = iter(self._obstore.list(self._store))
+        while page := self._ask(lambda: next(pages, None)):
+            for entry in page:
+                with contextlib.suppress(ValueError):
+                    key = bytes.fromhex(entry["path"].rpartition("/")[2])
+                    if len(key) == KEY_SIZE:
+                        yield StoreEntry(key, entry["size"], entry["last_modified"].timestamp())
+
+    # Requests ---------------------------------------------------------------------------
+
+    def _leading(self, work: Callable[[_T], _R | None], things: list[_T]) -> Iterator[_R]:
+        """Yield the results up to the first that is nothing, made in parallel, wave by wave."""
+        for wave in _waves(things, self._n_parallel):
+            results = self._map(work, wave)
+            for result in results:
+                if not result:
+                    return
+                yield result
+            if len(results) < len(wave):
+                return
+
+    def _map(self, work: Callable[[_T], _R], wave: list[_T]) -> list[_R]:
+        """Work on one wave in parallel; nothing once the store is closed."""
+        try:
+            return [] if self._closed else list(self._pool.map(work, wave))
+        except (CancelledError, RuntimeError):  # closed meanwhile
+            return []
+
+    def _ask(self, work: Callable[[], _R]) -> _R | None:
+        """Make a request; whatever goes wrong is counted and ends here, as None."""
+        errors = self._obstore.exceptions
+        if self._closed or not self._breaker.allow():
+            self.counters.add(skipped=1)
+            return None
+        try:
+            result = work()
+        except (errors.NotFoundError, FileNotFoundError):
+            self._breaker.succeeded()
+            return None
+        except (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError):
+            self.counters.add(denied=1)
+        except (errors.BaseError, OSError, ValueError, RuntimeError) as error:
+            text = str(error).lower()
+            if "no space" in text or "storage full" in text:
+                self.counters.add(full=1)
+                return None
+            late = "timed out" in text or "timedout" in text
+            self.counters.add(**{"timed_out" if late else "failed": 1})
+        else:
+            self._breaker.succeeded()
+            return result
+        self._breaker.failed()
+        return None
+
+    def close(self) -> None:
+        """Finish the requests that run; later calls are misses."""
+        if not self._closed:
+            self._closed = True
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _waves(things: Sequence[_T], n: int) -> Iterator[list[_T]]:
+    """Split a sequence into lists of ``n``."""
+    iterator = iter(things)
+    return iter(lambda: list(itertools.islice(iterator, n)), [])

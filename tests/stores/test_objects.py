@@ -1,0 +1,182 @@
+"""ObjectStore: a folder and memory for real; the protocol of S3 with moto, which is a mock."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pykvcache.errors import StoreError
+from pykvcache.prefix.stores import BlockStore, ObjectStore, open_store
+from pykvcache.prefix.stores.conformance import StoreConformance, chain
+from stores.servers import free_port
+
+obstore = pytest.importorskip("obstore", reason="pip install 'pykvcache[obstore]'")
+
+BLOCKS = chain(12, "objects")
+KEYS = [key for key, _ in BLOCKS]
+
+
+class Objects(StoreConformance):
+    ordered = has_leases = False
+
+
+class TestFolderByUrl(Objects):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.url = f"file://{tmp_path}/objects"
+
+    def make_store(self) -> BlockStore:
+        return ObjectStore(self.url)
+
+
+class TestMemoryByUrl(Objects):
+    shared = False
+
+    def make_store(self) -> BlockStore:
+        return ObjectStore("memory:///")
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """Run moto's server, a mock of S3, in a process of its own: it shares our threads otherwise."""
+    pytest.importorskip("moto.server", reason="pip install 'moto[s3,server]'")
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(url, timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None, "moto ended"
+                time.sleep(0.05)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def s3(endpoint: str, bucket: str, **options: Any) -> ObjectStore:
+    return ObjectStore(
+        f"s3://{bucket}/prefix",
+        endpoint=endpoint,
+        region="us-east-1",
+        access_key_id="a",
+        secret_access_key="b",
+        client_options={"allow_http": True},
+        **options,
+    )
+
+
+def make_bucket(endpoint: str, name: str) -> None:
+    request = urllib.request.Request(f"{endpoint}/{name}", method="PUT", data=b"")
+    urllib.request.urlopen(request, timeout=30).close()
+
+
+class TestS3(Objects):
+    """Against a mock: how it behaves is moto's idea of S3."""
+
+    @pytest.fixture(autouse=True)
+    def _bucket(self, moto: str, request: pytest.FixtureRequest) -> None:
+        self.endpoint = moto
+        self.bucket = request.node.name.replace("_", "-")[:60]
+        make_bucket(moto, self.bucket)
+
+    def make_store(self) -> BlockStore:
+        return s3(self.endpoint, self.bucket)
+
+
+def test_nothing_is_listed_on_the_path_of_a_request(
+    moto: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_bucket(moto, "unlisted")
+    monkeypatch.setattr(obstore, "list", None)
+    monkeypatch.setattr(obstore, "list_with_delimiter", None)
+    with s3(moto, "unlisted") as store:
+        assert store.put(BLOCKS) == 12
+        assert store.contains(KEYS) == 12
+        assert store.get_into(KEYS, [bytearray(len(data)) for _, data in BLOCKS]) == 12
+        store.touch(KEYS)
+        assert store.counters.failed == 0
+
+
+def test_a_bucket_that_is_not_there_is_a_counter(moto: str) -> None:
+    with s3(moto, "nowhere") as store:
+        assert store.put(BLOCKS) == 0
+        assert store.contains(KEYS) == 0
+        assert store.counters.failed > 0
+        assert store.counters.skipped > 0
+
+
+def test_a_server_that_is_gone_is_asked_once() -> None:
+    with s3(f"http://127.0.0.1:{free_port()}", "bucket", timeout=1.0) as store:
+        assert store.get_into(KEYS, [bytearray(5000)] * 12) == 0
+        asked = store.counters.failed + store.counters.timed_out
+        assert 0 < asked <= 8
+        assert store.put(BLOCKS) == store.contains(KEYS) == 0
+        assert store.counters.failed + store.counters.timed_out == asked
+        assert store.counters.skipped > 0
+
+
+def test_a_bit_that_flips_and_a_cut_in_a_folder(tmp_path: Path) -> None:
+    from pykvcache.prefix.stores import Envelope, Rejection, SealedStore
+
+    with SealedStore(ObjectStore(f"file://{tmp_path}"), Envelope(model="m", layout="l")) as store:
+        store.put(BLOCKS)
+        paths = {path.name: path for path in tmp_path.rglob("*") if path.is_file()}
+        for key in KEYS[3:5]:
+            damaged = bytearray(paths[key.hex()].read_bytes())
+            damaged[500] ^= 4
+            paths[key.hex()].write_bytes(damaged if key == KEYS[3] else damaged[:300])
+        sizes = [len(data) for _, data in BLOCKS]
+        assert len(store.get(KEYS, sizes)) == 3
+        assert store.put(BLOCKS) == 1
+        assert len(store.get(KEYS, sizes)) == 4
+        assert store.put(BLOCKS) == 1
+        assert len(store.get(KEYS, sizes)) == 12
+        assert store.rejections == {Rejection.DAMAGED: 2}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_misses_and_does_not_hang() -> None:
+    code = """
+        import os, signal, sys
+        from pykvcache.prefix.stores import ObjectStore
+        from pykvcache.prefix.stores.conformance import chain
+        blocks = chain(3)
+        store = ObjectStore("memory:///")
+        store.put(blocks)
+        pid = os.fork()
+        if not pid:
+            signal.alarm(20)
+            n = store.contains([key for key, _ in blocks]) + store.put(chain(3, "b"))
+            os._exit(n)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert store.contains([key for key, _ in blocks]) == 3
+    """
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, timeout=60
+    )
+
+
+def test_addresses_name_stores(tmp_path: Path) -> None:
+    with open_store(f"file://{tmp_path}/a") as store:
+        assert isinstance(store, ObjectStore)
+        assert open_store(store) is store
+    with pytest.raises(StoreError, match="ftp"):
+        open_store("ftp://somewhere")
+    with pytest.raises(StoreError, match="n_parallel"):
+        ObjectStore("memory:///", n_parallel=0)
+    with pytest.raises(StoreError, match="obstore cannot use"):
+        ObjectStore("s3://bucket/prefix", no_such_option=3)

@@ -31,9 +31,6 @@ class TestFolder(StoreConformance):
 
 
 class TestSealed(StoreConformance):
-    """With a check alone; entries show the sealed sizes, so nothing of those here."""
-
-    can_discard = False
     secret: str | None = None
     encrypt = True
 
@@ -48,6 +45,7 @@ class TestSealed(StoreConformance):
 
 class TestEncrypted(TestSealed):
     ordered = False  # trim gives the names in the store, which tell nothing of the keys
+    can_discard = False  # and so does entries
     secret = "a secret of more than 16 bytes"
 
     @pytest.fixture(autouse=True)

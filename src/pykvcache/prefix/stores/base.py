@@ -110,7 +110,17 @@ class StoreCounters:
 
 @dataclasses.dataclass(frozen=True)
 class StoreEntry:
-    """One block of a store: its key, size in bytes, and when it was last used (Unix time)."""
+    """One block of a store.
+
+    Attributes
+    ----------
+    key : bytes
+        Its key.
+    size : int
+        The bytes that it takes, where the store knows with what surrounds its content.
+    used : float
+        When it was last used, Unix time in seconds.
+    """
 
     key: bytes
     size: int

@@ -235,13 +235,15 @@ class RedisStore(BlockStore):
             ((cursor, keys),) = answer
             keys = [key for key in keys if len(key) == begin + KEY_SIZE and key not in seen]
             seen.update(keys)
-            sizes = self._ask([("STRLEN", key) for key in keys])
+            # Unlike STRLEN, this does not count as a use.
+            sizes = self._ask([("MEMORY", "USAGE", key) for key in keys])
             idle = self._ask([("OBJECT", "IDLETIME", key) for key in keys], errors=True)
             now = time.time()
             for key, size, seconds in zip(keys, sizes, idle, strict=False):
                 # Under an LFU policy the answer is an error.
                 used = now - seconds if isinstance(seconds, int) else 0.0
-                yield StoreEntry(key[begin:], size, used)
+                if size is not None:
+                    yield StoreEntry(key[begin:], size, used)
             if int(cursor) == 0:
                 return
 

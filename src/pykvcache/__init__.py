@@ -94,6 +94,8 @@ if TYPE_CHECKING:
         to_caches,
     )
     from pykvcache.model import LlamaModel
+    from pykvcache.prefix.cache import PrefixCache
+    from pykvcache.prefix.reuse import ReuseReport
     from pykvcache.sampling import Sampler
     from pykvcache.sequence import CheckpointPolicy, LlamaSequence
     from pykvcache.state import (
@@ -143,7 +145,9 @@ _HOMES = {
     "PerfData": "facts",
     "PoolingType": "enums",
     "PoolingTypeName": "enums",
+    "PrefixCache": "prefix.cache",
     "RecurrentState": "kv",
+    "ReuseReport": "prefix.reuse",
     "RopeScalingType": "enums",
     "RopeScalingTypeName": "enums",
     "RopeType": "enums",
@@ -216,8 +220,10 @@ __all__ = [
     "PoolingType",
     "PoolingTypeName",
     "PositionError",
+    "PrefixCache",
     "RecurrentState",
     "ReprocessInputs",
+    "ReuseReport",
     "RopeScalingType",
     "RopeScalingTypeName",
     "RopeType",

@@ -13,6 +13,7 @@ from pykvcache.errors import ClosedError, DecodeAborted, NoKvCacheSlot
 from pykvcache.generate.handle import GenerationHandle
 from pykvcache.generate.schedule import Schedule
 from pykvcache.generate.step import Stepper
+from pykvcache.prefix.cache import PrefixCache
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.pool import pool_of
 from pykvcache.sequence.sequence import LlamaSequence
@@ -38,7 +39,9 @@ class BatchGenerator:
     Parameters
     ----------
     context
-        Where it runs.
+        Where it runs; or a `PrefixCache`, from which every prompt begins with what is known, and
+        which gets what was evaluated. Requests that share a prefix and arrive together evaluate
+        it once.
     max_sequences
         Requests that run at once; default and most: ``n_seq_max`` of the context.
     n_chunk
@@ -57,18 +60,23 @@ class BatchGenerator:
 
     def __init__(
         self,
-        context: LlamaContext,
+        context: LlamaContext | PrefixCache,
         max_sequences: SupportsIndex | None = None,
         *,
         n_chunk: SupportsIndex | None = None,
     ) -> None:
+        cache = context if isinstance(context, PrefixCache) else None
+        if isinstance(context, PrefixCache):
+            context._check_open()
+            context = context.context
         LlamaSequence(context).close()  # raises what a sequence of this context would
         self._ctx = context
+        self._cache = cache
         self._pool = pool_of(context)
         most = context.n_seq_max
         n = most if max_sequences is None else as_int(max_sequences, "max_sequences", 1, most)
         chunk = context.n_ubatch if n_chunk is None else as_int(n_chunk, "n_chunk", 1, 2**31 - 1)
-        self._schedule = Schedule(context, self._pool, n)
+        self._schedule = Schedule(context, self._pool, n, cache)
         self._stepper = Stepper(self._schedule, chunk)
         self._changed = threading.Condition()
         self._driven = False
@@ -181,7 +189,7 @@ class BatchGenerator:
             sequence = self._sequence(prompt)
             handles = []
             for i in range(count):
-                own = sequence if i == 0 else LlamaSequence(self._ctx)
+                own = sequence if i == 0 else self._new(None)
                 if i:
                     own._cells.ledger.append(sequence.tokens)
                 self._order += 1
@@ -215,7 +223,7 @@ class BatchGenerator:
                 raise ValueError("the sequence is being generated already")
             sequence = prompt
         else:
-            sequence = LlamaSequence(self._ctx, prompt)
+            sequence = self._new(prompt)
         if not len(sequence):
             raise ValueError("the prompt has no tokens: there is nothing to evaluate")
         if len(sequence) > self._ctx.n_ctx_seq and self._ctx.memory_kind != "recurrent":
@@ -225,6 +233,11 @@ class BatchGenerator:
                 1,
             )
         return sequence
+
+    def _new(self, prompt: str | TokenInput | None) -> LlamaSequence:
+        if self._cache is not None:
+            return self._cache.sequence(prompt)
+        return LlamaSequence(self._ctx, prompt)
 
     @staticmethod
     def _sampler_of(sampler: Sampler, i: int) -> Sampler:

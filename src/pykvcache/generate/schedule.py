@@ -6,6 +6,9 @@ from bisect import insort
 
 from pykvcache.context import LlamaContext
 from pykvcache.generate.handle import GenerationHandle
+from pykvcache.prefix.cache import PrefixCache
+from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.sequence.ledger import common_prefix
 from pykvcache.sequence.pool import SequencePool
 
 __all__ = ["Schedule"]
@@ -31,8 +34,15 @@ class Schedule:
     Those that run are pinned: the pool parks none of them for somebody else.
     """
 
-    def __init__(self, ctx: LlamaContext, pool: SequencePool, max_sequences: int) -> None:
+    def __init__(
+        self,
+        ctx: LlamaContext,
+        pool: SequencePool,
+        max_sequences: int,
+        cache: PrefixCache | None = None,
+    ) -> None:
         self.ctx = ctx
+        self.cache = cache
         self.pool = pool
         self.max_sequences = max_sequences
         self.waiting: list[GenerationHandle] = []
@@ -47,17 +57,42 @@ class Schedule:
 
     def admit(self) -> None:
         """Let those run that go first and fit."""
-        while self.waiting:
-            head = self.waiting[0]
+        i = 0
+        while i < len(self.waiting):
+            head = self.waiting[i]
+            if self._waits_for_prefix(head):
+                i += 1
+                continue
             if self.running and not self._fits(head):
                 last = max(self.running, key=rank)
                 if last._priority >= head._priority:
                     return
                 self.suspend(last)
+                i = self.waiting.index(head)
                 continue
             # Running before it is attached: what it needs then is parked for it.
-            self.waiting.pop(0)
+            del self.waiting[i]
+            if self.cache is not None and isinstance(head._sequence, CachedSequence):
+                self.cache._renew(head._sequence)
             self._run(head)
+
+    def _waits_for_prefix(self, head: GenerationHandle) -> bool:
+        """Whether one that runs is evaluating what this one begins with."""
+        if self.cache is None or not isinstance(head._sequence, CachedSequence):
+            return False
+        mine = head._cells.ledger
+        for other in self.running:
+            theirs = other._cells.ledger
+            if (
+                isinstance(other._sequence, CachedSequence)
+                and other._sequence.namespace == head._sequence.namespace
+                and len(theirs) - theirs.n_evaluated > 1
+            ):
+                same = common_prefix(theirs.part(0, len(theirs)), mine.part(0, len(mine)))
+                known = max(theirs.n_evaluated, mine.n_evaluated)
+                if same - known >= self.cache.block_size:
+                    return True
+        return False
 
     def _run(self, handle: GenerationHandle) -> None:
         handle._cells.pins += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,12 @@ from pykvcache.sequence.checkpoints import Checkpoint, CheckpointPolicy, Checkpo
 from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.pool import SequencePool
 
-if TYPE_CHECKING:
-    from pykvcache.state.buffers import ByteArray
-
 __all__ = ["SequenceCells"]
 
 Row = npt.NDArray[np.float32]
+
+#: What is kept of a parked sequence: called with an id, it makes the memory hold it there.
+PutBack: TypeAlias = Callable[[int], object]
 
 
 class SequenceCells:
@@ -48,9 +48,11 @@ class SequenceCells:
         self.policy = policy
         self.points = Checkpoints() if points is None else points
         self.seq_id: int | None = None
-        self.state: ByteArray | None = None
+        self.state: PutBack | None = None
         self.row: Row | None = None  # logits after the last token, while nothing is edited
         self.pins = 0
+        # Tokens from here on were computed while others stood before them, and then moved.
+        self.shifted_at: int | None = None
         self._version = 0
         self._finalizer: weakref.finalize[[int], SequenceCells] | None = None
         self._native = pool.ctx.native
@@ -100,7 +102,7 @@ class SequenceCells:
 
     def _unpark(self) -> None:
         assert self.state is not None
-        put_back = partial(self._native.set_state, self.live_id, [self.state], None)
+        put_back = partial(self.state, self.live_id)
         try:
             self.with_room(put_back)
         except BaseException:
@@ -116,11 +118,15 @@ class SequenceCells:
         self.trim()
         if self.n_held:
             try:
-                self.state = self._native.get_state(self.live_id, None)
+                self.state = self._taken_out()
             except UnsupportedOperation:
                 self._emptied()
         self._native.seq_rm(self.live_id, None, None)
         self._disown()
+
+    def _taken_out(self) -> PutBack:
+        native, data = self._native, self._native.get_state(self.live_id, None)
+        return lambda seq_id: native.set_state(seq_id, [data], None)
 
     def release(self) -> None:
         """Free everything; the ledger stays."""
@@ -153,6 +159,7 @@ class SequenceCells:
 
     def _emptied(self) -> None:
         self.ledger.holds(0)
+        self.shifted_at = None
 
     # Rewinding --------------------------------------------------------------------------------
 
@@ -196,8 +203,16 @@ class SequenceCells:
                 return True
         return False
 
+    @property
+    def n_fresh(self) -> int:
+        """How many evaluated tokens are what a fresh run makes of them: all, before a shift."""
+        n = self.ledger.n_evaluated
+        return n if self.shifted_at is None else min(n, self.shifted_at)
+
     def _holds(self, n: int) -> None:
         self.ledger.holds(n)
+        if self.shifted_at is not None and n <= self.shifted_at:
+            self.shifted_at = None
         self.points.drop_after(n)
         if self.seq_id is not None:
             self.note()
@@ -305,6 +320,7 @@ class SequenceCells:
             self.attach()
             self._native.remove(self.live_id, begin, end)
         self.points.drop_after(begin)
+        self.shifted_at = begin if self.shifted_at is None else min(begin, self.shifted_at)
 
     def _is_shared(self) -> bool:
         members = self.pool.ctx.cells().members
@@ -327,6 +343,7 @@ class SequenceCells:
             held = min(n, self.ledger.n_evaluated)
         if not held:
             return
+        child.shifted_at = self.shifted_at
         if self.seq_id is not None:
             if n == self.n_held:
                 self.checkpoint()
@@ -341,7 +358,7 @@ class SequenceCells:
                 child.points = self.points.up_to(n)
                 return
             try:
-                child.state = self._native.get_state(self.live_id, None)
+                child.state = self._taken_out()
             except UnsupportedOperation:
                 return  # evaluated again
         else:

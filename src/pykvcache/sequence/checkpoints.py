@@ -54,6 +54,29 @@ class CheckpointPolicy:
         return min(end, (begin // self.spacing + 1) * self.spacing)
 
 
+@dataclass(frozen=True)
+class BlockCheckpoints(CheckpointPolicy):
+    """Checkpoints at the ends of blocks, where a prefix cache can keep them.
+
+    Attributes
+    ----------
+    block_size
+        Tokens per block: there is a checkpoint after the last full block of each prompt.
+    """
+
+    block_size: int = 64
+
+    def next_stop(self, begin: int, end: int) -> int:
+        """Where to pause an evaluation: every ``spacing`` tokens, and after the last full block."""
+        if not self.max_bytes:
+            return end
+        block = self.block_size
+        last = end // block * block
+        stop = super().next_stop(begin, end) // block * block
+        candidates = [n for n in (stop, last) if begin < n < end]
+        return min(candidates, default=end)
+
+
 class Checkpoints:
     """The checkpoints of one sequence, by number of tokens."""
 

@@ -56,6 +56,11 @@ class SequencePool:
             finally:
                 self._depth -= 1
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody is in the middle of something; asked with the lock held."""
+        return self._depth == 0
+
     def join(self, cells: SequenceCells) -> None:
         """Take note of a new sequence."""
         self._members.add(cells)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["load_sequence", "save_sequence"]
 
 #: In the state's metadata: the tokens that were not evaluated, and what the user gave.
-PENDING, METADATA = "pending", "metadata"
+PENDING, METADATA, SHIFTED = "pending", "metadata", "shifted_at"
 
 
 def save_sequence(
@@ -30,6 +30,8 @@ def save_sequence(
     note: dict[str, Any] = {PENDING: ledger.pending.tolist()}
     if metadata is not None:
         note[METADATA] = dict(metadata)
+    if cells.shifted_at is not None:
+        note[SHIFTED] = cells.shifted_at
     evaluated = ledger.part(0, ledger.n_evaluated)
     return cells.pool.ctx.sequence_state(seq_id, evaluated, note).save(path, sync=sync)
 
@@ -42,6 +44,7 @@ def load_sequence(cells: SequenceCells, path: Path) -> None:
     if tokens is None:
         raise StateDamaged("the file holds no tokens: LlamaContext.load_sequence reads it")
     pending = _pending(state, ctx.model.n_vocab)
+    shifted_at = _shifted_at(state)
     if len(tokens) and int(tokens.max()) >= ctx.model.n_vocab:
         raise StateDamaged(f"the file holds a token outside [0, {ctx.model.n_vocab})")
     if state.first:
@@ -51,6 +54,7 @@ def load_sequence(cells: SequenceCells, path: Path) -> None:
     ledger.append(tokens)
     ledger.append(pending)
     ledger.holds(len(tokens))
+    cells.shifted_at = shifted_at
     cells.note()
     cells.checkpoint()
 
@@ -63,3 +67,12 @@ def _pending(state: SequenceState, n_vocab: int) -> np.ndarray[Any, np.dtype[np.
     ):
         raise StateDamaged(f"the pending tokens of the file are not all in [0, {n_vocab})")
     return np.array(pending, np.int32)
+
+
+def _shifted_at(state: SequenceState) -> int | None:
+    at = (state.metadata or {}).get(SHIFTED)
+    if at is not None and (type(at) is not int or not 0 <= at <= len(state)):
+        raise StateDamaged(
+            f"the file was shifted at {at!r}, which is no place in {len(state)} tokens"
+        )
+    return at

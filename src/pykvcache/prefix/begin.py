@@ -1,0 +1,167 @@
+"""How a sequence of a cache begins: what it shares, and the report of it."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pykvcache._native import lib
+from pykvcache.context import LlamaContext
+from pykvcache.prefix.blocks import token_bytes
+from pykvcache.prefix.pins import Pins
+from pykvcache.prefix.ram import Found, RamTier
+from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.sequence.cells import SequenceCells
+from pykvcache.sequence.checkpoints import Checkpoint
+from pykvcache.sequence.ledger import Ledger, common_prefix
+
+if TYPE_CHECKING:
+    from pykvcache.prefix.sequence import CachedSequence
+
+__all__ = ["BeginMethods"]
+
+
+class BeginMethods:
+    """Finding what is known of a prompt; part of `PrefixCache`. The pool's lock is held."""
+
+    _ctx: LlamaContext
+    _native: lib.Context
+    _ram: RamTier
+    _pins: Pins
+    _open: weakref.WeakSet[CachedSequence]
+    _needs_rest: bool
+    _sums: ReuseReport
+
+    def _begin(self, sequence: CachedSequence) -> None:
+        """Let a sequence of which nothing was evaluated begin with what is known."""
+        cells, space = sequence._cells, sequence._namespace
+        ledger = cells.ledger
+        n = len(ledger)
+        if not n:
+            return
+        tokens = token_bytes(ledger.part(0, n).view(np.uint32))
+        self._pins.expire()
+        found = self._ram.find(tokens, space, needs_rest=self._needs_rest)
+        parent, live, common = self._nearest(ledger, space, sequence)
+        if parent is not None and live >= found.n:
+            parent._cells.fork_into(cells, live)
+            if live == n == len(parent) and parent._cells.row is not None:
+                cells.row = parent._cells.row
+            report = ReuseReport(n, live=ledger.n_evaluated)
+        elif found.n:
+            self._put(cells, found)
+            report = ReuseReport(n, ram=found.n)
+        else:
+            report = ReuseReport(n)
+        self._hold(sequence, found)
+        if cells.row is None and ledger.n_evaluated == n:
+            # Logits are made by a decode: the last token counts as evaluated.
+            live, ram = (n - 1, 0) if report.live else (0, n - 1)
+            report = replace(report, live=live, ram=ram)
+        reused = report.live + report.ram
+        first, reason = self._explain(ledger, found, parent, common, reused)
+        sequence._reuse = replace(
+            report, evaluated=n - reused, first_difference=first, reason=reason
+        )
+
+    def _renew(self, sequence: CachedSequence) -> None:
+        """Begin again with what others have evaluated meanwhile, where that is more."""
+        cells = sequence._cells
+        if cells.seq_id is not None or sequence not in self._open:
+            return
+        live = self._nearest(cells.ledger, sequence._namespace, sequence)[1]
+        if live <= cells.ledger.n_evaluated:
+            return
+        run, sequence._held_run = sequence._held_run, None
+        if run is not None:
+            self._ram.tree.release(run)
+        self._sum(sequence._reuse, -1)
+        cells.release()
+        self._begin(sequence)
+        self._sum(sequence._reuse)
+
+    def _sum(self, one: ReuseReport, sign: int = 1) -> None:
+        names = ("n_tokens", "live", "ram", "disk", "remote", "evaluated")
+        sums = {name: getattr(self._sums, name) + sign * getattr(one, name) for name in names}
+        self._sums = ReuseReport(**sums)
+
+    def _put(self, cells: SequenceCells, found: Found) -> None:
+        """Let a sequence begin parked, on blocks that it shares with the cache."""
+        native, blocks, rest = self._native, found.blocks, found.rest
+        cells.state = lambda seq_id: native.set_blocks(seq_id, blocks, rest)
+        cells.ledger.n_evaluated = found.n
+        if rest is not None:
+            cells.points.add(Checkpoint(found.n, rest))
+        if found.n == len(cells.ledger):
+            cells.row = found.row
+
+    def _hold(self, sequence: CachedSequence, found: Found) -> None:
+        if found.run is not None and not found.run.is_root:
+            self._ram.tree.hold(found.run)
+            sequence._held_run = found.run
+
+    def _nearest(
+        self, ledger: Ledger, space: str, new: CachedSequence
+    ) -> tuple[CachedSequence | None, int, int]:
+        """Return the open sequence of which most can be forked, how much, and how much agrees."""
+        best, most, agrees = None, 0, 0
+        wanted = ledger.part(0, len(ledger))
+        for other in self._open:
+            if other is new or other._namespace != space or other.is_closed:
+                continue
+            theirs = other._cells
+            same = common_prefix(theirs.ledger.part(0, len(theirs.ledger)), wanted)
+            agrees = max(agrees, same)
+            usable = self._forkable(theirs, min(same, theirs.n_fresh))
+            if usable > most:
+                best, most = other, usable
+        return best, most, agrees
+
+    def _forkable(self, cells: SequenceCells, n: int) -> int:
+        """How many of the first n tokens a fork would hold without evaluating."""
+        if not self._needs_rest or n == cells.n_held:
+            return n
+        if cells.seq_id is not None and self._native.can_resume(cells.seq_id, n):
+            return n
+        point = cells.points.at_most(n)
+        return point.n if point is not None else 0
+
+    def _explain(
+        self,
+        ledger: Ledger,
+        found: Found,
+        parent: CachedSequence | None,
+        common: int,
+        reused: int,
+    ) -> tuple[int | None, str]:
+        n, known = len(ledger), max(found.n_known, common)
+        if reused >= n - 1 and known >= n:
+            return None, "all of it was known"
+        first, what = None, ""
+        if common >= found.n_known and parent is not None:
+            theirs = parent._cells.ledger
+            if common < min(n, len(theirs)):
+                first, what = common, self._difference(ledger, theirs.token_at(common), common)
+        elif found.nearest and known < n:
+            other = int(np.frombuffer(found.nearest[:4], np.uint32)[0])
+            first, what = known, self._difference(ledger, other, known)
+        if not known:
+            return first, what or "nothing that begins like it is known"
+        if reused < known - 1:
+            return first, (
+                f"{known} tokens are known, and a checkpoint of the memory's other parts only "
+                f"at {reused}"
+            )
+        return first, what or "the rest is new"
+
+    def _difference(self, ledger: Ledger, other: int, at: int) -> str:
+        model = self._ctx.model
+        text = model.detokenize(ledger.part(max(0, at - 8), at))
+        mine, theirs = (
+            model.token_to_piece(token, special=True).decode("utf-8", "replace")
+            for token in (ledger.token_at(at), other)
+        )
+        return f"token {at}, after {text[-40:]!r}, is {mine!r}: the nearest known has {theirs!r}"

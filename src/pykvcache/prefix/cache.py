@@ -1,0 +1,319 @@
+"""PrefixCache: evaluate what is new, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import weakref
+from types import TracebackType
+from typing import SupportsIndex
+
+import numpy as np
+
+from pykvcache._convert import TokenInput, as_bool, as_int
+from pykvcache.context import LlamaContext
+from pykvcache.errors import ClosedError
+from pykvcache.prefix.begin import BeginMethods
+from pykvcache.prefix.blocks import root_name, token_bytes
+from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
+from pykvcache.prefix.keep import KeepMethods
+from pykvcache.prefix.pins import Pin, Pins
+from pykvcache.prefix.policies import DEFAULT, Policy
+from pykvcache.prefix.ram import RamTier
+from pykvcache.prefix.reuse import CacheStats, ReuseReport
+from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.sequence.cells import SequenceCells
+from pykvcache.sequence.checkpoints import BlockCheckpoints
+from pykvcache.sequence.ledger import Ledger
+from pykvcache.sequence.pool import pool_of
+from pykvcache.sequence.sequence import LlamaSequence
+
+__all__ = ["PrefixCache"]
+
+_caches: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[PrefixCache]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class PrefixCache(BeginMethods, KeepMethods):
+    """Sequences of one context that begin with the longest prefix that is known.
+
+    `sequence` takes a prompt. What a sequence in use has of it is forked, token by token; what
+    earlier ones evaluated comes from blocks in memory, each stored once whoever shares it.
+    Closing a sequence gives the cache what it evaluated. Windows, recurrent and hybrid memories
+    keep checkpoints at the ends of blocks and prompts.
+
+    Parameters
+    ----------
+    context
+        Where it is evaluated; a context has one cache at most.
+    block_size
+        Tokens per block.
+    ram_bytes
+        Most bytes that are kept outside the context, the cache's own accounts included.
+    policy
+        What goes first when they are used up: a name of `pykvcache.prefix.policies`, or an object.
+    namespace
+        The default of `sequence`. Namespaces never share anything.
+    keep_logits
+        Keep the logits after each prompt, too: an exact repeat then needs no decode.
+    checkpoint_bytes
+        Most bytes of the checkpoints of sequences in use.
+
+    Raises
+    ------
+    ValueError
+        The context has a cache already, or a value is out of range.
+    UnsupportedOperation
+        The states of this memory are not known here.
+
+    Examples
+    --------
+    >>> from pykvcache import LlamaContext, LlamaModel, PrefixCache, embedded_model_path
+    >>> with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=512) as ctx:
+    ...     cache = PrefixCache(ctx, block_size=16)
+    ...     with cache.sequence("Once upon a time there was a little village by the sea.") as one:
+    ...         text = "".join(one.stream(20))
+    ...     two = cache.sequence("Once upon a time there was a little village in the hills.")
+    ...     two.reuse.ram > two.reuse.evaluated
+    True
+    """
+
+    def __init__(
+        self,
+        context: LlamaContext,
+        *,
+        block_size: SupportsIndex = 64,
+        ram_bytes: SupportsIndex = 1 << 30,
+        policy: str | Policy = DEFAULT,
+        namespace: str = "",
+        keep_logits: bool = False,
+        checkpoint_bytes: SupportsIndex = 256 << 20,
+    ) -> None:
+        LlamaSequence(context).close()  # raises what a sequence of this context would
+        self._block_size = as_int(block_size, "block_size", 1, 2**20)
+        self._namespace = _checked(namespace)
+        self._keep_logits = as_bool(keep_logits, "keep_logits")
+        self._ctx = context
+        self._native = context.native
+        self._cell_bytes = self._native.block_bytes()
+        self._needs_rest = context.memory_kind != "attention"
+        self._points = BlockCheckpoints(
+            max_bytes=as_int(checkpoint_bytes, "checkpoint_bytes", 0, 2**62),
+            block_size=self._block_size,
+        )
+        self._digests = _digests(context)
+        self._ram = RamTier(
+            self._block_size,
+            as_int(ram_bytes, "ram_bytes", 0, 2**62),
+            policy,
+            self._root_name,
+            self._removed,
+        )
+        self._pool = pool_of(context)
+        known = _caches.get(context)
+        other: PrefixCache | None = known() if known is not None else None
+        if other is not None and not other.is_closed:
+            raise ValueError("the context has a PrefixCache already: close() that one first")
+        _caches[context] = weakref.ref(self)
+        self._open: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
+        self._pins = Pins(self._ram.tree)
+        self._sums = ReuseReport()
+        self._requests = 0
+        self._closed = False
+        self._events = EventLog()
+
+    @property
+    def context(self) -> LlamaContext:
+        """The context it belongs to."""
+        return self._ctx
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._block_size
+
+    @property
+    def events(self) -> EventLog:
+        """What came and went: iterate over it, or subscribe to it."""
+        return self._events
+
+    # Sequences ------------------------------------------------------------------------------------
+
+    def sequence(
+        self, prompt: str | TokenInput | None = None, *, namespace: str | None = None
+    ) -> CachedSequence:
+        """Return a sequence that begins with the longest known prefix of a prompt.
+
+        Evaluates nothing: what is not known is evaluated when its logits are needed. `reuse`
+        of the sequence says where its tokens came from.
+
+        Parameters
+        ----------
+        prompt
+            Text (with the model's special tokens), token ids, or None.
+        namespace
+            Whose prefixes to share; default: the cache's.
+        """
+        with self._pool.hold():
+            self._check_open()
+            space = self._namespace if namespace is None else _checked(namespace)
+            cells = SequenceCells(self._pool, Ledger(), self._points)
+            sequence = CachedSequence._made(self._ctx, cells)
+            sequence._cache, sequence._namespace = self, space
+            sequence._held_run, sequence._reuse = None, ReuseReport()
+            if prompt is not None:
+                sequence.append(prompt)
+            self._begin(sequence)
+            self._open.add(sequence)
+            self._requests += 1
+            self._sum(sequence._reuse)
+            return sequence
+
+    def _joined(self, sequence: CachedSequence) -> None:
+        self._open.add(sequence)
+
+    # What sequences give ------------------------------------------------------------------------
+
+    def _give(self, sequence: CachedSequence) -> None:
+        """Keep what a sequence evaluated; called when it is closed."""
+        run, sequence._held_run = sequence._held_run, None
+        try:
+            if not self._closed and sequence in self._open:
+                self._keep(sequence)
+        finally:
+            self._open.discard(sequence)
+            if run is not None:
+                self._ram.tree.release(run)
+
+    # Names and events -----------------------------------------------------------------------------
+
+    def _root_name(self, namespace: str) -> bytes:
+        model, rope, layout = self._digests
+        return root_name(
+            model=model, rope=rope, layout=layout, block_size=self._block_size, namespace=namespace
+        )
+
+    def _removed(self, names: list[bytes]) -> None:
+        self._events.add(BlockRemoved(tuple(names)))
+
+    # Care -----------------------------------------------------------------------------------------
+
+    def pin(
+        self, tokens: str | TokenInput, *, ttl: float | None = None, namespace: str | None = None
+    ) -> Pin:
+        """Keep what is known of a prefix, whatever the policy thinks of it.
+
+        Parameters
+        ----------
+        tokens
+            The prefix.
+        ttl
+            Seconds after which it may go; None keeps it until `Pin.release`.
+        namespace
+            Whose; default: the cache's.
+
+        Returns
+        -------
+        Pin
+            With ``n_tokens``: how many tokens of it are kept.
+        """
+        with self._pool.hold():
+            self._check_open()
+            space = self._namespace if namespace is None else _checked(namespace)
+            ids = LlamaSequence(self._ctx, tokens)._cells.ledger
+            data = token_bytes(ids.part(0, len(ids)).view(np.uint32))
+            until = None if ttl is None else time.monotonic() + float(ttl)
+            return self._pins.add(self._pool, data, space, until)
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget everything, or all of one namespace; sequences in use keep what they have.
+
+        What those evaluated is not shared with later ones, either.
+        """
+        with self._pool.hold():
+            self._check_open()
+            space = None if namespace is None else _checked(namespace)
+            self._ram.clear(space)
+            for sequence in list(self._open):
+                if space is None or sequence._namespace == space:
+                    sequence._held_run = None
+                    self._open.discard(sequence)
+            if space is None:
+                self._events.add(AllBlocksCleared())
+
+    def stats(self) -> CacheStats:
+        """Return the figures since the cache was made."""
+        with self._pool.hold():
+            sums, ram = self._sums, self._ram
+            return CacheStats(
+                requests=self._requests,
+                n_tokens=sums.n_tokens,
+                live=sums.live,
+                ram=sums.ram,
+                disk=sums.disk,
+                remote=sums.remote,
+                evaluated=sums.evaluated,
+                ram_bytes=ram.nbytes,
+                ram_blocks=ram.tree.n_blocks,
+                ram_checkpoints=ram.n_checkpoints,
+                max_ram_bytes=ram.max_bytes,
+                stored=ram.stored,
+                removed=ram.removed,
+            )
+
+    def close(self) -> None:
+        """Forget everything; its sequences go on as plain ones. Twice does nothing."""
+        with self._pool.hold():
+            if not self._closed:
+                self._closed = True
+                self._ram.clear(None)
+                self._open.clear()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it, or its context, was closed."""
+        return self._closed or self._ctx.is_closed
+
+    def __enter__(self) -> PrefixCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.is_closed:
+            return "<PrefixCache (closed)>"
+        ram = self._ram
+        return (
+            f"<PrefixCache: {ram.tree.n_blocks} blocks of {self._block_size} tokens, "
+            f"{ram.nbytes:,} of {ram.max_bytes:,} bytes>"
+        )
+
+    def _check_open(self) -> None:
+        if self._ctx.is_closed:
+            raise ClosedError("the context of this cache is closed")
+        if self._closed:
+            raise ClosedError("the cache is closed")
+
+
+def _checked(namespace: str) -> str:
+    if not isinstance(namespace, str):
+        raise TypeError(f"namespace must be a str, not {type(namespace).__name__}")
+    return namespace
+
+
+def _digests(ctx: LlamaContext) -> tuple[bytes, bytes, bytes]:
+    """Return what blocks depend on: the model, the rotation of keys, the layout of a block."""
+    fingerprint = ctx._fingerprint
+    layout = repr((ctx.native.state_layout("PrefixCache"), fingerprint.causal, fingerprint.n_swa))
+    return (
+        bytes.fromhex(fingerprint.model),
+        bytes.fromhex(fingerprint.rope_digest),
+        hashlib.sha256(layout.encode()).digest(),
+    )

@@ -1,0 +1,101 @@
+"""What a cache keeps of a sequence that is closed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._native import lib
+from pykvcache.context import LlamaContext
+from pykvcache.errors import KvCacheError, UnsupportedOperation
+from pykvcache.prefix.blocks import token_bytes
+from pykvcache.prefix.events import BlockStored, EventLog
+from pykvcache.prefix.ram import RamTier, Tail
+from pykvcache.prefix.runs import Run
+from pykvcache.sequence.cells import SequenceCells
+
+if TYPE_CHECKING:
+    from pykvcache.prefix.sequence import CachedSequence
+
+__all__ = ["KeepMethods"]
+
+
+class KeepMethods:
+    """Taking blocks and checkpoints out; part of `PrefixCache`. The pool's lock is held."""
+
+    _ctx: LlamaContext
+    _native: lib.Context
+    _ram: RamTier
+    _events: EventLog
+    _block_size: int
+    _cell_bytes: int
+    _needs_rest: bool
+    _keep_logits: bool
+
+    def _keep(self, sequence: CachedSequence) -> None:
+        cells, space = sequence._cells, sequence._namespace
+        n = cells.n_fresh
+        if not n or not self._ram.max_bytes:
+            return
+        try:
+            if cells.seq_id is None and self._is_known(cells, n, space):
+                return
+            cells.attach()
+            cells.rewind(min(n, cells.ledger.n_evaluated))
+            n = min(n, cells.n_fresh)
+            self._keep_blocks(cells, n, space)
+        except (KvCacheError, MemoryError):
+            return  # a cache that cannot keep something goes without it
+
+    def _is_known(self, cells: SequenceCells, n: int, space: str) -> bool:
+        """Whether a parked sequence would bring nothing that is not there."""
+        tokens = token_bytes(cells.ledger.part(0, n).view(np.uint32))
+        return self._ram.find(tokens, space, needs_rest=self._needs_rest).n >= n
+
+    def _keep_blocks(self, cells: SequenceCells, n: int, space: str) -> None:
+        tokens = token_bytes(cells.ledger.part(0, n).view(np.uint32))
+        size = self._block_size
+        read = partial(self._read, cells.live_id)
+        full = n // size * size
+        added = self._ram.add(tokens[: 4 * full], space, self._cell_bytes, read)
+        if added is not None:
+            self._stored(added)
+        before = 0
+        for point in cells.points:
+            if point.n and point.n % size == 0 and point.n <= n:
+                self._ram.add_checkpoint(
+                    tokens[: 4 * point.n], space, point.state, point.n - before
+                )
+                before = point.n
+        if n > full or self._keep_logits:
+            self._keep_tail(cells, tokens, full, n, space)
+
+    def _keep_tail(
+        self, cells: SequenceCells, tokens: bytes, full: int, n: int, space: str
+    ) -> None:
+        rest = None
+        if self._needs_rest:
+            if n != cells.n_held:
+                return
+            rest = self._native.get_partial_state(cells.live_id)
+        row = cells.row if self._keep_logits and n == len(cells.ledger) else None
+        buffer = self._read(cells.live_id, full, n - full)
+        tail = Tail(tokens[4 * full :], buffer, rest, None if row is None else row.copy())
+        self._ram.add_tail(tokens, space, tail)
+
+    def _read(self, seq_id: int, first: int, n: int) -> npt.NDArray[np.uint8]:
+        buffer = np.empty(self._cell_bytes * n, np.uint8)
+        if self._ctx.memory_kind == "recurrent" or not n:
+            return buffer
+        if not self._native.get_block(seq_id, first, n, buffer):
+            raise UnsupportedOperation("PrefixCache", "the cells of the sequence are not all there")
+        return buffer
+
+    def _stored(self, run: Run) -> None:
+        parent = run.parent
+        before = None if parent is None or parent.is_root else parent.last_name
+        ids = tuple(np.frombuffer(run.text, np.uint32).tolist())
+        self._events.add(BlockStored(tuple(run.names), before, ids, self._block_size))

@@ -1,0 +1,66 @@
+"""Prefixes that are kept, whatever the policy thinks of them."""
+
+from __future__ import annotations
+
+import time
+
+from pykvcache.prefix.runs import Run
+from pykvcache.prefix.tree import BlockTree
+from pykvcache.sequence.pool import SequencePool
+
+__all__ = ["Pin", "Pins"]
+
+
+class Pin:
+    """A prefix that is kept until it is released, or its time is over."""
+
+    def __init__(
+        self, pins: Pins, pool: SequencePool, run: Run | None, n_tokens: int, until: float | None
+    ) -> None:
+        self._pins, self._pool, self._run, self._until = pins, pool, run, until
+        self._n_tokens = n_tokens
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens are kept, in full blocks; 0 once it was released."""
+        return self._n_tokens if self._run is not None else 0
+
+    def release(self) -> None:
+        """Let it go; twice does nothing."""
+        with self._pool.hold():
+            self._pins.release(self)
+
+    def __repr__(self) -> str:
+        return f"<Pin: {self.n_tokens} tokens>"
+
+
+class Pins:
+    """The pins of one cache. The pool's lock is held."""
+
+    def __init__(self, tree: BlockTree) -> None:
+        self._tree = tree
+        self._pins: list[Pin] = []
+
+    def add(self, pool: SequencePool, tokens: bytes, namespace: str, until: float | None) -> Pin:
+        """Hold what is known of some tokens."""
+        match = self._tree.match(tokens, namespace)
+        run = None if match.run.is_root else self._tree.use(match)
+        if run is not None:
+            self._tree.hold(run)
+        pin = Pin(self, pool, run, match.n_blocks * self._tree.block_size, until)
+        if run is not None:
+            self._pins.append(pin)
+        return pin
+
+    def release(self, pin: Pin) -> None:
+        """Let go of what a pin holds."""
+        run, pin._run = pin._run, None
+        if run is not None and pin in self._pins:
+            self._pins.remove(pin)
+            self._tree.release(run)
+
+    def expire(self) -> None:
+        """Release the pins whose time is over."""
+        now = time.monotonic()
+        for pin in [p for p in self._pins if p._until is not None and p._until <= now]:
+            self.release(pin)

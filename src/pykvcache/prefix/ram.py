@@ -1,0 +1,256 @@
+"""The blocks in memory: a tree of full blocks, and what comes after the last full one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache.prefix.policies import Policy
+from pykvcache.prefix.runs import Run
+from pykvcache.prefix.tree import BlockTree
+
+__all__ = ["Found", "RamTier", "Tail"]
+
+Buffer = npt.NDArray[np.uint8]
+
+#: What a run of the tree and a block cost beside their bytes: measured with tracemalloc.
+RUN_BYTES, BLOCK_BYTES = 1_200, 180
+
+
+@dataclass(eq=False)
+class Tail:
+    """Tokens after the last full block of a prompt, fewer than a block's."""
+
+    tokens: bytes
+    buffer: Buffer
+    rest: Any  # the state of the other parts, where the memory has any
+    row: npt.NDArray[np.float32] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Everything that it keeps."""
+        rest = self.rest.nbytes if self.rest is not None else 0
+        row = self.row.nbytes if self.row is not None else 0
+        return len(self.tokens) + self.buffer.nbytes + rest + row + RUN_BYTES
+
+
+@dataclass
+class Found:
+    """The longest beginning of some tokens that is in memory."""
+
+    n: int = 0
+    blocks: list[tuple[Buffer, int, int]] = field(default_factory=list)  # buffer, cells, how many
+    rest: Any = None
+    run: Run | None = None
+    row: npt.NDArray[np.float32] | None = None
+    #: How many tokens stand in memory, of which the missing state makes fewer usable.
+    n_known: int = 0
+    nearest: bytes = b""  # tokens after n_known in the nearest known prompt
+
+
+class RamTier:
+    """Full blocks in a `BlockTree`, tails beside them, both within one budget.
+
+    Tails count towards the budget with at most a quarter of it, least recently used first.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        max_bytes: int,
+        policy: str | Policy,
+        root: Callable[[str], bytes],
+        on_remove: Callable[[list[bytes]], None],
+    ) -> None:
+        self.block_size = block_size
+        self.max_bytes = max_bytes
+        self._on_remove = on_remove
+        self._tails: OrderedDict[tuple[Run, bytes], Tail] = OrderedDict()
+        self._tail_bytes = 0
+        self.stored = self.removed = self.n_checkpoints = 0
+        self.tree = BlockTree(
+            block_size,
+            policy,
+            max_bytes=max_bytes,
+            root=root,
+            run_bytes=RUN_BYTES,
+            on_remove=self._removing,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept, accounts included."""
+        return self.tree.n_bytes + self._tail_bytes
+
+    # In -----------------------------------------------------------------------------------------
+
+    def add(
+        self, tokens: bytes, namespace: str, cell_bytes: int, read: Callable[[int, int], Buffer]
+    ) -> Run | None:
+        """Keep the full blocks of some tokens; returns the new run.
+
+        ``read(first, n)`` gives the bytes of n cells. None where nothing is new, or kept.
+        """
+        size = cell_bytes * self.block_size + self.block_size * 4 + BLOCK_BYTES
+        run = self.tree.insert(tokens, size, namespace)
+        if run is None:
+            return None
+        try:
+            for i in range(run.n_blocks):
+                first = (run.start + i) * self.block_size
+                run.payloads[i] = read(first, self.block_size)
+        except BaseException:
+            self.tree.remove(run)
+            raise
+        self.stored += run.n_blocks
+        return run
+
+    def add_checkpoint(self, tokens: bytes, namespace: str, rest: Any, saved: int) -> None:
+        """Keep the state of the other parts at the end of some full blocks."""
+        match = self.tree.match(tokens, namespace)
+        if match.n_blocks * self.tree.step != len(tokens) or match.run.is_root:
+            return
+        run = self.tree.use(match)
+        point = self.tree.add_checkpoint(run, rest.nbytes + RUN_BYTES, saved)
+        if point is not None:
+            point.payloads[0] = rest
+            self.n_checkpoints += 1
+
+    def add_tail(self, tokens: bytes, namespace: str, tail: Tail) -> None:
+        """Keep what comes after the last full block of some tokens."""
+        match = self.tree.match(tokens, namespace)
+        if match.n_blocks * self.tree.step + len(tail.tokens) != len(tokens):
+            return  # the blocks before it are not kept
+        run = match.run if match.run.is_root else self.tree.use(match)
+        for key, other in [(k, t) for k, t in self._tails.items() if k[0] is run]:
+            if tail.tokens.startswith(other.tokens):
+                self._forget(key)
+            elif other.rest is None and other.tokens.startswith(tail.tokens):
+                return  # the longer one serves as well
+        if tail.nbytes <= self.max_bytes // 4:
+            self._tails[run, tail.tokens] = tail
+            self._tail_bytes += tail.nbytes
+            while self._tail_bytes > self.max_bytes // 4:
+                self._forget(next(iter(self._tails)))
+            self._share()
+
+    def _share(self) -> None:
+        """Leave to the tree what the tails do not use."""
+        self.tree.max_bytes = self.max_bytes - self._tail_bytes
+
+    def _forget(self, key: tuple[Run, bytes]) -> None:
+        self._tail_bytes -= self._tails.pop(key).nbytes
+
+    def _removing(self, run: Run, first: int) -> None:
+        if run.is_checkpoint:
+            self.n_checkpoints -= 1
+            return
+        for key in [key for key in self._tails if key[0] is run]:
+            self._forget(key)
+        # Without bytes they were never in: the budget had no room for them.
+        names = [
+            name
+            for name, payload in zip(run.names[first:], run.payloads[first:], strict=True)
+            if payload is not None
+        ]
+        self.removed += len(names)
+        if names:
+            self._on_remove(names)
+
+    # Out ----------------------------------------------------------------------------------------
+
+    def find(self, tokens: bytes, namespace: str, *, needs_rest: bool) -> Found:
+        """Return the longest usable beginning; counts as a use of it.
+
+        ``needs_rest``: whether the memory has parts that blocks do not hold: then only the places
+        of checkpoints are usable.
+        """
+        match = self.tree.match(tokens, namespace)
+        run = match.run if match.run.is_root else self.tree.use(match)
+        size, step = self.block_size, self.tree.step
+        found = Found(match.n_blocks * size, run=run, n_known=match.n_blocks * size)
+        for part in reversed(list(run.path())):
+            found.blocks += [(buffer, size, size) for buffer in part.payloads]
+        after = tokens[match.n_blocks * step :]
+        if needs_rest:
+            self._to_checkpoint(found, run)
+            self._exact_tail(found, run, after)
+        elif after:
+            self._begun_block(found, run, after)
+        elif (run, b"") in self._tails:
+            found.row = self._tails[run, b""].row
+        return found
+
+    def _to_checkpoint(self, found: Found, run: Run) -> None:
+        point = next((part.checkpoint for part in run.path() if part.checkpoint is not None), None)
+        n_blocks = point.start if point is not None else 0
+        found.n = n_blocks * self.block_size
+        del found.blocks[n_blocks:]
+        found.rest = point.payloads[0] if point is not None else None
+
+    def _exact_tail(self, found: Found, run: Run, after: bytes) -> None:
+        """Take a whole tail with its state, where the tokens go on with it."""
+        best = None
+        for (place, text), tail in self._tails.items():
+            if (
+                place is run
+                and after.startswith(text)
+                and (not best or len(text) > len(best.tokens))
+            ):
+                best = tail
+        if best is None:
+            return
+        blocks: list[tuple[Buffer, int, int]] = []
+        for part in reversed(list(run.path())):
+            blocks += [(buffer, self.block_size, self.block_size) for buffer in part.payloads]
+        n = len(best.tokens) // 4
+        found.blocks = [*blocks, (best.buffer, n, n)]
+        found.n = found.n_known = len(blocks) * self.block_size + n
+        found.rest, found.row = best.rest, best.row
+        self._tails.move_to_end((run, best.tokens))
+
+    def _begun_block(self, found: Found, run: Run, after: bytes) -> None:
+        """Take the first cells of the block, or tail, that agrees longest with what comes."""
+        best, n, whole, text = None, 0, 0, b""
+        for child in run.children.values():
+            block = child.tokens[: self.tree.step]
+            same = common_tokens(block, after)
+            if same > n or not text:
+                best, n, whole, text = child.payloads[0], same, self.block_size, block
+        tail_key = None
+        for (place, block), tail in self._tails.items():
+            same = common_tokens(block, after) if place is run else 0
+            if same > n or (place is run and not text):
+                best, n, whole, text = tail.buffer, same, len(block) // 4, block
+                tail_key = (place, block)
+        if best is not None and n:
+            found.blocks.append((best, whole, n))
+            found.n += n
+            found.n_known = found.n
+            if tail_key is not None:
+                self._tails.move_to_end(tail_key)
+                if n == whole:
+                    found.row = self._tails[tail_key].row
+        found.nearest = text[4 * n :]
+
+    def clear(self, namespace: str | None) -> None:
+        """Forget a namespace, or all."""
+        self.tree.clear(namespace)
+        alive = set(self.tree.runs())
+        for key in [key for key in self._tails if key[0] not in alive]:
+            self._forget(key)
+        self._share()
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """Return how many leading tokens of two texts of tokens are equal."""
+    n = min(len(a), len(b)) // 4
+    if a[: 4 * n] == b[: 4 * n]:
+        return n
+    one, other = (np.frombuffer(x[: 4 * n], np.uint32) for x in (a, b))
+    return int((one == other).argmin())

@@ -1,0 +1,70 @@
+"""A LlamaSequence that begins with what a cache knows, and gives it what it evaluated."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, SupportsIndex
+
+from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.sequence.sequence import LlamaSequence
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from pykvcache.prefix.cache import PrefixCache
+    from pykvcache.prefix.runs import Run
+
+__all__ = ["CachedSequence"]
+
+
+class CachedSequence(LlamaSequence):
+    """A sequence of a `PrefixCache`: made by its `sequence`, everything else as LlamaSequence.
+
+    Closing it (or dropping it) gives the cache what it evaluated.
+    """
+
+    _cache: PrefixCache
+    _namespace: str
+    _reuse: ReuseReport
+    _held_run: Run | None
+
+    @property
+    def reuse(self) -> ReuseReport:
+        """How much of its prompt was known when it was made."""
+        return self._reuse
+
+    @property
+    def namespace(self) -> str:
+        """Whose tokens it shares."""
+        return self._namespace
+
+    def fork(self, n: SupportsIndex | None = None) -> Self:
+        """As `LlamaSequence.fork`; the fork belongs to the cache, too."""
+        child = super().fork(n)
+        child._cache, child._namespace = self._cache, self._namespace
+        evaluated = len(child) - child.n_evaluated
+        child._reuse = ReuseReport(len(child), live=child.n_evaluated, evaluated=evaluated)
+        child._held_run = None
+        self._cache._joined(child)
+        return child
+
+    def close(self) -> None:
+        """Give the cache what was evaluated, and free the rest; twice does nothing."""
+        if not self.is_closed:
+            with self._cells.pool.hold():
+                if not self._closed:
+                    self._cache._give(self)
+        super().close()
+
+    def __del__(self) -> None:
+        # In the middle of something else there is no giving: the cells are freed all the same.
+        cells = getattr(self, "_cells", None)
+        if cells is None or self._closed or self._context.is_closed:
+            return
+        if cells.pool.lock.acquire(blocking=False):
+            try:
+                if cells.pool.is_quiet:
+                    with contextlib.suppress(Exception):
+                        self.close()
+            finally:
+                cells.pool.lock.release()

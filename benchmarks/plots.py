@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row
-from benchmarks.report import ORDER, Rows, rows_of
+from benchmarks.rows import ORDER, Rows, rows_of
 
 COLOURS = dict(zip(ORDER, ("#1f5fa8", "#555555", "#d9822b", "#5a9e4b", "#9a5fb0"), strict=True))
 COLOURS["thin"] = "#b0b0b0"

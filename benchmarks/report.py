@@ -10,23 +10,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import absent, targets, texts
+from benchmarks import absent, plots, targets, texts
 from benchmarks.harness import AGAIN, Row
+from benchmarks.rows import ORDER, Rows, rows_of
 
-ORDER = ("pykvcache", "C", "llama-cpp-python", "cyllama", "xllamacpp")
 CALLED = ("C", "thin", "llama-cpp-python", "cyllama")
 DECODED = ("C", "llama-cpp-python", "cyllama")
 COUNTED = ("pykvcache", "llama-cpp-python", "cyllama")
-Rows = dict[str, Row]
-
-
-def rows_of(result: dict[str, Any], group: str) -> Rows:
-    """Return the rows of a group by name."""
-    found = {}
-    for row in result["groups"].get(group, {}).get("rows", []):
-        notes = row.get("notes", {})
-        found[row["name"]] = Row(row["name"], row["unit"], row["samples"], row["errors"], notes)
-    return found
 
 
 def number(value: float) -> str:
@@ -200,8 +190,6 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Write the report again from a JSON: ``python -m benchmarks.report docs/benchmarks.json``."""
-    from benchmarks import plots
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("json", type=Path, help="what a run has written")
     path = parser.parse_args().json

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from benchmarks import texts
+from benchmarks import target_states as states
 from benchmarks.harness import AGAIN, Row
-
-Rows = dict[str, Row]
+from benchmarks.verdicts import US, Rows, Verdict, below, least, medians, span, worst_of
 
 MEMORY = (
     *("pos_max", "pos_min", "can_shift", "copy", "copy_part", "copy_over"),
     *("remove", "remove_part", "keep", "add", "div"),
 )
-US, PEER = "pykvcache", "llama-cpp-python"
+PEER = "llama-cpp-python"
 #: What a decode may take beyond C, in microseconds.
 DECODE = 2.0
-FORK = 0.3
 
 
 def differences(row: Row, who: str, other: str, less: float = 0.0) -> list[float]:
@@ -38,28 +35,8 @@ def over_thin(row: Row) -> list[float]:
     return differences(row, US, "thin")
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """One target with its figure."""
-
-    key: str
-    text: str
-    figure: str
-    met: bool | None
-
-    def line(self) -> list[str]:
-        """Return a row of the table."""
-        if self.met is None:
-            word = "not measured" if self.figure == "-" else "cannot be told"
-            return [self.text, self.figure, word, ""]
-        why = "" if self.met else texts.REASONS.get(self.key, "")
-        return [self.text, self.figure, "met" if self.met else "missed", why]
-
-
 def judge(groups: dict[str, Rows]) -> list[Verdict]:
     """Compare every target with the medians."""
-    from benchmarks import target_states as states
-
     checks: list[Callable[[dict[str, Rows]], Verdict]] = [
         memory_cost,
         memory_peer,
@@ -72,35 +49,6 @@ def judge(groups: dict[str, Rows]) -> list[Verdict]:
         batch,
     ]
     return [check(groups) for check in checks]
-
-
-def span(values: list[float], unit: str, digits: int, scale: float = 1) -> str:
-    """Write the median with its unit, the lowest and the highest."""
-    low, middle, high = (
-        f"{v * scale:,.{digits}f}" for v in (min(values), statistics.median(values), max(values))
-    )
-    return f"{middle}{unit and ' '}{unit} ({low} to {high})"
-
-
-def worst_of(found: dict[str, list[float]], worst: str, unit: str, digits: int) -> str:
-    """Write the worst of several figures with its name, and how many there are."""
-    return f"{span(found[worst], unit, digits)} at worst (`{worst}`), of {len(found)}"
-
-
-def medians(found: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median of each."""
-    return {name: statistics.median(values) for name, values in found.items()}
-
-
-def least(values: dict[str, float]) -> str:
-    """Return the name of the lowest."""
-    return min(values, key=values.__getitem__)
-
-
-def below(values: dict[str, float], limit: float) -> str:
-    """Name the figures below a limit; empty where there are none."""
-    low = [f"{name} {value:.2f}" for name, value in values.items() if value < limit]
-    return "; below: " + ", ".join(low) if low else ""
 
 
 def memory_cost(groups: dict[str, Rows]) -> Verdict:

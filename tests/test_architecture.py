@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # Lowest first. A module imports from lines below its own only; a name may be a file or a folder,
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
-    {"errors", "enums"},
+    {"errors", "enums", "_integers"},
     {"_native", "arrays", "prefix/stores"},
     {"_convert"},
     {"batch", "_jinja", "_grammar"},
@@ -43,9 +44,10 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ONLY = {
     "errors": set(),
     "enums": set(),
-    "arrays": {"errors"},
-    "_native": {"errors"},
-    "prefix/stores": {"errors"},
+    "_integers": set(),
+    "arrays": {"errors", "_integers"},
+    "_native": {"errors", "_integers"},
+    "prefix/stores": {"errors", "_integers"},
     "simulate": {"errors", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
@@ -218,6 +220,64 @@ def test_no_file_is_long() -> None:
         p.relative_to(ROOT).as_posix(): len(p.read_text().splitlines()) for p in written_files()
     }
     assert not {name: n for name, n in lines.items() if n > MAX_LINES}
+
+
+def every_import(tree: ast.AST, module: str, known: set[str]) -> set[str]:
+    """Return the known modules that one imports: in functions and for type checkers, too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            # A folder's __init__ is imported for what it holds itself, not for its modules.
+            found |= (names & known) if names <= known else {node.module, *names}
+    return (found & known) - {module}
+
+
+def modules(folder: Path, root: Path) -> dict[str, Path]:
+    """Return the modules below a folder by their dotted names, which begin at root."""
+    found = {}
+    for path in folder.rglob("*.py"):
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle; empty if there are none."""
+    sorter = graphlib.TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+TRAINING = ROOT / "models" / "training"
+
+
+@pytest.mark.parametrize(
+    ("folder", "root"),
+    [(PACKAGE, PACKAGE.parent), (ROOT / "benchmarks", ROOT), (TRAINING, TRAINING)],
+    ids=["pykvcache", "benchmarks", "training"],
+)
+def test_no_imports_go_in_circles(folder: Path, root: Path) -> None:
+    found = modules(folder, root)
+    graph = {
+        name: every_import(ast.parse(path.read_text()), name, set(found))
+        for name, path in found.items()
+    }
+    assert any(graph.values())
+    assert circle(graph) == []
+
+
+def test_circles_are_found() -> None:
+    """Guards the test above."""
+    known = {"a", "a.b", "a.c", "a.d"}
+    source = "if TYPE_CHECKING:\n    from a.b import C\ndef f():\n    from a import c\nimport a.d"
+    assert every_import(ast.parse(source), "a.e", known) == known - {"a"}
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()})) == {"a", "b", "c"}
 
 
 def test_the_reader_of_imports_sees_them() -> None:

@@ -41,3 +41,16 @@ def test_every_error_is_a_builtin_too(name: str) -> None:
     assert issubclass(kind, errors.KvCacheError)
     builtins = [c for c in kind.__mro__ if c.__module__ == "builtins"]
     assert builtins[0] is not Exception
+
+
+@pytest.mark.parametrize(
+    ("base", "names"),
+    [
+        ("CacheFullError", {"KvCacheFull", "NoKvCacheSlot", "NoSlot"}),
+        ("UnsupportedError", {"NotSupported", "UnsupportedOperation"}),
+    ],
+)
+def test_errors_of_one_meaning_have_a_common_base(base: str, names: set[str]) -> None:
+    kind = getattr(errors, base)
+    found = {n for n in errors.__all__ if n != base and issubclass(getattr(errors, n), kind)}
+    assert found == names

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pykvcache import errors
 from pykvcache.errors import (
     CacheDTypeError,
+    CacheFullError,
     CacheKeyError,
     CacheLayerError,
     CacheOrderError,
@@ -54,6 +55,7 @@ from pykvcache.errors import (
     StateTruncated,
     StateVersionError,
     StoreError,
+    UnsupportedError,
     UnsupportedOperation,
 )
 
@@ -171,6 +173,7 @@ __all__ = [
     "AttentionTypeName",
     "BatchGenerator",
     "CacheDTypeError",
+    "CacheFullError",
     "CacheKeyError",
     "CacheLayerError",
     "CacheOrderError",
@@ -249,6 +252,7 @@ __all__ = [
     "StateTruncated",
     "StateVersionError",
     "StoreError",
+    "UnsupportedError",
     "UnsupportedOperation",
     "__version__",
     "describe_state",

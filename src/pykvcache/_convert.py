@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 from array import array as c_array
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,8 @@ from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+
+from pykvcache._integers import as_int
 
 __all__ = [
     "IntArray",
@@ -40,19 +41,6 @@ def as_bool(value: object, what: str) -> bool:
     if not isinstance(value, np.bool_):
         raise TypeError(f"{what} must be True or False, not {type(value).__name__}")
     return bool(value)
-
-
-def as_int(value: SupportsIndex, what: str, lo: int, hi: int) -> int:
-    """Return an integer in ``[lo, hi]``; a ``bool`` or ``float`` is not one."""
-    if type(value) is int:
-        number = value
-    elif isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {value!r}")
-    else:
-        number = operator.index(value)
-    if not lo <= number <= hi:
-        raise ValueError(f"{what} is {number}: it must be in [{lo}, {hi}]")
-    return number
 
 
 def as_float(value: object, what: str, lo: float, hi: float) -> float:

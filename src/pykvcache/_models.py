@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -18,10 +19,9 @@ def embedded_model_path() -> str:
     FileNotFoundError
         The package was built without it.
     """
-    import pykvcache
-
     # An editable install has the code in the source tree and built files elsewhere.
-    for folder in pykvcache.__path__:
+    spec = importlib.util.find_spec("pykvcache")
+    for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / "data" / NAME
         if path.is_file():
             return os.fspath(path)

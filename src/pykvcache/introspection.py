@@ -101,7 +101,7 @@ class CellTable:
 
 
 class IntrospectionMethods:
-    """The looking methods of `LlamaContext`, and the two operations that need the look."""
+    """What the memory is, and what it holds now."""
 
     _native: lib.Context
     _type_k: GgmlType
@@ -143,42 +143,3 @@ class IntrospectionMethods:
         0 always; an empty sequence can resume at 0 only.
         """
         return self._native.can_resume(seq_id, pos)
-
-    def copy_prefix(self, src: SupportsIndex, dest: SupportsIndex, n: SupportsIndex) -> None:
-        """Make ``dest`` hold the positions below ``n`` of ``src``, and nothing else.
-
-        To itself it keeps the prefix. An ``n`` of 0 empties ``dest``, one beyond what ``src``
-        holds copies all of it.
-
-        Raises
-        ------
-        SequenceIdError, PositionError, SeqIdTooLarge, P1TooLarge
-            A value is out of range.
-        UnsupportedOperation
-            As for `copy_kv_cache_seq`.
-        """
-        self._native.copy_prefix(src, dest, n)
-
-    def remove(
-        self, seq_id: SupportsIndex, p0: SupportsIndex | None, p1: SupportsIndex | None = None
-    ) -> None:
-        """Remove the positions ``[p0, p1)`` and move what follows down to close the gap.
-
-        All or nothing. Beyond what the sequence holds there is nothing to remove or to move.
-
-        Parameters
-        ----------
-        seq_id
-            Sequence id.
-        p0, p1
-            Half-open range of positions; ``None`` leaves that end open.
-
-        Raises
-        ------
-        SequenceIdError, PositionError, SeqIdTooLarge, P0TooLarge, P1TooLarge
-            A value is out of range, or the range runs backwards.
-        UnsupportedOperation
-            The memory cannot remove that part, or what follows cannot be moved:
-            shared with another sequence, M-RoPE, recurrent state, dropped window cells.
-        """
-        self._native.remove(seq_id, p0, p1)

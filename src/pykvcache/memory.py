@@ -76,6 +76,21 @@ class KvCacheMethods:
         """
         self._native.seq_cp(src, dest, p0, p1, "copy_kv_cache_seq")
 
+    def copy_prefix(self, src: SupportsIndex, dest: SupportsIndex, n: SupportsIndex) -> None:
+        """Make ``dest`` hold the positions below ``n`` of ``src``, and nothing else.
+
+        To itself it keeps the prefix. An ``n`` of 0 empties ``dest``, one beyond what ``src``
+        holds copies all of it.
+
+        Raises
+        ------
+        SequenceIdError, PositionError, SeqIdTooLarge, P1TooLarge
+            A value is out of range.
+        UnsupportedOperation
+            As for `copy_kv_cache_seq`.
+        """
+        self._native.copy_prefix(src, dest, n)
+
     def clear_kv_cache_seq(
         self,
         src: SupportsIndex | None = None,
@@ -107,6 +122,30 @@ class KvCacheMethods:
             A value is out of range, or the range runs backwards.
         """
         return self._native.seq_rm(src, p0, p1)
+
+    def remove(
+        self, seq_id: SupportsIndex, p0: SupportsIndex | None, p1: SupportsIndex | None = None
+    ) -> None:
+        """Remove the positions ``[p0, p1)`` and move what follows down to close the gap.
+
+        All or nothing. Beyond what the sequence holds there is nothing to remove or to move.
+
+        Parameters
+        ----------
+        seq_id
+            Sequence id.
+        p0, p1
+            Half-open range of positions; ``None`` leaves that end open.
+
+        Raises
+        ------
+        SequenceIdError, PositionError, SeqIdTooLarge, P0TooLarge, P1TooLarge
+            A value is out of range, or the range runs backwards.
+        UnsupportedOperation
+            The memory cannot remove that part, or what follows cannot be moved:
+            shared with another sequence, M-RoPE, recurrent state, dropped window cells.
+        """
+        self._native.remove(seq_id, p0, p1)
 
     def clear_kv_cache(self) -> None:
         """Forget everything, metadata and data (``llama_memory_clear``)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,6 @@ from pykvcache._grammar import check_grammar
 from pykvcache._native import lib
 
 if TYPE_CHECKING:
-    from pykvcache.context import LlamaContext
     from pykvcache.model import LlamaModel
 
 __all__ = ["Sampler"]
@@ -26,6 +25,14 @@ FloatArray = npt.NDArray[np.float32]
 #: ``LLAMA_DEFAULT_SEED``: llama.cpp then takes a random one.
 RANDOM_SEED = 0xFFFFFFFF
 INT32_MAX = 2**31 - 1
+
+
+class HasContext(Protocol):
+    """What a `LlamaContext` is to a sampler."""
+
+    @property
+    def native(self) -> lib.Context:
+        """The object of the compiled layer."""
 
 
 class Sampler:
@@ -125,7 +132,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         """The object of the compiled layer."""
         return self._native
 
-    def sample(self, source: LlamaContext | npt.NDArray[np.float32], i: SupportsIndex = -1) -> int:
+    def sample(self, source: HasContext | npt.NDArray[np.float32], i: SupportsIndex = -1) -> int:
         """Choose a token and accept it (``llama_sampler_apply``, ``llama_sampler_accept``).
 
         Parameters
@@ -150,7 +157,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         return self._native.sample(*_logits(source, i))
 
     def logprobs(
-        self, source: LlamaContext | npt.NDArray[np.float32], i: SupportsIndex = -1
+        self, source: HasContext | npt.NDArray[np.float32], i: SupportsIndex = -1
     ) -> FloatArray:
         """Return the log-probability of each token to be the next that `sample` chooses.
 
@@ -260,7 +267,7 @@ def _native(value: object, what: str, kind: type[N]) -> N:
 
 
 def _logits(
-    source: LlamaContext | npt.NDArray[np.float32], i: SupportsIndex
+    source: HasContext | npt.NDArray[np.float32], i: SupportsIndex
 ) -> tuple[lib.Context | None, FloatArray]:
     """Return a context and its logits, or None and an array that was checked."""
     native = getattr(source, "native", None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from pykvcache import _integers
 from pykvcache.errors import CacheDTypeError, CacheValueError
 
 __all__ = ["MOST", "as_float_dtype", "as_int", "as_ints", "as_storable"]
@@ -32,15 +32,7 @@ def as_int(
     CacheValueError
         `value` is out of range.
     """
-    # bool has __index__, but a truth value is never meant as a number here.
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-    number = operator.index(value)
-    if minimum is not None and number < minimum:
-        raise CacheValueError(f"{name} is {number}; it must be at least {minimum}")
-    if maximum is not None and number > maximum:
-        raise CacheValueError(f"{name} is {number}; it must be at most {maximum}")
-    return number
+    return _integers.as_int(value, name, minimum, maximum, CacheValueError)
 
 
 def as_ints(name: str, values: Iterable[SupportsIndex]) -> NDArray[np.int64]:

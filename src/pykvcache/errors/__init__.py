@@ -20,7 +20,7 @@ from pykvcache.errors._arrays import (
     NotSupported,
     ReprocessInputs,
 )
-from pykvcache.errors._base import KvCacheError
+from pykvcache.errors._base import CacheFullError, KvCacheError, UnsupportedError
 from pykvcache.errors._states import (
     PartialStateError,
     StateDamaged,
@@ -37,6 +37,7 @@ from pykvcache.errors._states import (
 
 __all__ = [
     "CacheDTypeError",
+    "CacheFullError",
     "CacheKeyError",
     "CacheLayerError",
     "CacheOrderError",
@@ -76,6 +77,7 @@ __all__ = [
     "StateTruncated",
     "StateVersionError",
     "StoreError",
+    "UnsupportedError",
     "UnsupportedOperation",
 ]
 
@@ -83,6 +85,8 @@ __all__ = [
 # Users meet all of them in this module.
 for _error in (
     KvCacheError,
+    CacheFullError,
+    UnsupportedError,
     CacheDTypeError,
     CacheKeyError,
     CacheLayerError,
@@ -130,7 +134,7 @@ class P1TooLarge(_TooLarge):
     _what = "end position"
 
 
-class UnsupportedOperation(KvCacheConversionError):
+class UnsupportedOperation(KvCacheConversionError, UnsupportedError):
     """What was asked cannot be done by this model, or as things are.
 
     Attributes
@@ -301,7 +305,7 @@ class DecodeError(KvCacheError, RuntimeError):
         self.needs_removal = needs_removal
 
 
-class NoKvCacheSlot(DecodeError):
+class NoKvCacheSlot(DecodeError, CacheFullError):
     """The cache has no free cells for the tokens, or for the cells of a state (code 1).
 
     Where the free cells tell, nothing was decoded. A sliding window's cache that is smaller than

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pykvcache.errors._base import KvCacheError
+from pykvcache.errors._base import CacheFullError, KvCacheError, UnsupportedError
 
 __all__ = [
     "CacheDTypeError",
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-class KvCacheFull(KvCacheError, RuntimeError):
+class KvCacheFull(CacheFullError):
     """An array cache has no room for the batch; nothing was changed.
 
     Attributes
@@ -38,11 +38,11 @@ class KvCacheFull(KvCacheError, RuntimeError):
         self.batch = batch
 
 
-class NotSupported(KvCacheError, RuntimeError):
+class NotSupported(UnsupportedError):
     """An array cache of this kind cannot do what was asked; nothing was changed."""
 
 
-class NoSlot(KvCacheError, RuntimeError):
+class NoSlot(CacheFullError):
     """Every slot of an ``InputCache`` is in use; nothing was changed."""
 
 

@@ -279,7 +279,7 @@ class BatchGenerator:
         """
         from pykvcache.generate.progress import watching  # only here: rich is an extra
 
-        with watching(self, progress) as look:
+        with watching(self._schedule, progress) as look:
             while len(self._schedule):
                 if not self._take_turn():
                     self._await_change()
@@ -325,6 +325,10 @@ class BatchGenerator:
             raise ClosedError("the context of this generator is closed")
         if self._closed:
             raise ClosedError("the generator is closed")
+
+    def _end_aborted(self) -> None:
+        self._stepper.aborted = True
+        self._wake()
 
     def _wake(self) -> None:
         with self._changed:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,6 @@ from pykvcache._convert import IntArray
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import Stop, TextStream
-
-if TYPE_CHECKING:
-    from pykvcache.generate.generator import BatchGenerator
 
 __all__ = ["FinishReason", "GenerationHandle", "RequestTimes"]
 
@@ -51,6 +48,16 @@ class RequestTimes:
         return self.tokens[0] if self.tokens else None
 
 
+class Driver(Protocol):
+    """What a handle needs of the `BatchGenerator` that makes its tokens."""
+
+    def _wait_for(self, handle: GenerationHandle, i: int) -> int | None:
+        """Return token i of a handle, making steps where nobody does; None where it ended."""
+
+    def _end_aborted(self) -> None:
+        """Let the next step end what was aborted."""
+
+
 class GenerationHandle:
     """A generation that was submitted to a `BatchGenerator`, which makes it.
 
@@ -60,7 +67,7 @@ class GenerationHandle:
 
     def __init__(
         self,
-        generator: BatchGenerator,
+        driver: Driver,
         sequence: LlamaSequence,
         max_tokens: int,
         sampler: Sampler,
@@ -71,7 +78,7 @@ class GenerationHandle:
         *,
         owns: bool,
     ) -> None:
-        self._generator = generator
+        self._driver = driver
         self._sequence = sequence
         self._cells = sequence._cells
         self._left = max_tokens
@@ -148,8 +155,7 @@ class GenerationHandle:
     def abort(self) -> None:
         """End it before its next token; its tokens stay. Does nothing where it has ended."""
         self._abort = True
-        self._generator._stepper.aborted = True
-        self._generator._wake()
+        self._driver._end_aborted()
 
     def wait(self) -> GenerationHandle:
         """Wait until it has ended, driving the generator if nobody does; raises its error."""
@@ -160,7 +166,7 @@ class GenerationHandle:
     def __iter__(self) -> Iterator[int]:
         i = 0
         while True:
-            token = self._generator._wait_for(self, i)
+            token = self._driver._wait_for(self, i)
             if token is None:
                 return
             yield token
@@ -172,7 +178,7 @@ class GenerationHandle:
             if i < len(self._tokens):
                 token: int | None = self._tokens[i]
             else:
-                token = await asyncio.to_thread(self._generator._wait_for, self, i)
+                token = await asyncio.to_thread(self._driver._wait_for, self, i)
             if token is None:
                 return
             yield token

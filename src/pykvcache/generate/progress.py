@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pykvcache.generate.generator import BatchGenerator
 
 __all__ = ["watching"]
 
 
 @contextmanager
-def watching(generator: BatchGenerator, progress: bool | None) -> Iterator[Callable[[], None]]:
+def watching(requests: Sized, progress: bool | None) -> Iterator[Callable[[], None]]:
     """Give a function that shows how many requests have ended."""
     if progress is False or (progress is None and not sys.stderr.isatty()):
         yield lambda: None
@@ -28,10 +24,10 @@ def watching(generator: BatchGenerator, progress: bool | None) -> Iterator[Calla
         yield lambda: None
         return
     with Progress(console=Console(stderr=True)) as bar:
-        first = len(generator._schedule)
+        first = len(requests)
         task = bar.add_task("requests", total=first)
 
         def look() -> None:
-            bar.update(task, completed=max(0, first - len(generator._schedule)))
+            bar.update(task, completed=max(0, first - len(requests)))
 
         yield look

@@ -55,7 +55,7 @@ class Stepper:
             if share.row >= 0:
                 self._advance(share.handle, self._native.logits(share.row), made)
         if shares:
-            schedule.pool.idle.step(schedule.pool, *(h._cells for h in schedule.running))
+            schedule.pool.count_step(*(h._cells for h in schedule.running))
         return made
 
     # In -----------------------------------------------------------------------------------------

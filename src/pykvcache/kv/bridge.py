@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._convert import as_int
 from pykvcache.arrays import ArraysCache, KVCache, RotatingKVCache
 from pykvcache.errors import CacheValueError
 from pykvcache.kv.types import LayerKV, LayerState, RecurrentState, SequenceKV
@@ -54,7 +54,7 @@ def to_caches(arrays: SequenceKV[Any], window_size: SupportsIndex | None = None)
     if arrays.window is not None:
         if window_size is None:
             raise CacheValueError("window_size is needed: this sequence has a window half")
-        found += _windows(arrays.window, length, operator.index(window_size))
+        found += _windows(arrays.window, length, as_int(window_size, "window_size", 1))
     for state in arrays.recurrent.layers if arrays.recurrent else ():
         slots = ArraysCache(2)
         if arrays.recurrent and arrays.recurrent.position >= 0:
@@ -108,7 +108,7 @@ def from_caches(
     full: list[LayerKV] = []
     window: list[LayerKV] = []
     states: list[LayerState] = []
-    lengths = set() if n_tokens is None else {operator.index(n_tokens)}
+    lengths = set() if n_tokens is None else {as_int(n_tokens, "n_tokens", 0)}
     rows = 0
     for index, cache in enumerate(caches):
         if isinstance(cache, ArraysCache):

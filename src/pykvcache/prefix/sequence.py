@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.sequence.sequence import LlamaSequence
@@ -11,10 +11,19 @@ from pykvcache.sequence.sequence import LlamaSequence
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pykvcache.prefix.cache import PrefixCache
     from pykvcache.prefix.runs import Run
 
 __all__ = ["CachedSequence"]
+
+
+class Owner(Protocol):
+    """What a sequence needs of its `PrefixCache`."""
+
+    def _joined(self, sequence: CachedSequence) -> None:
+        """Take note of a new sequence, a fork of one that is known."""
+
+    def _give(self, sequence: CachedSequence) -> None:
+        """Take over what a sequence evaluated, before it closes."""
 
 
 class CachedSequence(LlamaSequence):
@@ -23,7 +32,7 @@ class CachedSequence(LlamaSequence):
     Closing it (or dropping it) gives the cache what it evaluated.
     """
 
-    _cache: PrefixCache
+    _cache: Owner
     _namespace: str
     _reuse: ReuseReport
     _held_run: Run | None

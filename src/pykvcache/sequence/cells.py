@@ -264,7 +264,7 @@ class SequenceCells:
 
         self.row = None
         self.with_room(run)
-        self.pool.idle.step(self.pool, self)
+        self.pool.count_step(self)
 
     def sync(self) -> None:
         """After a decode that failed: what the memory holds now."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pykvcache.errors import NoKvCacheSlot
 from pykvcache.sampling import Sampler
+from pykvcache.sequence.edits import EditMethods
 from pykvcache.sequence.text import Stop, TextStream
-
-if TYPE_CHECKING:
-    from pykvcache.sequence.sequence import LlamaSequence
 
 __all__ = ["FinishReason", "Generation", "OnFull", "TextGeneration"]
 
@@ -31,7 +29,7 @@ class Generation(Iterator[int]):
 
     def __init__(
         self,
-        sequence: LlamaSequence,
+        sequence: EditMethods,
         max_tokens: int,
         sampler: Sampler,
         stop: Stop,

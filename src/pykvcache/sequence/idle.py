@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
-if TYPE_CHECKING:
-    from pykvcache.sequence.cells import SequenceCells
-    from pykvcache.sequence.pool import SequencePool
+from pykvcache.context import LlamaContext
+from pykvcache.sequence.member import Member
 
 __all__ = ["IdleCost"]
 
@@ -31,25 +30,44 @@ class IdleCost:
         self._steps = 0
         self._last: int | None = None
 
-    def step(self, pool: SequencePool, *running: SequenceCells) -> None:
-        """Take note of one decode by those who run."""
+    def step(
+        self,
+        ctx: LlamaContext,
+        running: tuple[Member, ...],
+        idle_members: Callable[[tuple[Member, ...]], Iterable[Member]],
+    ) -> None:
+        """Count one decode by those who run; park the idle ones where that pays.
+
+        Parameters
+        ----------
+        ctx
+            The context that decoded.
+        running
+            Those who took part.
+        idle_members
+            Gives those who can be parked, except the ones it is called with.
+        """
         first = running[0].seq_id if len(running) == 1 else None
         self._steps = self._steps + 1 if first == self._last else 1
         self._last = first
-        if self._steps < STEPS or not pool.ctx.kv_unified:
+        if self._steps < STEPS or not ctx.kv_unified:
             return
         self._steps = 0
-        self._leave(pool, running)
+        self._leave(ctx, running, idle_members)
 
-    def _leave(self, pool: SequencePool, running: tuple[SequenceCells, ...]) -> None:
-        ctx = pool.ctx
+    @staticmethod
+    def _leave(
+        ctx: LlamaContext,
+        running: tuple[Member, ...],
+        idle_members: Callable[[tuple[Member, ...]], Iterable[Member]],
+    ) -> None:
         if ctx.memory_kind == "recurrent":
             return
         members = ctx.cells().members
         busy = members[:, [c.seq_id for c in running if c.seq_id is not None]].any(axis=1)
         idle = int((~busy).sum())
         if idle >= PADDING:
-            for cells in list(pool.idle_members(running)):
+            for cells in list(idle_members(running)):
                 assert cells.seq_id is not None
                 if int((members[:, cells.seq_id] & ~busy).sum()):
                     cells.park()

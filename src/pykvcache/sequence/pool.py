@@ -7,15 +7,12 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from pykvcache.context import LlamaContext
 from pykvcache.errors import NoKvCacheSlot
 from pykvcache.sequence.checkpoints import Checkpoint
 from pykvcache.sequence.idle import IdleCost
-
-if TYPE_CHECKING:
-    from pykvcache.sequence.cells import SequenceCells
+from pykvcache.sequence.member import Member
 
 __all__ = ["SequencePool", "pool_of"]
 
@@ -32,11 +29,11 @@ class SequencePool:
         self.lock = threading.RLock()
         self._depth = 0
         # Who has which id; who was used last stands last.
-        self._lent: OrderedDict[int, weakref.ref[SequenceCells]] = OrderedDict()
+        self._lent: OrderedDict[int, weakref.ref[Member]] = OrderedDict()
         # Everybody alive, parked ones too.
-        self._members: weakref.WeakSet[SequenceCells] = weakref.WeakSet()
+        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
         self._dropped: deque[int] = deque()
-        self.idle = IdleCost()
+        self._idle = IdleCost()
 
     @property
     def ctx(self) -> LlamaContext:
@@ -61,13 +58,13 @@ class SequencePool:
         """Whether nobody is in the middle of something; asked with the lock held."""
         return self._depth == 0
 
-    def join(self, cells: SequenceCells) -> None:
+    def join(self, cells: Member) -> None:
         """Take note of a new sequence."""
         self._members.add(cells)
 
     # Ids ----------------------------------------------------------------------------------
 
-    def lend(self, cells: SequenceCells, keep: tuple[SequenceCells, ...] = ()) -> int | None:
+    def lend(self, cells: Member, keep: tuple[Member, ...] = ()) -> int | None:
         """Give a sequence an id, parking whom was used longest ago if need be; or None.
 
         Parameters
@@ -89,7 +86,7 @@ class SequencePool:
         self._lent[seq_id] = weakref.ref(cells)
         return seq_id
 
-    def need_id(self, cells: SequenceCells) -> int:
+    def need_id(self, cells: Member) -> int:
         """As `lend`, but raise where it cannot be."""
         seq_id = self.lend(cells)
         if seq_id is None:
@@ -115,16 +112,20 @@ class SequencePool:
                 return seq_id
         return None
 
-    def idle_members(self, keep: tuple[SequenceCells, ...] = ()) -> Iterator[SequenceCells]:
+    def idle_members(self, keep: tuple[Member, ...] = ()) -> Iterator[Member]:
         """Yield who could be parked, least recently used first."""
         for ref in list(self._lent.values()):
             cells = ref()
             if cells is not None and cells not in keep and not cells.is_pinned:
                 yield cells
 
+    def count_step(self, *running: Member) -> None:
+        """Count a decode by those who run: who is idle is parked where staying costs more."""
+        self._idle.step(self.ctx, running, self.idle_members)
+
     # Room ---------------------------------------------------------------------------------
 
-    def make_room(self, cells: SequenceCells) -> bool:
+    def make_room(self, cells: Member) -> bool:
         """Free cells that are not needed now; False if nobody has any to give."""
         if not self.ctx.kv_unified:
             return False  # a stream of cells is its sequence's own

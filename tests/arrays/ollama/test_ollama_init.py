@@ -242,7 +242,7 @@ def test_close_frees_the_arrays_and_init_starts_anew() -> None:
         ((np.int32, 1, 8, 4), CacheDTypeError, "int32"),
         (("q8_0", 1, 8, 4), CacheDTypeError, "q8_0"),
         ((None, 1, 8, 4), CacheDTypeError, "None"),
-        ((np.float32, 0, 8, 4), CacheValueError, "max_sequences is 0; it must be at least 1"),
+        ((np.float32, 0, 8, 4), CacheValueError, r"max_sequences is 0: it must be in \[1,"),
         ((np.float32, 1, 0, 4), CacheValueError, "capacity is 0"),
         ((np.float32, 1, 8, -1), CacheValueError, "max_batch is -1"),
         ((np.float32, True, 8, 4), TypeError, "not bool"),
@@ -332,7 +332,7 @@ def test_sequence_ids_are_any_number_and_may_exceed_max_sequences() -> None:
         forward(cache, [i], [seq], np.array([0], np.uint8))
     for i, seq in enumerate(ids[:12]):
         assert seen(cache, seq, 1) == sorted([i, 0.5])
-    with pytest.raises(CacheValueError, match="at most"):
+    with pytest.raises(CacheValueError, match=f"in .0, {2**63 - 1}"):
         cache.remove(2**63, 0)
 
 

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
-from pykvcache.arrays.mlx._base import Arrays, PairCache, state_pair
+from pykvcache.arrays.mlx._base import Arrays, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.arrays.mlx._merge import BatchCache
 from pykvcache.arrays.mlx._ring import roll_columns
 from pykvcache.arrays.mlx._rows import (
     Counts,
@@ -28,7 +29,7 @@ from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError
 __all__ = ["BatchKVCache"]
 
 
-class BatchKVCache(PairCache):
+class BatchKVCache(BatchCache, row_class=KVCache):
     """One row per sequence; columns are shared, and each row begins with padding.
 
     Column `c` of row `i` holds a token if ``c >= left_padding[i]``. Prompts padded on the

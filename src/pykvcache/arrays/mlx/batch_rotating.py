@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
-from pykvcache.arrays.mlx._base import Arrays, PairCache, meta_ints, state_pair
+from pykvcache.arrays.mlx._base import Arrays, meta_ints, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.arrays.mlx._merge import BatchCache
 from pykvcache.arrays.mlx._ring import ordered, roll_columns
 from pykvcache.arrays.mlx._rows import (
     Counts,
@@ -29,7 +30,7 @@ from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, 
 __all__ = ["BatchRotatingKVCache"]
 
 
-class BatchRotatingKVCache(PairCache):
+class BatchRotatingKVCache(BatchCache, row_class=RotatingKVCache):
     """A ring of `max_size` columns, one row per sequence, padded on the left.
 
     It follows mlx-lm's ``BatchRotatingKVCache``, with its flaws put right: the flag

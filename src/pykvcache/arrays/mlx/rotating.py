@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
-from pykvcache.arrays.mlx._base import Arrays, Mask, PairCache, meta_ints, state_pair
+from pykvcache.arrays.mlx._base import Arrays, Mask, meta_ints, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.arrays.mlx._merge import SingleCache
 from pykvcache.arrays.mlx._ring import ordered, ring_mask
 from pykvcache.errors import CacheValueError
-
-if TYPE_CHECKING:
-    from pykvcache.arrays.mlx.batch_rotating import BatchRotatingKVCache
 
 __all__ = ["RotatingKVCache"]
 
 
-class RotatingKVCache(PairCache):
+class RotatingKVCache(SingleCache):
     """The first `keep` and the newest tokens, `max_size` in all.
 
     It follows mlx-lm's ``RotatingKVCache``: single tokens overwrite the oldest one behind
@@ -194,13 +192,6 @@ class RotatingKVCache(PairCache):
     def size(self) -> int:
         """Return how many of the stored tokens count: at most `max_size`."""
         return min(self._pair.length, self._max_size)
-
-    @classmethod
-    def merge(cls, caches: Sequence[RotatingKVCache]) -> BatchRotatingKVCache:
-        """Return a `BatchRotatingKVCache` with one row for each of `caches`."""
-        from pykvcache.arrays.mlx.batch_rotating import BatchRotatingKVCache
-
-        return BatchRotatingKVCache.merge(caches)
 
     def _newest(self) -> TokenPair:
         """Return the newest `max_size` tokens from old to new."""

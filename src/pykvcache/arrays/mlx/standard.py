@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
-from pykvcache.arrays.mlx._base import Arrays, Mask, PairCache
+from pykvcache.arrays.mlx._base import Arrays, Mask
 from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.arrays.mlx._merge import SingleCache
 from pykvcache.arrays.mlx.masks import history_mask
 from pykvcache.arrays.mlx.quantized import QuantizedKVCache
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pykvcache.arrays.mlx.batch import BatchKVCache
-
 __all__ = ["ConcatenateKVCache", "KVCache"]
 
 
-class KVCache(PairCache):
+class KVCache(SingleCache):
     """All tokens of a sequence, in buffers that grow by steps of 256 tokens.
 
     It follows mlx-lm's ``KVCache``. Storing one token costs O(1) copies on average (mlx-lm
@@ -86,13 +84,6 @@ class KVCache(PairCache):
         if self._pair.count:
             quantized.update_quantized(*self._pair.view())
         return quantized
-
-    @classmethod
-    def merge(cls, caches: Sequence[KVCache]) -> BatchKVCache:
-        """Return a `BatchKVCache` with one row for each of `caches`, padded on the left."""
-        from pykvcache.arrays.mlx.batch import BatchKVCache
-
-        return BatchKVCache.merge(caches)
 
     def _copy_trimmed(self, n: int) -> Self | None:
         return self._copy_first(self._pair.count - n) if n <= self._pair.count else None

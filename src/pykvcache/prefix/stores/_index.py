@@ -78,7 +78,8 @@ class Index:
                 raise sqlite3.DatabaseError(f"the index has version {version}")
             self._execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
             self._execute(f"PRAGMA journal_size_limit = {_LOG_PAGES * 4096}")
-            self._execute("PRAGMA synchronous = NORMAL")
+            # What a power cut makes of the index is made again; nobody waits for the disk.
+            self._execute("PRAGMA synchronous = OFF")
             facts = os.stat(path)
             self._identity = facts.st_dev, facts.st_ino
         except BaseException:
@@ -184,16 +185,15 @@ class Index:
         """Return (key, size, used in nanoseconds) of every block."""
         return self._execute("SELECT key, size, used FROM blocks WHERE owner IS NULL").fetchall()
 
-    def reconcile(self, files: BlockFiles) -> None:
-        """Make the rows those of the files; transactions of its own, so that others go on."""
-        # What a power cut makes of it is made again; flushing the disk would take most of the time.
-        self._execute("PRAGMA synchronous = OFF")
-        try:
-            self._reconcile(files)
-        finally:
-            self._execute("PRAGMA synchronous = NORMAL")
+    def reconcile(self, files: BlockFiles) -> int:
+        """Make the rows those of the files; transactions of its own, so that others go on.
 
-    def _reconcile(self, files: BlockFiles) -> None:
+        Returns
+        -------
+        int
+            How many files had no row: none, unless the index was wrong.
+        """
+        n_added = 0
         for shard in SHARDS:
             first = bytes.fromhex(shard)
             with self.transaction():
@@ -206,9 +206,11 @@ class Index:
                     facts = files.stat(key)
                     if facts is not None:
                         self.write(key, facts.st_size, facts.st_mtime_ns, None)
+                        n_added += 1
                 for key in rows.keys() - found:
                     if rows[key] is None:
                         self.remove(key)
+        return n_added
 
     # Leases -----------------------------------------------------------------------------
 

@@ -56,8 +56,7 @@ class SharedIndex:
                 n_rows = n_files
         if n_files != n_rows:  # somebody copied files, removed them, or is writing just now
             with self._hold(WAIT) as index:
-                index.reconcile(self._files)
-                if index.totals()[1] != n_rows:
+                if index.reconcile(self._files):
                     self._counters.add(rebuilt=1)
         with contextlib.suppress(*FAILURES):
             self.sweep()
@@ -108,8 +107,7 @@ class SharedIndex:
             remove_index(self._path)
             index = Index(self._path, WAIT, create=True)
             try:
-                index.reconcile(self._files)
-                if index.totals()[1]:
+                if index.reconcile(self._files):
                     self._counters.add(rebuilt=1)
             except BaseException:
                 index.close()
@@ -117,8 +115,9 @@ class SharedIndex:
             self._index = index
 
     @contextlib.contextmanager
-    def transaction(self, seconds: float = WAIT) -> Iterator[Index]:
+    def transaction(self, seconds: float | None = None) -> Iterator[Index]:
         """Hold the right to write; raises one of `FAILURES`."""
+        seconds = WAIT if seconds is None else seconds
         with self._hold(seconds) as index, index.transaction(seconds):
             yield index
 

@@ -335,6 +335,10 @@ class FolderStore(BlockStore):
             yield self._shared
         except FAILURES as error:
             self._failed(error)
+            if isinstance(error, FileNotFoundError) and self._shared is not None:
+                # Somebody has removed the folder: the next call makes it again.
+                self._shared.close()
+                self._shared, self._retry_at = None, 0.0
         finally:
             lock.release()
 

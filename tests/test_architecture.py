@@ -27,6 +27,7 @@ LAYERS = [
     {"sampling", "_params", "state"},
     {"kv"},
     {"memory", "facts", "introspection"},
+    {"decoding"},
     {"context"},
     {"sequence"},
     {"prefix"},

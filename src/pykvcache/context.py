@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import TracebackType
-from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._convert import TokenInput, as_int, as_token_array
 from pykvcache._native import lib
 from pykvcache._params import check_params
-from pykvcache.batch import LlamaBatch
+from pykvcache.decoding import DecodeMethods
 from pykvcache.enums import (
     AttentionType,
     AttentionTypeName,
@@ -25,12 +22,11 @@ from pykvcache.enums import (
     RopeScalingType,
     RopeScalingTypeName,
 )
-from pykvcache.facts import ContextFacts, PerfData
+from pykvcache.facts import PerfData
 from pykvcache.introspection import IntrospectionMethods
 from pykvcache.kv import KvMethods
 from pykvcache.memory import KvCacheMethods
 from pykvcache.model import LlamaModel
-from pykvcache.sampling import Sampler
 from pykvcache.state import LlamaFileMethods
 
 __all__ = ["LlamaContext"]
@@ -38,8 +34,35 @@ __all__ = ["LlamaContext"]
 FloatArray = npt.NDArray[np.float32]
 
 
-class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, LlamaFileMethods, KvMethods):
+class LlamaContext(
+    DecodeMethods, KvCacheMethods, IntrospectionMethods, KvMethods, LlamaFileMethods
+):
     """A context of a model: it decodes tokens and holds what it has seen in its memory.
+
+    What there is, by theme, in the order in which ``help()`` goes on below:
+
+    close it, set it
+        `close`, `is_closed`, `set_n_threads`, `perf`, `perf_reset`
+    decode and generate
+        `decode`, `encode`, `generate`, `abort`, `logits`, `embeddings`, `seq_embeddings`
+    copy, remove and move what a sequence holds
+        `copy_cache`, `copy_kv_cache_seq`, `copy_prefix`, `clear_kv_cache_seq`, `remove`,
+        `clear_kv_cache`, `kv_cache_seq_keep`, `kv_cache_seq_add`, `kv_cache_seq_div`,
+        `kv_cache_can_shift`, `kv_cache_update`, `kv_cache_compact`
+    look into the memory
+        `kv_cache_seq_pos_max`, `kv_cache_seq_pos_min`, `can_resume`, `sequences`, `cells`,
+        `n_cells_used`, `memory_kind`, `memory_info`
+    keys and values as arrays
+        `kv`, `write_kv`
+    files and objects that hold a sequence, or all of them
+        `save_sequence`, `load_sequence`, `sequence_state`, `restore_sequence`, `save_context`,
+        `load_context`, `context_state`, `restore_context`, `save_llama_file`, `load_llama_file`
+    bytes as llama.cpp writes them, in memory
+        `get_state`, `set_state`, `state_size`, `get_partial_state`, `set_partial_state`
+    facts
+        `model`, `n_ctx`, `n_ctx_seq`, `n_batch`, `n_ubatch`, `n_seq_max`, `max_position`,
+        `kv_unified`, `flash_attn`, `type_k`, `type_v`, `pooling_type`, `n_threads`,
+        `n_threads_batch`, `tokens_evaluated`, `native`
 
     Every method takes the context's lock, so threads may share a context; they wait
     for each other. Two contexts of one model run in parallel. The GIL is free during
@@ -144,166 +167,6 @@ class LlamaContext(ContextFacts, KvCacheMethods, IntrospectionMethods, LlamaFile
         self._type_k: GgmlType = params["type_k"]
         self._type_v: GgmlType = params["type_v"]
         self._native = lib.Context(model.native, params)
-
-    # Decode ---------------------------------------------------------------------------
-
-    def decode(
-        self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0
-    ) -> None:
-        """Compute tokens and store them in the memory (``llama_decode``).
-
-        Parameters
-        ----------
-        batch_or_tokens
-            Token ids, appended to ``seq_id`` at its next position, with logits for
-            the last one; or a `LlamaBatch`. More than ``n_batch`` tokens are decoded
-            in parts.
-        seq_id
-            The sequence that an array is appended to.
-
-        Raises
-        ------
-        InvalidBatch
-            Nothing to decode, a token outside the vocabulary, positions that do not
-            continue their sequence; raised before anything is computed.
-        PositionError
-            A token would lie past `max_position`; nothing was decoded.
-        NoKvCacheSlot
-            The cache has fewer free cells than there are tokens; nothing was decoded.
-            With ``swa_full=False`` a window's cache may be full in the middle of a long
-            call: ``n_decoded`` tokens of it stay, decode those after them to go on.
-        DecodeAborted
-            `abort` was called meanwhile; ``n_decoded`` tells how many tokens stay.
-        DecodeError
-            Other failures; ``code`` is llama.cpp's.
-
-        Notes
-        -----
-        A model without memory (BERT) computes the batch by itself, see `seq_embeddings`.
-        """
-        native = self._native
-        if native.decode_tokens(batch_or_tokens, seq_id):
-            return  # an array or a list of ints, as nearly always
-        if isinstance(batch_or_tokens, LlamaBatch):
-            native.decode_batch(batch_or_tokens.native)
-        else:
-            native.decode_vector(as_token_array(batch_or_tokens), seq_id, False)
-
-    def encode(
-        self, batch_or_tokens: LlamaBatch | TokenInput, *, seq_id: SupportsIndex = 0
-    ) -> None:
-        """Run the encoder (``llama_encode``): T5 before decoding, BERT for embeddings.
-
-        Raises
-        ------
-        UnsupportedOperation
-            The model has no encoder.
-        InvalidBatch
-            As for `decode`, or more tokens than ``n_ubatch``.
-        """
-        if isinstance(batch_or_tokens, LlamaBatch):
-            b = batch_or_tokens
-        else:
-            tokens = as_token_array(batch_or_tokens)
-            seq = as_int(seq_id, "sequence id", 0, self.n_seq_max - 1)
-            b = LlamaBatch.from_arrays(tokens, np.arange(len(tokens), dtype=np.int32), seq)
-        self._native.encode(b.native)
-
-    def logits(self, i: SupportsIndex = -1) -> FloatArray:
-        """Return the logits of token i of the last decode (``llama_get_logits_ith``).
-
-        Parameters
-        ----------
-        i
-            Index in the batch; negative counts from the end of the tokens that have
-            logits.
-
-        Returns
-        -------
-        ndarray of float32, shape (n_vocab,)
-            A copy.
-
-        Raises
-        ------
-        IndexError
-            That token has no logits, and after a failed decode none has; or no sequence
-            holds it any more after what came before it: it was removed, moved or
-            replaced. A fork that holds it keeps its logits readable.
-        """
-        return self._native.logits(i)
-
-    def embeddings(self, i: SupportsIndex = -1) -> FloatArray:
-        """Return the embedding of token i of the last decode, shape (n_embd,); a copy.
-
-        Needs ``embeddings=True`` and ``pooling_type="none"``
-        (``llama_get_embeddings_ith``).
-        """
-        return self._native.token_embeddings(i)
-
-    def seq_embeddings(self, seq_id: SupportsIndex = 0) -> FloatArray:
-        """Return the pooled embedding of a sequence of the last decode; a copy.
-
-        Shape (n_embd,), or the classifier scores of a reranking model
-        (``llama_get_embeddings_seq``).
-        """
-        return self._native.seq_embeddings(seq_id)
-
-    def abort(self) -> bool:
-        """Ask a decode that runs in another thread to stop; tell whether there was one.
-
-        The decode then raises `DecodeAborted`. Later decodes are not concerned.
-        """
-        return self._native.abort()
-
-    def generate(
-        self,
-        prompt: str | TokenInput,
-        max_tokens: int,
-        sampler: Sampler | None = None,
-        seq_id: SupportsIndex = 0,
-    ) -> Iterator[int]:
-        """Append a prompt to a sequence and yield sampled tokens.
-
-        Each yielded token is decoded when the next one is asked for, so the last one
-        is not in the memory yet: pass it as the prompt to go on. Ends before an
-        end-of-generation token.
-
-        Parameters
-        ----------
-        prompt
-            Text (special tokens are added when the sequence is empty) or token ids.
-        max_tokens
-            Tokens to yield at most.
-        sampler
-            Default: greedy.
-        seq_id
-            The sequence.
-        """
-        limit = as_int(max_tokens, "max_tokens", 0, 2**31 - 1)
-        if sampler is None:
-            sampler = Sampler(temperature=0)
-        elif not isinstance(sampler, Sampler):
-            raise TypeError(f"sampler must be a Sampler, not {type(sampler).__name__}")
-        if isinstance(prompt, str):
-            empty = self.kv_cache_seq_pos_max(seq_id) < 0
-            tokens = self._model.tokenize(prompt, add_special=empty)
-        else:
-            tokens = as_token_array(prompt)
-        return self._generate(tokens, limit, sampler, seq_id)
-
-    def _generate(
-        self, tokens: npt.NDArray[np.int32], limit: int, sampler: Sampler, seq_id: SupportsIndex
-    ) -> Iterator[int]:
-        step = np.empty(1, np.int32)
-        for _ in range(limit):
-            row = self._native.decode_vector(tokens, seq_id, True)
-            assert row is not None
-            token = sampler.native.sample(self._native, row)
-            if self._native.is_eog(token):
-                return
-            yield token
-            step[0] = token
-            tokens = step
 
     # Figures and life -----------------------------------------------------------------------
 

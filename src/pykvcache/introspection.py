@@ -108,6 +108,16 @@ class IntrospectionMethods:
     _type_v: GgmlType
 
     @property
+    def memory_kind(self) -> MemoryKind:
+        """Kind of memory.
+
+        ``"attention"``, ``"sliding-window"``, ``"recurrent"``, ``"hybrid"``,
+        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: a class of llama.cpp
+        of which only whole sequences are handled.
+        """
+        return self._native.memory_kind
+
+    @property
     def memory_info(self) -> MemoryInfo:
         """What the memory is and can do."""
         facts: dict[str, Any] = self._native.memory_info()
@@ -132,6 +142,17 @@ class IntrospectionMethods:
     def sequences(self) -> dict[int, SequenceRange]:
         """Return the sequences that hold anything, with their ranges."""
         return {s: SequenceRange(*r) for s, r in self._native.sequences().items()}
+
+    def kv_cache_seq_pos_max(self, seq_id: SupportsIndex) -> int:
+        """Return the highest position of a sequence; -1 if empty, unused or out of range."""
+        return self._native.seq_pos(seq_id, True)
+
+    def kv_cache_seq_pos_min(self, seq_id: SupportsIndex) -> int:
+        """Return the lowest position of a sequence; -1 if empty, unused or out of range.
+
+        On a sliding-window memory: the lowest one that the window still holds.
+        """
+        return self._native.seq_pos(seq_id, False)
 
     def can_resume(self, seq_id: SupportsIndex, pos: SupportsIndex) -> bool:
         """Tell whether a decode at ``pos``, after removing from ``pos`` on, would be right.

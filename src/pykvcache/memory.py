@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import SupportsIndex
 
 from pykvcache._native import lib
-from pykvcache.enums import MemoryKind
 
 __all__ = ["KvCacheMethods"]
 
@@ -23,18 +22,6 @@ class KvCacheMethods:
     """
 
     _native: lib.Context
-
-    @property
-    def memory_kind(self) -> MemoryKind:
-        """Kind of memory.
-
-        ``"attention"``, ``"sliding-window"``, ``"recurrent"``, ``"hybrid"``,
-        ``"hybrid-sliding-window"``, ``"none"``, or ``"other"``: a class of llama.cpp
-        of which only whole sequences are handled.
-        """
-        return self._native.memory_kind
-
-    # Memory: the seed's methods -----------------------------------------------------------
 
     def copy_cache(self, src: SupportsIndex, dest: SupportsIndex, size: SupportsIndex) -> None:
         """Make ``dest`` hold the positions ``[0, size)`` of ``src``.
@@ -197,19 +184,6 @@ class KvCacheMethods:
         `kv_cache_seq_add`.
         """
         self._native.seq_div(seq_id, p0, p1, d)
-
-    def kv_cache_seq_pos_max(self, seq_id: SupportsIndex) -> int:
-        """Return the highest position of a sequence; -1 if empty, unused or out of range."""
-        return self._native.seq_pos(seq_id, True)
-
-    # Memory: what the seed lacks ------------------------------------------------------------
-
-    def kv_cache_seq_pos_min(self, seq_id: SupportsIndex) -> int:
-        """Return the lowest position of a sequence; -1 if empty, unused or out of range.
-
-        On a sliding-window memory: the lowest one that the window still holds.
-        """
-        return self._native.seq_pos(seq_id, False)
 
     def kv_cache_can_shift(self) -> bool:
         """Tell whether `kv_cache_seq_add` can be done on this memory at all."""

@@ -4,44 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import absent, plots, targets, texts
+from benchmarks import absent, plots, summary, targets, texts
 from benchmarks.harness import AGAIN, Row
 from benchmarks.rows import ORDER, Rows, rows_of
+from benchmarks.writing import number, spread, table
 
 CALLED = ("C", "thin", "llama-cpp-python", "cyllama")
 DECODED = ("C", "llama-cpp-python", "cyllama")
 COUNTED = ("pykvcache", "llama-cpp-python", "cyllama")
-
-
-def number(value: float) -> str:
-    """Write a number with three digits or so."""
-    if math.isnan(value):
-        return "-"
-    size = abs(value)
-    if 0 < size < 0.1:
-        return f"{value:.2g}" if size >= 1e-4 else f"{value:.6f}"
-    return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
-
-
-def spread(values: list[float], scale: float = 1) -> str:
-    """Write the median with the lowest and the highest."""
-    if not values:
-        return "-"
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{number(middle * scale)} ({number(low * scale)} to {number(high * scale)})"
-
-
-def table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """Write a Markdown table; the first column is text, the others numbers."""
-    head = list(header)
-    rule = ["---"] + ["---:"] * (len(head) - 1)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *map(list, lines)])
 
 
 def plain(rows: Iterable[Row], scale: float, base: str = "C") -> str:
@@ -173,6 +147,7 @@ def write(result: dict[str, Any], path: Path) -> None:
     parts = [texts.head(result)]
     if groups:
         lines = [verdict.line() for verdict in targets.judge(rows)]
+        parts += [summary.first_screen(rows), texts.details(result)]
         parts += ["## Targets", table(["target", "measured", "", "why"], lines)]
     for name, writer in WRITERS.items():
         if name not in groups:

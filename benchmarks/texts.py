@@ -11,7 +11,17 @@ REPEAT = """    make bench                                  everything: this pag
 
 
 def head(result: dict[str, Any]) -> str:
-    """Write the beginning: what, on what, how."""
+    """Write the beginning: what is compared, and on what."""
+    machine = result["machine"]
+    return f"""# Benchmarks
+
+pykvcache beside plain C and beside other Python bindings of llama.cpp, on the same work: the same
+GGUF files, the same tokens, the same number of threads, on {machine["cpus"]} cores ({machine["cpu"]}). This
+page is written by `make bench` from [benchmarks.json](benchmarks.json), which holds every raw sample."""
+
+
+def details(result: dict[str, Any]) -> str:
+    """Write how it was measured, on what, and how to read the tables that follow."""
     machine, versions = result["machine"], result["versions"]
     models = result["models"]
     loads = ", ".join(
@@ -27,11 +37,7 @@ def head(result: dict[str, Any]) -> str:
     first = result["first_setup_seconds"]
     costs = ", ".join(f"{name} {seconds} s" for name, seconds in first.items()) or "not recorded"
     run = sum(group["seconds"] for group in result["groups"].values())
-    return f"""# Benchmarks
-
-pykvcache beside plain C and beside other Python bindings of llama.cpp, on the same work: the same
-GGUF files, the same tokens, the same number of threads. This page is written by `make bench` from
-[benchmarks.json](benchmarks.json), which holds every raw sample.
+    return f"""## How it was measured
 
 {REPEAT}
 

@@ -1,0 +1,63 @@
+"""What the documents say about files is so: named files exist, and files are named."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "pykvcache"
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
+SOURCES = {".h", ".cpp", ".pxi", ".pyx", ".pxd"}
+
+
+def native_names() -> list[str]:
+    """Return the first column of the table of files, name by name."""
+    table = ARCHITECTURE.split("| file in `_native/` |")[1].split("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_every_file_of_the_compiled_layer_is_in_the_table() -> None:
+    files = {p.name for p in (PACKAGE / "_native").iterdir() if p.suffix in SOURCES}
+    patterns = native_names()
+    unnamed = [f for f in files if not any(fnmatch.fnmatch(f, name) for name in patterns)]
+    assert sorted(unnamed) == []
+    assert [name for name in patterns if not fnmatch.filter(files, name)] == []
+
+
+def test_every_module_is_in_the_layers() -> None:
+    block = ARCHITECTURE.split("```")[1]
+    units = {p.name for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    units -= {"__init__.py", "__main__.py", "cli.py"}
+    missing = [
+        name for name in units if not re.search(rf"(?<!\w){name.removesuffix('.py')}\b", block)
+    ]
+    assert sorted(missing) == []
+
+
+def test_files_named_with_a_folder_exist() -> None:
+    for name in ("architecture", "building", "decisions"):
+        text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        for path in re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|md|cpp|h|txt|cmake|map))`", text):
+            if path.startswith("vendor/llama.cpp"):
+                continue  # fetched
+            places = [ROOT, PACKAGE, ROOT / "tests"]
+            assert any((place / path).is_file() for place in places), f"{name}: {path}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+
+
+def test_six_steps_are_six() -> None:
+    steps = ARCHITECTURE.split("## Add a C function in six steps")[1].split("\n## ")[0]
+    assert re.findall(r"^(\d+)\. ", steps, re.MULTILINE) == list("123456")

@@ -46,7 +46,7 @@ def test_files_named_with_a_folder_exist() -> None:
         for path in re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|md|cpp|h|txt|cmake|map))`", text):
             if path.startswith("vendor/llama.cpp"):
                 continue  # fetched
-            places = [ROOT, PACKAGE, ROOT / "tests"]
+            places = [ROOT, ROOT / "src", PACKAGE, ROOT / "tests"]
             assert any((place / path).is_file() for place in places), f"{name}: {path}"
 
 

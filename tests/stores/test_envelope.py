@@ -25,6 +25,10 @@ def make(mode: str = "xxh3", **changes: Any) -> Envelope:
     return Envelope(**options | changes)
 
 
+def sealed_by(envelope: Envelope, key: bytes, content: bytes) -> bytearray:
+    return bytearray(envelope.seal(key, content))
+
+
 @pytest.fixture
 def no_xxhash(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "xxhash")
@@ -47,7 +51,7 @@ MODES = ["xxh3", "authenticated", "encrypted"]
 @pytest.mark.parametrize("mode", MODES)
 def test_every_flipped_bit_is_seen(mode: str) -> None:
     envelope = make(mode)
-    sealed = envelope.seal(KEY, CONTENT[:100])
+    sealed = sealed_by(envelope, KEY, CONTENT[:100])
     assert envelope.open(KEY, sealed) == CONTENT[:100]
     assert len(sealed) == 100 + envelope.overhead
     for bit in range(8 * len(sealed)):
@@ -71,7 +75,7 @@ def test_every_cut_is_seen(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_belongs_elsewhere_is_foreign(mode: str) -> None:
-    sealed = make(mode).seal(KEY, CONTENT)
+    sealed = sealed_by(make(mode), KEY, CONTENT)
     assert make(mode).open(OTHER, sealed) is Rejection.FOREIGN
     assert make(mode, model="n").open(KEY, sealed) is Rejection.FOREIGN
     assert make(mode, layout="k").open(KEY, sealed) is Rejection.FOREIGN
@@ -80,30 +84,30 @@ def test_what_belongs_elsewhere_is_foreign(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["authenticated", "encrypted"])
 def test_without_the_secret_nothing_can_be_forged(mode: str) -> None:
     envelope = make(mode)
-    sealed = envelope.seal(KEY, CONTENT)
+    sealed = sealed_by(envelope, KEY, CONTENT)
     plain, stranger = make(), make(mode, secret="another secret of 16 bytes")
     name = envelope.name(KEY)
     assert plain.open(name, sealed) is Rejection.LOCKED
     assert stranger.open(KEY, sealed) is Rejection.FOREIGN
     # The stranger knows the name under which the block lies, and writes a plain one there.
     assert envelope.open(KEY, plain.seal(name, CONTENT)) is Rejection.FORGED
-    forged = stranger.seal(KEY, CONTENT)
+    forged = sealed_by(stranger, KEY, CONTENT)
     forged[16:48] = name
     assert envelope.open(KEY, forged) is Rejection.FORGED
     # Blocks under the right secret that change places.
-    moved = envelope.seal(OTHER, CONTENT)
+    moved = sealed_by(envelope, OTHER, CONTENT)
     moved[16:48] = name
     assert envelope.open(KEY, moved) is Rejection.FORGED
 
 
 def test_names_and_contents_tell_nothing() -> None:
     envelope = make("encrypted")
-    sealed = envelope.seal(KEY, CONTENT)
+    sealed = sealed_by(envelope, KEY, CONTENT)
     assert KEY not in sealed
     assert envelope.name(KEY) != KEY
     assert CONTENT[:16] not in sealed
     assert envelope.seal(KEY, CONTENT) != sealed
-    assert CONTENT in make("authenticated").seal(KEY, CONTENT)
+    assert CONTENT in sealed_by(make("authenticated"), KEY, CONTENT)
 
 
 def test_either_form_of_one_secret_opens_the_other() -> None:
@@ -114,7 +118,7 @@ def test_either_form_of_one_secret_opens_the_other() -> None:
 def test_sha256_stands_in_for_xxh3(no_xxhash: None, monkeypatch: pytest.MonkeyPatch) -> None:
     envelope = make()
     assert envelope.check == "sha256"
-    sealed = envelope.seal(KEY, CONTENT)
+    sealed = sealed_by(envelope, KEY, CONTENT)
     assert envelope.open(KEY, sealed) == CONTENT
     sealed[200] ^= 1
     assert envelope.open(KEY, sealed) is Rejection.DAMAGED
@@ -155,7 +159,7 @@ def test_short_secrets_and_other_types_raise() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_hostile_bytes_are_misses(mode: str) -> None:
     envelope, dice = make(mode), random.Random(1)
-    sealed = envelope.seal(KEY, CONTENT)
+    sealed = sealed_by(envelope, KEY, CONTENT)
     for _ in range(500):
         damaged = bytearray(sealed)
         begin = dice.randrange(160)
@@ -174,7 +178,7 @@ DAMAGE: list[tuple[Callable[[bytearray], bytes], Rejection]] = [
     (flip, Rejection.DAMAGED),
     (lambda data: data[:-20], Rejection.DAMAGED),  # a store does not say how long a block is
     (lambda _: b"", Rejection.DAMAGED),
-    (lambda _: make().seal(OTHER, CONTENT), Rejection.FOREIGN),
+    (lambda _: sealed_by(make(), OTHER, CONTENT), Rejection.FOREIGN),
 ]
 
 
@@ -186,7 +190,7 @@ def test_a_rejected_block_ends_the_run_and_can_be_written_again(
     inner = MemoryStore()
     store = SealedStore(inner, make())
     key, data = blocks[2]
-    inner.put([(key, damage(make().seal(key, data)))])
+    inner.put([(key, damage(sealed_by(make(), key, data)))])
     store.put(blocks)
     sizes = [len(data) for _, data in blocks]
     assert [bytes(view) for view in store.get([k for k, _ in blocks], sizes)] == [

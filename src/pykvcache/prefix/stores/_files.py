@@ -117,14 +117,6 @@ class BlockFiles:
                     keys.add(key)
         return keys
 
-    def count(self) -> int:
-        """Return how many files there are."""
-        n = 0
-        for folder in os.listdir(self._blocks):
-            with contextlib.suppress(OSError):
-                n += len(os.listdir(os.path.join(self._blocks, folder)))
-        return n
-
     def temporaries(self) -> Iterator[tuple[str, str]]:
         """Yield (token of the writer, path) of what is not yet renamed."""
         for name in os.listdir(self._temporary):

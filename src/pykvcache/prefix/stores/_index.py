@@ -12,7 +12,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 
-from pykvcache.prefix.stores._files import SHARDS, BlockFiles
+from pykvcache.prefix.stores._files import BlockFiles
 
 __all__ = ["Index", "remove_index"]
 
@@ -185,7 +185,7 @@ class Index:
         """Return (key, size, used in nanoseconds) of every block."""
         return self._execute("SELECT key, size, used FROM blocks WHERE owner IS NULL").fetchall()
 
-    def reconcile(self, files: BlockFiles) -> int:
+    def reconcile(self, files: BlockFiles, shards: Iterable[str]) -> int:
         """Make the rows those of the files; transactions of its own, so that others go on.
 
         Returns
@@ -194,7 +194,7 @@ class Index:
             How many files had no row: none, unless the index was wrong.
         """
         n_added = 0
-        for shard in SHARDS:
+        for shard in shards:
             first = bytes.fromhex(shard)
             with self.transaction():
                 # Whoever renames a file has written its row before: the order matters.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import sqlite3
 from collections.abc import Iterator
 
-from pykvcache.prefix.stores._files import BlockFiles
+from pykvcache.prefix.stores._files import SHARDS, BlockFiles
 from pykvcache.prefix.stores._index import Index, remove_index
 from pykvcache.prefix.stores._locks import Owner, shared_or_exclusive
 from pykvcache.prefix.stores.base import StoreCounters
@@ -18,6 +19,8 @@ __all__ = ["FAILURES", "SharedIndex"]
 FAILURES = (sqlite3.Error, OSError)
 #: For how long another process is waited for, in seconds.
 WAIT = 2.0
+# Up to how many blocks all folders are listed when a store is opened.
+_FEW = 5000
 
 
 class SharedIndex:
@@ -33,6 +36,7 @@ class SharedIndex:
         self._files = files
         self._counters = counters
         self._index: Index | None = None
+        self._next_shard = random.randrange(len(SHARDS))
         owners = os.path.join(root, "owners")
         os.makedirs(owners, exist_ok=True)
         self.owner = Owner(owners)
@@ -44,20 +48,17 @@ class SharedIndex:
 
     def _check(self) -> None:
         """Compare the index with itself and with the files, and sweep what the dead have left."""
-        n_files = self._files.count()
-        try:
-            with self._hold(WAIT) as index:
-                index.check()
-                _, n_rows = index.totals()
-        except FAILURES as error:
-            if not _is_damage(error):
-                raise
-            with self._hold(WAIT) as index:
-                n_rows = n_files
-        if n_files != n_rows:  # somebody copied files, removed them, or is writing just now
-            with self._hold(WAIT) as index:
-                if index.reconcile(self._files):
-                    self._counters.add(rebuilt=1)
+        with contextlib.suppress(sqlite3.DatabaseError), self._hold(WAIT) as index:
+            index.check()
+        with self._hold(WAIT) as index:
+            # Somebody may have copied files or removed them. Of many, some folders tell, and
+            # `look_around` finds what they do not.
+            few = index.totals()[1] <= _FEW
+            shards = SHARDS if few else random.sample(SHARDS, 16)
+            n_added = index.reconcile(self._files, shards)
+            if n_added and not few:
+                n_added += index.reconcile(self._files, SHARDS)
+            self._counters.add(rebuilt=n_added > 0)
         with contextlib.suppress(*FAILURES):
             self.sweep()
 
@@ -107,7 +108,7 @@ class SharedIndex:
             remove_index(self._path)
             index = Index(self._path, WAIT, create=True)
             try:
-                if index.reconcile(self._files):
+                if index.reconcile(self._files, SHARDS):
                     self._counters.add(rebuilt=1)
             except BaseException:
                 index.close()
@@ -126,6 +127,13 @@ class SharedIndex:
         """Hold the index for single questions; raises one of `FAILURES`."""
         with self._hold(WAIT) as index:
             yield index
+
+    def look_around(self) -> None:
+        """Compare another one of the folders with the index; all have had their turn after 256."""
+        self._next_shard = (self._next_shard + 1) % len(SHARDS)
+        with self._hold(WAIT) as index:
+            if index.reconcile(self._files, [SHARDS[self._next_shard]]):
+                self._counters.add(rebuilt=1)
 
     def sweep(self) -> None:
         """Remove what processes have left that died while they wrote."""

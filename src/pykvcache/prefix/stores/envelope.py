@@ -21,13 +21,15 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores.base import check_keys, flat
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Envelope", "Rejection"]
+__all__ = ["Envelope", "Rejection", "fresh"]
 
 _MAGIC = b"pkvb"
 _VERSION = 1
@@ -150,7 +152,7 @@ class Envelope:
             return key
         return hmac.digest(self._secret, b"pykvcache.name.1" + key, "sha256")
 
-    def seal(self, key: bytes, content: Buffer) -> bytearray:
+    def seal(self, key: bytes, content: Buffer) -> memoryview:
         """Return a block as it goes to a store.
 
         Parameters
@@ -173,18 +175,17 @@ class Envelope:
             *(_MAGIC, _VERSION, self._kind, 0, len(view)),
             *(name, self._model, self._layout, nonce, bytes(36)),
         )
-        sealed = bytearray(self.overhead + len(view))
+        sealed = fresh(self.overhead + len(view))
         sealed[: _HEADER.size] = header
         end = _HEADER.size + len(view)
         if self._kind == _ENCRYPTED:
             sealed[_HEADER.size :] = self._cipher(name, _ENCRYPTED).encrypt(nonce, view, header)
             return sealed
         sealed[_HEADER.size : end] = view
-        with memoryview(sealed) as whole, whole[:end] as before:
-            if self._kind == _SIGNED:
-                whole[end:] = self._cipher(name, _SIGNED).encrypt(nonce, b"", before)
-            else:
-                whole[end:] = self._checksum(self._kind, before)
+        if self._kind == _SIGNED:
+            sealed[end:] = self._cipher(name, _SIGNED).encrypt(nonce, b"", sealed[:end])
+        else:
+            sealed[end:] = self._checksum(self._kind, sealed[:end])
         return sealed
 
     def open(self, key: bytes, sealed: Buffer) -> memoryview | Rejection:
@@ -265,6 +266,11 @@ class Envelope:
         state.update(data)
         digest: bytes = state.digest()
         return digest[:_CHECK]
+
+
+def fresh(size: int) -> memoryview:
+    """Return new memory: not a bytearray, because clearing that takes longer than its use."""
+    return np.empty(size, np.uint8).data
 
 
 def _bytes(value: bytes | str, what: str) -> bytes:

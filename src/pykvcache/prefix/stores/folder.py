@@ -140,9 +140,10 @@ class FolderStore(BlockStore):
             for begin in reversed(range(0, len(found), _AT_ONCE)):
                 stored += self._put(found[begin : begin + _AT_ONCE])
             self._n_puts += 1
-            if self._n_puts % _SWEEP_EVERY == 0:
-                with self._locked() as shared:
-                    if shared is not None:
+            with self._locked() as shared:
+                if shared is not None:
+                    shared.look_around()
+                    if self._n_puts % _SWEEP_EVERY == 0:
                         shared.sweep()
         return stored
 

@@ -111,6 +111,7 @@ class RedisStore(BlockStore):
                 f"{scheme.replace('valkey', 'redis')}://{rest}",
                 socket_timeout=self._timeout,
                 socket_connect_timeout=connect_timeout,
+                socket_read_size=1 << 18,
                 retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
             )
         except (ValueError, TypeError) as error:

@@ -15,7 +15,7 @@ from pykvcache.prefix.stores.base import (
     check_keys,
     writable,
 )
-from pykvcache.prefix.stores.envelope import Envelope, Rejection
+from pykvcache.prefix.stores.envelope import Envelope, Rejection, fresh
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -70,7 +70,10 @@ class SealedStore(BlockStore):
             How long each content may be at most, in bytes.
         """
         names = self._names(keys)
-        buffers = [bytearray(size + self.envelope.overhead) for size in sizes]
+        buffers = [fresh(size + self.envelope.overhead) for size in sizes]
+        for buffer in buffers:
+            # The memory may have held this very block, and would complete one that was cut.
+            buffer[:16] = buffer[-16:] = bytes(16)
         n_read = self.store.get_into(names, buffers)
         found: list[memoryview] = []
         for key, name, buffer in zip(keys, names, buffers[:n_read], strict=False):

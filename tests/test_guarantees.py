@@ -7,15 +7,41 @@ import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 TESTS = Path(__file__).parent
 DOCUMENT = TESTS.parent / "docs" / "guarantees.md"
 
-PROVED = ["ids", "llama.cpp", "pykvcache", "proved by"]
 LEFT = ["ids", "what", "why"]
 
 # How many hazards each part of the audit has. What was found since (N) has numbers from 1.
 AUDIT = {"M": 39, "D": 40, "S": 34, "C": 25, "V": 8, "L": 3, "T": 5, "F": 2}
+
+
+class Hazard(NamedTuple):
+    """One entry: what llama.cpp does, what is done here, and the tests that prove it."""
+
+    ids: str
+    llama: str
+    here: str
+    tests: list[tuple[str, str]]
+
+
+def hazards() -> list[Hazard]:
+    """Read every entry of the page: ``- **ids** what. **Here:** what.`` and lines of tests."""
+    found = []
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for block in re.findall(r"^- \*\*[A-Z]\d.*?(?=\n\n|\Z)", text, re.DOTALL | re.MULTILINE):
+        head, *files = re.split(r"\n  - ", block)
+        whole = re.fullmatch(r"- \*\*(.+?)\*\* (.+) \*\*Here:\*\* (.+)", " ".join(head.split()))
+        assert whole, f"not '- **ids** what. **Here:** what.': {block}"
+        tests = []
+        for line in files:
+            file, _, names = " ".join(line.split()).partition(": ")
+            tests += [(file.strip("`"), name.strip("`")) for name in names.split(", ")]
+        found.append(Hazard(whole[1], whole[2], whole[3], tests))
+    assert found
+    return found
 
 
 def rows(header: list[str]) -> list[list[str]]:
@@ -57,8 +83,8 @@ def functions(file: str) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_hazard_is_in_one_row() -> None:
-    proved = Counter(name for row in rows(PROVED) for name in ids(row[0]))
+def test_every_hazard_is_in_one_entry() -> None:
+    proved = Counter(name for hazard in hazards() for name in ids(hazard.ids))
     left = Counter(name for row in rows(LEFT) for name in ids(row[0]))
     assert [name for name, n in (proved + left).items() if n > 1] == []
     named = set(proved) | set(left)
@@ -68,14 +94,21 @@ def test_every_hazard_is_in_one_row() -> None:
     assert named - found_since == wanted
 
 
-def test_every_row_names_tests_that_exist() -> None:
-    for row in rows(PROVED):
-        assert ids(row[0]), row
-        for name in row[3].split(", "):
-            match = re.fullmatch(r"`([\w/]+\.py)::(test_\w+)`", name)
-            assert match, f"{name} in the row of {row[0]} is no test"
-            assert (TESTS / match[1]).is_file(), name
-            assert match[2] in functions(match[1]), name
+def test_every_entry_names_tests_that_exist() -> None:
+    for hazard in hazards():
+        assert ids(hazard.ids)
+        assert hazard.tests, f"{hazard.ids} has no test"
+        for file, name in hazard.tests:
+            assert (TESTS / file).is_file(), f"{file} of {hazard.ids}"
+            assert name in functions(file), f"{file}: {name} of {hazard.ids}"
+
+
+def test_every_line_can_be_read() -> None:
+    """An entry that is written as a row of a table, or in one long line, is none."""
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    tables = [line for line in lines if line.startswith("| N") or line.startswith("| M")]
+    assert not [line for line in tables if "::" in line], "entries are lists: see those above it"
+    assert not [line for line in lines if len(line) > 150 and not line.startswith("|")]
 
 
 def test_files_named_in_the_text_exist() -> None:

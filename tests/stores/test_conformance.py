@@ -121,6 +121,15 @@ def test_the_smallest_store_has_40_lines() -> None:
     assert len([line for line in lines if line.strip()]) <= 41
 
 
+def test_the_example_of_the_document_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "stores.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    exec(text.split("```python\n")[1].split("```")[0], {})
+    assert capsys.readouterr().out == "b'what a block holds' 1\n"
+
+
 def test_what_a_wrong_store_does_is_seen() -> None:
     """Guards the suite: each of these breaks one rule of the interface."""
 

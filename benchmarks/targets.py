@@ -105,7 +105,7 @@ def memory_peer(groups: dict[str, Rows]) -> Verdict:
 def decode_cost(groups: dict[str, Rows]) -> Verdict:
     """At most 2 microseconds over C for one token, wherever C beside itself is as close."""
     text = f"one-token decode: within {DECODE:.0f} us of C"
-    told, noisy, values = [], [], []
+    clear, noisy, values = [], [], []
     for name, row in groups.get("calls", {}).items():
         over = differences(row, US, "C")
         if not name.startswith("decode1") or not over:
@@ -116,15 +116,17 @@ def decode_cost(groups: dict[str, Rows]) -> Verdict:
         if itself:
             words += f", C beside itself {span(itself, 'us', 2, 1e6)}"
         if noise <= DECODE:
-            told.append(words)
+            clear.append(words)
             values.append(statistics.median(over) * 1e6)
         else:
             noisy.append(words)
-    if not told and not noisy:
+    if not clear and not noisy:
         return Verdict("decode_cost", text, "-", None)
-    figure = "; ".join(told)
+    figure = "; ".join(clear)
     if noisy:
-        figure += f"{'; ' if told else ''}where {DECODE:.0f} us cannot be told from noise, because "
+        figure += (
+            f"{'; ' if clear else ''}where {DECODE:.0f} us cannot be told from noise, because "
+        )
         figure += "C differs from itself by more: " + "; ".join(noisy)
     met = all(value <= DECODE for value in values) if values else None
     return Verdict("decode_cost", text, figure, met)

@@ -155,7 +155,7 @@ PLOTS = ("calls", "throughput", "prefix", "state", "growth")
 REASONS: dict[str, str] = {
     "memory_cost": "the Python method around the compiled one takes 28 ns, lock and checks 20 to 40; a round in which "
     "ours and C meet the processor at different speeds adds to that, which the lowest samples do not have",
-    "memory_peer": "a copy makes a tree node per cell in llama.cpp's books, in C as here; what is left to save beside "
+    "memory_peer": "a copy makes a tree node per cell in llama.cpp's lists of cells, in C as here; what is left to save beside "
     "that and the call is too little",
     "decode_cost": "converting the tokens, the checks and the lock; where a decode fills the processor's caches, the "
     "interpreter's code and objects have to come back into them: 2 to 4 us on the story model",
@@ -164,7 +164,7 @@ REASONS: dict[str, str] = {
     "llama-cpp-python has both, too, and single rows of the very same C program are as far apart",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
     "copies": "1 MiB stays in the processor's caches, where finding the cells counts; a load into an empty sequence makes "
-    "two tree nodes per cell in llama.cpp's books (50 ns each): for cells of 2 KiB as long as copying them, which the second "
+    "two tree nodes per cell in llama.cpp's lists of cells (50 ns each): for cells of 2 KiB as long as copying them, which the second "
     "thread does meanwhile, for 32 KiB next to nothing. `load_over` needs none: it overwrites what is there. memcpy itself of "
     "16 MiB runs at 9 or at 18 GB/s from one round to the next.",
     "files": "the system takes most of the time: a bare write(2) of bytes that are there already is no 5 times faster "

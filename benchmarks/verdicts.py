@@ -25,7 +25,7 @@ class Verdict:
     def line(self) -> list[str]:
         """Return a row of the table."""
         if self.met is None:
-            word = "not measured" if self.figure == "-" else "cannot be told"
+            word = "not measured" if self.figure == "-" else "lost in noise"
             return [self.text, self.figure, word, ""]
         why = "" if self.met else texts.REASONS.get(self.key, "")
         return [self.text, self.figure, "met" if self.met else "missed", why]

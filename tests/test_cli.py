@@ -212,7 +212,7 @@ def test_a_failure_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
             assert str(tmp_path / name) in one_line(capsys.readouterr().err)
 
 
-def test_a_reader_that_leaves_is_no_traceback() -> None:
+def test_a_closed_pipe_prints_no_traceback() -> None:
     child = subprocess.Popen(
         [sys.executable, "-m", "pykvcache", *QUICK],
         stdout=subprocess.PIPE,

@@ -55,7 +55,7 @@ class _Copier:
         raise TypeError(f"{name} holds a {type(value).__name__}: a chat template reads plain data")
 
     def mappings(self, values: object, name: str, content: str) -> list[dict[Any, Any]] | None:
-        """Return a list of mappings; None is none."""
+        """Return a list of mappings; an empty one for None."""
         if values is None and name != "messages":
             return None
         is_sequence = isinstance(values, Sequence) and not isinstance(values, (str, bytes))

@@ -44,7 +44,7 @@ def model_fingerprint(known: FileIds, metadata: Mapping[str, str]) -> str:
     bytes.
     """
     total = hashlib.sha256()
-    # A single file may have the name of a part, and neighbours that are none of its business.
+    # A single file may have the name of a part, and neighbours that do not belong to it.
     is_split = int(metadata.get("split.count", "0")) > 1
     first = next(iter(known))
     try:

@@ -37,7 +37,7 @@ def check_grammar(text: str) -> None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise _fault(text, error.start, "this is no character of Unicode") from None
+        raise _fault(text, error.start, "this is not a Unicode character") from None
     if size > BYTES_MAX:
         raise GrammarError(f"the grammar has {size} bytes: the limit is {BYTES_MAX}")
     if "\0" in text:

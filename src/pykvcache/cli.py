@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0, or 1 after a failure, which is told in one line on stderr.
+        0, or 1 after a failure, which is reported in one line on stderr.
 
     Raises
     ------

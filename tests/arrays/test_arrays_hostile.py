@@ -42,7 +42,7 @@ def test_hostile_calls_end_in_documented_exceptions(tmp_path: Path) -> None:
     assert len(refused) < len(wanted) / 4, f"never let through: {sorted(refused)}"
 
 
-def test_what_is_no_cache_is_a_type_error(tmp_path: Path) -> None:
+def test_other_types_than_caches_are_type_errors(tmp_path: Path) -> None:
     inputs = arrays.InputCache(None, kv_size=8, num_slots=1, batch_size=4)
     for call in (
         lambda: arrays.can_trim_prompt_cache(JUNK),

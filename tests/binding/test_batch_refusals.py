@@ -42,7 +42,7 @@ def unchanged(batch: LlamaBatch) -> bool:
 
 @pytest.mark.parametrize("use", INTEGERS)
 @pytest.mark.parametrize("value", NO_INTEGERS)
-def test_what_is_no_integer_is_a_type_error(batch: LlamaBatch, use: Use, value: Any) -> None:
+def test_other_types_than_integers_are_type_errors(batch: LlamaBatch, use: Use, value: Any) -> None:
     with pytest.raises(TypeError):
         use(batch, value)
     assert unchanged(batch)
@@ -109,7 +109,7 @@ def test_positions_that_would_pass_the_last_int32_are_refused(batch: LlamaBatch)
         (float("nan"), TypeError),
     ],
 )
-def test_what_is_no_vector_of_int32_is_refused(
+def test_values_that_are_not_vectors_of_int32_are_refused(
     batch: LlamaBatch, tokens: Any, error: type[Exception]
 ) -> None:
     for use in (
@@ -146,7 +146,7 @@ def test_shapes_that_do_not_fit_are_refused(pos: Any, seq_ids: Any, logits: Any)
 
 
 @pytest.mark.parametrize("seq_ids", [[-1, 0], np.array([0, 2**31]), np.array([[0], [-5]])])
-def test_sequence_ids_that_are_none_are_refused_at_once_or_by_decode(
+def test_invalid_sequence_ids_are_refused_at_once_or_by_decode(
     make_context: Any, seq_ids: Any
 ) -> None:
     ctx = make_context("llama")

@@ -54,7 +54,7 @@ def test_zero_of_what_must_be_positive_is_refused(model: Any, name: str) -> None
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [True, 512.0, "512", [512], np.array([1, 2]), np.float32(5)])
-def test_a_size_that_is_no_integer_is_a_type_error(model: Any, name: str, value: Any) -> None:
+def test_sizes_of_other_types_are_type_errors(model: Any, name: str, value: Any) -> None:
     with pytest.raises(TypeError):
         LlamaContext(model("llama"), **{name: value})
 
@@ -66,13 +66,13 @@ def test_a_numpy_integer_is_an_integer(model: Any) -> None:
 
 @pytest.mark.parametrize("name", ENUMS)
 @pytest.mark.parametrize("value", ["", "f17", "q8_k", 99, -7, 2**40, 1.0, None, True, [0], b"f16"])
-def test_what_is_no_choice_is_refused_by_name(model: Any, name: str, value: Any) -> None:
+def test_unknown_choices_are_refused_by_name(model: Any, name: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=name):
         LlamaContext(model("llama"), **{name: value})
 
 
 @pytest.mark.parametrize("name", ["type_k", "type_v"])
-def test_types_that_crash_llama_cpp_are_no_choice(model: Any, name: str) -> None:
+def test_types_that_crash_llama_cpp_are_refused(model: Any, name: str) -> None:
     removed = [4, 5, 31, 32, 33, 36, 37, 38]
     crashing = [9999, 15, 24, 25, 26, 27, 28, *range(10, 20), *range(21, 24), 29]
     for value in removed + crashing:
@@ -85,7 +85,7 @@ def test_types_that_crash_llama_cpp_are_no_choice(model: Any, name: str) -> None
     "value",
     [float("nan"), float("inf"), -float("inf"), -1.5, 1e31, 10**400, True, "1", None, 1j, [1.0]],
 )
-def test_a_number_that_is_none_is_refused(model: Any, name: str, value: Any) -> None:
+def test_invalid_numbers_are_refused(model: Any, name: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError, OverflowError)):
         LlamaContext(model("llama"), **{name: value})
 

@@ -145,7 +145,7 @@ def test_what_holds_no_tokens_is_a_type_error(make_context: Any, tokens: Any) ->
 
 
 @pytest.mark.parametrize("seq_id", [True, 1.0, "0", None, [0]])
-def test_a_sequence_that_is_no_integer_is_a_type_error(make_context: Any, seq_id: Any) -> None:
+def test_sequence_ids_of_other_types_are_type_errors(make_context: Any, seq_id: Any) -> None:
     with pytest.raises(TypeError, match="sequence id"):
         make_context("llama").decode([5], seq_id=seq_id)
 

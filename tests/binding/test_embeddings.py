@@ -69,7 +69,9 @@ def test_a_context_for_embeddings_gives_true_logits_or_none(
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_swa"])
-def test_embeddings_of_earlier_decodes_are_no_logits(make_context: Any, name: str) -> None:
+def test_embeddings_of_earlier_decodes_are_not_given_as_logits(
+    make_context: Any, name: str
+) -> None:
     ctx = make_context(name, embeddings=True)
     # The buffer of the first is used for all; in the second the embeddings lie further ahead.
     for n in (30, 5, 30):

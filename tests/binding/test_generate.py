@@ -132,13 +132,13 @@ def test_the_number_of_tokens_is_checked_at_once(make_context: Any, max_tokens: 
 
 
 @pytest.mark.parametrize("prompt", [None, 5, 1.5, b"abc", [1.5], np.zeros(3), [True]])
-def test_what_is_no_prompt_is_a_type_error(make_context: Any, prompt: Any) -> None:
+def test_other_types_than_prompts_are_type_errors(make_context: Any, prompt: Any) -> None:
     with pytest.raises(TypeError):
         list(make_context("llama").generate(prompt, 3))
 
 
 @pytest.mark.parametrize("sampler", [0, "", "greedy", 1, object(), Sampler, False, []])
-def test_what_is_no_sampler_is_a_type_error(make_context: Any, sampler: Any) -> None:
+def test_other_types_than_samplers_are_type_errors(make_context: Any, sampler: Any) -> None:
     ctx = make_context("llama")
     with pytest.raises(TypeError, match="sampler"):
         list(ctx.generate(words(3), 3, sampler))

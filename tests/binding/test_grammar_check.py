@@ -48,7 +48,7 @@ def test_a_repetition_out_of_bounds_is_refused(bad: str) -> None:
         check_grammar(f'root ::= "a"{bad}')
 
 
-def test_what_is_quoted_is_no_repetition() -> None:
+def test_quoted_braces_do_not_count_as_repetition() -> None:
     check_grammar('root ::= "{3,2}" [{3,2}\\]{3,2}] # {3,2}')
 
 

@@ -172,7 +172,7 @@ def test_no_grammar_ends_the_process(child: Child, model: Any, kind: str, n: int
         assert done.stdout == "refused\n"
 
 
-def test_an_empty_grammar_is_none(model: Any) -> None:
+def test_an_empty_grammar_means_no_grammar(model: Any) -> None:
     for grammar in ("", " \n", "# nothing"):
         with pytest.raises(ValueError, match="grammar"):
             Sampler(grammar=grammar, model=model("llama"))

@@ -92,7 +92,7 @@ def test_a_missing_byte_is_named(tmp_path: Path) -> None:
         one.tokenize("hé")
 
 
-def test_no_token_that_is_none_comes_out(tmp_path: Path) -> None:
+def test_invalid_tokens_never_come_out(tmp_path: Path) -> None:
     # Without an unknown token llama.cpp answers with -1 for what has no token.
     wpm = VOCABS["wpm"]()
     kept = [pair for pair in wpm.special if pair[0] != "unknown"]
@@ -131,7 +131,7 @@ def test_a_table_of_characters_that_loops_is_refused(tmp_path: Path) -> None:
         LlamaModel(path, vocab_only=True)
 
 
-def test_a_table_of_characters_whose_branches_meet_is_none_that_loops(tmp_path: Path) -> None:
+def test_a_table_of_characters_whose_branches_meet_does_not_loop(tmp_path: Path) -> None:
     # "ac" and "bc" become "he", by one end that both share.
     meet = charsmap(
         {

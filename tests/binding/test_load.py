@@ -65,7 +65,7 @@ def test_a_directory_an_empty_path_and_a_nul_are_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("path", [None, 5, 1.5, True, [], object()])
-def test_what_is_no_path_is_a_type_error(path: Any) -> None:
+def test_paths_of_other_types_are_type_errors(path: Any) -> None:
     with pytest.raises(TypeError):
         LlamaModel(path)
 
@@ -117,7 +117,7 @@ def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path, child: Child
         b"\0" * 999,
     ],
 )
-def test_what_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_not_gguf_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(content)
     with pytest.raises(ModelLoadError, match=r"broken\.gguf"):

@@ -86,7 +86,7 @@ def test_why_a_load_failed_is_logged_and_said(
     assert any(r.getMessage()[:40] in str(error.value) for r in caplog.records)
 
 
-def test_percent_signs_in_a_line_are_no_format(
+def test_percent_signs_in_a_line_are_not_formatted(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "pykvcache.llama")

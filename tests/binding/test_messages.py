@@ -49,7 +49,7 @@ def test_swapped_arguments_name_the_order(make_context: Any, name: str, tmp_path
 
 
 @pytest.mark.parametrize("wrong", [5, None, 1.5, ["a"]])
-def test_what_is_no_path_is_named(make_context: Any, wrong: Any) -> None:
+def test_the_error_names_the_argument_that_is_not_a_path(make_context: Any, wrong: Any) -> None:
     ctx = make_context("llama")
     kind = type(wrong).__name__
     for call in (
@@ -67,7 +67,7 @@ def test_what_is_no_path_is_named(make_context: Any, wrong: Any) -> None:
 # What is in the way ----------------------------------------------------------------------
 
 
-def test_an_option_of_the_context_is_no_fault_of_the_model(make_context: Any) -> None:
+def test_the_error_names_the_option_and_not_the_model(make_context: Any) -> None:
     ctx = make_context("llama")
     ctx.decode(words(5))
     pooled = make_context("llama", embeddings=True, pooling_type="mean")
@@ -88,7 +88,7 @@ def test_an_option_of_the_context_is_no_fault_of_the_model(make_context: Any) ->
         assert caught.value.subject == "context"
 
 
-def test_what_a_sequence_holds_is_no_fault_of_the_model(make_context: Any) -> None:
+def test_the_error_names_the_sequence_and_not_the_model(make_context: Any) -> None:
     ctx = make_context("llama")
     ctx.decode(words(5))
     ctx.copy_kv_cache_seq(0, 1)

@@ -72,7 +72,7 @@ def test_an_array_is_not_changed_and_may_be_of_any_strides() -> None:
         (None, TypeError, "NoneType"),
     ],
 )
-def test_what_is_no_row_of_logits_is_refused(wrong: Any, kind: Any, said: str) -> None:
+def test_arrays_that_are_not_logits_are_refused(wrong: Any, kind: Any, said: str) -> None:
     for method in (Sampler().sample, Sampler(temperature=0).sample, Sampler().logprobs):
         with pytest.raises(kind, match=said):
             method(wrong)
@@ -208,7 +208,7 @@ def test_the_callers_mapping_may_change_later(ctx: LlamaContext) -> None:
         ({1: None}, TypeError, "token 1"),
     ],
 )
-def test_a_bias_that_is_none_is_refused(bias: Any, kind: Any, said: str) -> None:
+def test_invalid_biases_are_refused(bias: Any, kind: Any, said: str) -> None:
     with pytest.raises(kind, match=said):
         Sampler(logit_bias=bias)
 

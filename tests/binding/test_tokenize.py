@@ -70,9 +70,7 @@ def test_bytes_are_taken_as_they_are(model: Any) -> None:
 @pytest.mark.parametrize(
     "text", [b"\xff\xfe\x80abc", b"\xe2\x9c", b"\xf0", b"\xed\xa0\x80", "\ud800x"]
 )
-def test_text_that_is_no_unicode_is_tokenized_without_harm(
-    model: Any, name: str, text: Any
-) -> None:
+def test_invalid_unicode_is_tokenized_without_harm(model: Any, name: str, text: Any) -> None:
     one = model(name)
     tokens = one.tokenize(text)
     assert ((tokens >= 0) & (tokens < one.n_vocab)).all()
@@ -126,7 +124,7 @@ def test_a_token_outside_the_vocabulary_is_refused_by_its_number(model: Any, tok
 
 
 @pytest.mark.parametrize("token", [True, np.True_, 1.0, "1", None, [1], b"1", np.float32(1)])
-def test_what_is_no_integer_is_no_token(model: Any, token: Any) -> None:
+def test_tokens_of_other_types_are_type_errors(model: Any, token: Any) -> None:
     one = model("llama")
     for use in (one.token_to_piece, one.is_eog, lambda t: one.detokenize([t])):
         with pytest.raises(TypeError):
@@ -162,7 +160,7 @@ def test_any_integer_dtype_is_taken(model: Any, dtype: Any) -> None:
         (None, TypeError),
     ],
 )
-def test_what_is_no_vector_of_integers_is_refused(
+def test_values_that_are_not_vectors_of_integers_are_refused(
     model: Any, tokens: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -172,7 +170,7 @@ def test_what_is_no_vector_of_integers_is_refused(
 @pytest.mark.parametrize(
     "text", [None, 5, 1.5, ["a"], bytearray(b"a"), memoryview(b"a"), np.array("a")]
 )
-def test_what_is_no_text_is_refused(model: Any, text: Any) -> None:
+def test_values_that_are_not_text_are_refused(model: Any, text: Any) -> None:
     with pytest.raises(TypeError):
         model("llama").tokenize(text)
 

@@ -93,7 +93,7 @@ def test_a_pattern_that_is_not_understood_is_refused_and_not_guessed(pattern: st
         split(b"aaa", [pattern.encode()])
 
 
-def test_code_points_that_are_none_are_replaced() -> None:
+def test_invalid_code_points_are_replaced() -> None:
     # llama.cpp decodes them, and throws when it writes them again.
     for patterns in PATTERNS:
         words = split(b"a\xf7\xbf\xbf\xbfb", patterns)

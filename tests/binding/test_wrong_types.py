@@ -33,7 +33,7 @@ def test_a_fingerprint_is_compared_with_another(make_context: Any, given: Any) -
         ctx.sequence_state(0).fingerprint.check(given)
 
 
-def test_what_is_no_sequence_becomes_no_caches() -> None:
+def test_other_types_than_sequences_are_type_errors() -> None:
     for given in (5, [True], {5}, None):
         with pytest.raises(TypeError, match="SequenceKV"):
             to_caches(given)  # type: ignore[arg-type]
@@ -46,7 +46,7 @@ def test_what_is_no_sequence_becomes_no_caches() -> None:
             from_caches([], n_tokens=n_tokens)  # type: ignore[arg-type]
 
 
-def test_a_recurrent_state_that_is_none_is_refused(make_context: Any) -> None:
+def test_invalid_recurrent_states_are_refused(make_context: Any) -> None:
     given: Any = 6
     with pytest.raises(TypeError, match="RecurrentState"):
         make_context("mamba").write_kv(SequenceKV(NONE.positions, [], recurrent=given), 0)

@@ -139,7 +139,7 @@ def test_what_storing_changes_is_bounded(kind: str) -> None:
     assert BOUND[kind] / 2 < share.max() <= BOUND[kind]
 
 
-def test_conversions_refuse_what_is_no_type_or_no_block() -> None:
+def test_conversions_refuse_unknown_types_and_wrong_block_sizes() -> None:
     floats = np.ones(33, np.float32)
     for kind in (-1, 4, 5, 24, 99, 2**31 - 1):  # removed, integer, or beyond
         with pytest.raises(ValueError, match="type"):

@@ -128,7 +128,7 @@ def test_a_length_is_cut_to_what_is_there(
 
 
 @pytest.mark.parametrize("name", RANGED)
-def test_ends_that_are_no_positions_are_refused(ctx: LlamaContext, name: str) -> None:
+def test_invalid_ends_are_refused(ctx: LlamaContext, name: str) -> None:
     call = RANGED[name]
     for p0, p1, kind, said in [
         (-1, None, PositionError, "p0 is -1"),

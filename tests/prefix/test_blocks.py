@@ -76,6 +76,6 @@ def test_tokens_are_the_same_bytes_whatever_held_them(dtype: str) -> None:
         ([True], TypeError, "bool"),
     ],
 )
-def test_tokens_that_are_none_raise(tokens: Any, error: type[Exception], message: str) -> None:
+def test_invalid_tokens_raise(tokens: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         token_bytes(tokens)

@@ -75,7 +75,7 @@ LOOKUP = {"type": "Lookup", "n_tokens": 4, "block_size": 2, "block_hashes": ["a"
         ([{"hash_ids": [1, 2]}], "input_length is None"),
     ],
 )
-def test_files_that_are_no_trace_raise(tmp_path: Path, rows: list[Any], message: str) -> None:
+def test_files_without_a_trace_raise(tmp_path: Path, rows: list[Any], message: str) -> None:
     path = write(tmp_path / "x.jsonl", rows)
     with pytest.raises(ValueError, match=message) as caught:
         read_trace(path)

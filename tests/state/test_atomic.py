@@ -201,7 +201,7 @@ def test_without_permission(two: tuple[SequenceState, SequenceState], tmp_path: 
     assert [path.name for path in closed.iterdir()] == ["old"]
 
 
-def test_pipes_and_devices_are_no_files(
+def test_pipes_and_devices_are_refused(
     two: tuple[SequenceState, SequenceState], make_context: ContextFactory, tmp_path: Path
 ) -> None:
     """A pipe would wait for ever; a rename would put a file in the place of a device."""

@@ -170,7 +170,7 @@ FOREIGN: dict[str, Callable[[Path], bytes]] = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_other_files_are_no_states(
+def test_other_files_are_refused_as_states(
     what: str, make_context: ContextFactory, model_folder: Path, tmp_path: Path
 ) -> None:
     ctx = make_context("llama")
@@ -187,7 +187,7 @@ def test_other_files_are_no_states(
         SequenceState.load(path, mapped=False)
 
 
-def test_a_raw_state_is_no_saved_one(make_context: ContextFactory) -> None:
+def test_a_raw_state_is_not_taken_for_a_saved_one(make_context: ContextFactory) -> None:
     ctx = make_context("llama")
     ctx.decode(WORDS[:5], seq_id=1)
     for raw in (ctx.get_state(1), ctx.get_state()):

@@ -322,7 +322,7 @@ def test_a_buffer_that_changes_later_changes_no_state(
             SequenceState.from_bytes(bad)
 
 
-def test_the_order_of_tensors_and_keys_is_no_part_of_it(make_context: ContextFactory) -> None:
+def test_the_order_of_tensors_and_keys_does_not_matter(make_context: ContextFactory) -> None:
     """Another writer may put both in another order."""
     ctx = make_context("jamba")
     ctx.decode(WORDS[:20])

@@ -182,9 +182,7 @@ def test_tokens_that_cannot_be_are_refused(
         ctx.load_llama_file(tmp_path / "f", 1)
 
 
-def test_what_is_no_such_file_is_refused(
-    taken: tuple[LlamaContext, bytes, bytes], tmp_path: Path
-) -> None:
+def test_other_files_are_refused(taken: tuple[LlamaContext, bytes, bytes], tmp_path: Path) -> None:
     ctx, sequence, whole = taken
     path = tmp_path / "f"
     own = tmp_path / "own"
@@ -288,7 +286,7 @@ def test_damage_raises_one_of_the_errors_or_is_in_what_no_one_can_check(
     ctx.load_llama_file(tmp_path / "g", seq_id)
 
 
-def test_values_that_are_no_numbers_are_refused(
+def test_values_that_are_not_numbers_are_refused(
     taken: tuple[LlamaContext, bytes, bytes], tmp_path: Path
 ) -> None:
     """A file has no checksum, but NaN and infinity would reach other sequences."""

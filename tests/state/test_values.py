@@ -53,7 +53,7 @@ def refused(ctx: Any, state: Any, target: int | None) -> None:
 
 
 @pytest.mark.parametrize("case", STATES, ids=str)
-def test_values_that_are_no_numbers_are_refused(case: Case, make_context: Any) -> None:
+def test_values_that_are_not_numbers_are_refused(case: Case, make_context: Any) -> None:
     ctx = make_context(case.name, **case.options)
     ctx.decode(WORDS[:12])
     ctx.decode(WORDS[:5], seq_id=1)

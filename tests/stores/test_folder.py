@@ -189,7 +189,7 @@ def test_a_hundred_thousand_blocks_open_in_half_a_second(tmp_path: Path) -> None
         assert store.counters.rebuilt == 0
 
 
-def test_what_is_no_plain_file_is_a_miss_and_does_not_hang(tmp_path: Path) -> None:
+def test_pipes_and_folders_are_misses_and_do_not_hang(tmp_path: Path) -> None:
     with FolderStore(tmp_path) as store:
         store.put(BLOCKS)
         for key in KEYS[:4]:

@@ -140,7 +140,7 @@ def count_steps(tree: nodes.Template) -> None:
 
 
 def _count_body(body: list[nodes.Node], line: int, *, is_run: bool) -> None:
-    """Count a body, an empty one too; an ``else`` that is not there is none."""
+    """Count a body, an empty one too, but not an ``else`` that is missing."""
     if body or is_run:
         steps, size = _cost(body)
         body.insert(0, nodes.ExprStmt(_step(1 + steps, size, line), lineno=line))

@@ -1,6 +1,6 @@
 """Jinja's filters and tests, each with what it costs; those that are not here do not exist.
 
-Left out, because no template needs them and their work cannot be told beforehand: ``pprint``,
+Left out, because no template needs them and their work is not known beforehand: ``pprint``,
 ``striptags``, ``urlize``, ``wordwrap``, ``xmlattr``.
 """
 

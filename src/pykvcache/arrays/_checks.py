@@ -68,7 +68,7 @@ def as_float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     Raises
     ------
     CacheDTypeError
-        It is none of the three.
+        It is not one of the three.
     """
     name = _DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     try:
@@ -90,7 +90,7 @@ def as_storable(name: str, array: Any, dtype: np.dtype[Any] | None = None) -> ND
     Raises
     ------
     CacheDTypeError
-        `array` is no such array.
+        `array` cannot be stored.
     """
     try:
         given = np.asarray(array)

@@ -41,7 +41,7 @@ class FlatKVCache:
     CacheValueError
         A size is below 1.
     CacheDTypeError
-        `dtype` is none of the three.
+        `dtype` is not one of the three.
     """
 
     def __init__(

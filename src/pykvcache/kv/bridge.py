@@ -26,7 +26,7 @@ def to_caches(arrays: SequenceKV[Any], window_size: SupportsIndex | None = None)
     arrays
         What `LlamaContext.kv` gave, with keys and values as floats.
     window_size
-        The length of the window (``ctx.memory_info.n_swa``), where there is a window half.
+        The length of the window (``ctx.memory_info.n_swa``), where there is a window part.
 
     Returns
     -------
@@ -53,7 +53,7 @@ def to_caches(arrays: SequenceKV[Any], window_size: SupportsIndex | None = None)
         found.append((layer.layer, cache))
     if arrays.window is not None:
         if window_size is None:
-            raise CacheValueError("window_size is needed: this sequence has a window half")
+            raise CacheValueError("window_size is needed: this sequence has a window part")
         found += _windows(arrays.window, length, as_int(window_size, "window_size", 1))
     for state in arrays.recurrent.layers if arrays.recurrent else ():
         slots = ArraysCache(2)
@@ -142,7 +142,7 @@ def _ring_order(ring: RotatingKVCache) -> npt.NDArray[np.int64]:
     """Return the rows of a ring from old to new, `max_size` at most."""
     keep, size, offset, index = (int(text) for text in ring.meta_state)
     if keep and offset > size:
-        raise CacheValueError("a ring that keeps its first tokens is no window of llama.cpp's")
+        raise CacheValueError("a ring that keeps its first tokens is not a window of llama.cpp's")
     rows = ring.state[0].shape[2] if ring.state else 0
     return np.roll(np.arange(rows), -index if index < rows else 0)[-size:]
 

@@ -63,7 +63,7 @@ class KvMethods:
         """Return the keys and values that a sequence holds.
 
         Pending shifts and copies are applied first. The tokens are in the order of their
-        positions. A sliding-window memory gives its two halves, the window with the tokens that
+        positions. A sliding-window memory gives its two parts, the window with the tokens that
         it still holds; recurrent layers give their states.
 
         Parameters
@@ -148,7 +148,7 @@ class KvMethods:
 
         All or nothing. Floats are converted to the type of the cache, and bits that ``kv``
         gave with ``dtype="stored"`` are taken as they are. Several tokens may share a position,
-        as they do after a division. Of sliding-window, hybrid and recurrent memories every half
+        as they do after a division. Of sliding-window, hybrid and recurrent memories every part
         must be there. The sequence has no logits until a token is decoded.
 
         Parameters
@@ -161,7 +161,7 @@ class KvMethods:
         Raises
         ------
         StateError
-            Shapes, types, positions or halves do not fit this context, or values are such
+            Shapes, types, positions or parts do not fit this context, or values are such
             that attention's products overflow; nothing is changed.
         PositionError
             A position is past `LlamaContext.max_position`; nothing is changed.

@@ -145,7 +145,7 @@ class SequenceKV(Generic[A]):
         Raises
         ------
         UnsupportedOperation
-            A recurrent state remembers every token; or tokens of a window cannot be told apart,
+            A recurrent state remembers every token; or tokens of a window cannot be distinguished,
             because they share a position.
         """
         if self.recurrent is not None:

@@ -29,7 +29,7 @@ def as_state(native: lib.Context, arrays: SequenceKV[Any]) -> list[Bytes]:
     for name, half in (("window", arrays.window), ("recurrent", arrays.recurrent)):
         if (half is None) == (name in layouts):
             needs = "needs a" if half is None else "has no"
-            raise StateError(f"a {native.memory_kind} memory {needs} {name} half")
+            raise StateError(f"a {native.memory_kind} memory {needs} {name} part")
     if "attention" not in layouts and (len(arrays.positions) or len(arrays.layers)):
         raise StateError(f"a {native.memory_kind} memory has no attention layers")
     parts = []
@@ -45,11 +45,11 @@ def as_state(native: lib.Context, arrays: SequenceKV[Any]) -> list[Bytes]:
 def _check_halves(
     native: lib.Context, arrays: SequenceKV[Any], layouts: dict[str, PartLayout]
 ) -> None:
-    """Refuse halves of different tokens: what the next one sees must be there in each."""
+    """Refuse parts of different tokens: what the next one sees must be there in each."""
     last = int(arrays.positions.max(initial=-1))
     recurrent, window = arrays.recurrent, arrays.window
     if recurrent is not None and "attention" in layouts and recurrent.position != last:
-        raise StateError(f"the states end at {recurrent.position}, the attention half at {last}")
+        raise StateError(f"the states end at {recurrent.position}, the attention part at {last}")
     if window is None:
         return
     found, counts = np.unique(window.positions, return_counts=True)
@@ -57,11 +57,11 @@ def _check_halves(
     have = dict(zip(found.tolist(), counts.tolist(), strict=True))
     expected = dict(zip(every.tolist(), all_counts.tolist(), strict=True))
     if any(expected.get(position) != n for position, n in have.items()):
-        raise StateError("the window half holds tokens that the attention half does not")
+        raise StateError("the window part holds tokens that the attention part does not")
     seen = every[native.in_window(every.astype(np.int32), last + 1)]
     missing = [position for position in seen.tolist() if position not in have]
     if missing:
-        raise StateError(f"the window half lacks position {missing[0]}, which is in the window")
+        raise StateError(f"the window part lacks position {missing[0]}, which is in the window")
 
 
 def _attention(native: lib.Context, half: SequenceKV | None, layout: PartLayout) -> Part:

@@ -279,7 +279,7 @@ class SequenceCells:
         self.note()
 
     def with_room(self, call: Callable[[], object]) -> None:
-        """Call; while there is no room, somebody idle leaves."""
+        """Call, and park an idle sequence whenever there is no room."""
         self.pins += 1
         try:
             while True:

@@ -247,7 +247,7 @@ class EditMethods:
         return tokens
 
     def _within(self, value: SupportsIndex, what: str, lo: int, hi: int | None = None) -> int:
-        """Return a place among the tokens; PositionError where it is none."""
+        """Return a place among the tokens; raise PositionError for any other."""
         limit = len(self) if hi is None else hi
         n = as_int(value, what, -(2**63), 2**63)
         if not lo <= n <= limit:

@@ -1,4 +1,4 @@
-"""When idle sequences leave their cells: as soon as staying has cost as much as going."""
+"""Parking idle sequences, as soon as keeping them has cost as much as parking would."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ STEPS = 16
 class IdleCost:
     """Counts the steps that idle sequences slow down, and parks them when that pays.
 
-    The rule of the ski rental: to wait until waiting has cost as much as leaving is at most twice
-    as dear as knowing the future.
+    The ski-rental rule: waiting until that has cost as much as leaving costs at most twice what
+    knowing the future would.
     """
 
     __slots__ = ("_last", "_steps")

@@ -73,6 +73,6 @@ def _shifted_at(state: SequenceState) -> int | None:
     at = (state.metadata or {}).get(SHIFTED)
     if at is not None and (type(at) is not int or not 0 <= at <= len(state)):
         raise StateDamaged(
-            f"the file was shifted at {at!r}, which is no place in {len(state)} tokens"
+            f"the file was shifted at {at!r}, which is not a place in {len(state)} tokens"
         )
     return at

@@ -193,7 +193,7 @@ class LlamaSequence(EditMethods):
         """Generate text, as soon as it is certain; parameters as for `generate`.
 
         Whole characters only, and nothing of a stop string: the text ends before it. Bytes at
-        the very end that are no character become U+FFFD.
+        the very end that are not a character become U+FFFD.
         """
         return TextGeneration(
             self.generate(max_tokens, sampler, stop=stop, on_full=on_full, n_keep=n_keep)

@@ -35,7 +35,7 @@ def split(
                 streams[block[2]].append(block)
         found = [_part(state, own, layout, whole=whole) for own in streams]
         if not whole:
-            # A sequence lies in one stream; which one is no business of its state.
+            # A sequence lies in one stream; its state does not depend on which one.
             found = [next((p for p in found if len(p)), found[0])]
         result.append(found)
     return result

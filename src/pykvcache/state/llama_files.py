@@ -75,7 +75,7 @@ class LlamaStateFile:
         elif 4 < len(data) >= 4 + int.from_bytes(data[:4].tobytes(), "little"):
             kind, payload = "context", data
         else:
-            raise StateFormatError("this is no raw state: see LlamaContext.get_state")
+            raise StateFormatError("this is not a raw state: see LlamaContext.get_state")
         self._set(kind, _VERSIONS[kind][-1], as_token_array(tokens), 0, payload)
 
     def _set(
@@ -137,7 +137,7 @@ class LlamaStateFile:
         StateFileError
             The system refused to read it; `StateFileNotFound` if it is not there.
         StateFormatError
-            It is no state file of llama.cpp.
+            It is not a state file of llama.cpp.
         StateVersionError
             It is one of another version of llama.cpp.
         StateTruncated, StateDamaged

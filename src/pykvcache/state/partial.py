@@ -12,10 +12,10 @@ __all__ = ["PartialState", "PartialStateMethods"]
 
 
 class PartialState:
-    """The half of a sequence's memory that cannot be rewound, as it was at one position.
+    """The part of a sequence's memory that cannot be rewound, as it was at one position.
 
     That is the window of a sliding-window cache, the recurrent state of a hybrid, both where
-    there are both, and all of a recurrent memory. The other half is not copied: it grows, and is
+    there are both, and all of a recurrent memory. The other part is not copied: it grows, and is
     cut. So the object belongs to one sequence of one context, for as long as that sequence
     still holds what it held then. Made by `LlamaContext.get_partial_state`; it keeps its own
     bytes, and keeps neither the context nor the cells alive.
@@ -81,7 +81,7 @@ class PartialStateMethods:
     _native: lib.Context
 
     def get_partial_state(self, seq_id: SupportsIndex) -> PartialState:
-        """Copy the half of a sequence that cannot be rewound, to rewind to here later.
+        """Copy the part of a sequence that cannot be rewound, to rewind to here later.
 
         Attention rewinds by itself: the cells at the end are removed. A recurrent state and a
         window that has slid do not. Take a partial state at each position that may be gone
@@ -113,7 +113,7 @@ class PartialStateMethods:
     def set_partial_state(self, state: PartialState) -> None:
         """Make a sequence hold again what it held when a partial state was taken.
 
-        What came after ``state.pos`` is removed from the half that keeps all, and the other half
+        What came after ``state.pos`` is removed from the part that keeps all, and the other part
         is put back: the next logits are those of the tokens that were held then. Other
         sequences keep what they have, forks included. A state may be put back any number of
         times. It also cures the sequence after an aborted decode. There are no logits

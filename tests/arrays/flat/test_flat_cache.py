@@ -209,7 +209,7 @@ def test_wrong_lengths_are_refused(which: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.complex64, object, "U3", "M8[s]"])
-def test_dtypes_that_are_no_real_numbers_are_refused(dtype: Any) -> None:
+def test_dtypes_that_are_not_real_numbers_are_refused(dtype: Any) -> None:
     cache = filled()
     before = contents(cache)
     good, bad = np.zeros(6, np.float32), np.zeros(6, dtype)

@@ -155,7 +155,7 @@ def test_files_go_both_ways(name: str, tmp_path: Path) -> None:
     go_on(their if name in QUANTIZED else copy.deepcopy(their), back[0])
 
 
-def test_the_older_layout_is_no_cache_to_it(tmp_path: Path) -> None:
+def test_the_older_layout_is_not_read_by_it(tmp_path: Path) -> None:
     """What made the new layout necessary: it takes an older file of one layer for none."""
     file = str(tmp_path / "c.safetensors")
     ours.save_prompt_cache(file, [ours.KVCache()], layout="0.31")

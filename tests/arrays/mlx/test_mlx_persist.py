@@ -280,7 +280,7 @@ def test_a_damaged_header_never_gives_another_error(tmp_path_factory, data):
         {"2.0": "ArraysCache", "0.0.0": "99999999999", "0.0.1": "", "0.0.2": ""},
     ],
 )
-def test_files_that_are_no_prompt_cache_are_refused(tmp_path, texts):
+def test_files_without_a_prompt_cache_are_refused(tmp_path, texts):
     """A file whose parts do not belong together is a KvCacheError."""
     keys, values = kv([1])
     save_file({"0.0": keys, "0.1": values}, tmp_path / "c", texts)

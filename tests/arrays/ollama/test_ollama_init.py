@@ -118,7 +118,7 @@ def test_config_defaults_are_the_plain_layout() -> None:
         ({"permuted_v": 1}, TypeError),
     ],
 )
-def test_config_refuses_what_is_no_layout(arguments: dict[str, Any], error: type) -> None:
+def test_config_refuses_unknown_layouts(arguments: dict[str, Any], error: type) -> None:
     with pytest.raises(error):
         CacheConfig(**arguments)
 

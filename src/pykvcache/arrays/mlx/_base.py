@@ -83,8 +83,7 @@ class BaseCache(ABC):
     def from_serialized(self, state: Sequence[Any], meta: Sequence[Any]) -> None:
         """Take over a state and its meta state, or raise and keep everything as it was.
 
-        Where the seed sets one after the other and rolls back, this prepares both beside
-        the cache: there is no second failure to report, because nothing has to be undone.
+        Both are prepared beside the cache first, so that nothing has to be undone.
         """
         beside = self._shadow()
         beside.state = state

@@ -66,7 +66,7 @@ def plain_values(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -
         what = texts.get(f"{key[:-2]}.1")
         array = arrays.get(place)
         if array is None or what not in ("scalar", "string", "none"):
-            raise CacheValueError(f"{place!r} is told to be {what!r}, which it cannot be")
+            raise CacheValueError(f"{place!r} is said to be {what!r}, which it cannot be")
         if what == "none":
             values[place] = None
         elif what == "string":
@@ -78,7 +78,7 @@ def plain_values(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -
 
 def _text(array: NDArray[Any]) -> str:
     if array.dtype.kind not in "iu" or array.size > 256 or (array.ravel() >> 16).any():
-        raise CacheValueError("a text is no list of characters")
+        raise CacheValueError("a text is not a list of characters")
     return "".join(chr(int(c)) for c in array.ravel())
 
 

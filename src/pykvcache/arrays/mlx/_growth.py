@@ -15,7 +15,7 @@ __all__ = ["STEP", "TokenPair", "grow", "grown_capacity"]
 STEP = 256
 
 _ALL = slice(None)
-# Objects, text and times are no tensor elements. Neither are raw bytes and records (void), but
+# Objects, text and times are not tensor elements. Neither are raw bytes and records (void), but
 # the kind "V" is also that of bfloat16 and its like, which other packages add.
 _REFUSED_KINDS = "OSUMm"
 
@@ -121,7 +121,7 @@ class TokenPair:
             if not isinstance(array, np.ndarray):
                 raise CacheDTypeError(f"{name} must be a NumPy array, not {type(array).__name__}")
             if array.dtype.kind in _REFUSED_KINDS or array.dtype.type is np.void:
-                raise CacheDTypeError(f"{name} have dtype {array.dtype}, which is no number")
+                raise CacheDTypeError(f"{name} have dtype {array.dtype}, which is not a number")
             if array.ndim != 4:
                 raise CacheValueError(
                     f"{name} have shape {array.shape}; "

@@ -54,9 +54,9 @@ def row_counts(
 def announced(
     batch: int | None, left: Counts | None, lengths: Counts | None, right: Counts | None
 ) -> tuple[Rows | None, Rows | None, Rows | None]:
-    """Return what `prepare` was told of the columns to come, each checked if it is there."""
-    told = (("left_padding", left), ("lengths", lengths), ("right_padding", right))
-    checked = [None if c is None else row_counts(name, c, batch) for name, c in told]
+    """Return what `prepare` was given about the columns to come, each checked if it is there."""
+    given = (("left_padding", left), ("lengths", lengths), ("right_padding", right))
+    checked = [None if c is None else row_counts(name, c, batch) for name, c in given]
     return checked[0], checked[1], checked[2]
 
 

@@ -68,7 +68,7 @@ class ArraysCache(BaseCache):
 
     @property
     def lengths(self) -> Rows | None:
-        """Tokens still to come in each row, as a copy; None unless `prepare` told."""
+        """Tokens still to come in each row, as a copy; None unless `prepare` was given it."""
         return None if self._lengths is None else self._lengths.copy()
 
     @property
@@ -264,8 +264,8 @@ class ArraysCache(BaseCache):
         Else the number of slots, `left_padding` and `lengths`, each as text with commas,
         empty for None.
         """
-        told = self._padding is not None or self._lengths is not None
-        if not told and all(array is not None for array in self._slots):
+        announced = self._padding is not None or self._lengths is not None
+        if not announced and all(array is not None for array in self._slots):
             return ()
         return (
             str(len(self._slots)),
@@ -281,7 +281,7 @@ class ArraysCache(BaseCache):
                 raise CacheValueError(f"the meta state of an ArraysCache is 3 texts; got {meta!r}")
             size = _number(meta[0])
             if not len(slots) <= size <= _MAX_SLOTS and not self.is_empty():
-                raise CacheValueError(f"{len(slots)} slots are set, but {size} are told")
+                raise CacheValueError(f"{len(slots)} slots are set, but the state has {size}")
             if not 0 <= size <= _MAX_SLOTS:
                 raise CacheValueError(f"{size} slots are not in [0, {_MAX_SLOTS}]")
             padding, lengths = _counts(meta[1]), _counts(meta[2])

@@ -369,19 +369,19 @@ class BatchRotatingKVCache(BatchCache, row_class=RotatingKVCache):
             raise CacheValueError(f"rotated of a BatchRotatingKVCache is {meta[3:4]!r}, no flag")
         rotated, rows = meta[3] == "True", self._pair.length
         padding, row_offset = self.left_padding, self.rope_offset
-        told = f"max_size={max_size}, offset={offset}, index={index}, {rotated=}, {rows} columns"
+        given = f"max_size={max_size}, offset={offset}, index={index}, {rotated=}, {rows} columns"
         if rows == 0:
             if offset or index or rotated:
-                raise CacheValueError(f"an empty ring has offset 0 and index 0; got {told}")
+                raise CacheValueError(f"an empty ring has offset 0 and index 0; got {given}")
             if len(meta) > 4:
                 padding = parse_padding(meta[4:])
             row_offset = -padding
         elif len(meta) > 4 or max_size == 0 or index > rows or rows > offset:
-            raise CacheValueError(f"columns, index and offset of a ring do not fit: {told}")
+            raise CacheValueError(f"columns, index and offset of a ring do not fit: {given}")
         elif rotated and rows != max_size:
-            raise CacheValueError(f"a rotated ring is full; got {told}")
+            raise CacheValueError(f"a rotated ring is full; got {given}")
         elif not rotated and (index == 0 or (offset < max_size and index != offset)):
-            raise CacheValueError(f"a ring that is not rotated holds `index` columns; got {told}")
+            raise CacheValueError(f"a ring that is not rotated holds `index` columns; got {given}")
         if not rotated:
             self._pair.length = index  # what lies behind was trimmed
         self._max_size, self._offset, self._index = max_size, offset, index

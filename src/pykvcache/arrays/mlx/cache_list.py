@@ -257,6 +257,6 @@ class CacheList(BaseCache):
 def _method(cache: BaseCache, name: str) -> Callable[..., Any]:
     method = getattr(cache, name, None)
     if method is None:
-        raise NotSupported(f"a {type(cache).__name__} cannot {name}: it is no batch")
+        raise NotSupported(f"a {type(cache).__name__} cannot {name}: it is not a batch")
     found: Callable[..., Any] = method
     return found

@@ -1,4 +1,4 @@
-"""A cache that forgets everything before the last chunk when told to."""
+"""A cache that forgets everything before the last chunk on request."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def load_prompt_cache(
     caches: list[BaseCache] = []
     for i, name in enumerate(names):
         if not isinstance(name, str):
-            raise CacheValueError(f"the class name of layer {i} is no text")
+            raise CacheValueError(f"the class name of layer {i} is not text")
         kind = KvCacheKind.parse(name)
         meta = _meta(kind, info.get(i, ""))
         caches.append(from_state(kind, _state(kind, states.get(i, {}), meta), meta))
@@ -254,7 +254,7 @@ def _tree(leaves: Mapping[str, Any]) -> dict[int, _Node]:
         if len(steps) > _MAX_DEPTH or not all(
             s.isascii() and s.isdigit() and len(s) < 7 for s in steps
         ):
-            raise CacheValueError(f"key {key[:80]!r} is no path of numbers")
+            raise CacheValueError(f"key {key[:80]!r} is not a path of numbers")
         node = root
         for step in steps[:-1]:
             node = node.setdefault(int(step), {})

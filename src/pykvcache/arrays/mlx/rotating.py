@@ -176,17 +176,17 @@ class RotatingKVCache(SingleCache):
         keep, max_size, offset, index = meta_ints("RotatingKVCache", names, meta)
         rows = self._pair.length
         kept = min(keep, max_size - 1)
-        told = f"keep={keep}, max_size={max_size}, offset={offset}, index={index}, {rows} tokens"
+        given = f"keep={keep}, max_size={max_size}, offset={offset}, index={index}, {rows} tokens"
         if rows == 0 and (offset or index):
-            raise CacheValueError(f"an empty ring has offset 0 and index 0; got {told}")
+            raise CacheValueError(f"an empty ring has offset 0 and index 0; got {given}")
         if rows and max_size == 0:
             raise CacheValueError(
-                f"a ring that holds tokens has a max_size of 1 or more; got {told}"
+                f"a ring that holds tokens has a max_size of 1 or more; got {given}"
             )
         if index > rows or rows > offset or (offset < max_size and rows < offset):
-            raise CacheValueError(f"index, tokens and offset of a ring do not fit: {told}")
+            raise CacheValueError(f"index, tokens and offset of a ring do not fit: {given}")
         if index < rows and (rows != max_size or index < kept):
-            raise CacheValueError(f"a rotated ring is full and written behind its head: {told}")
+            raise CacheValueError(f"a rotated ring is full and written after its head: {given}")
         self._keep, self._max_size, self._offset, self._index = keep, max_size, offset, index
 
     def size(self) -> int:

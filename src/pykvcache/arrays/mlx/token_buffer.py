@@ -48,7 +48,7 @@ class TokenBuffer:
         try:
             new = np.asarray(tokens)
         except ValueError as error:
-            raise CacheDTypeError(f"tokens are no row of integers: {error}") from None
+            raise CacheDTypeError(f"tokens are not a row of integers: {error}") from None
         if new.ndim != 1:
             raise CacheValueError(f"tokens have shape {new.shape}; expected one row")
         if new.size and new.dtype.kind not in "iu":

@@ -43,4 +43,4 @@ def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> Bl
     if scheme in _OBJECTS:
         return ObjectStore(os.fspath(where), **options)
     known = ", ".join(sorted(SCHEMES | _OBJECTS))
-    raise StoreError(f"{scheme}:// is no store: known are {known}", value=scheme, limit=known)
+    raise StoreError(f"{scheme}:// is not a store: known are {known}", value=scheme, limit=known)

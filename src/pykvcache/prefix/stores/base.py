@@ -297,7 +297,7 @@ def writable(buffer: Buffer) -> memoryview:
 
 
 def check_max_bytes(value: int, least: int = 0) -> int:
-    """Return a size in bytes; raise if it is no integer or below the least that can be."""
+    """Return a size in bytes; raise if it is not an integer, or too small."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"max_bytes is an integer, not {type(value).__name__}")
     value = value.__index__()

@@ -51,7 +51,7 @@ def test_m12_and_m13_a_part_is_not_copied(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 20)
     b.feed(1, 9)
-    for p0, p1 in [(0, 10), (10, None), (5, 15), (0, 19), (1, 20), (20, None)]:
+    for p0, p1 in [(0, 10), (10, None), (5, 15), (0, 19), (1, 20)]:
         for dst in (1, 2):
             with pytest.raises(UnsupportedOperation, match="whole"):
                 b.ctx.copy_kv_cache_seq(0, dst, p0, p1)

@@ -56,6 +56,7 @@ class LlamaFileMethods(StateMethods):
         StateFileError
             The system refused; an older file of that name is as it was.
         """
+        self._check_open()
         name = as_path(path, order="save_llama_file(path, seq_id)")
         state, firsts = self._native.take_state(seq_id)
         file = LlamaStateFile(state, () if tokens is None else tokens)

@@ -233,6 +233,7 @@ class StateMethods(PartialStateMethods):
         int
             Size of the file in bytes.
         """
+        self._check_open()
         name = as_path(path, order="save_sequence(path, seq_id)")
         return self.sequence_state(seq_id, tokens, metadata).save(name, sync=sync)
 
@@ -327,6 +328,7 @@ class StateMethods(PartialStateMethods):
         int
             Size of the file in bytes.
         """
+        self._check_open()
         name = as_path(path, order="save_context(path, tokens)")
         return self.context_state(tokens, metadata).save(name, sync=sync)
 

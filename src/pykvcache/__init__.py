@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from pykvcache.model import LlamaModel
     from pykvcache.prefix.cache import PrefixCache
     from pykvcache.prefix.reuse import ReuseReport
+    from pykvcache.prefix.stores import FolderStore, ObjectStore, RedisStore
     from pykvcache.sampling import Sampler
     from pykvcache.sequence import CheckpointPolicy, LlamaSequence
     from pykvcache.state import (
@@ -128,6 +129,7 @@ _HOMES = {
     "Fingerprint": "state",
     "FlashAttention": "enums",
     "FlashAttentionName": "enums",
+    "FolderStore": "prefix.stores",
     "GenerationHandle": "generate",
     "GgmlType": "enums",
     "GgmlTypeName": "enums",
@@ -143,12 +145,14 @@ _HOMES = {
     "MemoryInfo": "introspection",
     "MemoryKind": "enums",
     "MemoryPart": "enums",
+    "ObjectStore": "prefix.stores",
     "PartialState": "state",
     "PerfData": "facts",
     "PoolingType": "enums",
     "PoolingTypeName": "enums",
     "PrefixCache": "prefix.cache",
     "RecurrentState": "kv",
+    "RedisStore": "prefix.stores",
     "ReuseReport": "prefix.reuse",
     "RopeScalingType": "enums",
     "RopeScalingTypeName": "enums",
@@ -190,6 +194,7 @@ __all__ = [
     "Fingerprint",
     "FlashAttention",
     "FlashAttentionName",
+    "FolderStore",
     "GenerationHandle",
     "GgmlType",
     "GgmlTypeName",
@@ -215,6 +220,7 @@ __all__ = [
     "NoKvCacheSlot",
     "NoSlot",
     "NotSupported",
+    "ObjectStore",
     "P0TooLarge",
     "P1TooLarge",
     "PartialState",
@@ -225,6 +231,7 @@ __all__ = [
     "PositionError",
     "PrefixCache",
     "RecurrentState",
+    "RedisStore",
     "ReprocessInputs",
     "ReuseReport",
     "RopeScalingType",

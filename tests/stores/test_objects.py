@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores import BlockStore, ObjectStore, open_store
+from pykvcache.prefix.stores import (
+    BlockStore,
+    Envelope,
+    ObjectStore,
+    Rejection,
+    SealedStore,
+    open_store,
+)
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
 from stores.servers import free_port
 
@@ -129,9 +136,23 @@ def test_a_server_that_is_gone_is_asked_once() -> None:
         assert store.counters.skipped > 0
 
 
-def test_a_bit_that_flips_and_a_cut_in_a_folder(tmp_path: Path) -> None:
-    from pykvcache.prefix.stores import Envelope, Rejection, SealedStore
+def test_a_slow_server_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = chain(60, "slow", 10)
+    keys = [key for key, _ in blocks]
+    with ObjectStore("memory:///", timeout=0.2) as store:
+        store.put(blocks)
+        head = obstore.head
 
+        def slow(*args: Any) -> Any:
+            time.sleep(0.08)
+            return head(*args)
+
+        monkeypatch.setattr(obstore, "head", slow)
+        assert store.contains(keys) in range(8, 40)
+        assert store.counters.timed_out == 1
+
+
+def test_a_bit_that_flips_and_a_cut_in_a_folder(tmp_path: Path) -> None:
     with SealedStore(ObjectStore(f"file://{tmp_path}"), Envelope(model="m", layout="l")) as store:
         store.put(BLOCKS)
         paths = {path.name: path for path in tmp_path.rglob("*") if path.is_file()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,7 +49,7 @@ class ObjectStore(BlockStore):
         ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, ``memory:///`` and what
         else obstore knows. Credentials come from the environment, or from ``options``.
     timeout : float
-        How long one request may take, in seconds.
+        How long one request may take, in seconds; after as long a run that is read ends.
     n_parallel : int
         How many requests are made at once.
     **options
@@ -65,7 +66,7 @@ class ObjectStore(BlockStore):
     def __init__(
         self, url: str, *, timeout: float = 5.0, n_parallel: int = 8, **options: Any
     ) -> None:
-        timeout = check_seconds(timeout, "timeout")
+        self._timeout = timeout = check_seconds(timeout, "timeout")
         if not 1 <= n_parallel <= 256:
             raise StoreError(f"n_parallel is {n_parallel}: 1 to 256", value=n_parallel, limit=256)
         try:
@@ -78,7 +79,8 @@ class ObjectStore(BlockStore):
         self._obstore = obstore
         seconds = datetime.timedelta(seconds=timeout)
         if not url.startswith(("file:", "memory:")):
-            client = {"timeout": f"{timeout}s", "connect_timeout": f"{min(timeout, 2.0)}s"}
+            connect = min(timeout, 2.0)
+            client = {"timeout": _duration(timeout), "connect_timeout": _duration(connect)}
             options["client_options"] = client | (options.get("client_options") or {})
             # One more try for what fails at once, within the same time.
             options.setdefault("retry_config", {"max_retries": 1, "retry_timeout": seconds})
@@ -221,7 +223,11 @@ class ObjectStore(BlockStore):
 
     def _leading(self, work: Callable[[_T], _R | None], things: list[_T]) -> Iterator[_R]:
         """Yield the results up to the first that is nothing, made in parallel, wave by wave."""
+        end = time.monotonic() + self._timeout
         for wave in _waves(things, self._n_parallel):
+            if time.monotonic() > end:
+                self.counters.add(timed_out=1)
+                return
             results = self._map(work, wave)
             for result in results:
                 if not result:
@@ -268,6 +274,11 @@ class ObjectStore(BlockStore):
         if not self._closed:
             self._closed = True
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _duration(seconds: float) -> str:
+    """Return a time as every version of obstore reads it."""
+    return f"{max(1, round(seconds * 1000))}ms"
 
 
 def _waves(things: Sequence[_T], n: int) -> Iterator[list[_T]]:

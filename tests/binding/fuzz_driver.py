@@ -54,7 +54,9 @@ from pykvcache import (
     MemoryInfo,
     PartialState,
     PerfData,
+    PrefixCache,
     RecurrentState,
+    ReuseReport,
     Sampler,
     SequenceKV,
     SequenceRange,
@@ -72,12 +74,12 @@ from support.models import RIGHT, make_model
 BUILTIN = (TypeError, ValueError, IndexError)
 """What docs/guarantees.md allows besides `KvCacheError`."""
 KINDS: tuple[type, ...] = (LlamaContext, LlamaModel, LlamaBatch, Sampler)
-KINDS += (LlamaSequence, BatchGenerator)
+KINDS += (LlamaSequence, BatchGenerator, PrefixCache)
 GIVEN: tuple[type, ...] = (SequenceState, ContextState, PartialState)
 GIVEN += (SequenceKV, CacheView, Fingerprint, GenerationHandle)
 """Made by methods of others, and kept."""
 PLAIN = (CellTable, LayerKV, LayerState, MemoryInfo, PerfData, RecurrentState, SequenceRange)
-PLAIN += (StateInfo, CheckpointPolicy, LlamaStateFile)
+PLAIN += (StateInfo, CheckpointPolicy, LlamaStateFile, ReuseReport)
 """Records, which check nothing themselves."""
 FUNCTIONS = (describe_state, embedded_model_path, from_caches, system_info, to_caches)
 PROTOCOL: list[Callable[[Any], Any]] = [
@@ -99,6 +101,11 @@ def members(kind: type) -> tuple[list[str], list[int]]:
 
 
 MEMBERS = {kind: members(kind) for kind in (*KINDS, *GIVEN)}
+
+
+def known(one: Any) -> type:
+    """The class under which an object's members are called: a cache's sequences are sequences."""
+    return LlamaSequence if isinstance(one, LlamaSequence) else type(one)
 
 
 class Unexpected(Exception):
@@ -124,6 +131,7 @@ class Fuzz(Arguments):
             Sampler: [Sampler(temperature=0)],
             LlamaSequence: [],
             BatchGenerator: [],
+            PrefixCache: [],
             **{kind: [] for kind in GIVEN},
         }
         self.closed = []
@@ -199,8 +207,10 @@ class Fuzz(Arguments):
             wrong = dict(rng.sample(list(named.items()), min(len(named), 1)))
             named = right.context_options(rng) | (wrong if rng.random() < 0.3 else {})
             args = [rng.choice(self.models)] if rng.random() < 0.95 else args
-        if kind in (LlamaSequence, BatchGenerator) and rng.random() < 0.95:
+        if kind in (LlamaSequence, BatchGenerator, PrefixCache) and rng.random() < 0.95:
             args = [self.one(LlamaContext)]
+            if kind is BatchGenerator and rng.random() < 0.3:
+                args = [self.one(PrefixCache)]
         if kind is LlamaBatch and rng.random() < 0.5:
             args, named = self.arguments(LlamaBatch.from_arrays)
             made = self.call("from_arrays", LlamaBatch.from_arrays, args, named)
@@ -244,7 +254,7 @@ class Fuzz(Arguments):
             self.step_aside()
             return
         # Contexts are what this is about.
-        kind = rng.choices((*KINDS, *GIVEN), (24, 4, 4, 2, 8, 3, 3, 1, 1, 1, 2, 1, 1))[0]
+        kind = rng.choices((*KINDS, *GIVEN), (24, 4, 4, 2, 8, 3, 3, 3, 1, 1, 1, 2, 1, 1))[0]
         if not self.pool[kind]:
             kind = LlamaContext
         closed = [one for one in self.closed if isinstance(one, kind)]
@@ -260,7 +270,7 @@ class Fuzz(Arguments):
 
     def use(self, target: Any, name: str) -> None:
         """Read a property, or call a method with arguments of any kind."""
-        kind = type(target)
+        kind = known(target)
         if callable(getattr(kind, name)):
             args, named = self.arguments(getattr(kind, name))
             self.call(f"{kind.__name__}.{name}", getattr(target, name), args, named)
@@ -271,8 +281,9 @@ class Fuzz(Arguments):
         """Every member of an object of each kind, alive and then closed."""
         made = [LlamaModel(self.path), LlamaContext(self.models[0]), LlamaBatch(), Sampler()]
         made += self.pool[LlamaSequence][:1] + self.pool[BatchGenerator][:1]
+        made += self.pool[PrefixCache][:1]
         for one in [*made, *(pool[0] for kind in GIVEN if (pool := self.pool[kind]))]:
-            for name in [*MEMBERS[type(one)][0]] * 2:
+            for name in [*MEMBERS[known(one)][0]] * 2:
                 # Closes it somewhere on the way.
                 self.use(one, name)
 

@@ -102,7 +102,14 @@ TEMPLATES = [
 
 FLAGS = ["kv_unified", "swa_full", "embeddings", "offload_kqv", "op_offload", "no_perf"]
 FLAGS += ["mapped", "convert", "logits", "logits_all", "special", "add_special", "parse_special"]
-FLAGS += ["reevaluate", "vocab_only", "check_tensors", "use_extra_bufts", "add_generation_prompt"]
+FLAGS += [
+    "keep_logits",
+    "reevaluate",
+    "vocab_only",
+    "check_tensors",
+    "use_extra_bufts",
+    "add_generation_prompt",
+]
 FRACTIONS = ["temperature", "top_p", "min_p", "repeat_penalty"]
 FRACTIONS += ["frequency_penalty", "presence_penalty"]
 FRACTIONS += ["yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"]
@@ -147,6 +154,12 @@ NAMED: Mapping[str, Callable[[Random], Any]] = {
     "tokens": words,
     "prompt": lambda r: r.choice([words(r), texts(r)]),
     "max_tokens": lambda r: r.randrange(5),
+    "namespace": lambda r: r.choice([None, "", "a", 5]),
+    "ttl": lambda r: r.choice([None, 0, 0.001, 1e9, "x"]),
+    "block_size": lambda r: r.choice([1, 4, 64, 0, -1, 1.5]),
+    "ram_bytes": lambda r: r.choice([0, 1000, 1 << 20, -1]),
+    "checkpoint_bytes": lambda r: r.choice([0, 1 << 20, -1]),
+    "policy": lambda r: r.choice(["lru", "slru", "cost-aware", "s3fifo", "best", 5]),
     "max_sequences": lambda r: r.choice([None, 1, 2, 0, 300]),
     "n_chunk": lambda r: r.choice([None, 1, 7, 10**6, 0, 1.5]),
     "logprobs": lambda r: r.choice([0, 2, 10**6, -1]),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
+from pykvcache.context import LlamaContext
 from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.sequence.checkpoints import CheckpointPolicy
 from pykvcache.sequence.sequence import LlamaSequence
+from pykvcache.state.saved import Path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,6 +59,13 @@ class CachedSequence(LlamaSequence):
         child._held_run = None
         self._cache._joined(child)
         return child
+
+    @classmethod
+    def load(
+        cls, context: LlamaContext, path: Path, *, checkpoints: CheckpointPolicy | None = None
+    ) -> LlamaSequence:
+        """Return a plain sequence from a file, as `LlamaSequence.load`."""
+        return LlamaSequence.load(context, path, checkpoints=checkpoints)
 
     def close(self) -> None:
         """Give the cache what was evaluated, and free the rest; twice does nothing."""

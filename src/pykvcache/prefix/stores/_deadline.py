@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import socket
 import threading
 import time
@@ -61,7 +60,6 @@ class _Socket:
         return self._inner.sendall(*args)
 
 
-@functools.cache
 def with_deadline(kind: type, deadline: Deadline) -> type:
     """Return a class of redis-py's connections whose sockets keep the deadline."""
 

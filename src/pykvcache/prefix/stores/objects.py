@@ -76,7 +76,7 @@ class ObjectStore(BlockStore):
             raise ImportError(
                 f"ObjectStore needs obstore: pip install 'pykvcache[obstore]' ({error})"
             ) from error
-        self._obstore = obstore
+        self._obstore: Any = obstore
         seconds = datetime.timedelta(seconds=timeout)
         if not url.startswith(("file:", "memory:")):
             connect = min(timeout, 2.0)

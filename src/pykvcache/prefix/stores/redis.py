@@ -104,7 +104,7 @@ class RedisStore(BlockStore):
             raise ImportError(
                 f"RedisStore needs redis: pip install 'pykvcache[redis]' ({error})"
             ) from error
-        self._redis = redis
+        self._redis: Any = redis
         try:
             # A server that was started anew has closed the connections: one more try for those.
             pool = redis.ConnectionPool.from_url(

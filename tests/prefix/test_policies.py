@@ -6,6 +6,7 @@ import pytest
 
 from pykvcache.prefix.blocks import token_bytes
 from pykvcache.prefix.policies import DEFAULT, POLICIES, make_policy
+from pykvcache.prefix.policies.density import HitDensity
 from pykvcache.prefix.tree import BlockTree
 
 
@@ -107,3 +108,66 @@ def test_two_caches_of_one_name_share_nothing(policy: str) -> None:
 
 def test_the_default_is_one_of_them() -> None:
     assert DEFAULT in POLICIES
+
+
+def hit_share(policy: str, trace: list[list[int]], budget: int) -> float:
+    tree = BlockTree(1, policy, max_bytes=budget)
+    hits = 0
+    for prompt in trace:
+        tokens = token_bytes(prompt)
+        match = tree.match(tokens)
+        hits += match.n_blocks
+        tree.extend(tree.use(match), tokens[4 * match.n_blocks :], 1)
+    return hits / sum(map(len, trace))
+
+
+def documents(n: int, length: int) -> list[list[int]]:
+    return [[1000 * i + j for j in range(length)] for i in range(n)]
+
+
+def test_hit_density_keeps_a_part_of_what_comes_round_in_turn() -> None:
+    """Where LRU evicts each document just before it comes again; half of them fit."""
+    trace = documents(20, 10) * 30
+    assert hit_share("lru", trace, 100) == 0
+    assert hit_share("hit-density", trace, 100) > 0.3
+
+
+def test_hit_density_keeps_what_was_used_lately_where_that_comes_back() -> None:
+    """Sessions one after the other, each of ten prompts: what is over never comes back."""
+    trace = [x[: 5 + n] for x in documents(100, 20) for n in range(10)]
+    assert hit_share("hit-density", trace, 40) > hit_share("lru", trace, 40) - 0.01 > 0.6
+
+
+def test_hit_density_keeps_popular_beginnings_among_what_comes_once() -> None:
+    """Prompts of a common beginning, used every tenth time, among others that come once."""
+    popular = documents(10, 10)
+    trace = [
+        popular[i // 4 % 10] + [10**6 + i]
+        if i % 4 == 0
+        else [10**7 + 100 * i + j for j in range(10)]
+        for i in range(2000)
+    ]
+    assert hit_share("lru", trace, 150) < 0.01
+    assert hit_share("hit-density", trace, 150) > 0.1
+
+
+def test_hit_density_counts_saved_tokens_by_bytes() -> None:
+    """Of two that are alike but for their size the larger leaves."""
+    tree = BlockTree(1, "hit-density", max_bytes=50)
+    for token, size in ((1, 40), (2, 10), (3, 10)):
+        tree.insert(token_bytes([token]), size)
+    assert {run.text for run in tree.runs()} == {token_bytes([2]), token_bytes([3])}
+
+
+def test_hit_density_gives_equal_results_for_equal_calls() -> None:
+    trace = [x[: 1 + (i * j) % 17] for i, x in enumerate(documents(200, 17)) for j in (1, 3, 7)]
+    assert len({hit_share("hit-density", trace, 200) for _ in range(3)}) == 1
+
+
+def test_hit_density_remembers_a_bounded_number_of_runs() -> None:
+    policy = HitDensity()
+    tree = BlockTree(1, policy, max_bytes=30)
+    for i in range(3000):
+        tree.insert(token_bytes([i]), 1)
+    assert len(policy._leaves) <= 31
+    assert len(policy._ghosts) <= 4 * (31 + 64)

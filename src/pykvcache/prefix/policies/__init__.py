@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from pykvcache.prefix.policies.base import ByPriority, Policy
+from pykvcache.prefix.policies.density import HitDensity
 from pykvcache.prefix.policies.peers import VLLM, LlamaServer, MlxLm
 from pykvcache.prefix.policies.queues import S3FIFO, SLRU
 from pykvcache.prefix.policies.simple import FIFO, LFU, LRU, CostAware
@@ -20,13 +21,14 @@ POLICIES: Final[dict[str, Callable[[], Policy]]] = {
     "slru": SLRU,
     "s3fifo": S3FIFO,
     "cost-aware": CostAware,
+    "hit-density": HitDensity,
     "llama-server": LlamaServer,
     "mlx-lm": MlxLm,
     "vllm": VLLM,
 }
 
 #: The policy that a cache has if none is named; docs/policies.md says why.
-DEFAULT: Final = "lru"
+DEFAULT: Final = "hit-density"
 
 
 def make_policy(policy: str | Policy) -> Policy:

@@ -1,0 +1,271 @@
+"""The default policy: what it has seen tells how soon blocks like these are used again."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache.prefix.policies.base import Policy
+from pykvcache.prefix.runs import Run
+
+__all__ = ["HitDensity"]
+
+# Ages are counted in uses of the tree, in buckets of half an octave; the first is 0 to 3.
+_BUCKETS: Final = 40
+_EDGES: Final = 8 * 2.0 ** (np.arange(_BUCKETS + 1) / 2) - 8
+_WIDTHS: Final = np.diff(_EDGES)
+_SMALL: Final = [int(2 * math.log2(age / 8 + 1)) for age in range(4096)]
+
+
+def _bucket(age: int) -> int:
+    return _SMALL[age] if age < 4096 else min(int(2 * math.log2(age / 8 + 1)), _BUCKETS - 1)
+
+
+# What kind of run it is: how many prompts in a row went on from each other up to it, whether the
+# last prompt that came by turned off before it, and how often it was used.
+_TURNS, _USES = 6, 6
+_CLASSES: Final = _TURNS * 2 * _USES
+
+
+class _Life:
+    """What is noted of a run, from its last use on."""
+
+    __slots__ = (
+        "began",
+        "below",
+        "cut",
+        "is_over",
+        "key",
+        "kind",
+        "passed",
+        "place",
+        "start",
+        "turn",
+        "uses",
+    )
+
+    def __init__(self, turn: int, uses: int) -> None:
+        self.turn, self.uses = turn, uses
+        self.passed = self.cut = self.is_over = False
+        self.place = -1
+        self.below: _Life | None = None
+        self.began = self.kind = self.key = self.start = 0
+
+
+class HitDensity(Policy):
+    """Least hits to be expected per byte and time first (after LHD, NSDI 2018).
+
+    It counts after how many uses of the cache a block was used again, or was not, for each kind of
+    block, and goes on counting for a while after a block left. For a block of some kind and age
+    this gives the chance of a use within a time from now, divided by the time that it stays until
+    then, for the time where that is highest: its density (the Gittins index). Of some blocks drawn
+    at random the one with the least density, by tokens saved per byte, leaves. So it is LRU where
+    recent blocks come back, keeps a part where everything comes round in turn, and keeps what was
+    used often where that tells.
+
+    Parameters
+    ----------
+    sample
+        How many blocks are drawn.
+    seed
+        Of the draws: equal traces give equal results.
+    """
+
+    declines = True
+    _ghosts_per_leaf = 4
+    _prior, _prior_lives, _class_lives, _decay = 0.06, 10.0, 5.0, 0.93
+
+    def __init__(self, sample: int = 32, seed: int = 1) -> None:
+        self.sample = sample
+        self._random = random.Random(seed).random
+        self._now = self._next = 0
+        self._leaves: list[Run] = []
+        self._ghosts: OrderedDict[int, _Life] = OrderedDict()
+        # Lives that ended with a use, and without: new ones, and all with the older counting less.
+        self._new = [[[0.0] * _BUCKETS for _ in range(_CLASSES)] for _ in range(2)]
+        self._ended = np.zeros((2, _CLASSES, _BUCKETS))
+        self._learn()
+
+    # What happens to runs ---------------------------------------------------------------
+
+    def _begin(self, life: _Life) -> None:
+        life.began = self._now
+        uses = min(life.uses.bit_length(), _USES - 1)
+        life.kind = (min(life.turn, _TURNS - 1) * 2 + life.passed) * _USES + uses
+
+    def _end(self, life: _Life, used: bool) -> None:
+        self._new[0 if used else 1][life.kind][_bucket(self._now - life.began)] += 1
+
+    def _tick(self, now: int) -> None:
+        self._now = max(self._now, now)
+        if self._now >= self._next:
+            self._learn()
+            self._next = self._now + min(max(self._now // 4, 16), 256)
+
+    def added(self, run: Run) -> None:
+        """Begin a life; a run that was here before goes on where it left."""
+        self._tick(run.last_use)
+        life = run.state = _Life(self._turn(run), 0)
+        ghost = self._ghosts.pop(run.key(0), None)
+        if ghost is not None:
+            life.uses = ghost.uses + 1
+        while ghost is not None:
+            if not ghost.is_over:
+                self._end(ghost, True)
+                ghost.is_over = True
+            life.turn = max(life.turn, ghost.turn + 1)
+            ghost = ghost.below
+            if ghost is not None:
+                at = ghost.start - run.start
+                if not 0 <= at < run.n_blocks or run.key(at) != ghost.key:
+                    break
+        self._begin(life)
+
+    def _turn(self, run: Run) -> int:
+        """Return how many prompts in a row went on from each other, this one included."""
+        parent = run.parent
+        if parent is None or parent.state is None:
+            return 0
+        if len(parent.children) > 3:
+            return 1
+        for other in parent.children.values():
+            # What the prompt before had more, say a block that was not full, is no other branch.
+            short = other.n_blocks <= max(1, run.start // 20)
+            if other is not run and not (other.state.passed and short):
+                return 1
+        return int(parent.state.turn) + 1
+
+    def used(self, run: Run) -> None:
+        """Count a life that ended with a use, and begin another."""
+        self._tick(run.last_use)
+        life = run.state
+        # Lives of what others follow say nothing about leaves, and there is no choice to make.
+        if life.cut or run.is_evictable:
+            self._end(life, True)
+        life.cut = life.passed = False
+        life.uses += 1
+        self._begin(life)
+
+    def split(self, head: Run, tail: Run) -> None:
+        """Give the head the same life; the prompt that made the cut passed the tail by."""
+        old = tail.state
+        new = head.state = _Life(old.turn, old.uses)
+        new.passed, new.began, new.kind = old.passed, old.began, old.kind
+        if tail.is_evictable:
+            new.cut = True
+            self._end(old, False)
+        old.passed = True
+        self._begin(old)
+
+    def evictable(self, run: Run) -> None:
+        """Add it to those that may be drawn."""
+        if run.state.place < 0:
+            run.state.place = len(self._leaves)
+            self._leaves.append(run)
+
+    def removing(self, run: Run, n_blocks: int) -> None:
+        """Remember a run that leaves, to see whether it comes back."""
+        if n_blocks < run.n_blocks or run.is_checkpoint:
+            return
+        life = run.state
+        life.key, life.start = run.key(0), run.start
+        if run.parent is not None and run.parent.state is not None:
+            run.parent.state.below = life
+        self._ghosts[life.key] = life
+        while len(self._ghosts) > self._ghosts_per_leaf * (len(self._leaves) + 64):
+            _, old = self._ghosts.popitem(last=False)
+            old.below = None
+            if not old.is_over:
+                self._end(old, False)
+                old.is_over = True
+
+    # The choice -------------------------------------------------------------------------
+
+    def _withdraw(self, place: int) -> None:
+        last = self._leaves.pop()
+        if place < len(self._leaves):
+            self._leaves[place].state.place = -1
+            self._leaves[place] = last
+            last.state.place = place
+        else:
+            last.state.place = -1
+
+    def _drawn(self) -> list[Run]:
+        leaves = self._leaves
+        if len(leaves) <= self.sample:
+            for place in range(len(leaves) - 1, -1, -1):
+                if not leaves[place].is_evictable:
+                    self._withdraw(place)
+            return leaves
+        drawn: list[Run] = []
+        while leaves and len(drawn) < self.sample:
+            place = int(self._random() * len(leaves))
+            if leaves[place].is_evictable:
+                drawn.append(leaves[place])
+            else:
+                self._withdraw(place)
+        return drawn
+
+    def victim(self) -> Run | None:
+        """Return the one of those drawn that has the least density; the oldest among equals."""
+        density, now = self._density, self._now
+        best, least = None, (math.inf, 0)
+        for run in self._drawn():
+            life = run.state
+            value = density[life.kind][_bucket(now - life.began)]
+            worth = value * run.tokens_saved / run.block_bytes if run.block_bytes else 1e300
+            if (worth, life.began) < least:
+                best, least = run, (worth, life.began)
+        return best
+
+    def _learn(self) -> None:
+        """Compute the density of each kind and age from what was counted."""
+        new = np.array(self._new)
+        self._ended += new
+        for rows in self._new:
+            for row in rows:
+                row[:] = [0.0] * _BUCKETS
+        uses, unused = self._ended[0], self._ended[1].copy()
+        # Lives that still go on reached their age as well.
+        going_on = [run.state for run in self._leaves if run.is_evictable]
+        going_on += [life for life in self._ghosts.values() if not life.is_over]
+        for life in going_on:
+            unused[life.kind, _bucket(self._now - life.began)] += 1
+        self._density: list[list[float]] = _density(
+            uses, unused, self._prior, self._prior_lives, self._class_lives
+        ).tolist()
+        self._ended *= self._decay
+
+
+def _density(
+    uses: NDArray[np.float64],
+    unused: NDArray[np.float64],
+    prior: float,
+    prior_lives: float,
+    class_lives: float,
+) -> NDArray[np.float64]:
+    """Return hits per time to be expected, for each kind and age.
+
+    The chance of a use at some age is learned from all kinds together, and for each kind by how
+    much it is higher or lower (proportional hazards): few lives are enough for that.
+    """
+    ended = uses + unused
+    reached = np.cumsum(ended[:, ::-1], 1)[:, ::-1] - ended / 2
+    # Where nothing is known, the chance falls with age, which makes it LRU.
+    guess = prior * np.exp(-np.arange(_BUCKETS) / 14)
+    chance = (uses.sum(0) + prior_lives * guess) / (reached.sum(0) + prior_lives)
+    chance = np.minimum(chance, 0.9)
+    factor = (uses.sum(1) + class_lives) / ((reached * chance).sum(1) + class_lives)
+    used = 1 - (1 - chance) ** factor[:, None]
+    density: NDArray[np.float64] = np.empty(used.shape)
+    for age in range(_BUCKETS):
+        left = np.cumprod(1 - used[:, age:], 1)
+        before = np.hstack([np.ones((len(used), 1)), left[:, :-1]])
+        time = np.cumsum(before * (1 - used[:, age:] / 2) * _WIDTHS[age:], 1)
+        density[:, age] = ((1 - left) / time).max(1)
+    return density

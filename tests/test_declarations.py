@@ -103,3 +103,12 @@ def test_no_string_of_c_is_decoded_by_a_copy() -> None:
             name = found[3]
             assert name, f"{path.name}: {found[0]}"
             assert name not in strings, f"{path.name}: {found[0]}"
+
+
+def test_no_string_is_made_from_bytes_by_cython() -> None:
+    """It copies the std::string that it made where nothing catches; the copy in C++ is guarded."""
+    for_tests = {"split_text"}
+    text = (NATIVE / "libprobe.pxd").read_text(encoding="utf-8")
+    taking = re.findall(r"(\w+)\([^()]*const (?:vector\[)?string\b[^()]*\)", text)
+    assert for_tests <= set(taking)
+    assert set(taking) == for_tests

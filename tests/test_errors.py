@@ -22,10 +22,15 @@ FACTS: list[errors.KvCacheError] = [
     errors.PartialStateError("changed", 3, 41),
     errors.StoreError("short", value=3, limit=16),
     errors.InvalidBatch("bad", index=3, value=99, limit=98),
+    errors.StateError("other", what="type_k", value="f16", limit="f32"),
+    errors.StateTruncated("short", what="bytes", value=9, limit=99),
+    errors.ContextCreateError("few", "n_batch", 4, 9),
+    errors.ModelLoadError.of("a.gguf", "it is not a GGUF file"),
+    errors.ModelLoadError(2, "cannot load model: No such file or directory", "a.gguf"),
 ]
 
 
-@pytest.mark.parametrize("error", FACTS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", FACTS, ids=repr)
 def test_facts_are_attributes_and_survive_a_pickle(error: errors.KvCacheError) -> None:
     facts = vars(error)
     assert facts

@@ -50,7 +50,9 @@ def model_fingerprint(known: FileIds, metadata: Mapping[str, str]) -> str:
     try:
         for path in sorted(known) if is_split else [first]:
             if _file_id(path) != known[path]:
-                raise ModelLoadError(f"{path} was changed since the model was loaded from it")
+                raise ModelLoadError.of(
+                    str(path), "it was changed since the model was loaded from it"
+                )
             _add(total, path)
     except OSError as error:
         if isinstance(error, ModelLoadError):

@@ -14,12 +14,12 @@ def readable_path(path: str) -> bytes:
     """Return the path as bytes, after the checks whose failure llama.cpp describes badly."""
     raw = os.fsencode(path)
     if b"\0" in raw:
-        raise ModelLoadError(f"cannot load {path!r}: the path holds a NUL character")
+        raise ModelLoadError.of(path, "the path holds a NUL character")
     try:
         # A pipe would block for ever, and only a file can be mapped.
         mode = os.stat(raw).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise ModelLoadError(f"cannot load {path!r}: it is not a regular file")
+            raise ModelLoadError.of(path, "it is not a regular file")
         with open(raw, "rb") as file:
             magic = file.read(4)
     except ModelLoadError:
@@ -27,5 +27,5 @@ def readable_path(path: str) -> bytes:
     except OSError as error:
         raise ModelLoadError(error.errno, f"cannot load model: {error.strerror}", path) from None
     if magic != b"GGUF":
-        raise ModelLoadError(f"cannot load {path!r}: it is not a GGUF file")
+        raise ModelLoadError.of(path, "it is not a GGUF file")
     return raw

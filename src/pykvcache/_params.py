@@ -76,7 +76,9 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
         Values that do not fit each other or this model.
     """
     if model.vocab_only:
-        raise ContextCreateError("the model was loaded with vocab_only=True: it has no weights")
+        raise ContextCreateError(
+            "the model was loaded with vocab_only=True: it has no weights", "model"
+        )
     n_ctx = given["n_ctx"]
     if n_ctx is None:
         n_ctx = min(N_CTX_DEFAULT, model.n_ctx_train or N_CTX_DEFAULT)
@@ -117,9 +119,12 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
-    n_ctx = params["n_ctx"] or model.n_ctx_train
+    # The file's length: llama.cpp's own changes with each context that has YaRN.
+    n_ctx = params["n_ctx"] = params["n_ctx"] or model.n_ctx_train
     if n_ctx == 0:
-        raise ContextCreateError("n_ctx=0 asks for the model's own context length, which it lacks")
+        raise ContextCreateError(
+            "n_ctx=0 asks for the model's own context length, which it lacks", "n_ctx", 0
+        )
     # llama.cpp clips this to its rounded n_ctx only where attention is causal, and fills an array
     # of so many entries. A longer call would be refused there all the same.
     most = max(n_ctx + 256 * params["n_seq_max"], params["n_ubatch"])
@@ -128,7 +133,10 @@ def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
     if n_batch < params["n_seq_max"]:
         raise ContextCreateError(
             f"n_batch is {n_batch} (at most n_ctx, {n_ctx}): it must not be below "
-            f"n_seq_max, {params['n_seq_max']}"
+            f"n_seq_max, {params['n_seq_max']}",
+            "n_batch",
+            n_batch,
+            params["n_seq_max"],
         )
     if (
         model.has_encoder
@@ -136,13 +144,21 @@ def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
         and params["n_seq_max"] > 1
         and not params["kv_unified"]
     ):
-        raise ContextCreateError("an encoder-decoder model needs kv_unified=True or n_seq_max=1")
+        raise ContextCreateError(
+            "an encoder-decoder model needs kv_unified=True or n_seq_max=1",
+            "kv_unified",
+            False,
+            True,
+        )
     _check_types(model, params)
     total, available = cache_bytes(model, params, n_ctx), _physical_memory()
     if available and total > available:
         raise ContextCreateError(
             f"a cache of n_ctx={n_ctx} would take {total / 2**30:.1f} GiB; "
-            f"this machine has {available / 2**30:.1f} GiB"
+            f"this machine has {available / 2**30:.1f} GiB",
+            "n_ctx",
+            n_ctx,
+            n_ctx * available // total,
         )
 
 
@@ -152,11 +168,17 @@ def _check_types(model: LlamaModel, params: dict[str, Any]) -> None:
         if kind.is_quantized and not model.native.heads_divisible(int(kind), keys):
             raise ContextCreateError(
                 f"{what}={kind.name.lower()!r} stores blocks of {kind.block_size} values, "
-                "which do not divide this model's head size: use 'f16'"
+                "which do not divide this model's head size: use 'f16'",
+                what,
+                kind.name.lower(),
+                "f16",
             )
     if params["type_v"].is_quantized and params["flash_attn"] == FlashAttention.DISABLED:
         raise ContextCreateError(
-            f"type_v={params['type_v'].name.lower()!r} needs flash_attn='enabled' or 'auto'"
+            f"type_v={params['type_v'].name.lower()!r} needs flash_attn='enabled' or 'auto'",
+            "flash_attn",
+            "disabled",
+            "enabled",
         )
 
 

@@ -227,3 +227,25 @@ def test_types_flags_and_pooling_are_readable(model: Any) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_kind_of_memory_has_a_name(make_context: Any, name: str) -> None:
     assert make_context(name).memory_kind == MODELS[name].memory
+
+
+def test_a_context_with_yarn_changes_nothing_for_others(model: Any) -> None:
+    # llama.cpp writes the length that YaRN makes into the model.
+    for name, embeddings in (("llama", False), ("bert", True)):
+        one = model(name)
+        before = LlamaContext(one, n_ctx=0, embeddings=embeddings, n_threads=1)
+        yarn = LlamaContext(
+            one,
+            rope_scaling_type="yarn",
+            rope_freq_scale=1e-6,
+            yarn_orig_ctx=512,
+            embeddings=embeddings,
+            n_threads=1,
+        )
+        after = LlamaContext(one, n_ctx=0, embeddings=embeddings, n_threads=1)
+        assert after.n_ctx == before.n_ctx == one.n_ctx_train == 512
+        assert after.max_position == before.max_position
+        if name == "bert":
+            assert after.max_position == yarn.max_position == 511
+        for each in (before, yarn, after):
+            each.close()

@@ -68,14 +68,18 @@ cdef class Handle:
         if lib.picks_blocks(self.mem) and self.n_seq_max > 1 and not self.streams:
             raise ContextCreateError(
                 "this memory attends to blocks of one sequence's cells, which sequences in one pool "
-                "break up: use kv_unified=False, or n_seq_max=1")
+                "break up: use kv_unified=False, or n_seq_max=1", "kv_unified", True, False)
         if self.effective.endless:
             raise ContextCreateError(
-                "the model rotates 0 dimensions (rope.dimension_count), which never ends")
+                "the model rotates 0 dimensions (rope.dimension_count), which never ends",
+                "model", 0, 1)
         if model.has_encoder and model.has_decoder and self.pooling_type != 0:
-            raise ContextCreateError("an encoder-decoder model cannot pool: use pooling_type='none'")
+            raise ContextCreateError(
+                "an encoder-decoder model cannot pool: use pooling_type='none'",
+                "pooling_type", self.pooling_type, "none")
         if self.pooling_type == 4 and not model.facts.has_classifier:
-            raise ContextCreateError("pooling_type='rank' needs a model with a classifier")
+            raise ContextCreateError(
+                "pooling_type='rank' needs a model with a classifier", "pooling_type", "rank")
         _live.add(self)
 
     def __dealloc__(self):

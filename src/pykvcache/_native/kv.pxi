@@ -318,9 +318,9 @@ cdef class Arrays(Cells):
         return np.ascontiguousarray(rows).view(np.uint8).reshape(n, t.n_head, head)
 
 
-def largest_value(uint64_t n):
+def largest_value(uint64_t n, bint as_f16=False):
     """Return the largest number that rows of n values may hold without products that overflow."""
-    return lib.largest_value(n)
+    return lib.largest_value(n, as_f16)
 
 
 def dequantize(int ggml_type, const uint8_t[::1] data not None):

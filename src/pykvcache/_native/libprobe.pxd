@@ -272,9 +272,12 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
 
     vector[state_part] state_parts(const memory*, bool v_trans, bool partial) except +
     vector[state_rows] state_rows_of(const memory*, bool v_trans, memory_part) except +
+    cdef cppclass fault:
+        string why, what
+        int64_t value, limit
+        bool counted
     state_fault state_check(const memory*, bool v_trans, uint32_t n_seq_max, llama_seq_id, bool partial,
-                            const vector[state_piece]&, vector[state_block]& blocks, string& why,
-                            int64_t& value)
+                            const vector[state_piece]&, vector[state_block]& blocks, fault& found)
     cdef cppclass seq_state:
         size_t size
     seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id)
@@ -325,7 +328,7 @@ cdef extern from "lineage.h" namespace "pykv" nogil:
 
 
 cdef extern from "probe_values.h" namespace "pykv" nogil:
-    float largest_value(uint64_t n)
+    float largest_value(uint64_t n, bool as_f16)
 
 
 cdef extern from "held_rows.h" namespace "pykv" nogil:
@@ -394,5 +397,5 @@ cdef extern from "probe_sampler.h" namespace "pykv" nogil:
     llama_sampler* sampler_choice(const sampler_settings&)
     llama_sampler* sampler_clone(const llama_sampler*)
     int32_t sampler_reset(llama_sampler*)
-    int32_t find_grammar_fault(const llama_vocab*, const string& text, grammar_fault& fault)
-    int32_t grammar_rule_name(const llama_vocab*, const string& text, uint32_t index, string& name)
+    int32_t find_grammar_fault(const llama_vocab*, const char* grammar, grammar_fault& fault)
+    int32_t grammar_rule_name(const llama_vocab*, const char* grammar, uint32_t index, string& name)

@@ -55,7 +55,7 @@ cdef class Model:
             problem = lib.header_problem(c_path)
         if not problem.empty():
             why = _text(problem)
-            raise ModelLoadError(f"cannot load {os.fsdecode(path)!r}: {why}")
+            raise ModelLoadError.of(os.fsdecode(path), why)
         with nogil:
             lib.loads.begin()
             lib.begin_notes()
@@ -73,13 +73,13 @@ cdef class Model:
             why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
             if box[2]:
                 why = "cancelled by the progress callback"
-            raise ModelLoadError(f"cannot load {os.fsdecode(path)!r}: {why}")
+            raise ModelLoadError.of(os.fsdecode(path), why)
         if lib.read_vocab(lib.llama_model_get_vocab(model), self.texts) == lib.CAUGHT:
             raise _caught_error("load")
         self.vocab_only = p.vocab_only
         self.read_facts()
         if self.facts.fault != NULL:
-            raise ModelLoadError(f"cannot load {os.fsdecode(path)!r}: {self.facts.fault.decode()}")
+            raise ModelLoadError.of(os.fsdecode(path), self.facts.fault.decode())
 
     cdef int read_facts(self) except -1:
         cdef const lib.llama_model* m = self.ref.get()

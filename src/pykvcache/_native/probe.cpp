@@ -216,8 +216,9 @@ memory * memory_new(llama_context * ctx) noexcept {
         m->hparams = &llama_get_model(ctx)->hparams;
         m->arch = llama_get_model(ctx)->arch;
         classify(*m);
-        if (llama_get_model(ctx)->pos_embd) {
-            m->max_position = llama_pos(std::min<int64_t>(m->max_position, int64_t(m->hparams->n_ctx_train) - 1));
+        if (const ggml_tensor * table = llama_get_model(ctx)->pos_embd) {
+            // Not n_ctx_train: a context with YaRN changes it, for all contexts of the model.
+            m->max_position = llama_pos(std::min<int64_t>(m->max_position, table->ne[1] - 1));
         }
         read_graph(ctx, *m);
         m->shift = find_no_shift(ctx, *m);

@@ -106,8 +106,9 @@ int32_t sampler_reset(llama_sampler * sampler) noexcept {
     return guarded_void([&] { llama_sampler_reset(sampler); });
 }
 
-int32_t find_grammar_fault(const llama_vocab * vocab, const std::string & text, grammar_fault & fault) noexcept {
+int32_t find_grammar_fault(const llama_vocab * vocab, const char * grammar, grammar_fault & fault) noexcept {
     return guarded_void([&] {
+        const std::string    text(grammar);
         llama_grammar_parser parser(vocab);
         rule_places places;
         const char * const begin = text.c_str();
@@ -132,10 +133,10 @@ int32_t find_grammar_fault(const llama_vocab * vocab, const std::string & text, 
     });
 }
 
-int32_t grammar_rule_name(const llama_vocab * vocab, const std::string & text, uint32_t index, std::string & name) noexcept {
+int32_t grammar_rule_name(const llama_vocab * vocab, const char * grammar, uint32_t index, std::string & name) noexcept {
     return guarded_void([&] {
         llama_grammar_parser parser(vocab);
-        for (const char * pos = skip_space(text.c_str()); *pos;) {
+        for (const char * pos = skip_space(grammar); *pos;) {
             pos = parser.parse_rule(pos);
         }
         for (const auto & [symbol, id] : parser.symbol_ids) {

@@ -35,8 +35,8 @@ struct grammar_fault {
 };
 
 // llama.cpp prints the reason to stderr and keeps nothing. CAUGHT if even this failed.
-int32_t find_grammar_fault(const llama_vocab * vocab, const std::string & text, grammar_fault & fault) noexcept;
+int32_t find_grammar_fault(const llama_vocab * vocab, const char * grammar, grammar_fault & fault) noexcept;
 // The rule of the text that a rule of the parser was made for; empty if there is none.
-int32_t grammar_rule_name(const llama_vocab * vocab, const std::string & text, uint32_t index, std::string & name) noexcept;
+int32_t grammar_rule_name(const llama_vocab * vocab, const char * grammar, uint32_t index, std::string & name) noexcept;
 
 }  // namespace pykv

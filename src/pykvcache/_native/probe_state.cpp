@@ -18,7 +18,8 @@ namespace {
 constexpr size_t   MAX_ARCH_NAME = 64;
 
 [[noreturn]] void mismatch(const std::string & what, int64_t found, int64_t expected) {
-    throw fault{STATE_MISMATCH, what + " is " + std::to_string(found) + ", not " + std::to_string(expected)};
+    throw fault{STATE_MISMATCH, what + " is " + std::to_string(found) + ", not " + std::to_string(expected), found, expected, what,
+                true};
 }
 
 template <class T> void expect(cursor & in, T expected, const std::string & what) {
@@ -158,8 +159,9 @@ struct walk {
         const auto n = in.get<uint32_t>();
         const uint64_t start = in.tell();
         if (n > (recurrent && seq >= 0 ? 1 : part.n_cells)) {
-            throw fault{STATE_NO_ROOM, "holds " + std::to_string(n) + " cells; this memory has " +
-                                           std::to_string(part.n_cells)};
+            throw fault{STATE_NO_ROOM,
+                        "holds " + std::to_string(n) + " cells; this memory has " + std::to_string(part.n_cells), n,
+                        part.n_cells, "cells", true};
         }
         if (!recurrent && seq >= 0 && plain_cells(part, n)) {
             blocks.push_back({part.part, BLOCK_CELLS, stream, 0, n, start, in.tell() - start});
@@ -208,11 +210,12 @@ struct walk {
         if (n > 0) {
             const uint64_t size = row.row_bytes * n;
             blocks.push_back({part.part, row.kind, stream, row.layer, n, in.tell(), size});
-            value_check values(ggml_type(row.type), row.n_embd);
+            // Values that are not transposed are those of flash attention.
+            value_check values(ggml_type(row.type), row.n_embd, !v_trans && row.kind != BLOCK_R && row.kind != BLOCK_S);
             in.take(size, [&](const uint8_t * from, uint64_t step) { values.take(from, step); });
             if (!values.fits()) {
-                throw fault{STATE_VALUE, "holds NaN, infinity, or values whose products overflow, in the " +
-                                             std::string(what_of(row.kind)) + where};
+                const std::string which = std::string(what_of(row.kind)) + where;
+                throw fault{STATE_VALUE, "holds NaN, infinity, or values whose products overflow, in the " + which, 0, 0, which};
             }
         }
     }
@@ -264,7 +267,8 @@ struct walk {
             }
         }
         if (in.left() > 0) {
-            throw fault{STATE_TRAILING, "has " + std::to_string(in.left()) + " bytes too many"};
+            throw fault{STATE_TRAILING, "has " + std::to_string(in.left()) + " bytes too many", int64_t(in.tell() + in.left()),
+                        int64_t(in.tell()), "bytes", true};
         }
     }
 };
@@ -353,13 +357,12 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
 
 state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, bool partial,
                         const std::vector<state_piece> & pieces, std::vector<state_block> & blocks,
-                        std::string & why, int64_t & value) noexcept {
+                        fault & found) noexcept {
     return guarded<state_fault>(STATE_UNKNOWN, [&] {
         try {
             walk{m, v_trans, n_seq_max, seq, cursor(pieces), blocks}.all(partial);
-        } catch (const fault & found) {
-            why = found.why;
-            value = found.value;
+        } catch (const fault & one) {
+            found = one;
             return found.kind;
         }
         return STATE_FITS;

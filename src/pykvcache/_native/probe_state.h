@@ -67,6 +67,15 @@ enum state_fault : int {
     STATE_UNKNOWN,   // the check itself was stopped; caught() says by what
 };
 
+// What a state has that cannot be; `what` and the numbers where there are such.
+struct fault {
+    state_fault kind  = STATE_FITS;
+    std::string why   = {};
+    int64_t     value = 0, limit = 0;
+    std::string what    = {};
+    bool        counted = false;  // whether value and limit say something
+};
+
 struct state_piece {
     const uint8_t * data;
     size_t          size;
@@ -79,7 +88,7 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
 // Walk the bytes without touching the memory; `seq` is -1 for a whole context's state.
 state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, bool partial,
                         const std::vector<state_piece> & pieces, std::vector<state_block> & blocks,
-                        std::string & why, int64_t & value) noexcept;
+                        fault & found) noexcept;
 
 // What a state of one sequence is going to hold; valid until the memory changes.
 class seq_state {

@@ -37,12 +37,13 @@ bool has_minimum(ggml_type type) { return type == GGML_TYPE_Q4_1 || type == GGML
 
 }  // namespace
 
-float largest_value(uint64_t n) {
-    return float(double(std::numeric_limits<float>::max()) / (65504.0 * double(std::max<uint64_t>(n, 1))));
+float largest_value(uint64_t n, bool as_f16) {
+    const double largest = double(std::numeric_limits<float>::max()) / (65504.0 * double(std::max<uint64_t>(n, 1)));
+    return float(as_f16 ? std::min(largest, 65504.0) : largest);
 }
 
-value_check::value_check(ggml_type type, uint64_t n) : type(type), unit(ggml_type_size(type)) {
-    const float largest = largest_value(n);
+value_check::value_check(ggml_type type, uint64_t n, bool flash) : type(type), unit(ggml_type_size(type)) {
+    const float largest = largest_value(n, flash && type == GGML_TYPE_F32);
     std::memcpy(&limit, &largest, sizeof(limit));
     if (type == GGML_TYPE_BF16) {
         limit >>= 16;

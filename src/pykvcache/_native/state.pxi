@@ -14,7 +14,6 @@ cdef dict _FAULTS = {
     lib.STATE_TRAILING: StateTrailingBytes,
     lib.STATE_DAMAGED: StateDamaged,
     lib.STATE_MISMATCH: StateLayoutMismatch,
-    lib.STATE_NO_ROOM: NoKvCacheSlot,
     lib.STATE_VALUE: StateDamaged,
 }
 
@@ -220,20 +219,27 @@ cdef class State(Arrays):
 
     cdef int check(self, Pieces pieces, int32_t seq, bint partial, vector[lib.state_block]& blocks) except -1:
         cdef lib.state_fault fault
-        cdef int64_t value = 0
+        cdef lib.fault found
         cdef bint v_trans = self.v_trans()
-        cdef string why
         with nogil:
             fault = lib.state_check(
-                self.mem, v_trans, self.n_seq_max, seq, partial, pieces.pieces, blocks, why, value)
+                self.mem, v_trans, self.n_seq_max, seq, partial, pieces.pieces, blocks, found)
         if fault == lib.STATE_UNKNOWN:
             raise _caught_error("check_state")
         if fault == lib.STATE_POSITION:
-            raise self.too_far(value, "the state")
-        if fault != lib.STATE_FITS:
-            raise _FAULTS[fault](f"the state {_text(why)}" if fault != lib.STATE_MISMATCH
-                                 else f"the state is of another memory: {_text(why)}")
-        return 0
+            raise self.too_far(found.value, "the state")
+        if fault == lib.STATE_FITS:
+            return 0
+        why = _text(found.why)
+        if fault == lib.STATE_NO_ROOM:
+            raise NoKvCacheSlot(f"the state {why}", n_tokens=found.value, n_cells=found.limit)
+        if fault == lib.STATE_TRUNCATED:
+            found.value = pieces.size
+        raise _FAULTS[fault](
+            f"the state {why}" if fault != lib.STATE_MISMATCH else f"the state is of another memory: {why}",
+            what=_text(found.what) or None,
+            value=found.value if found.counted else None,
+            limit=found.limit if found.counted else None)
 
     def set_state(self, seq_id, list buffers not None, list firsts):
         """Make a sequence, or with None the context, hold what a state holds; or change nothing.
@@ -256,7 +262,8 @@ cdef class State(Arrays):
         self.check(pieces, seq, False, blocks)
         for pair in firsts or ():
             if not 0 <= pair[1] < INT32_MAX:
-                raise StateDamaged(f"a sequence is said to begin at {pair[1]}")
+                raise StateDamaged(
+                    f"a sequence is said to begin at {pair[1]}", what="first position", value=pair[1])
         self.settle()
         if seq < 0 or not self.place(seq, blocks, pieces):
             if seq >= 0:

@@ -12,12 +12,6 @@
 namespace pykv {
 
 // What stopped the walk.
-struct fault {
-    state_fault kind;
-    std::string why;
-    int64_t     value = 0;
-};
-
 // Bytes in several pieces, read as one.
 class cursor {
   public:
@@ -27,7 +21,7 @@ class cursor {
         at += n;
         while (n > 0) {
             if (i == pieces.size()) {
-                throw fault{STATE_TRUNCATED, "ends before byte " + std::to_string(at)};
+                throw fault{STATE_TRUNCATED, "ends before byte " + std::to_string(at), 0, int64_t(at), "bytes", true};
             }
             const uint64_t step = std::min<uint64_t>(n, pieces[i].size - inside);
             inside += step;
@@ -43,7 +37,7 @@ class cursor {
     template <class F> void take(uint64_t n, F && use) {
         while (n > 0) {
             if (i == pieces.size()) {
-                throw fault{STATE_TRUNCATED, "ends before byte " + std::to_string(at + n)};
+                throw fault{STATE_TRUNCATED, "ends before byte " + std::to_string(at + n), 0, int64_t(at + n), "bytes", true};
             }
             const uint64_t step = std::min<uint64_t>(n, pieces[i].size - inside);
             use(pieces[i].data + inside, step);

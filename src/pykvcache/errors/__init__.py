@@ -21,6 +21,7 @@ from pykvcache.errors._arrays import (
     ReprocessInputs,
 )
 from pykvcache.errors._base import CacheFullError, KvCacheError, UnsupportedError
+from pykvcache.errors._making import ContextCreateError, ModelLoadError
 from pykvcache.errors._states import (
     PartialStateError,
     StateDamaged,
@@ -236,14 +237,6 @@ class ClosedError(KvCacheError, ValueError):
 
 class StaleViewError(KvCacheError, ReferenceError):
     """A view of a live cache was read after a call that may have changed the cells."""
-
-
-class ModelLoadError(KvCacheError, OSError):
-    """A file is not a model that llama.cpp can load."""
-
-
-class ContextCreateError(KvCacheError, RuntimeError):
-    """llama.cpp refused to create a context with these parameters."""
 
 
 class InternalError(KvCacheError, RuntimeError):

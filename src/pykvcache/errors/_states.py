@@ -20,7 +20,34 @@ __all__ = [
 
 
 class StateError(KvCacheError, ValueError):
-    """A saved state cannot be used; the destination is as it was."""
+    """A saved state, or arrays that become one, cannot be used; the destination is as it was.
+
+    Attributes
+    ----------
+    what : str or None
+        What of it is wrong, where it is one thing: ``"bytes"``, ``"version"``, a setting, a tensor.
+    value, limit : object
+        What the state has of that, and what it may have, or what this context has; ``None`` where
+        there is no such number or word.
+    """
+
+    # Of StateFileError, too, whose facts are those of OSError.
+    what: str | None = None
+    value: object = None
+    limit: object = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        what: str | None = None,
+        value: object = None,
+        limit: object = None,
+    ) -> None:
+        super().__init__(message)
+        self.what = what
+        self.value = value
+        self.limit = limit
 
 
 class StateTruncated(StateError):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from pykvcache._codec import NATURAL, as_floats, as_rows, as_stored, stored_dtype
 from pykvcache._native import lib
+from pykvcache.enums import GgmlType
 from pykvcache.errors import StateError, UnsupportedOperation
 from pykvcache.kv.rope import rotate
 from pykvcache.kv.types import Array, LayerKV, LayerState, RecurrentState, SequenceKV
@@ -49,7 +50,12 @@ def _check_halves(
     last = int(arrays.positions.max(initial=-1))
     recurrent, window = arrays.recurrent, arrays.window
     if recurrent is not None and "attention" in layouts and recurrent.position != last:
-        raise StateError(f"the states end at {recurrent.position}, the attention part at {last}")
+        raise StateError(
+            f"the states end at {recurrent.position}, the attention part at {last}",
+            what="recurrent position",
+            value=recurrent.position,
+            limit=last,
+        )
     if window is None:
         return
     found, counts = np.unique(window.positions, return_counts=True)
@@ -61,7 +67,11 @@ def _check_halves(
     seen = every[native.in_window(every.astype(np.int32), last + 1)]
     missing = [position for position in seen.tolist() if position not in have]
     if missing:
-        raise StateError(f"the window part lacks position {missing[0]}, which is in the window")
+        raise StateError(
+            f"the window part lacks position {missing[0]}, which is in the window",
+            what="window position",
+            value=missing[0],
+        )
 
 
 def _attention(native: lib.Context, half: SequenceKV | None, layout: PartLayout) -> Part:
@@ -74,7 +84,12 @@ def _attention(native: lib.Context, half: SequenceKV | None, layout: PartLayout)
     positions = _positions(half, layout)
     n, n_layers = len(positions), sum(rows.what == "k" for rows in layout.rows)
     if len(half.layers) != n_layers:
-        raise StateError(f"{len(half.layers)} layers given, the cache has {n_layers}")
+        raise StateError(
+            f"{len(half.layers)} layers given, the cache has {n_layers}",
+            what="layers",
+            value=len(half.layers),
+            limit=n_layers,
+        )
     ext = None if half.extended is None else np.asarray(half.extended, np.int32)
     tensors: list[Bytes] = []
     part = Part(layout, positions, ext, ())
@@ -90,7 +105,9 @@ def _attention(native: lib.Context, half: SequenceKV | None, layout: PartLayout)
             given = _floats(given, shape, what).astype(np.float32)
             facts = native.rope(rows.layer)
             given = rotate(given, positions, facts, undo=False, operation="write_kv")
-        stored = _rows(given, shape, rows.type, rows.rotation, rows.n_embd, what)
+        # Values that are not transposed are those of flash attention.
+        flash = not layout.v_trans
+        stored = _rows(given, shape, rows.type, rows.rotation, rows.n_embd, what, flash)
         if part.is_transposed(i):
             columns = as_stored(stored, rows.type).reshape(n, rows.n_embd).T
             stored = np.ascontiguousarray(columns).view(np.uint8)
@@ -130,7 +147,12 @@ def _recurrent(state: RecurrentState | None, layout: PartLayout) -> Part:
         raise UnsupportedOperation("write_kv", "the history of per-layer embeddings is not known")
     indices = sorted({rows.layer for rows in layout.rows})
     if len(state.layers) != len(indices):
-        raise StateError(f"{len(state.layers)} recurrent layers given, there are {len(indices)}")
+        raise StateError(
+            f"{len(state.layers)} recurrent layers given, there are {len(indices)}",
+            what="recurrent layers",
+            value=len(state.layers),
+            limit=len(indices),
+        )
     n = int(state.position >= 0)
     part = Part(layout, np.full(n, state.position, np.int32), None, ())
     tensors = []
@@ -140,13 +162,19 @@ def _recurrent(state: RecurrentState | None, layout: PartLayout) -> Part:
         what = f"recurrent layers[{at}].{rows.what}"
         values = _floats(getattr(state.layers[at], rows.what), (rows.n_embd * n,), what)
         shape = n, 1, rows.n_embd
-        stored = _rows(values.reshape(shape), shape, rows.type, 0, rows.n_embd, what)
+        stored = _rows(values.reshape(shape), shape, rows.type, 0, rows.n_embd, what, False)
         tensors.append(stored.reshape(part.shape(i)))
     return Part(layout, part.positions, None, tuple(tensors))
 
 
 def _rows(
-    given: Array, shape: tuple[int, int, int], kind: int, edge: int, n_embd: int, what: str
+    given: Array,
+    shape: tuple[int, int, int],
+    kind: int,
+    edge: int,
+    n_embd: int,
+    what: str,
+    flash: bool,
 ) -> Bytes:
     """Floats, or stored bits, as rows of the cache's type that attention can multiply."""
     array = np.asarray(given)
@@ -154,17 +182,27 @@ def _rows(
         bits = (*shape[:2], as_rows(np.zeros((1, 1, shape[2]), np.float32), kind, 0).shape[-1])
         rows = np.ascontiguousarray(array).view(np.uint8)
         if rows.shape != bits:
-            raise StateError(f"{what} has {rows.shape} bytes: {bits} are expected")
+            raise StateError(
+                f"{what} has {rows.shape} bytes: {bits} are expected",
+                what=what,
+                value=rows.shape,
+                limit=bits,
+            )
     else:
         rows = as_rows(_floats(array, shape, what), kind, edge)
     values = as_floats(rows, kind, 0)
     if not np.isfinite(values).all():
-        raise StateError(f"{what} holds NaN, infinity, or a value too large for the cache's type")
-    largest = lib.largest_value(n_embd)
+        raise StateError(
+            f"{what} holds NaN, infinity, or a value too large for the cache's type", what=what
+        )
+    largest = lib.largest_value(n_embd, flash and kind == GgmlType.F32)
     found = float(np.abs(values).max(initial=0))
     if found > largest:
         raise StateError(
-            f"{what} holds {found:.4g}: products of values over {largest:.4g} overflow"
+            f"{what} holds {found:.4g}: products of values over {largest:.4g} overflow",
+            what=what,
+            value=found,
+            limit=largest,
         )
     return rows
 
@@ -172,15 +210,29 @@ def _rows(
 def _floats(given: Array, shape: tuple[int, ...], what: str) -> npt.NDArray[Any]:
     array = np.asarray(given)
     if array.shape != shape:
-        raise StateError(f"{what} has shape {array.shape}: {shape} is expected")
+        raise StateError(
+            f"{what} has shape {array.shape}: {shape} is expected",
+            what=what,
+            value=array.shape,
+            limit=shape,
+        )
     if array.dtype.kind != "f":
-        raise StateError(f"{what} must hold floats, not {array.dtype}")
+        raise StateError(
+            f"{what} must hold floats, not {array.dtype}", what=what, value=str(array.dtype)
+        )
     with np.errstate(over="ignore"):
         if not np.isfinite(array.astype(np.float32)).all():
-            raise StateError(f"{what} holds NaN, infinity, or a value too large for float32")
+            raise StateError(
+                f"{what} holds NaN, infinity, or a value too large for float32", what=what
+            )
     return array
 
 
 def _same_layer(given: int, layer: int, what: str) -> None:
     if given not in (-1, layer):
-        raise StateError(f"{what} is of layer {given} of a model: layer {layer} is expected")
+        raise StateError(
+            f"{what} is of layer {given} of a model: layer {layer} is expected",
+            what=what,
+            value=given,
+            limit=layer,
+        )

@@ -117,7 +117,10 @@ def parse(data: ByteArray, *, verify: bool = True) -> Container:
         raise StateDamaged("the header holds metadata that is not text")
     if text.get("version") != str(VERSION):
         raise StateVersionError(
-            f"the state has version {text.get('version')} of the format: {VERSION} is known here"
+            f"the state has version {text.get('version')} of the format: {VERSION} is known here",
+            what="version",
+            value=text.get("version"),
+            limit=str(VERSION),
         )
     checksum = find_checksum(str(text.get("checksum")))
     tensors = _tensors(data, start, entries)
@@ -126,10 +129,10 @@ def parse(data: ByteArray, *, verify: bool = True) -> Container:
         raise StateDamaged("the table of checksums is not as long as the list of tensors")
     digests = table.data.reshape(table.shape)
     if digest(checksum, data[:start].data) != digests[0].tobytes():
-        raise StateDamaged("the header does not match its checksum")
+        raise StateDamaged("the header does not match its checksum", what="header")
     for tensor, expected in zip(tensors.values(), digests[1:], strict=True):
         if verify and digest(checksum, tensor.data.data) != expected.tobytes():
-            raise StateDamaged(f"{tensor.name} does not match its checksum")
+            raise StateDamaged(f"{tensor.name} does not match its checksum", what=tensor.name)
     return Container(text, tensors, len(data))
 
 
@@ -137,14 +140,24 @@ def _header(data: ByteArray) -> tuple[int, dict[str, Any]]:
     if len(data) == 0:
         raise StateFormatError("the state is empty")
     if len(data) < 8:
-        raise StateTruncated(f"the state ends after {len(data)} bytes, within the first number")
+        raise StateTruncated(
+            f"the state ends after {len(data)} bytes, within the first number",
+            what="bytes",
+            value=len(data),
+            limit=8,
+        )
     (size,) = struct.unpack("<Q", data[:8].tobytes())
     if data[:4].tobytes() in _LLAMA_CPP:
         raise StateFormatError("a state file of llama.cpp's own: load_llama_file reads it")
     if size > _MAX_HEADER:
         raise StateFormatError("not a state of pykvcache: it does not begin as a safetensors file")
     if len(data) < 8 + size:
-        raise StateTruncated(f"the state ends after {len(data)} bytes, within its header")
+        raise StateTruncated(
+            f"the state ends after {len(data)} bytes, within its header",
+            what="bytes",
+            value=len(data),
+            limit=8 + size,
+        )
     try:
         entries = json.loads(data[8 : 8 + size].tobytes())
     except (ValueError, RecursionError):
@@ -170,7 +183,12 @@ def _tensors(data: ByteArray, start: int, entries: Mapping[str, Any]) -> dict[st
             if end - begin != prod(shape) * _SIZES[entry["dtype"]]:
                 raise ValueError
             if start + end > len(data):
-                raise StateTruncated(f"the state ends after {len(data)} bytes, within {name}")
+                raise StateTruncated(
+                    f"the state ends after {len(data)} bytes, within {name}",
+                    what="bytes",
+                    value=len(data),
+                    limit=start + end,
+                )
             view = data[start + begin : start + end]
             tensors[name] = Tensor(name, entry["dtype"], shape, view)
             at = end
@@ -179,5 +197,10 @@ def _tensors(data: ByteArray, start: int, entries: Mapping[str, Any]) -> dict[st
     except (ValueError, TypeError, KeyError, AttributeError):
         raise StateDamaged("the header's list of tensors makes no sense") from None
     if start + at != len(data):
-        raise StateTrailingBytes(f"the state has {len(data) - start - at} bytes too many")
+        raise StateTrailingBytes(
+            f"the state has {len(data) - start - at} bytes too many",
+            what="bytes",
+            value=len(data),
+            limit=start + at,
+        )
     return tensors

@@ -43,31 +43,48 @@ def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
     for what in ("part", "n_layer", "extended"):
         found, wanted = getattr(layout, what), getattr(target, what)
         if found != wanted:
-            raise StateLayoutMismatch(f"{what} is {found!r} in the state, {wanted!r} here")
+            raise StateLayoutMismatch(
+                f"{what} is {found!r} in the state, {wanted!r} here",
+                what=what,
+                value=found,
+                limit=wanted,
+            )
     if len(layout.rows) != len(target.rows):
         raise StateLayoutMismatch(
             f"the state has {len(layout.rows)} tensors in its {layout.part} part: "
-            f"this context has {len(target.rows)}"
+            f"this context has {len(target.rows)}",
+            what="tensors",
+            value=len(layout.rows),
+            limit=len(target.rows),
         )
     for rows, wanted in zip(layout.rows, target.rows, strict=True):
         for what in ("what", "layer", "n_embd", "n_head", "head_dim"):
             a, b = getattr(rows, what), getattr(wanted, what)
             if a != b:
                 raise StateLayoutMismatch(
-                    f"{what} of layer {wanted.layer} is {a!r} in the state, {b!r} here"
+                    f"{what} of layer {wanted.layer} is {a!r} in the state, {b!r} here",
+                    what=f"{what} of layer {wanted.layer}",
+                    value=a,
+                    limit=b,
                 )
         if rows.type == wanted.type and rows.rotation == wanted.rotation:
             if rows.row_bytes != wanted.row_bytes:
                 raise StateLayoutMismatch(
                     f"a row of layer {wanted.layer} has {rows.row_bytes} bytes in the state, "
-                    f"{wanted.row_bytes} here"
+                    f"{wanted.row_bytes} here",
+                    what=f"row of layer {wanted.layer}",
+                    value=rows.row_bytes,
+                    limit=wanted.row_bytes,
                 )
         elif rows.what not in ("k", "v"):
             raise StateLayoutMismatch(f"the recurrent state of layer {rows.layer} has another type")
         elif not convert:
             raise StateLayoutMismatch(
                 f"{rows.what.upper()} is stored as {_name(rows)} in the state and as "
-                f"{_name(wanted)} here: pass convert=True to convert it, which rounds"
+                f"{_name(wanted)} here: pass convert=True to convert it, which rounds",
+                what=rows.what,
+                value=_name(rows),
+                limit=_name(wanted),
             )
 
 

@@ -83,12 +83,20 @@ class Fingerprint:
         if self.model != here.model:
             raise StateModelMismatch(
                 f"the state belongs to another model: its fingerprint is {self.model[:16]}..., "
-                f"this model's is {here.model[:16]}..."
+                f"this model's is {here.model[:16]}...",
+                what="model",
+                value=self.model,
+                limit=here.model,
             )
         for what in ("memory", "causal", "adapters"):
             found, wanted = getattr(self, what), getattr(here, what)
             if found != wanted:
-                raise StateLayoutMismatch(f"{what} is {found!r} in the state, {wanted!r} here")
+                raise StateLayoutMismatch(
+                    f"{what} is {found!r} in the state, {wanted!r} here",
+                    what=what,
+                    value=found,
+                    limit=wanted,
+                )
         if self.rope_digest != here.rope_digest:
             differ = [
                 f"{name} is {self.rope.get(name)} in the state, {here.rope.get(name)} here"
@@ -98,7 +106,10 @@ class Fingerprint:
             raise StateLayoutMismatch(
                 "keys are rotated otherwise here (rope_freq_base, rope_freq_scale, yarn_*): "
                 # The digest is of every layer and of the factors, the numbers are of one.
-                + (", ".join(differ) or "other frequency factors, or another layer")
+                + (", ".join(differ) or "other frequency factors, or another layer"),
+                what="rope",
+                value=self.rope,
+                limit=here.rope,
             )
 
 

@@ -165,14 +165,25 @@ class LlamaStateFile:
         if len(words) > 1 and words[1] not in _VERSIONS[kind]:
             known = " and ".join(map(str, _VERSIONS[kind]))
             raise StateVersionError(
-                f"the file of a {kind} has version {words[1]}: {known} can be read here"
+                f"the file of a {kind} has version {words[1]}: {known} can be read here",
+                what="version",
+                value=words[1],
+                limit=_VERSIONS[kind],
             )
         if len(words) < 3:
-            raise StateTruncated(f"the file ends after {len(data)} bytes, within its header")
+            raise StateTruncated(
+                f"the file ends after {len(data)} bytes, within its header",
+                what="bytes",
+                value=len(data),
+                limit=_START,
+            )
         end = _START + 4 * words[2]
         if end > len(data):
             raise StateTruncated(
-                f"the file ends after {len(data)} bytes, within its {words[2]} tokens"
+                f"the file ends after {len(data)} bytes, within its {words[2]} tokens",
+                what="bytes",
+                value=len(data),
+                limit=end,
             )
         packed = np.frombuffer(data[_START:end].tobytes(), "<i4").astype(np.int32)
         tokens, n_media = _unpacked(packed) if words[1] > 2 and kind == "sequence" else (packed, 0)
@@ -242,7 +253,12 @@ def _unpacked(packed: IntArray) -> tuple[IntArray, int]:
 
     version = number()
     if version != 1:
-        raise StateVersionError(f"llama-server's tokens have version {version}: 1 is known here")
+        raise StateVersionError(
+            f"llama-server's tokens have version {version}: 1 is known here",
+            what="version",
+            value=version,
+            limit=1,
+        )
     tokens = np.frombuffer(skipped(4 * number(), "the tokens"), "<i4").astype(np.int32)
     n_media = number()
     keys = np.frombuffer(skipped(4 * n_media, "the places of media"), "<u4")

@@ -306,7 +306,10 @@ class StateMethods(PartialStateMethods):
             if layout.part != "recurrent" and len(streams) != layout.n_stream:
                 raise StateLayoutMismatch(
                     f"the state has {len(streams)} streams, this context {layout.n_stream} "
-                    "(kv_unified, n_seq_max): restore single sequences instead"
+                    "(kv_unified, n_seq_max): restore single sequences instead",
+                    what="streams",
+                    value=len(streams),
+                    limit=layout.n_stream,
                 )
         parts = self._fitted(state.parts, convert=convert)
         arch = self._native.model.metadata["general.architecture"]
@@ -379,7 +382,10 @@ class StateMethods(PartialStateMethods):
         convert = as_bool(convert, "convert")
         if len(parts) != len(self._layouts):
             raise StateLayoutMismatch(
-                f"the state has {len(parts)} kinds of cache, this context {len(self._layouts)}"
+                f"the state has {len(parts)} kinds of cache, this context {len(self._layouts)}",
+                what="kinds of cache",
+                value=len(parts),
+                limit=len(self._layouts),
             )
         return [
             [fit(part, layout, convert=convert) for part in streams]

@@ -203,7 +203,12 @@ class Saved(ABC):
     def _checked(cls, container: Container) -> Self:
         kind = container.metadata.get("kind")
         if kind != cls.kind:
-            raise StateFormatError(f"this is the state of a {kind}, not of a {cls.kind}")
+            raise StateFormatError(
+                f"this is the state of a {kind}, not of a {cls.kind}",
+                what="kind",
+                value=kind,
+                limit=cls.kind,
+            )
         state = cls._parsed(container)
         if container.metadata.get("n_tokens") != str(state.n_tokens):
             raise StateDamaged("the state's header has no valid n_tokens")

@@ -211,7 +211,10 @@ class SequenceState(Saved):
             if len(before) and len(after) and before.positions[-1] >= after.positions[0]:
                 raise StateError(
                     f"a block that begins at {after.positions[0]} cannot follow one that ends at "
-                    f"{before.positions[-1]}"
+                    f"{before.positions[-1]}",
+                    what="first position",
+                    value=int(after.positions[0]),
+                    limit=int(before.positions[-1]) + 1,
                 )
         if len(states) == 1:
             return states[0]
@@ -273,7 +276,12 @@ class SequenceState(Saved):
         except (ValueError, RecursionError) as error:
             raise StateDamaged(str(error)) from None
         if state.first != int(first):
-            raise StateDamaged(f"the state begins at {state.first}, not at {first}")
+            raise StateDamaged(
+                f"the state begins at {state.first}, not at {first}",
+                what="first position",
+                value=state.first,
+                limit=int(first),
+            )
         return state
 
 

@@ -1,0 +1,53 @@
+"""What can be wrong with a model's file, or with what a context is asked to be."""
+
+from __future__ import annotations
+
+from pykvcache.errors._base import KvCacheError
+
+__all__ = ["ContextCreateError", "ModelLoadError"]
+
+
+class ModelLoadError(KvCacheError, OSError):
+    """A file is not a model that llama.cpp can load.
+
+    Attributes
+    ----------
+    path : str or None
+        The file, as it was given.
+    reason : str or None
+        What is wrong with it; of what the system refused, ``errno`` and ``strerror`` tell.
+    """
+
+    def __init__(self, *facts: object, path: str | None = None, reason: str | None = None) -> None:
+        super().__init__(*facts)
+        self.path = self.filename if path is None else path
+        self.reason = reason if reason is not None else self.strerror
+
+    @classmethod
+    def of(cls, path: str, reason: str) -> ModelLoadError:
+        """Return the error that names a file and what is wrong with it."""
+        return cls(f"cannot load {path!r}: {reason}", path=path, reason=reason)
+
+
+class ContextCreateError(KvCacheError, RuntimeError):
+    """A context cannot have these parameters, or not with this model.
+
+    Attributes
+    ----------
+    parameter : str or None
+        The parameter that stands in the way, where it is one.
+    value, limit : object
+        What it is, and what it may be: the most, the least, or the one word.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        parameter: str | None = None,
+        value: object = None,
+        limit: object = None,
+    ) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+        self.limit = limit

@@ -185,8 +185,11 @@ def test_arrays_whose_products_overflow_are_refused(
         large = {"keys": layers[1].keys, "values": layers[1].values}
         large[which] = np.full_like(large[which], value)
         layers[1] = LayerKV(large["keys"], large["values"])
-        with pytest.raises(StateError, match=rf"layers\[1\]\.{which} holds .* overflow"):
+        with pytest.raises(StateError, match=rf"layers\[1\]\.{which} holds .* overflow") as caught:
             ctx.write_kv(replace(arrays, layers=layers), 2)
+        assert caught.value.what == f"attention layers[1].{which}"
+        assert isinstance(caught.value.value, float)
+        assert caught.value.value > caught.value.limit  # type: ignore[operator]
     assert ctx.get_state().tobytes() == before
 
 

@@ -165,8 +165,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     bool same_cells(const memory*, llama_seq_id, llama_seq_id)
     shift_problem add_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int64_t delta,
                             llama_pos& where)
-    shift_problem div_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d,
-                            llama_pos& where)
+    shift_problem div_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d, llama_pos& where)
     int32_t remove_cells(memory*, llama_seq_id, llama_pos p0, llama_pos p1)
     bool copies_replace(const memory*)
     int32_t copy_cells(memory*, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
@@ -307,7 +306,8 @@ cdef extern from "blocks.h" namespace "pykv" nogil:
 
     size_t block_cell_bytes(const memory*, bool v_trans) except +
     int32_t block_write(const memory*, bool v_trans, llama_seq_id, llama_pos first, uint32_t n, uint8_t* dst)
-    int32_t block_join(const memory*, bool v_trans, const vector[block_part]&, state_piece rest, joined_state&)
+    int32_t block_join(
+        const memory*, bool v_trans, const vector[block_part]&, state_piece rest, joined_state&)
 
 
 cdef extern from "probe_compact.h" namespace "pykv" nogil:

@@ -48,7 +48,12 @@ def load_sequence(cells: SequenceCells, path: Path) -> None:
     if len(tokens) and int(tokens.max()) >= ctx.model.n_vocab:
         raise StateDamaged(f"the file holds a token outside [0, {ctx.model.n_vocab})")
     if state.first:
-        raise StateDamaged(f"the state begins at position {state.first}, not at 0")
+        raise StateDamaged(
+            f"the state begins at position {state.first}, not at 0",
+            what="first position",
+            value=state.first,
+            limit=0,
+        )
     seq_id = cells.attach()
     cells.with_room(lambda: ctx.restore_sequence(state, seq_id))
     ledger.append(tokens)

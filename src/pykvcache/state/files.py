@@ -24,7 +24,7 @@ def json_of(container: Container, key: str) -> Any:
     try:
         return json.loads(container.metadata[key])
     except (KeyError, ValueError, RecursionError):
-        raise StateDamaged(f"the state's header has no valid {key}") from None
+        raise StateDamaged(f"the state's header has no valid {key}", what=key) from None
 
 
 def layouts_of(container: Container) -> tuple[PartLayout, ...]:
@@ -51,7 +51,7 @@ def read_ints(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) 
         b in (-1, a) for a, b in zip(tensor.shape, shape, strict=True)
     )
     if tensor.dtype != "I32" or not fits:
-        raise StateDamaged(f"{name} has another shape or type than its layout says")
+        raise StateDamaged(f"{name} has another shape or type than its layout says", what=name)
     values: IntArray = np.frombuffer(tensor.data, "<i4").reshape(tensor.shape)
     return values.astype(np.int32)
 
@@ -60,7 +60,7 @@ def _find(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     try:
         return tensors[name]
     except KeyError:
-        raise StateDamaged(f"the state has no {name}") from None
+        raise StateDamaged(f"the state has no {name}", what=name) from None
 
 
 def write_part(prefix: str, part: Part) -> Iterator[Tensor]:
@@ -102,16 +102,16 @@ def read_part(
         offsets = read_ints(tensors, f"{prefix}.offsets", (n + 1,))
         ids = read_ints(tensors, f"{prefix}.sequences", (-1,))
         if offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
-            raise StateDamaged(f"{prefix}.offsets make no sense")
+            raise StateDamaged(f"{prefix}.offsets make no sense", what=f"{prefix}.offsets")
         pair = offsets, ids
     part = Part(layout, positions, ext, (), pair)
     data = []
     for i, (name, dtype, shape) in enumerate(_described(prefix, part)):
         tensor = _find(tensors, name)
         if (tensor.dtype, tensor.shape) != (dtype, shape):
-            raise StateDamaged(f"{name} has another shape or type than its layout says")
+            raise StateDamaged(f"{name} has another shape or type than its layout says", what=name)
         wanted = part.shape(i)
         if tensor.data.nbytes != prod(wanted):
-            raise StateDamaged(f"{name} has another size than its layout says")
+            raise StateDamaged(f"{name} has another size than its layout says", what=name)
         data.append(tensor.data.reshape(wanted))
     return Part(layout, positions, ext, tuple(data), pair)

@@ -260,11 +260,8 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
     ctypedef struct state_block:
         memory_part part
         block_kind kind
-        uint32_t stream
-        uint32_t layer
-        uint32_t n_cells
-        uint64_t offset
-        uint64_t size
+        uint32_t stream, layer, n_cells
+        uint64_t offset, size
     ctypedef struct state_piece:
         const uint8_t* data
         size_t size

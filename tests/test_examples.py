@@ -30,6 +30,7 @@ SCRIPTS = (
     "best_of_n",
     "many_prompts",
     "chat",
+    "prefix_cache",
 )
 
 # One CPU: threads that wait for each other on a busy machine take most of the time.
@@ -283,6 +284,16 @@ def test_many_prompts() -> None:
     assert len(rows) == 16
     waits = [int(wait) for wait, _ in rows]
     assert max(waits[:8]) < max(waits[8:]), "eight run, eight wait"
+
+
+def test_prefix_cache() -> None:
+    assert len((EXAMPLES / "prefix_cache.py").read_text(encoding="utf-8").splitlines()) < 30
+    shown = output("prefix_cache")
+    turns = [tuple(map(int, row)) for row in re.findall(r"^chat: +(\d+) of +(\d+)", shown, re.M)]
+    tree = [tuple(map(int, row)) for row in re.findall(r"^tree: +(\d+) of +(\d+)", shown, re.M)]
+    assert len(turns) == len(tree) == 3
+    assert turns[0][0] == turns[0][1], "the first knows nothing"
+    assert all(new < n / 3 for new, n in [*turns[1:], *tree])
 
 
 def test_chat() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from pykvcache.sequence.pool import pool_of
 from pykvcache.sequence.saved import load_sequence, save_sequence
 from pykvcache.sequence.text import Stop, StopInput
 from pykvcache.state.saved import Path
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["LlamaSequence"]
 
@@ -269,7 +272,7 @@ class LlamaSequence(EditMethods):
                 self._closed = True
                 self._cells.release()
 
-    def __enter__(self) -> LlamaSequence:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

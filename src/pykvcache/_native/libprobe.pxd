@@ -302,7 +302,8 @@ cdef extern from "blocks.h" namespace "pykv" nogil:
         vector[state_piece] pieces
 
     size_t block_cell_bytes(const memory*, bool v_trans) except +
-    int32_t block_write(const memory*, bool v_trans, llama_seq_id, llama_pos first, uint32_t n, uint8_t* dst)
+    int32_t block_write(
+        const memory*, bool v_trans, llama_seq_id, llama_pos first, uint32_t n, uint8_t* dst)
     int32_t block_join(
         const memory*, bool v_trans, const vector[block_part]&, state_piece rest, joined_state&)
 

@@ -69,7 +69,7 @@ def rows(folder: Path) -> int:
 def test_killed_at_any_moment_nothing_is_lost_but_what_was_being_written(tmp_path: Path) -> None:
     dice = random.Random(1)
     n_checked = 0
-    for round_ in range(6):
+    for round_ in range(4):
         with contextlib.ExitStack() as stack:
             writers = [
                 stack.enter_context(running("write", tmp_path, f"{round_}.{i}")) for i in range(2)

@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     )
     from pykvcache.facts import PerfData
     from pykvcache.generate import BatchGenerator, GenerationHandle
-    from pykvcache.introspection import CellTable, MemoryInfo, SequenceRange
+    from pykvcache.introspection import BufferBytes, CellTable, MemoryInfo, SequenceRange
     from pykvcache.kv import (
         CacheView,
         LayerKV,
@@ -122,6 +122,7 @@ _HOMES = {
     "AttentionType": "enums",
     "AttentionTypeName": "enums",
     "BatchGenerator": "generate",
+    "BufferBytes": "introspection",
     "CacheView": "kv",
     "CellTable": "introspection",
     "CheckpointPolicy": "sequence",
@@ -176,6 +177,7 @@ __all__ = [
     "AttentionType",
     "AttentionTypeName",
     "BatchGenerator",
+    "BufferBytes",
     "CacheDTypeError",
     "CacheFullError",
     "CacheKeyError",

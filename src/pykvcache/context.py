@@ -51,7 +51,7 @@ class LlamaContext(
         `kv_cache_can_shift`, `kv_cache_update`, `kv_cache_compact`
     look into the memory
         `kv_cache_seq_pos_max`, `kv_cache_seq_pos_min`, `can_resume`, `sequences`, `cells`,
-        `n_cells_used`, `memory_kind`, `memory_info`
+        `n_cells_used`, `memory_kind`, `memory_info`, `memory_breakdown`
     keys and values as arrays
         `kv`, `write_kv`
     files and objects that hold a sequence, or all of them

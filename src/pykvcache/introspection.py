@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pykvcache._native import lib
 from pykvcache.enums import GgmlType, MemoryKind, MemoryPart
 
-__all__ = ["CellTable", "IntrospectionMethods", "MemoryInfo", "SequenceRange"]
+__all__ = ["BufferBytes", "CellTable", "IntrospectionMethods", "MemoryInfo", "SequenceRange"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,14 @@ class MemoryInfo:
     max_rollback: int
     bytes_total: int
     bytes_per_token: int
+
+
+class BufferBytes(NamedTuple):
+    """Bytes in buffers of one type: of the model's weights, the context's memory, the graphs."""
+
+    model: int
+    context: int
+    compute: int
 
 
 class SequenceRange(NamedTuple):
@@ -122,6 +130,17 @@ class IntrospectionMethods:
         """What the memory is and can do."""
         facts: dict[str, Any] = self._native.memory_info()
         return MemoryInfo(type_k=self._type_k, type_v=self._type_v, **facts)
+
+    def memory_breakdown(self) -> dict[str, BufferBytes]:
+        """Return what model and context take, in bytes (``llama_get_memory_breakdown``).
+
+        Returns
+        -------
+        dict of str to BufferBytes
+            By ggml's name of the type of buffer: ``"CPU"``, ``"CPU_Mapped"`` for weights that
+            stay in the file, ``"CUDA0"``.
+        """
+        return {name: BufferBytes(*sizes) for name, *sizes in self._native.memory_breakdown()}
 
     @property
     def n_cells_used(self) -> int:

@@ -76,11 +76,11 @@ def names_in(path: str) -> frozenset[str]:
 
 
 def rows() -> list[list[str]]:
-    """Cells of the rows under the heading that begins the tables of seed items."""
-    _, _, part = TEXT.partition("\n## Seed items\n")
+    """Cells of the rows under the heading that begins the tables of what the originals do."""
+    _, _, part = TEXT.partition("\n## Item by item\n")
     lines = [line for line in part.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
-    return [row for row in cells if row[0] != "seed item" and not row[0].startswith("---")]
+    return [row for row in cells if row[0] != "item of the original" and not row[0].startswith("---")]
 
 
 def test_the_table_is_whole() -> None:

@@ -10,6 +10,19 @@ cdef dict _PARTS = {
 cdef class Cells(Memory):
     """What is in which cell; resume, copy a prefix, remove and close the gap."""
 
+    def memory_breakdown(self):
+        """Return (buffer type, model, context, compute) bytes by ``llama_get_memory_breakdown``."""
+        cdef vector[lib.buffer_bytes] found
+        cdef size_t i
+        self.look()
+        try:
+            if lib.memory_breakdown(self.ctx, found) == lib.CAUGHT:
+                raise self.fail_to_read("memory_breakdown")
+        finally:
+            self.lock.leave()
+        return [(_text(found[i].name), found[i].model, found[i].context, found[i].compute)
+                for i in range(found.size())]
+
     def memory_info(self):
         """Return the facts of the memory as a dict."""
         cdef lib.memory_facts facts

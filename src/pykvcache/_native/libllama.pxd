@@ -139,7 +139,6 @@ cdef extern from "llama.h" nogil:
     void llama_set_n_threads(llama_context*, int32_t n_threads, int32_t n_threads_batch)
 
     bool llama_vocab_is_eog(const llama_vocab*, llama_token)
-    bool llama_vocab_is_control(const llama_vocab*, llama_token)
     llama_token llama_vocab_bos(const llama_vocab*)
     llama_token llama_vocab_eos(const llama_vocab*)
     llama_token llama_vocab_eot(const llama_vocab*)

@@ -66,6 +66,15 @@ cdef extern from "devices.h" namespace "pykv" nogil:
     int32_t rpc_serve(const char* endpoint)
 
 
+cdef extern from "probe_buffers.h" namespace "pykv" nogil:
+    cppclass buffer_bytes:
+        string name
+        uint64_t model
+        uint64_t context
+        uint64_t compute
+    int32_t memory_breakdown(const llama_context*, vector[buffer_bytes]& out)
+
+
 cdef extern from "words.h" namespace "pykv" nogil:
     vector[string] split_text(const string& text, const vector[string]& patterns, bool byte_encode,
                               bool with_std_regex) except +

@@ -190,11 +190,6 @@ cdef class Model:
         self.check_vocab()
         return bool(lib.llama_vocab_is_eog(self.vocab, self.check_token(token)))
 
-    def is_control(self, token):
-        """Call ``llama_vocab_is_control``."""
-        self.check_vocab()
-        return bool(lib.llama_vocab_is_control(self.vocab, self.check_token(token)))
-
     def tokenize(self, bytes text not None, bint add_special, bint parse_special):
         """Call ``llama_tokenize`` between special tokens; the GIL is free meanwhile."""
         cdef const char* c_text = text

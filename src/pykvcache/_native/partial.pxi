@@ -25,10 +25,6 @@ cdef class Partial:
         cdef Partials ctx = self.context()
         return ctx is not None and not ctx.is_closed and not ctx.broken and ctx.still_holds(self)
 
-    def belongs_to(self, ctx):
-        """Whether the state was taken from this context."""
-        return self.context() is ctx
-
 
 cdef class Partials(Blocks):
     """``llama_state_seq_*_ext`` with ``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``, where they fit only."""

@@ -1,4 +1,4 @@
-"""The flat cache: what the seed's tests show, and what the seed leaves unchecked."""
+"""The flat cache: what the original's tests show, and what the original leaves unchecked."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def contents(cache: FlatKVCache) -> tuple[Any, ...]:
     )
 
 
-# The seed's own behaviour -------------------------------------------------------------
+# The original's own behaviour -------------------------------------------------------------
 
 
 def test_one_token_in_two_layers() -> None:
@@ -141,7 +141,7 @@ def test_growth_copies_a_constant_number_of_times_per_token() -> None:
 
 
 def test_a_token_is_readable_before_advance() -> None:
-    # Attention of the current token reads it from the cache, as in the seed.
+    # Attention of the current token reads it from the cache, as in the original.
     cache = filled(tokens=1)
     cache.append(0, entry(0, 1, 6), -entry(0, 1, 6))
     assert len(cache) == 1
@@ -170,7 +170,7 @@ def test_repr_names_the_sizes() -> None:
     )
 
 
-# What the seed leaves unchecked ---------------------------------------------------------
+# What the original leaves unchecked ---------------------------------------------------------
 
 
 def test_advance_needs_every_layer() -> None:

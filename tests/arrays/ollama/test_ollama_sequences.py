@@ -41,7 +41,7 @@ def test_copy_prefix_replaces_the_destination() -> None:
     assert seen(cache, 1, 0) == [0.5]
 
 
-# A.1 CopyPrefix(s, s, len), which wipes the sequence in the seed, keeps the prefix.
+# A.1 CopyPrefix(s, s, len), which wipes the sequence in the original, keeps the prefix.
 def test_copy_prefix_onto_itself_keeps_the_prefix() -> None:
     cache = made(CausalCache())
     fill(cache, 4, step=4)

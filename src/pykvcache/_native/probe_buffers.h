@@ -1,0 +1,36 @@
+// How many bytes a context takes, by type of buffer. llama.cpp gives them through a C++ function alone.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ggml-backend.h"
+#include "guarded.h"
+#include "llama-ext.h"
+
+namespace pykv {
+
+struct buffer_bytes {
+    std::string name;
+    uint64_t    model = 0, context = 0, compute = 0;
+};
+
+inline int32_t memory_breakdown(const llama_context * ctx, std::vector<buffer_bytes> & out) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        std::map<std::string, buffer_bytes> found;  // two types may have one name
+        for (const auto & [type, bytes] : llama_get_memory_breakdown(ctx)) {
+            buffer_bytes & one = found[ggml_backend_buft_name(type)];
+            one.model += bytes.model;
+            one.context += bytes.context;
+            one.compute += bytes.compute;
+        }
+        for (auto & [name, one] : found) {
+            one.name = name;
+            out.push_back(one);
+        }
+        return 0;
+    });
+}
+
+}  // namespace pykv

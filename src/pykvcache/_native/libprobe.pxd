@@ -190,11 +190,8 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
         int32_t type
         bool host
         bool transposed
-        int64_t n_head
-        int64_t head_dim
-        size_t cell_stride
-        size_t head_stride
-        size_t value_stride
+        int64_t n_head, head_dim
+        size_t cell_stride, head_stride, value_stride
     ctypedef struct live_cell:
         llama_pos pos
         uint32_t cell
@@ -203,12 +200,7 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
         int32_t n_rot
         int32_t offset
         int32_t n_ctx_orig
-        float freq_base
-        float freq_scale
-        float ext_factor
-        float attn_factor
-        float beta_fast
-        float beta_slow
+        float freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow
     ctypedef struct key_rope:
         bool known
         bool joined

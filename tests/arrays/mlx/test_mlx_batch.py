@@ -294,3 +294,11 @@ def test_a_bool_among_integers_is_refused():
             call()
         assert isinstance(caught.value, CacheDTypeError)
     assert cache.batch_size == 2
+
+
+def test_a_class_of_somebody_else_may_derive_from_it() -> None:
+    class Mine(BatchKVCache):
+        pass
+
+    assert type(KVCache.merge([single(1)])) is BatchKVCache
+    assert type(Mine.merge([single(1)])) is Mine

@@ -29,9 +29,10 @@ class SingleCache(PairCache):
 class BatchCache(PairCache):
     """One row per sequence. The class names the cache that `extract` gives: ``row_class``."""
 
-    def __init_subclass__(cls, *, row_class: type[SingleCache], **rest: Any) -> None:
+    def __init_subclass__(cls, row_class: type[SingleCache] | None = None, **rest: Any) -> None:
         super().__init_subclass__(**rest)
-        row_class._batch_class = cls
+        if row_class is not None:
+            row_class._batch_class = cls
 
     @property
     @abstractmethod

@@ -31,6 +31,9 @@ def _bucket(age: int) -> int:
 _TURNS, _USES = 6, 6
 _CLASSES: Final = _TURNS * 2 * _USES
 
+# How a life ends: as a leaf that is used, unused, or used while others follow.
+_USED, _UNUSED, _USED_INSIDE = range(3)
+
 
 class _Life:
     """What is noted of a run, from its last use on."""
@@ -78,7 +81,7 @@ class HitDensity(Policy):
 
     declines = True
     _ghosts_per_leaf = 4
-    _prior, _prior_lives, _class_lives, _decay = 0.06, 10.0, 5.0, 0.93
+    _prior, _prior_lives, _class_lives, _decay = 0.06, 10.0, 2.0, 0.93
 
     def __init__(self, sample: int = 32, seed: int = 1) -> None:
         self.sample = sample
@@ -86,9 +89,10 @@ class HitDensity(Policy):
         self._now = self._next = 0
         self._leaves: list[Run] = []
         self._ghosts: OrderedDict[int, _Life] = OrderedDict()
-        # Lives that ended with a use, and without: new ones, and all with the older counting less.
-        self._new = [[[0.0] * _BUCKETS for _ in range(_CLASSES)] for _ in range(2)]
-        self._ended = np.zeros((2, _CLASSES, _BUCKETS))
+        # Lives that ended with a use, without one, and with a use while others followed: new ones,
+        # and all with the older counting less.
+        self._new = [[[0.0] * _BUCKETS for _ in range(_CLASSES)] for _ in range(3)]
+        self._ended = np.zeros((3, _CLASSES, _BUCKETS))
         self._learn()
 
     # What happens to runs ---------------------------------------------------------------
@@ -98,8 +102,8 @@ class HitDensity(Policy):
         uses = min(life.uses.bit_length(), _USES - 1)
         life.kind = (min(life.turn, _TURNS - 1) * 2 + life.passed) * _USES + uses
 
-    def _end(self, life: _Life, used: bool) -> None:
-        self._new[0 if used else 1][life.kind][_bucket(self._now - life.began)] += 1
+    def _end(self, life: _Life, how: int) -> None:
+        self._new[how][life.kind][_bucket(self._now - life.began)] += 1
 
     def _tick(self, now: int) -> None:
         self._now = max(self._now, now)
@@ -116,7 +120,7 @@ class HitDensity(Policy):
             life.uses = ghost.uses + 1
         while ghost is not None:
             if not ghost.is_over:
-                self._end(ghost, True)
+                self._end(ghost, _USED)
                 ghost.is_over = True
             life.turn = max(life.turn, ghost.turn + 1)
             ghost = ghost.below
@@ -144,9 +148,7 @@ class HitDensity(Policy):
         """Count a life that ended with a use, and begin another."""
         self._tick(run.last_use)
         life = run.state
-        # Lives of what others follow say nothing about leaves, and there is no choice to make.
-        if life.cut or run.is_evictable:
-            self._end(life, True)
+        self._end(life, _USED if life.cut or run.is_evictable else _USED_INSIDE)
         life.cut = life.passed = False
         life.uses += 1
         self._begin(life)
@@ -158,7 +160,7 @@ class HitDensity(Policy):
         new.passed, new.began, new.kind = old.passed, old.began, old.kind
         if tail.is_evictable:
             new.cut = True
-            self._end(old, False)
+            self._end(old, _UNUSED)
         old.passed = True
         self._begin(old)
 
@@ -169,20 +171,29 @@ class HitDensity(Policy):
             self._leaves.append(run)
 
     def removing(self, run: Run, n_blocks: int) -> None:
-        """Remember a run that leaves, to see whether it comes back."""
-        if n_blocks < run.n_blocks or run.is_checkpoint:
+        """Remember what leaves, to see whether it comes back."""
+        if run.is_checkpoint:
             return
         life = run.state
-        life.key, life.start = run.key(0), run.start
-        if run.parent is not None and run.parent.state is not None:
+        if n_blocks < run.n_blocks:
+            # The life goes on with the blocks that stay.
+            life = _Life(life.turn, life.uses)
+            life.is_over = True
+        elif run.parent is not None and run.parent.state is not None:
             run.parent.state.below = life
+        first = run.n_blocks - n_blocks
+        life.key, life.start = run.key(first), run.start + first
+        self._forget(self._ghosts.pop(life.key, None))
         self._ghosts[life.key] = life
         while len(self._ghosts) > self._ghosts_per_leaf * (len(self._leaves) + 64):
-            _, old = self._ghosts.popitem(last=False)
-            old.below = None
-            if not old.is_over:
-                self._end(old, False)
-                old.is_over = True
+            self._forget(self._ghosts.popitem(last=False)[1])
+
+    def _forget(self, ghost: _Life | None) -> None:
+        if ghost is not None:
+            ghost.below = None
+            if not ghost.is_over:
+                self._end(ghost, _UNUSED)
+                ghost.is_over = True
 
     # The choice -------------------------------------------------------------------------
 
@@ -230,37 +241,45 @@ class HitDensity(Policy):
         for rows in self._new:
             for row in rows:
                 row[:] = [0.0] * _BUCKETS
-        uses, unused = self._ended[0], self._ended[1].copy()
+        uses, unused, inside = self._ended[0], self._ended[1].copy(), self._ended[2]
         # Lives that still go on reached their age as well.
         going_on = [run.state for run in self._leaves if run.is_evictable]
         going_on += [life for life in self._ghosts.values() if not life.is_over]
         for life in going_on:
             unused[life.kind, _bucket(self._now - life.began)] += 1
         self._density: list[list[float]] = _density(
-            uses, unused, self._prior, self._prior_lives, self._class_lives
+            uses, unused, inside, self._prior, self._prior_lives, self._class_lives
         ).tolist()
         self._ended *= self._decay
+
+
+def _reached(ended: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return how many lives reached each age, those that ended in its bucket counting half."""
+    reached: NDArray[np.float64] = np.cumsum(ended[:, ::-1], 1)[:, ::-1] - ended / 2
+    return reached
 
 
 def _density(
     uses: NDArray[np.float64],
     unused: NDArray[np.float64],
+    inside: NDArray[np.float64],
     prior: float,
     prior_lives: float,
     class_lives: float,
 ) -> NDArray[np.float64]:
     """Return hits per time to be expected, for each kind and age.
 
-    The chance of a use at some age is learned from all kinds together, and for each kind by how
-    much it is higher or lower (proportional hazards): few lives are enough for that.
+    The chance of a use at some age is learned from the leaves of all kinds together, and for each
+    kind, what others follow included, by how much it is higher or lower (proportional hazards): few
+    lives are enough for that.
     """
-    ended = uses + unused
-    reached = np.cumsum(ended[:, ::-1], 1)[:, ::-1] - ended / 2
+    reached = _reached(uses + unused)
     # Where nothing is known, the chance falls with age, which makes it LRU.
     guess = prior * np.exp(-np.arange(_BUCKETS) / 14)
     chance = (uses.sum(0) + prior_lives * guess) / (reached.sum(0) + prior_lives)
     chance = np.minimum(chance, 0.9)
-    factor = (uses.sum(1) + class_lives) / ((reached * chance).sum(1) + class_lives)
+    expected = (_reached(uses + unused + inside) * chance).sum(1)
+    factor = ((uses + inside).sum(1) + class_lives) / (expected + class_lives)
     used = 1 - (1 - chance) ** factor[:, None]
     density: NDArray[np.float64] = np.empty(used.shape)
     for age in range(_BUCKETS):

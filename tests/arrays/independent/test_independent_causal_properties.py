@@ -249,3 +249,27 @@ def test_random_calls(setup: dict[str, Any], calls: list[tuple[Any, ...]]) -> No
     pair = Pair(**setup)
     for name, *arguments in calls:
         getattr(pair, name)(*arguments)
+
+
+def test_attention_through_the_cache_equals_attention_over_the_history() -> None:
+    rng = np.random.default_rng(3)
+    window, n, dim = 4, 30, 8
+    q, k, v = (rng.standard_normal((n, dim)).astype(np.float32) for _ in range(3))
+    cache = SWACache(window)
+    cache.init(np.float32, 1, 200, 6)
+    rows, start = [], 0
+    for count in (6, 1, 5, 1, 1, 6, 6, 4):
+        cache.start_forward(list(range(start, start + count)), [0] * count)
+        part = slice(start, start + count)
+        cache.put(k[part, None], v[part, None])
+        key, value, mask = cache.get()
+        scores = q[part] @ key[:, 0].T + mask
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        rows.append(weights / weights.sum(1, keepdims=True) @ value[:, 0])
+        start += count
+    places = np.arange(n)
+    visible = (places <= places[:, None]) & (places >= places[:, None] - window)
+    scores = np.where(visible, q @ k.T, -np.inf)
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    expected = weights / weights.sum(1, keepdims=True) @ v
+    np.testing.assert_allclose(np.concatenate(rows), expected, atol=1e-5)

@@ -17,18 +17,18 @@ NATIVE = Path(__file__).resolve().parents[1] / "src" / "pykvcache" / "_native"
 
 READERS = {
     "probe.h": "heads_divisible kind class_name why_no_shift bounded picks_blocks windowed "
-    "n_stream look_at_context next_cell n_used n_free n_held extent removal_of first_kept "
-    "state_cell note_first first_of holds last_before window_intact window_dropped shared "
-    "same_cells add_check div_check copies_replace "
+    "n_stream look_at_context next_cell n_used n_free n_held extent first_kept "
+    "first_of holds last_before window_intact window_dropped shared "
+    "same_cells add_check div_check "
     "max_position",
     "probe_values.h": "largest_value",
     "probe_kv.h": "has_part in_window has_extended has_keys bytes_of block_of",
     "probe_state.h": "owned_alone",
-    "probe_partial.h": "first_from window_has_room",
+    "probe_partial.h": "window_has_room",
     "probe_compact.h": "can_compact",
     "disk.h": "claim_blocks",
-    "lineage.h": "changed all_changed is_true",
-    "held_rows.h": "now back_to forget begin removed copied restored cleared is_held is_whole pos",
+    "sequences.h": "cells epoch is_pending needs_removal was_damaged whole_only next_pos input_key "
+    "removal_of is_version row_is_held row_pos rows_are_whole",
     "sync.h": "try_enter enter leave is_mine begin arm end is_wanted ask is_exiting finish",
 }
 """Functions that allocate nothing, by header; of classes, their methods."""

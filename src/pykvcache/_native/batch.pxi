@@ -10,9 +10,6 @@ cdef class Batch(Outputs):
     cdef vector[int32_t] seq_ids
     cdef vector[int32_t*] seq_ptr
     cdef vector[int8_t] flags
-    # Encoder-decoder models: a hash of the encoder's tokens of each sequence, 0 for none.
-    # Sequences with the same one attend to the same input.
-    cdef uint64_t input_key[MAX_SEQ]
     # Next position and history of each sequence while a batch is checked.
     cdef int64_t expect[MAX_SEQ]
     cdef uint64_t history[MAX_SEQ]
@@ -62,11 +59,11 @@ cdef class Batch(Outputs):
     # Checks --------------------------------------------------------------------------
 
     cdef int check_seq_for_decode(self, int32_t seq) except -1:
-        if self.poisoned[seq]:
+        if self.seqs.needs_removal(seq):
             raise DecodeError(
                 f"sequence {seq} holds the rest of an aborted decode: remove all of it first",
                 needs_removal=(seq,))
-        if self.model.has_encoder and self.model.has_decoder and self.input_key[seq] == 0:
+        if self.model.has_encoder and self.model.has_decoder and self.seqs.input_key(seq) == 0:
             raise DecodeError(
                 f"the last encode() was not for sequence {seq}: empty it and encode its input first")
         return 0
@@ -200,7 +197,7 @@ cdef class Batch(Outputs):
 
     cdef int64_t first_of_batch(self, int32_t s, Py_ssize_t i, bint encoding) except -1:
         """The position that the first token of a sequence in the batch must have."""
-        cdef int64_t first = self.next_pos(s)
+        cdef int64_t first = self.seqs.next_pos(s)
         if encoding:
             if first > 0:
                 raise InvalidBatch(
@@ -223,7 +220,7 @@ cdef class Batch(Outputs):
     cdef int check_coupled(self, const int32_t* seqs, Py_ssize_t i, int32_t n) except -1:
         """A token of several sequences is computed once, over the cells of the first of them."""
         cdef int32_t j, s, a = seqs[0]
-        if self.streams or self.whole_only():
+        if self.streams or self.seqs.whole_only():
             raise UnsupportedOperation(
                 "decode", f"token at {i} belongs to several sequences, which needs kv_unified=True "
                 "and a memory without recurrent state", "context")

@@ -5,7 +5,7 @@ cdef class Blocks(State):
 
     def block_bytes(self):
         """Bytes of one cell in a block; 0 where no layer keeps all of its cells."""
-        self.look()
+        self.lock_read()
         try:
             self.has_states("blocks")
             return lib.block_cell_bytes(self.mem, self.v_trans())
@@ -17,7 +17,7 @@ cdef class Blocks(State):
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), begin = _p0(first), code
         cdef uint32_t count = _int(n, "n", 1, INT32_MAX)
         cdef bint v_trans
-        self.look()
+        self.lock_read()
         try:
             self.readable("blocks", seq)
             v_trans = self.v_trans()
@@ -48,7 +48,7 @@ cdef class Blocks(State):
         cdef const uint8_t[::1] view
         cdef size_t cell
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        self.enter()
+        self.lock_write()
         try:
             self.has_states("blocks")
             cell = lib.block_cell_bytes(self.mem, self.v_trans())

@@ -14,7 +14,7 @@ cdef class Cells(Memory):
         """Return (buffer type, model, context, compute) bytes by ``llama_get_memory_breakdown``."""
         cdef vector[lib.buffer_bytes] found
         cdef size_t i
-        self.look()
+        self.lock_read()
         try:
             if lib.memory_breakdown(self.ctx, found) == lib.CAUGHT:
                 raise self.fail_to_read("memory_breakdown")
@@ -26,7 +26,7 @@ cdef class Cells(Memory):
     def memory_info(self):
         """Return the facts of the memory as a dict."""
         cdef lib.memory_facts facts
-        self.look()
+        self.lock_read()
         try:
             facts = lib.look_at_memory(self.mem)
             return {
@@ -38,8 +38,8 @@ cdef class Cells(Memory):
                 "n_swa": facts.n_swa,
                 "can_shift": lib.why_no_shift(self.mem) == lib.SHIFT_OK,
                 "can_copy_partial":
-                    self.kind != lib.MEMORY_NONE and not self.whole_only() and not self.streams,
-                "can_remove_partial": self.kind != lib.MEMORY_NONE and not self.whole_only(),
+                    self.kind != lib.MEMORY_NONE and not self.seqs.whole_only() and not self.streams,
+                "can_remove_partial": self.kind != lib.MEMORY_NONE and not self.seqs.whole_only(),
                 "max_rollback": facts.max_rollback,
                 "bytes_total": facts.bytes_total,
                 "bytes_per_token": facts.bytes_per_token,
@@ -53,7 +53,7 @@ cdef class Cells(Memory):
     @property
     def n_cells_used(self):
         """Number of cells that hold something."""
-        self.look()
+        self.lock_read()
         try:
             return lib.n_used(self.mem, <lib.memory_part>self.default_part())
         finally:
@@ -70,7 +70,7 @@ cdef class Cells(Memory):
             which = _PARTS[part]
         else:
             raise ValueError(f"part is {part!r}: it must be one of {', '.join(_PARTS)}")
-        self.look()
+        self.lock_read()
         try:
             n = lib.n_used(self.mem, <lib.memory_part>which)
             streams = np.empty(n, np.int32)
@@ -101,7 +101,7 @@ cdef class Cells(Memory):
         """Return {seq_id: (lowest, highest, number of cells)} of what is not empty."""
         cdef int32_t s, lo = 0, hi = 0
         cdef dict found = {}
-        self.look()
+        self.lock_read()
         try:
             if self.kind == lib.MEMORY_NONE:
                 return found
@@ -115,17 +115,16 @@ cdef class Cells(Memory):
     def compact(self):
         """Move cells down to the lowest ones; the number of cells that moved."""
         cdef int64_t moved
-        self.enter()
+        self.lock_write()
         try:
             self.need_memory("kv_cache_compact")
-            self.usable()
             if not lib.can_compact(self.mem):
                 raise UnsupportedOperation(
                     "kv_cache_compact", f"the order of cells matters to {lib.class_name(self.mem).decode()}")
-            self.settle()
+            self.apply_pending()
             with nogil:
-                moved = lib.compact(self.mem, self.n_seq_max)
-            self.done(lib.CAUGHT if moved == lib.CAUGHT else 0, "compact")
+                moved = self.seqs.compact()
+            self.raise_caught(lib.CAUGHT if moved == lib.CAUGHT else 0, "compact")
             return moved
         finally:
             self.lock.leave()
@@ -133,18 +132,18 @@ cdef class Cells(Memory):
     def prefix_version(self, seq_id):
         """Name what a sequence holds now; the name stays true while none of it is changed."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        self.look()
+        self.lock_read()
         try:
-            return self.lineage.name(seq, self.next_pos(seq) - 1)
+            return self.seqs.name_version(seq)
         finally:
             self.lock.leave()
 
     def holds_prefix(self, seq_id, uint64_t version):
         """Tell whether a sequence still holds all that it held when it was named."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        self.look()
+        self.lock_read()
         try:
-            return not self.broken and self.lineage.is_true(seq, version)
+            return not self.broken and self.seqs.is_version(seq, version)
         finally:
             self.lock.leave()
 
@@ -154,16 +153,16 @@ cdef class Cells(Memory):
         if pos is None:
             raise TypeError("pos must be an integer, not None")
         p = _p0(pos, "pos")
-        self.look()
+        self.lock_read()
         try:
-            self.usable()
+            self.check_usable()
             if p == 0:
                 return True
             if self.kind == lib.MEMORY_NONE or not lib.extent(self.mem, seq, lo, hi):
                 return False
-            if self.poisoned[seq] or lib.last_before(self.mem, seq, p) != p - 1:
+            if self.seqs.needs_removal(seq) or lib.last_before(self.mem, seq, p) != p - 1:
                 return False
-            if p <= hi and self.whole_only():
+            if p <= hi and self.seqs.whole_only():
                 return False
             return bool(lib.window_intact(self.mem, seq, p))
         finally:
@@ -191,27 +190,24 @@ cdef class Cells(Memory):
         cdef bint follows
         _range(p0, p1, &a, &b)
         from_pos = b
-        self.enter()
+        self.lock_write()
         try:
             self.need_memory("remove")
-            self.usable()
             if a >= b:
                 return
-            what = self.removable(seq, a, b)
+            what = self.seqs.removal_of(seq, a, b)
             follows = b != INT32_MAX and lib.holds(self.mem, seq, b, INT32_MAX)
             if what == lib.REMOVE_REFUSED:
                 raise UnsupportedOperation(
                     "remove", f"{self.memory_kind} memory cannot give up [{a}, {b}) of sequence {seq}: "
                     "remove all of it and decode again", "memory")
             if follows:
-                if self.whole_only():
+                if self.seqs.whole_only():
                     raise UnsupportedOperation(
                         "remove", f"{self.memory_kind} memory moves whole sequences only", "memory")
                 self.check_move("remove", seq, &from_pos, &to)
             self.remove_from(seq, what, a, b)
             if follows:
-                self.pending = True
-                self.changed(seq, a)
-                self.done(lib.add_cells(self.mem, seq, b, INT32_MAX, a - b), "seq_add")
+                self.raise_caught(self.seqs.shift(seq, b, INT32_MAX, a - b), "seq_add")
         finally:
             self.lock.leave()

@@ -4,8 +4,6 @@ cdef class Context(Batch):
     """``llama_decode`` and ``llama_encode`` behind checks."""
 
     cdef readonly int64_t tokens_evaluated
-    # Where recurrent states were before a decode, in case it fails.
-    cdef int32_t state_cell[MAX_SEQ]
 
     # Decode --------------------------------------------------------------------------
 
@@ -28,14 +26,13 @@ cdef class Context(Batch):
         cdef Py_ssize_t i, n = <Py_ssize_t>tokens.size()
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef int64_t first
-        self.enter()
+        self.lock_write()
         try:
-            self.usable()
             if n == 0:
                 raise InvalidBatch("there is no token to decode")
             self.make_room(n, 1)
             self.check_seq_for_decode(seq)
-            first = self.next_pos(seq)
+            first = self.seqs.next_pos(seq)
             self.check_span(first, n)
             for i in range(n):
                 self.token[i] = tokens[i]
@@ -57,9 +54,8 @@ cdef class Context(Batch):
     def decode_batch(self, Rows rows not None):
         """Decode tokens of several sequences, in parts where they are more than n_batch."""
         cdef int32_t width
-        self.enter()
+        self.lock_write()
         try:
-            self.usable()
             self.load_rows(rows, False)
             # From here on the copy counts: the rows may change while others run.
             width = <int32_t>rows.width
@@ -75,15 +71,14 @@ cdef class Context(Batch):
         cdef lib.llama_batch batch
         self.check_room(n, width)
         self.forget_outputs("the last decode failed")
-        self.held.begin()
         self.abort_flag.begin()
         try:
-            self.settle()
+            self.apply_pending()
             self.abort_flag.arm(True)
             while start < n:
                 size = self.part_size(start, min(limit, n - start), width)
                 batch = self.part(start, size, width)
-                code = self.run_decode(batch)
+                code = self.run_decode(batch, start == 0)
                 if code != 0:
                     self.decode_failed(code, batch, start)
                 self.note_outputs(batch, <int32_t>start, start + size < n)
@@ -137,60 +132,29 @@ cdef class Context(Batch):
                 n_decoded=start)
         return 0
 
-    cdef int32_t run_decode(self, lib.llama_batch batch) except? -1:
-        cdef int32_t code, s
-        if self.whole_only():
-            for s in range(self.n_seq_max):
-                self.state_cell[s] = lib.state_cell(self.mem, s)
-        if self.kind == lib.MEMORY_RECURRENT:
-            self.note_fresh(batch)
+    cdef int32_t run_decode(self, lib.llama_batch batch, bint is_first) except? -1:
+        cdef int32_t code
         with nogil:
-            lib.begin_notes()
-            code = lib.decode(self.ctx, batch)
+            code = self.seqs.decode(batch, is_first)
+        if code == lib.NOTHING_DONE:
+            raise _caught_error("decode")
         if code == 0:
             self.tokens_evaluated += batch.n_tokens
         return code
 
-    cdef void note_fresh(self, lib.llama_batch batch) noexcept:
-        """Remember where sequences begin whose memory cannot tell later."""
-        cdef int32_t i, lo = 0, hi = 0
-        for i in range(batch.n_tokens - 1, -1, -1):
-            if not lib.extent(self.mem, batch.seq_id[i][0], lo, hi):
-                lib.note_first(self.mem, batch.seq_id[i][0], batch.pos[i])
-
     cdef int decode_failed(self, int32_t code, lib.llama_batch batch, int64_t done_so_far) except -1:
         """Raise what a non-zero code means; what is left in the sequences is said."""
-        cdef int32_t i, s
-        cdef set damaged = set()
+        cdef int32_t s
         if code == lib.CAUGHT:
             raise self.fail("decode")
-        # Until all is noted: there may be no memory for it.
-        self.broken = True
         notes = _notes()
         if code < -1:
             lib.distrust_scheduler(self.ctx)
-        if code != -1 and code != 1 and self.whole_only():
-            for i in range(batch.n_tokens):
-                damaged.add(batch.seq_id[i][0])
-            # States change places before the graph that copies them runs: a sequence
-            # that is not in the batch may have been moved, and its data not.
-            for s in range(self.n_seq_max):
-                if lib.state_cell(self.mem, s) != self.state_cell[s]:
-                    damaged.add(s)
-        if code != -1 and code != 1:
-            self.roll_back_coupled(batch)
-        if code != -1 and self.kind != lib.MEMORY_NONE:
-            # Finding room for a batch in vain may have cost a window its cells.
-            for s in range(self.n_seq_max):
-                if not lib.window_intact(self.mem, s, self.next_pos(s)):
-                    damaged.add(s)
-        for s in damaged:
-            self.poisoned[s] = True
-        self.broken = False
+        damaged = tuple([s for s in range(self.n_seq_max) if self.seqs.was_damaged(s)])
         left = f"; {done_so_far} tokens of this call were decoded before and stay" if done_so_far else ""
         if damaged:
-            left += f"; sequences {sorted(damaged)} cannot go on: remove all of each"
-        facts = {"n_decoded": done_so_far, "needs_removal": tuple(sorted(damaged))}
+            left += f"; sequences {list(damaged)} cannot go on: remove all of each"
+        facts = {"n_decoded": done_so_far, "needs_removal": damaged}
         if code == 1:
             raise NoKvCacheSlot(
                 f"no room in the cache for {batch.n_tokens} more tokens (n_ctx is {self.n_ctx})" + left, 1,
@@ -202,29 +166,15 @@ cdef class Context(Batch):
             raise InvalidBatch(f"llama.cpp refused the batch: {notes}" + left, -1, **facts)
         raise DecodeError(f"llama_decode failed with code {code}: {notes}" + left, code, **facts)
 
-    cdef void roll_back_coupled(self, lib.llama_batch batch) noexcept:
-        """llama.cpp takes a failed step back for one sequence of each token only."""
-        cdef int32_t i, j, first
-        for i in range(batch.n_tokens):
-            if batch.n_seq_id[i] > 1:
-                first = batch.pos[i] + 1
-                for j in range(batch.n_seq_id[i]):
-                    first = min(first, self.next_pos(batch.seq_id[i][j]))
-                if batch.pos[i] >= first:
-                    for j in range(batch.n_seq_id[i]):
-                        self.changed(batch.seq_id[i][j], batch.pos[i])
-                        lib.remove_cells(self.mem, batch.seq_id[i][j], batch.pos[i], INT32_MAX)
-
     # Encoder -------------------------------------------------------------------------
 
     def encode(self, Rows rows not None):
         """Run ``llama_encode`` over a whole batch at once."""
         cdef Py_ssize_t i, n
-        cdef int32_t code, j, width
+        cdef int32_t code, width
         cdef lib.llama_batch batch
-        self.enter()
+        self.lock_write()
         try:
-            self.usable()
             if not (self.model.has_encoder or self.kind == lib.MEMORY_NONE):
                 raise UnsupportedOperation("encode", "the model has no encoder: use decode()")
             self.load_rows(rows, True)
@@ -236,39 +186,28 @@ cdef class Context(Batch):
                     f"{n} tokens must be encoded at once, and n_ubatch is {self.n_ubatch}: "
                     "create the context with a larger n_batch and n_ubatch", value=n, limit=self.n_ubatch)
             self.forget_outputs("the last encode failed")
-            self.held.begin()
             batch = self.part(0, <int32_t>n, width)
             self.abort_flag.begin()
             self.abort_flag.arm(True)
             with nogil:
-                lib.begin_notes()
-                code = lib.encode(self.ctx, batch)
+                code = self.seqs.encode(batch)
             self.abort_flag.end()
             if lib.has_log():
                 _drain_log()
             if code != 0:
                 self.encode_failed(code)
             self.tokens_evaluated += n
-            for j in range(MAX_SEQ):
-                self.input_key[j] = 0
             for i in range(n):
                 self.outputs.push_back(<int32_t>i)
-                self.held.encoded()
-                for j in range(self.n_seq_id[i]):
-                    self.input_key[self.seq_ids[i * width + j]] = (
-                        self.input_key[self.seq_ids[i * width + j]] * 1000003 + <uint64_t>(i + 1))
             self.from_encoder = self.model.has_decoder and self.model.has_encoder
         finally:
             self.lock.leave()
 
-    cdef void copied(self, int32_t src, int32_t dst) noexcept:
-        """Copied cells were made for the source's input: the copy goes on only with the same."""
-        if self.input_key[src] != self.input_key[dst]:
-            self.input_key[dst] = 0
-
     cdef int encode_failed(self, int32_t code) except -1:
         if code == lib.CAUGHT:
             raise self.fail("encode")
+        if code == lib.NOTHING_DONE:
+            raise _caught_error("encode")
         if code == 2:
             raise DecodeAborted("the encode was aborted; nothing was stored", 2)
         lib.distrust_scheduler(self.ctx)

@@ -16,7 +16,6 @@
 #include "gguf.h"
 #include "llama.h"
 #include "text.h"
-#include "x87.h"
 
 namespace pykv {
 
@@ -110,22 +109,6 @@ inline llama_context * context_new(llama_model * model, llama_context_params par
 inline int32_t context_free(llama_context * ctx) noexcept {
     return guarded_void([&] { llama_free(ctx); });
 }
-inline int32_t decode(llama_context * ctx, llama_batch batch) noexcept {
-    return guarded<int32_t>(CAUGHT, [&] {
-        rest_x87();
-        const int32_t code = llama_decode(ctx, batch);
-        llama_synchronize(ctx);  // results are read later, possibly by another thread
-        return code;
-    });
-}
-inline int32_t encode(llama_context * ctx, llama_batch batch) noexcept {
-    return guarded<int32_t>(CAUGHT, [&] {
-        rest_x87();
-        const int32_t code = llama_encode(ctx, batch);
-        llama_synchronize(ctx);
-        return code;
-    });
-}
 inline const float * logits_ith(llama_context * ctx, int32_t i) noexcept {
     return guarded<const float *>(nullptr, [&] { return llama_get_logits_ith(ctx, i); });
 }
@@ -134,10 +117,6 @@ inline const float * embeddings_ith(llama_context * ctx, int32_t i) noexcept {
 }
 inline const float * embeddings_seq(llama_context * ctx, llama_seq_id seq) noexcept {
     return guarded<const float *>(nullptr, [&] { return llama_get_embeddings_seq(ctx, seq); });
-}
-
-inline int32_t memory_clear(llama_memory_t mem, bool data) noexcept {
-    return guarded_void([&] { llama_memory_clear(mem, data); });
 }
 
 inline size_t state_size(llama_context * ctx) noexcept {

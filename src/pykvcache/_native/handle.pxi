@@ -2,10 +2,12 @@
 
 @cython.no_gc_clear  # __dealloc__ frees the context before the model that it points into
 cdef class Handle:
-    """Own a ``llama_context``; every method of a subclass runs between enter() or look() and leave()."""
+    """Own a ``llama_context``; methods run between lock_read() or lock_write(), and leave()."""
 
     cdef lib.llama_context* ctx
-    cdef lib.memory* mem
+    # What is known of the sequences, and the only way to change them; `mem` only reads.
+    cdef lib.sequence_facts seqs
+    cdef const lib.memory* mem
     cdef shared_ptr[lib.llama_model] model_ref
     cdef lib.owned_mutex lock
     cdef lib.abort_flag abort_flag
@@ -13,8 +15,6 @@ cdef class Handle:
     cdef int generation
     cdef bint closed
     cdef bint parked
-    # Counts the calls that may have changed a cell: what was seen before one is stale after it.
-    cdef uint64_t epoch
     # Buffers over memory of the context that are in use, and whether close() left them the rest.
     cdef int exports
     cdef object __weakref__
@@ -49,9 +49,9 @@ cdef class Handle:
         if ctx == NULL:
             why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
             raise ContextCreateError(f"cannot create a context: {why}")
-        self.mem = lib.memory_new(ctx)
-        if self.mem == NULL:
+        if not self.seqs.open(ctx):
             raise _caught_error("create")
+        self.mem = self.seqs.cells()
         self.kind = lib.kind(self.mem)
         self.streams = lib.n_stream(self.mem) > 1
         self.max_position = lib.max_position(self.mem)
@@ -92,8 +92,8 @@ cdef class Handle:
         cdef lib.llama_context* ctx = self.ctx
         if ctx != NULL:
             self.ctx = NULL
-            lib.memory_delete(self.mem)
             self.mem = NULL
+            self.seqs.close()
             with nogil:
                 lib.context_free(ctx)
         self.model_ref.reset()
@@ -103,18 +103,21 @@ cdef class Handle:
         if self.closed and self.exports == 0 and self.generation == _generation and not self.parked:
             self.free()
 
-    cdef int enter(self) except -1:
-        """Take the lock for a call that may change cells, and call what was seen of them stale."""
-        self.look()
-        self.epoch += 1
+    cdef int lock_write(self) except -1:
+        """Take the lock for a call that changes cells: not in a state that nobody knows."""
+        self.lock_read()
+        if self.broken:
+            self.lock.leave()
+            self.check_usable()
+        self.seqs.begin()
         return 0
 
-    cdef int look(self) except -1:
+    cdef int lock_read(self) except -1:
         """Take the lock for a call that only reads.
 
         The GIL is given up only when there is somebody to wait for.
         """
-        self.not_orphaned()
+        self.check_process()
         if not self.lock.try_enter():
             if self.lock.is_mine():
                 raise RuntimeError("a callback of this context called the context itself")
@@ -125,21 +128,21 @@ cdef class Handle:
             raise ClosedError("the context is closed")
         return 0
 
-    cdef int not_orphaned(self) except -1:
+    cdef int check_process(self) except -1:
         if self.generation != _generation:
             raise ClosedError("this context belongs to the process before fork(); open a new one")
         if self.parked:
             raise ClosedError("the interpreter is shutting down")
         return 0
 
-    cdef int alive(self) except -1:
+    cdef int check_open(self) except -1:
         """Refuse what asks a closed context for a fact that needs no lock."""
-        self.not_orphaned()
+        self.check_process()
         if self.closed:
             raise ClosedError("the context is closed")
         return 0
 
-    cdef int usable(self) except -1:
+    cdef int check_usable(self) except -1:
         """Refuse work after an error that left llama.cpp in an unknown state."""
         if self.broken:
             raise InternalError(
@@ -198,7 +201,7 @@ cdef class Handle:
 
     def is_eog(self, int32_t token):
         """Call ``llama_vocab_is_eog``; the model may have been closed meanwhile."""
-        self.look()
+        self.lock_read()
         try:
             if self.model.vocab_type == 0 or token < 0 or token >= self.n_vocab:
                 return False
@@ -241,7 +244,7 @@ cdef class Handle:
         """Call ``llama_set_n_threads``."""
         cdef int n = _int(n_threads, "n_threads", 1, 512)
         cdef int nb = _int(n_threads_batch, "n_threads_batch", 1, 512)
-        self.look()
+        self.lock_read()
         try:
             lib.llama_set_n_threads(self.ctx, n, nb)
             self.effective.n_threads = n
@@ -252,7 +255,7 @@ cdef class Handle:
     def perf(self):
         """Return ``llama_perf_context`` as a tuple."""
         cdef lib.llama_perf_context_data d
-        self.look()
+        self.lock_read()
         try:
             d = lib.llama_perf_context(self.ctx)
         finally:
@@ -261,7 +264,7 @@ cdef class Handle:
 
     def perf_reset(self):
         """Call ``llama_perf_context_reset``."""
-        self.look()
+        self.lock_read()
         try:
             lib.llama_perf_context_reset(self.ctx)
         finally:

@@ -34,6 +34,17 @@ class held_rows {
         }
     }
 
+    // Make room for the rows of a batch, so that noting them cannot fail.
+    void reserve(const llama_batch & batch) {
+        size_t n_rows = 0, n_members = 0;
+        for (int32_t i = 0; i < batch.n_tokens; ++i) {
+            n_rows += batch.logits[i] != 0;
+            n_members += batch.logits[i] ? size_t(batch.n_seq_id[i]) : 0;
+        }
+        rows.reserve(rows.size() + n_rows);
+        members.reserve(members.size() + n_members);
+    }
+
     // The next row belongs to this token.
     void decoded(llama_pos pos, const llama_seq_id * seqs, int32_t n) {
         rows.push_back({pos, members.size(), n});

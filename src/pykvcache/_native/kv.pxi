@@ -53,14 +53,14 @@ cdef class Region:
     @property
     def is_valid(self):
         """Whether reading would succeed."""
-        return not self.owner.is_closed and self.epoch == self.owner.epoch
+        return not self.owner.is_closed and self.epoch == self.owner.seqs.epoch()
 
 
 cdef Region _region(
         Handle owner, lib.live_tensor t, Py_ssize_t n, Py_ssize_t first, Py_ssize_t step):
     cdef Region r = Region.__new__(Region)
     r.owner = owner
-    r.epoch = owner.epoch
+    r.epoch = owner.seqs.epoch()
     r.data = t.data + first * <Py_ssize_t>t.cell_stride
     r.shape = [n, t.n_head, t.head_dim]
     r.strides = [step * <Py_ssize_t>t.cell_stride, t.head_stride, t.value_stride]
@@ -82,12 +82,12 @@ def read_regions(list regions, func):
     cdef Region region
     cdef Memory3D memory
     cdef list arrays = []
-    owner.look()
+    owner.lock_read()
     try:
         for region in regions:
             if region.owner is not owner:
                 raise ValueError("the regions are of different contexts")
-            if region.epoch != owner.epoch:
+            if region.epoch != owner.seqs.epoch():
                 raise StaleViewError("the cache was changed since this view was made: make a new one")
             memory = Memory3D.__new__(Memory3D)
             memory.owner = owner
@@ -115,7 +115,7 @@ cdef class Arrays(Cells):
         cdef lib.live_tensor a, b
         cdef uint32_t il
         cdef list result = []
-        self.look()
+        self.lock_read()
         try:
             for il in lib.part_layers(self.mem, which):
                 a = lib.tensor_at(self.mem, which, il, 0, 0)
@@ -132,7 +132,7 @@ cdef class Arrays(Cells):
         """Return the edges of the matrices that K and V are multiplied by; 0 for none."""
         cdef lib.hadamard_facts facts
         cdef lib.memory_part which = <lib.memory_part>self.part_of(part)
-        self.look()
+        self.lock_read()
         try:
             facts = lib.part_hadamard(self.mem, which)
             return facts.keys, facts.values
@@ -147,7 +147,7 @@ cdef class Arrays(Cells):
         cdef lib.key_rope rope
         cdef vector[float] factors
         cdef size_t i
-        self.look()
+        self.lock_read()
         try:
             if not lib.has_keys(self.mem, layer):
                 return None
@@ -167,7 +167,7 @@ cdef class Arrays(Cells):
         Equal ones of one model rotate alike; what they do to keys only `rope` tells. Where nothing
         could be read they are the context's settings, and ``known`` is False.
         """
-        self.look()
+        self.lock_read()
         try:
             if not lib.has_keys(self.mem, layer):
                 return None
@@ -181,7 +181,7 @@ cdef class Arrays(Cells):
         A scheduler of several devices leaves the context's reserved graph so. With `everywhere`, the
         graph that is read is like that too.
         """
-        self.look()
+        self.lock_read()
         try:
             if not lib.has_keys(self.mem, layer):
                 return None
@@ -204,7 +204,7 @@ cdef class Arrays(Cells):
         cdef uint8_t[::1] view
         seen = np.empty(positions.shape[0], np.uint8)
         view = seen
-        self.look()
+        self.lock_read()
         try:
             for i in range(positions.shape[0]):
                 view[i] = lib.in_window(self.mem, positions[i], next_pos)
@@ -227,12 +227,12 @@ cdef class Arrays(Cells):
         cdef int32_t[:, ::1] ext
         cdef list parts = []
         cdef Py_ssize_t i
-        self.look()
+        self.lock_read()
         try:
             self.need_memory("kv")
-            self.usable()
-            self.need_settled(seq)
-            self.settle()
+            self.check_usable()
+            self.check_readable(seq)
+            self.apply_pending()
             for name in _PARTS:
                 part = <lib.memory_part><int>_PARTS[name]
                 if not lib.has_part(self.mem, part):
@@ -255,11 +255,11 @@ cdef class Arrays(Cells):
         finally:
             self.lock.leave()
 
-    cdef int need_settled(self, int32_t seq) except -1:
+    cdef int check_readable(self, int32_t seq) except -1:
         if self.kind == lib.MEMORY_OTHER or lib.picks_blocks(self.mem):
             raise UnsupportedOperation(
                 "kv", f"the layout of {lib.class_name(self.mem).decode()} is not known here")
-        if self.poisoned[seq]:
+        if self.seqs.needs_removal(seq):
             raise UnsupportedOperation(
                 "kv", f"sequence {seq} holds the rest of an aborted decode: remove all of it", "sequence")
         return 0

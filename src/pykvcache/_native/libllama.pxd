@@ -18,9 +18,6 @@ cdef extern from "llama.h" nogil:
         pass
     cdef struct llama_sampler:
         pass
-    ctypedef struct llama_memory_i:
-        pass
-    ctypedef llama_memory_i* llama_memory_t
 
     ctypedef int ggml_type
     ctypedef int llama_split_mode
@@ -108,7 +105,6 @@ cdef extern from "llama.h" nogil:
     uint32_t llama_n_batch(const llama_context*)
     uint32_t llama_n_ubatch(const llama_context*)
     uint32_t llama_n_seq_max(const llama_context*)
-    llama_memory_t llama_get_memory(const llama_context*)
 
     const llama_vocab* llama_model_get_vocab(const llama_model*)
     int llama_model_rope_type(const llama_model*)

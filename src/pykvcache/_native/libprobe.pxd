@@ -37,12 +37,9 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     shared_ptr[llama_model] own_model(llama_model*) except +
     llama_context* context_new(llama_model*, llama_context_params)
     int32_t context_free(llama_context*)
-    int32_t decode(llama_context*, llama_batch)
-    int32_t encode(llama_context*, llama_batch)
     const float* logits_ith(llama_context*, int32_t i)
     const float* embeddings_ith(llama_context*, int32_t i)
     const float* embeddings_seq(llama_context*, llama_seq_id)
-    int32_t memory_clear(llama_memory_t, bool data)
     size_t state_size(llama_context*)
     size_t state_get_data(llama_context*, uint8_t* dst, size_t size)
     size_t partial_state_size(llama_context*, llama_seq_id)
@@ -137,8 +134,6 @@ cdef extern from "probe.h" namespace "pykv" nogil:
 
     model_facts look_at_model(const llama_model*) except +
     bool heads_divisible(const llama_model*, ggml_type, bool keys)
-    memory* memory_new(llama_context*)
-    void memory_delete(memory*)
     memory_kind kind(const memory*)
     const char* class_name(const memory*)
     no_shift why_no_shift(const memory*)
@@ -161,10 +156,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         REMOVE_WHOLE
         REMOVE_PART
         REMOVE_REFUSED
-    removal removal_of(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, bool whole_only)
     llama_pos first_kept(const memory*, llama_seq_id)
-    int32_t state_cell(const memory*, llama_seq_id)
-    void note_first(memory*, llama_seq_id, llama_pos first)
     llama_pos first_of(const memory*, llama_seq_id)
     bool holds(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)
     llama_pos last_before(const memory*, llama_seq_id, llama_pos p)
@@ -174,14 +166,9 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     bool same_cells(const memory*, llama_seq_id, llama_seq_id)
     shift_problem add_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int64_t delta,
                             llama_pos& where)
-    shift_problem div_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d, llama_pos& where)
-    int32_t remove_cells(memory*, llama_seq_id, llama_pos p0, llama_pos p1)
-    bool copies_replace(const memory*)
-    int32_t copy_cells(memory*, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
-    int32_t add_cells(memory*, llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
-    int32_t divide_cells(memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d)
+    shift_problem div_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d,
+                            llama_pos& where)
     void distrust_scheduler(llama_context*)
-    int32_t flush(llama_context*, const memory*)
 
 
 cdef extern from "probe_kv.h" namespace "pykv" nogil:
@@ -280,18 +267,11 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
     seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id)
     void seq_state_delete(seq_state*)
     int32_t seq_state_write(const seq_state*, uint8_t* dst, bool two)
-    int32_t state_place(
-        memory*, bool v_trans, llama_seq_id, const vector[state_block]& blocks,
-        const vector[state_piece]&, bool two)
     uint32_t owned_alone(const memory*, llama_seq_id)
-    int32_t state_read(memory*, llama_seq_id, bool partial, const vector[state_piece]&)
 
 
 cdef extern from "probe_partial.h" namespace "pykv" nogil:
-    llama_pos first_from(const memory*, llama_seq_id, llama_pos p)
     bool window_has_room(const memory*, llama_seq_id, uint32_t n)
-    int32_t drop_halves(memory*, llama_seq_id)
-    int32_t cut_attention(memory*, llama_seq_id, llama_pos first)
 
 
 cdef extern from "blocks.h" namespace "pykv" nogil:
@@ -303,50 +283,62 @@ cdef extern from "blocks.h" namespace "pykv" nogil:
         vector[state_piece] pieces
 
     size_t block_cell_bytes(const memory*, bool v_trans) except +
-    int32_t block_write(
-        const memory*, bool v_trans, llama_seq_id, llama_pos first, uint32_t n, uint8_t* dst)
-    int32_t block_join(
-        const memory*, bool v_trans, const vector[block_part]&, state_piece rest, joined_state&)
+    int32_t block_write(const memory*, bool v_trans, llama_seq_id, llama_pos first, uint32_t n,
+                        uint8_t* dst)
+    int32_t block_join(const memory*, bool v_trans, const vector[block_part]&, state_piece rest,
+                       joined_state&)
 
 
 cdef extern from "probe_compact.h" namespace "pykv" nogil:
     bint can_compact(const memory*)
-    int64_t compact(memory*, uint32_t n_seq_max)
 
 
 cdef extern from "disk.h" namespace "pykv" nogil:
     int claim_blocks(int fd, int64_t size)
 
 
-cdef extern from "lineage.h" namespace "pykv" nogil:
-    cdef cppclass lineage:
-        uint64_t name(llama_seq_id, llama_pos last) except +
-        void changed(llama_seq_id, llama_pos first)
-        void all_changed()
-        bool is_true(llama_seq_id, uint64_t id)
-
-
 cdef extern from "probe_values.h" namespace "pykv" nogil:
     float largest_value(uint64_t n, bool as_f16)
 
 
-cdef extern from "held_rows.h" namespace "pykv" nogil:
-    cdef cppclass branches "pykv::held_rows::branches_type":
-        pass
-    cdef cppclass held_rows:
-        const branches& now()
-        void back_to(const branches&)
-        void forget()
+cdef extern from "sequences.h" namespace "pykv" nogil:
+    const int32_t NOTHING_DONE
+    const int32_t REFUSED
+    cdef cppclass sequence_facts:
+        bool open(llama_context*)
+        void close()
+        const memory* cells()
+        uint64_t epoch()
+        bool is_pending()
+        bool needs_removal(llama_seq_id)
+        bool was_damaged(llama_seq_id)
+        bool whole_only()
+        llama_pos next_pos(llama_seq_id)
+        uint64_t input_key(llama_seq_id)
+        removal removal_of(llama_seq_id, llama_pos p0, llama_pos p1)
+        uint64_t name_version(llama_seq_id) except +
+        bool is_version(llama_seq_id, uint64_t id)
+        bool row_is_held(size_t row)
+        llama_pos row_pos(size_t row)
+        bool rows_are_whole(llama_seq_id)
+        void forget_rows()
         void begin()
-        void decoded(llama_pos pos, const llama_seq_id* seqs, int32_t n) except +
-        void encoded() except +
-        void removed(llama_seq_id, llama_pos first)
-        void copied(llama_seq_id src, llama_seq_id dst, llama_pos end)
-        void restored(llama_seq_id)
-        void cleared()
-        bool is_held(size_t row)
-        bool is_whole(llama_seq_id)
-        llama_pos pos(size_t row)
+        int32_t clear(bool data)
+        int32_t remove(llama_seq_id, removal what, llama_pos p0, llama_pos p1)
+        int32_t rewind(llama_seq_id, llama_pos last)
+        int32_t copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
+        int32_t shift(llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
+        int32_t divide(llama_seq_id, llama_pos p0, llama_pos p1, int d)
+        int32_t apply_pending()
+        int64_t compact()
+        int32_t place(bool v_trans, llama_seq_id, const vector[state_block]& blocks,
+                      const vector[state_piece]&, bool two, const llama_pos* firsts)
+        int32_t replace(llama_seq_id, const vector[state_piece]&, const llama_pos* firsts)
+        int32_t put_back(llama_seq_id, const vector[state_piece]& before)
+        int32_t put_part(llama_seq_id, const vector[state_piece]&, llama_pos first, llama_pos last,
+                         uint64_t version)
+        int32_t decode(const llama_batch&, bool is_first)
+        int32_t encode(const llama_batch&)
 
 
 cdef extern from "sync.h" namespace "pykv" nogil:

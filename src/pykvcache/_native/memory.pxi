@@ -18,15 +18,6 @@ cdef dict _KIND_NAMES = {
 cdef class Memory(Handle):
     """``llama_memory_*`` behind checks."""
 
-    # Sequences whose recurrent state is ahead of what was computed (an aborted decode).
-    cdef bint poisoned[MAX_SEQ]
-    # Whether a shift or a stream copy waits for the next update.
-    cdef bint pending
-    # What is still as it was when a partial state was taken.
-    cdef lib.lineage lineage
-    # Which rows of logits and embeddings belong to what some sequence holds.
-    cdef lib.held_rows held
-
     # Facts ---------------------------------------------------------------------------
 
     @property
@@ -37,7 +28,7 @@ cdef class Memory(Handle):
     @property
     def n_streams(self):
         """Number of separate streams of cells."""
-        self.look()
+        self.lock_read()
         try:
             return lib.n_stream(self.mem)
         finally:
@@ -45,26 +36,19 @@ cdef class Memory(Handle):
 
     def can_shift(self):
         """Tell whether seq_add can be right on this memory; no lock, since it never changes."""
-        self.alive()
+        self.check_open()
         return self.shiftable
-
-    cdef lib.llama_memory_t memory(self) noexcept nogil:
-        return lib.llama_get_memory(self.ctx)
 
     cdef bint is_recurrent_like(self) noexcept:
         return (self.kind == lib.MEMORY_RECURRENT or self.kind == lib.MEMORY_HYBRID
                 or self.kind == lib.MEMORY_HYBRID_SLIDING_WINDOW)
-
-    cdef bint whole_only(self) noexcept:
-        """Whether a part of a sequence can be neither removed, copied nor moved."""
-        return self.is_recurrent_like() or self.kind == lib.MEMORY_OTHER
 
     cdef int need_memory(self, str operation) except -1:
         if self.kind == lib.MEMORY_NONE:
             raise UnsupportedOperation(operation, "this model keeps no memory")
         return 0
 
-    cdef int done(self, int32_t code, str where) except -1:
+    cdef int raise_caught(self, int32_t code, str where) except -1:
         """Turn what a guarded call returned into an exception where it was caught."""
         if code == lib.CAUGHT:
             raise self.fail(where)
@@ -79,9 +63,9 @@ cdef class Memory(Handle):
         cdef int overflow = 0
         cdef long long n = _index(seq_id, "sequence id", &overflow)
         cdef int32_t lo = 0, hi = 0
-        self.look()
+        self.lock_read()
         try:
-            self.usable()
+            self.check_usable()
             if overflow or n < 0 or n >= self.n_seq_max or self.kind == lib.MEMORY_NONE:
                 return -1
             if not want_max:
@@ -90,67 +74,30 @@ cdef class Memory(Handle):
         finally:
             self.lock.leave()
 
-    cdef int32_t next_pos(self, int32_t seq) noexcept:
-        """The position after the last held one. llama.cpp asks the window, which may hold none."""
-        cdef int32_t lo = 0, hi = 0
-        if self.kind == lib.MEMORY_NONE or not lib.extent(self.mem, seq, lo, hi):
-            return 0
-        return hi + 1
-
-    # What changes ---------------------------------------------------------------------
-
-    cdef void changed(self, int32_t seq, int32_t first) noexcept:
-        """A sequence is no longer what it was at this position and after it."""
-        self.lineage.changed(seq, first)
-        self.held.removed(seq, first)
-
-    cdef void all_changed(self) noexcept:
-        self.lineage.all_changed()
-        self.held.cleared()
-
     # Removal -------------------------------------------------------------------------
 
     def clear(self, bint data):
-        """Call ``llama_memory_clear``; cures poisoned sequences and a broken context."""
-        cdef int32_t code = 0
-        self.enter()
+        """Call ``llama_memory_clear``; cures sequences that need removal, and a broken context."""
+        cdef int32_t code
+        self.lock_read()  # and not lock_write(): it refuses a broken context
         try:
-            if self.kind != lib.MEMORY_NONE:
-                with nogil:
-                    code = lib.memory_clear(self.memory(), data)
-            for s in range(MAX_SEQ):
-                self.poisoned[s] = False
-            self.all_changed()
-            self.pending = self.pending and self.streams
+            with nogil:
+                code = self.seqs.clear(data)
             if self.broken:
                 # An encode that threw has left this switched.
                 lib.llama_set_causal_attn(self.ctx, self.causal)
                 self.broken = False
-            self.done(code, "clear")
+            self.raise_caught(code, "clear")
         finally:
             self.lock.leave()
 
-    cdef lib.removal removable(self, int32_t seq, int32_t p0, int32_t p1) noexcept:
-        return lib.removal_of(self.mem, seq, p0, p1, self.whole_only() or self.poisoned[seq])
-
     cdef int remove_from(self, int32_t seq, lib.removal what, int32_t p0, int32_t p1) except -1:
-        cdef int32_t code
-        if what == lib.REMOVE_NOTHING:
-            return 0
-        if what == lib.REMOVE_EMPTY:
-            # llama.cpp would look at every cell of the cache to find that out.
-            self.poisoned[seq] = False
-            return 0
-        if what == lib.REMOVE_WHOLE:
-            p0, p1 = 0, INT32_MAX
-        self.changed(seq, p0)
-        code = lib.remove_cells(self.mem, seq, p0, p1)
-        if code == 0:
+        return self.raise_refused(self.seqs.remove(seq, what, p0, p1), seq, "seq_rm")
+
+    cdef int raise_refused(self, int32_t code, int32_t seq, str where) except -1:
+        if code == lib.REFUSED:
             raise InternalError(f"llama_memory_seq_rm refused a removal from sequence {seq}")
-        if what == lib.REMOVE_WHOLE and code != lib.CAUGHT:
-            self.poisoned[seq] = False
-        self.done(code, "seq_rm")
-        return 0
+        return self.raise_caught(code, where)
 
     def seq_rm(self, seq_id, p0, p1):
         """Remove ``[p0, p1)``; False, and nothing changed, where the memory cannot."""
@@ -158,23 +105,22 @@ cdef class Memory(Handle):
         cdef int32_t a = 0, b = 0
         cdef lib.removal what
         _range(p0, p1, &a, &b)
-        self.enter()
+        self.lock_write()
         try:
             self.need_memory("clear_kv_cache_seq")
-            self.usable()
             if a >= b:
                 return True
             if seq >= 0:
-                what = self.removable(seq, a, b)
+                what = self.seqs.removal_of(seq, a, b)
                 if what == lib.REMOVE_REFUSED:
                     return False
                 self.remove_from(seq, what, a, b)
                 return True
             for s in range(self.n_seq_max):
-                if self.removable(s, a, b) == lib.REMOVE_REFUSED:
+                if self.seqs.removal_of(s, a, b) == lib.REMOVE_REFUSED:
                     return False
             for s in range(self.n_seq_max):
-                self.remove_from(s, self.removable(s, a, b), a, b)
+                self.remove_from(s, self.seqs.removal_of(s, a, b), a, b)
             return True
         finally:
             self.lock.leave()
@@ -182,14 +128,13 @@ cdef class Memory(Handle):
     def seq_keep(self, seq_id):
         """Remove every other sequence, in every stream and half."""
         cdef int32_t s, seq = _seq(seq_id, self.n_seq_max)
-        self.enter()
+        self.lock_write()
         try:
             self.need_memory("kv_cache_seq_keep")
-            self.usable()
             # llama_memory_seq_keep looks at one stream only.
             for s in range(self.n_seq_max):
                 if s != seq:
-                    self.remove_from(s, self.removable(s, 0, INT32_MAX), 0, INT32_MAX)
+                    self.remove_from(s, self.seqs.removal_of(s, 0, INT32_MAX), 0, INT32_MAX)
         finally:
             self.lock.leave()
 
@@ -205,37 +150,28 @@ cdef class Memory(Handle):
                 raise TypeError("size must be an integer, not None: copy_kv_cache_seq copies all")
             _p1(p1, "size")
         _range(p0, p1, &a, &b)
-        self.enter()
+        self.lock_write()
         try:
             self.need_memory(operation)
-            self.usable()
             if s == d:
                 return
             if not self.selects(s, a, b):
-                self.remove_from(d, self.removable(d, 0, INT32_MAX), 0, INT32_MAX)
+                self.remove_from(d, self.seqs.removal_of(d, 0, INT32_MAX), 0, INT32_MAX)
                 return
             lib.extent(self.mem, s, lo, hi)
             whole = a <= lo and b > hi
             if not whole:
                 self.check_partial_copy(operation, s, a, b)
-            if self.poisoned[s]:
+            if self.seqs.needs_removal(s):
                 raise UnsupportedOperation(
                     operation, f"sequence {s} holds the rest of an aborted decode: remove all of it",
                     "sequence")
             if whole:
                 a, b = 0, INT32_MAX
-            # llama_memory_seq_cp merges into a unified destination; a copy replaces.
-            if not lib.copies_replace(self.mem):
-                self.remove_from(d, self.removable(d, 0, INT32_MAX), 0, INT32_MAX)
-            self.changed(d, 0)
-            self.held.copied(s, d, b if a <= lo else 0)
-            self.pending = self.pending or self.streams
-            self.copied(s, d)
-            lib.note_first(self.mem, d, lib.first_of(self.mem, s))
-            self.done(lib.copy_cells(self.mem, s, d, a, b), "seq_cp")
+            self.raise_refused(self.seqs.copy(s, d, a, b), d, "seq_cp")
             if self.kind == lib.MEMORY_OTHER:
                 # A removal clears the source's compressed rows at once, before a pending copy.
-                self.settle()
+                self.apply_pending()
         finally:
             self.lock.leave()
 
@@ -245,14 +181,11 @@ cdef class Memory(Handle):
         if a >= b or not lib.extent(self.mem, seq, lo, hi) or b <= lo or a > hi:
             return False
         # Of a recurrent state only the last position has a cell.
-        return self.whole_only() or (a <= lo and b > hi) or lib.holds(self.mem, seq, a, b)
-
-    cdef void copied(self, int32_t src, int32_t dst) noexcept:
-        """Overridden where a sequence is more than its cells."""
+        return self.seqs.whole_only() or (a <= lo and b > hi) or lib.holds(self.mem, seq, a, b)
 
     cdef int check_partial_copy(self, str operation, int32_t s, int32_t a, int32_t b) except -1:
         cdef int32_t next_pos
-        if self.whole_only():
+        if self.seqs.whole_only():
             raise UnsupportedOperation(
                 operation, f"{self.memory_kind} memory copies whole sequences only: leave out p0 and p1",
                 "memory")
@@ -273,12 +206,12 @@ cdef class Memory(Handle):
 
     def seq_add(self, seq_id, p0, p1, delta):
         """Add delta to the positions in ``[p0, p1)``."""
-        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = 0, b = 0, where = 0, first
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = 0, b = 0, where = 0, first = 0
         cdef int overflow = 0
         cdef long long by = _index(delta, "delta", &overflow)
         cdef lib.shift_problem problem
         _range(p0, p1, &a, &b)
-        self.enter()
+        self.lock_write()
         try:
             if not self.begin_move("kv_cache_seq_add", seq, a, b):
                 return
@@ -293,11 +226,7 @@ cdef class Memory(Handle):
             if problem != lib.SHIFT_FITS:
                 to = delta.__index__() + <object>where
                 self.raise_problem(problem, f"adding {delta}", where, to, p0, p1)
-            self.pending = True
-            lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) + <int32_t>by)
-            first = lib.first_from(self.mem, seq, a)
-            self.changed(seq, min(first, first + <int32_t>by))
-            self.done(lib.add_cells(self.mem, seq, a, b, <int32_t>by), "seq_add")
+            self.raise_caught(self.seqs.shift(seq, a, b, <int32_t>by), "seq_add")
         finally:
             self.lock.leave()
 
@@ -307,7 +236,7 @@ cdef class Memory(Handle):
         cdef int by = _int(d, "d", 1, 255)
         cdef lib.shift_problem problem
         _range(p0, p1, &a, &b)
-        self.enter()
+        self.lock_write()
         try:
             if not self.begin_move("kv_cache_seq_div", seq, a, b):
                 return
@@ -317,17 +246,14 @@ cdef class Memory(Handle):
             problem = lib.div_check(self.mem, seq, a, b, by, where)
             if problem != lib.SHIFT_FITS:
                 self.raise_problem(problem, f"dividing by {by}", where, where // by, p0, p1)
-            self.pending = True
-            lib.note_first(self.mem, seq, lib.first_of(self.mem, seq) // by)
-            self.changed(seq, lib.first_from(self.mem, seq, a) // by)
-            self.done(lib.divide_cells(self.mem, seq, a, b, by), "seq_div")
+            self.raise_caught(self.seqs.divide(seq, a, b, by), "seq_div")
         finally:
             self.lock.leave()
 
     cdef int begin_move(self, str operation, int32_t seq, int32_t a, int32_t b) except -1:
         """0 when there is nothing to move; refusals that hold for any delta come first."""
         self.need_memory(operation)
-        self.usable()
+        self.check_usable()
         if lib.why_no_shift(self.mem) == lib.SHIFT_MULTI_POS:
             raise UnsupportedOperation(operation, _NO_SHIFT[lib.SHIFT_MULTI_POS])
         return a < b and lib.holds(self.mem, seq, a, b)
@@ -339,13 +265,13 @@ cdef class Memory(Handle):
             raise UnsupportedOperation(
                 operation, _NO_SHIFT[why], "context" if why in _NO_SHIFT_OF_TYPE else "model")
         lib.extent(self.mem, seq, lo, hi)
-        if self.whole_only():
+        if self.seqs.whole_only():
             if a[0] > lo or b[0] <= hi:
                 raise UnsupportedOperation(
                     operation, f"{self.memory_kind} memory moves whole sequences only", "memory")
             a[0] = 0
             b[0] = INT32_MAX
-        if self.poisoned[seq]:
+        if self.seqs.needs_removal(seq):
             raise UnsupportedOperation(
                 operation, f"sequence {seq} holds the rest of an aborted decode: remove all of it",
                 "sequence")
@@ -374,24 +300,22 @@ cdef class Memory(Handle):
 
     def update(self):
         """Apply pending shifts and stream copies now (``llama_context::memory_update``)."""
-        self.look()
+        self.lock_read()
         try:
-            self.usable()
-            self.settle()
+            self.check_usable()
+            self.apply_pending()
         finally:
             self.lock.leave()
 
-    cdef int settle(self) except -1:
+    cdef int apply_pending(self) except -1:
         """Apply what is pending, where no abort() can stop it half-way."""
         cdef int32_t code
-        if not self.pending:
+        if not self.seqs.is_pending():
             return 0
-        self.epoch += 1
         with nogil:
-            code = lib.flush(self.ctx, self.mem)
-        self.pending = code != 0
+            code = self.seqs.apply_pending()
         if code == 1:
             self.broken = True
             raise InternalError("llama.cpp could not apply a pending shift")
-        self.done(code, "update")
+        self.raise_caught(code, "update")
         return 0

@@ -16,7 +16,7 @@ cdef class Outputs(Partials):
     cdef void forget_outputs(self, str why):
         self.no_outputs = why
         self.outputs.clear()
-        self.held.forget()
+        self.seqs.forget_rows()
         self.kept_logits = None
         self.kept_embeddings = None
         self.part_start = 0
@@ -30,10 +30,6 @@ cdef class Outputs(Partials):
         for i in range(batch.n_tokens):
             if batch.logits[i]:
                 self.outputs.push_back(start + i)
-                if self.kind == lib.MEMORY_NONE:
-                    self.held.encoded()
-                else:
-                    self.held.decoded(batch.pos[i], batch.seq_id[i], batch.n_seq_id[i])
                 if more:
                     self.keep_row(i)
         return 0
@@ -86,10 +82,10 @@ cdef class Outputs(Partials):
         return IndexError(f"there are no {what}: {why}")
 
     cdef int check_held(self, int place, object i, str what) except -1:
-        if not self.held.is_held(place):
+        if not self.seqs.row_is_held(place):
             raise IndexError(
                 f"the {what} of token {i} of the last decode are gone: no sequence holds it at position "
-                f"{self.held.pos(place)} any more, after what it held before it then")
+                f"{self.seqs.row_pos(place)} any more, after what it held before it then")
         return place
 
     cdef object row(self, int place, bint embeddings):
@@ -120,18 +116,18 @@ cdef class Outputs(Partials):
 
     def logits(self, i):
         """Copy one row of logits."""
-        self.look()
+        self.lock_read()
         try:
-            self.usable()
+            self.check_usable()
             return self.checked_row(i)
         finally:
             self.lock.leave()
 
     def token_embeddings(self, i):
         """Copy one row of embeddings."""
-        self.look()
+        self.lock_read()
         try:
-            self.usable()
+            self.check_usable()
             if not self.embeddings:
                 raise UnsupportedOperation(
                     "embeddings", "create the context with embeddings=True", "context")
@@ -150,9 +146,9 @@ cdef class Outputs(Partials):
         """Copy the pooled embedding of a sequence."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef int32_t n = self.n_embd_out if self.pooling_type != 4 else self.model.facts.n_cls_out
-        self.look()
+        self.lock_read()
         try:
-            self.usable()
+            self.check_usable()
             if not self.embeddings or self.pooling_type == 0:
                 raise UnsupportedOperation(
                     "seq_embeddings", "create the context with embeddings=True and a pooling_type", "context")
@@ -161,7 +157,7 @@ cdef class Outputs(Partials):
             result = self.copy_row(lib.embeddings_seq(self.ctx, seq), n)
             if result is None:
                 raise IndexError(f"sequence {seq} was not in the last decode")
-            if not self.held.is_whole(seq):
+            if not self.seqs.rows_are_whole(seq):
                 raise IndexError(
                     f"the embeddings of sequence {seq} are gone: it no longer holds what was decoded")
             return result

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "guarded.h"
+#include "x87.h"
 #include "team.h"
 
 namespace pykv {

@@ -1,14 +1,14 @@
-# States of the half that cannot be rewound: the window, the recurrent state, or both.
+# States of the part that cannot be rewound: the window, the recurrent state, or both.
 #
-# The other half, plain attention, is not in them: it must still hold what it held when
-# such a state was taken. `lineage` tells.
+# The attention part is not in them: it must still hold what it held when
+# such a state was taken. its prefix version tells.
 
 @cython.final
 cdef class Partial:
     """Bytes that go back into one sequence of one context."""
 
     cdef object context
-    cdef uint64_t moment
+    cdef uint64_t version
     cdef int32_t first
     cdef uint8_t[::1] data
     cdef readonly int32_t seq_id, pos
@@ -32,7 +32,7 @@ cdef class Partials(Blocks):
     cdef bint still_holds(self, Partial state) noexcept:
         # A state that is all of its memory, or that of an empty sequence, needs nothing else.
         return (self.kind == lib.MEMORY_RECURRENT or state.pos < 0
-                or self.lineage.is_true(state.seq_id, state.moment))
+                or self.seqs.is_version(state.seq_id, state.version))
 
     cdef int has_partial(self, str operation) except -1:
         self.has_states(operation)
@@ -42,12 +42,12 @@ cdef class Partials(Blocks):
         return 0
 
     def get_partial_state(self, seq_id):
-        """Copy the half of a sequence that cannot be rewound."""
+        """Copy the part of a sequence that cannot be rewound."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef size_t size, got
         cdef Partial state
         cdef uint8_t[::1] data
-        self.look()
+        self.lock_read()
         try:
             self.has_partial("get_partial_state")
             self.readable("get_partial_state", seq)
@@ -64,9 +64,9 @@ cdef class Partials(Blocks):
             state.memory_kind = self.memory_kind
             state.data = data
             state.seq_id = seq
-            state.pos = self.next_pos(seq) - 1
+            state.pos = self.seqs.next_pos(seq) - 1
             state.first = lib.first_of(self.mem, seq)
-            state.moment = self.lineage.name(seq, state.pos)
+            state.version = self.seqs.name_version(seq)
             return state
         finally:
             self.lock.leave()
@@ -78,10 +78,9 @@ cdef class Partials(Blocks):
         position are the very same, computed in the same way.
         """
         cdef int32_t seq = state.seq_id if seq_id is None else _seq(seq_id, self.n_seq_max)
-        self.enter()
+        self.lock_write()
         try:
             self.has_partial("set_partial_state")
-            self.usable()
             if state.context() is not self:
                 raise PartialStateError(
                     "the partial state was taken from another context: use get_state() and set_state()",
@@ -97,10 +96,9 @@ cdef class Partials(Blocks):
             elif (self.kind == lib.MEMORY_SLIDING_WINDOW
                     and lib.window_intact(self.mem, seq, state.pos + 1)):
                 # Nothing that the next token sees has been dropped: less to lose than to copy.
-                self.cut(seq, state.pos)
+                self.raise_refused(self.seqs.rewind(seq, state.pos), seq, "seq_rm")
             else:
-                self.put_half(state, seq)
-            self.poisoned[seq] = False
+                self.put_part(state, seq)
         finally:
             self.lock.leave()
 
@@ -117,29 +115,15 @@ cdef class Partials(Blocks):
                 "that the partial state goes with", seq, state.pos)
         return 0
 
-    cdef int cut(self, int32_t seq, int32_t last) except -1:
-        if lib.holds(self.mem, seq, last + 1, INT32_MAX):
-            self.remove_from(seq, lib.REMOVE_PART, last + 1, INT32_MAX)
-        return 0
-
-    cdef int put_half(self, Partial state, int32_t seq) except -1:
+    cdef int put_part(self, Partial state, int32_t seq) except -1:
         cdef int32_t code
         cdef vector[lib.state_block] blocks
         cdef Pieces pieces = Pieces([state.data])
         self.check(pieces, seq, True, blocks)
         self.need_room(seq, blocks)
         # A copy between streams that waits would overwrite what is put back.
-        self.settle()
-        # A recurrent state may be of other tokens than the sequence holds.
-        self.changed(seq, state.pos + 1 if self.lineage.is_true(seq, state.moment) else 0)
+        self.apply_pending()
         with nogil:
-            lib.begin_notes()
-            code = lib.drop_halves(self.mem, seq)
-            if code != lib.CAUGHT:
-                code = lib.state_read(self.mem, seq, True, pieces.pieces)
-            if code != lib.CAUGHT:
-                code = lib.cut_attention(self.mem, seq, state.pos + 1)
-        lib.note_first(self.mem, seq, state.first)
+            code = self.seqs.put_part(seq, pieces.pieces, state.first, state.pos, state.version)
         # Room and layout were checked: what is left to fail leaves the context unusable.
-        self.done(code, "set_partial_state")
-        return 0
+        return self.raise_caught(code, "set_partial_state")

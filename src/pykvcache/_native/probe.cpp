@@ -9,6 +9,7 @@
 #endif
 
 #include "ggml-cpp.h"
+#include "edit.h"
 #include "guarded.h"
 #include "probe_memory.h"
 #include "probe_private.h"
@@ -274,7 +275,13 @@ memory_facts look_at_memory(const memory * m) {
 
 void distrust_scheduler(llama_context * ctx) noexcept { ctx->*member(opened::sched_need_reserve()) = true; }
 
-int32_t flush(llama_context * ctx, const memory * m) noexcept {
+void set_first(edit_key, memory * m, llama_seq_id seq, llama_pos first) { m->first[size_t(seq)] = first; }
+
+int32_t clear_cells(edit_key, memory * m, bool data) noexcept {
+    return guarded_void([&] { llama_memory_clear(m->mem, data); });
+}
+
+int32_t flush(edit_key, llama_context * ctx, const memory * m) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         ctx->sched_reserve();  // if the last one is not to be trusted
         // The context is this binding's own: a factor that leaves lengths alone, for the shift only.

@@ -1,8 +1,8 @@
 // Facts that llama.cpp keeps to itself: which memory this is, and which cells are really there.
 //
 // probe_memory.h and probe_private.h are the only files that include llama.cpp's private headers.
-// Nothing here changes a memory except the *_cells() at the end and flush(); every function expects
-// the context's lock to be held and ids and ranges to be valid.
+// Nothing here changes a memory: edit.h does. Every function expects the context's lock to be held and
+// ids and ranges to be valid.
 #pragma once
 
 #include <cstddef>
@@ -116,8 +116,7 @@ removal removal_of(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p
 llama_pos first_kept(const memory * m, llama_seq_id seq);
 // Where the recurrent state of a sequence is, or -1.
 int32_t state_cell(const memory * m, llama_seq_id seq);
-// A recurrent state does not know where its sequence began; told here, kept through moves.
-void note_first(memory * m, llama_seq_id seq, llama_pos first);
+// Lowest position of what the sequence consists of, a recurrent state included; 0 where it holds nothing.
 llama_pos first_of(const memory * m, llama_seq_id seq);
 // Whether the sequence holds anything in [p0, p1).
 bool holds(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1);
@@ -137,20 +136,7 @@ bool same_cells(const memory * m, llama_seq_id a, llama_seq_id b);
 shift_problem add_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int64_t delta, llama_pos & where);
 shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d, llama_pos & where);
 
-// The changes themselves, after the checks; an open end is 0 or the largest position.
-int32_t remove_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept;  // 0: refused
-// Whether copy_cells() replaces what the destination held, all or nothing; elsewhere it must hold nothing.
-bool copies_replace(const memory * m);
-int32_t copy_cells(memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept;
-int32_t add_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept;
-// llama_memory_seq_div rotates K the wrong way; this adds each cell's own shift instead.
-int32_t divide_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept;
-
-// Let the next decode, encode or flush make a new scheduler: what failed may have left this one half done.
+// Let the next decode, encode or update make a new scheduler: what failed may have left this one half done.
 void distrust_scheduler(llama_context * ctx) noexcept;
-
-// Apply pending shifts and stream copies now (llama_context::memory_update); 1 if that failed.
-// llama.cpp would multiply all keys by YaRN's length factor again with each shift; not here.
-int32_t flush(llama_context * ctx, const memory * m) noexcept;
 
 }  // namespace pykv

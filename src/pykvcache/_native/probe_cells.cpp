@@ -179,8 +179,10 @@ int32_t state_cell(const memory * m, llama_seq_id seq) {
     return m->recurrent && size_t(seq) < m->recurrent->cells.size() ? m->recurrent->cells[seq].tail : -1;
 }
 
-void note_first(memory * m, llama_seq_id seq, llama_pos first) { m->first[seq] = first; }
-llama_pos first_of(const memory * m, llama_seq_id seq) { return m->first[seq]; }
+llama_pos first_of(const memory * m, llama_seq_id seq) {
+    llama_pos lo, hi;
+    return extent(m, seq, lo, hi) ? lo : 0;
+}
 
 size_t n_held(const memory * m, llama_seq_id seq) {
     llama_pos lo, hi;

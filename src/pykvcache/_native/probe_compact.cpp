@@ -1,7 +1,7 @@
 // Moving cells down: which ones, their data, then what llama.cpp knows about them.
 #include <vector>
 
-#include "guarded.h"
+#include "edit.h"
 #include "probe_compact.h"
 #include "probe_memory.h"
 #include "probe_private.h"
@@ -86,7 +86,7 @@ bool can_compact(const memory * m) {
     return m->kind != MEMORY_NONE && m->kind != MEMORY_OTHER && !picks_blocks(m);
 }
 
-int64_t compact(memory * m, uint32_t n_seq_max) noexcept {
+int64_t move_cells_down(edit_key, memory * m, uint32_t n_seq_max) noexcept {
     return guarded<int64_t>(CAUGHT, [&] {
         int64_t moved = 0;
         for (const auto part : {PART_ATTENTION, PART_WINDOW}) {

@@ -5,7 +5,7 @@
 // the sequence instead of the context, and with the guards' questions asked on the way.
 #include <algorithm>
 
-#include "guarded.h"
+#include "edit.h"
 #include "probe_memory.h"
 #include "probe_private.h"
 
@@ -160,7 +160,7 @@ shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_
     return check_moves(m, seq, p0, p1, [&](llama_pos p) { return int64_t(p) / d; }, where);
 }
 
-int32_t remove_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept {
+int32_t remove_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         if (!is_cells_only(m)) {
             return int32_t(m->mem->seq_rm(seq, begin_of(p0), end_of(p1)));
@@ -172,7 +172,7 @@ int32_t remove_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) n
 
 bool copies_replace(const memory * m) { return is_cells_only(m) && m->base->get_n_stream() == 1; }
 
-int32_t copy_cells(memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
+int32_t copy_cells(edit_key, memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
     return guarded_void([&] {
         if (!copies_replace(m)) {
             m->mem->seq_cp(src, dst, begin_of(p0), end_of(p1));
@@ -188,7 +188,7 @@ int32_t copy_cells(memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0,
     });
 }
 
-int32_t add_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {
+int32_t add_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {
     return guarded_void([&] {
         if (!is_cells_only(m)) {
             m->mem->seq_add(seq, begin_of(p0), end_of(p1), delta);
@@ -202,7 +202,7 @@ int32_t add_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, llam
     });
 }
 
-int32_t divide_cells(memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
+int32_t divide_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
     return guarded_void([&] {
         each_cache(m, [&](llama_kv_cache & cache) {
             move(cache, seq, p0, p1, [&](llama_pos p) { return p / d; });

@@ -1,7 +1,7 @@
 // One half of a memory at a time.
 #include <limits>
 
-#include "guarded.h"
+#include "edit.h"
 #include "probe_memory.h"
 #include "probe_partial.h"
 
@@ -45,7 +45,7 @@ bool window_has_room(const memory * m, llama_seq_id seq, uint32_t n) {
     return room >= n;
 }
 
-int32_t drop_halves(memory * m, llama_seq_id seq) noexcept {
+int32_t drop_parts(edit_key, memory * m, llama_seq_id seq) noexcept {
     return guarded_void([&] {
         if (m->swa) {
             m->swa->seq_rm(seq, -1, -1);
@@ -56,7 +56,7 @@ int32_t drop_halves(memory * m, llama_seq_id seq) noexcept {
     });
 }
 
-int32_t cut_attention(memory * m, llama_seq_id seq, llama_pos from) noexcept {
+int32_t cut_attention(edit_key, memory * m, llama_seq_id seq, llama_pos from) noexcept {
     return guarded_void([&] {
         if (m->base) {
             m->base->seq_rm(seq, from, -1);

@@ -9,9 +9,5 @@ namespace pykv {
 llama_pos first_from(const memory * m, llama_seq_id seq, llama_pos p);
 // Whether the window cache has room for n cells of a sequence once those that it has are gone.
 bool window_has_room(const memory * m, llama_seq_id seq, uint32_t n);
-// Remove the sequence from the window and the recurrent half; the attention half keeps it.
-int32_t drop_halves(memory * m, llama_seq_id seq) noexcept;
-// Remove the positions from `from` on from the attention half.
-int32_t cut_attention(memory * m, llama_seq_id seq, llama_pos from) noexcept;
 
 }  // namespace pykv

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "edit.h"
 #include "guarded.h"
 #include "llama-arch.h"
 #include "llama-io.h"
@@ -369,7 +370,7 @@ state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llam
     });
 }
 
-int32_t state_read(memory * m, llama_seq_id seq, bool partial, const std::vector<state_piece> & pieces) noexcept {
+int32_t state_read(edit_key, memory * m, llama_seq_id seq, bool partial, const std::vector<state_piece> & pieces) noexcept {
     return guarded_void([&] {
         piece_reader io(pieces);
         if (seq >= 0) {

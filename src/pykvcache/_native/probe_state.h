@@ -117,15 +117,7 @@ seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq) noex
 void        seq_state_delete(seq_state * state) noexcept;
 int32_t     seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept;
 
-// Make a sequence hold a state that was found to fit, all or nothing: 1; or 0 where that takes
-// llama.cpp's own reader: memories with more than cells, tensors elsewhere, no room beside the rest.
-// `two`: a second thread may help.
-int32_t state_place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
-                    const std::vector<state_piece> & pieces, bool two) noexcept;
 // Cells that nobody but this sequence holds; of a memory with attention.
 uint32_t owned_alone(const memory * m, llama_seq_id seq);
-
-// Put a state that was found to fit into the memory; CAUGHT when llama.cpp refuses it.
-int32_t state_read(memory * m, llama_seq_id seq, bool partial, const std::vector<state_piece> & pieces) noexcept;
 
 }  // namespace pykv

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 
+#include "edit.h"
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
@@ -308,7 +309,7 @@ bool place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_b
 
 }  // namespace
 
-int32_t state_place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
+int32_t state_place(edit_key, memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
                     const std::vector<state_piece> & pieces, bool two) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         try {

@@ -72,7 +72,7 @@ cdef class State(Arrays):
         """Return what states of this memory are made of, a dict per part, in their order."""
         cdef lib.state_part part
         cdef lib.state_rows rows
-        self.look()
+        self.lock_read()
         try:
             self.has_states(operation)
             result = []
@@ -107,7 +107,7 @@ cdef class State(Arrays):
     def state_size(self, seq_id):
         """Bytes of a state that is taken now (``llama_state_get_size``)."""
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
-        self.look()
+        self.lock_read()
         try:
             self.readable("state_size", seq)
             return self.plan(seq).size
@@ -118,7 +118,7 @@ cdef class State(Arrays):
         """Copy a sequence's cells, or with None all (``llama_state_get_data``)."""
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef Plan plan
-        self.look()
+        self.lock_read()
         try:
             self.readable("get_state", seq)
             plan = self.plan(seq)
@@ -135,7 +135,7 @@ cdef class State(Arrays):
         cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef int32_t lo = 0, hi = 0
         cdef Plan plan
-        self.look()
+        self.lock_read()
         try:
             self.readable("save", seq)
             plan = self.plan(seq)
@@ -152,13 +152,13 @@ cdef class State(Arrays):
         """Refuse where bytes could not say what the memory holds; then apply what is pending."""
         cdef int32_t s
         self.has_states(operation)
-        self.usable()
+        self.check_usable()
         for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
-            if self.poisoned[s]:
+            if self.seqs.needs_removal(s):
                 raise UnsupportedOperation(
                     operation,
                     f"sequence {s} holds the rest of an aborted decode: remove all of it", "sequence")
-        self.settle()
+        self.apply_pending()
         return 0
 
     cdef int has_states(self, str operation) except -1:
@@ -200,7 +200,7 @@ cdef class State(Arrays):
         Per block: part, what, stream, layer, number of cells, offset, size in bytes.
         """
         pieces = Pieces(buffers)
-        self.look()
+        self.lock_read()
         try:
             self.has_states("check_state")
             return self.blocks_of(pieces, -1 if whole else 0)
@@ -248,80 +248,61 @@ cdef class State(Arrays):
         """
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         pieces = Pieces(buffers)
-        self.enter()
+        self.lock_write()
         try:
             self.set_pieces(seq, pieces, firsts)
         finally:
             self.lock.leave()
 
     cdef int set_pieces(self, int32_t seq, Pieces pieces, list firsts) except -1:
-        cdef int32_t s
+        cdef int32_t begin[MAX_SEQ]
         cdef vector[lib.state_block] blocks
+        memset(begin, 0, sizeof(begin))
         self.has_states("set_state")
-        self.usable()
         self.check(pieces, seq, False, blocks)
         for pair in firsts or ():
             if not 0 <= pair[1] < INT32_MAX:
                 raise StateDamaged(
                     f"a sequence is said to begin at {pair[1]}", what="first position", value=pair[1])
-        self.settle()
-        if seq < 0 or not self.place(seq, blocks, pieces):
+            if 0 <= pair[0] < <int32_t>self.n_seq_max:
+                begin[<int32_t>pair[0]] = pair[1]
+        self.apply_pending()
+        if seq < 0 or not self.place(seq, blocks, pieces, begin):
             if seq >= 0:
                 self.need_room(seq, blocks)
-            self.put(seq, pieces)
-        for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
-            self.poisoned[s] = False
-            lib.note_first(self.mem, s, 0)
-        for s, first in firsts or ():
-            if 0 <= s < <int32_t>self.n_seq_max:
-                lib.note_first(self.mem, s, first)
+            self.put(seq, pieces, begin)
         return 0
 
-    cdef bint place(self, int32_t seq, vector[lib.state_block]& blocks, Pieces pieces) except -1:
+    cdef bint place(
+            self, int32_t seq, vector[lib.state_block]& blocks, Pieces pieces,
+            const int32_t* begin) except -1:
         """Replace what is there without a copy of it, where nothing can fail; else False."""
         cdef bint v_trans = self.v_trans(), two = self.two_threads()
         cdef int32_t code
         with nogil:
-            code = lib.state_place(self.mem, v_trans, seq, blocks, pieces.pieces, two)
+            code = self.seqs.place(v_trans, seq, blocks, pieces.pieces, two, begin)
         if code == lib.CAUGHT:
             raise _caught_error("set_state")
-        if code == 1:
-            self.lineage.changed(seq, 0)
-            self.held.restored(seq)
         return code
 
-    cdef int put(self, int32_t seq, Pieces pieces) except -1:
+    cdef int put(self, int32_t seq, Pieces pieces, const int32_t* begin) except -1:
         """Replace what is there; what llama.cpp refuses leaves it as it was."""
         cdef int32_t code
         cdef Plan plan = self.plan(seq)
-        cdef lib.branches held_before = self.held.now()
         before = Pieces([self.read_state(plan, np.empty(plan.size, np.uint8))])
-        code = self.replace(seq, pieces)
+        with nogil:
+            code = self.seqs.replace(seq, pieces.pieces, begin)
         if code == lib.CAUGHT:
             error = _caught_error("set_state")
             why = _notes() or str(error)
-            if self.replace(seq, before) == lib.CAUGHT:
+            with nogil:
+                code = self.seqs.put_back(seq, before.pieces)
+            if code == lib.CAUGHT:
                 raise self.fail("set_state")
-            self.held.back_to(held_before)
             if isinstance(error, MemoryError):
                 raise error
             raise NoKvCacheSlot(f"llama.cpp could not place the state's cells: {why}", 1)
         return 0
-
-    cdef int32_t replace(self, int32_t seq, Pieces pieces) except? -1:
-        cdef int32_t code
-        cdef bint poisoned
-        # llama.cpp leaves a destination alone for which the state holds nothing.
-        if seq >= 0:
-            poisoned = self.poisoned[seq]
-            self.remove_from(seq, lib.REMOVE_WHOLE, 0, INT32_MAX)
-            self.poisoned[seq] = poisoned
-        else:
-            self.all_changed()
-        with nogil:
-            lib.begin_notes()
-            code = lib.state_read(self.mem, seq, False, pieces.pieces)
-        return code
 
     cdef int need_room(self, int32_t seq, vector[lib.state_block]& blocks) except -1:
         """Refuse what cannot fit: llama.cpp would find out with the sequence already gone."""

@@ -1,0 +1,361 @@
+// Changing a context's memory, and what is known of its sequences with it.
+#include <algorithm>
+#include <limits>
+
+#include "edit.h"
+#include "sequences.h"
+
+namespace pykv {
+
+namespace {
+
+constexpr llama_pos END = std::numeric_limits<llama_pos>::max();
+
+}  // namespace
+
+bool sequence_facts::open(llama_context * context) noexcept {
+    mem = memory_new(context);
+    if (!mem) {
+        return false;
+    }
+    ctx = context;
+    n_seq_max = llama_seq_id(llama_n_seq_max(ctx));
+    streams = n_stream(mem) > 1;
+    const memory_kind what = kind(mem);
+    whole = what == MEMORY_RECURRENT || what == MEMORY_HYBRID || what == MEMORY_HYBRID_SLIDING_WINDOW ||
+            what == MEMORY_OTHER;
+    return true;
+}
+
+sequence_facts::~sequence_facts() { close(); }
+
+void sequence_facts::close() noexcept {
+    memory_delete(mem);
+    mem = nullptr;
+    ctx = nullptr;
+}
+
+// What changes do to the facts ------------------------------------------------------------------------
+
+// Nothing at `from` or later is what it was.
+void sequence_facts::removed(llama_seq_id seq, llama_pos from) noexcept {
+    ++changes;
+    versions.changed(seq, from);
+    rows.removed(seq, from);
+}
+
+void sequence_facts::moved(llama_seq_id seq, llama_pos from, llama_pos to) noexcept {
+    removed(seq, std::min(from, to));
+    pending = true;
+}
+
+// `dst` holds what `src` holds below `end`; 0 where that is not how src begins.
+void sequence_facts::copied(llama_seq_id src, llama_seq_id dst, llama_pos end) noexcept {
+    removed(dst, 0);
+    rows.copied(src, dst, end);
+    pending = pending || streams;
+    // Cells were made for the source's input: the copy goes on only with the same.
+    if (input_key(src) != input_key(dst)) {
+        input_keys[size_t(dst)] = 0;
+    }
+    set_first({}, mem, dst, first_of(mem, src));
+}
+
+void sequence_facts::restored(llama_seq_id seq, const llama_pos * firsts) noexcept {
+    ++changes;
+    for (llama_seq_id s = 0; s < n_seq_max; ++s) {
+        if (seq < 0 || s == seq) {
+            versions.changed(s, 0);
+            rows.restored(s);
+            damaged.reset(size_t(s));
+            set_first({}, mem, s, firsts[s]);
+        }
+    }
+}
+
+void sequence_facts::cleared() noexcept {
+    ++changes;
+    versions.all_changed();
+    rows.cleared();
+    damaged.reset();
+    pending = pending && streams;
+}
+
+void sequence_facts::decoded(const llama_batch & batch) noexcept {
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        if (!batch.logits[i]) {
+            continue;
+        }
+        if (kind(mem) == MEMORY_NONE) {
+            rows.encoded();
+        } else {
+            rows.decoded(batch.pos[i], batch.seq_id[i], batch.n_seq_id[i]);
+        }
+    }
+}
+
+// What a decode that failed leaves: some sequences are then good for nothing but removal.
+void sequence_facts::failed(const llama_batch & batch, int32_t code, const int32_t * states_before) noexcept {
+    const bool stopped = code != -1 && code != REFUSED;
+    last_damaged.reset();
+    if (stopped && whole) {
+        for (int32_t i = 0; i < batch.n_tokens; ++i) {
+            last_damaged.set(size_t(batch.seq_id[i][0]));
+        }
+        // States change places before the graph that copies them runs: a sequence
+        // that is not in the batch may have been moved, and its data not.
+        for (llama_seq_id s = 0; s < n_seq_max; ++s) {
+            if (state_cell(mem, s) != states_before[s]) {
+                last_damaged.set(size_t(s));
+            }
+        }
+    }
+    if (stopped) {
+        roll_back_coupled(batch);
+    }
+    if (code != -1 && kind(mem) != MEMORY_NONE) {
+        // Finding room for a batch in vain may have cost a window its cells.
+        for (llama_seq_id s = 0; s < n_seq_max; ++s) {
+            if (!window_intact(mem, s, next_pos(s))) {
+                last_damaged.set(size_t(s));
+            }
+        }
+    }
+    damaged |= last_damaged;
+}
+
+// llama.cpp takes a failed step back for one sequence of each token only.
+void sequence_facts::roll_back_coupled(const llama_batch & batch) noexcept {
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        const llama_pos pos = batch.pos[i];
+        if (batch.n_seq_id[i] < 2) {
+            continue;
+        }
+        llama_pos next = pos + 1;
+        for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
+            next = std::min(next, next_pos(batch.seq_id[i][j]));
+        }
+        for (int32_t j = 0; pos >= next && j < batch.n_seq_id[i]; ++j) {
+            removed(batch.seq_id[i][j], pos);
+            remove_cells({}, mem, batch.seq_id[i][j], pos, END);
+        }
+    }
+}
+
+// Changes ---------------------------------------------------------------------------------------------
+
+int32_t sequence_facts::clear(bool data) noexcept {
+    const int32_t code = kind(mem) != MEMORY_NONE ? clear_cells({}, mem, data) : 0;
+    cleared();
+    return code;
+}
+
+int32_t sequence_facts::remove(llama_seq_id seq, removal what, llama_pos p0, llama_pos p1) noexcept {
+    if (what == REMOVE_NOTHING) {
+        return 0;
+    }
+    if (what == REMOVE_EMPTY) {
+        // llama.cpp would look at every cell of the cache to find that out.
+        damaged.reset(size_t(seq));
+        return 0;
+    }
+    if (what == REMOVE_WHOLE) {
+        p0 = 0;
+        p1 = END;
+    }
+    removed(seq, p0);
+    const int32_t code = remove_cells({}, mem, seq, p0, p1);
+    if (code == 0) {
+        return REFUSED;
+    }
+    if (code != CAUGHT && what == REMOVE_WHOLE) {
+        damaged.reset(size_t(seq));
+    }
+    return code == CAUGHT ? CAUGHT : 0;
+}
+
+int32_t sequence_facts::rewind(llama_seq_id seq, llama_pos last) noexcept {
+    const int32_t code = holds(mem, seq, last + 1, END) ? remove(seq, REMOVE_PART, last + 1, END) : 0;
+    if (code == 0) {
+        damaged.reset(size_t(seq));
+    }
+    return code;
+}
+
+int32_t sequence_facts::copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
+    llama_pos lo = 0, hi = 0;
+    extent(mem, src, lo, hi);
+    // llama_memory_seq_cp merges into a unified destination; a copy replaces.
+    if (!copies_replace(mem)) {
+        const int32_t code = remove(dst, removal_of(dst, 0, END), 0, END);
+        if (code != 0) {
+            return code;
+        }
+    }
+    copied(src, dst, p0 <= lo ? p1 : 0);
+    return copy_cells({}, mem, src, dst, p0, p1);
+}
+
+int32_t sequence_facts::shift(llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {
+    const llama_pos first = first_from(mem, seq, p0);
+    if (whole) {
+        set_first({}, mem, seq, first_of(mem, seq) + delta);
+    }
+    moved(seq, first, first + delta);
+    return add_cells({}, mem, seq, p0, p1, delta);
+}
+
+int32_t sequence_facts::divide(llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
+    const llama_pos first = first_from(mem, seq, p0);
+    if (whole) {
+        set_first({}, mem, seq, first_of(mem, seq) / d);
+    }
+    moved(seq, first, first / d);
+    return divide_cells({}, mem, seq, p0, p1, d);
+}
+
+int32_t sequence_facts::apply_pending() noexcept {
+    if (!pending) {
+        return 0;
+    }
+    ++changes;
+    const int32_t code = flush({}, ctx, mem);
+    pending = code != 0;
+    return code;
+}
+
+int64_t sequence_facts::compact() noexcept {
+    ++changes;
+    return move_cells_down({}, mem, uint32_t(n_seq_max));
+}
+
+// States ----------------------------------------------------------------------------------------------
+
+int32_t sequence_facts::place(bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
+                              const std::vector<state_piece> & pieces, bool two, const llama_pos * firsts) noexcept {
+    const int32_t code = state_place({}, mem, v_trans, seq, blocks, pieces, two);
+    if (code == 1) {
+        restored(seq, firsts);
+    }
+    return code;
+}
+
+int32_t sequence_facts::read(llama_seq_id seq, const std::vector<state_piece> & pieces) noexcept {
+    if (seq < 0) {
+        ++changes;
+        versions.all_changed();
+        rows.cleared();
+    } else {
+        // llama.cpp leaves a destination alone for which the state holds nothing.
+        removed(seq, 0);
+        if (remove_cells({}, mem, seq, 0, END) == CAUGHT) {
+            return CAUGHT;
+        }
+    }
+    begin_notes();
+    return state_read({}, mem, seq, false, pieces);
+}
+
+int32_t sequence_facts::replace(llama_seq_id seq, const std::vector<state_piece> & pieces,
+                                const llama_pos * firsts) noexcept {
+    rows_before = rows.now();
+    const int32_t code = read(seq, pieces);
+    if (code == 0) {
+        restored(seq, firsts);
+    }
+    return code;
+}
+
+int32_t sequence_facts::put_back(llama_seq_id seq, const std::vector<state_piece> & before) noexcept {
+    const int32_t code = read(seq, before);
+    if (code == 0) {
+        rows.back_to(rows_before);
+    }
+    return code;
+}
+
+int32_t sequence_facts::put_part(llama_seq_id seq, const std::vector<state_piece> & pieces, llama_pos first,
+                                 llama_pos last, uint64_t version) noexcept {
+    // A recurrent state may be of other tokens than the sequence holds.
+    removed(seq, versions.is_true(seq, version) ? last + 1 : 0);
+    begin_notes();
+    int32_t code = drop_parts({}, mem, seq);
+    if (code != CAUGHT) {
+        code = state_read({}, mem, seq, true, pieces);
+    }
+    if (code != CAUGHT) {
+        code = cut_attention({}, mem, seq, last + 1);
+    }
+    set_first({}, mem, seq, first);
+    if (code == 0) {
+        damaged.reset(size_t(seq));
+    }
+    return code;
+}
+
+// Computing -------------------------------------------------------------------------------------------
+
+// Remember where sequences begin whose memory cannot tell later.
+void sequence_facts::note_first_tokens(const llama_batch & batch) noexcept {
+    llama_pos lo, hi;
+    for (int32_t i = batch.n_tokens - 1; i >= 0; --i) {
+        const llama_seq_id seq = batch.seq_id[i][0];
+        if (!extent(mem, seq, lo, hi)) {
+            set_first({}, mem, seq, batch.pos[i]);
+        }
+    }
+}
+
+int32_t sequence_facts::decode(const llama_batch & batch, bool is_first) noexcept {
+    int32_t states[N_SEQ];
+    if (is_first) {
+        rows.begin();
+    }
+    if (guarded_void([&] { rows.reserve(batch); }) == CAUGHT) {
+        return NOTHING_DONE;
+    }
+    for (llama_seq_id s = 0; whole && s < n_seq_max; ++s) {
+        states[s] = state_cell(mem, s);
+    }
+    if (kind(mem) == MEMORY_RECURRENT) {
+        note_first_tokens(batch);
+    }
+    ++changes;
+    begin_notes();
+    const int32_t code = run_decode({}, ctx, batch);
+    if (code == 0) {
+        decoded(batch);
+    } else {
+        rows.forget();
+        last_damaged.reset();
+        if (code != CAUGHT) {
+            failed(batch, code, states);
+        }
+    }
+    return code;
+}
+
+int32_t sequence_facts::encode(const llama_batch & batch) noexcept {
+    rows.begin();
+    if (guarded_void([&] { rows.reserve(batch); }) == CAUGHT) {
+        return NOTHING_DONE;
+    }
+    ++changes;
+    begin_notes();
+    const int32_t code = run_encode({}, ctx, batch);
+    if (code != 0) {
+        rows.forget();
+        return code;
+    }
+    input_keys.fill(0);
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        rows.encoded();
+        for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
+            uint64_t & key = input_keys[size_t(batch.seq_id[i][j])];
+            key = key * 1000003 + uint64_t(i) + 1;
+        }
+    }
+    return 0;
+}
+
+}  // namespace pykv

@@ -1,0 +1,73 @@
+"""The memory of a context is changed by ``sequence_facts`` alone, which keeps what is known of it.
+
+The compiler sees to most of this: what changes a memory asks for a key that only `sequence_facts`
+can make, and Cython holds the memory as ``const``. These tests read the sources, so that nobody
+opens another way: a declaration of llama.h that changes a memory, or one that takes it without
+``const``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+NATIVE = Path(__file__).resolve().parents[1] / "src" / "pykvcache" / "_native"
+
+CHANGING_CALL = re.compile(
+    r"\bllama_(memory_\w+|decode|encode|kv_self_\w+|kv_cache_\w+|state_set_data|state_load_file"
+    r"|state_seq_(set_data|load_file)\w*|set_embeddings|opt_\w+)\("
+)
+"""Functions of llama.h that change what a context holds."""
+
+
+def source(name: str) -> str:
+    """Return a file without its comments and docstrings."""
+    text = (NATIVE / name).read_text(encoding="utf-8")
+    return re.sub(r"(#|//).*", "", re.sub(r'""".*?"""', "", text, flags=re.DOTALL))
+
+
+def edits() -> set[str]:
+    """Return the names of what edit.h declares to ask for the key."""
+    return set(re.findall(r"(\w+)\(edit_key,", source("edit.h")))
+
+
+def test_what_changes_a_memory_is_not_declared_for_cython() -> None:
+    changing = edits()
+    assert {"remove_cells", "copy_cells", "state_read", "run_decode", "flush"} <= changing
+    for file in ["libllama.pxd", "libprobe.pxd", *(path.name for path in NATIVE.glob("*.pxi"))]:
+        text = source(file)
+        assert not CHANGING_CALL.search(text), file
+        for name in changing:
+            assert not re.search(rf"\b(lib\.{name}|{name}\(.*memory\*)", text), (file, name)
+
+
+def test_cython_has_the_memory_as_const() -> None:
+    declared = source("libprobe.pxd")
+    assert re.search(r"\bconst memory\*", declared)
+    assert not re.search(r"(?<!const )\bmemory\*", declared)
+    for path in NATIVE.glob("*.pxi"):
+        assert not re.search(r"(?<!const )\blib\.memory\*", source(path.name)), path.name
+
+
+def test_only_sequence_facts_makes_the_key() -> None:
+    (key,) = re.findall(r"class edit_key \{(.*?)\};", source("edit.h"), re.DOTALL)
+    assert key.split() == ["friend", "class", "sequence_facts;", "edit_key()", "{}"]
+    for path in [*NATIVE.rglob("*.cpp"), *NATIVE.rglob("*.h")]:
+        if path.name not in ("edit.h", "sequences.cpp"):
+            assert not re.search(r"edit_key\s*[({]\s*[)}]", source(str(path))), path.name
+
+
+def test_every_change_has_a_verb_that_keeps_the_facts() -> None:
+    """Of each function that changes a memory, the verb that calls it tells the facts as well."""
+    body = source("sequences.cpp")
+    verbs = re.split(r"\n(?=\w[\w ]* sequence_facts::)", body)
+    keeps = re.compile(
+        r"\b(removed|moved|copied|restored|cleared|decoded|failed)\(|\+\+changes|\bdamaged\."
+    )
+    used = set()
+    for verb in verbs:
+        called = {name for name in edits() if re.search(rf"\b{name}\(\{{\}}", verb)}
+        used |= called
+        if called - {"set_first"}:
+            assert keeps.search(verb), verb.splitlines()[0]
+    assert used == edits()

@@ -51,8 +51,6 @@ class SequenceCells:
         self.state: PutBack | None = None
         self.row: Row | None = None  # logits after the last token, while nothing is edited
         self.pins = 0
-        # Tokens from here on were computed while others stood before them, and then moved.
-        self.shifted_at: int | None = None
         self._version = 0
         self._finalizer: weakref.finalize[[int], SequenceCells] | None = None
         self._native = pool.ctx.native
@@ -115,6 +113,7 @@ class SequenceCells:
         """Leave the cells and keep the state; what has no state is evaluated again later."""
         if self.seq_id is None:
             return
+        self._verify()
         self.trim()
         if self.n_held:
             try:
@@ -147,7 +146,9 @@ class SequenceCells:
         """Drop what was changed by hand, or lost by a decode of somebody else that failed."""
         n, last = self.n_held, self._native.seq_pos(self.live_id, True)
         is_mine = n and self._native.holds_prefix(self.live_id, self._version)
-        if is_mine and (last == n - 1 or self._native.seq_rm(self.live_id, n, None)):
+        if is_mine and (
+            last == n - 1 or (last >= n and self._native.seq_rm(self.live_id, n, None))
+        ):
             return
         if n or last >= 0:
             self._restart()
@@ -159,15 +160,18 @@ class SequenceCells:
 
     def _emptied(self) -> None:
         self.ledger.holds(0)
-        self.shifted_at = None
+        self.ledger.shifted_at = None
+        # Other tokens may come where these stood.
+        self.points.drop_after(0)
 
     # Rewinding --------------------------------------------------------------------------------
 
     def trim(self) -> bool:
         """Give cells back that hold tokens of the past, where the memory can; tell whether."""
-        n = self.ledger.n_evaluated
         if self.seq_id is None or not len(self.ledger.stale):
             return False
+        self._verify()
+        n = self.ledger.n_evaluated
         if n == 0:
             self._restart()
         elif not self._native.seq_rm(self.live_id, n, None):
@@ -207,12 +211,12 @@ class SequenceCells:
     def n_fresh(self) -> int:
         """How many evaluated tokens are what a fresh run makes of them: all, before a shift."""
         n = self.ledger.n_evaluated
-        return n if self.shifted_at is None else min(n, self.shifted_at)
+        return n if self.ledger.shifted_at is None else min(n, self.ledger.shifted_at)
 
     def _holds(self, n: int) -> None:
         self.ledger.holds(n)
-        if self.shifted_at is not None and n <= self.shifted_at:
-            self.shifted_at = None
+        if self.ledger.shifted_at is not None and n <= self.ledger.shifted_at:
+            self.ledger.shifted_at = None
         self.points.drop_after(n)
         if self.seq_id is not None:
             self.note()
@@ -320,7 +324,8 @@ class SequenceCells:
             self.attach()
             self._native.remove(self.live_id, begin, end)
         self.points.drop_after(begin)
-        self.shifted_at = begin if self.shifted_at is None else min(begin, self.shifted_at)
+        at = self.ledger.shifted_at
+        self.ledger.shifted_at = begin if at is None else min(begin, at)
 
     def _is_shared(self) -> bool:
         members = self.pool.ctx.cells().members
@@ -343,7 +348,7 @@ class SequenceCells:
             held = min(n, self.ledger.n_evaluated)
         if not held:
             return
-        child.shifted_at = self.shifted_at
+        child.ledger.shifted_at = self.ledger.shifted_at
         if self.seq_id is not None:
             if n == self.n_held:
                 self.checkpoint()
@@ -355,7 +360,9 @@ class SequenceCells:
             if seq_id is not None:
                 child._own(seq_id)
                 self._copy_to(child, held)
-                child.points = self.points.up_to(n)
+                child.points = self.points.up_to(child.n_held)
+                if child.ledger.shifted_at is not None and child.n_held <= child.ledger.shifted_at:
+                    child.ledger.shifted_at = None
                 return
             try:
                 child.state = self._taken_out()

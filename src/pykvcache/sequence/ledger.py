@@ -27,10 +27,11 @@ class Ledger:
 
     The memory holds the first `n_held` of ``tokens[:n_evaluated] + stale``. Editing the tokens
     never touches the memory: what it holds too much waits in `stale`, and counts again when the
-    same tokens come back.
+    same tokens come back. From `shifted_at` on (if not None) they never do: those were computed
+    with others before them.
     """
 
-    __slots__ = ("_buffer", "_frozen", "_n", "n_evaluated", "stale")
+    __slots__ = ("_buffer", "_frozen", "_n", "n_evaluated", "shifted_at", "stale")
 
     def __init__(self, tokens: IntArray = _NOTHING, n_evaluated: int = 0) -> None:
         self._n = len(tokens)
@@ -39,6 +40,7 @@ class Ledger:
         self._frozen: IntArray | None = None
         self.n_evaluated = n_evaluated
         self.stale: IntArray = _NOTHING
+        self.shifted_at: int | None = None
 
     def __len__(self) -> int:
         return self._n
@@ -93,6 +95,8 @@ class Ledger:
     def claim(self) -> None:
         """Count held tokens as evaluated that the pending ones turn out to be."""
         same = common_prefix(self.pending, self.stale)
+        if self.shifted_at is not None:
+            same = min(same, max(0, self.shifted_at - self.n_evaluated))
         self.n_evaluated += same
         self.stale = self.stale[same:] if same < len(self.stale) else _NOTHING
 

@@ -30,8 +30,8 @@ def save_sequence(
     note: dict[str, Any] = {PENDING: ledger.pending.tolist()}
     if metadata is not None:
         note[METADATA] = dict(metadata)
-    if cells.shifted_at is not None:
-        note[SHIFTED] = cells.shifted_at
+    if ledger.shifted_at is not None:
+        note[SHIFTED] = ledger.shifted_at
     evaluated = ledger.part(0, ledger.n_evaluated)
     return cells.pool.ctx.sequence_state(seq_id, evaluated, note).save(path, sync=sync)
 
@@ -59,7 +59,7 @@ def load_sequence(cells: SequenceCells, path: Path) -> None:
     ledger.append(tokens)
     ledger.append(pending)
     ledger.holds(len(tokens))
-    cells.shifted_at = shifted_at
+    ledger.shifted_at = shifted_at
     cells.note()
     cells.checkpoint()
 

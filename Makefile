@@ -10,7 +10,7 @@ CALLS ?= 100000
 
 # What the compiled layer is made of: a change of any of these rebuilds it, a change of a .py does not.
 NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.py \
-          $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/*)) $(wildcard models/*.gguf)
+          $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/* src/pykvcache/_native/fast/* src/pykvcache/_native/plain/*)) $(wildcard models/*.gguf)
 
 .DEFAULT_GOAL := help
 .PHONY: FORCE help venv demo test fuzz test-arrays test-device asan lint format wheel bench clean

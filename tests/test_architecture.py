@@ -202,7 +202,8 @@ def test_c_names_have_one_alias() -> None:
 
 def test_private_headers_are_read_by_the_probe_alone() -> None:
     private = re.compile(r'#include\s+"(llama-[\w-]+\.h)"')
-    readers = {p.name for p in (PACKAGE / "_native").iterdir() if private.search(p.read_text())}
+    files = (p for p in (PACKAGE / "_native").rglob("*.*") if p.suffix in {".h", ".cpp"})
+    readers = {p.name for p in files if private.search(p.read_text())}
     assert readers
     assert not {name for name in readers if not name.startswith("probe")}
 

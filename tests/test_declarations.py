@@ -19,13 +19,12 @@ READERS = {
     "probe.h": "heads_divisible kind class_name why_no_shift bounded picks_blocks windowed "
     "n_stream look_at_context next_cell n_used n_free n_held extent first_kept "
     "first_of holds last_before window_intact window_dropped shared "
-    "same_cells add_check div_check "
+    "same_cells add_check div_check is_plain can_compact "
     "max_position",
     "probe_values.h": "largest_value",
     "probe_kv.h": "has_part in_window has_extended has_keys bytes_of block_of",
     "probe_state.h": "owned_alone",
     "probe_partial.h": "window_has_room",
-    "probe_compact.h": "can_compact",
     "disk.h": "claim_blocks",
     "sequences.h": "cells epoch is_pending needs_removal was_damaged whole_only next_pos input_key "
     "removal_of is_version row_is_held row_pos rows_are_whole",

@@ -95,5 +95,6 @@ def system_info() -> dict:
     return {
         "llama_version": lib.llama_version().decode(),
         "supports_gpu_offload": bool(lib.llama_supports_gpu_offload()),
+        "is_plain": bool(lib.is_plain()),
         "max_sequences": lib.llama_max_parallel_sequences(),
     }

@@ -164,6 +164,8 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     bool window_dropped(const memory*, llama_seq_id)
     bool shared(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)
     bool same_cells(const memory*, llama_seq_id, llama_seq_id)
+    bool is_plain()
+    bool can_compact(const memory*)
     shift_problem add_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int64_t delta,
                             llama_pos& where)
     shift_problem div_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d,
@@ -287,10 +289,6 @@ cdef extern from "blocks.h" namespace "pykv" nogil:
                         uint8_t* dst)
     int32_t block_join(const memory*, bool v_trans, const vector[block_part]&, state_piece rest,
                        joined_state&)
-
-
-cdef extern from "probe_compact.h" namespace "pykv" nogil:
-    bint can_compact(const memory*)
 
 
 cdef extern from "disk.h" namespace "pykv" nogil:

@@ -73,6 +73,9 @@ model_facts look_at_model(const llama_model * model);
 // Whether every cached head size is a multiple of the block of this type.
 bool heads_divisible(const llama_model * model, ggml_type type, bool keys);
 
+// Whether this build does without fast/: on llama.cpp's own functions, cells stay where they are.
+bool is_plain();
+
 class memory;  // a classified llama_memory_t; dies with its context
 
 memory * memory_new(llama_context * ctx) noexcept;
@@ -103,6 +106,8 @@ int64_t  n_free(const memory * m, llama_seq_id seq);
 
 // Lowest and highest position that the sequence holds; false when it holds nothing.
 bool extent(const memory * m, llama_seq_id seq, llama_pos & lo, llama_pos & hi);
+// Whether every cache of the memory could have its cells moved: their order has to mean nothing.
+bool can_compact(const memory * m);
 // What removing [p0, p1) of a sequence means.
 enum removal {
     REMOVE_NOTHING,  // nothing is there

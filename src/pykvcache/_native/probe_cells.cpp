@@ -3,6 +3,7 @@
 
 #include "probe_memory.h"
 #include "probe_private.h"
+#include "probe_state.h"
 
 namespace pykv {
 
@@ -247,6 +248,14 @@ bool same_cells(const memory * m, llama_seq_id a, llama_seq_id b) {
         }
     }
     return !m->recurrent || tail_of(m, a) == tail_of(m, b);
+}
+
+uint32_t owned_alone(const memory * m, llama_seq_id seq) {
+    const auto & cells = m->base->get_cells(seq);
+    const auto & held = cells.seq_pos_get(seq);
+    return uint32_t(std::count_if(held.begin(), held.end(), [&](const auto & pair) {
+        return cells.seq_count(pair.second) == 1;
+    }));
 }
 
 }  // namespace pykv

@@ -1,17 +1,15 @@
-// What llama.cpp's cell classes keep to themselves, by name: an explicit instantiation may name a
-// private member. Another layout of these classes does not compile, instead of going wrong.
+// What llama.cpp's context keeps to itself, and the sets of positions that its caches show.
 #pragma once
 
-#include <algorithm>
 #include <limits>
 #include <set>
 #include <utility>
-#include <vector>
 
 #include "llama-context.h"
 #include "llama-graph.h"
 #include "llama-kv-cache.h"
 #include "llama-kv-cells.h"
+#include "opened.h"
 
 namespace pykv {
 
@@ -23,81 +21,11 @@ inline cell_set::const_iterator from(const cell_set & cells, llama_pos p) { retu
 
 namespace opened {
 
-template <class Name, typename Name::type Member> struct open {
-    friend constexpr typename Name::type member(Name) { return Member; }
-};
-
-#define PYKV_OPEN(name, owner, what, ...)                   \
-    struct name {                                           \
-        using type = __VA_ARGS__;                           \
-        friend constexpr type member(name);                 \
-    };                                                      \
-    template struct open<name, &owner::what>;
-
-PYKV_OPEN(has_shift, llama_kv_cells, has_shift, bool llama_kv_cells::*)
-PYKV_OPEN(used, llama_kv_cells, used, std::set<uint32_t> llama_kv_cells::*)
-PYKV_OPEN(pos, llama_kv_cells, pos, std::vector<llama_pos> llama_kv_cells::*)
-PYKV_OPEN(ext, llama_kv_cells, ext, std::vector<llama_kv_cell_ext> llama_kv_cells::*)
-PYKV_OPEN(shift, llama_kv_cells, shift, std::vector<llama_pos> llama_kv_cells::*)
-PYKV_OPEN(seq, llama_kv_cells, seq, std::vector<llama_kv_cells::seq_set_t> llama_kv_cells::*)
-PYKV_OPEN(seq_pos, llama_kv_cells, seq_pos, cell_set (llama_kv_cells::*)[LLAMA_MAX_SEQ])
 PYKV_OPEN(graph_params, llama_context, graph_params,
           llm_graph_params (llama_context::*)(llm_graph_result *, const llama_ubatch &,
                                               const llama_memory_context_i *, llm_graph_type) const)
-PYKV_OPEN(v_heads, llama_kv_cache, v_heads, std::vector<uint32_t> llama_kv_cache::*)
-
 PYKV_OPEN(sched_need_reserve, llama_context, sched_need_reserve, bool llama_context::*)
 
-#undef PYKV_OPEN
-
 }  // namespace opened
-
-// The cells of the stream that holds a sequence, with everything about them to change.
-struct open_cells {
-    llama_kv_cells & cells;
-    uint32_t &       head;  // where the search for free cells begins
-
-    open_cells(llama_kv_cache & cache, llama_seq_id seq)
-        // The cells are the cache's own non-const member; only its accessor is const.
-        : cells(const_cast<llama_kv_cells &>(cache.get_cells(seq))),
-          head((cache.*member(opened::v_heads()))[cache.get_stream(seq)]) {}
-
-    bool &               has_shift() { return cells.*member(opened::has_shift()); }
-    std::set<uint32_t> & used() { return cells.*member(opened::used()); }
-    llama_pos &          pos(uint32_t i) { return (cells.*member(opened::pos()))[i]; }
-    llama_kv_cell_ext &  ext(uint32_t i) { return (cells.*member(opened::ext()))[i]; }
-    llama_pos &          shift(uint32_t i) { return (cells.*member(opened::shift()))[i]; }
-    cell_set &           held(llama_seq_id seq) { return (cells.*member(opened::seq_pos()))[seq]; }
-    llama_kv_cells::seq_set_t & members(uint32_t i) { return (cells.*member(opened::seq()))[i]; }
-};
-
-// Takes a sequence out of cells, one by one; what nobody holds any more is free.
-class leaving {
-  public:
-    leaving(open_cells & open, llama_seq_id seq) : open(open), seq(seq), hint(open.used().end()) {}
-
-    // `taken`: somebody else is about to hold it.
-    void cell(uint32_t i, bool taken = false) noexcept {
-        auto & members = open.members(i);
-        members.reset(seq);
-        if (taken || members.any()) {
-            return;
-        }
-        open.pos(i) = -1;
-        open.ext(i).reset();
-        open.shift(i) = 0;
-        // Cells of a sequence mostly follow each other.
-        if (hint == open.used().end() || *hint != i) {
-            hint = open.used().find(i);
-        }
-        hint = open.used().erase(hint);
-        open.head = std::min(open.head, i);
-    }
-
-  private:
-    open_cells &                 open;
-    llama_seq_id                 seq;
-    std::set<uint32_t>::iterator hint;
-};
 
 }  // namespace pykv

@@ -382,4 +382,10 @@ int32_t state_read(edit_key, memory * m, llama_seq_id seq, bool partial, const s
     });
 }
 
+void seq_state_delete(seq_state * state) noexcept { delete state; }
+
+int32_t seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept {
+    return guarded_void([&] { state->write(dst, two); });
+}
+
 }  // namespace pykv

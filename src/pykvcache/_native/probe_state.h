@@ -93,24 +93,10 @@ state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llam
 // What a state of one sequence is going to hold; valid until the memory changes.
 class seq_state {
   public:
-    seq_state(const memory * m, bool v_trans, llama_seq_id seq);
+    virtual ~seq_state() = default;
+    virtual void write(uint8_t * dst, bool two) const = 0;
 
     size_t size = 0;
-    void   write(uint8_t * dst, bool two) const;
-
-  private:
-    // Rows of one tensor, and where they go.
-    struct rows_job {
-        size_t     part;
-        state_rows rows;
-        uint8_t *  dst;
-    };
-    uint8_t * write_heads(size_t i, uint8_t * dst, std::vector<rows_job> & jobs) const;
-
-    const memory *                      m;
-    llama_seq_id                        seq;
-    std::vector<state_part>             parts;
-    std::vector<std::vector<live_cell>> cells;  // of each part; empty for the recurrent one
 };
 
 seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq) noexcept;  // null: caught

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from pykvcache.context import LlamaContext
+from pykvcache.errors import UnsupportedOperation
 from pykvcache.sequence.member import Member
 
 __all__ = ["IdleCost"]
@@ -73,4 +75,6 @@ class IdleCost:
                     cells.park()
         table = ctx.cells()
         if len(table) and int(table.cell.max()) + 1 - len(table) >= PADDING:
-            ctx.kv_cache_compact()
+            # Where cells cannot move (a plain build), decodes are slower, and as right.
+            with suppress(UnsupportedOperation):
+                ctx.kv_cache_compact()

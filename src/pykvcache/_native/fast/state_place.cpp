@@ -7,13 +7,13 @@
 #include <optional>
 
 #include "edit.h"
+#include "fast/copy_threads.h"
+#include "fast/open_cells.h"
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
-#include "probe_private.h"
 #include "probe_state.h"
 #include "state_cursor.h"
-#include "two_hands.h"
 
 namespace pykv {
 
@@ -300,7 +300,7 @@ bool place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_b
     if (!early) {
         prepare();
     }
-    with_two_hands(two && n_bytes >= WORTH_A_THREAD, jobs, [&] { early ? prepare() : void(); }, copy);
+    with_copy_threads(two && n_bytes >= WORTH_A_THREAD, jobs, [&] { early ? prepare() : void(); }, copy);
     for (const auto & to : caches) {
         to->commit();
     }
@@ -318,14 +318,6 @@ int32_t state_place(edit_key, memory * m, bool v_trans, llama_seq_id seq, const 
             throw std::runtime_error(found.why);
         }
     });
-}
-
-uint32_t owned_alone(const memory * m, llama_seq_id seq) {
-    const auto & cells = m->base->get_cells(seq);
-    const auto & held = cells.seq_pos_get(seq);
-    return uint32_t(std::count_if(held.begin(), held.end(), [&](const auto & pair) {
-        return cells.seq_count(pair.second) == 1;
-    }));
 }
 
 }  // namespace pykv

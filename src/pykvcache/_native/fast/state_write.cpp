@@ -2,12 +2,12 @@
 // sequence, twice, which costs as much as copying the cells of a small model.
 #include <cstring>
 
+#include "fast/copy_threads.h"
 #include "guarded.h"
-#include "llama-io.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
 #include "probe_state.h"
-#include "two_hands.h"
+#include "probe_state_io.h"
 
 namespace pykv {
 
@@ -42,30 +42,6 @@ struct writer {
     template <class T> void put(T value) { bytes(&value, sizeof(value)); }
 };
 
-// llama.cpp writes the recurrent part itself: one cell.
-class plain_io : public llama_io_write_i {
-  public:
-    explicit plain_io(uint8_t * dst) : dst(dst) {}
-
-    void write(const void * src, size_t size) override {
-        if (dst) {
-            std::memcpy(dst + done, src, size);
-        }
-        done += size;
-    }
-    void write_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
-        if (dst) {
-            ggml_backend_tensor_get(tensor, dst + done, offset, size);
-        }
-        done += size;
-    }
-    size_t n_bytes() override { return done; }
-
-  private:
-    uint8_t * dst;
-    size_t    done = 0;
-};
-
 void write_cells(writer & out, const memory * m, const state_part & part, llama_seq_id seq,
                  const std::vector<live_cell> & cells) {
     const llama_kv_cells & held = (part.part == PART_WINDOW ? m->swa : m->base)->get_cells(seq);
@@ -93,14 +69,32 @@ size_t part_bytes(const memory * m, const state_part & part, size_t n) {
     return size;
 }
 
-}  // namespace
+class walked_state : public seq_state {
+  public:
+    walked_state(const memory * m, bool v_trans, llama_seq_id seq);
+    void write(uint8_t * dst, bool two) const override;
 
-seq_state::seq_state(const memory * m, bool v_trans, llama_seq_id seq) : m(m), seq(seq) {
+  private:
+    // Rows of one tensor, and where they go.
+    struct rows_job {
+        size_t     part;
+        state_rows rows;
+        uint8_t *  dst;
+    };
+    uint8_t * write_heads(size_t i, uint8_t * dst, std::vector<rows_job> & jobs) const;
+
+    const memory *                      m;
+    llama_seq_id                        seq;
+    std::vector<state_part>             parts;
+    std::vector<std::vector<live_cell>> cells;  // of each part; empty for the recurrent one
+};
+
+walked_state::walked_state(const memory * m, bool v_trans, llama_seq_id seq) : m(m), seq(seq) {
     size = 8;
     for (const state_part & part : state_parts(m, v_trans, false)) {
         parts.push_back(part);
         if (part.part == PART_RECURRENT) {
-            plain_io io(nullptr);
+            state_writer io(nullptr);
             m->recurrent->state_write(io, seq, 0);
             cells.emplace_back();
             size += io.n_bytes();
@@ -112,7 +106,7 @@ seq_state::seq_state(const memory * m, bool v_trans, llama_seq_id seq) : m(m), s
 }
 
 // All but the rows of K and V, which are to be copied then.
-uint8_t * seq_state::write_heads(size_t i, uint8_t * dst, std::vector<rows_job> & jobs) const {
+uint8_t * walked_state::write_heads(size_t i, uint8_t * dst, std::vector<rows_job> & jobs) const {
     const state_part &     part = parts[i];
     const llama_kv_cache * cache = part.part == PART_WINDOW ? m->swa : m->base;
     const uint32_t         own = cache->get_stream(seq);
@@ -141,14 +135,14 @@ uint8_t * seq_state::write_heads(size_t i, uint8_t * dst, std::vector<rows_job> 
     return out.at;
 }
 
-void seq_state::write(uint8_t * dst, bool two) const {
+void walked_state::write(uint8_t * dst, bool two) const {
     std::vector<rows_job> rows;
     writer                out{dst};
     out.put<uint32_t>(SEQ_MAGIC);
     out.put<llama_seq_id>(seq);
     for (size_t i = 0; i < parts.size(); ++i) {
         if (parts[i].part == PART_RECURRENT) {
-            plain_io io(out.at);
+            state_writer io(out.at);
             m->recurrent->state_write(io, seq, 0);
             out.at += io.n_bytes();
         } else {
@@ -160,7 +154,7 @@ void seq_state::write(uint8_t * dst, bool two) const {
         two = two && tensor_at(m, parts[job.part].part, job.rows.layer, which_of(job.rows), seq).host;
     }
     counter jobs(rows.size());
-    with_two_hands(two && size >= WORTH_A_THREAD, jobs, [] {}, [&] {
+    with_copy_threads(two && size >= WORTH_A_THREAD, jobs, [] {}, [&] {
         for (size_t k; jobs.take(k);) {
             const rows_job & job = rows[k];
             const auto &     held = cells[job.part];
@@ -174,14 +168,10 @@ void seq_state::write(uint8_t * dst, bool two) const {
     }
 }
 
+}  // namespace
+
 seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq) noexcept {
-    return guarded<seq_state *>(nullptr, [&] { return new seq_state(m, v_trans, seq); });
-}
-
-void seq_state_delete(seq_state * state) noexcept { delete state; }
-
-int32_t seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept {
-    return guarded_void([&] { state->write(dst, two); });
+    return guarded<seq_state *>(nullptr, [&] { return new walked_state(m, v_trans, seq); });
 }
 
 }  // namespace pykv

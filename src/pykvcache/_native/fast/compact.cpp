@@ -2,9 +2,8 @@
 #include <vector>
 
 #include "edit.h"
-#include "probe_compact.h"
+#include "fast/open_cells.h"
 #include "probe_memory.h"
-#include "probe_private.h"
 
 namespace pykv {
 

@@ -2,14 +2,16 @@
 //
 // llama.cpp asks every cell of the context, and every one that it moves for all 256 sequences.
 // The set of a sequence's cells says where they are: the same changes, in time that grows with
-// the sequence instead of the context, and with the guards' questions asked on the way.
+// the sequence instead of the context.
 #include <algorithm>
 
 #include "edit.h"
+#include "fast/open_cells.h"
 #include "probe_memory.h"
-#include "probe_private.h"
 
 namespace pykv {
+
+bool is_plain() { return false; }
 
 namespace {
 
@@ -19,54 +21,6 @@ bool is_cells_only(const memory * m) { return m->kind == MEMORY_ATTENTION || m->
 // An open end as llama.h writes it: with streams it copies nothing else.
 llama_pos begin_of(llama_pos p0) { return p0 ? p0 : -1; }
 llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
-
-// Every position of [p0, p1) moves to `moved(p)`, which must not decrease with p.
-template <class F>
-shift_problem check_targets(const cell_set & cells, llama_pos limit, llama_pos p0, llama_pos p1, F && moved, llama_pos & where) {
-    const auto first = from(cells, p0);
-    const auto end = from(cells, p1);
-    if (first == end) {
-        return SHIFT_FITS;
-    }
-    const int64_t lowest = moved(first->first);
-    const int64_t highest = moved(std::prev(end)->first);
-    const bool    above = first == cells.begin() || std::prev(first)->first < lowest;
-    const bool    below = end == cells.end() || highest < end->first;
-    if (lowest >= 0 && highest <= limit && above && below) {
-        return SHIFT_FITS;  // between its neighbours there is nothing to land on
-    }
-    for (auto it = first; it != end; ++it) {
-        const int64_t target = moved(it->first);
-        where = it->first;
-        if (target < 0) {
-            return SHIFT_NEGATIVE;
-        }
-        if (target > limit) {
-            return SHIFT_OVERFLOW;
-        }
-        if (target < p0 || target >= p1) {
-            const auto other = from(cells, llama_pos(target));
-            if (other != cells.end() && other->first == target) {
-                where = llama_pos(target);
-                return SHIFT_COLLIDES;
-            }
-        }
-    }
-    return SHIFT_FITS;
-}
-
-template <class F>
-shift_problem check_moves(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, F && moved, llama_pos & where) {
-    if (m->base) {
-        return check_targets(m->base->get_cells(seq).seq_pos_get(seq), m->max_position, p0, p1, moved, where);
-    }
-    llama_pos lo, hi;
-    if (!extent(m, seq, lo, hi)) {
-        return SHIFT_FITS;
-    }
-    where = hi;
-    return moved(lo) < 0 ? SHIFT_NEGATIVE : moved(hi) > m->max_position ? SHIFT_OVERFLOW : SHIFT_FITS;
-}
 
 // Take the sequence out of its cells in [p0, p1); what nobody holds any more is free.
 void take_out(llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1) {
@@ -151,14 +105,6 @@ template <class F> void each_cache(memory * m, F && change) {
 }
 
 }  // namespace
-
-shift_problem add_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int64_t delta, llama_pos & where) {
-    return check_moves(m, seq, p0, p1, [&](llama_pos p) { return int64_t(p) + delta; }, where);
-}
-
-shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d, llama_pos & where) {
-    return check_moves(m, seq, p0, p1, [&](llama_pos p) { return int64_t(p) / d; }, where);
-}
 
 int32_t remove_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {

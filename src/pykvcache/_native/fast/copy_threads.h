@@ -31,7 +31,7 @@ class counter {
 // Call `work` on this thread after `first`, and meanwhile on another if there may be one and the
 // system gives one. It takes numbers of `jobs` until there are none. What either throws is thrown here,
 // when both have ended.
-template <class First, class Work> void with_two_hands(bool two, counter & jobs, First && first, Work && work) {
+template <class First, class Work> void with_copy_threads(bool two, counter & jobs, First && first, Work && work) {
     std::exception_ptr failed;
     std::thread        other;
     if (two) {

@@ -1,0 +1,74 @@
+// llama.cpp's sets of cells, with everything about them to change. Used by the files of this folder alone.
+#pragma once
+
+#include <algorithm>
+#include <set>
+#include <vector>
+
+#include "opened.h"
+#include "probe_private.h"
+
+namespace pykv {
+
+namespace opened {
+
+PYKV_OPEN(has_shift, llama_kv_cells, has_shift, bool llama_kv_cells::*)
+PYKV_OPEN(used, llama_kv_cells, used, std::set<uint32_t> llama_kv_cells::*)
+PYKV_OPEN(pos, llama_kv_cells, pos, std::vector<llama_pos> llama_kv_cells::*)
+PYKV_OPEN(ext, llama_kv_cells, ext, std::vector<llama_kv_cell_ext> llama_kv_cells::*)
+PYKV_OPEN(shift, llama_kv_cells, shift, std::vector<llama_pos> llama_kv_cells::*)
+PYKV_OPEN(seq, llama_kv_cells, seq, std::vector<llama_kv_cells::seq_set_t> llama_kv_cells::*)
+PYKV_OPEN(seq_pos, llama_kv_cells, seq_pos, cell_set (llama_kv_cells::*)[LLAMA_MAX_SEQ])
+PYKV_OPEN(v_heads, llama_kv_cache, v_heads, std::vector<uint32_t> llama_kv_cache::*)
+
+}  // namespace opened
+
+// The cells of the stream that holds a sequence, with everything about them to change.
+struct open_cells {
+    llama_kv_cells & cells;
+    uint32_t &       head;  // where the search for free cells begins
+
+    open_cells(llama_kv_cache & cache, llama_seq_id seq)
+        // The cells are the cache's own non-const member; only its accessor is const.
+        : cells(const_cast<llama_kv_cells &>(cache.get_cells(seq))),
+          head((cache.*member(opened::v_heads()))[cache.get_stream(seq)]) {}
+
+    bool &               has_shift() { return cells.*member(opened::has_shift()); }
+    std::set<uint32_t> & used() { return cells.*member(opened::used()); }
+    llama_pos &          pos(uint32_t i) { return (cells.*member(opened::pos()))[i]; }
+    llama_kv_cell_ext &  ext(uint32_t i) { return (cells.*member(opened::ext()))[i]; }
+    llama_pos &          shift(uint32_t i) { return (cells.*member(opened::shift()))[i]; }
+    cell_set &           held(llama_seq_id seq) { return (cells.*member(opened::seq_pos()))[seq]; }
+    llama_kv_cells::seq_set_t & members(uint32_t i) { return (cells.*member(opened::seq()))[i]; }
+};
+
+// Takes a sequence out of cells, one by one; what nobody holds any more is free.
+class leaving {
+  public:
+    leaving(open_cells & open, llama_seq_id seq) : open(open), seq(seq), hint(open.used().end()) {}
+
+    // `taken`: somebody else is about to hold it.
+    void cell(uint32_t i, bool taken = false) noexcept {
+        auto & members = open.members(i);
+        members.reset(seq);
+        if (taken || members.any()) {
+            return;
+        }
+        open.pos(i) = -1;
+        open.ext(i).reset();
+        open.shift(i) = 0;
+        // Cells of a sequence mostly follow each other.
+        if (hint == open.used().end() || *hint != i) {
+            hint = open.used().find(i);
+        }
+        hint = open.used().erase(hint);
+        open.head = std::min(open.head, i);
+    }
+
+  private:
+    open_cells &                 open;
+    llama_seq_id                 seq;
+    std::set<uint32_t>::iterator hint;
+};
+
+}  // namespace pykv

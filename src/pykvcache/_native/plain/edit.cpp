@@ -1,0 +1,101 @@
+// What changes a memory and writes its states, by llama.cpp's own functions alone: a build with
+// PYKVCACHE_PLAIN has this file in the place of fast/. Slower, and the first to follow another llama.cpp.
+#include <set>
+
+#include "edit.h"
+#include "probe_memory.h"
+#include "probe_private.h"
+#include "probe_state_io.h"
+
+namespace pykv {
+
+namespace {
+
+// An open end as llama.h writes it: with streams it copies nothing else.
+llama_pos begin_of(llama_pos p0) { return p0 ? p0 : -1; }
+llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
+
+// llama.cpp divides, too, but rotates K the wrong way: each position is shifted by itself, from the
+// lowest on, so that none is met twice.
+void divide(llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) {
+    std::set<llama_pos> positions;
+    const auto & held = cache.get_cells(seq).seq_pos_get(seq);
+    for (auto it = from(held, p0); it != held.end() && it->first < p1; ++it) {
+        positions.insert(it->first);
+    }
+    for (const llama_pos p : positions) {
+        if (p / d != p) {
+            cache.seq_add(seq, p, p + 1, p / d - p);
+        }
+    }
+}
+
+class llama_state : public seq_state {
+  public:
+    llama_state(const memory * m, llama_seq_id seq) : m(m), seq(seq) {
+        state_writer io(nullptr);
+        m->mem->state_write(io, seq, 0);
+        size = 8 + io.n_bytes();
+    }
+
+    void write(uint8_t * dst, bool) const override {
+        std::memcpy(dst, &SEQ_MAGIC, sizeof(SEQ_MAGIC));
+        std::memcpy(dst + sizeof(SEQ_MAGIC), &seq, sizeof(seq));
+        state_writer io(dst + 8);
+        m->mem->state_write(io, seq, 0);
+        if (io.n_bytes() + 8 != size) {
+            throw std::logic_error("a state has another size than was counted");
+        }
+    }
+
+  private:
+    const memory * m;
+    llama_seq_id   seq;
+};
+
+}  // namespace
+
+bool is_plain() { return true; }
+
+int32_t remove_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] { return int32_t(m->mem->seq_rm(seq, begin_of(p0), end_of(p1))); });
+}
+
+bool copies_replace(const memory *) { return false; }
+
+int32_t copy_cells(edit_key, memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
+    return guarded_void([&] { m->mem->seq_cp(src, dst, begin_of(p0), end_of(p1)); });
+}
+
+int32_t add_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {
+    return guarded_void([&] { m->mem->seq_add(seq, begin_of(p0), end_of(p1), delta); });
+}
+
+int32_t divide_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
+    return guarded_void([&] {
+        for (llama_kv_cache * cache : {m->base, m->swa}) {
+            if (cache) {
+                divide(*cache, seq, p0, p1, d);
+            }
+        }
+        if (m->recurrent) {
+            m->recurrent->seq_div(seq, p0, p1, d);  // a label: there is no K to rotate
+        }
+    });
+}
+
+// No function of llama.cpp moves cells.
+bool    can_compact(const memory *) { return false; }
+int64_t move_cells_down(edit_key, memory *, uint32_t) noexcept { return 0; }
+
+seq_state * seq_state_new(const memory * m, bool, llama_seq_id seq) noexcept {
+    return guarded<seq_state *>(nullptr, [&] { return new llama_state(m, seq); });
+}
+
+// llama.cpp's reader clears the sequence first: replace() takes a copy of what was there.
+int32_t state_place(edit_key, memory *, bool, llama_seq_id, const std::vector<state_block> &,
+                    const std::vector<state_piece> &, bool) noexcept {
+    return 0;
+}
+
+}  // namespace pykv

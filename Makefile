@@ -13,7 +13,7 @@ NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.
           $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/* src/pykvcache/_native/fast/* src/pykvcache/_native/plain/*)) $(wildcard models/*.gguf)
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help venv demo test fuzz test-arrays test-device asan lint format wheel bench clean
+.PHONY: FORCE help venv demo test fuzz test-arrays test-device test-plain asan lint format wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -78,6 +78,11 @@ ASAN_TESTS ?= -n auto --ignore tests/packaging --ignore tests/arrays
 asan: $(VENV)-asan/.built ## the tests under AddressSanitizer and UBSan, in a build of their own
 	$(SANITIZED) $(VENV)-asan/bin/python -m pytest $(ASAN_TESTS)
 
+PLAIN_TESTS ?= tests/memory tests/state tests/kv tests/regressions tests/sequence tests/generate
+
+test-plain: $(VENV)-plain/.built ## the tests on llama.cpp's own functions, without fast/, in a build of their own
+	$(VENV)-plain/bin/python -m pytest -n auto $(PLAIN_TESTS)
+
 wheel: $(VENV)/.dev ## build sdist and wheel into dist/, install and try each away from here
 	rm -rf dist
 	$(BIN)/python -m build
@@ -87,7 +92,7 @@ bench: $(VENV)/.bench $(VENV)/.built ## everything side by side with C and the p
 	$(BIN)/python -m benchmarks
 
 clean: ## remove what was built (.venv, build, dist, the fetched llama.cpp)
-	rm -rf $(VENV) $(VENV)-arrays $(VENV)-asan $(VENV)-device build dist vendor/llama.cpp vendor/llama.cpp.partial
+	rm -rf $(VENV) $(VENV)-arrays $(VENV)-asan $(VENV)-device $(VENV)-plain build dist vendor/llama.cpp vendor/llama.cpp.partial
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Stamps: each says that the step above it in the chain was done since its inputs changed.
@@ -123,6 +128,14 @@ $(VENV)-asan/.built: pyproject.toml $(NATIVE)
 	$(VENV)-asan/bin/python -m pip install --quiet --no-build-isolation --editable ".[demo,chat,arrays,state]" \
 	    --config-settings=build-dir=build/asan --config-settings=cmake.define.PYKVCACHE_SANITIZE=ON \
 	    --config-settings=install.strip=false
+	@touch $@
+
+$(VENV)-plain/.built: pyproject.toml $(NATIVE)
+	$(PYTHON) -m venv $(VENV)-plain
+	$(VENV)-plain/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(VENV)-plain/bin/python -m pip install --quiet --group build --group test
+	$(VENV)-plain/bin/python -m pip install --quiet --no-build-isolation --editable ".[demo,chat,arrays,state]" \
+	    --config-settings=build-dir=build/plain --config-settings=cmake.define.PYKVCACHE_PLAIN=ON
 	@touch $@
 
 $(VENV)-device/.built: pyproject.toml $(NATIVE)

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Bench, Case
-from pykvcache import UnsupportedOperation
+from pykvcache import UnsupportedOperation, system_info
+
+pytestmark = pytest.mark.skipif(
+    system_info()["is_plain"], reason="no function of llama.cpp moves cells"
+)
 
 MakeBench = Callable[..., Bench]
 MOVED = tuple(case for case in CASES if case.info.memory != "other")

@@ -14,6 +14,7 @@ from pykvcache.generate.handle import GenerationHandle
 from pykvcache.generate.schedule import Schedule
 from pykvcache.generate.step import Stepper
 from pykvcache.prefix.cache import PrefixCache
+from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.pool import pool_of
 from pykvcache.sequence.sequence import LlamaSequence
@@ -189,7 +190,7 @@ class BatchGenerator:
             sequence = self._sequence(prompt)
             handles = []
             for i in range(count):
-                own = sequence if i == 0 else self._new(None)
+                own = sequence if i == 0 else self._beside(sequence)
                 if i:
                     own._cells.ledger.append(sequence.tokens)
                 self._order += 1
@@ -238,6 +239,13 @@ class BatchGenerator:
         if self._cache is not None:
             return self._cache.sequence(prompt)
         return LlamaSequence(self._ctx, prompt)
+
+    def _beside(self, sequence: LlamaSequence) -> LlamaSequence:
+        """Return an empty sequence for another sample; it shares with whom the first one does."""
+        cache = self._cache
+        if cache is not None and isinstance(sequence, CachedSequence) and sequence in cache._open:
+            return cache.sequence(None, namespace=sequence.namespace)
+        return LlamaSequence(self._ctx)
 
     @staticmethod
     def _sampler_of(sampler: Sampler, i: int) -> Sampler:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from pykvcache.context import LlamaContext
 from pykvcache.generate.handle import GenerationHandle
@@ -31,7 +33,8 @@ def missing(handle: GenerationHandle) -> int:
 class Schedule:
     """The requests of one generator. The pool's lock is held.
 
-    Those that run are pinned: the pool parks none of them for somebody else.
+    Within a step those that run are pinned: the pool parks none of them for somebody else. Between
+    two steps they are idle like any other sequence.
     """
 
     def __init__(
@@ -47,6 +50,22 @@ class Schedule:
         self.max_sequences = max_sequences
         self.waiting: list[GenerationHandle] = []
         self.running: list[GenerationHandle] = []
+        self._stepping = False
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Pin those that run, and those that come to run, while this is open."""
+        self._pin(1)
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+            self._pin(-1)
+
+    def _pin(self, n: int) -> None:
+        for handle in self.running:
+            handle._cells.pins += n
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -95,7 +114,7 @@ class Schedule:
         return False
 
     def _run(self, handle: GenerationHandle) -> None:
-        handle._cells.pins += 1
+        handle._cells.pins += self._stepping
         insort(self.running, handle, key=rank)
 
     def _fits(self, head: GenerationHandle) -> bool:
@@ -135,4 +154,4 @@ class Schedule:
 
     def _stop(self, handle: GenerationHandle) -> None:
         self.running.remove(handle)
-        handle._cells.pins -= 1
+        handle._cells.pins -= self._stepping

@@ -36,6 +36,10 @@ class Stepper:
 
     def step(self) -> list[tuple[GenerationHandle, int]]:
         """Make one decode; return the tokens that came of it."""
+        with self._schedule.pinned():
+            return self._step()
+
+    def _step(self) -> list[tuple[GenerationHandle, int]]:
         schedule = self._schedule
         self._drop_aborted()
         made: list[tuple[GenerationHandle, int]] = []
@@ -70,7 +74,12 @@ class Stepper:
             ledger = cells.ledger
             n = len(ledger)
             if handle._sequence.is_closed:
-                self._end(handle, "error", ClosedError("the sequence was closed meanwhile"))
+                error = ClosedError("the sequence was closed meanwhile")
+                self._end(handle, "error", error, alone=True)
+                continue
+            if not n:
+                lost = ValueError("the sequence has no tokens any more")
+                self._end(handle, "error", lost, alone=True)
                 continue
             if n > schedule.ctx.n_ctx_seq and schedule.ctx.memory_kind != "recurrent":
                 self._end(handle, "full")
@@ -143,14 +152,16 @@ class Stepper:
         made: list[tuple[GenerationHandle, int]],
     ) -> None:
         """Let a request choose its next token; a failure ends this request alone."""
-        for sibling in handle._siblings:
-            self._branch(handle, sibling)
-            self._choose(sibling, row, made)
+        siblings, handle._siblings = handle._siblings, []
+        for sibling in siblings:
+            if sibling._sequence.is_closed:
+                sibling._end("error", ClosedError("the sequence was closed meanwhile"))
+            elif self._branch(handle, sibling):
+                self._choose(sibling, row, made)
             if sibling._finish is None:
                 self._schedule.add(sibling)
             elif sibling._owns:
                 sibling._sequence.close()
-        handle._siblings = []
         self._choose(handle, row, made)
         if handle._finish is not None:
             self._schedule.remove(handle)
@@ -169,26 +180,49 @@ class Stepper:
             if token is not None:
                 made.append((handle, token))
 
-    def _branch(self, handle: GenerationHandle, sibling: GenerationHandle) -> None:
-        """Let another sample of the same prompt begin with what was evaluated for this one."""
+    def _branch(self, handle: GenerationHandle, sibling: GenerationHandle) -> bool:
+        """Let another sample begin with what was evaluated for this one; tell whether it is all."""
         mine, other = handle._cells, sibling._cells
-        mine.fork_into(other, len(mine.ledger))
+        n = len(mine.ledger)
+        if not np.array_equal(mine.ledger.part(0, n), other.ledger.part(0, len(other.ledger))):
+            return False  # somebody edited the prompt meanwhile
+        mine.fork_into(other, n)
+        return True
 
     def _drop_aborted(self) -> None:
         looked, self.aborted = self.aborted, False
         waiting = self._schedule.waiting if looked else self._schedule.waiting[:1]
         for handle in [*self._schedule.running, *waiting]:
+            if looked:
+                self._drop_samples(handle)
             if handle._abort:
-                self._end(handle, "aborted")
+                self._end(handle, "aborted", alone=True)
+
+    @staticmethod
+    def _drop_samples(handle: GenerationHandle) -> None:
+        for one in [sibling for sibling in handle._siblings if sibling._abort]:
+            handle._siblings.remove(one)
+            one._end("aborted")
+            one._sequence.close()
 
     def _end(
-        self, handle: GenerationHandle, reason: FinishReason, error: Exception | None = None
+        self,
+        handle: GenerationHandle,
+        reason: FinishReason,
+        error: Exception | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
-        for one in [*handle._siblings, handle]:
+        """End a request; `alone`: the other samples of its prompt go on, the next one first."""
+        siblings, handle._siblings = handle._siblings, []
+        if alone and siblings:
+            siblings[0]._siblings = siblings[1:]
+            self._schedule.add(siblings[0])
+            siblings = []
+        for one in [*siblings, handle]:
             one._end(reason, error)
-            if one is not handle and one._owns:
+            if one is not handle:
                 one._sequence.close()
-        handle._siblings = []
         self._schedule.remove(handle)
 
     def abort_all(self, error: DecodeAborted) -> None:

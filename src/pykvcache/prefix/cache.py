@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
+from collections import deque
 from types import TracebackType
 from typing import SupportsIndex
 
@@ -21,6 +22,7 @@ from pykvcache.prefix.pins import Pin, Pins
 from pykvcache.prefix.policies import DEFAULT, Policy
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.reuse import CacheStats, ReuseReport
+from pykvcache.prefix.runs import Run
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import BlockCheckpoints
@@ -117,6 +119,7 @@ class PrefixCache(BeginMethods, KeepMethods):
             raise ValueError("the context has a PrefixCache already: close() that one first")
         _caches[context] = weakref.ref(self)
         self._open: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
+        self._dropped: deque[Run] = deque()
         self._pins = Pins(self._ram.tree)
         self._sums = ReuseReport()
         self._requests = 0
@@ -157,6 +160,7 @@ class PrefixCache(BeginMethods, KeepMethods):
         """
         with self._pool.hold():
             self._check_open()
+            self._reap()
             space = self._namespace if namespace is None else _checked(namespace)
             cells = SequenceCells(self._pool, Ledger(), self._points)
             sequence = CachedSequence._made(self._ctx, cells)
@@ -177,6 +181,7 @@ class PrefixCache(BeginMethods, KeepMethods):
 
     def _give(self, sequence: CachedSequence) -> None:
         """Keep what a sequence evaluated; called when it is closed."""
+        self._reap()
         run, sequence._held_run = sequence._held_run, None
         try:
             if not self._closed and sequence in self._open:
@@ -185,6 +190,14 @@ class PrefixCache(BeginMethods, KeepMethods):
             self._open.discard(sequence)
             if run is not None:
                 self._ram.tree.release(run)
+
+    def _let_go(self, run: Run) -> None:
+        self._dropped.append(run)
+
+    def _reap(self) -> None:
+        """Release what sequences held that were dropped in the middle of something."""
+        while self._dropped:
+            self._ram.tree.release(self._dropped.popleft())
 
     # Names and events -----------------------------------------------------------------------------
 

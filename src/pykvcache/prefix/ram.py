@@ -148,7 +148,8 @@ class RamTier:
 
     def _removing(self, run: Run, first: int) -> None:
         if run.is_checkpoint:
-            self.n_checkpoints -= 1
+            # Without a state it was never in: the budget had no room for it.
+            self.n_checkpoints -= run.payloads[0] is not None
             return
         for key in [key for key in self._tails if key[0] is run]:
             self._forget(key)
@@ -184,6 +185,8 @@ class RamTier:
             self._begun_block(found, run, after)
         elif (run, b"") in self._tails:
             found.row = self._tails[run, b""].row
+        if run.is_root and not any(place is run for place, _ in self._tails):
+            self.tree.forget_root(namespace)  # however many namespaces are asked for
         return found
 
     def _to_checkpoint(self, found: Found, run: Run) -> None:
@@ -241,7 +244,7 @@ class RamTier:
     def clear(self, namespace: str | None) -> None:
         """Forget a namespace, or all."""
         self.tree.clear(namespace)
-        alive = set(self.tree.runs())
+        alive = {*self.tree.runs(), *self.tree.roots()}
         for key in [key for key in self._tails if key[0] not in alive]:
             self._forget(key)
         self._share()

@@ -25,6 +25,9 @@ class Owner(Protocol):
     def _joined(self, sequence: CachedSequence) -> None:
         """Take note of a new sequence, a fork of one that is known."""
 
+    def _let_go(self, run: Run) -> None:
+        """Release what a dropped sequence held, when nobody is in the middle of something."""
+
     def _give(self, sequence: CachedSequence) -> None:
         """Take over what a sequence evaluated, before it closes."""
 
@@ -80,10 +83,14 @@ class CachedSequence(LlamaSequence):
         cells = getattr(self, "_cells", None)
         if cells is None or self._closed or self._context.is_closed:
             return
+        run: Run | None = getattr(self, "_held_run", None)
         if cells.pool.lock.acquire(blocking=False):
             try:
                 if cells.pool.is_quiet:
                     with contextlib.suppress(Exception):
                         self.close()
+                    run = self._held_run
             finally:
                 cells.pool.lock.release()
+        if run is not None:
+            self._cache._let_go(run)

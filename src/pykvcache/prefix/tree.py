@@ -114,7 +114,7 @@ class BlockTree:
         namespace
             Whose blocks to look among.
         """
-        run = self._root(namespace)
+        run = self.root(namespace)
         step, at = self.step, 0
         deepest = None
         while (child := run.children.get(tokens[at : at + step])) is not None:
@@ -325,7 +325,18 @@ class BlockTree:
         self.policy.split(head, run)
         return head
 
-    def _root(self, namespace: str) -> Run:
+    def roots(self) -> Iterator[Run]:
+        """Yield the roots of all namespaces."""
+        yield from self._roots.values()
+
+    def forget_root(self, namespace: str) -> None:
+        """Forget the root of a namespace, where nothing follows it."""
+        root = self._roots.get(namespace)
+        if root is not None and not root.children:
+            del self._roots[namespace]
+
+    def root(self, namespace: str) -> Run:
+        """Return the root of a namespace; from now on it is kept."""
         if (root := self._roots.get(namespace)) is None:
             salt = namespace.encode("utf-8", "surrogatepass")
             root = Run(

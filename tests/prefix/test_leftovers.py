@@ -1,0 +1,87 @@
+"""What a cache keeps and counts: dropped sequences, tenants that go, tails that stay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pykvcache import LlamaContext, PrefixCache
+
+Make = Callable[..., LlamaContext]
+
+
+def words(seed: int, n: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
+    return found
+
+
+def test_a_sequence_dropped_while_another_thread_works_holds_nothing(make_context: Make) -> None:
+    ctx = make_context("llama")
+    cache = PrefixCache(ctx, block_size=8)
+    with cache.sequence(words(1, 40)) as first:
+        first.evaluate()
+    second = cache.sequence(words(1, 40))
+    assert second.reuse.ram
+    busy, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with cache._pool.hold():
+            busy.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    busy.wait(10)
+    del second
+    done.set()
+    thread.join()
+    cache.sequence(words(2, 9)).close()
+    assert not any(run.held for run in cache._ram.tree.runs())
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "s3fifo", "hit-density"])
+@pytest.mark.parametrize("name", ["jamba", "mamba", "llama"])
+def test_counts_are_those_of_what_is_kept(name: str, policy: str, make_context: Make) -> None:
+    ctx = make_context(name, n_seq_max=2)
+    rng = np.random.default_rng(1)
+    trunk = words(1, 100)
+    for ram_bytes in (3_000, 40_000, 200_000):
+        with PrefixCache(ctx, block_size=8, ram_bytes=ram_bytes, policy=policy) as cache:
+            for step in range(25):
+                n = int(rng.integers(0, 80))
+                space = str(rng.integers(2))
+                with cache.sequence(trunk[:n] + words(step, 10), namespace=space) as sequence:
+                    sequence.evaluate()
+                if step % 10 == 9:
+                    cache.clear("0")
+                runs = list(cache._ram.tree.runs())
+                stats = cache.stats()
+                assert stats.ram_checkpoints == sum(run.is_checkpoint for run in runs)
+                assert stats.ram_blocks == sum(
+                    run.n_blocks for run in runs if not run.is_checkpoint
+                )
+                kept = sum(p.nbytes for run in runs for p in run.payloads)
+                kept += sum(tail.nbytes for tail in cache._ram._tails.values())
+                assert kept <= stats.ram_bytes <= ram_bytes
+
+
+def test_clearing_a_tenant_leaves_short_prompts_of_others(make_context: Make) -> None:
+    ctx = make_context("llama")
+    cache = PrefixCache(ctx, block_size=64)
+    for space in ("a", "b"):
+        with cache.sequence(words(1, 40), namespace=space) as sequence:
+            sequence.evaluate()
+    cache.clear("a")
+    assert cache.sequence(words(1, 40), namespace="a").reuse.evaluated == 40
+    assert cache.sequence(words(1, 40), namespace="b").reuse.evaluated == 1
+
+
+def test_namespaces_that_hold_nothing_cost_nothing(make_context: Make) -> None:
+    ctx = make_context("llama")
+    cache = PrefixCache(ctx, block_size=8)
+    for i in range(50):
+        cache.sequence(words(1, 20), namespace=f"tenant {i}").close()
+    assert len(cache._ram.tree._roots) <= 1

@@ -27,6 +27,9 @@ def test_every_file_of_the_compiled_layer_is_in_the_table() -> None:
     patterns = native_names()
     unnamed = [f for f in files if not any(fnmatch.fnmatch(f, name) for name in patterns)]
     assert sorted(unnamed) == []
+    folders = [name for name in patterns if "/" in name]
+    assert all((PACKAGE / "_native" / name).exists() for name in folders)
+    patterns = [name for name in patterns if name not in folders]
     assert [name for name in patterns if not fnmatch.filter(files, name)] == []
 
 
@@ -46,7 +49,7 @@ def test_files_named_with_a_folder_exist() -> None:
         for path in re.findall(r"`((?:\w+/)+[\w.]+\.(?:py|md|cpp|h|txt|cmake|map))`", text):
             if path.startswith("vendor/llama.cpp"):
                 continue  # fetched
-            places = [ROOT, ROOT / "src", PACKAGE, ROOT / "tests"]
+            places = [ROOT, ROOT / "src", PACKAGE, PACKAGE / "_native", ROOT / "tests"]
             assert any((place / path).is_file() for place in places), f"{name}: {path}"
 
 

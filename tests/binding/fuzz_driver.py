@@ -35,6 +35,7 @@ from binding import fuzz_plausible as right
 from binding.fuzz_arguments import Arguments
 from pykvcache import (
     BatchGenerator,
+    BufferBytes,
     CacheView,
     CellTable,
     CheckpointPolicy,
@@ -79,7 +80,7 @@ GIVEN: tuple[type, ...] = (SequenceState, ContextState, PartialState)
 GIVEN += (SequenceKV, CacheView, Fingerprint, GenerationHandle)
 """Made by methods of others, and kept."""
 PLAIN = (CellTable, LayerKV, LayerState, MemoryInfo, PerfData, RecurrentState, SequenceRange)
-PLAIN += (StateInfo, CheckpointPolicy, LlamaStateFile, ReuseReport)
+PLAIN += (StateInfo, CheckpointPolicy, LlamaStateFile, ReuseReport, BufferBytes)
 """Records, which check nothing themselves."""
 FUNCTIONS = (describe_state, embedded_model_path, from_caches, system_info, to_caches)
 PROTOCOL: list[Callable[[Any], Any]] = [
@@ -254,7 +255,7 @@ class Fuzz(Arguments):
             self.step_aside()
             return
         # Contexts are what this is about.
-        kind = rng.choices((*KINDS, *GIVEN), (24, 4, 4, 2, 8, 3, 3, 3, 1, 1, 1, 2, 1, 1))[0]
+        kind = rng.choices((*KINDS, *GIVEN), (40, 4, 4, 2, 8, 3, 3, 3, 1, 1, 2, 3, 1, 1))[0]
         if not self.pool[kind]:
             kind = LlamaContext
         closed = [one for one in self.closed if isinstance(one, kind)]

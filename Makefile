@@ -118,14 +118,14 @@ $(VENV)/.modules: FORCE | $(VENV)/.venv
 	@find src -name '*.py' | sort | cmp -s - $@ || find src -name '*.py' | sort > $@
 
 $(VENV)/.built: $(VENV)/.build-tools $(VENV)/.modules $(NATIVE)
-	$(PIP) install --quiet --no-build-isolation --editable ".[demo,chat,arrays,state,redis,obstore,crypto]"
+	$(PIP) install --quiet --no-build-isolation --editable ".[cli,arrays,state,redis,obstore,crypto]"
 	@touch $@
 
 $(VENV)-asan/.built: pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv $(VENV)-asan
 	$(VENV)-asan/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(VENV)-asan/bin/python -m pip install --quiet --group build --group test
-	$(VENV)-asan/bin/python -m pip install --quiet --no-build-isolation --editable ".[demo,chat,arrays,state]" \
+	$(VENV)-asan/bin/python -m pip install --quiet --no-build-isolation --editable ".[cli,arrays,state]" \
 	    --config-settings=build-dir=build/asan --config-settings=cmake.define.PYKVCACHE_SANITIZE=ON \
 	    --config-settings=install.strip=false
 	@touch $@
@@ -134,7 +134,7 @@ $(VENV)-plain/.built: pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv $(VENV)-plain
 	$(VENV)-plain/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(VENV)-plain/bin/python -m pip install --quiet --group build --group test
-	$(VENV)-plain/bin/python -m pip install --quiet --no-build-isolation --editable ".[demo,chat,arrays,state]" \
+	$(VENV)-plain/bin/python -m pip install --quiet --no-build-isolation --editable ".[cli,arrays,state]" \
 	    --config-settings=build-dir=build/plain --config-settings=cmake.define.PYKVCACHE_PLAIN=ON
 	@touch $@
 
@@ -143,7 +143,7 @@ $(VENV)-device/.built: pyproject.toml $(NATIVE)
 	$(VENV)-device/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(VENV)-device/bin/python -m pip install --quiet --group build --group test
 	PATH="$(abspath $(VENV)-device/bin):$$PATH" $(VENV)-device/bin/python -m pip install --quiet \
-	    --no-build-isolation --editable ".[demo,chat,arrays,state]" $(DEVICE_ARGS)
+	    --no-build-isolation --editable ".[cli,arrays,state]" $(DEVICE_ARGS)
 	@touch $@
 
 $(VENV)-arrays/.ready: pyproject.toml

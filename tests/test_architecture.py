@@ -65,7 +65,7 @@ EXTRAS = {
     "state": {"xxhash"},
 }
 # Units that cannot be imported without an extra: others import them where they are used.
-NEEDS_EXTRA = {"_jinja": {"jinja2", "markupsafe"}}
+NEEDS_EXTRA = {"_jinja": {"jinja2", "markupsafe"}, "cli": {"click"}}
 
 MAX_LINES = 400
 

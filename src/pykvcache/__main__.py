@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from pykvcache.cli import main
+
+def _main() -> int:
+    from pykvcache.cli import main
+
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

@@ -114,7 +114,7 @@ def open_screen(*, plain: bool = False) -> Screen:
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        print("(for colour: pip install 'pykvcache[demo]')", file=sys.stderr)
+        print("(for colour: pip install 'pykvcache[cli]')", file=sys.stderr)
         return Screen()
     return _RichScreen(
         SimpleNamespace(

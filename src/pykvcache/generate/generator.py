@@ -282,7 +282,7 @@ class BatchGenerator:
         Parameters
         ----------
         progress
-            Show a progress bar (needs ``pykvcache[demo]``). Default: where stderr is a terminal
+            Show a progress bar (needs ``pykvcache[cli]``). Default: where stderr is a terminal
             and rich is installed.
         """
         from pykvcache.generate.progress import watching  # only here: rich is an extra

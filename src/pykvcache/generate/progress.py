@@ -20,7 +20,7 @@ def watching(requests: Sized, progress: bool | None) -> Iterator[Callable[[], No
         from rich.progress import Progress
     except ImportError:
         if progress:
-            raise ImportError('a progress bar needs rich: pip install "pykvcache[demo]"') from None
+            raise ImportError('a progress bar needs rich: pip install "pykvcache[cli]"') from None
         yield lambda: None
         return
     with Progress(console=Console(stderr=True)) as bar:

@@ -1,4 +1,4 @@
-"""The command line, run as a user runs it."""
+"""``pykvcache demo``, and what is common to all commands: errors, pipes, terminals."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from support.models import make_model
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
+pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
 
 import pykvcache
 from pykvcache.cli import main
@@ -127,7 +128,7 @@ def test_demo_without_rich(tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text("raise ImportError('no rich here')\n")
     result = run("demo", "--quick", PYTHONPATH=str(tmp_path))
     assert result.returncode == 0
-    assert "pykvcache[demo]" in result.stderr
+    assert "pykvcache[cli]" in result.stderr
     assert set(verdicts(result.stdout).values()) == {"yes"}
 
 
@@ -159,49 +160,53 @@ def test_demo_in_an_ascii_terminal() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_info(model_folder: Path) -> None:
-    result = run("info", "--model", str(make_model("gemma3", model_folder)))
-    assert result.returncode == 0
-    facts = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines())
-    assert facts["architecture"] == "gemma3"
-    assert facts["memory"] == "sliding-window"
-    assert facts["can shift"] == "yes"
-    assert facts["layers"] == "4"
-
-
-def test_info_on_the_embedded_model_and_on_one_without_memory(
-    model_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["info"]) == 0
-    assert re.search(r"^memory +attention$", capsys.readouterr().out, re.M)
-    assert main(["info", "--model", str(make_model("bert", model_folder))]) == 0
-    assert re.search(r"^memory +none$", capsys.readouterr().out, re.M)
-
-
 def test_version() -> None:
     result = run("--version")
     assert result.stdout == f"pykvcache {pykvcache.__version__}\n"
 
 
+def test_without_click_one_line_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise ImportError('no click here')\n")
+    result = run("info", PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    assert "pykvcache[cli]" in one_line(result.stderr)
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((), "COMMAND"),
         (("nonsense",), "nonsense"),
         (("demo", "--n-ctx", "255"), "[256,"),
         (("demo", "--n-ctx", "many"), "'many' is not an integer"),
         (("demo", "--seed", "-1"), "[0,"),
         (("demo", "--threads", "0"), "[1,"),
         (("info", "--quick"), "--quick"),
+        (("generate", "a", "--type-k", "f64"), "'f64'"),
+        (("state", "cut", "a", "b"), "--tokens"),
     ],
 )
 def test_wrong_usage_is_one_line(
     args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as error:
-        main(args)
-    assert error.value.code == 2
+    assert main(args) == 2
     assert said in one_line(capsys.readouterr().err)
+
+
+def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    for name in ("bench", "chat", "demo", "generate", "info", "state", "tokenize"):
+        assert re.search(rf"^  {name} +\S", said, re.M)
+    assert "Start here" in said
+
+
+@pytest.mark.parametrize(
+    "command", ["bench", "chat", "demo", "generate", "info", "state cut", "state info", "tokenize"]
+)
+def test_help_explains_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "Usage: pykvcache " + command in said
 
 
 def test_a_failure_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,90 @@
+"""The commands together, and what their errors look like."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from pykvcache.cli.bench import bench
+from pykvcache.cli.chat import chat
+from pykvcache.cli.demo import demo
+from pykvcache.cli.generate import generate
+from pykvcache.cli.info import info
+from pykvcache.cli.state import state
+from pykvcache.cli.tokenize import tokenize
+
+__all__ = ["app", "run"]
+
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+
+_EPILOG = """
+\b
+Start here:
+  pykvcache demo                            forks, rewinds and shifts, each checked
+  pykvcache generate "Once upon a time"     text from the small model in the package
+  pykvcache info model.gguf                 what its cache can do, and what it costs
+  pykvcache chat -m model.gguf              talk; /fork, /rewind, /help
+  pykvcache chat -m model.gguf -s talk.kv   the same, kept for next time
+
+Without -m, PYKVCACHE_MODEL names the model; without that it is a 4 MB story model that comes with
+the package.
+"""
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=_EPILOG,
+)
+@click.version_option(package_name="pykvcache", message="%(prog)s %(version)s")
+def app() -> None:
+    """llama.cpp's KV cache as a Python object: generate, chat, look inside, save and restore."""
+
+
+for command in (generate, chat, info, tokenize, state, bench, demo):
+    app.add_command(command)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command; return the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        # What a model writes may not exist in the terminal's encoding.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    color = False if os.environ.get("NO_COLOR") else None
+    try:
+        code = app.main(list(argv), prog_name="pykvcache", standalone_mode=False, color=color)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return USAGE
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx is not None else "pykvcache"
+        _report(f"{where}: {_one_line(error.format_message())} (see {where} --help)")
+        return USAGE
+    except click.ClickException as error:
+        _report(f"pykvcache: {_one_line(error.format_message())}")
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has gone; Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+    except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
+        # Every error of the package is one of these; the first line says what happened.
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            text = f"{error.strerror}: {error.filename}"
+        _report(f"pykvcache: {text}")
+        return FAILURE
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split()).rstrip(".")
+
+
+def _report(text: str) -> None:
+    click.echo(text, err=True)

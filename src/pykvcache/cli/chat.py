@@ -1,0 +1,120 @@
+"""``pykvcache chat``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+import click
+
+from pykvcache.cli.commands import Commands
+from pykvcache.cli.options import (
+    cache_type_options,
+    model_option,
+    n_ctx_option,
+    number,
+    sampling_options,
+    threads_option,
+)
+from pykvcache.cli.terminal import load_model, note
+
+__all__ = ["chat"]
+
+_EPILOG = """
+\b
+Examples:
+  pykvcache chat -m model.gguf
+  pykvcache chat -m model.gguf --session talk.kv        goes on where it stopped, without evaluating
+  pykvcache chat -m model.gguf --system "Answer briefly."
+\b
+In the chat: /help lists what it knows (/fork, /switch, /rewind, /save, ...). Ctrl-C ends an answer,
+Ctrl-D the chat.
+"""
+
+
+@click.command(short_help="Talk to a model: branches, rewinds, saved talks.", epilog=_EPILOG)
+@model_option
+@click.option(
+    "-s",
+    "--session",
+    type=click.Path(dir_okay=False),
+    help="A file: the talk is read from it, and kept in it after every turn.",
+)
+@click.option("--system", help="The system message of a new talk.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=number(1, 2**20),
+    default=256,
+    show_default=True,
+    help="Tokens per answer.",
+)
+@sampling_options
+@n_ctx_option
+@cache_type_options
+@threads_option
+def chat(
+    model: str,
+    session: str | None,
+    system: str | None,
+    max_tokens: int,
+    n_ctx: int,
+    type_k: Any,
+    type_v: Any,
+    threads: int | None,
+    **sampling: Any,
+) -> None:
+    """Talk to a model; only what is new is evaluated in each turn.
+
+    A model with a chat template answers; one without goes on with the text, line by line.
+    """
+    from pykvcache import LlamaContext, Sampler
+
+    with (
+        load_model(model) as loaded,
+        LlamaContext(
+            loaded, n_ctx=n_ctx, n_seq_max=8, type_k=type_k, type_v=type_v, n_threads=threads
+        ) as ctx,
+    ):
+        sampler = Sampler(**sampling)
+        commands = Commands(ctx, system, session)
+        commands.begin()
+        max_tokens = min(max_tokens, max(1, ctx.n_ctx_seq // 2))
+        while True:
+            line = _read()
+            if line is None or commands.is_over:
+                break
+            if not line.strip():
+                continue
+            if line.startswith("/"):
+                commands.obey(line)
+                if commands.is_over:
+                    break
+            else:
+                commands.answer(line, max_tokens, sampler)
+        commands.end()
+
+
+def _read() -> str | None:
+    """Return a line; None at the end of the input."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (arrow keys and history for input())
+    try:
+        # A prompt that readline does not count would break its lines.
+        return input("\001\033[1m\002> \001\033[0m\002" if _is_coloured() else "> ")
+    except EOFError:
+        click.echo()
+        return None
+    except KeyboardInterrupt:
+        click.echo()
+        note("(Ctrl-D, or /exit, ends the chat)")
+        return ""
+
+
+def _is_coloured() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -1,0 +1,190 @@
+"""What the chat does with a line: an answer, or one of its /commands."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+
+import click
+
+from pykvcache.cli.talk import Figures, Talk
+from pykvcache.cli.terminal import note
+from pykvcache.context import LlamaContext
+from pykvcache.errors import KvCacheError
+from pykvcache.sampling import Sampler
+from pykvcache.sequence.sequence import LlamaSequence
+
+__all__ = ["Commands"]
+
+HELP = """\
+/rewind [N]      take back the last turn, or the last N
+/fork [NAME]     go on in a copy; the talk as it is now stays (its tokens are shared)
+/switch NAME     go to another branch; /branches lists them
+/history         show the talk
+/save FILE       keep this branch in a file;  /load FILE  goes on with one
+/stats           tokens, cells and bytes
+/exit            end (Ctrl-D does, too)"""
+
+
+class Commands:
+    """The branches of a chat, and what can be done with them."""
+
+    def __init__(self, ctx: LlamaContext, system: str | None, session: str | None) -> None:
+        self._ctx, self._system, self._session = ctx, system, session
+        self._branches: dict[str, Talk] = {}
+        self._name = "main"
+        self.is_over = False
+
+    @property
+    def talk(self) -> Talk:
+        """The branch that goes on."""
+        return self._branches[self._name]
+
+    def begin(self) -> None:
+        """Go on with the session's file, or begin a talk."""
+        if self._session is not None and os.path.exists(self._session):
+            self._load(self._session)
+            return
+        messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self._branches[self._name] = Talk(LlamaSequence(self._ctx), messages)
+        if not self.talk.has_template:
+            note("(the model has no chat template: it goes on with your text, line by line)")
+            if self._system is not None:
+                note("(without a template there is no system message)")
+        note("(/help lists the commands)")
+
+    def end(self) -> None:
+        """Say where the talk is kept."""
+        if self._session is not None and self.talk.turns:
+            note(f"({self._session} holds this talk: the same command goes on with it)")
+
+    # Turns ----------------------------------------------------------------------------------
+
+    def answer(self, line: str, max_tokens: int, sampler: Sampler) -> None:
+        """Let the model answer, as it generates; Ctrl-C ends the answer."""
+        figures = Figures()
+        try:
+            for piece in self.talk.say(line, max_tokens, sampler, figures):
+                click.echo(piece, nl=False)
+        except KeyboardInterrupt:
+            figures.finish = "interrupted"
+        except (KvCacheError, ValueError) as error:
+            note(f"({error})")
+            return
+        click.echo()
+        self._report(figures)
+        if self._session is not None:
+            self.talk.save(self._session)
+
+    def _report(self, figures: Figures) -> None:
+        generating = figures.seconds - figures.first
+        rate = figures.generated / generating if generating > 0 else 0.0
+        parts = [
+            f"{figures.n_prompt} tokens: {figures.reused} reused, "
+            f"{figures.n_prompt - figures.reused} evaluated in {figures.first * 1e3:.0f} ms",
+            f"{figures.generated} generated, {rate:.0f} tokens/s",
+        ]
+        if figures.forgotten:
+            parts.append(f"the cache is full: {_turns(figures.forgotten)} dropped, the oldest")
+        ends = {"length": "cut at --max-tokens", "full": "the cache is full"}
+        if (why := ends.get(figures.finish or "", figures.finish)) not in ("stop", None):
+            parts.append(str(why))
+        note(f"[{'; '.join(parts)}]")
+
+    # Commands -------------------------------------------------------------------------------
+
+    def obey(self, line: str) -> None:
+        """Do what a line that begins with a slash asks for."""
+        known: dict[str, Callable[[list[str]], None]] = {
+            "help": lambda _: click.echo(HELP),
+            "rewind": self._rewind,
+            "fork": self._fork,
+            "switch": self._switch,
+            "branches": self._list,
+            "history": self._history,
+            "save": self._save,
+            "load": lambda words: self._load(_one(words, "/load FILE")),
+            "stats": self._stats,
+            "exit": self._exit,
+            "quit": self._exit,
+        }
+        try:
+            word, *rest = shlex.split(line[1:]) or [""]
+            if word not in known:
+                raise ValueError(f"there is no /{word}: /help lists what there is")
+            known[word](rest)
+        except (KvCacheError, OSError, ValueError) as error:
+            note(f"({error})")
+
+    def _rewind(self, words: list[str]) -> None:
+        try:
+            n = int(_one(words, "/rewind N")) if words else 1
+        except ValueError:
+            raise ValueError("/rewind takes a number of turns") from None
+        if n < 1:
+            raise ValueError("/rewind takes back at least 1 turn")
+        gone = self.talk.rewind(n)
+        note(
+            f"({_turns(gone)} taken back: {_turns(len(self.talk.turns))} left, "
+            f"{len(self.talk.sequence)} tokens)"
+        )
+
+    def _fork(self, words: list[str]) -> None:
+        number = len(self._branches)
+        name = _one(words, "/fork NAME") if words else f"branch{number}"
+        if name in self._branches:
+            raise ValueError(f"there is a branch {name} already")
+        self._branches[name] = self.talk.fork()
+        left, self._name = self._name, name
+        note(f"(this is {name} now: {len(self.talk.sequence)} tokens are shared with {left})")
+
+    def _switch(self, words: list[str]) -> None:
+        name = _one(words, "/switch NAME")
+        if name not in self._branches:
+            raise ValueError(f"there is no branch {name}: {', '.join(self._branches)}")
+        self._name = name
+        note(f"({name}: {_turns(len(self.talk.turns))}, {len(self.talk.sequence)} tokens)")
+
+    def _list(self, words: list[str]) -> None:
+        for name, talk in self._branches.items():
+            mark = "*" if name == self._name else " "
+            click.echo(f"{mark} {name}: {_turns(len(talk.turns))}, {len(talk.sequence)} tokens")
+
+    def _history(self, words: list[str]) -> None:
+        for message in self.talk.messages:
+            click.echo(f"{message['role']}: {message['content'].strip()}")
+
+    def _save(self, words: list[str]) -> None:
+        path = _one(words, "/save FILE")
+        size = self.talk.save(path)
+        note(f"({path}: {_turns(len(self.talk.turns))}, {size:,} bytes)")
+
+    def _load(self, path: str) -> None:
+        talk = Talk.load(self._ctx, path)
+        if self._name in self._branches:
+            self.talk.sequence.close()
+        self._branches[self._name] = talk
+        n, pending = len(talk.sequence), len(talk.sequence) - talk.sequence.n_evaluated
+        note(f"({path}: {_turns(len(talk.turns))}, {n} tokens, {pending} of them to evaluate)")
+
+    def _stats(self, words: list[str]) -> None:
+        ctx = self._ctx
+        size = sum(each.context for each in ctx.memory_breakdown().values())
+        note(
+            f"({len(self.talk.sequence)} tokens here; {ctx.n_cells_used} of {ctx.n_ctx} cells, "
+            f"{size:,} bytes; {ctx.tokens_evaluated} tokens evaluated)"
+        )
+
+    def _exit(self, words: list[str]) -> None:
+        self.is_over = True
+
+
+def _turns(n: int) -> str:
+    return f"{n} turn" if n == 1 else f"{n} turns"
+
+
+def _one(words: list[str], usage: str) -> str:
+    if len(words) != 1:
+        raise ValueError(f"it is: {usage}")
+    return words[0]

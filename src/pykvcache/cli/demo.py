@@ -1,0 +1,32 @@
+"""``pykvcache demo``."""
+
+from __future__ import annotations
+
+import click
+
+from pykvcache.cli.options import model_option, number, threads_option
+
+__all__ = ["demo"]
+
+
+@click.command(short_help="Fork, rewind and shift a story; each result is checked.")
+@model_option
+@click.option(
+    "--seed", type=number(0, 2**32 - 2), default=1, show_default=True, help="Of sampling."
+)
+@click.option(
+    "--n-ctx", type=number(256, 2**20), default=1024, show_default=True, help="Cells of the cache."
+)
+@threads_option
+@click.option("--quick", is_flag=True, help="Generate less.")
+@click.option("--plain", is_flag=True, help="No colour, even with rich.")
+def demo(model: str, seed: int, n_ctx: int, threads: int | None, quick: bool, plain: bool) -> int:
+    """Fork, rewind and shift a story, and check each against a fresh run.
+
+    It takes some seconds on the small model of the package. Exit code 1 means that a result was
+    not that of a fresh run.
+    """
+    from pykvcache.demo import run
+
+    right = run(model, seed=seed, n_ctx=n_ctx, n_threads=threads, quick=quick, plain=plain)
+    return 0 if right else 1

@@ -1,0 +1,155 @@
+"""``pykvcache info``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from pykvcache.cli.options import cache_type_options, model_path, number
+from pykvcache.cli.terminal import load_model, table
+
+__all__ = ["cache_bytes", "info"]
+
+_EPILOG = """
+\b
+Examples:
+  pykvcache info model.gguf
+  pykvcache info model.gguf --n-ctx 32768 --type-k q8_0 --type-v q8_0
+  pykvcache info model.gguf --json
+"""
+
+#: Cells of a cache come in multiples of this.
+CELLS = 256
+#: Tokens of a compute step, which a window's cache has room for beside the window.
+N_UBATCH = 512
+
+
+@click.command(short_help="Show what a model's cache can do, and what it costs.", epilog=_EPILOG)
+@click.argument("file", type=model_path, default="")
+@click.option(
+    "-m",
+    "--model",
+    type=model_path,
+    metavar="FILE",
+    help="The same as FILE.",
+    envvar="PYKVCACHE_MODEL",
+)
+@click.option(
+    "--n-ctx",
+    type=number(1, 2**31 - 1),
+    help="Tell what a cache of so many tokens takes. Default: the trained context.",
+)
+@click.option("--n-seq-max", type=number(1, 256), default=1, help="Sequences that share it.")
+@cache_type_options
+@click.option("--json", "as_json", is_flag=True, help="Write a JSON object.")
+def info(
+    file: str,
+    model: str | None,
+    n_ctx: int | None,
+    n_seq_max: int,
+    type_k: str,
+    type_v: str,
+    as_json: bool,
+) -> None:
+    """Show what kind of memory a GGUF has, what it can do, and what it costs."""
+    facts = describe(model or file, n_ctx, n_seq_max, type_k, type_v)
+    if as_json:
+        click.echo(json.dumps(facts, ensure_ascii=False, indent=1))
+    else:
+        table([(name.replace("_", " "), _text(name, value)) for name, value in facts.items()])
+
+
+def describe(
+    path: str, n_ctx: int | None, n_seq_max: int, type_k: str, type_v: str
+) -> dict[str, Any]:
+    """Return the facts of a file, by name."""
+    with load_model(path) as model:
+        facts: dict[str, Any] = {
+            "file": model.path,
+            "name": model.metadata.get("general.name", ""),
+            "description": model.description,
+            "architecture": model.metadata.get("general.architecture", ""),
+            "parameters": model.n_params,
+            "size_bytes": model.size,
+            "trained_context": model.n_ctx_train,
+            "vocabulary": model.n_vocab,
+            "layers": model.n_layer,
+            "heads": model.n_head,
+            "heads_kv": model.n_head_kv,
+            "width": model.n_embd,
+            "rotary_embedding": model.rope_type.name.lower(),
+            "sliding_window": model.n_swa,
+            "chat_template": model.chat_template is not None,
+        }
+        memory = _memory(model, n_seq_max, type_k, type_v)
+        facts["memory"] = memory.kind
+        if memory.kind == "none":
+            return facts
+        facts.update(
+            {
+                "can_fork": True,
+                "can_fork_a_part": memory.can_copy_partial,
+                "can_rewind": memory.can_remove_partial,
+                "can_shift": memory.can_shift,
+                "bytes_per_token": memory.bytes_per_token,
+            }
+        )
+        wanted = n_ctx or max(1, min(model.n_ctx_train, 2**31 - 1))
+        facts["cache_tokens"] = wanted
+        facts["cache_types"] = f"{type_k}, {type_v}"
+        facts["cache_bytes"] = cache_bytes(model, wanted, n_seq_max, type_k, type_v)
+    return facts
+
+
+def _memory(model: Any, n_seq_max: int, type_k: str, type_v: str, n_ctx: int = CELLS) -> Any:
+    from pykvcache import LlamaContext
+
+    n_ubatch = N_UBATCH if model.n_swa else 32
+    with LlamaContext(
+        model,
+        n_ctx=n_ctx,
+        n_seq_max=n_seq_max,
+        n_batch=n_ubatch,
+        n_ubatch=n_ubatch,
+        type_k=type_k,  # type: ignore[arg-type]
+        type_v=type_v,  # type: ignore[arg-type]
+        swa_full=False,
+        embeddings=not model.has_decoder,
+    ) as ctx:
+        return ctx.memory_info
+
+
+def cache_bytes(model: Any, n_ctx: int, n_seq_max: int, type_k: str, type_v: str) -> int:
+    """Return what the cache of ``n_ctx`` cells takes, in bytes, without making a large one.
+
+    A cache grows by the same number of bytes per cell from where its windows are full: two small
+    ones tell the rest.
+    """
+    n_ctx = -(-n_ctx // CELLS) * CELLS
+    full = -(-(model.n_swa * n_seq_max + N_UBATCH) // CELLS) * CELLS + CELLS
+    sizes = (n_ctx,) if n_ctx <= full + CELLS else (full, full + CELLS)
+    found = [_memory(model, n_seq_max, type_k, type_v, size).bytes_total for size in sizes]
+    if len(found) == 1:
+        return int(found[0])
+    return int(found[0] + (found[1] - found[0]) * (n_ctx - full) // CELLS)
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith("_bytes"):
+        return f"{value:,} bytes ({_binary(value)})"
+    if name == "sliding_window":
+        return f"{value:,} tokens" if value else "none"
+    if name in ("trained_context", "vocabulary", "cache_tokens"):
+        return f"{value:,} tokens"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _binary(n: int) -> str:
+    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(n.bit_length() - 1, 0) // 10, len(units) - 1)
+    size = n / 1024**power
+    return f"{size:.3g} {units[power]}" if size < 1000 else f"{size:.0f} {units[power]}"

@@ -1,0 +1,113 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from pykvcache._models import embedded_model_path
+
+__all__ = [
+    "cache_type_options",
+    "model_option",
+    "n_ctx_option",
+    "number",
+    "read_text",
+    "sampling_options",
+    "threads_option",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+
+
+def number(least: int, most: int) -> Callable[[Any], int]:
+    """Return a type of option: an integer of a range, which the message names when it is not."""
+
+    def integer(value: Any) -> int:
+        try:
+            given = int(value)
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not an integer") from None
+        if not least <= given <= most:
+            raise click.BadParameter(f"{given} is not in [{least}, {most}]")
+        return given
+
+    return integer
+
+
+def model_path(value: Any) -> str:
+    """Type of option: the path of a GGUF; by default the model in the package."""
+    return os.fspath(value) if value else embedded_model_path()
+
+
+model_option = click.option(
+    "-m",
+    "--model",
+    type=model_path,
+    metavar="FILE",
+    envvar="PYKVCACHE_MODEL",
+    default="",
+    show_envvar=True,
+    help="A GGUF file. Default: the small model in the package.",
+)
+threads_option = click.option(
+    "--threads", type=number(1, 512), help="Default: chosen by the model's size and the CPUs."
+)
+n_ctx_option = click.option(
+    "--n-ctx",
+    type=number(0, 2**31 - 1),
+    default=4096,
+    show_default=True,
+    help="Cells of the cache, in tokens; 0: as many as the model was trained with.",
+)
+
+
+def cache_type_options(call: F) -> F:
+    """Add ``--type-k`` and ``--type-v``."""
+    for part, name in (("values", "--type-v"), ("keys", "--type-k")):
+        call = click.option(
+            name,
+            type=click.Choice(CACHE_TYPES),
+            default="f16",
+            show_default=True,
+            help=f"How {part} are stored.",
+        )(call)
+    return call
+
+
+def sampling_options(call: F) -> F:
+    """Add what a `Sampler` takes."""
+    options = (
+        click.option(
+            "-t", "--temperature", type=float, default=0.8, show_default=True, help="0: greedy."
+        ),
+        click.option("--top-k", type=int, default=40, show_default=True, help="0: all."),
+        click.option("--top-p", type=float, default=0.95, show_default=True, help="1: all."),
+        click.option("--min-p", type=float, default=0.05, show_default=True, help="0: all."),
+        click.option(
+            "--repeat-penalty", type=float, default=1.0, show_default=True, help="1: none."
+        ),
+        click.option("--seed", type=int, help="Same seed, same text. Default: random."),
+    )
+    for option in reversed(options):
+        call = option(call)
+    return call
+
+
+def read_text(given: str | None, file: str | None) -> str:
+    """Return a text from an argument, from a file, or from standard input (``-``, or a pipe)."""
+    if given is not None and file is not None:
+        raise click.UsageError("a text and --file were given: one of them")
+    if file is not None:
+        return Path(file).read_text(encoding="utf-8")
+    if given == "-" or (given is None and not sys.stdin.isatty()):
+        return sys.stdin.buffer.read().decode("utf-8", "replace")
+    if given is None:
+        raise click.UsageError("there is no text: give it as an argument, by --file, or by a pipe")
+    return given

@@ -1,0 +1,226 @@
+"""``pykvcache state``: files that hold a sequence or a context."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import click
+
+from pykvcache.cli.options import CACHE_TYPES, model_option, number
+from pykvcache.cli.terminal import load_model, table
+
+__all__ = ["state"]
+
+#: Of a value in the table.
+LONG = 200
+
+FILE = click.argument("file", type=click.Path())
+OUT = click.argument("out", type=click.Path())
+
+
+@click.group(short_help="Look at, check, cut and convert saved states.")
+def state() -> None:
+    """Look at, check, cut and convert saved states.
+
+    Files of LlamaSequence.save, LlamaContext.save_sequence and save_context; llama.cpp's own
+    files, and slots that llama-server saved, too.
+    """
+
+
+@state.command()
+@FILE
+@click.option("--json", "as_json", is_flag=True, help="Write a JSON object.")
+def info(file: str, as_json: bool) -> None:
+    """Show what a file holds, from its header alone; llama.cpp's own files, too."""
+    facts = _llama_facts(file) or _facts(file)
+    if as_json:
+        click.echo(json.dumps(facts, ensure_ascii=False, indent=1))
+    else:
+        table([(name.replace("_", " "), _text(value)) for name, value in facts.items()])
+
+
+@state.command()
+@FILE
+@model_option
+@click.option("--restore", is_flag=True, help="Also put it into a context of the model.")
+def verify(file: str, model: str, restore: bool) -> None:
+    """Check every byte of a file; exit code 1 where it is not what was written.
+
+    With --restore also whether the model takes it. llama.cpp's own files have no checksum: of
+    those only the structure can be checked.
+    """
+    from pykvcache import LlamaStateFile
+
+    if _llama_facts(file) is not None:
+        LlamaStateFile.load(file)
+        what = "well formed (llama.cpp's files have no checksum)"
+    else:
+        _load(file)
+        what = "intact"
+    if restore:
+        _restored(file, model).close()
+        what += ", and the model takes it"
+    click.echo(f"{file}: {what}")
+
+
+@state.command()
+@FILE
+@OUT
+@click.option(
+    "-n",
+    "--tokens",
+    type=number(0, 2**31 - 1),
+    required=True,
+    help="Tokens to keep, from the first.",
+)
+def cut(file: str, out: str, tokens: int) -> None:
+    """Keep the first tokens of a sequence's state, and write them to OUT.
+
+    A recurrent state stands for all of its tokens at once, and cannot be cut.
+    """
+    from pykvcache import SequenceState
+
+    sequence = SequenceState.load(file, mapped=False)
+    if tokens > len(sequence):
+        raise click.UsageError(f"{tokens} tokens asked for: the file holds {len(sequence)}")
+    size = sequence[:tokens].save(out)
+    click.echo(f"{out}: {tokens} of {len(sequence)} tokens, {size:,} bytes")
+
+
+@state.command()
+@FILE
+@OUT
+@model_option
+@click.option(
+    "--to",
+    type=click.Choice(["pykvcache", "llama.cpp"]),
+    default="pykvcache",
+    show_default=True,
+    help="The form of OUT; llama-server restores llama.cpp's as a slot.",
+)
+@click.option(
+    "--type-k",
+    type=click.Choice(CACHE_TYPES),
+    help="Types of keys to write (of a file of llama.cpp: those it holds).",
+)
+@click.option("--type-v", type=click.Choice(CACHE_TYPES), help="The same for values.")
+def convert(
+    file: str, out: str, model: str, to: str, type_k: str | None, type_v: str | None
+) -> None:
+    """Write a sequence's state in another form, or with other types of keys and values.
+
+    Needs the model that the state belongs to: it is put into a context and written from there.
+    """
+    import os
+
+    if os.path.exists(out) and os.path.samefile(file, out):
+        raise click.UsageError("OUT is FILE: give it another name")
+    with _restored(file, model, type_k, type_v) as ctx:
+        tokens, metadata = _user_data(file)
+        if to == "llama.cpp":
+            size = ctx.save_llama_file(out, 0, tokens)
+        else:
+            size = ctx.save_sequence(out, 0, tokens, metadata)
+    click.echo(f"{out}: {to}, {size:,} bytes")
+
+
+def _facts(file: str) -> dict[str, Any]:
+    from pykvcache import describe_state
+
+    found = describe_state(file)
+    facts = {
+        "file": file,
+        "kind": found.kind,
+        "tokens": found.n_tokens,
+        "token_ids": found.has_tokens,
+        "types": ", ".join(f"{k} {v}" for k, v in found.types.items()),
+        "checksum": found.checksum,
+        "bytes": found.n_bytes,
+        "metadata": dict(found.metadata),
+    }
+    for name, value in dataclasses.asdict(found.fingerprint).items():
+        facts[f"fingerprint_{name}"] = value
+    return facts
+
+
+def _llama_facts(file: str) -> dict[str, Any] | None:
+    """Return the facts of a file of llama.cpp; None of any other."""
+    from pykvcache import LlamaStateFile
+    from pykvcache.errors import StateFormatError
+
+    try:
+        found = LlamaStateFile.load(file)
+    except StateFormatError:
+        return None
+    return {
+        "file": file,
+        "kind": f"{found.kind} of llama.cpp, version {found.version}",
+        "tokens": len(found.tokens),
+        "token_ids": len(found.tokens) > 0,
+        "state_bytes": len(found.state),
+    }
+
+
+def _load(file: str) -> Any:
+    from pykvcache import ContextState, SequenceState, describe_state
+
+    whole = describe_state(file).kind == "context"
+    return ContextState.load(file) if whole else SequenceState.load(file)
+
+
+def _user_data(file: str) -> tuple[Any, Any]:
+    """Return the token ids and the metadata that go with a sequence."""
+    from pykvcache import LlamaStateFile
+
+    if _llama_facts(file) is not None:
+        tokens = LlamaStateFile.load(file).tokens
+        return (tokens if len(tokens) else None), None
+    found = _load(file)
+    return found.tokens, found.metadata
+
+
+def _restored(file: str, model: str, type_k: str | None = None, type_v: str | None = None) -> Any:
+    """Return a context that holds what the file holds, in sequence 0."""
+    from pykvcache import LlamaContext, describe_state
+
+    theirs = _llama_facts(file)
+    options: dict[str, Any] = {}
+    whole = False
+    if theirs is None:
+        found = describe_state(file)
+        whole = found.kind == "context"
+        options = {f"type_{part}": kind for part, kind in found.types.items() if part in "kv"}
+        n_tokens = found.n_tokens
+    else:
+        n_tokens = theirs["tokens"]
+        whole = theirs["kind"].startswith("context")
+    if whole:
+        raise click.UsageError(f"{file} holds a whole context: load it with ctx.load_context")
+    if type_k is not None:
+        options["type_k"] = type_k
+    if type_v is not None:
+        options["type_v"] = type_v
+    with load_model(model) as loaded:
+        ctx = LlamaContext(loaded, n_ctx=max(256, n_tokens), n_seq_max=1, **options)
+        try:
+            if theirs is None:
+                ctx.load_sequence(file, 0, convert=True)
+            else:
+                ctx.load_llama_file(file, 0)
+        except BaseException:
+            ctx.close()
+            raise
+        return ctx
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, (dict, list)):
+        text = json.dumps(value, ensure_ascii=False)
+        return text if len(text) <= LONG else f"{text[:LONG]}... (--json shows all)"
+    return str(value)

@@ -1,0 +1,190 @@
+"""A conversation: messages, and the sequence whose tokens they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pykvcache.context import LlamaContext
+from pykvcache.errors import ChatTemplateError, StateError
+from pykvcache.sampling import Sampler
+from pykvcache.sequence.sequence import LlamaSequence
+from pykvcache.state import describe_state
+
+__all__ = ["Figures", "Talk"]
+
+#: In the metadata of a saved talk.
+FORMAT = "pykvcache.chat"
+
+
+@dataclass
+class Figures:
+    """What a turn took: tokens of the prompt, how many of them were there already, and times."""
+
+    n_prompt: int = 0
+    reused: int = 0
+    forgotten: int = 0
+    generated: int = 0
+    first: float = 0.0
+    seconds: float = 0.0
+    finish: str | None = None
+
+
+@dataclass
+class Turn:
+    """Where a turn begins: in the tokens of the sequence, and in the text that they stand for."""
+
+    n_tokens: int
+    n_text: int
+
+
+@dataclass
+class Talk:
+    """A sequence and the messages it consists of; forks share what was evaluated.
+
+    With a chat template the messages are rendered, and what is new of the text is appended; a
+    model without one goes on with the text as it stands, to the end of the line.
+    """
+
+    sequence: LlamaSequence
+    messages: list[dict[str, str]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    text: str = ""
+
+    @property
+    def context(self) -> LlamaContext:
+        """Where it is evaluated."""
+        return self.sequence.context
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model says what a conversation looks like."""
+        return self.context.model.chat_template is not None
+
+    # Turns ----------------------------------------------------------------------------------
+
+    def say(self, text: str, max_tokens: int, sampler: Sampler, figures: Figures) -> Iterator[str]:
+        """Take what the user says, and yield the answer; ``figures`` tells what it took.
+
+        Where the cache is too small for the whole talk, its oldest turns are dropped first.
+        However it ends, what was yielded is part of the talk.
+        """
+        start = time.perf_counter()
+        self.turns.append(Turn(len(self.sequence), len(self.text)))
+        self.messages.append({"role": "user", "content": text})
+        try:
+            self._extend(text)
+            self._make_room(max_tokens, figures)
+        except BaseException:
+            self.rewind(1)
+            raise
+        before, evaluated = len(self.sequence), self.context.tokens_evaluated
+        figures.n_prompt = before
+        stop = () if self.has_template else ("\n",)
+        stream = self.sequence.stream(max_tokens, sampler, stop=stop, on_full="stop")
+        self.messages.append({"role": "assistant", "content": ""})
+        try:
+            self.sequence.evaluate()
+            figures.first = time.perf_counter() - start
+            figures.reused = before - (self.context.tokens_evaluated - evaluated)
+            yield from stream
+        finally:
+            tokens = self.sequence.tokens[before:]
+            answer = self.context.model.detokenize(tokens)
+            self.messages[-1]["content"] = answer
+            self.text += answer
+            figures.generated = len(tokens)
+            figures.finish = stream.finish_reason or "interrupted"
+            figures.seconds = time.perf_counter() - start
+
+    def _extend(self, text: str) -> None:
+        if not self.has_template:
+            self.sequence.append(text + "\n" if self.text else text)
+            self.text += text
+            return
+        model = self.context.model
+        whole = model.apply_chat_template(self.messages)
+        if not self.text:
+            self._begin_with_system(whole)
+        if self.text and whole.startswith(self.text):
+            # The tokens that the model chose stay, however the text would be cut anew.
+            new = whole[len(self.text) :]
+            self.sequence.append(model.tokenize(new, add_special=False, parse_special=True))
+        else:
+            self.sequence.sync(model.tokenize(whole, add_special=False, parse_special=True))
+        self.text = whole
+
+    def _begin_with_system(self, whole: str) -> None:
+        """Let the first turn begin after the system message, which stays when turns are dropped."""
+        model, first = self.context.model, self.messages[:-1]
+        try:
+            text = model.apply_chat_template(first, add_generation_prompt=False) if first else ""
+        except ChatTemplateError:  # it wants a user's message
+            return
+        if text and whole.startswith(text):
+            self.sequence.sync(model.tokenize(text, add_special=False, parse_special=True))
+            self.text = text
+            self.turns[-1] = Turn(len(self.sequence), len(text))
+
+    def _make_room(self, max_tokens: int, figures: Figures) -> None:
+        """Drop the oldest turns until the answer has room, and close the gap."""
+        room = self.context.n_ctx_seq
+        while len(self.turns) > 1 and len(self.sequence) + max_tokens > room:
+            first, second = self.turns[:2]
+            gone, cut = second.n_tokens - first.n_tokens, second.n_text - first.n_text
+            self.sequence.discard(first.n_tokens, second.n_tokens, reevaluate=True)
+            self.text = self.text[: first.n_text] + self.text[second.n_text :]
+            self.turns = [Turn(t.n_tokens - gone, t.n_text - cut) for t in self.turns[1:]]
+            at = next(i for i, m in enumerate(self.messages) if m["role"] == "user")
+            del self.messages[at : at + 2]
+            figures.forgotten += 1
+
+    def rewind(self, n: int) -> int:
+        """Take back the last n turns; return how many there were to take back."""
+        n = min(n, len(self.turns))
+        for _ in range(n):
+            turn = self.turns.pop()
+            # Where a shift or a template left less, the next turn puts the rest right.
+            self.sequence.truncate(min(turn.n_tokens, len(self.sequence)))
+            self.text = self.text[: turn.n_text]
+            while self.messages.pop()["role"] != "user":
+                pass
+        return n
+
+    def fork(self) -> Talk:
+        """Return another talk that begins with all of this one."""
+        messages = [dict(message) for message in self.messages]
+        return Talk(self.sequence.fork(), messages, list(self.turns), self.text)
+
+    # Files ----------------------------------------------------------------------------------
+
+    def save(self, path: str) -> int:
+        """Write the talk, with what was evaluated; return the bytes."""
+        turns = [[turn.n_tokens, turn.n_text] for turn in self.turns]
+        note = {"messages": self.messages, "turns": turns, "text": self.text}
+        return self.sequence.save(path, {FORMAT: note})
+
+    @classmethod
+    def load(cls, ctx: LlamaContext, path: str) -> Talk:
+        """Read a talk; nothing of it is evaluated again.
+
+        Raises
+        ------
+        StateError
+            It is not a talk, or not one of this model.
+        """
+        note: Any = describe_state(path).metadata.get("metadata", {})
+        try:
+            note = note[FORMAT]
+            messages = [{"role": m["role"], "content": m["content"]} for m in note["messages"]]
+            turns = [Turn(int(n), int(at)) for n, at in note["turns"]]
+            text = note["text"]
+            if not all(isinstance(part, str) for m in messages for part in m.values()):
+                raise TypeError("a message is not text")
+            if not isinstance(text, str):
+                raise TypeError("the text is not text")
+        except (KeyError, TypeError, ValueError):
+            raise StateError(f"{path} is not a talk that 'pykvcache chat' saved") from None
+        return cls(LlamaSequence.load(ctx, path), messages, turns, text)

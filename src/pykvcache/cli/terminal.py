@@ -1,0 +1,77 @@
+"""What is written beside the answer: notes and progress bars, on stderr."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+
+from pykvcache.context import LlamaContext
+from pykvcache.model import LlamaModel
+
+__all__ = ["load_model", "note", "shown", "table", "watched"]
+
+#: Shorter than this, a bar would only flicker.
+FEW_TOKENS, SMALL_FILE, POLL = 256, 1 << 28, 0.05
+
+
+def note(text: str) -> None:
+    """Write a remark, dim where there is a terminal."""
+    click.secho(text, dim=True, err=True)
+
+
+def shown() -> bool:
+    """Tell whether somebody watches stderr."""
+    return sys.stderr.isatty()
+
+
+def load_model(path: str, **options: object) -> LlamaModel:
+    """Load a model; a large one with a bar."""
+    given = dict(options)
+    try:
+        import os
+
+        large = os.path.getsize(path) >= SMALL_FILE
+    except OSError:
+        large = False
+    if not (shown() and large):
+        return LlamaModel(path, **given)  # type: ignore[arg-type]
+    with click.progressbar(length=1000, label="loading", file=sys.stderr) as bar:
+
+        def progress(fraction: float) -> None:
+            bar.update(int(fraction * 1000) - bar.pos)
+
+        return LlamaModel(path, progress=progress, **given)  # type: ignore[arg-type]
+
+
+@contextmanager
+def watched(ctx: LlamaContext, n_tokens: int, label: str = "prompt") -> Iterator[None]:
+    """Show a bar while ``n_tokens`` are evaluated in the body."""
+    if not shown() or n_tokens < FEW_TOKENS:
+        yield
+        return
+    start, done = ctx.tokens_evaluated, threading.Event()
+    with click.progressbar(length=n_tokens, label=label, file=sys.stderr) as bar:
+
+        def look() -> None:
+            while not done.wait(POLL):
+                bar.update(min(n_tokens, ctx.tokens_evaluated - start) - bar.pos)
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            bar.update(min(n_tokens, ctx.tokens_evaluated - start) - bar.pos)
+
+
+def table(rows: list[tuple[str, str]], echo: Callable[[str], None] = click.echo) -> None:
+    """Write names and values in two columns."""
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        echo(f"{name.ljust(width)}  {value}".rstrip())

@@ -1,0 +1,71 @@
+"""``pykvcache tokenize``."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from pykvcache.cli.options import model_option, read_text
+from pykvcache.cli.terminal import load_model
+
+__all__ = ["tokenize"]
+
+_EPILOG = """
+\b
+Examples:
+  pykvcache tokenize "Once upon a time"
+  pykvcache tokenize --count --file book.txt -m model.gguf
+  pykvcache tokenize --decode "1 402 33"
+"""
+
+
+@click.command(short_help="Show the tokens of a text.", epilog=_EPILOG)
+@click.argument("text", required=False)
+@model_option
+@click.option("-f", "--file", type=click.Path(), help="Read the text from a file.")
+@click.option("--no-special", is_flag=True, help="Leave out the model's BOS and EOS.")
+@click.option("--parse-special", is_flag=True, help="Read tokens such as </s> in the text.")
+@click.option("--ids", "form", flag_value="ids", help="Write the ids on one line.")
+@click.option("--count", "form", flag_value="count", help="Write how many tokens there are.")
+@click.option("--json", "form", flag_value="json", help="Write a JSON list of ids and pieces.")
+@click.option("--decode", is_flag=True, help="TEXT is token ids: write the text.")
+def tokenize(
+    text: str | None,
+    model: str,
+    file: str | None,
+    no_special: bool,
+    parse_special: bool,
+    form: str | None,
+    decode: bool,
+) -> None:
+    """Show the tokens of TEXT ("-", or nothing with a pipe: standard input), one per line."""
+    given = read_text(text, file)
+    with load_model(model, vocab_only=True) as loaded:
+        if decode:
+            words = given.replace(",", " ").split()
+            try:
+                ids = [int(word) for word in words]
+            except ValueError:
+                wrong = next(word for word in words if not word.lstrip("-").isdecimal())
+                raise click.UsageError(f"{wrong!r} is not a token id") from None
+            click.echo(loaded.detokenize(ids, special=True))
+            return
+        tokens = loaded.tokenize(
+            given, add_special=not no_special, parse_special=parse_special
+        ).tolist()
+        if form == "count":
+            click.echo(len(tokens))
+        elif form == "ids":
+            click.echo(" ".join(map(str, tokens)))
+        else:
+            pieces = [
+                loaded.token_to_piece(t, special=True).decode("utf-8", "backslashreplace")
+                for t in tokens
+            ]
+            if form == "json":
+                pairs = [{"id": t, "piece": p} for t, p in zip(tokens, pieces, strict=True)]
+                click.echo(json.dumps(pairs, ensure_ascii=False))
+            else:
+                for token, piece in zip(tokens, pieces, strict=True):
+                    click.echo(f"{token:>8}  {piece!r}")

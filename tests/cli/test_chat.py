@@ -1,0 +1,176 @@
+"""``pykvcache chat``: turns, branches, saved talks, and what each turn evaluates."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
+pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
+pytest.importorskip("jinja2", reason="pip install 'pykvcache[cli]'")
+
+from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded_model_path
+from pykvcache.cli import main
+from pykvcache.cli.talk import Figures, Talk
+from pykvcache.errors import StateError
+
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class Templated(LlamaModel):
+    """The story model, with a template in which an answer stands as it was given."""
+
+    @property
+    def chat_template(self) -> str | None:
+        return PLAIN
+
+    def apply_chat_template(self, messages, **more):  # type: ignore[no-untyped-def]
+        return super().apply_chat_template(messages, template=PLAIN, **more)
+
+
+@pytest.fixture
+def ctx() -> Iterator[LlamaContext]:
+    with (
+        Templated(embedded_model_path()) as model,
+        LlamaContext(
+            model, n_ctx=512, n_seq_max=4, type_k="f32", type_v="f32", flash_attn="disabled"
+        ) as context,
+    ):
+        yield context
+
+
+def turn(talk: Talk, text: str, n: int = 12) -> Figures:
+    figures = Figures()
+    said = "".join(talk.say(text, n, Sampler(temperature=0), figures))
+    assert talk.messages[-1]["content"].strip() == said.strip()
+    return figures
+
+
+def assert_right(talk: Talk) -> None:
+    """The logits are those of a fresh run over the tokens (float16 weights round)."""
+    ctx = talk.context
+    with LlamaSequence(ctx, talk.sequence.tokens) as fresh:
+        assert np.allclose(talk.sequence.logits(), fresh.logits(), atol=0.02)
+
+
+def test_a_turn_evaluates_what_is_new(ctx: LlamaContext) -> None:
+    talk = Talk(LlamaSequence(ctx))
+    first = turn(talk, "Lucy has a kite.")
+    assert first.reused == 0
+    before = len(talk.sequence)
+    second = turn(talk, "Who has the kite?")
+    assert second.reused >= before - 1
+    assert_right(talk)
+
+
+def test_rewind_and_fork(ctx: LlamaContext) -> None:
+    talk = Talk(LlamaSequence(ctx), [{"role": "system", "content": "Be kind."}])
+    turn(talk, "Lucy has a kite.")
+    other = talk.fork()
+    turn(talk, "Tom has a dog.")
+    turn(other, "Ben has a hat.")
+    assert [m["content"] for m in talk.messages][:2] == [m["content"] for m in other.messages][:2]
+    assert_right(talk)
+    assert_right(other)
+    assert talk.rewind(1) == 1
+    assert talk.messages == other.messages[:3]
+    again = turn(talk, "Ben has a hat.")
+    assert talk.sequence.tokens.tolist() == other.sequence.tokens.tolist()
+    assert again.reused > 0
+    assert talk.rewind(99) == 2
+    assert talk.messages == [{"role": "system", "content": "Be kind."}]
+    turn(talk, "Anew.")
+    assert_right(talk)
+
+
+def test_the_oldest_turns_make_room(ctx: LlamaContext) -> None:
+    talk = Talk(LlamaSequence(ctx), [{"role": "system", "content": "Be kind."}])
+    forgotten = 0
+    for i in range(24):
+        figures = turn(talk, f"This is turn {i} of a long talk about nothing at all.", 24)
+        forgotten += figures.forgotten
+        assert len(talk.sequence) <= ctx.n_ctx_seq
+        assert figures.finish in ("length", "stop")
+    assert forgotten > 0
+    assert talk.messages[0]["role"] == "system"
+    assert len(talk.messages) == 1 + 2 * len(talk.turns)
+    assert talk.text == ctx.model.apply_chat_template(
+        talk.messages, add_generation_prompt=False
+    ).removesuffix("\n")
+
+
+def test_an_interrupted_answer_stays_as_far_as_it_came(ctx: LlamaContext) -> None:
+    talk = Talk(LlamaSequence(ctx))
+    figures = Figures()
+    answer = talk.say("Lucy has a kite.", 40, Sampler(temperature=0), figures)
+    for _ in range(5):
+        next(answer)
+    answer.close()
+    assert figures.finish == "interrupted"
+    assert figures.generated >= 5
+    turn(talk, "Go on.")
+    assert_right(talk)
+
+
+def test_a_talk_in_a_file(ctx: LlamaContext, tmp_path: Path) -> None:
+    talk = Talk(LlamaSequence(ctx))
+    turn(talk, "Lucy has a kite.")
+    talk.save(str(tmp_path / "talk.kv"))
+    evaluated = ctx.tokens_evaluated
+    back = Talk.load(ctx, str(tmp_path / "talk.kv"))
+    assert ctx.tokens_evaluated == evaluated
+    assert (back.messages, back.turns, back.text) == (talk.messages, talk.turns, talk.text)
+    assert turn(back, "Go on.").reused >= len(talk.sequence) - 1
+    LlamaSequence(ctx, "no talk").save(tmp_path / "other.kv")
+    with pytest.raises(StateError, match=r"other\.kv"):
+        Talk.load(ctx, str(tmp_path / "other.kv"))
+
+
+def chat(*args: str, lines: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pykvcache", "chat", "-t", "0", "-n", "16", *args]
+    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120)
+
+
+def test_a_chat_survives_a_restart(tmp_path: Path) -> None:
+    session = str(tmp_path / "talk.kv")
+    first = chat("-s", session, lines="Lucy has a red kite.\n/history\n")
+    assert first.returncode == 0, first.stderr
+    assert "user: Lucy has a red kite." in first.stdout
+    second = chat("-s", session, lines="/history\n")
+    assert "1 turn," in second.stderr
+    assert "user: Lucy has a red kite." in second.stdout
+
+
+def test_commands_of_the_chat() -> None:
+    lines = (
+        "Lucy has a kite.\n/fork there\nTom has a dog.\n/branches\n/switch main\n/rewind\n"
+        "/stats\n/nothing\n/save\n/switch nowhere\n/fork there\n/rewind x\n/help\n/exit\nnot said\n"
+    )
+    done = chat(lines=lines)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^\* there: 2 turns", done.stdout, re.M)
+    assert "1 turn taken back: 0 turns left" in done.stderr
+    for wrong in ("/nothing", "/save FILE", "nowhere", "there already", "a number of turns"):
+        assert wrong in done.stderr
+    assert "/rewind [N]" in done.stdout
+    assert "not said" not in done.stdout
+
+
+def test_a_file_that_is_no_talk_ends_the_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("not a talk")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert main(["chat", "-s", str(tmp_path / "text")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert (tmp_path / "text").read_text() == "not a talk"

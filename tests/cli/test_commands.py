@@ -1,0 +1,180 @@
+"""generate, info, tokenize, state and bench, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.models import make_model
+
+pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
+pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
+
+from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded_model_path
+from pykvcache.cli import main
+from pykvcache.cli.info import cache_bytes
+
+Capture = pytest.CaptureFixture[str]
+
+
+def out_of(capsys: Capture, *args: str) -> str:
+    assert main(args) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def alone(prompt: str, n: int, sampler: Sampler) -> str:
+    with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=512) as ctx:
+        return "".join(LlamaSequence(ctx, prompt).stream(n, sampler))
+
+
+def test_generate_writes_what_a_sequence_generates(capsys: Capture) -> None:
+    said = out_of(capsys, "generate", "Once upon a time", "-n", "20", "-t", "0")
+    assert said == alone("Once upon a time", 20, Sampler(temperature=0)) + "\n"
+
+
+def test_generate_as_json_with_a_stop(capsys: Capture) -> None:
+    said = out_of(capsys, "generate", "Tom has a", "-n", "60", "-t", "0", "--stop", ".", "--json")
+    found = json.loads(said)
+    assert found["finish"] == "stop"
+    assert "." not in found["text"]
+    assert found["n_tokens"] <= 60
+
+
+def test_samples_are_reproducible_and_differ(capsys: Capture) -> None:
+    args = ("generate", "One day", "--samples", "3", "--seed", "5", "-n", "12", "--json")
+    lines = out_of(capsys, *args).splitlines()
+    assert len(lines) == 3
+    assert len({json.loads(line)["text"] for line in lines}) > 1
+    assert out_of(capsys, *args).splitlines() == lines
+
+
+def test_generate_follows_a_grammar(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "yes.gbnf").write_text('root ::= "yes" | "no"\n')
+    said = out_of(capsys, "generate", "Is it?", "-n", "9", "--grammar", str(tmp_path / "yes.gbnf"))
+    assert said.strip() in ("yes", "no")
+
+
+def test_generate_reads_a_file(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "prompt").write_text("Once upon a time")
+    said = out_of(capsys, "generate", "--file", str(tmp_path / "prompt"), "-n", "5", "-t", "0")
+    assert said == out_of(capsys, "generate", "Once upon a time", "-n", "5", "-t", "0")
+    assert main(["generate", "text", "--file", str(tmp_path / "prompt")]) == 2
+    assert main(["generate", "text", "--system", "be brief"]) == 2
+
+
+def test_tokenize_and_back(capsys: Capture) -> None:
+    ids = out_of(capsys, "tokenize", "Once upon a time", "--ids").split()
+    with LlamaModel(embedded_model_path(), vocab_only=True) as model:
+        assert list(map(int, ids)) == model.tokenize("Once upon a time").tolist()
+    assert out_of(capsys, "tokenize", "Once upon a time", "--count") == f"{len(ids)}\n"
+    pairs = json.loads(out_of(capsys, "tokenize", "Once upon a time", "--json"))
+    assert [str(pair["id"]) for pair in pairs] == ids
+    assert "Once upon a time" in out_of(capsys, "tokenize", "--decode", " ".join(ids))
+    assert main(["tokenize", "--decode", "one two"]) == 2
+    assert "'one'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "bert"])
+def test_info_says_what_the_context_says(name: str, model_folder: Path, capsys: Capture) -> None:
+    path = str(make_model(name, model_folder))
+    facts = json.loads(out_of(capsys, "info", path, "--n-ctx", "512", "--json"))
+    with (
+        LlamaModel(path) as model,
+        LlamaContext(
+            model, n_ctx=512, n_seq_max=1, swa_full=False, embeddings=not model.has_decoder
+        ) as ctx,
+    ):
+        memory = ctx.memory_info
+        assert facts["memory"] == ctx.memory_kind
+        if ctx.memory_kind != "none":
+            assert facts["can_shift"] == memory.can_shift
+            assert facts["can_rewind"] == memory.can_remove_partial
+            assert facts["bytes_per_token"] == memory.bytes_per_token
+            assert facts["cache_bytes"] == memory.bytes_total
+    table = out_of(capsys, "info", "-m", path)
+    assert re.search(rf"^architecture +{facts['architecture']}$", table, re.M)
+
+
+@pytest.mark.parametrize("n_seq_max", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba"])
+def test_cache_bytes_of_any_size_without_making_it(
+    name: str, n_seq_max: int, model_folder: Path
+) -> None:
+    with LlamaModel(make_model(name, model_folder)) as model:
+        for n_ctx in (64, 700, 5000, 9000):
+            with LlamaContext(
+                model, n_ctx=n_ctx, n_seq_max=n_seq_max, type_k="bf16", swa_full=False
+            ) as ctx:
+                real = ctx.memory_info.bytes_total
+            assert cache_bytes(model, n_ctx, n_seq_max, "bf16", "f16") == real
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A sequence of the embedded model in a file."""
+    with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=512) as ctx:
+        story = LlamaSequence(ctx, "Lucy has a red kite. Lucy lives by the river.")
+        story.evaluate()
+        story.save(tmp_path / "story.kv", {"by": "me"})
+    return tmp_path / "story.kv"
+
+
+def test_state_info_and_verify(saved: Path, capsys: Capture) -> None:
+    facts = json.loads(out_of(capsys, "state", "info", str(saved), "--json"))
+    assert facts["kind"] == "sequence"
+    assert facts["metadata"]["metadata"] == {"by": "me"}
+    assert re.search(
+        rf"^tokens +{facts['tokens']}$", out_of(capsys, "state", "info", str(saved)), re.M
+    )
+    assert "intact" in out_of(capsys, "state", "verify", str(saved), "--restore")
+    data = bytearray(saved.read_bytes())
+    data[-100] ^= 1
+    saved.write_bytes(data)
+    assert main(["state", "verify", str(saved)]) == 1
+
+
+def test_state_cut_is_a_prefix(saved: Path, capsys: Capture) -> None:
+    cut = saved.with_name("cut.kv")
+    out_of(capsys, "state", "cut", str(saved), str(cut), "-n", "6")
+    with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=512) as ctx:
+        tokens = model.tokenize("Lucy has a red kite. Lucy lives by the river.")[:6]
+        back = LlamaSequence.load(ctx, cut)
+        assert np.array_equal(back.tokens, tokens)
+        evaluated = ctx.tokens_evaluated
+        logits = back.logits()
+        assert ctx.tokens_evaluated - evaluated <= 1
+        assert np.allclose(logits, LlamaSequence(ctx, tokens).logits(), atol=0.05)
+    assert main(["state", "cut", str(saved), str(cut), "-n", "9999"]) == 2
+    assert "9999" in capsys.readouterr().err
+
+
+def test_state_to_llama_and_back(saved: Path, capsys: Capture) -> None:
+    other, back = saved.with_name("story.bin"), saved.with_name("back.kv")
+    out_of(capsys, "state", "convert", str(saved), str(other), "--to", "llama.cpp")
+    assert "of llama.cpp" in out_of(capsys, "state", "info", str(other))
+    assert "no checksum" in out_of(capsys, "state", "verify", str(other))
+    out_of(capsys, "state", "convert", str(other), str(back))
+    with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=512) as ctx:
+        first, second = LlamaSequence.load(ctx, saved), LlamaSequence.load(ctx, back)
+        assert np.array_equal(first.tokens, second.tokens)
+        assert np.array_equal(first.logits(), second.logits())
+
+
+def test_state_in_other_types(saved: Path, capsys: Capture) -> None:
+    small = saved.with_name("small.kv")
+    out_of(capsys, "state", "convert", str(saved), str(small), "--type-k", "q8_0")
+    facts = json.loads(out_of(capsys, "state", "info", str(small), "--json"))
+    assert facts["types"] == "k q8_0, v f16"
+    assert facts["metadata"]["metadata"] == {"by": "me"}
+    assert main(["state", "convert", str(saved), str(saved)]) == 2
+
+
+def test_bench_gives_figures_of_all(capsys: Capture) -> None:
+    found = json.loads(out_of(capsys, "bench", "-n", "64", "--repeat", "1", "--json"))
+    names = ("evaluate", "fork", "take_out", "put_back", "load", "generate_32", "generate_8x32")
+    assert all(found[name] > 0 for name in names)
+    assert "times quicker" in out_of(capsys, "bench", "-n", "64", "--repeat", "1")

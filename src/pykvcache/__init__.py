@@ -8,6 +8,7 @@ every call that succeeds the next logits are right for what the sequence holds.
 from __future__ import annotations
 
 import importlib.util
+import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -277,10 +278,33 @@ _UNBUILT = (
     "Run 'pip install -e .' (or 'make venv') in the folder of pyproject.toml"
 )
 
+# What works in a subinterpreter, where the compiled layer does not.
+_FREE = (
+    *("arrays", "errors", "enums", "simulate", "_native", "_integers", "_models"),
+    *(f"prefix.{name}" for name in ("blocks", "policies", "runs", "stores", "tree")),
+)
+
+
+class _RefuseInSubinterpreter:
+    """Refuse the other modules there before they load NumPy.
+
+    NumPy serves the first interpreter that loads it, and the main one may need it later.
+    """
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        home = name.removeprefix("pykvcache.")
+        if home != name and home != "prefix" and not f"{home}.".startswith(_FREE_PREFIXES):
+            raise ImportError(_MISSING, name=name)
+
+
+_FREE_PREFIXES = tuple(f"{name}." for name in _FREE)
+
 try:
     _MISSING = None if importlib.util.find_spec("pykvcache._native.lib") else _UNBUILT
 except ImportError as _error:  # a subinterpreter
     _MISSING = str(_error)
+    sys.meta_path.insert(0, _RefuseInSubinterpreter)
 if _MISSING is not None:
     warnings.warn(_MISSING, RuntimeWarning, stacklevel=2)
 

@@ -45,6 +45,8 @@ HOSTILE = {
     "rwkv, no byte": (of("rwkv", b"s", b"ab", b"\\n"), r"byte \\x61"),
     "rwkv, no line": (of("rwkv", b"s", b"\\n\\n"), r"byte \\x0a"),
     "rwkv, no escaped byte": (of("rwkv", b"s", b"\\n", b"\\xe6\\xbc\\xa2"), r"byte \\xe6"),
+    # llama.cpp reads a token without a name as "[EMPTY_2]", which no text need end.
+    "rwkv, token without a name": (of("rwkv", b"s", b"\\n", b""), r"byte \x5b"),
     # A tree as deep as the token is long, built and taken down by recursion.
     "rwkv, long token": (of("rwkv", b"\\n", b"x", b"x" * 300_000), "300000 bytes"),
     "t5, long token": (of("t5", b"a", b"b", b"u", b"x" * 300_000), "300000 bytes"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
+
+SOURCE = Path(__file__).parents[2] / "src" / "pykvcache"
 
 # How each Python makes an interpreter that may load single-phase extensions.
 BEGIN = """
@@ -102,3 +106,27 @@ else:
     raise AssertionError("imported")
 """
     assert child(f"run({code!r}); print('end')") == "end\n"
+
+
+def test_what_is_refused_leaves_numpy_to_the_main_interpreter() -> None:
+    """NumPy serves the interpreter that loads it first: refusals come before it is loaded."""
+    compiled = [
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted(SOURCE.rglob("*.py"))
+        if re.search(r"^from pykvcache\._native", path.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert len(compiled) > 20
+    refused = f"""
+import importlib, sys
+import pykvcache
+for load in (*{compiled}, "LlamaContext", "LlamaSequence", "PrefixCache", "describe_state"):
+    try:
+        getattr(pykvcache, load) if "." not in load else importlib.import_module(load)
+    except ImportError as error:
+        assert "subinterpreter" in str(error), error
+    else:
+        raise AssertionError(load)
+assert "numpy" not in sys.modules
+"""
+    use = "import numpy, pykvcache; pykvcache.LlamaModel(pykvcache.embedded_model_path()).close()"
+    assert child(f"run({refused!r}); {use}; print('end')") == "end\n"

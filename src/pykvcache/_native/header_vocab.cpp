@@ -48,7 +48,9 @@ std::string unescape(const char * token) {
 std::string find_gap(const gguf_context * header, int64_t tokens) {
     std::bitset<256> begins, whole;
     for (size_t i = 0; i < gguf_get_arr_n(header, tokens); ++i) {
-        const std::string token = unescape(gguf_get_arr_str(header, tokens, i));
+        const char * raw = gguf_get_arr_str(header, tokens, i);
+        // llama.cpp gives a name to a token that has none.
+        const std::string token = *raw ? unescape(raw) : "[EMPTY_" + std::to_string(i) + "]";
         if (!token.empty()) {
             begins.set(static_cast<uint8_t>(token[0]));
             whole.set(static_cast<uint8_t>(token[0]), whole[static_cast<uint8_t>(token[0])] || token.size() == 1);

@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 NATIVE = Path(__file__).resolve().parents[1] / "src" / "pykvcache" / "_native"
+OUR_DECLARATIONS = ("libprobe.pxd", "libstate.pxd")
 
 READERS = {
     "probe.h": "heads_divisible kind class_name why_no_shift bounded picks_blocks windowed "
@@ -24,6 +23,7 @@ READERS = {
     "probe_values.h": "largest_value",
     "probe_kv.h": "has_part in_window has_extended has_keys bytes_of block_of",
     "probe_state.h": "owned_alone",
+    "state_pieces.h": "n_cell_ids",
     "probe_partial.h": "window_has_room",
     "disk.h": "claim_blocks",
     "sequences.h": "cells epoch is_pending needs_removal was_damaged whole_only next_pos input_key "
@@ -67,9 +67,14 @@ def is_noexcept(header: str, name: str) -> bool:
     return bool(found) and all(found)
 
 
-@pytest.mark.parametrize("file", ["libprobe.pxd"])
-def test_what_may_throw_is_caught_at_the_border(file: str) -> None:
-    seen = list(declarations(file))
+def our_declarations() -> Iterator[tuple[str, str, str]]:
+    """What the .pxd files of our own headers declare, as `declarations` gives it."""
+    for file in OUR_DECLARATIONS:
+        yield from declarations(file)
+
+
+def test_what_may_throw_is_caught_at_the_border() -> None:
+    seen = list(our_declarations())
     assert len(seen) > 100
     bare = {
         f"{header}: {name}"
@@ -82,7 +87,7 @@ def test_what_may_throw_is_caught_at_the_border(file: str) -> None:
 
 
 def test_the_readers_exist() -> None:
-    known = {(header, name) for header, name, _ in declarations("libprobe.pxd")}
+    known = {(header, name) for header, name, _ in our_declarations()}
     assert {(h, name) for h, names in READERS.items() for name in names.split()} <= known
 
 
@@ -107,7 +112,7 @@ def test_no_string_of_c_is_decoded_by_a_copy() -> None:
 def test_no_string_is_made_from_bytes_by_cython() -> None:
     """It copies the std::string that it made where nothing catches; the copy in C++ is guarded."""
     for_tests = {"split_text"}
-    text = (NATIVE / "libprobe.pxd").read_text(encoding="utf-8")
+    text = "\n".join((NATIVE / file).read_text(encoding="utf-8") for file in OUR_DECLARATIONS)
     taking = re.findall(r"(\w+)\([^()]*const (?:vector\[)?string\b[^()]*\)", text)
     assert for_tests <= set(taking)
     assert set(taking) == for_tests

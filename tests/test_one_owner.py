@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 NATIVE = Path(__file__).resolve().parents[1] / "src" / "pykvcache" / "_native"
+DECLARATIONS = ("libllama.pxd", "libprobe.pxd", "libstate.pxd")
 
 CHANGING_CALL = re.compile(
     r"\bllama_(memory_\w+|decode|encode|kv_self_\w+|kv_cache_\w+|state_set_data|state_load_file"
@@ -34,7 +35,7 @@ def edits() -> set[str]:
 def test_what_changes_a_memory_is_not_declared_for_cython() -> None:
     changing = edits()
     assert {"remove_cells", "copy_cells", "state_read", "run_decode", "flush"} <= changing
-    for file in ["libllama.pxd", "libprobe.pxd", *(path.name for path in NATIVE.glob("*.pxi"))]:
+    for file in [*DECLARATIONS, *(path.name for path in NATIVE.glob("*.pxi"))]:
         text = source(file)
         assert not CHANGING_CALL.search(text), file
         for name in changing:
@@ -42,7 +43,7 @@ def test_what_changes_a_memory_is_not_declared_for_cython() -> None:
 
 
 def test_cython_has_the_memory_as_const() -> None:
-    declared = source("libprobe.pxd")
+    declared = "\n".join(source(file) for file in DECLARATIONS)
     assert re.search(r"\bconst memory\*", declared)
     assert not re.search(r"(?<!const )\bmemory\*", declared)
     for path in NATIVE.glob("*.pxi"):

@@ -11,6 +11,7 @@ import pytest
 
 from memory.kit import apart
 from pykvcache import LlamaBatch, LlamaContext, PositionError
+from support.raw_states import runs
 
 EVERY = 2**31 - 3  # what fits an int32, as llama.cpp counts on from it
 WORDS = np.random.default_rng(0).integers(5, 50, 40).astype(np.int32)
@@ -172,9 +173,7 @@ def test_no_state_brings_positions_past_the_last(
     near.decode(WORDS[:5], seq_id=1)
     good = near.get_state(0)
     cells = [
-        (offset, n)
-        for _, what, _, _, n, offset, _ in near.native.check_state([good], False)
-        if what == "cells"
+        (run.offset, run.n_cells) for run in runs(near, good, whole=False) if run.what == "cells"
     ]
     bad = good.copy()
     for offset, n in cells:

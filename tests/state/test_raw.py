@@ -21,6 +21,7 @@ from pykvcache import (
     UnsupportedOperation,
 )
 from support.models import MODELS, RIGHT
+from support.raw_states import runs
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, FreshLogits
@@ -212,8 +213,7 @@ def test_halves_that_end_differently_are_refused(make_context: ContextFactory) -
     ctx = make_context("jamba")
     ctx.decode(WORDS[:12])
     state = ctx.get_state(0)
-    where = {part: at for part, what, *_, at, _ in ctx._native.check_state([state], False)
-             if what == "cells"}  # fmt: skip
+    where = {run.part: run.offset for run in runs(ctx, state, whole=False) if run.what == "cells"}
     state[where["recurrent"]] += 1
     with pytest.raises(StateDamaged, match="same position"):
         ctx.set_state(state, 1)

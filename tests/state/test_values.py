@@ -13,6 +13,7 @@ from memory.kit import CASES, Case
 from pykvcache import LayerKV, LayerState, StateDamaged, StateError
 from pykvcache._native import lib
 from state.kit import WORDS, forged
+from support.raw_states import runs
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, BF16 = 0, 1, 2, 3, 6, 7, 8, 20, 30
 UNITS = {F32: 4, F16: 2, BF16: 2, Q4_0: 18, Q4_1: 20, Q5_0: 22, Q5_1: 24, Q8_0: 34, IQ4_NL: 18}
@@ -39,9 +40,9 @@ def blocks(ctx: Any, state: Any, whole: bool) -> Iterator[tuple[str, int, int, i
         for part in ctx.native.state_layout("get_state")
         for row in part["rows"]
     }
-    for part, what, _, layer, _, offset, size in ctx.native.check_state([state], whole):
-        if size and what not in ("cells", "ple"):
-            yield what, kinds[part, what, layer], offset, size
+    for run in runs(ctx, state, whole=whole):
+        if run.size and run.what not in ("cells", "ple"):
+            yield run.what, kinds[run.part, run.what, run.layer], run.offset, run.size
 
 
 def refused(ctx: Any, state: Any, target: int | None) -> None:

@@ -10,109 +10,63 @@ namespace pykv {
 
 namespace {
 
-constexpr size_t EXT_BYTES = sizeof(llama_kv_cell_ext);
-
 // The attention part, or null.
 const state_part * attention_of(const std::vector<state_part> & parts) {
     return !parts.empty() && parts[0].part == PART_ATTENTION ? &parts[0] : nullptr;
 }
 
-// Pieces that are made here are only counted first: `own` moves while it grows.
-class joiner {
+class block_writer : public piece_writer {
   public:
-    explicit joiner(joined_state & out) : out(out) {}
+    block_writer(joined_state & out, const std::vector<block_part> & blocks) : piece_writer(out), blocks(blocks) {}
 
-    void bytes(const void * data, size_t n) {
-        if (!run) {
-            run = true;
-            parts.push_back({nullptr, 0});
+    uint32_t cells(const state_part & part, uint32_t stream) {
+        uint32_t n = 0;
+        for (const block_part & block : blocks) {
+            n += stream == 0 ? block.used : 0;
         }
-        const auto * from = static_cast<const uint8_t *>(data);
-        out.own.insert(out.own.end(), from, from + n);
-        parts.back().size += n;
-    }
-    template <class T> void put(T value) { bytes(&value, sizeof(value)); }
-
-    void refer(const uint8_t * data, size_t n) {
+        put(n);
         if (n > 0) {
-            run = false;
-            parts.push_back({data, n});
+            records(part);
+            before = part.extended ? CELL_EXT_BYTES : 0;
         }
+        return n;
     }
 
-    void finish() {
-        const uint8_t * at = out.own.data();
-        for (state_piece & part : parts) {
-            if (!part.data) {
-                part.data = at;
-                at += part.size;
+    void rows(const state_part &, uint32_t, const state_rows & rows, uint32_t) {
+        if (rows.kind == BLOCK_V_TRANS) {
+            columns(rows);
+        } else {
+            for (const block_part & block : blocks) {
+                refer(block.data + before * block.n, rows.row_bytes * block.used);
             }
         }
-        out.pieces = std::move(parts);
+        before += rows.row_bytes;
     }
 
   private:
-    joined_state &           out;
-    std::vector<state_piece> parts;
-    bool                     run = false;
-};
-
-void put_cells(joiner & out, const state_part & part, const std::vector<block_part> & blocks) {
-    llama_pos pos = 0;
-    for (const block_part & block : blocks) {
-        for (uint32_t i = 0; i < block.used; ++i) {
-            out.put<llama_pos>(pos++);
-            out.put<uint32_t>(1);
-            if (part.extended) {
-                out.bytes(block.data + i * EXT_BYTES, EXT_BYTES);
+    void records(const state_part & part) {
+        const llama_seq_id seq = 0;
+        llama_pos          pos = 0;
+        for (const block_part & block : blocks) {
+            for (uint32_t i = 0; i < block.used; ++i) {
+                const uint8_t * ext = part.extended ? block.data + i * CELL_EXT_BYTES : nullptr;
+                put_cell(part, pos++, ext, &seq, 1);
             }
-            out.put<llama_seq_id>(0);
         }
     }
-}
 
-// `at`: bytes of one cell in a block before these rows.
-void put_rows(joiner & out, const state_rows & rows, size_t at, const std::vector<block_part> & blocks) {
-    out.put<int32_t>(rows.type);
-    if (rows.kind != BLOCK_V_TRANS) {
-        out.put<uint64_t>(rows.row_bytes);
-        for (const block_part & block : blocks) {
-            out.refer(block.data + at * block.n, rows.row_bytes * block.used);
-        }
-        return;
-    }
-    const size_t element = rows.row_bytes / rows.n_embd;
-    out.put<uint32_t>(uint32_t(element));
-    out.put<uint32_t>(rows.n_embd);
-    for (size_t value = 0; value < rows.n_embd; ++value) {
-        for (const block_part & block : blocks) {
-            out.bytes(block.data + at * block.n + value * element * block.n, element * block.used);
+    void columns(const state_rows & rows) {
+        const size_t element = rows.row_bytes / rows.n_embd;
+        for (size_t value = 0; value < rows.n_embd; ++value) {
+            for (const block_part & block : blocks) {
+                bytes(block.data + before * block.n + value * element * block.n, element * block.used);
+            }
         }
     }
-}
 
-void put_part(joiner & out, const state_part & part, const std::vector<state_rows> & rows,
-              const std::vector<block_part> & blocks) {
-    uint32_t n = 0;
-    for (const block_part & block : blocks) {
-        n += block.used;
-    }
-    out.put<uint32_t>(part.n_stream);
-    out.put<uint32_t>(n);
-    if (n > 0) {
-        put_cells(out, part, blocks);
-        out.put<uint32_t>(part.v_trans);
-        out.put<uint32_t>(part.n_layer);
-        size_t at = part.extended ? EXT_BYTES : 0;
-        for (const state_rows & one : rows) {
-            put_rows(out, one, at, blocks);
-            at += one.row_bytes;
-        }
-    }
-    for (uint32_t stream = 1; stream < part.n_stream; ++stream) {
-        out.put<uint32_t>(0);
-    }
-}
+    const std::vector<block_part> & blocks;
+    size_t                          before = 0;  // bytes of one cell in a block that come before these rows
+};
 
 }  // namespace
 
@@ -122,7 +76,7 @@ size_t block_cell_bytes(const memory * m, bool v_trans) {
     if (!part) {
         return 0;
     }
-    size_t size = part->extended ? EXT_BYTES : 0;
+    size_t size = part->extended ? CELL_EXT_BYTES : 0;
     for (const state_rows & rows : state_rows_of(m, v_trans, PART_ATTENTION)) {
         size += rows.row_bytes;
     }
@@ -147,8 +101,8 @@ int32_t block_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos 
         if (has_extended(m)) {
             for (const live_cell & cell : cells) {
                 const auto ext = held.ext_get(cell.cell);
-                std::memcpy(dst, &ext, EXT_BYTES);
-                dst += EXT_BYTES;
+                std::memcpy(dst, &ext, CELL_EXT_BYTES);
+                dst += CELL_EXT_BYTES;
             }
         }
         for (const state_rows & rows : state_rows_of(m, v_trans, PART_ATTENTION)) {
@@ -165,16 +119,14 @@ int32_t block_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos 
 int32_t block_join(const memory * m, bool v_trans, const std::vector<block_part> & blocks, state_piece rest,
                    joined_state & out) noexcept {
     return guarded_void([&] {
-        joiner writer(out);
-        writer.put<uint32_t>(SEQ_MAGIC);
-        writer.put<llama_seq_id>(0);
+        block_writer writer(out, blocks);
+        visit_head(writer, 0, nullptr);
         const auto parts = state_parts(m, v_trans, false);
         if (const state_part * part = attention_of(parts)) {
-            put_part(writer, *part, state_rows_of(m, v_trans, PART_ATTENTION), blocks);
+            visit_part(writer, *part, state_rows_of(m, v_trans, PART_ATTENTION));
         }
-        const size_t head = sizeof(uint32_t) + sizeof(llama_seq_id);  // a partial state has one, too
-        if (rest.size > head) {
-            writer.refer(rest.data + head, rest.size - head);
+        if (rest.size > SEQ_HEAD_BYTES) {  // a partial state has a head, too
+            writer.refer(rest.data + SEQ_HEAD_BYTES, rest.size - SEQ_HEAD_BYTES);
         }
         writer.finish();
     });

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "probe_state.h"
+#include "state_pieces.h"
 
 namespace pykv {
 
@@ -19,13 +19,7 @@ struct block_part {
     uint32_t        n, used;
 };
 
-// The pieces of a state of one sequence that begins at 0, and what of them is made here.
-struct joined_state {
-    std::vector<uint8_t>     own;
-    std::vector<state_piece> pieces;
-};
-
-// `rest`: a partial state, whose parts come after the attention part; empty where there are none.
+// The state of one sequence that begins at 0. `rest`: a partial state, whose parts come after the attention part; empty where there are none.
 int32_t block_join(const memory * m, bool v_trans, const std::vector<block_part> & blocks, state_piece rest,
                    joined_state & out) noexcept;
 

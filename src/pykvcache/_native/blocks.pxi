@@ -1,7 +1,151 @@
-# Runs of attention cells as single pieces of bytes: what a prefix cache keeps and puts together.
+# States taken apart and put together: as arrays of cells, which files keep, and as blocks, which a
+# prefix cache keeps.
+
+cdef const int32_t* _ints(values, Py_ssize_t n, Pieces owner) except? NULL:
+    """Pointer to n contiguous int32; ValueError for another number of them."""
+    if values is None:
+        raise ValueError(f"no integers given: {n} needed")
+    cdef const int32_t[::1] view = values
+    if view.shape[0] != n:
+        raise ValueError(f"{view.shape[0]} integers given: {n} needed")
+    owner.views.append(view)
+    return &view[0] if n else NULL
+
+
+cdef list _one_stream(list streams):
+    """The stream that holds a sequence's cells: the state does not depend on which one it is."""
+    return [next((cells for cells in streams if len(cells[0])), streams[0])]
+
 
 cdef class Blocks(State):
-    """Blocks out of a sequence, and sequences out of blocks."""
+    """States out of arrays and blocks, and those out of states."""
+
+    # Arrays --------------------------------------------------------------------------
+
+    def split_state(self, buffer not None, bint whole):
+        """Return the cells of a state that fits this memory, per part and stream; raise where it does not.
+
+        Of cells: positions, extensions or None, members (offsets, ids) of a whole context's or None, and
+        where the rows of each kind lie: (offset, size in bytes).
+        """
+        cdef vector[lib.state_block] blocks
+        cdef lib.state_part part
+        cdef Pieces pieces = Pieces([buffer])
+        self.lock_read()
+        try:
+            self.has_states("split_state")
+            self.check(pieces, -1 if whole else 0, False, blocks)
+            result = []
+            for part in lib.state_parts(self.mem, self.v_trans(), False):
+                streams = [self.split_stream(part, s, blocks, pieces, whole) for s in range(part.n_stream)]
+                result.append(streams if whole else _one_stream(streams))
+            return result
+        finally:
+            self.lock.leave()
+
+    cdef tuple split_stream(
+            self, lib.state_part part, uint32_t stream, vector[lib.state_block]& blocks, Pieces pieces,
+            bint whole):
+        cdef lib.state_block block
+        cdef uint32_t n = 0
+        cdef const uint8_t* at = NULL
+        cdef int32_t[::1] positions, ext = None, offsets = None, ids = None
+        rows = []
+        for block in blocks:
+            if block.part != part.part or block.stream != stream:
+                continue
+            if block.kind != lib.BLOCK_CELLS:
+                rows.append((block.offset, block.size))
+                continue
+            n = block.n_cells
+            at = pieces.pieces[0].data + block.offset
+            if whole:
+                ids = np.empty(lib.n_cell_ids(block.size, n, part.extended), np.int32)
+        positions = np.empty(n, np.int32)
+        if part.extended:
+            ext = np.empty(3 * n, np.int32)
+        if whole:
+            offsets = np.zeros(n + 1, np.int32)
+            if ids is None:
+                ids = np.empty(0, np.int32)
+        if n:
+            lib.read_cells(
+                at, n, part.extended, &positions[0], &ext[0] if part.extended else NULL,
+                &offsets[0] if whole else NULL, &ids[0] if whole else NULL)
+        return (
+            np.asarray(positions), np.asarray(ext).reshape(-1, 3) if part.extended else None,
+            (np.asarray(offsets), np.asarray(ids)) if whole else None, rows)
+
+    def set_parts(self, seq_id, list parts not None, list firsts):
+        """Make a sequence, or with None the context, hold cells that are given as arrays.
+
+        Per part and stream: positions, extensions or None, members or None, and the bytes of each kind of
+        row. `firsts` and the rest as in `set_state`.
+        """
+        cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
+        cdef Pieces pieces = Pieces([])
+        cdef vector[lib.state_part] layout
+        cdef vector[vector[lib.cell_arrays]] given
+        cdef lib.joined_state joined
+        cdef size_t i
+        self.lock_write()
+        try:
+            self.has_states("set_state")
+            layout = lib.state_parts(self.mem, self.v_trans(), False)
+            if <size_t>len(parts) != layout.size():
+                raise StateLayoutMismatch(f"{len(parts)} parts given: this memory has {layout.size()}")
+            given.resize(layout.size())
+            for i in range(layout.size()):
+                self.take_arrays(layout[i], parts[i], seq < 0, given[i], pieces)
+            if lib.state_join(self.mem, self.v_trans(), seq, given, joined) == lib.CAUGHT:
+                raise _caught_error("set_state")
+            pieces.pieces.swap(joined.pieces)
+            self.set_pieces(seq, pieces, firsts)
+        finally:
+            self.lock.leave()
+
+    cdef int take_arrays(
+            self, lib.state_part part, list streams, bint whole, vector[lib.cell_arrays]& given,
+            Pieces pieces) except -1:
+        """Check that arrays are as long as they say, and remember where they lie."""
+        cdef vector[lib.state_rows] kinds = lib.state_rows_of(self.mem, self.v_trans(), part.part)
+        cdef lib.cell_arrays* cells
+        cdef const uint8_t[::1] bytes_of_rows
+        cdef size_t i, k, stream = 0
+        if <size_t>len(streams) != (part.n_stream if whole else 1):
+            raise StateLayoutMismatch(f"{len(streams)} streams given: this memory has {part.n_stream}")
+        given.resize(len(streams))
+        for positions, ext, members, rows in streams:
+            cells = &given[stream]
+            stream += 1
+            cells.n = _int(len(positions), "cells", 0, INT32_MAX)
+            cells.positions = _ints(positions, cells.n, pieces)
+            if part.extended:
+                cells.ext = _ints(ext, 3 * <Py_ssize_t>cells.n, pieces)
+            if whole:
+                offsets, ids = members
+                cells.offsets = _ints(offsets, <Py_ssize_t>cells.n + 1, pieces)
+                cells.ids = _ints(ids, len(ids), pieces)
+                if cells.offsets[0] != 0 or cells.offsets[cells.n] != len(ids):
+                    raise StateDamaged("the sequences of cells do not begin or end where they should")
+                for i in range(cells.n):
+                    if cells.offsets[i + 1] < cells.offsets[i]:
+                        raise StateDamaged(f"the sequences of cell {i} end before they begin")
+            if <size_t>len(rows) != kinds.size():
+                raise StateLayoutMismatch(f"{len(rows)} tensors given: this part has {kinds.size()}")
+            for k in range(kinds.size()):
+                if rows[k] is None:
+                    raise ValueError(f"tensor {k} is not given")
+                bytes_of_rows = rows[k]
+                if <uint64_t>bytes_of_rows.shape[0] != kinds[k].row_bytes * cells.n:
+                    raise StateLayoutMismatch(
+                        f"tensor {k} has {bytes_of_rows.shape[0]} bytes: "
+                        f"{kinds[k].row_bytes} for each of {cells.n} cells needed")
+                pieces.views.append(bytes_of_rows)
+                cells.rows.push_back(&bytes_of_rows[0] if bytes_of_rows.shape[0] else NULL)
+        return 0
+
+    # Blocks --------------------------------------------------------------------------
 
     def block_bytes(self):
         """Bytes of one cell in a block; 0 where no layer keeps all of its cells."""

@@ -13,6 +13,10 @@ _Ints = npt.NDArray[np.int32]
 _T = TypeVar("_T")
 _Floats = npt.NDArray[np.float32]
 _Bytes = npt.NDArray[np.uint8]
+_Members = tuple[_Ints, _Ints]
+# Cells as split_state gives and set_parts takes them: positions, extensions, members, rows.
+_SplitCells = tuple[_Ints, _Ints | None, _Members | None, list[tuple[int, int]]]
+_GivenCells = tuple[_Ints, _Ints | None, _Members | None, list[_Bytes]]
 
 def system_info() -> dict[str, Any]: ...
 def devices() -> list[str]: ...
@@ -20,6 +24,7 @@ def rpc_connect(endpoint: bytes) -> None: ...
 def rpc_serve(endpoint: bytes) -> None: ...
 
 state_file_versions: tuple[int, int]
+sequence_state_head: bytes
 
 def claim_blocks(fd: int, size: int) -> None: ...
 def gguf_layout(path: bytes) -> tuple[int, list[tuple[int, int]]]: ...
@@ -180,9 +185,6 @@ class Arrays(Cells):
     ) -> list[tuple[int, tuple[int, int, int] | None, tuple[int, int, int] | None]]: ...
 
 class State(Arrays):
-    def check_state(
-        self, buffers: list[_Bytes], whole: bool
-    ) -> list[tuple[str, str, int, int, int, int, int]]: ...
     def get_state(self, seq_id: SupportsIndex | None, out: _Bytes | None) -> _Bytes: ...
     def set_state(
         self,
@@ -209,6 +211,13 @@ class Blocks(State):
     def get_block(
         self, seq_id: SupportsIndex, first: SupportsIndex, n: SupportsIndex, out: _Bytes
     ) -> bool: ...
+    def split_state(self, buffer: _Bytes, whole: bool) -> list[list[_SplitCells]]: ...
+    def set_parts(
+        self,
+        seq_id: SupportsIndex | None,
+        parts: list[list[_GivenCells]],
+        firsts: list[tuple[int, int]] | None,
+    ) -> None: ...
     def set_blocks(
         self,
         seq_id: SupportsIndex,

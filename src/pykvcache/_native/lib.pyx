@@ -23,7 +23,7 @@ from libcpp.memory cimport shared_ptr
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
-from pykvcache._native cimport libprobe as lib
+from pykvcache._native cimport libstate as lib
 
 import atexit
 import logging

@@ -219,124 +219,12 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
     int64_t block_of(int type)
 
 
-cdef extern from "probe_state.h" namespace "pykv" nogil:
-    enum block_kind:
-        BLOCK_CELLS
-    enum state_fault:
-        STATE_FITS
-        STATE_TRUNCATED
-        STATE_TRAILING
-        STATE_DAMAGED
-        STATE_MISMATCH
-        STATE_NO_ROOM
-        STATE_POSITION
-        STATE_VALUE
-        STATE_UNKNOWN
-    ctypedef struct state_part:
-        memory_part part
-        uint32_t n_stream
-        uint32_t n_cells
-        uint32_t n_layer
-        bool extended
-        bool v_trans
-    ctypedef struct state_rows:
-        block_kind kind
-        uint32_t layer
-        int32_t type
-        uint32_t n_embd
-        uint64_t row_bytes
-        uint32_t n_head
-        uint32_t head_dim
-    ctypedef struct state_block:
-        memory_part part
-        block_kind kind
-        uint32_t stream, layer, n_cells
-        uint64_t offset, size
-    ctypedef struct state_piece:
-        const uint8_t* data
-        size_t size
-
-    vector[state_part] state_parts(const memory*, bool v_trans, bool partial) except +
-    vector[state_rows] state_rows_of(const memory*, bool v_trans, memory_part) except +
-    cdef cppclass fault:
-        string why, what
-        int64_t value, limit
-        bool counted
-    state_fault state_check(const memory*, bool v_trans, uint32_t n_seq_max, llama_seq_id, bool partial,
-                            const vector[state_piece]&, vector[state_block]& blocks, fault& found)
-    cdef cppclass seq_state:
-        size_t size
-    seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id)
-    void seq_state_delete(seq_state*)
-    int32_t seq_state_write(const seq_state*, uint8_t* dst, bool two)
-    uint32_t owned_alone(const memory*, llama_seq_id)
-
-
-cdef extern from "probe_partial.h" namespace "pykv" nogil:
-    bool window_has_room(const memory*, llama_seq_id, uint32_t n)
-
-
-cdef extern from "blocks.h" namespace "pykv" nogil:
-    ctypedef struct block_part:
-        const uint8_t* data
-        uint32_t n
-        uint32_t used
-    cdef cppclass joined_state:
-        vector[state_piece] pieces
-
-    size_t block_cell_bytes(const memory*, bool v_trans) except +
-    int32_t block_write(const memory*, bool v_trans, llama_seq_id, llama_pos first, uint32_t n,
-                        uint8_t* dst)
-    int32_t block_join(const memory*, bool v_trans, const vector[block_part]&, state_piece rest,
-                       joined_state&)
-
-
 cdef extern from "disk.h" namespace "pykv" nogil:
     int claim_blocks(int fd, int64_t size)
 
 
 cdef extern from "probe_values.h" namespace "pykv" nogil:
     float largest_value(uint64_t n, bool as_f16)
-
-
-cdef extern from "sequences.h" namespace "pykv" nogil:
-    const int32_t NOTHING_DONE
-    const int32_t REFUSED
-    cdef cppclass sequence_facts:
-        bool open(llama_context*)
-        void close()
-        const memory* cells()
-        uint64_t epoch()
-        bool is_pending()
-        bool needs_removal(llama_seq_id)
-        bool was_damaged(llama_seq_id)
-        bool whole_only()
-        llama_pos next_pos(llama_seq_id)
-        uint64_t input_key(llama_seq_id)
-        removal removal_of(llama_seq_id, llama_pos p0, llama_pos p1)
-        uint64_t name_version(llama_seq_id) except +
-        bool is_version(llama_seq_id, uint64_t id)
-        bool row_is_held(size_t row)
-        llama_pos row_pos(size_t row)
-        bool rows_are_whole(llama_seq_id)
-        void forget_rows()
-        void begin()
-        int32_t clear(bool data)
-        int32_t remove(llama_seq_id, removal what, llama_pos p0, llama_pos p1)
-        int32_t rewind(llama_seq_id, llama_pos last)
-        int32_t copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
-        int32_t shift(llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)
-        int32_t divide(llama_seq_id, llama_pos p0, llama_pos p1, int d)
-        int32_t apply_pending()
-        int64_t compact()
-        int32_t place(bool v_trans, llama_seq_id, const vector[state_block]& blocks,
-                      const vector[state_piece]&, bool two, const llama_pos* firsts)
-        int32_t replace(llama_seq_id, const vector[state_piece]&, const llama_pos* firsts)
-        int32_t put_back(llama_seq_id, const vector[state_piece]& before)
-        int32_t put_part(llama_seq_id, const vector[state_piece]&, llama_pos first, llama_pos last,
-                         uint64_t version)
-        int32_t decode(const llama_batch&, bool is_first)
-        int32_t encode(const llama_batch&)
 
 
 cdef extern from "sync.h" namespace "pykv" nogil:

@@ -11,29 +11,24 @@
 #include "probe_state.h"
 #include "probe_values.h"
 #include "state_cursor.h"
+#include "state_layout.h"
 
 namespace pykv {
 
 namespace {
 
-constexpr size_t   MAX_ARCH_NAME = 64;
+constexpr size_t MAX_ARCH_NAME = 64;
 
 [[noreturn]] void mismatch(const std::string & what, int64_t found, int64_t expected) {
     throw fault{STATE_MISMATCH, what + " is " + std::to_string(found) + ", not " + std::to_string(expected), found, expected, what,
                 true};
 }
 
-template <class T> void expect(cursor & in, T expected, const std::string & what) {
-    const T found = in.get<T>();
-    if (found != expected) {
-        mismatch(what, int64_t(found), int64_t(expected));
-    }
-}
-
 const char * what_of(block_kind kind) {
     return kind == BLOCK_K ? "keys" : kind == BLOCK_V || kind == BLOCK_V_TRANS ? "values" : "recurrent state";
 }
 
+// The visitor that compares a state with this memory.
 struct walk {
     const memory *  m;
     bool            v_trans;
@@ -45,23 +40,33 @@ struct walk {
     std::vector<llama_pos> ends = {}, last = {};
     // Where a window is: positions of each sequence in plain attention, and in this part.
     std::vector<std::vector<llama_pos>> whole = {}, held = {};
+    uint32_t n_filled = 0;  // streams of this part that hold cells
 
-    void header() {
-        if (seq >= 0) {
-            if (in.get<uint32_t>() != SEQ_MAGIC) {
-                throw fault{STATE_DAMAGED, "does not begin as a sequence's state does"};
-            }
-            in.get<int32_t>();  // the sequence it was taken from, which llama.cpp ignores too
-            return;
+    void magic(uint32_t expected) {
+        if (in.get<uint32_t>() != expected) {
+            throw fault{STATE_DAMAGED, "does not begin as a sequence's state does"};
         }
+    }
+
+    void id(llama_seq_id) { in.get<llama_seq_id>(); }  // where it was taken from, which llama.cpp ignores too
+
+    void name(const char * expected) {
         const auto size = in.get<uint32_t>();
         if (size > MAX_ARCH_NAME) {
             throw fault{STATE_DAMAGED, "does not begin as a context's state does"};
         }
         std::string arch(size, '\0');
         in.read(arch.data(), size);
-        if (arch != llm_arch_name(m->arch)) {
-            throw fault{STATE_MISMATCH, "the architecture is another than " + std::string(llm_arch_name(m->arch))};
+        if (arch != expected) {
+            throw fault{STATE_MISMATCH, "the architecture is another than " + std::string(expected)};
+        }
+    }
+
+    template <class T> void field(T expected, const char * what, const state_rows * rows) {
+        const T found = in.get<T>();
+        if (found != expected) {
+            const std::string where = rows ? " of layer " + std::to_string(rows->layer) : "";
+            mismatch(what + where, int64_t(found), int64_t(expected));
         }
     }
 
@@ -117,10 +122,12 @@ struct walk {
     }
 
     // M-RoPE's other axes are positions too.
-    void check_extended(const uint8_t * at) const {
-        llama_kv_cell_ext ext;
-        std::memcpy(&ext, at, sizeof(ext));
-        check_position(std::max(ext.x, ext.y));
+    void check_extended(const cell_head & head) const {
+        if (head.ext) {
+            int32_t xy[2];
+            std::memcpy(xy, head.ext, sizeof(xy));
+            check_position(std::max(xy[0], xy[1]));
+        }
     }
 
     // Cells of one sequence that lie in one piece and are as they should be; what is wrong with
@@ -132,17 +139,12 @@ struct walk {
         bool            valid = at != nullptr;
         auto            plain = std::vector<llama_pos>(m->swa && valid ? n : 0);
         for (uint32_t i = 0; valid && i < n; ++i, at += size) {
-            llama_pos pos;
-            uint32_t  n_ids;
-            std::memcpy(&pos, at, sizeof(pos));
-            std::memcpy(&n_ids, at + sizeof(pos), sizeof(n_ids));
-            valid = pos >= 0 && pos <= m->max_position && n_ids == 1;
-            highest = std::max(highest, pos);
-            if (part.extended) {
-                check_extended(at + 8);
-            }
+            const cell_head head = read_cell_head(at, part.extended);
+            valid = head.pos >= 0 && head.pos <= m->max_position && head.n_ids == 1;
+            highest = std::max(highest, head.pos);
+            check_extended(head);
             if (m->swa) {
-                plain[i] = pos;
+                plain[i] = head.pos;
             }
         }
         if (valid) {
@@ -156,8 +158,16 @@ struct walk {
     }
 
     uint32_t cells(const state_part & part, uint32_t stream) {
-        const bool recurrent = part.part == PART_RECURRENT;
-        const auto n = in.get<uint32_t>();
+        const uint32_t n = records(part, stream);
+        if (n > 0 && seq >= 0 && ++n_filled > 1) {
+            throw fault{STATE_DAMAGED, "holds one sequence in two streams"};
+        }
+        return n;
+    }
+
+    uint32_t records(const state_part & part, uint32_t stream) {
+        const bool     recurrent = part.part == PART_RECURRENT;
+        const auto     n = in.get<uint32_t>();
         const uint64_t start = in.tell();
         if (n > (recurrent && seq >= 0 ? 1 : part.n_cells)) {
             throw fault{STATE_NO_ROOM,
@@ -170,13 +180,16 @@ struct walk {
         }
         std::vector<bool> tails(n_seq_max, false);
         for (uint32_t i = 0; i < n; ++i) {
-            const auto pos = in.get<llama_pos>();
-            const auto n_ids = in.get<uint32_t>();
+            uint8_t record[cell_head_bytes(true)];
+            in.read(record, cell_head_bytes(part.extended));
+            const cell_head head = read_cell_head(record, part.extended);
+            const llama_pos pos = head.pos;
+            const uint32_t  n_ids = head.n_ids;
             if (pos < 0 || pos == std::numeric_limits<llama_pos>::max()) {
                 throw fault{STATE_DAMAGED, "holds position " + std::to_string(pos)};
             }
             check_position(pos);
-            const bool valid = seq < 0 ? n_ids >= 1 && n_ids <= LLAMA_MAX_SEQ : n_ids == (recurrent ? 0 : 1);
+            const bool valid = seq < 0 ? n_ids >= 1 && n_ids <= LLAMA_MAX_SEQ : n_ids == n_ids_of_one(part);
             if (valid && seq < 0 && n_ids > n_seq_max) {
                 throw fault{STATE_MISMATCH, "a cell belongs to " + std::to_string(n_ids) +
                                                 " sequences, n_seq_max is " + std::to_string(n_seq_max)};
@@ -184,11 +197,7 @@ struct walk {
             if (!valid) {
                 throw fault{STATE_DAMAGED, "holds a cell of " + std::to_string(n_ids) + " sequences"};
             }
-            if (part.extended) {
-                uint8_t ext[sizeof(llama_kv_cell_ext)];
-                in.read(ext, sizeof(ext));
-                check_extended(ext);
-            }
+            check_extended(head);
             ids(n_ids, pos, recurrent, tails);
         }
         if (n > 0) {
@@ -197,17 +206,7 @@ struct walk {
         return n;
     }
 
-    void rows(const state_part & part, uint32_t stream, uint32_t n, const state_rows & row) {
-        const std::string where = " of layer " + std::to_string(row.layer);
-        if (row.kind != BLOCK_PLE) {
-            expect<int32_t>(in, row.type, "the type" + where);
-        }
-        if (row.kind == BLOCK_V_TRANS) {
-            expect<uint32_t>(in, uint32_t(ggml_type_size(ggml_type(row.type))), "the element size" + where);
-            expect<uint32_t>(in, row.n_embd, "the number of values" + where);
-        } else {
-            expect<uint64_t>(in, row.row_bytes, "the row size" + where);
-        }
+    void rows(const state_part & part, uint32_t stream, const state_rows & row, uint32_t n) {
         if (n > 0) {
             const uint64_t size = row.row_bytes * n;
             blocks.push_back({part.part, row.kind, stream, row.layer, n, in.tell(), size});
@@ -215,44 +214,20 @@ struct walk {
             value_check values(ggml_type(row.type), row.n_embd, !v_trans && row.kind != BLOCK_R && row.kind != BLOCK_S);
             in.take(size, [&](const uint8_t * from, uint64_t step) { values.take(from, step); });
             if (!values.fits()) {
-                const std::string which = std::string(what_of(row.kind)) + where;
+                const std::string which = std::string(what_of(row.kind)) + " of layer " + std::to_string(row.layer);
                 throw fault{STATE_VALUE, "holds NaN, infinity, or values whose products overflow, in the " + which, 0, 0, which};
             }
         }
     }
 
-    void data(const state_part & part, uint32_t stream, uint32_t n) {
-        expect<uint32_t>(in, part.v_trans, "transposition of values (flash_attn off)");
-        expect<uint32_t>(in, part.n_layer, "the number of layers");
-        for (const state_rows & row : state_rows_of(m, v_trans, part.part)) {
-            rows(part, stream, n, row);
-        }
-    }
-
-    void streams(const state_part & part) {
-        expect<uint32_t>(in, part.n_stream, "the number of streams (kv_unified, n_seq_max)");
-        uint32_t filled = 0;
-        for (uint32_t s = 0; s < part.n_stream; ++s) {
-            const uint32_t n = cells(part, s);
-            if (n == 0) {
-                continue;
-            }
-            if (seq >= 0 && ++filled > 1) {
-                throw fault{STATE_DAMAGED, "holds one sequence in two streams"};
-            }
-            data(part, s, n);
-        }
-    }
-
     void all(bool partial) {
-        header();
+        visit_head(*this, seq, llm_arch_name(m->arch));
         for (const state_part & part : state_parts(m, v_trans, partial)) {
             last.assign(n_seq_max, -1);
             held.assign(m->swa ? n_seq_max : 0, {});
-            if (part.part == PART_RECURRENT) {
-                data(part, 0, cells(part, 0));
-            } else {
-                streams(part);
+            n_filled = 0;
+            visit_part(*this, part, state_rows_of(m, v_trans, part.part));
+            if (part.part != PART_RECURRENT) {
                 compare_window(part);
             }
             if (ends.empty()) {
@@ -374,7 +349,7 @@ int32_t state_read(edit_key, memory * m, llama_seq_id seq, bool partial, const s
     return guarded_void([&] {
         piece_reader io(pieces);
         if (seq >= 0) {
-            io.in.skip(8);
+            io.in.skip(SEQ_HEAD_BYTES);
         } else {
             io.in.skip(io.in.get<uint32_t>());
         }

@@ -1,5 +1,5 @@
 // llama.cpp's state bytes: what a memory's state is made of, whether given bytes are such a
-// state, and reading them from several pieces. docs/state-format.md describes the layout.
+// state, and reading them from several pieces. state_layout.h describes the layout.
 #pragma once
 
 #include <string>
@@ -9,8 +9,6 @@
 #include "probe_kv.h"
 
 namespace pykv {
-
-constexpr uint32_t SEQ_MAGIC = 0xaf143cd8;  // what a sequence's state begins with
 
 // What a run of bytes in a state holds. The numbers are public: they stand in saved files.
 enum block_kind : int {
@@ -42,9 +40,6 @@ struct state_part {
     bool        extended;  // cells carry llama_kv_cell_ext
     bool        v_trans;
 };
-
-// Bytes of a cell of one sequence.
-inline size_t cell_bytes(const state_part & part) { return part.extended ? 24 : 12; }
 
 // Where something lies in a state that was found to fit.
 struct state_block {

@@ -18,6 +18,8 @@ cdef dict _FAULTS = {
 }
 
 
+# What the raw state of a sequence begins with, which llama.cpp's own file of it leaves out.
+sequence_state_head = (<uint32_t>lib.SEQ_MAGIC).to_bytes(4, "little") + bytes(4)
 # Versions of llama.cpp's own files, of a sequence and of a context: `llama_state_seq_save_file`.
 state_file_versions = (int(lib.LLAMA_STATE_SEQ_VERSION), int(lib.LLAMA_SESSION_VERSION))
 
@@ -193,29 +195,6 @@ cdef class State(Arrays):
         return np.asarray(out)
 
     # In ------------------------------------------------------------------------------
-
-    def check_state(self, list buffers not None, bint whole):
-        """Return where everything is in a state that fits this memory; raise where it does not.
-
-        Per block: part, what, stream, layer, number of cells, offset, size in bytes.
-        """
-        pieces = Pieces(buffers)
-        self.lock_read()
-        try:
-            self.has_states("check_state")
-            return self.blocks_of(pieces, -1 if whole else 0)
-        finally:
-            self.lock.leave()
-
-    cdef list blocks_of(self, Pieces pieces, int32_t seq):
-        cdef vector[lib.state_block] blocks
-        cdef lib.state_block block
-        self.check(pieces, seq, False, blocks)
-        return [
-            (_PART_NAMES[block.part], _BLOCKS[<int>block.kind], block.stream, block.layer,
-             block.n_cells, block.offset, block.size)
-            for block in blocks
-        ]
 
     cdef int check(self, Pieces pieces, int32_t seq, bint partial, vector[lib.state_block]& blocks) except -1:
         cdef lib.state_fault fault

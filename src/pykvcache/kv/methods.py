@@ -15,7 +15,8 @@ from pykvcache.errors import ClosedError, UnsupportedOperation
 from pykvcache.kv.rope import rotate
 from pykvcache.kv.types import LayerKV, LayerState, RecurrentState, SequenceKV
 from pykvcache.kv.view import CacheView
-from pykvcache.kv.write import as_state
+from pykvcache.kv.write import as_parts
+from pykvcache.state.parts import set_parts
 
 __all__ = ["KvMethods"]
 
@@ -181,9 +182,9 @@ class KvMethods:
         if state is not None and not isinstance(state, RecurrentState):
             raise TypeError(f"recurrent must be a RecurrentState, not {type(state).__name__}")
         first = None if state is None else state.first
-        pieces = as_state(self._native, arrays)
+        parts = as_parts(self._native, arrays)
         firsts = None if first is None else [(operator.index(seq_id), first)]
-        self._native.set_state(seq_id, pieces, firsts)
+        set_parts(self._native, seq_id, [[part] for part in parts], firsts)
 
 
 def _wanted(dtype: Any) -> str | np.dtype[Any] | None:

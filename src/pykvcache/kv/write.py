@@ -1,4 +1,4 @@
-"""Arrays as the pieces of a llama.cpp state; all is checked before anything is touched."""
+"""Arrays as the parts of a llama.cpp state; all is checked before anything is touched."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from pykvcache.enums import GgmlType
 from pykvcache.errors import StateError, UnsupportedOperation
 from pykvcache.kv.rope import rotate
 from pykvcache.kv.types import Array, LayerKV, LayerState, RecurrentState, SequenceKV
-from pykvcache.state.blob import encode
 from pykvcache.state.layout import Part, PartLayout, layouts_from_native
 
-__all__ = ["as_state"]
+__all__ = ["as_parts"]
 
 Bytes = npt.NDArray[np.uint8]
 
 
-def as_state(native: lib.Context, arrays: SequenceKV[Any]) -> list[Bytes]:
-    """Return the pieces of the state of a sequence that holds these arrays."""
+def as_parts(native: lib.Context, arrays: SequenceKV[Any]) -> list[Part]:
+    """Return the parts of the state of a sequence that holds these arrays."""
     layout = native.state_layout("write_kv")
     edges = {part["part"]: native.hadamard(part["part"]) for part in layout}
     layouts = {part.part: part for part in layouts_from_native(layout, edges)}
@@ -40,7 +39,7 @@ def as_state(native: lib.Context, arrays: SequenceKV[Any]) -> list[Bytes]:
         else:
             parts.append(_attention(native, arrays if name == "attention" else arrays.window, part))
     _check_halves(native, arrays, layouts)
-    return encode([[part] for part in parts], None, [part.layout.n_stream for part in parts])
+    return parts
 
 
 def _check_halves(

@@ -14,6 +14,8 @@ from pykvcache.state.buffers import ByteArray
 __all__ = ["Part", "PartLayout", "Rows", "layouts_from_native"]
 
 IntArray = npt.NDArray[np.int32]
+#: sequences of cells: those of cell i are ids[offsets[i]:offsets[i + 1]]
+Members = tuple[IntArray, IntArray]
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class Part:
     positions: IntArray
     ext: IntArray | None
     tensors: tuple[ByteArray, ...]
-    members: tuple[IntArray, IntArray] | None = None
+    members: Members | None = None
 
     def __len__(self) -> int:
         return len(self.positions)

@@ -18,7 +18,6 @@ from pykvcache.errors import (
     StateVersionError,
 )
 from pykvcache.state.atomic import write_atomically
-from pykvcache.state.blob import MAGIC
 from pykvcache.state.buffers import ByteArray, as_bytes
 from pykvcache.state.container import open_file
 from pykvcache.state.layout import IntArray
@@ -40,7 +39,7 @@ _VERSIONS: Mapping[str, tuple[int, ...]] = {
 }
 _START = 12
 # In memory a sequence's state begins with 8 bytes that its file does not have.
-_HEAD = np.frombuffer(struct.pack("<Ii", MAGIC, 0), np.uint8)
+_HEAD = np.frombuffer(lib.sequence_state_head, np.uint8)
 _NO_TOKEN = -1
 
 

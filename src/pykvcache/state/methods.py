@@ -13,12 +13,12 @@ from pykvcache._convert import TokenInput, as_bool, as_path
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError, StateLayoutMismatch
 from pykvcache.model import LlamaModel
-from pykvcache.state.blob import encode, split
 from pykvcache.state.buffers import ByteArray, as_bytes
 from pykvcache.state.convert import fit
 from pykvcache.state.facts import Fingerprint, fingerprint_of
 from pykvcache.state.layout import Part, PartLayout, layouts_from_native
 from pykvcache.state.partial import PartialStateMethods
+from pykvcache.state.parts import set_parts, split
 from pykvcache.state.saved import Path
 from pykvcache.state.sequence import SequenceState
 from pykvcache.state.whole import ContextState
@@ -207,8 +207,7 @@ class StateMethods(PartialStateMethods):
             )
         state.fingerprint.check(self._fingerprint)
         parts = self._fitted([[part] for part in state.parts], convert=convert)
-        pieces = encode(parts, None, [layout.n_stream for layout in self._layouts])
-        self._native.set_state(seq_id, pieces, [(index(seq_id), state.first)])
+        set_parts(self._native, seq_id, parts, [(index(seq_id), state.first)])
 
     def save_sequence(
         self,
@@ -312,9 +311,7 @@ class StateMethods(PartialStateMethods):
                     limit=layout.n_stream,
                 )
         parts = self._fitted(state.parts, convert=convert)
-        arch = self._native.model.metadata["general.architecture"]
-        pieces = encode(parts, arch, [len(streams) for streams in parts])
-        self._native.set_state(None, pieces, list(state.firsts.items()))
+        set_parts(self._native, None, parts, list(state.firsts.items()))
 
     def save_context(
         self,
@@ -375,8 +372,7 @@ class StateMethods(PartialStateMethods):
         return fingerprint_of(self._native, self._model.fingerprint)
 
     def _split(self, state: ByteArray, *, whole: bool) -> list[list[Part]]:
-        blocks = self._native.check_state([state], whole)
-        return split(state, blocks, self._layouts, whole=whole)
+        return split(self._native, state, self._layouts, whole=whole)
 
     def _fitted(self, parts: Sequence[Sequence[Part]], *, convert: bool) -> list[list[Part]]:
         convert = as_bool(convert, "convert")

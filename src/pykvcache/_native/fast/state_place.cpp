@@ -14,6 +14,7 @@
 #include "probe_memory.h"
 #include "probe_state.h"
 #include "state_cursor.h"
+#include "state_layout.h"
 
 namespace pykv {
 
@@ -55,9 +56,10 @@ class placing {
             at = joined.data();
         }
         for (auto & record : records) {
-            std::memcpy(&record.pos, at, sizeof(record.pos));
-            if (part.extended) {
-                std::memcpy(&record.ext, at + 8, sizeof(record.ext));
+            const cell_head head = read_cell_head(at, part.extended);
+            record.pos = head.pos;
+            if (head.ext) {
+                std::memcpy(&record.ext, head.ext, sizeof(record.ext));
             }
             at += cell_bytes(part);
             if (record.pos < 0 || record.pos == POS_END) {

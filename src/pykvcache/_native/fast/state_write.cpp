@@ -6,8 +6,8 @@
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
-#include "probe_state.h"
 #include "probe_state_io.h"
+#include "state_layout.h"
 
 namespace pykv {
 
@@ -32,42 +32,65 @@ std::vector<live_cell> cells_to_write(const memory * m, memory_part part, llama_
     return result;
 }
 
-struct writer {
-    uint8_t * at;
-
-    void bytes(const void * from, size_t n) {
-        std::memcpy(at, from, n);
-        at += n;
-    }
-    template <class T> void put(T value) { bytes(&value, sizeof(value)); }
-};
-
-void write_cells(writer & out, const memory * m, const state_part & part, llama_seq_id seq,
-                 const std::vector<live_cell> & cells) {
-    const llama_kv_cells & held = (part.part == PART_WINDOW ? m->swa : m->base)->get_cells(seq);
-    for (const live_cell & cell : cells) {
-        out.put<llama_pos>(cell.pos);
-        out.put<uint32_t>(1);
-        if (part.extended) {
-            out.put<llama_kv_cell_ext>(held.ext_get(cell.cell));
-        }
-        out.put<llama_seq_id>(seq);
-    }
-}
-
 int which_of(const state_rows & rows) { return rows.kind == BLOCK_K ? 0 : 1; }
 
-size_t part_bytes(const memory * m, const state_part & part, size_t n) {
-    size_t size = 4 + 4 * size_t(part.n_stream);
-    if (n == 0) {
-        return size;
+// Counts what is going to be written.
+class byte_counter : public state_output<byte_counter> {
+  public:
+    void bytes(const void *, size_t n) { size += n; }
+
+    uint32_t cells(const state_part & part, uint32_t stream) {
+        const uint32_t n = stream == own ? n_cells : 0;
+        put(n);
+        size += n * cell_bytes(part);
+        return n;
     }
-    size += n * (12 + (part.extended ? sizeof(llama_kv_cell_ext) : 0)) + 8;
-    for (const state_rows & rows : state_rows_of(m, part.v_trans, part.part)) {
-        size += 12 + rows.row_bytes * n;
+
+    void rows(const state_part &, uint32_t, const state_rows & rows, uint32_t n) { size += rows.row_bytes * n; }
+
+    uint32_t own = 0, n_cells = 0;  // of the part that is counted now
+    size_t   size = 0;
+};
+
+// Rows of one tensor, and where they go.
+struct rows_job {
+    size_t     part;
+    state_rows rows;
+    uint8_t *  dst;
+};
+
+// Writes all but the rows of K and V, which are to be copied then.
+class head_writer : public byte_writer {
+  public:
+    head_writer(uint8_t * dst, llama_seq_id seq, std::vector<rows_job> & jobs) : byte_writer(dst), seq(seq), jobs(jobs) {}
+
+    uint32_t cells(const state_part & part, uint32_t stream) {
+        const bool is_own = stream == own;
+        put(is_own ? uint32_t(held->size()) : 0);
+        for (size_t i = 0; is_own && i < held->size(); ++i) {
+            const live_cell & cell = (*held)[i];
+            const auto        ext = part.extended ? cache->ext_get(cell.cell) : llama_kv_cell_ext();
+            static_assert(sizeof(ext) == CELL_EXT_BYTES);
+            put_cell(part, cell.pos, &ext, &seq, 1);
+        }
+        return is_own ? uint32_t(held->size()) : 0;
     }
-    return size;
-}
+
+    void rows(const state_part &, uint32_t, const state_rows & rows, uint32_t n) {
+        jobs.push_back({i, rows, at});
+        at += rows.row_bytes * n;
+    }
+
+    // The part that is written now.
+    size_t                         i = 0;
+    uint32_t                       own = 0;
+    const llama_kv_cells *         cache = nullptr;
+    const std::vector<live_cell> * held = nullptr;
+
+  private:
+    llama_seq_id            seq;
+    std::vector<rows_job> & jobs;
+};
 
 class walked_state : public seq_state {
   public:
@@ -75,13 +98,7 @@ class walked_state : public seq_state {
     void write(uint8_t * dst, bool two) const override;
 
   private:
-    // Rows of one tensor, and where they go.
-    struct rows_job {
-        size_t     part;
-        state_rows rows;
-        uint8_t *  dst;
-    };
-    uint8_t * write_heads(size_t i, uint8_t * dst, std::vector<rows_job> & jobs) const;
+    const llama_kv_cache & cache_of(const state_part & part) const { return *(part.part == PART_WINDOW ? m->swa : m->base); }
 
     const memory *                      m;
     llama_seq_id                        seq;
@@ -90,64 +107,42 @@ class walked_state : public seq_state {
 };
 
 walked_state::walked_state(const memory * m, bool v_trans, llama_seq_id seq) : m(m), seq(seq) {
-    size = 8;
+    byte_counter out;
+    visit_head(out, seq, nullptr);
     for (const state_part & part : state_parts(m, v_trans, false)) {
         parts.push_back(part);
         if (part.part == PART_RECURRENT) {
             state_writer io(nullptr);
             m->recurrent->state_write(io, seq, 0);
             cells.emplace_back();
-            size += io.n_bytes();
+            out.size += io.n_bytes();
         } else {
             cells.push_back(cells_to_write(m, part.part, seq));
-            size += part_bytes(m, part, cells.back().size());
+            out.own = cache_of(part).get_stream(seq);
+            out.n_cells = uint32_t(cells.back().size());
+            visit_part(out, part, state_rows_of(m, part.v_trans, part.part));
         }
     }
-}
-
-// All but the rows of K and V, which are to be copied then.
-uint8_t * walked_state::write_heads(size_t i, uint8_t * dst, std::vector<rows_job> & jobs) const {
-    const state_part &     part = parts[i];
-    const llama_kv_cache * cache = part.part == PART_WINDOW ? m->swa : m->base;
-    const uint32_t         own = cache->get_stream(seq);
-    writer                 out{dst};
-    out.put<uint32_t>(part.n_stream);
-    for (uint32_t s = 0; s < part.n_stream; ++s) {
-        out.put<uint32_t>(s == own ? uint32_t(cells[i].size()) : 0);
-        if (s != own || cells[i].empty()) {
-            continue;
-        }
-        write_cells(out, m, part, seq, cells[i]);
-        out.put<uint32_t>(part.v_trans);
-        out.put<uint32_t>(part.n_layer);
-        for (const state_rows & rows : state_rows_of(m, part.v_trans, part.part)) {
-            out.put<int32_t>(rows.type);
-            if (rows.kind == BLOCK_V_TRANS) {
-                out.put<uint32_t>(uint32_t(ggml_type_size(ggml_type(rows.type))));
-                out.put<uint32_t>(rows.n_embd);
-            } else {
-                out.put<uint64_t>(rows.row_bytes);
-            }
-            jobs.push_back({i, rows, out.at});
-            out.at += rows.row_bytes * cells[i].size();
-        }
-    }
-    return out.at;
+    size = out.size;
 }
 
 void walked_state::write(uint8_t * dst, bool two) const {
     std::vector<rows_job> rows;
-    writer                out{dst};
-    out.put<uint32_t>(SEQ_MAGIC);
-    out.put<llama_seq_id>(seq);
+    head_writer           out(dst, seq, rows);
+    visit_head(out, seq, nullptr);
     for (size_t i = 0; i < parts.size(); ++i) {
-        if (parts[i].part == PART_RECURRENT) {
+        const state_part & part = parts[i];
+        if (part.part == PART_RECURRENT) {
             state_writer io(out.at);
             m->recurrent->state_write(io, seq, 0);
             out.at += io.n_bytes();
-        } else {
-            out.at = write_heads(i, out.at, rows);
+            continue;
         }
+        out.i = i;
+        out.own = cache_of(part).get_stream(seq);
+        out.cache = &cache_of(part).get_cells(seq);
+        out.held = &cells[i];
+        visit_part(out, part, state_rows_of(m, part.v_trans, part.part));
     }
     for (const rows_job & job : rows) {
         // What a device has to be asked for is asked by one thread.

@@ -6,6 +6,7 @@
 #include "probe_memory.h"
 #include "probe_private.h"
 #include "probe_state_io.h"
+#include "state_layout.h"
 
 namespace pykv {
 
@@ -35,15 +36,15 @@ class llama_state : public seq_state {
     llama_state(const memory * m, llama_seq_id seq) : m(m), seq(seq) {
         state_writer io(nullptr);
         m->mem->state_write(io, seq, 0);
-        size = 8 + io.n_bytes();
+        size = SEQ_HEAD_BYTES + io.n_bytes();
     }
 
     void write(uint8_t * dst, bool) const override {
-        std::memcpy(dst, &SEQ_MAGIC, sizeof(SEQ_MAGIC));
-        std::memcpy(dst + sizeof(SEQ_MAGIC), &seq, sizeof(seq));
-        state_writer io(dst + 8);
+        byte_writer head(dst);
+        visit_head(head, seq, nullptr);
+        state_writer io(head.at);
         m->mem->state_write(io, seq, 0);
-        if (io.n_bytes() + 8 != size) {
+        if (io.n_bytes() + SEQ_HEAD_BYTES != size) {
             throw std::logic_error("a state has another size than was counted");
         }
     }

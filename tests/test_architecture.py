@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # Lowest first. A module imports from lines below its own only; a name may be a file or a folder,
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
-    {"errors", "enums", "_integers"},
+    {"errors", "enums", "_integers", "_drawing"},
     {"_native", "arrays", "prefix/stores"},
     {"_convert"},
     {"batch", "_jinja", "_grammar"},
@@ -27,7 +27,7 @@ LAYERS = [
     {"sampling", "_params", "state"},
     {"kv"},
     {"memory", "facts", "introspection"},
-    {"decoding"},
+    {"decoding", "pictures"},
     {"context"},
     {"sequence"},
     {"prefix"},
@@ -44,6 +44,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Beyond the table: what may be imported at all, by those that promise less.
 ONLY = {
     "errors": set(),
+    "_drawing": set(),
     "enums": set(),
     "_integers": set(),
     "arrays": {"errors", "_integers"},
@@ -58,6 +59,7 @@ MODEL_FREE = {"blocks", "policies", "runs", "tree"}
 REQUIRED = {"numpy"}
 EXTRAS = {
     "arrays": {"safetensors"},
+    "_drawing": {"matplotlib"},
     "demo": {"rich"},
     "generate": {"rich"},
     "prefix/stores": {"xxhash", "cryptography", "redis", "obstore"},

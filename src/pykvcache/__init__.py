@@ -97,6 +97,7 @@ if TYPE_CHECKING:
         to_caches,
     )
     from pykvcache.model import LlamaModel
+    from pykvcache.pictures import CellHistory
     from pykvcache.prefix.cache import PrefixCache
     from pykvcache.prefix.reuse import ReuseReport
     from pykvcache.prefix.stores import FolderStore, ObjectStore, RedisStore
@@ -125,6 +126,7 @@ _HOMES = {
     "BatchGenerator": "generate",
     "BufferBytes": "introspection",
     "CacheView": "kv",
+    "CellHistory": "pictures",
     "CellTable": "introspection",
     "CheckpointPolicy": "sequence",
     "ContextState": "state",
@@ -186,6 +188,7 @@ __all__ = [
     "CacheOrderError",
     "CacheValueError",
     "CacheView",
+    "CellHistory",
     "CellTable",
     "ChatTemplateError",
     "CheckpointPolicy",

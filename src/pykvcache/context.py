@@ -27,6 +27,7 @@ from pykvcache.introspection import IntrospectionMethods
 from pykvcache.kv import KvMethods
 from pykvcache.memory import KvCacheMethods
 from pykvcache.model import LlamaModel
+from pykvcache.pictures import PictureMethods
 from pykvcache.state import LlamaFileMethods
 
 __all__ = ["LlamaContext"]
@@ -35,7 +36,12 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class LlamaContext(
-    DecodeMethods, KvCacheMethods, IntrospectionMethods, KvMethods, LlamaFileMethods
+    DecodeMethods,
+    KvCacheMethods,
+    IntrospectionMethods,
+    PictureMethods,
+    KvMethods,
+    LlamaFileMethods,
 ):
     """A context of a model: it decodes tokens and holds what it has seen in its memory.
 
@@ -51,7 +57,7 @@ class LlamaContext(
         `kv_cache_can_shift`, `kv_cache_update`, `kv_cache_compact`
     look into the memory
         `kv_cache_seq_pos_max`, `kv_cache_seq_pos_min`, `can_resume`, `sequences`, `cells`,
-        `n_cells_used`, `memory_kind`, `memory_info`, `memory_breakdown`
+        `n_cells_used`, `memory_kind`, `memory_info`, `memory_breakdown`, `plot`
     keys and values as arrays
         `kv`, `write_kv`
     files and objects that hold a sequence, or all of them

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._drawing.norms import draw_norms
 from pykvcache.errors import UnsupportedOperation
 from pykvcache.kv.view import CacheView
 
@@ -18,6 +19,7 @@ Array = npt.NDArray[Any] | CacheView
 
 # What keys and values are, so that a type checker knows which ones `kv` gave.
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from typing_extensions import TypeVar
 
     A = TypeVar("A", bound=Array, default=npt.NDArray[Any])
@@ -133,6 +135,26 @@ class SequenceKV(Generic[A]):
         if self.recurrent is not None:
             parts.append("recurrent state")
         return f"<SequenceKV: {', '.join(parts)}{', before RoPE' if self.rope is False else ''}>"
+
+    def plot(self) -> Figure:
+        """Draw the lengths of keys and values by layer, head and token (needs ``pykvcache[plot]``).
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            Not registered with pyplot: ``figure.savefig("norms.svg")``; notebooks show it.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed.
+        """
+        layers = [
+            (layer.layer, np.asarray(layer.keys), np.asarray(layer.values))
+            for layer in self.layers
+            if isinstance(layer, LayerKV)
+        ]
+        return draw_norms(self.positions, layers, f"{len(self)} tokens")
 
     def select(self, tokens: npt.ArrayLike) -> SequenceKV[A]:
         """Return what is left of some tokens; they keep their positions.

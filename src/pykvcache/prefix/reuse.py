@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pykvcache._drawing.html import bar_html
+
 __all__ = ["CacheStats", "ReuseReport"]
 
 
@@ -38,6 +40,12 @@ class ReuseReport:
     evaluated: int = 0
     first_difference: int | None = None
     reason: str = ""
+
+    def _repr_html_(self) -> str:
+        parts = [(name, getattr(self, name)) for name in ("live", "ram", "disk", "remote")]
+        return bar_html(
+            f"{self.n_tokens} tokens", [*parts, ("to evaluate", self.evaluated)], self.reason
+        )
 
 
 @dataclass(frozen=True)

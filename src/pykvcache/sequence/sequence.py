@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._convert import TokenInput, as_int
+from pykvcache._drawing.html import bar_html
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ClosedError, UnsupportedOperation
 from pykvcache.sampling import Sampler
@@ -291,6 +292,12 @@ class LlamaSequence(EditMethods):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__reduce__()
+
+    def _repr_html_(self) -> str:
+        done = self.n_evaluated
+        state = "parked" if self.is_parked else "evaluated"
+        text = "" if self.is_closed else self._context.model.detokenize(self.tokens[-64:])
+        return bar_html(repr(self)[1:-1], [(state, done), ("pending", len(self) - done)], text)
 
     def __repr__(self) -> str:
         where = (

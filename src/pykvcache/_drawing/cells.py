@@ -1,0 +1,93 @@
+"""Cells by sequence and position, and where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._drawing.canvas import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_cells"]
+
+SHARED, FREE = "0.35", "0.93"
+#: Colours of sequences; from the eleventh on they repeat.
+COLORS = (*(f"C{i}" for i in range(7)), "C8", "C9", "C6")
+Ints = npt.NDArray[np.int32]
+
+
+def color_of(seq_id: int) -> str:
+    """Return the colour of a sequence's own cells."""
+    return COLORS[seq_id % len(COLORS)]
+
+
+def draw_cells(
+    stream: Ints,
+    cell: Ints,
+    pos: Ints,
+    members: npt.NDArray[np.bool_],
+    n_streams: int,
+    n_cells: int,
+    title: str,
+) -> Figure:
+    """Draw a table of cells: above by sequence and position, below in the order of the memory."""
+    held = np.flatnonzero(members.any(axis=0))
+    shares = members.sum(axis=1)
+    figure = new_figure(9, 1.9 + 0.22 * min(len(held), 24) + 0.18 * min(n_streams, 24))
+    heights = [max(1.0, 0.4 * min(len(held), 24)), max(0.5, 0.25 * min(n_streams, 24))]
+    above, below = figure.subplots(2, 1, height_ratios=heights)
+    for row, seq_id in enumerate(held):
+        mine = np.flatnonzero(members[:, seq_id])
+        mine = mine[np.argsort(pos[mine], kind="stable")]
+        _draw_runs(above, row, pos[mine], np.minimum(shares[mine], 2), color_of(int(seq_id)))
+    above.set_yticks(range(len(held)), [str(seq_id) for seq_id in held])
+    above.set(xlabel="position", ylabel="sequence", title=title)
+    above.set_ylim(max(len(held), 1) - 0.4, -0.6)
+    if not len(held):
+        above.text(0.5, 0.5, "no sequence holds anything", ha="center", transform=above.transAxes)
+
+    owner = np.where(shares > 1, -1, members.argmax(axis=1) if members.size else 0)
+    for each in range(max(n_streams, 1)):
+        below.broken_barh([(-0.5, n_cells)], (each - 0.4, 0.8), facecolors=FREE)
+        here = np.flatnonzero(stream == each)
+        here = here[np.argsort(cell[here], kind="stable")]
+        for begin, n, value in _runs(cell[here], owner[here]):
+            color = SHARED if value < 0 else color_of(value)
+            below.broken_barh([(begin - 0.5, n)], (each - 0.4, 0.8), facecolors=color)
+    below.set_yticks(range(max(n_streams, 1)))
+    below.set(xlabel="cell", ylabel="stream", xlim=(-0.5, max(n_cells, 1) - 0.5))
+    below.set_ylim(max(n_streams, 1) - 0.4, -0.6)
+    _explain(figure, bool((shares > 1).any()))
+    return figure
+
+
+def _draw_runs(axes: Axes, row: int, places: Ints, shares: npt.NDArray[Any], own: str) -> None:
+    for begin, n, share in _runs(places, shares):
+        color = SHARED if share > 1 else own
+        axes.broken_barh([(begin - 0.5, n)], (row - 0.4, 0.8), facecolors=color)
+
+
+def _runs(places: Ints, values: npt.NDArray[Any]) -> Iterator[tuple[int, int, int]]:
+    """Yield (first place, length, value) of neighbours that have the same value."""
+    if not len(places):
+        return
+    cuts = np.flatnonzero((np.diff(places) > 1) | (np.diff(values) != 0)) + 1
+    for run in np.split(np.arange(len(places)), cuts):
+        first, last = run[0], run[-1]
+        yield int(places[first]), int(places[last] - places[first]) + 1, int(values[first])
+
+
+def _explain(figure: Figure, shared: bool) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=COLORS[0], label="held by one sequence (its colour)")]
+    if shared:
+        patches.append(Patch(color=SHARED, label="shared by several"))
+    patches.append(Patch(color=FREE, label="free"))
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)

@@ -1,0 +1,163 @@
+"""Pictures of a context's cells, now and over time."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from pykvcache._drawing.canvas import figure_svg
+from pykvcache._drawing.cells import draw_cells
+from pykvcache._drawing.history import draw_history
+from pykvcache._drawing.html import table_html
+from pykvcache._native import lib
+from pykvcache.enums import MemoryPart
+from pykvcache.errors import UnsupportedOperation
+from pykvcache.introspection import CellTable, MemoryInfo, SequenceRange
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["CellHistory", "PictureMethods"]
+
+
+class PictureMethods:
+    """The pictures of `LlamaContext`."""
+
+    _native: lib.Context
+
+    @property
+    def memory_info(self) -> MemoryInfo:
+        """What the memory is and can do."""
+        raise NotImplementedError
+
+    def cells(self, part: MemoryPart | None = None) -> CellTable:
+        """Return every used cell."""
+        raise NotImplementedError
+
+    def sequences(self) -> dict[int, SequenceRange]:
+        """Return the sequences that hold anything."""
+        raise NotImplementedError
+
+    def plot(self, part: MemoryPart | None = None) -> Figure:
+        """Draw the cells by sequence and position, and where they lie (needs ``pykvcache[plot]``).
+
+        Parameters
+        ----------
+        part
+            As for `cells`.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            Not registered with pyplot: ``figure.savefig("cells.svg")``; notebooks show it.
+
+        Raises
+        ------
+        UnsupportedOperation
+            The model keeps no memory, or no such part.
+        ImportError
+            matplotlib is not installed.
+        """
+        info, table = self.memory_info, self.cells(part)
+        if info.kind == "none":
+            raise UnsupportedOperation("plot", "this model keeps no memory")
+        return draw_cells(
+            table.stream,
+            table.cell,
+            table.pos,
+            table.members,
+            info.n_streams,
+            max(info.n_cells, int(table.cell.max(initial=-1)) + 1)
+            if part is None
+            else int(table.cell.max(initial=-1)) + 1,
+            f"{len(table)} cells of {len(self.sequences())} sequences",
+        )
+
+    def _repr_html_(self) -> str:
+        if self._native.is_closed:
+            return table_html("LlamaContext (closed)", [])
+        info = self.memory_info
+        held = self.sequences()
+        rows = [
+            ("memory", info.kind),
+            ("cells", f"{self._native.n_cells_used:,} of {info.n_cells * info.n_streams:,} in use"),
+            ("bytes", f"{info.bytes_total:,} (K {info.type_k.name}, V {info.type_v.name})".lower()),
+            *(
+                (f"sequence {seq_id}", f"positions {each.pos_min} to {each.pos_max}")
+                for seq_id, each in list(held.items())[:16]
+            ),
+        ]
+        picture = ""
+        if info.kind != "none":
+            try:
+                picture = figure_svg(self.plot())
+            except ImportError:
+                rows.append(("picture", "needs matplotlib: pip install 'pykvcache[plot]'"))
+        return table_html("LlamaContext", rows, picture)
+
+
+class _HasCells(Protocol):
+    @property
+    def memory_info(self) -> MemoryInfo: ...
+
+    def cells(self, part: MemoryPart | None = None) -> CellTable: ...
+
+
+class CellHistory:
+    """How many cells were in use over time: call it after each step, then `plot`.
+
+    Parameters
+    ----------
+    context
+        A `LlamaContext`.
+
+    Examples
+    --------
+    >>> from pykvcache import BatchGenerator, CellHistory, LlamaContext, LlamaModel
+    >>> from pykvcache import embedded_model_path
+    >>> with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=512) as ctx:
+    ...     history, generator = CellHistory(ctx), BatchGenerator(ctx)
+    ...     handle = generator.submit("Once upon a time", 8)
+    ...     while generator.step():
+    ...         history()
+    >>> len(history) > 0
+    True
+    """
+
+    def __init__(self, context: _HasCells) -> None:
+        self._context = context
+        self._start = time.perf_counter()
+        self.seconds: list[float] = []
+        self.own: list[dict[int, int]] = []
+        self.shared: list[int] = []
+
+    def __call__(self) -> None:
+        """Note how many cells are in use now; takes the context's lock."""
+        members = self._context.cells().members
+        shares = members.sum(axis=1)
+        alone = members[shares == 1].sum(axis=0)
+        self.seconds.append(time.perf_counter() - self._start)
+        self.own.append({int(s): int(alone[s]) for s in np.flatnonzero(alone)})
+        self.shared.append(int((shares > 1).sum()))
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def plot(self) -> Figure:
+        """Draw the cells of each sequence, the shared and the free ones over time.
+
+        Raises
+        ------
+        ImportError
+            matplotlib is not installed (extra ``plot``).
+        """
+        info = self._context.memory_info
+        return draw_history(self.seconds, self.own, self.shared, info.n_cells * info.n_streams)
+
+    def _repr_svg_(self) -> str | None:
+        try:
+            return figure_svg(self.plot())
+        except ImportError:
+            return None

@@ -137,11 +137,13 @@ def test_tokens_are_as_many_as_the_positions(
 def test_tokens_of_llama_server_are_unpacked(
     taken: tuple[LlamaContext, bytes, bytes], tmp_path: Path
 ) -> None:
-    """Version 3 of its slots packs them; before, they were plain."""
+    """Its newer slots pack them, whatever their version; before, they were plain."""
     ctx, sequence, _ = taken
     image = (*TOKENS[:4], -1, -1, -1, *TOKENS[7:])
     for version, tokens, n_media, data in (
         (2, TOKENS, 0, packed(*TOKENS)),
+        (2, TOKENS, 0, server_tokens(TOKENS)),
+        (2, image, 1, server_tokens(image, ((4, b"odd image"),))),
         (3, TOKENS, 0, server_tokens(TOKENS)),
         (3, image, 1, server_tokens(image, ((4, b"odd image"),))),
     ):

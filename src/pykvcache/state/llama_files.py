@@ -31,7 +31,7 @@ __all__ = ["LlamaStateFile"]
 _KINDS = {0x67677371: "sequence", 0x6767736E: "context"}
 _MAGICS = {kind: magic for magic, kind in _KINDS.items()}
 # The last version is the one that is written: that of the llama.cpp which is built in. A sequence's
-# versions 2 and 3 differ in what llama-server puts in the place of the tokens, and in nothing else.
+# versions 2 and 3 differ in nothing that is read here; llama-server packs tokens in either.
 _OF_SEQUENCES, _OF_CONTEXTS = lib.state_file_versions
 _VERSIONS: Mapping[str, tuple[int, ...]] = {
     "sequence": (2, 3) if _OF_SEQUENCES == 3 else (_OF_SEQUENCES,),
@@ -185,7 +185,7 @@ class LlamaStateFile:
                 limit=end,
             )
         packed = np.frombuffer(data[_START:end].tobytes(), "<i4").astype(np.int32)
-        tokens, n_media = _unpacked(packed) if words[1] > 2 and kind == "sequence" else (packed, 0)
+        tokens, n_media = _unpacked(packed) if kind == "sequence" else (packed, 0)
         made = cls.__new__(cls)
         made._set(kind, words[1], tokens, n_media, data[end:])
         return made

@@ -155,9 +155,16 @@ def test_the_layout_of_other_files_is_an_error(tmp_path):
     (tmp_path / "junk").write_bytes(b"junk")
     with pytest.raises(CacheValueError):
         prompt_cache_layout(tmp_path / "junk")
-    save_file({"x": np.ones(2)}, tmp_path / "foreign")
-    with pytest.raises(CacheValueError):
-        prompt_cache_layout(tmp_path / "foreign")
+    # Weights, with the metadata that they usually have, and a file of nothing but metadata.
+    for arrays, texts in (
+        ({"x": np.ones(2)}, None),
+        ({"model.layers.0.weight": np.ones(2)}, {"format": "pt"}),
+        ({}, {"format": "pt"}),
+    ):
+        save_file(arrays, tmp_path / "foreign", texts)
+        for read in (prompt_cache_layout, load_prompt_cache):
+            with pytest.raises(CacheValueError, match="no prompt cache"):
+                read(tmp_path / "foreign")
 
 
 def test_a_file_as_mlx_lm_writes_it_is_read(tmp_path):

@@ -230,6 +230,9 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, NDArray[Any]], 
         raise CacheValueError(f"{path}: damaged, or no safetensors file: {error}") from error
     if names and not texts:
         raise CacheValueError(f"{path}: no prompt cache, its metadata are missing")
+    foreign = [key for key in (*names, *(texts or ())) if not key[:1].isdigit()]
+    if foreign:
+        raise CacheValueError(f"{path}: no prompt cache, it has {foreign[0][:80]!r}")
     return found, texts or {}
 
 

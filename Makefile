@@ -10,10 +10,10 @@ CALLS ?= 100000
 
 # What the compiled layer is made of: a change of any of these rebuilds it, a change of a .py does not.
 NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.py \
-          $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/* src/pykvcache/_native/fast/* src/pykvcache/_native/plain/*)) $(wildcard models/*.gguf)
+          $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/* src/pykvcache/_native/cpu/* src/pykvcache/_native/fast/* src/pykvcache/_native/plain/*)) $(wildcard models/*.gguf)
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help venv demo test fuzz test-arrays test-device test-plain asan lint format wheel bench clean
+.PHONY: FORCE help venv demo test fuzz test-arrays test-device test-plain test-wheel asan lint format wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -83,16 +83,29 @@ PLAIN_TESTS ?= tests/memory tests/state tests/kv tests/regressions tests/sequenc
 test-plain: $(VENV)-plain/.built ## the tests on llama.cpp's own functions, without fast/, in a build of their own
 	$(VENV)-plain/bin/python -m pytest -n auto $(PLAIN_TESTS)
 
-wheel: $(VENV)/.dev ## build sdist and wheel into dist/, install and try each away from here
+# For others' machines: on x86-64 Linux ggml's CPU code once per instruction set (docs/building.md).
+PLATFORM := $(shell uname -s)-$(shell uname -m)
+PORTABLE := cmake.define.$(if $(filter Linux-x86_64,$(PLATFORM)),PYKVCACHE_CPU_COPIES=ON,GGML_NATIVE=OFF)
+
+wheel: $(VENV)/.dev ## build sdist and portable wheel into dist/, install and try each away from here
 	rm -rf dist
-	$(BIN)/python -m build
+	$(BIN)/python -m build --config-setting=$(PORTABLE)
+ifneq ($(filter Linux-%,$(PLATFORM)),)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+endif
 	$(BIN)/python -m pytest --noconftest -m slow -v tests/packaging/test_artefacts.py
+
+WHEEL_TESTS ?= tests
+
+test-wheel: $(VENV)-wheel/.built ## the tests on the portable wheel, installed (PYTHON=python3.12 VENV=.venv-3.12)
+	$(VENV)-wheel/bin/python -m pytest -n auto $(WHEEL_TESTS)
 
 bench: $(VENV)/.bench $(VENV)/.built ## everything side by side with C and the peers, into docs/
 	$(BIN)/python -m benchmarks
 
 clean: ## remove what was built (.venv, build, dist, the fetched llama.cpp)
-	rm -rf $(VENV) $(VENV)-arrays $(VENV)-asan $(VENV)-device $(VENV)-plain build dist vendor/llama.cpp vendor/llama.cpp.partial
+	rm -rf $(VENV) $(VENV)-arrays $(VENV)-asan $(VENV)-device $(VENV)-plain $(VENV)-wheel build dist vendor/llama.cpp vendor/llama.cpp.partial
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Stamps: each says that the step above it in the chain was done since its inputs changed.
@@ -136,6 +149,18 @@ $(VENV)-plain/.built: pyproject.toml $(NATIVE)
 	$(VENV)-plain/bin/python -m pip install --quiet --group build --group test
 	$(VENV)-plain/bin/python -m pip install --quiet --no-build-isolation --editable ".[cli,arrays,state]" \
 	    --config-settings=build-dir=build/plain --config-settings=cmake.define.PYKVCACHE_PLAIN=ON
+	@touch $@
+
+$(VENV)-wheel/.built: pyproject.toml $(NATIVE)
+	rm -rf $(VENV)-wheel
+	$(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(VENV)-wheel/bin/python -m pip install --quiet --group build --group test --group package
+	PATH="$(abspath $(VENV)-wheel/bin):$$PATH" $(VENV)-wheel/bin/python -m pip wheel --quiet \
+	    --no-build-isolation --no-deps --wheel-dir $(VENV)-wheel/dist . --config-settings=$(PORTABLE) \
+	    --config-settings=build-dir=build/portable-{wheel_tag}
+	$(VENV)-wheel/bin/python -m pip install --quiet \
+	    "pykvcache[cli,arrays,state,redis,obstore,crypto] @ file://$$(ls $(abspath $(VENV)-wheel)/dist/*.whl)"
 	@touch $@
 
 $(VENV)-device/.built: pyproject.toml $(NATIVE)

@@ -63,7 +63,8 @@ def newest(paths: Iterable[Path]) -> float:
 def libraries() -> list[Path]:
     """Return llama.cpp's static libraries of our own build, in link order."""
     names = ["libllama.a", "libggml.a", "libggml-cpu.a", "libggml-base.a"]
-    folders = [p for p in (ROOT / "build").glob("*/llama.cpp") if p.parent != BUILD]
+    # Named by a wheel's tag: the build for this machine, no other.
+    folders = list((ROOT / "build").glob("cp*/llama.cpp"))
     for folder in [*sorted(folders, key=lambda p: p.stat().st_mtime, reverse=True), BUILD / "c"]:
         found = {p.name: p for p in folder.rglob("lib*.a")}
         if all(name in found for name in names):

@@ -43,11 +43,9 @@ foreach(extra APP COMMON TOOLS TESTS EXAMPLES SERVER UI MTMD)
 endforeach()
 set(LLAMA_OPENSSL OFF)
 
-add_subdirectory("${LLAMA_CPP_SOURCE_DIR}" "${CMAKE_CURRENT_BINARY_DIR}/llama.cpp" EXCLUDE_FROM_ALL)
-
 # GCC before 11.5, 12.4, 13.3 and 14.1 drops the stores that _tile_loadconfig reads (GCC PR
 # 114098): ggml's AMX kernels then crash at the first decode with quantised weights.
-if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND TARGET ggml-cpu)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   include(CheckCXXSourceCompiles)
   set(CMAKE_REQUIRED_FLAGS "-mamx-tile")
   set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
@@ -57,16 +55,21 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND TARGET ggml-cpu)
     PYKVCACHE_HAS_SOUND_AMX)
   unset(CMAKE_REQUIRED_FLAGS)
   unset(CMAKE_TRY_COMPILE_TARGET_TYPE)
-  if(PYKVCACHE_HAS_AMX AND NOT PYKVCACHE_HAS_SOUND_AMX)
-    target_compile_options(ggml-cpu PRIVATE -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
-  endif()
+endif()
+include(CpuCopies)
+
+add_subdirectory("${LLAMA_CPP_SOURCE_DIR}" "${CMAKE_CURRENT_BINARY_DIR}/llama.cpp" EXCLUDE_FROM_ALL)
+
+if(TARGET ggml-cpu AND PYKVCACHE_HAS_AMX AND NOT PYKVCACHE_HAS_SOUND_AMX)
+  target_compile_options(ggml-cpu PRIVATE -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 endif()
 
 # What ggml does not check when memory is short: see careful.h. C code is left by exceptions, too.
 if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang" AND TARGET ggml-cpu)
   function(pykvcache_careful target file name)
+    # In ggml's directory, and in that of the copies of its CPU code.
     set_property(SOURCE "${LLAMA_CPP_SOURCE_DIR}/ggml/src/${file}" TARGET_DIRECTORY ${target}
-                 APPEND PROPERTY COMPILE_OPTIONS
+                 DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY COMPILE_OPTIONS
                  -include "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/careful.h" "-D${name}")
   endfunction()
   pykvcache_careful(ggml-base ggml.c PYKVCACHE_GGML)
@@ -77,3 +80,4 @@ if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND CMAKE_CXX_COMPILER_ID MATCHES "GNU|Cla
   target_compile_options(ggml-base PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
   target_compile_options(ggml-cpu PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
 endif()
+pykvcache_copy_cpu_code()

@@ -71,7 +71,9 @@ def test_the_wheel_says_whose_code_it_holds(wheel: Path) -> None:
 def test_the_sdist_holds_what_a_build_reads(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    written = sources((".py", ".pyi", ".pyx", ".pxi", ".pxd", ".h", ".cpp", ".txt", "py.typed"))
+    written = sources(
+        (".py", ".pyi", ".pyx", ".pxi", ".pxd", ".h", ".c", ".cpp", ".txt", "py.typed")
+    )
     assert {f"src/{name}" for name in written} <= names
     llama = {n.split("/")[2] for n in names if n.startswith("vendor/llama.cpp/")}
     assert llama == SOURCES | {".pykvcache-lock"}

@@ -24,7 +24,7 @@ def environment(**more: str) -> dict[str, str]:
     return env | more
 
 
-def refusal(tmp_path: Path, **more: str) -> str:
+def refusal(tmp_path: Path, *options: str, **more: str) -> str:
     """Configure, which must fail; the one line that carries our name."""
     modules = Path(cython_cmake.__file__).parent / "cmake"
     env = environment(**more)
@@ -34,6 +34,7 @@ def refusal(tmp_path: Path, **more: str) -> str:
         [
             *(cmake, "-S", str(ROOT), "-B", str(tmp_path), "-G", "Ninja"),
             *(f"-DCMAKE_MODULE_PATH={modules}", f"-DPython_EXECUTABLE={sys.executable}"),
+            *options,
         ],
         env=env, capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -55,6 +56,14 @@ def test_no_compiler(tmp_path: Path, variable: str) -> None:
     name = {"CC": "C", "CXX": "C++"}[variable]
     assert line.startswith(f"pykvcache: no working {name} compiler found")
     assert f"{variable}='/nonexistent/compiler'" in line
+
+
+def test_a_copy_of_no_known_instruction_set(tmp_path: Path) -> None:
+    names = "-DPYKVCACHE_CPU_COPIES=haswell;i486"
+    line = refusal(tmp_path, names, LLAMA_CPP_SOURCE_DIR=str(SOURCES))
+    if "needs GCC on x86-64 Linux" not in line:
+        assert "PYKVCACHE_CPU_COPIES names 'i486'" in line
+        assert line.endswith("skylakex, alderlake, haswell, sse42")
 
 
 def test_cmake_args_reach_ggml(tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 
 def devices():
     """Return the names of the devices that ggml computes on."""
-    cdef vector[string] names = lib.device_names()
-    cdef size_t i
-    return [_text(names[i]) for i in range(names.size())]
+    return _texts(lib.device_names())
 
 
 cdef int _rpc_done(int32_t code, str what) except -1:

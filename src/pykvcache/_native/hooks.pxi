@@ -10,6 +10,14 @@ cdef extern from "Python.h":
 if PyInterpreterState_Get() != PyInterpreterState_Main():
     raise ImportError("pykvcache cannot be used in a subinterpreter")
 
+
+cdef str _text(const string& text):
+    """Decode without the copy that `decode` of a std::string makes, where nothing catches what it throws."""
+    return text.data()[:text.size()].decode("utf-8", "replace")
+
+
+include "cpu.pxi"
+
 cdef object _logger = logging.getLogger("pykvcache.llama")
 _logger.addHandler(logging.NullHandler())
 
@@ -41,11 +49,6 @@ def _park_all():
         lib.loads.finish()
     for context in list(_live):
         context.park()
-
-
-cdef str _text(const string& text):
-    """Decode without the copy that `decode` of a std::string makes, where nothing catches what it throws."""
-    return text.data()[:text.size()].decode("utf-8", "replace")
 
 
 cdef int _sync_log() except -1:
@@ -91,10 +94,17 @@ cdef object _caught_error(str where):
 
 
 def system_info() -> dict:
-    """Return the version of llama.cpp and what it was built with."""
+    """Return the version of llama.cpp, what it was built with, and what runs on this processor.
+
+    ``cpu`` names the copy of ggml's CPU code that is used, out of ``cpu_choices``, the best first:
+    ``native`` where it was compiled for the build machine. The environment variable ``PYKVCACHE_CPU``,
+    read at the import, chooses another.
+    """
     return {
         "llama_version": lib.llama_version().decode(),
         "supports_gpu_offload": bool(lib.llama_supports_gpu_offload()),
         "is_plain": bool(lib.is_plain()),
+        "cpu": _text(lib.cpu_name()),
+        "cpu_choices": tuple(_texts(lib.cpu_names())),
         "max_sequences": lib.llama_max_parallel_sequences(),
     }

@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 # cython: embedsignature=False, initializedcheck=False, auto_pickle=False, autotestdict=False
-# cython: subinterpreters_compatible=no
+# cython: subinterpreters_compatible=no, freethreading_compatible=False
 """llama.cpp, 1:1, behind checks: pointers, locks, codes turned into exceptions.
 
 Nothing here has a default and nothing guesses. A line with ``lib.`` is C.

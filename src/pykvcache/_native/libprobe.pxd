@@ -57,6 +57,13 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     int32_t sampler_accept(llama_sampler*, llama_token)
 
 
+cdef extern from "cpu/cpu.h" namespace "pykv":
+    string choose_cpu(const char* wanted) except +
+    string cpu_name() except +
+    vector[string] cpu_names() except +
+    vector[string] cpu_features() except +
+
+
 cdef extern from "devices.h" namespace "pykv" nogil:
     vector[string] device_names() except +
     int32_t rpc_connect(const char* endpoint)

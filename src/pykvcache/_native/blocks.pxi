@@ -185,35 +185,53 @@ cdef class Blocks(State):
         that all belong together; all or nothing as `set_state`.
         """
         cdef Pieces pieces = Pieces([])
-        cdef vector[lib.block_part] parts
-        cdef lib.block_part part
         cdef lib.joined_state joined
-        cdef lib.state_piece after
-        cdef const uint8_t[::1] view
-        cdef size_t cell
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         self.lock_write()
         try:
-            self.has_states("blocks")
-            cell = lib.block_cell_bytes(self.mem, self.v_trans())
-            for data, n, used in blocks:
-                view = data
-                pieces.views.append(view)
-                part.n = _int(n, "cells of a block", 0, INT32_MAX)
-                if <size_t>view.shape[0] != cell * part.n:
-                    raise StateLayoutMismatch(
-                        f"a block of {view.shape[0]} bytes is not one of {n} cells of {cell} bytes")
-                part.data = &view[0] if view.shape[0] else NULL
-                part.used = _int(used, "cells of a block that count", 0, part.n)
-                parts.push_back(part)
-            after.data = NULL
-            after.size = 0
-            if rest is not None:
-                after.data = &rest.data[0]
-                after.size = rest.data.shape[0]
-            if lib.block_join(self.mem, self.v_trans(), parts, after, joined) == lib.CAUGHT:
-                raise _caught_error("blocks")
-            pieces.pieces.swap(joined.pieces)
+            self.join_blocks(blocks, rest, pieces, joined)
             self.set_pieces(seq, pieces, None)
         finally:
             self.lock.leave()
+
+    def check_blocks(self, list blocks not None, Partial rest=None):
+        """Raise what `set_blocks` would because of the bytes; changes nothing."""
+        cdef Pieces pieces = Pieces([])
+        cdef lib.joined_state joined
+        cdef vector[lib.state_block] found
+        self.lock_read()
+        try:
+            self.join_blocks(blocks, rest, pieces, joined)
+            self.check(pieces, 0, False, found)
+        finally:
+            self.lock.leave()
+
+    cdef int join_blocks(
+            self, list blocks, Partial rest, Pieces pieces, lib.joined_state& joined) except -1:
+        """Put a state's bytes together: `pieces` holds the blocks, `joined` what is around them."""
+        cdef vector[lib.block_part] parts
+        cdef lib.block_part part
+        cdef lib.state_piece after
+        cdef const uint8_t[::1] view
+        cdef size_t cell
+        self.has_states("blocks")
+        cell = lib.block_cell_bytes(self.mem, self.v_trans())
+        for data, n, used in blocks:
+            view = data
+            pieces.views.append(view)
+            part.n = _int(n, "cells of a block", 0, INT32_MAX)
+            if <size_t>view.shape[0] != cell * part.n:
+                raise StateLayoutMismatch(
+                    f"a block of {view.shape[0]} bytes is not one of {n} cells of {cell} bytes")
+            part.data = &view[0] if view.shape[0] else NULL
+            part.used = _int(used, "cells of a block that count", 0, part.n)
+            parts.push_back(part)
+        after.data = NULL
+        after.size = 0
+        if rest is not None:
+            after.data = &rest.data[0]
+            after.size = rest.data.shape[0]
+        if lib.block_join(self.mem, self.v_trans(), parts, after, joined) == lib.CAUGHT:
+            raise _caught_error("blocks")
+        pieces.pieces.swap(joined.pieces)
+        return 0

@@ -9,15 +9,19 @@ cdef class Partial:
 
     cdef object context
     cdef uint64_t version
-    cdef int32_t first
     cdef uint8_t[::1] data
-    cdef readonly int32_t seq_id, pos
+    cdef readonly int32_t seq_id, pos, first
     cdef readonly str memory_kind
 
     @property
     def nbytes(self):
         """Size of the bytes that are kept."""
         return self.data.shape[0]
+
+    @property
+    def content(self):
+        """The bytes, without a copy; nobody may change them."""
+        return np.asarray(self.data)
 
     @property
     def is_valid(self):
@@ -67,6 +71,30 @@ cdef class Partials(Blocks):
             state.pos = self.seqs.next_pos(seq) - 1
             state.first = lib.first_of(self.mem, seq)
             state.version = self.seqs.name_version(seq)
+            return state
+        finally:
+            self.lock.leave()
+
+    def make_partial_state(self, uint8_t[::1] content not None, first, pos):
+        """Return a state from the bytes of one that another context of this layout took.
+
+        It goes back by `set_blocks`, and by `set_partial_state` with an id.
+        """
+        cdef Partial state
+        cdef vector[lib.state_block] blocks
+        cdef Pieces pieces = Pieces([content])
+        self.lock_read()
+        try:
+            self.has_partial("make_partial_state")
+            self.check(pieces, 0, True, blocks)
+            state = Partial.__new__(Partial)
+            state.context = weakref.ref(self)
+            state.memory_kind = self.memory_kind
+            state.data = content
+            state.seq_id = 0
+            state.pos = _int(pos, "pos", 0, INT32_MAX - 1)
+            state.first = _int(first, "first", 0, state.pos)
+            state.version = 0  # the name of nothing: it goes with no sequence by itself
             return state
         finally:
             self.lock.leave()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import SupportsIndex
 
@@ -15,7 +16,9 @@ from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ClosedError
 from pykvcache.prefix.begin import BeginMethods
+from pykvcache.prefix.below import TierMethods
 from pykvcache.prefix.blocks import root_name, token_bytes
+from pykvcache.prefix.digests import digests, end_bytes
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
 from pykvcache.prefix.keep import KeepMethods
 from pykvcache.prefix.pins import Pin, Pins
@@ -24,6 +27,8 @@ from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.reuse import CacheStats, ReuseReport
 from pykvcache.prefix.runs import Run
 from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.prefix.stores import BlockStore, Envelope
+from pykvcache.prefix.tiers.stack import TierInput, Tiers
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import BlockCheckpoints
 from pykvcache.sequence.ledger import Ledger
@@ -37,7 +42,7 @@ _caches: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[PrefixCache]] = (
 )
 
 
-class PrefixCache(BeginMethods, KeepMethods):
+class PrefixCache(BeginMethods, KeepMethods, TierMethods):
     """Sequences of one context that begin with the longest prefix that is known.
 
     `sequence` takes a prompt. What a sequence in use has of it is forked, token by token; what
@@ -61,6 +66,16 @@ class PrefixCache(BeginMethods, KeepMethods):
         Keep the logits after each prompt, too: an exact repeat then needs no decode.
     checkpoint_bytes
         Most bytes of the checkpoints of sequences in use.
+    tiers
+        Where blocks go beside memory, and come from where memory does not have them, the nearest
+        first: folders, addresses such as ``"redis://host"``, or stores of
+        `pykvcache.prefix.stores`.
+    secret
+        At least 16 bytes that only trusted writers and readers know: blocks in tiers are then
+        encrypted, and others' are not taken. Needs ``pykvcache[crypto]``.
+    queue_bytes
+        Most bytes that may wait to be written, per tier; default: half of ``ram_bytes``, and at
+        least 64 MiB. What is over is not written, and counted.
 
     Raises
     ------
@@ -91,6 +106,9 @@ class PrefixCache(BeginMethods, KeepMethods):
         namespace: str = "",
         keep_logits: bool = False,
         checkpoint_bytes: SupportsIndex = 256 << 20,
+        tiers: Sequence[TierInput] = (),
+        secret: bytes | str | None = None,
+        queue_bytes: SupportsIndex | None = None,
     ) -> None:
         LlamaSequence(context).close()  # raises what a sequence of this context would
         self._block_size = as_int(block_size, "block_size", 1, 2**20)
@@ -104,7 +122,8 @@ class PrefixCache(BeginMethods, KeepMethods):
             max_bytes=as_int(checkpoint_bytes, "checkpoint_bytes", 0, 2**62),
             block_size=self._block_size,
         )
-        self._digests = _digests(context)
+        self._digests = digests(context)
+        self._end_bytes = end_bytes(context)
         self._ram = RamTier(
             self._block_size,
             as_int(ram_bytes, "ram_bytes", 0, 2**62),
@@ -117,6 +136,14 @@ class PrefixCache(BeginMethods, KeepMethods):
         other: PrefixCache | None = known() if known is not None else None
         if other is not None and not other.is_closed:
             raise ValueError("the context has a PrefixCache already: close() that one first")
+        model, _, layout = self._digests
+        self._tiers = Tiers(
+            _as_tiers(tiers),
+            Envelope(model=model, layout=layout, secret=secret),
+            max(self._ram.max_bytes // 2, 64 << 20)
+            if queue_bytes is None
+            else as_int(queue_bytes, "queue_bytes", 0, 2**62),
+        )
         _caches[context] = weakref.ref(self)
         self._open: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
         self._dropped: deque[Run] = deque()
@@ -172,7 +199,12 @@ class PrefixCache(BeginMethods, KeepMethods):
             self._open.add(sequence)
             self._requests += 1
             self._sum(sequence._reuse)
-            return sequence
+            fetch = self._search(sequence)
+        if fetch is not None:
+            fetch.done.wait(1.0)
+            with self._pool.hold():
+                self._arrived(sequence, fetch)
+        return sequence
 
     def _joined(self, sequence: CachedSequence) -> None:
         self._open.add(sequence)
@@ -242,12 +274,14 @@ class PrefixCache(BeginMethods, KeepMethods):
     def clear(self, namespace: str | None = None) -> None:
         """Forget everything, or all of one namespace; sequences in use keep what they have.
 
-        What those evaluated is not shared with later ones, either.
+        What those evaluated is not shared with later ones, either. Tiers lose what waits to be
+        written; what they have stays there: ``pykvcache cache clear`` empties them.
         """
         with self._pool.hold():
             self._check_open()
             space = None if namespace is None else _checked(namespace)
             self._ram.clear(space)
+            self._tiers.cancel(space)
             for sequence in list(self._open):
                 if space is None or sequence._namespace == space:
                     sequence._held_run = None
@@ -273,15 +307,37 @@ class PrefixCache(BeginMethods, KeepMethods):
                 max_ram_bytes=ram.max_bytes,
                 stored=ram.stored,
                 removed=ram.removed,
+                tiers=self._tiers.stats(),
             )
 
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait until the tiers have what waits to be written; False where that takes longer.
+
+        Parameters
+        ----------
+        seconds
+            For how long at most; None for as long as it takes.
+        """
+        self._check_open()
+        return self._tiers.flush(seconds)
+
     def close(self) -> None:
-        """Forget everything; its sequences go on as plain ones. Twice does nothing."""
+        """Forget everything; its sequences go on as plain ones. Twice does nothing.
+
+        Tiers get what the sequences in use have evaluated, and what waits is written, for 30
+        seconds at most.
+        """
         with self._pool.hold():
-            if not self._closed:
-                self._closed = True
-                self._ram.clear(None)
-                self._open.clear()
+            if self._closed:
+                return
+            if len(self._tiers) and not self._ctx.is_closed:
+                for sequence in list(self._open):
+                    if not sequence.is_closed:
+                        self._keep(sequence)
+            self._closed = True
+            self._ram.clear(None)
+            self._open.clear()
+        self._tiers.close()
 
     @property
     def is_closed(self) -> bool:
@@ -321,12 +377,7 @@ def _checked(namespace: str) -> str:
     return namespace
 
 
-def _digests(ctx: LlamaContext) -> tuple[bytes, bytes, bytes]:
-    """Return what blocks depend on: the model, the rotation of keys, the layout of a block."""
-    fingerprint = ctx._fingerprint
-    layout = repr((ctx.native.state_layout("PrefixCache"), fingerprint.causal, fingerprint.n_swa))
-    return (
-        bytes.fromhex(fingerprint.model),
-        bytes.fromhex(fingerprint.rope_digest),
-        hashlib.sha256(layout.encode()).digest(),
-    )
+def _as_tiers(tiers: Sequence[TierInput]) -> list[TierInput]:
+    if isinstance(tiers, str | os.PathLike | BlockStore):
+        raise TypeError(f"tiers is a list of stores, not a {type(tiers).__name__}")
+    return list(tiers)

@@ -15,6 +15,7 @@ from pykvcache.prefix.blocks import token_bytes
 from pykvcache.prefix.events import BlockStored, EventLog
 from pykvcache.prefix.ram import RamTier, Tail
 from pykvcache.prefix.runs import Run
+from pykvcache.prefix.tiers.stack import Tiers
 from pykvcache.sequence.cells import SequenceCells
 
 if TYPE_CHECKING:
@@ -29,24 +30,32 @@ class KeepMethods:
     _ctx: LlamaContext
     _native: lib.Context
     _ram: RamTier
+    _tiers: Tiers
     _events: EventLog
     _block_size: int
     _cell_bytes: int
     _needs_rest: bool
     _keep_logits: bool
 
+    if TYPE_CHECKING:
+        # Of another part of `PrefixCache`.
+        def _write_down(self, sequence: CachedSequence, n: int) -> None: ...
+
     def _keep(self, sequence: CachedSequence) -> None:
         cells, space = sequence._cells, sequence._namespace
         n = cells.n_fresh
-        if not n or not self._ram.max_bytes:
+        if not n or not (self._ram.max_bytes or len(self._tiers)):
             return
         try:
             if cells.seq_id is None and self._is_known(cells, n, space):
+                self._write_down(sequence, n)
                 return
             cells.attach()
             cells.rewind(min(n, cells.ledger.n_evaluated))
             n = min(n, cells.n_fresh)
-            self._keep_blocks(cells, n, space)
+            if n and self._ram.max_bytes:
+                self._keep_blocks(cells, n, space)
+            self._write_down(sequence, n)
         except (KvCacheError, MemoryError):
             return  # a cache that cannot keep something goes without it
 

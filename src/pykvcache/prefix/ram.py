@@ -189,6 +189,16 @@ class RamTier:
             self.tree.forget_root(namespace)  # however many namespaces are asked for
         return found
 
+    def full_blocks(self, tokens: bytes, namespace: str) -> list[Buffer]:
+        """Return the bytes of the full blocks of some tokens that are there; counts as no use."""
+        match = self.tree.match(tokens, namespace)
+        blocks: list[Buffer] = []
+        for run, n in match.parts():
+            blocks += run.payloads[:n]
+        if match.run.is_root and not any(place is match.run for place, _ in self._tails):
+            self.tree.forget_root(namespace)
+        return blocks
+
     def _to_checkpoint(self, found: Found, run: Run) -> None:
         point = next((part.checkpoint for part in run.path() if part.checkpoint is not None), None)
         n_blocks = point.start if point is not None else 0

@@ -206,6 +206,26 @@ class BlockStore(ABC):
 
     # What a store may leave out ---------------------------------------------------------
 
+    @property
+    def medium(self) -> str:
+        """Where the blocks are: ``"disk"`` of this machine, or ``"remote"``; for reports only."""
+        return "remote"
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether it is there; the keys need not be a chain.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            Keys of 32 bytes.
+        """
+        return [self.contains([key]) == 1 for key in keys]
+
+    @property
+    def n_probes(self) -> int:
+        """For how many keys `present` costs about one request; a cache asks for no more."""
+        return 8
+
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks, such as damaged ones, so that they can be written again.
 

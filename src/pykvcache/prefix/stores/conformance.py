@@ -104,6 +104,14 @@ class StoreConformance:
             _check(store.get_into(_keys(blocks), buffers) == 3, "get_into reads not all")
             _check(buffers == [data, data[:7], b""], "get_into reads something else")
 
+    def test_present_answers_for_each_key(self) -> None:
+        blocks = chain(6)
+        with self.opened() as store:
+            store.put([blocks[1], blocks[4]])
+            there = store.present(_keys(blocks))
+            _check(there == [False, True, False, False, True, False], f"present says {there}")
+            _check(store.present([]) == [], "present of nothing")
+
     def test_a_missing_block_ends_the_run(self) -> None:
         blocks = chain(9)
         with self.opened() as store:

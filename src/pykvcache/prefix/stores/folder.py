@@ -98,6 +98,21 @@ class FolderStore(BlockStore):
             return 0
         return next((i for i, key in enumerate(keys) if files.stat(key) is None), len(keys))
 
+    @property
+    def medium(self) -> str:
+        """``"disk"``."""
+        return "disk"
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether it is there; see `BlockStore.present`."""
+        keys = check_keys(keys)
+        return [not self._closed and self._files.stat(key) is not None for key in keys]
+
+    @property
+    def n_probes(self) -> int:
+        """Thousands."""
+        return 4096
+
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks; see `BlockStore.get_into`."""
         pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))

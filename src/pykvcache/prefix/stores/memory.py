@@ -55,6 +55,11 @@ class MemoryStore(BlockStore):
         keys = check_keys(keys)
         return next((i for i, key in enumerate(keys) if key not in self._blocks), len(keys))
 
+    @property
+    def n_probes(self) -> int:
+        """Thousands."""
+        return 4096
+
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Copy the leading run into the buffers; see `BlockStore.get_into`."""
         pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))

@@ -120,6 +120,23 @@ class ObjectStore(BlockStore):
     def _has(self, key: bytes) -> bool | None:
         return self._ask(lambda: bool(self._obstore.head(self._store, self._path(key))))
 
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether it is there, several at once; see `BlockStore.present`."""
+        keys = check_keys(keys)
+        there: list[bool] = []
+        end = time.monotonic() + self._timeout
+        for wave in _waves(keys, self._n_parallel):
+            if time.monotonic() > end:
+                self.counters.add(timed_out=1)
+                break
+            there += map(bool, self._map(self._has, wave))
+        return there + [False] * (len(keys) - len(there))
+
+    @property
+    def n_probes(self) -> int:
+        """As many as requests run in parallel."""
+        return self._n_parallel
+
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks, several at once; see `BlockStore.get_into`."""
         pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))

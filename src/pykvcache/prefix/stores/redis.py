@@ -141,6 +141,21 @@ class RedisStore(BlockStore):
                 break
         return done
 
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether it is there; see `BlockStore.present`."""
+        keys = check_keys(keys)
+        there: list[bool] = []
+        for begin in range(0, len(keys), _MANY):
+            group = keys[begin : begin + _MANY]
+            found = self._ask([("EXISTS", self._prefix + key) for key in group])
+            there += [n == 1 for n in found] or [False] * len(group)
+        return there
+
+    @property
+    def n_probes(self) -> int:
+        """Thousands."""
+        return 4096
+
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks, 2 MiB per request; see `BlockStore.get_into`."""
         pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))

@@ -59,6 +59,20 @@ class SealedStore(BlockStore):
         """Return how many of the leading keys are there, right or not."""
         return self.store.contains(self._names(keys))
 
+    @property
+    def medium(self) -> str:
+        """That of the store inside."""
+        return self.store.medium
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether it is there, right or not."""
+        return self.store.present(self._names(keys))
+
+    @property
+    def n_probes(self) -> int:
+        """Those of the store inside."""
+        return self.store.n_probes
+
     def get(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
         """Return the contents of the leading run that is there and right, without a second copy.
 

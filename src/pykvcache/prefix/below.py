@@ -1,0 +1,199 @@
+"""What a cache takes from its tiers, and gives to them."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pykvcache._native import lib
+from pykvcache.context import LlamaContext
+from pykvcache.errors import KvCacheError
+from pykvcache.prefix.blocks import block_names, token_bytes
+from pykvcache.prefix.gather import Block, Gathered, gather
+from pykvcache.prefix.ram import Buffer, Found, RamTier, Tail
+from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.prefix.runs import Run
+from pykvcache.prefix.tiers.ends import End, end_key
+from pykvcache.prefix.tiers.fetch import Fetch, Wanted
+from pykvcache.prefix.tiers.stack import Tiers
+from pykvcache.sequence.cells import Row, SequenceCells
+
+if TYPE_CHECKING:
+    from pykvcache.prefix.sequence import CachedSequence
+
+__all__ = ["TierMethods"]
+
+
+class TierMethods:
+    """Between a cache and its tiers; part of `PrefixCache`. The pool's lock is held."""
+
+    _ctx: LlamaContext
+    _native: lib.Context
+    _ram: RamTier
+    _tiers: Tiers
+    _open: weakref.WeakSet[CachedSequence]
+    _block_size: int
+    _cell_bytes: int
+    _end_bytes: int
+    _needs_rest: bool
+    _keep_logits: bool
+
+    if TYPE_CHECKING:
+        # Of the other parts of `PrefixCache`.
+        def _put(self, cells: SequenceCells, found: Found) -> None: ...
+        def _hold(self, sequence: CachedSequence, found: Found) -> None: ...
+        def _sum(self, one: ReuseReport, sign: int = 1) -> None: ...
+        def _stored(self, run: Run) -> None: ...
+        def _root_name(self, namespace: str) -> bytes: ...
+        def _read(self, seq_id: int, first: int, n: int) -> Buffer: ...
+
+    # Up -----------------------------------------------------------------------------------------
+
+    def _search(self, sequence: CachedSequence) -> Fetch | None:
+        """Begin to look for what memory does not know of a prompt; None where that is no use."""
+        ledger, size = sequence._cells.ledger, self._block_size
+        n, known = len(ledger), ledger.n_evaluated
+        if not len(self._tiers) or n - 1 <= known or n < size:
+            return None
+        # Without the logits after it, a state that cannot be rewound is of no use at the end.
+        limit = n - 1 if self._needs_rest and not self._keep_logits else n
+        tokens = token_bytes(ledger.part(0, n).view(np.uint32))
+        wanted = Wanted(
+            tokens,
+            block_names(self._root_name(sequence._namespace), tokens, 4 * size),
+            size,
+            self._cell_bytes,
+            self._end_bytes,
+            begin=len(self._ram.full_blocks(tokens, sequence._namespace)),
+            known=known,
+            limit=limit,
+            needs_rest=self._needs_rest,
+        )
+        fetch = self._tiers.search(wanted)
+        fetch.start()
+        return fetch
+
+    def _arrived(self, sequence: CachedSequence, fetch: Fetch) -> None:
+        """Let a new sequence begin with what has come, where that is more than it has."""
+        cells, space, tokens = sequence._cells, sequence._namespace, fetch.wanted.tokens
+        if sequence not in self._open or sequence.is_closed:
+            return
+        size = self._block_size
+        mine: list[Block] = [(one, size, size) for one in self._ram.full_blocks(tokens, space)]
+        got = gather(self._native, fetch, mine, len(mine))
+        if got is None or got.n <= cells.ledger.n_evaluated:
+            return
+        self._promote(tokens, space, got, len(mine))
+        row = None
+        if got.end is not None and got.n == len(cells.ledger):
+            row = self._checked_row(got.end.row)
+        cells.release()
+        self._put(cells, Found(got.n, got.blocks, got.rest, row=row))
+        run, sequence._held_run = sequence._held_run, None
+        if run is not None:
+            self._ram.tree.release(run)
+        self._hold(sequence, self._ram.find(tokens, space, needs_rest=self._needs_rest))
+        self._account(sequence, got, ram=len(mine) * size)
+
+    def _checked_row(self, row: Row | None) -> Row | None:
+        n_vocab = self._ctx.model.n_vocab
+        if row is None or len(row) != n_vocab or not np.isfinite(row).all():
+            return None
+        return row
+
+    def _promote(self, tokens: bytes, space: str, got: Gathered, begin: int) -> None:
+        """Keep in memory what came, as far as the budget allows."""
+        if not self._ram.max_bytes:
+            return
+        size, n_full = self._block_size, begin + len(got.loaded)
+
+        def read(first: int, n: int) -> Buffer:
+            return got.loaded[first // size - begin][0][0]
+
+        if got.loaded:
+            added = self._ram.add(tokens[: 4 * size * n_full], space, self._cell_bytes, read)
+            if added is not None:
+                self._stored(added)
+        if got.end is None:
+            return
+        if got.end.n_cells:
+            text = tokens[4 * size * n_full : 4 * got.n]
+            tail = Tail(text, got.end.cells, got.rest, self._checked_row(got.end.row))
+            self._ram.add_tail(tokens[: 4 * got.n], space, tail)
+        elif got.rest is not None:
+            self._ram.add_checkpoint(tokens[: 4 * got.n], space, got.rest, len(got.loaded) * size)
+
+    def _account(self, sequence: CachedSequence, got: Gathered, *, ram: int) -> None:
+        """Say in the sequence's report, and in the cache's sums, where tokens came from."""
+        n = len(sequence._cells.ledger)
+        used = {"ram": ram, "disk": got.count("disk"), "remote": got.count("remote")}
+        if sequence._cells.row is None and got.n == n:
+            # Logits are made by a decode: the last token counts as evaluated.
+            last = next(name for name in ("remote", "disk", "ram") if used[name])
+            used[last] -= 1
+        evaluated = n - sum(used.values())
+        reason = "all of it was known" if evaluated <= 1 else "the rest is new"
+        self._sum(sequence._reuse, -1)
+        sequence._reuse = replace(ReuseReport(n), **used, evaluated=evaluated, reason=reason)
+        self._sum(sequence._reuse)
+
+    # Down ---------------------------------------------------------------------------------------
+
+    def _write_down(self, sequence: CachedSequence, n: int) -> None:
+        """Give the tiers what stands in memory or in the cells of the first n tokens."""
+        if not len(self._tiers):
+            return
+        cells, space, size = sequence._cells, sequence._namespace, self._block_size
+        tokens = token_bytes(cells.ledger.part(0, n).view(np.uint32))
+        root = self._root_name(space)
+        names = block_names(root, tokens, 4 * size)
+        known = self._ram.full_blocks(tokens, space)
+
+        def block(i: int) -> Buffer | None:
+            if i < len(known):
+                return known[i]
+            return self._read(cells.live_id, i * size, size) if cells.seq_id is not None else None
+
+        self._tiers.write(names, block, space)
+        if cells.seq_id is None:
+            return
+        places = self._places(sequence, n)
+        keys = [
+            end_key(names[at // size - 1], tokens[4 * (at // size * size) : 4 * at])
+            for at in places
+        ]
+        self._tiers.write(keys, lambda i: self._end_at(cells, places[i], n), space)
+
+    def _places(self, sequence: CachedSequence, n: int) -> list[int]:
+        """Return where ends are kept: after the prompt, after everything, at checkpoints."""
+        cells, size = sequence._cells, self._block_size
+        if self._needs_rest:
+            places = {point.n for point in cells.points if point.n <= n}
+            if n == cells.n_held and n % size:
+                places.add(n)
+        else:
+            places = {at for at in (sequence._reuse.n_tokens, n) if at <= n and at % size}
+        return sorted(at for at in places if at >= size)
+
+    def _end_at(self, cells: SequenceCells, at: int, n: int) -> bytes | None:
+        full = at // self._block_size * self._block_size
+        rest = None
+        if self._needs_rest:
+            point = cells.points.at_most(at)
+            if point is not None and point.n == at:
+                rest = point.state
+            elif at == n == cells.n_held:
+                rest = self._native.get_partial_state(cells.live_id)
+            if rest is None or rest.pos != at - 1:
+                return None
+        row = cells.row if self._keep_logits and at == len(cells.ledger) else None
+        try:
+            tail = self._read(cells.live_id, full, at - full)
+        except KvCacheError:
+            return None
+        if rest is None:
+            return End(at - full, tail, row=row).encode()
+        return End(at - full, tail, rest.content, rest.first, rest.pos, row).encode()

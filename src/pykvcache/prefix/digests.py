@@ -1,0 +1,44 @@
+"""What blocks depend on beside their tokens, as digests; and how large an end can be."""
+
+from __future__ import annotations
+
+import hashlib
+
+from pykvcache.context import LlamaContext
+
+__all__ = ["digests", "end_bytes"]
+
+
+def digests(ctx: LlamaContext) -> tuple[bytes, bytes, bytes]:
+    """Return what blocks depend on: the model, the rotation of keys, the layout of a block.
+
+    How many cells and sequences a context has is no part of it: tomorrow's may have others.
+    """
+    fingerprint = ctx._fingerprint
+    parts = [
+        # The states of other parts say how many streams there are; windows, what they keep.
+        (part.to_json(), None if part.part == "attention" else (part.n_stream, _is_whole(ctx)))
+        for part in ctx._layouts
+    ]
+    layout = repr((parts, fingerprint.causal, fingerprint.n_swa, fingerprint.adapters))
+    return (
+        bytes.fromhex(fingerprint.model),
+        bytes.fromhex(fingerprint.rope_digest),
+        hashlib.sha256(layout.encode()).digest(),
+    )
+
+
+def _is_whole(ctx: LlamaContext) -> bool:
+    """Whether windows keep all cells."""
+    cells = {part["part"]: part["n_cells"] for part in ctx.native.state_layout("PrefixCache")}
+    return "window" in cells and cells["window"] == cells.get("attention")
+
+
+def end_bytes(ctx: LlamaContext) -> int:
+    """Return the most bytes that the state of other parts and a row of logits can have."""
+    size = 4096 + 4 * ctx.model.n_vocab
+    for part in ctx.native.state_layout("PrefixCache"):
+        if part["part"] != "attention":
+            per_cell = 64 + sum(row[4] for row in part["rows"])
+            size += per_cell * part["n_cells"] + 64 * len(part["rows"]) + 16 * part["n_stream"]
+    return size

@@ -1,0 +1,13 @@
+"""Tiers of a prefix cache: stores below its memory, written behind and read ahead.
+
+================  =================================================================
+`ends.py`         `End`: what a memory holds beside blocks at one place of a prompt
+`tier.py`         `Tier`: a sealed store, what is known to be in it, how fast it is
+`writing.py`      `WriteBehind`: a thread per tier, a queue that has an end
+`fetch.py`        `Fetch`: the search for one prompt, in a thread of its own
+`stack.py`        `Tiers`: all of a cache, the nearest first
+================  =================================================================
+
+Nothing here knows llama.cpp: blocks are bytes. `pykvcache.prefix.below` lies between this
+and the cache.
+"""

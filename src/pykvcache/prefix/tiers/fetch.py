@@ -1,0 +1,211 @@
+"""The search for one prompt in all tiers, from the back, in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pykvcache.prefix.tiers.ends import END_OVERHEAD, End, end_key
+from pykvcache.prefix.tiers.tier import Tier
+
+__all__ = ["Fetch", "Wanted"]
+
+#: How much is asked for at once.
+GROUP_BYTES = 2 << 20
+# After how many ends that turn out to be of no use the search is given up.
+_MAX_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a prompt could use.
+
+    Attributes
+    ----------
+    tokens
+        The prompt, as `token_bytes` gives it.
+    names
+        Names of its full blocks.
+    block_size
+        Tokens per block.
+    cell_bytes
+        Bytes of one cell of a block.
+    end_bytes
+        Most bytes of an end beside its cells.
+    begin
+        The first block that is not in memory.
+    known
+        Tokens that are known without the tiers: what is not more is of no use.
+    limit
+        Most tokens that can be used.
+    needs_rest
+        Whether only places are of use where an end has the state of other parts.
+    """
+
+    tokens: bytes
+    names: Sequence[bytes]
+    block_size: int
+    cell_bytes: int
+    end_bytes: int
+    begin: int
+    known: int
+    limit: int
+    needs_rest: bool
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.block_size * self.cell_bytes
+
+    def ends(self, n_blocks: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the places that could be of use, and their keys, the deepest first."""
+        size = self.block_size
+        if n_blocks:
+            name, at = self.names[n_blocks - 1], 4 * n_blocks * size
+            most = min(self.limit, len(self.tokens) // 4) - n_blocks * size
+            for n in range(min(most, size - 1), 0, -1):
+                if n_blocks * size + n > self.known:
+                    yield n_blocks * size + n, end_key(name, self.tokens[at : at + 4 * n])
+        if self.needs_rest:
+            for block in range(min(n_blocks, self.limit // size), self.known // size, -1):
+                yield block * size, end_key(self.names[block - 1], b"")
+
+
+@dataclass
+class Span:
+    """Consecutive blocks that one tier has."""
+
+    tier: Tier
+    begin: int
+    end: int
+
+
+@dataclass
+class Fetch:
+    """One search; `start` lets a thread make it, which never touches a memory.
+
+    What has come can be read at any time under `lock`. It comes from the back, so that whoever
+    evaluates from the front meets it.
+
+    Attributes
+    ----------
+    blocks
+        What has come, by index of the block, with the tier that it is from.
+    end
+        The end that is used: its place in tokens, itself, its key and its tier; None without.
+    n_blocks
+        How many of the prompt's blocks are known; None before that is.
+    front
+        Blocks before this one are not needed any more.
+    """
+
+    tiers: Sequence[Tier]
+    wanted: Wanted
+    blocks: dict[int, tuple[memoryview, Tier]] = field(default_factory=dict)
+    end: tuple[int, End, bytes, Tier] | None = None
+    n_blocks: int | None = None
+    front: int = 0
+    is_cancelled: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    looked: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    began: float = field(default_factory=time.monotonic)
+
+    def start(self) -> None:
+        """Let a thread search."""
+        threading.Thread(target=self.run, name="pykvcache-fetch", daemon=True).start()
+
+    def cancel(self) -> None:
+        """Let the thread stop after what it is reading."""
+        self.is_cancelled = True
+
+    def run(self) -> None:
+        """Search, and read from the back."""
+        try:
+            spans = self._look()
+            wanted = self.wanted
+            self._find_end(spans)
+            depth = self.n_blocks or 0
+            if wanted.needs_rest:
+                depth = self.end[0] // wanted.block_size if self.end is not None else 0
+            self.looked.set()
+            for span in reversed(spans):
+                self._read(span, min(span.end, depth))
+        finally:
+            self.looked.set()
+            self.done.set()
+
+    def _look(self) -> list[Span]:
+        """Find out who has which blocks: each tier goes on where the one above ends."""
+        wanted, spans = self.wanted, []
+        at = wanted.begin
+        for tier in self.tiers:
+            n = tier.contains(wanted.names[at:])
+            if n:
+                spans.append(Span(tier, at, at + n))
+                at += n
+        with self.lock:
+            self.n_blocks = at
+        return spans
+
+    def _find_end(self, spans: list[Span]) -> None:
+        """Find the deepest end that is right."""
+        ends = list(self.wanted.ends(self.n_blocks or 0))
+        for _ in range(_MAX_TRIES):
+            best: tuple[int, Tier] | None = None
+            for tier in self.tiers:
+                asked = ends if best is None else ends[: best[0]]
+                there = tier.present([key for _, key in asked])
+                if True in there:
+                    best = there.index(True), tier
+                if best is not None and best[0] == 0:
+                    break
+            if best is None:
+                return
+            place, tier = best
+            n, key = ends[place]
+            end = self._end(n, key, tier)
+            if end is not None:
+                with self.lock:
+                    self.end = (n, end, key, tier)
+                return
+            ends = ends[place + 1 :]
+
+    def _end(self, n: int, key: bytes, tier: Tier) -> End | None:
+        wanted = self.wanted
+        n_cells = n % wanted.block_size
+        size = n_cells * wanted.cell_bytes
+        found = tier.get([key], END_OVERHEAD + size + wanted.end_bytes)
+        if not found:
+            return None
+        end = End.decode(found[0])
+        if end is None or end.n_cells != n_cells or len(end.cells) != size:
+            tier.discard([key], refused=True)
+            return None
+        if wanted.needs_rest and (end.rest is None or end.pos != n - 1):
+            return None
+        return end
+
+    def _read(self, span: Span, end: int) -> None:
+        wanted = self.wanted
+        step = max(1, GROUP_BYTES // max(1, wanted.block_bytes))
+        while end > max(span.begin, self.front) and not self.is_cancelled:
+            begin = max(span.begin, end - step)
+            keys = wanted.names[begin:end]
+            found = span.tier.get(keys, wanted.block_bytes)
+            with self.lock:
+                for i, content in enumerate(found):
+                    if len(content) == wanted.block_bytes:
+                        self.blocks[begin + i] = (content, span.tier)
+            end = begin
+
+    # For who evaluates --------------------------------------------------------------------------
+
+    def reach(self, begin: int) -> int:
+        """Return up to which block everything from that one on has come; the lock is held."""
+        at = begin
+        while at in self.blocks:
+            at += 1
+        return at

@@ -1,0 +1,121 @@
+"""All tiers of a cache, the nearest first."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from pykvcache.prefix.stores import BlockStore, Envelope, open_store
+from pykvcache.prefix.tiers.fetch import Fetch, Wanted
+from pykvcache.prefix.tiers.tier import Tier, TierStats
+from pykvcache.prefix.tiers.writing import Chain, WriteBehind
+
+__all__ = ["TierInput", "Tiers"]
+
+#: What names a tier: a folder, an address, or a store.
+TierInput = str | os.PathLike[str] | BlockStore
+
+#: For how long `close` waits for what is still to be written.
+CLOSE_SECONDS = 30.0
+
+Item = tuple[bytes, Callable[[], object]]
+
+
+class Tiers:
+    """The stores below one cache: every block goes to all, and comes from the nearest.
+
+    Parameters
+    ----------
+    stores
+        The nearest first.
+    envelope
+        What is put around the blocks.
+    queue_bytes
+        Most bytes that may wait to be written, per tier.
+    """
+
+    def __init__(self, stores: Iterable[TierInput], envelope: Envelope, queue_bytes: int) -> None:
+        self.tiers: list[Tier] = []
+        try:
+            for store in stores:
+                owned = not isinstance(store, BlockStore)
+                self.tiers.append(Tier(open_store(store), envelope, owned=owned))
+        except BaseException:
+            self.close(0)
+            raise
+        self.writers = [WriteBehind(tier, queue_bytes) for tier in self.tiers]
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+    def search(self, wanted: Wanted) -> Fetch:
+        """Return a search for one prompt, which has not begun."""
+        return Fetch(self.tiers, wanted)
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        content: Callable[[int], object | None],
+        namespace: str,
+    ) -> None:
+        """Queue what a tier is not known to have.
+
+        Parameters
+        ----------
+        keys
+            Keys of a chain, the first one first.
+        content
+            Gives the bytes of key i; None where there are none to be had.
+        namespace
+            Whose they are.
+        """
+        made: dict[int, object | None] = {}
+        for tier, writer in zip(self.tiers, self.writers, strict=True):
+            chain = Chain(namespace=namespace)
+            size = 0
+            for i, is_unknown in enumerate(tier.unknown(keys)):
+                if not is_unknown:
+                    continue
+                if writer.n_bytes + size > writer.max_bytes:
+                    writer.dropped += 1
+                    continue  # nothing more is taken out that would be dropped
+                if i not in made:
+                    made[i] = content(i)
+                if (data := made[i]) is not None:
+                    size += memoryview(data).nbytes  # type: ignore[arg-type]
+                    chain.items.append((keys[i], data))  # type: ignore[arg-type]
+            writer.offer(chain)
+
+    def remove(self, keys: list[bytes]) -> None:
+        """Let the threads remove blocks, after what waits before them."""
+        for writer in self.writers:
+            writer.offer(Chain(removes=keys))
+
+    def cancel(self, namespace: str | None) -> None:
+        """Forget what waits to be written of a namespace, or all."""
+        for writer in self.writers:
+            writer.cancel(namespace)
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait until everything is written; False where that takes longer."""
+        until = None if seconds is None else time.monotonic() + seconds
+        left = (None if until is None else max(0.0, until - time.monotonic()) for _ in self.writers)
+        return all([writer.flush(one) for writer, one in zip(self.writers, left, strict=True)])
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> bool:
+        """Write what waits, for so long at most, and close the stores that are the cache's own."""
+        until = time.monotonic() + seconds
+        done = True
+        for writer in getattr(self, "writers", []):
+            done &= writer.close(max(0.0, until - time.monotonic()))
+        for tier in self.tiers:
+            tier.close()
+        return done
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Return the figures of every tier."""
+        return tuple(
+            tier.stats(writer.n_items, writer.n_bytes, writer.dropped)
+            for tier, writer in zip(self.tiers, self.writers, strict=True)
+        )

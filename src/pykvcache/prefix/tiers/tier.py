@@ -1,0 +1,235 @@
+"""One tier: a sealed store, what is known to be in it, and how fast it is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pykvcache.prefix.stores.base import BlockStore
+from pykvcache.prefix.stores.envelope import Envelope
+from pykvcache.prefix.stores.sealed import SealedStore
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Tier", "TierStats"]
+
+_log = logging.getLogger("pykvcache.prefix")
+
+#: For how many blocks, and for how many seconds, it is remembered that a store has them.
+KNOWN, KNOWN_SECONDS = 1 << 15, 60.0
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """Figures of one tier since the cache was made. Blocks and ends of prompts, unless said.
+
+    Attributes
+    ----------
+    medium
+        ``"disk"`` or ``"remote"``.
+    store
+        Which store, in words.
+    read, read_bytes
+        Taken from it.
+    written, written_bytes
+        Given to it, where it did not have them.
+    pending, pending_bytes
+        Wait to be written.
+    dropped
+        Not written, because the queue was full.
+    rejected
+        Damaged, truncated, foreign or forged: not taken.
+    refused
+        Whole, and of a content that the memory must not have, such as NaN: not taken.
+    failed, timed_out, skipped
+        Requests that failed, had no answer in time, or were not made because of those.
+    too_slow
+        Requests that were not made because evaluating is faster.
+    """
+
+    medium: str
+    store: str
+    read: int = 0
+    read_bytes: int = 0
+    written: int = 0
+    written_bytes: int = 0
+    pending: int = 0
+    pending_bytes: int = 0
+    dropped: int = 0
+    rejected: int = 0
+    refused: int = 0
+    failed: int = 0
+    timed_out: int = 0
+    skipped: int = 0
+    too_slow: int = 0
+
+
+class Tier:
+    """A store below a cache's memory. What a store raises ends here, counted and logged once.
+
+    Parameters
+    ----------
+    store
+        Where the blocks lie.
+    envelope
+        What is put around them.
+    owned
+        Whether to close the store.
+    """
+
+    def __init__(self, store: BlockStore, envelope: Envelope, *, owned: bool) -> None:
+        self.sealed = SealedStore(store, envelope)
+        self.medium = store.medium
+        self.n_probes = max(0, store.n_probes)
+        self.owned = owned
+        self.read = self.read_bytes = self.written = self.written_bytes = 0
+        self.refused = self.raised = self.too_slow = 0
+        self._known: OrderedDict[bytes, float] = OrderedDict()
+        self._lock = threading.Lock()
+        self._is_logged = False
+
+    def __repr__(self) -> str:
+        return f"<Tier: {self.sealed.store!r}>"
+
+    # Reading --------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading keys are there."""
+        try:
+            return max(0, min(len(keys), int(self.sealed.contains(keys)))) if keys else 0
+        except Exception as error:
+            self._raised(error)
+            return 0
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether it is there; only so many are asked for as is cheap."""
+        asked = keys[: self.n_probes]
+        try:
+            there = [bool(one) for one in self.sealed.present(asked)] if asked else []
+        except Exception as error:
+            self._raised(error)
+            there = []
+        return (there + [False] * len(keys))[: len(keys)]
+
+    def get(self, keys: Sequence[bytes], size: int) -> list[memoryview]:
+        """Return the contents of the leading run that is right, ``size`` bytes at most."""
+        try:
+            found = self.sealed.get(keys, [size] * len(keys))
+        except Exception as error:
+            self._raised(error)
+            return []
+        with self._lock:
+            self.read += len(found)
+            self.read_bytes += sum(map(len, found))
+        self.note_known(keys[: len(found)])
+        return found
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark blocks as used."""
+        try:
+            self.sealed.touch(keys)
+        except Exception as error:
+            self._raised(error)
+
+    # Writing --------------------------------------------------------------------------------
+
+    def unknown(self, keys: Iterable[bytes]) -> list[bool]:
+        """Return for each key whether it is worth writing: not when it was there just now."""
+        now = time.monotonic()
+        with self._lock:
+            return [self._known.get(key, 0.0) <= now for key in keys]
+
+    def note_known(self, keys: Iterable[bytes]) -> None:
+        """Remember for a while that blocks are there."""
+        until = time.monotonic() + KNOWN_SECONDS
+        with self._lock:
+            for key in keys:
+                self._known[key] = until
+                self._known.move_to_end(key)
+            while len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+
+    def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        """Store what is not there yet."""
+        keys = [key for key, _ in items]
+        there = self.present(keys)
+        new = [item for item, known in zip(items, there, strict=True) if not known]
+        try:
+            n = max(0, min(len(new), int(self.sealed.put(new)))) if new else 0
+        except Exception as error:
+            self._raised(error)
+            return
+        with self._lock:
+            self.written += n
+            size = sum(memoryview(data).nbytes for _, data in new)
+            self.written_bytes += size * n // max(1, len(new))
+        # What was not stored is offered again after a while, not at each turn.
+        self.note_known(keys)
+
+    def discard(self, keys: Sequence[bytes], *, refused: bool = False) -> None:
+        """Remove blocks; ``refused``: because of what is in them."""
+        with self._lock:
+            for key in keys:
+                self._known.pop(key, None)
+            self.refused += len(keys) if refused else 0
+        try:
+            self.sealed.discard(keys)
+        except Exception as error:
+            self._raised(error)
+
+    def lease(self, key: bytes, seconds: float) -> bool:
+        """Return whether this process is the one to evaluate what is missing."""
+        try:
+            return bool(self.sealed.lease(key, seconds))
+        except Exception as error:
+            self._raised(error)
+            return True
+
+    def release(self, key: bytes) -> None:
+        """End a lease of this process."""
+        try:
+            self.sealed.release(key)
+        except Exception as error:
+            self._raised(error)
+
+    def close(self) -> None:
+        """Close the store, where it is the cache's own."""
+        if self.owned:
+            try:
+                self.sealed.close()
+            except Exception as error:
+                self._raised(error)
+
+    def _raised(self, error: Exception) -> None:
+        """Note what no store should do: one that somebody else wrote may raise."""
+        self.raised += 1
+        if not self._is_logged:
+            self._is_logged = True
+            _log.warning("a store raised: %r: %s", self.sealed.store, error)
+
+    def stats(self, pending: int, pending_bytes: int, dropped: int) -> TierStats:
+        """Return the figures so far."""
+        counters = self.sealed.counters
+        return TierStats(
+            medium=self.medium,
+            store=repr(self.sealed.store),
+            read=self.read,
+            read_bytes=self.read_bytes,
+            written=self.written,
+            written_bytes=self.written_bytes,
+            pending=pending,
+            pending_bytes=pending_bytes,
+            dropped=dropped,
+            rejected=sum(self.sealed.rejections.values()),
+            refused=self.refused,
+            failed=self.raised + counters.failed,
+            timed_out=counters.timed_out,
+            skipped=counters.skipped,
+            too_slow=self.too_slow,
+        )

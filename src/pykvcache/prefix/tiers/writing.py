@@ -1,0 +1,197 @@
+"""Writing behind: what a cache learns goes down to a tier in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pykvcache.prefix.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Chain", "WriteBehind"]
+
+Item = tuple[bytes, "Buffer"]
+
+# How much is written before the queue is looked at again.
+_AT_ONCE, _AT_ONCE_BYTES = 64, 8 << 20
+
+
+@dataclass(eq=False)
+class Chain:
+    """Blocks of one prompt, the first one first, that belong to a namespace.
+
+    Attributes
+    ----------
+    items
+        Keys and contents.
+    namespace
+        Whose they are.
+    leases
+        Keys to release once everything is written.
+    removes
+        Keys to remove instead.
+    written
+        Keys of what the thread has taken.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    namespace: str = ""
+    leases: list[bytes] = field(default_factory=list)
+    removes: list[bytes] = field(default_factory=list)
+    written: list[bytes] = field(default_factory=list)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all contents."""
+        return sum(memoryview(data).nbytes for _, data in self.items)
+
+
+class WriteBehind:
+    """The queue in front of one tier, and the thread that empties it.
+
+    Nobody waits for it: where the queue is full, the ends of chains are dropped and counted.
+
+    Parameters
+    ----------
+    tier
+        Where it goes.
+    max_bytes
+        Most bytes that may wait.
+    """
+
+    def __init__(self, tier: Tier, max_bytes: int) -> None:
+        self.tier = tier
+        self.max_bytes = max_bytes
+        self.dropped = 0
+        self.n_bytes = self.n_items = 0
+        self._queue: deque[Chain] = deque()
+        self._changed = threading.Condition()
+        self._busy = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def offer(self, chain: Chain) -> int:
+        """Queue what there is room for; returns how many items that is."""
+        if os.getpid() != self._pid:
+            return 0  # a forked child has no such thread
+        with self._changed:
+            if self._closed:
+                return 0
+            taken: list[Item] = []
+            for item in chain.items:
+                size = memoryview(item[1]).nbytes
+                if self.n_bytes + size > self.max_bytes:
+                    break
+                self.n_bytes += size
+                taken.append(item)
+            self.dropped += len(chain.items) - len(taken)
+            self.n_items += len(taken)
+            if taken or chain.leases or chain.removes:
+                self._queue.append(
+                    Chain(taken, chain.namespace, list(chain.leases), list(chain.removes))
+                )
+                self._start()
+                self._changed.notify_all()
+            return len(taken)
+
+    def cancel(self, namespace: str | None) -> None:
+        """Forget what waits of a namespace, or everything; what is being written is waited for."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            for chain in self._queue:
+                if namespace is None or chain.namespace == namespace:
+                    self._count_off(chain.items)
+                    chain.items = []
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait until everything is written; False where that takes longer."""
+        if os.getpid() != self._pid:
+            return False
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._queue or self._busy), seconds)
+
+    def close(self, seconds: float) -> bool:
+        """Write what waits, and end the thread; False where that takes longer: the rest is lost."""
+        if os.getpid() != self._pid:
+            return False
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        until = time.monotonic() + seconds
+        done = self.flush(seconds)
+        with self._changed:
+            thread = self._thread
+            for chain in self._queue:
+                self.dropped += len(chain.items)
+            self._queue.clear()
+            self.n_bytes = self.n_items = 0
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
+        return done
+
+    # In the thread ----------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, name="pykvcache-write-behind", daemon=True
+            )
+            self._thread.start()
+
+    def _work(self) -> None:
+        # Linux has a niceness per thread: who decodes goes first.
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                while not self._queue:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                chain = self._queue[0]
+                items = self._take(chain)
+                self._busy = True
+                if is_last := not chain.items:
+                    self._queue.popleft()
+            if chain.removes:
+                self.tier.discard(chain.removes)
+            if items:
+                self.tier.put(items)
+            if is_last:
+                self._finish(chain)
+
+    def _take(self, chain: Chain) -> list[Item]:
+        """Take the next items of a chain: not all at once, so that it can be cancelled."""
+        size = n = 0
+        for _, data in chain.items[:_AT_ONCE]:
+            size += memoryview(data).nbytes
+            if n and size > _AT_ONCE_BYTES:
+                break
+            n += 1
+        items, chain.items = chain.items[:n], chain.items[n:]
+        self._count_off(items)
+        chain.written += [key for key, _ in items]
+        return items
+
+    def _count_off(self, items: list[Item]) -> None:
+        self.n_bytes -= sum(memoryview(data).nbytes for _, data in items)
+        self.n_items -= len(items)
+
+    def _finish(self, chain: Chain) -> None:
+        # The first one last: the end of a chain goes first.
+        if chain.written:
+            self.tier.touch(chain.written)
+        for key in chain.leases:
+            self.tier.release(key)

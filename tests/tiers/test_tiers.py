@@ -1,0 +1,167 @@
+"""Tiers of a prefix cache: what one context evaluated, another one takes from a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memory.kit import CASES, Case, Logits, apart
+from pykvcache import LlamaContext, PrefixCache, ReuseReport
+from pykvcache.errors import ClosedError, StoreError
+from pykvcache.prefix.stores import FolderStore, MemoryStore
+
+Make = Callable[..., LlamaContext]
+Fresh = Callable[..., Logits]
+SERVED = tuple(case for case in CASES if case.has_states and case.name != "t5")
+SIZE = 8
+
+
+def words(seed: int, n: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
+    return found
+
+
+def total(report: ReuseReport) -> int:
+    return report.live + report.ram + report.disk + report.remote + report.evaluated
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_another_context_begins_where_the_first_one_stopped(
+    case: Case, make_context: Make, fresh_logits: Fresh, tmp_path: Path
+) -> None:
+    prompt = words(1, 45)
+    with (
+        PrefixCache(
+            make_context(case.name, **case.options), block_size=SIZE, tiers=[tmp_path]
+        ) as cache,
+        cache.sequence(prompt) as sequence,
+    ):
+        sequence.evaluate()
+        chat = [*prompt, *sequence.generate(7), *words(2, 9)]
+    ctx = make_context(case.name, **case.options)
+    cache = PrefixCache(ctx, block_size=SIZE, tiers=[tmp_path])
+    for again, most in ((prompt, 1), (chat, 11), (prompt[:20] + words(3, 9), 29)):
+        if ctx.memory_kind != "attention" and again is prompt:
+            most = 5  # from the checkpoint after the last full block
+        before = ctx.tokens_evaluated
+        with cache.sequence(again) as sequence:
+            report = sequence.reuse
+            assert total(report) == len(again)
+            assert report.evaluated <= most
+            assert apart(sequence.logits(), fresh_logits(case.name, again)) < case.tolerance
+        assert ctx.tokens_evaluated - before == report.evaluated
+    assert cache.stats().disk > 40
+    cache.close()
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_without_memory_everything_goes_through_the_tier(
+    case: Case, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """Random prompts that share beginnings; no block stays in memory."""
+    ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
+    cache = PrefixCache(ctx, block_size=SIZE, ram_bytes=0, tiers=[MemoryStore()])
+    rng = np.random.default_rng(5)
+    known: list[list[int]] = []
+    for step in range(12):
+        begin = known[int(rng.integers(len(known)))] if known and rng.random() < 0.8 else []
+        prompt = begin[: int(rng.integers(len(begin) + 1))]
+        prompt = (prompt + words(step, int(rng.integers(1, 25))))[:90]
+        with cache.sequence(prompt) as sequence:
+            report = sequence.reuse
+            assert total(report) == len(prompt)
+            assert apart(sequence.logits(), fresh_logits(case.name, prompt)) < case.tolerance
+        assert cache.flush(30)
+        known.append(prompt)
+    stats = cache.stats()
+    assert stats.ram_bytes == stats.ram == 0
+    assert stats.remote > stats.evaluated / 4
+    cache.close()
+
+
+def test_the_nearest_tier_is_asked_first_and_gets_what_another_has(make_context: Make) -> None:
+    near, far = MemoryStore(), MemoryStore()
+    prompt = words(1, 40)
+    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[far]) as cache:
+        cache.sequence(prompt).evaluate()
+    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[near, far]) as cache:
+        with cache.sequence(prompt) as sequence:
+            assert sequence.reuse.remote == 39
+        assert cache.flush(30)
+        assert [tier.read for tier in cache.stats().tiers] == [0, 5]
+    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[near]) as cache:
+        assert cache.sequence(prompt).reuse.remote == 39
+
+
+def test_a_full_queue_drops_the_ends_of_chains(make_context: Make) -> None:
+    store, ctx = MemoryStore(), make_context("llama")
+    block = ctx.native.block_bytes() * SIZE
+    cache = PrefixCache(ctx, block_size=SIZE, tiers=[store], queue_bytes=3 * block)
+    writer = cache._tiers.writers[0]
+    with writer._changed:  # nothing is written meanwhile
+        cache.sequence(words(1, 80)).close()
+        with cache.sequence(words(1, 80)) as sequence:
+            sequence.evaluate()
+        assert writer.n_items == 3
+        assert writer.dropped == 7
+    cache.close()
+    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store]) as cache:
+        assert cache.sequence(words(1, 80)).reuse.remote == 24
+
+
+def test_namespaces_secrets_and_models_share_nothing(make_context: Make) -> None:
+    pytest.importorskip("cryptography")
+    store, prompt = MemoryStore(), words(1, 40)
+    secret = b"0123456789abcdef"
+
+    def reuse(model: str = "llama", namespace: str = "", **options: object) -> int:
+        with (
+            PrefixCache(
+                make_context(model), block_size=SIZE, tiers=[store], namespace=namespace, **options
+            ) as cache,
+            cache.sequence(prompt) as sequence,
+        ):
+            sequence.evaluate()
+            return sequence.reuse.remote
+
+    ways: list[dict[str, object]] = [
+        {},
+        {"namespace": "a"},
+        {"secret": secret},
+        {"secret": secret[::-1]},
+        {"model": "gemma3"},
+    ]
+    assert [reuse(**way) for way in ways] == [0] * 5  # type: ignore[arg-type]
+    assert [reuse(**way) for way in ways[:4]] == [39] * 4  # type: ignore[arg-type]
+
+
+def test_a_clear_forgets_what_waits(make_context: Make) -> None:
+    store = MemoryStore()
+    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store]) as cache:
+        with cache._tiers.writers[0]._changed:
+            with cache.sequence(words(1, 40)) as sequence:
+                sequence.evaluate()
+            cache.clear()
+        cache.flush(30)
+        assert not list(store.entries())
+
+
+def test_arguments_are_checked(make_context: Make, tmp_path: Path) -> None:
+    ctx = make_context("llama")
+    with pytest.raises(TypeError, match="tiers is a list"):
+        PrefixCache(ctx, tiers=str(tmp_path))
+    with pytest.raises(StoreError):
+        PrefixCache(ctx, tiers=["nothing://of/the/kind"])
+    with pytest.raises(StoreError, match="16 bytes"):
+        PrefixCache(ctx, tiers=[tmp_path], secret=b"short")
+    with pytest.raises(ValueError, match="queue_bytes"):
+        PrefixCache(ctx, tiers=[tmp_path], queue_bytes=-1)
+    store = FolderStore(tmp_path)
+    cache = PrefixCache(ctx, tiers=[store])
+    cache.close()
+    with pytest.raises(ClosedError):
+        cache.flush()
+    assert store.put([(bytes(32), b"x")]) == 1, "a store that was given is not closed"

@@ -1,0 +1,66 @@
+"""What the processes of the tests run: ``python -m tiers.worker TASK MODEL TIERS SEED [N]``.
+
+TIERS are separated by commas. Each line that is printed is JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+
+import numpy as np
+
+from pykvcache import LlamaContext, LlamaModel, PrefixCache
+
+
+def words(seed: int, n: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
+    return found
+
+
+def say(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def once(cache: PrefixCache, seed: int, n: int) -> None:
+    """One long prompt; the cache is not closed: the end of the script has to do."""
+    ctx = cache.context
+    before = ctx.tokens_evaluated
+    sequence = cache.sequence(words(seed, n))
+    report = sequence.reuse
+    row = sequence.logits()
+    say(
+        evaluated=ctx.tokens_evaluated - before,
+        disk=report.disk,
+        remote=report.remote,
+        row=[float(one) for one in row[:8]],
+    )
+
+
+def forever(cache: PrefixCache, seed: int, n: int) -> None:
+    """Prompt after prompt, of which many begin alike, until somebody ends it."""
+    for i in itertools.count():
+        prompt = words(i % 3, n) + words(1000 * seed + i, 9)
+        with cache.sequence(prompt) as sequence:
+            row = sequence.logits()
+        cache._ram.clear(None)
+        say(prompt=prompt, row=[float(one) for one in row[:8]])
+
+
+def together(cache: PrefixCache, seed: int, n: int) -> None:
+    """Say that all is ready, wait for the word, then evaluate."""
+    say(ready=True)
+    sys.stdin.readline()
+    began = time.monotonic()
+    once(cache, seed, n)
+    say(seconds=time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    task, path, tiers, seed, n = sys.argv[1:]
+    model = LlamaModel(path)
+    context = LlamaContext(model, n_ctx=2048, n_threads=1, n_threads_batch=1)
+    run = {"once": once, "forever": forever, "together": together}[task]
+    run(PrefixCache(context, block_size=8, tiers=tiers.split(",")), int(seed), int(n))

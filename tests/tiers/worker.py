@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from pykvcache import LlamaContext, LlamaModel, PrefixCache
+from support.models import EXACT
 
 
 def words(seed: int, n: int) -> list[int]:
@@ -61,6 +62,6 @@ def together(cache: PrefixCache, seed: int, n: int) -> None:
 if __name__ == "__main__":
     task, path, tiers, seed, n = sys.argv[1:]
     model = LlamaModel(path)
-    context = LlamaContext(model, n_ctx=2048, n_threads=1, n_threads_batch=1)
+    context = LlamaContext(model, n_ctx=2048, n_threads=1, **EXACT)
     run = {"once": once, "forever": forever, "together": together}[task]
     run(PrefixCache(context, block_size=8, tiers=tiers.split(",")), int(seed), int(n))

@@ -20,6 +20,7 @@ from pykvcache.prefix.below import TierMethods
 from pykvcache.prefix.blocks import root_name, token_bytes
 from pykvcache.prefix.digests import digests, end_bytes
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
+from pykvcache.prefix.exits import close_at_exit
 from pykvcache.prefix.keep import KeepMethods
 from pykvcache.prefix.pins import Pin, Pins
 from pykvcache.prefix.policies import DEFAULT, Policy
@@ -152,6 +153,9 @@ class PrefixCache(BeginMethods, KeepMethods, TierMethods):
         self._requests = 0
         self._closed = False
         self._events = EventLog()
+        if len(self._tiers):
+            close_at_exit(self)
+            weakref.finalize(self, self._tiers.retire).atexit = False
 
     @property
     def context(self) -> LlamaContext:

@@ -113,6 +113,11 @@ class Tiers:
             tier.close()
         return done
 
+    def retire(self) -> None:
+        """Let the threads write what waits and end; nobody waits for them."""
+        for writer in self.writers:
+            writer.retire()
+
     def stats(self) -> tuple[TierStats, ...]:
         """Return the figures of every tier."""
         return tuple(

@@ -74,7 +74,7 @@ class WriteBehind:
         self._queue: deque[Chain] = deque()
         self._changed = threading.Condition()
         self._busy = False
-        self._closed = False
+        self._closed = self._retired = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
@@ -139,6 +139,14 @@ class WriteBehind:
             thread.join(max(0.0, until - time.monotonic()))
         return done
 
+    def retire(self) -> None:
+        """Take nothing more; the thread closes the tier once everything is written."""
+        with self._changed:
+            self._closed = self._retired = True
+            if self._thread is None:
+                self.tier.close()
+            self._changed.notify_all()
+
     # In the thread ----------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -158,6 +166,8 @@ class WriteBehind:
                 self._changed.notify_all()
                 while not self._queue:
                     if self._closed:
+                        if self._retired:
+                            self.tier.close()
                         return
                     self._changed.wait()
                 chain = self._queue[0]

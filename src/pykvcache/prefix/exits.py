@@ -1,0 +1,35 @@
+"""The end of the interpreter: caches that nobody closed give their tiers what they have."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from typing import Protocol
+
+__all__ = ["close_at_exit"]
+
+
+class Closable(Protocol):
+    """What is closed."""
+
+    def close(self) -> None:
+        """Write what waits."""
+
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_pid = os.getpid()
+
+
+def close_at_exit(thing: Closable) -> None:
+    """Close something at the end of the interpreter, if it is still there."""
+    _open.add(thing)
+
+
+@atexit.register
+def _close_all() -> None:
+    if os.getpid() == _pid:  # a forked child has none of the threads
+        for thing in list(_open):
+            with contextlib.suppress(Exception):
+                thing.close()

@@ -207,7 +207,8 @@ def test_private_headers_are_read_by_the_probe_alone() -> None:
     files = (p for p in (PACKAGE / "_native").rglob("*.*") if p.suffix in {".h", ".cpp"})
     readers = {p.name for p in files if private.search(p.read_text())}
     assert readers
-    assert not {name for name in readers if not name.startswith("probe")}
+    # vocab.cpp is llama.cpp's own file, compiled with ears.
+    assert {name for name in readers if not name.startswith("probe")} == {"vocab.cpp"}
 
 
 def written_files() -> list[Path]:

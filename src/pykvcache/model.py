@@ -25,6 +25,7 @@ from pykvcache.enums import LoadMode, LoadModeName, RopeType, SplitMode, SplitMo
 
 __all__ = ["LlamaModel"]
 
+TEXT_BYTES_MAX = 2**31 - 1
 _LOAD_MODES = {m.name.lower(): m for m in LoadMode}
 _SPLIT_MODES = {m.name.lower(): m for m in SplitMode}
 
@@ -317,11 +318,12 @@ class LlamaModel:
         Returns
         -------
         str
-            Bytes that are not UTF-8 (a character cut in two) become U+FFFD.
+            Bytes that are not UTF-8 (a character cut in two) become U+FFFD; past 2 GiB a ValueError.
         """
-        array = as_token_array(tokens)
-        text = self._native.detokenize(array, not special, bool(special))
-        return text.decode("utf-8", "replace")
+        ids, limit = as_token_array(tokens), TEXT_BYTES_MAX
+        return self._native.detokenize(ids, not special, bool(special), limit).decode(
+            errors="replace"
+        )
 
     def token_to_piece(self, token: SupportsIndex, *, special: bool = False) -> bytes:
         """Return the bytes of one token (``llama_token_to_piece``)."""

@@ -14,6 +14,7 @@
 #include <string>
 
 #include "gguf.h"
+#include "interrupt.h"
 #include "llama.h"
 #include "text.h"
 
@@ -75,6 +76,8 @@ template <class R, class F> R guarded(R on_error, F && call) noexcept {
         note_caught("out of memory", true);
     } catch (const std::exception & error) {
         note_caught(error.what(), false);
+    } catch (const interrupted &) {
+        note_caught("interrupted", false);  // by a caller, who knows
     } catch (...) {
         note_caught("unknown C++ exception", false);
     }
@@ -139,9 +142,13 @@ inline size_t partial_state_get_data(llama_context * ctx, uint8_t * dst, size_t 
 inline int32_t read_vocab(const llama_vocab * vocab, text_vocab & out) noexcept {
     return guarded_void([&] { out = text_vocab(vocab); });
 }
+// `stops`, if any, is asked now and then: true leaves the call with CAUGHT.
 inline int32_t tokenize(const text_vocab & vocab, const char * text, size_t size, bool add_special, bool parse_special,
-                        token_list & out) noexcept {
-    return guarded_void([&] { vocab.tokenize(text, size, add_special, parse_special, out); });
+                        token_list & out, bool (*stops)(void *), void * who) noexcept {
+    return guarded_void([&] {
+        const may_stop while_it_runs(stops, who);
+        vocab.tokenize(text, size, add_special, parse_special, out);
+    });
 }
 // llama.cpp's own way to the same, which tests compare with.
 inline int32_t tokenize_whole(const llama_vocab * vocab, const char * text, size_t size, bool add_special,
@@ -152,8 +159,17 @@ inline int32_t tokenize_whole(const llama_vocab * vocab, const char * text, size
                                               static_cast<int32_t>(out.size()), add_special, parse_special)));
     });
 }
-inline int32_t detokenize(const llama_vocab * vocab, const llama_token * tokens, int32_t n, char * out, int32_t room,
-                          bool remove_special, bool unparse_special) noexcept {
+// 0 if the text has more bytes than `limit`.
+inline int32_t detokenize(const llama_vocab * vocab, const std::vector<llama_token> & tokens, bool remove_special,
+                          bool unparse_special, size_t limit, std::string & out, bool (*stops)(void *), void * who) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        const may_stop while_it_runs(stops, who);
+        return int32_t(detokenize_to(*vocab, tokens, remove_special, unparse_special, limit, out));
+    });
+}
+// llama.cpp's own way to the same, which tests compare with.
+inline int32_t detokenize_whole(const llama_vocab * vocab, const llama_token * tokens, int32_t n, char * out, int32_t room,
+                                bool remove_special, bool unparse_special) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         return llama_detokenize(vocab, tokens, n, out, room, remove_special, unparse_special);
     });

@@ -28,6 +28,7 @@ from pykvcache._native cimport libstate as lib
 import atexit
 import logging
 import os
+import threading
 import weakref
 
 import numpy as np

@@ -16,7 +16,6 @@ cdef extern from "text.h" namespace "pykv" nogil:
     cppclass token_list:
         vector[llama_token] tokens
         string problem
-        bool done
 
 
 cdef extern from "guarded.h" namespace "pykv" nogil:
@@ -46,11 +45,14 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     size_t partial_state_get_data(llama_context*, uint8_t* dst, size_t size, llama_seq_id)
     int32_t read_vocab(const llama_vocab*, text_vocab& out)
     int32_t tokenize(const text_vocab&, const char* text, size_t size, bool add_special,
-                     bool parse_special, token_list& out)
+                     bool parse_special, token_list& out, bool (*stops)(void*) noexcept nogil, void* who)
     int32_t tokenize_whole(const llama_vocab*, const char* text, size_t size, bool add_special,
                            bool parse_special, vector[llama_token]& out)
-    int32_t detokenize(const llama_vocab*, const llama_token* tokens, int32_t n, char* out,
-                       int32_t room, bool remove_special, bool unparse_special)
+    int32_t detokenize(const llama_vocab*, const vector[llama_token]& tokens, bool remove_special,
+                       bool unparse_special, size_t limit, string& out,
+                       bool (*stops)(void*) noexcept nogil, void* who)
+    int32_t detokenize_whole(const llama_vocab*, const llama_token* tokens, int32_t n, char* out,
+                             int32_t room, bool remove_special, bool unparse_special)
     int32_t token_to_piece(const llama_vocab*, llama_token, char* out, int32_t room, bool special)
     llama_sampler* sampler_grammar(const llama_vocab*, const char* grammar, const char* root)
     int32_t sampler_apply(llama_sampler*, llama_token_data_array*)

@@ -18,6 +18,37 @@ cdef cbool _on_progress(float fraction, void* data) noexcept with gil:
         return False
 
 
+ctypedef cbool (*_Stops)(void*) noexcept nogil
+
+# Of a text that is worth an ear: shorter ones take a millisecond.
+cdef enum:
+    LONG_TEXT = 4096
+
+
+cdef _Stops _stops_for(size_t size) except *:
+    """Who is to be asked whether a long walk goes on: Python handles signals in its main thread alone.
+
+    Another thread may not ask: at the interpreter's end it would be ended where it takes the GIL.
+    """
+    if size < LONG_TEXT or threading.get_ident() != threading.main_thread().ident:
+        return NULL
+    return _signals_stop
+
+
+cdef cbool _signals_stop(void* data) noexcept nogil:
+    return _signal_raised(data)
+
+
+cdef cbool _signal_raised(void* data) noexcept with gil:
+    """Run the handlers of signals that came; one that raises stops the call, and is raised by it."""
+    try:
+        PyErr_CheckSignals()
+    except BaseException as error:
+        (<list>data)[0] = error
+        return True
+    return False
+
+
 cdef class Model:
     """Own a ``llama_model``."""
 
@@ -196,16 +227,17 @@ cdef class Model:
         cdef size_t size = len(text)
         cdef lib.token_list out
         cdef int32_t code
+        cdef list box = [None]
+        cdef _Stops stops = _stops_for(size)
+        cdef void* who = <void*>box
         self.check_text(text)
         cdef shared_ptr[lib.llama_model] keep = self.ref
-        while not out.done:
-            with nogil:
-                code = lib.tokenize(self.texts, c_text, size, add_special, parse_special, out)
-            if code == lib.CAUGHT:
-                _drain_log()
-                raise _caught_error("tokenize")
-            PyErr_CheckSignals()
+        with nogil:
+            code = lib.tokenize(
+                self.texts, c_text, size, add_special, parse_special, out, stops, who)
         _drain_log()
+        if code == lib.CAUGHT:
+            raise box[0] or _caught_error("tokenize")
         if not out.problem.empty():
             raise UnsupportedOperation("tokenize", _text(out.problem))
         return _tokens(out.tokens)
@@ -224,29 +256,47 @@ cdef class Model:
             raise ValueError(f"text of {len(text)} bytes is too long: the limit is {INT32_MAX - 16}")
         return 0
 
-    def detokenize(self, const int32_t[::1] tokens not None, bint remove_special, bint unparse_special):
-        """Call ``llama_detokenize`` and return bytes."""
+    def detokenize(
+            self, const int32_t[::1] tokens not None, bint remove_special, bint unparse_special,
+            size_t limit):
+        """Do what ``llama_detokenize`` does and return bytes; the GIL is free meanwhile."""
         cdef Py_ssize_t i, n = tokens.shape[0]
+        cdef vector[lib.llama_token] copy
+        cdef string out
+        cdef int32_t code, token
+        cdef list box = [None]
+        cdef _Stops stops = _stops_for(n)
+        cdef void* who = <void*>box
+        self.check_vocab()
+        copy.reserve(n)
+        for i in range(n):
+            token = tokens[i]
+            if token < 0 or token >= self.n_vocab:
+                raise IndexError(f"token {token} (at {i}) is outside [0, {self.n_vocab})")
+            copy.push_back(token)
+        cdef shared_ptr[lib.llama_model] keep = self.ref
+        with nogil:
+            code = lib.detokenize(
+                self.vocab, copy, remove_special, unparse_special, limit, out, stops, who)
+        _drain_log()
+        if code == lib.CAUGHT:
+            raise box[0] or _caught_error("detokenize")
+        if not code:
+            raise ValueError(f"the text of {n} tokens is too long: the limit is {limit} bytes")
+        return out.data()[:out.size()]
+
+    def detokenize_whole(self, const int32_t[::1] tokens not None, bint remove_special, bint unparse_special):
+        """Call ``llama_detokenize``, for tests."""
         cdef vector[char] out
         cdef int32_t got
         self.check_vocab()
-        for i in range(n):
-            if tokens[i] < 0 or tokens[i] >= self.n_vocab:
-                raise IndexError(f"token {tokens[i]} (at {i}) is outside [0, {self.n_vocab})")
-        if n == 0:
-            return b""
-        if n > (INT32_MAX - 64) // 8:
-            raise ValueError(f"{n} tokens are too many: the limit is {(INT32_MAX - 64) // 8}")
-        out.resize(8 * n + 64)
-        while True:
-            got = lib.detokenize(
-                self.vocab, &tokens[0], <int32_t>n, out.data(), <int32_t>out.size(),
-                remove_special, unparse_special)
-            if got == lib.CAUGHT:
-                raise _caught_error("detokenize")
-            if got >= 0:
-                return out.data()[:got]
-            out.resize(<size_t>(-got))
+        out.resize(4096 + 64 * tokens.shape[0])
+        got = lib.detokenize_whole(
+            self.vocab, &tokens[0], <int32_t>tokens.shape[0], out.data(), <int32_t>out.size(),
+            remove_special, unparse_special)
+        if got < 0:
+            raise _caught_error("detokenize_whole")
+        return out.data()[:got]
 
     def token_to_piece(self, token, bint special):
         """Call ``llama_token_to_piece`` and return bytes."""

@@ -1,5 +1,6 @@
 // See text.h.
 #include "guarded.h"
+#include "interrupt.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -12,8 +13,6 @@ namespace pykv {
 namespace {
 
 constexpr int SPECIAL = LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_USER_DEFINED | LLAMA_TOKEN_ATTR_UNKNOWN;
-
-constexpr size_t STRETCH = 1 << 18;
 
 bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
@@ -84,10 +83,12 @@ std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool
     const auto            key = [](const special & one, size_t at) { return uint64_t(one.rank) << 32 | at; };
     std::vector<uint64_t> found;
     for (size_t at = 0; at < size; ++at) {
+        look_at(at);
         const uint8_t lead = static_cast<uint8_t>(text[at]);
         if (first[lead] == first[lead + 1]) {
             continue;
         }
+        look();
         if (const special * one = find(text, at, size, parse_special)) {
             found.push_back(key(*one, at));
         }
@@ -104,6 +105,7 @@ std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool
     // Places where the best did not fit any more, with the next best.
     std::priority_queue<uint64_t, std::vector<uint64_t>, std::greater<uint64_t>> again;
     for (size_t next = 0; next < found.size() || !again.empty();) {
+        look();
         uint64_t which;
         if (again.empty() || (next < found.size() && found[next] < again.top())) {
             which = found[next++];
@@ -219,48 +221,35 @@ void text_vocab::append(const char * text, size_t size, bool add_special, std::v
     }
 }
 
-void text_vocab::begin(const char * text, size_t size, bool add_special, bool parse_special, token_list & list) const {
-    list.begun   = true;
+void text_vocab::tokenize(const char * text, size_t size, bool add_special, bool parse_special, token_list & list) const {
     list.problem = missing_special(add_special);
     if (!list.problem.empty()) {
         return;
     }
-    list.parts = partition(text, size, parse_special);
-    std::vector<llama_token> around;
+    std::vector<llama_token> & out = list.tokens;
+    std::vector<llama_token>   around;
     append("", 0, add_special, around);
     const bool begins = llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_WPM || llama_vocab_get_add_bos(vocab);
     const auto front  = around.begin() + (begins && !around.empty() ? 1 : 0);
-    list.tokens.assign(around.begin(), front);
-    list.behind.assign(front, around.end());
-}
-
-void text_vocab::tokenize(const char * text, size_t size, bool add_special, bool parse_special, token_list & list) const {
-    if (!list.begun) {
-        begin(text, size, add_special, parse_special, list);
-    }
-    std::vector<llama_token> & out = list.tokens;
+    out.assign(around.begin(), front);
     try {
-        for (size_t seen = 0; list.problem.empty() && list.next < list.parts.size() && seen < STRETCH; ++list.next) {
-            const fragment & one = list.parts[list.next];
+        for (const fragment & one : partition(text, size, parse_special)) {
+            look();
             if (one.token >= 0) {
                 out.push_back(one.token);
             } else {
                 // It stands behind a special token or at the start: llama.cpp, too, begins it anew.
                 append(text + one.begin, one.end - one.begin, false, out);
             }
-            seen += one.end - one.begin + 16;
         }
     } catch (const std::out_of_range &) {
         list.problem = missing_byte(text, size);
-    }
-    if (list.problem.empty() && list.next < list.parts.size()) {
         return;
     }
-    list.done = true;
     if (add_special && llama_vocab_get_add_bos(vocab) && out.size() > 1 && out[0] == out[1] && out[0] == llama_vocab_bos(vocab)) {
         log_warning("tokenize: the text begins with a BOS token, and one was added before it\n");
     }
-    out.insert(out.end(), list.behind.begin(), list.behind.end());
+    out.insert(out.end(), front, around.end());
     const llama_token n_vocab = llama_vocab_n_tokens(vocab);
     if (std::any_of(out.begin(), out.end(), [=](llama_token token) { return token < 0 || token >= n_vocab; })) {
         list.problem = "the vocabulary has no token for a part of the text, and no unknown token to stand for it";

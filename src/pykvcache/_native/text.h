@@ -18,14 +18,9 @@ struct fragment {
     llama_token token;
 };
 
-// A text on its way to tokens, a stretch of it at a time.
 struct token_list {
     std::vector<llama_token> tokens;
     std::string              problem;  // why there are none: what the vocabulary lacks
-    std::vector<fragment>    parts;
-    std::vector<llama_token> behind;  // what is added at the end
-    size_t                   next  = 0;
-    bool                     begun = false, done = false;
 };
 
 class text_vocab {
@@ -36,7 +31,6 @@ public:
     // The special tokens of a text, longest first as llama.cpp takes them, and what lies between.
     std::vector<fragment> partition(const char * text, size_t size, bool parse_special) const;
 
-    // Call until `done`: in between the caller may look whether it is to go on.
     void tokenize(const char * text, size_t size, bool add_special, bool parse_special, token_list & list) const;
 
 private:
@@ -51,7 +45,6 @@ private:
     const special * find(const char * text, size_t at, size_t end, bool parse_special) const;
     std::string     missing_special(bool add_special) const;
     std::string     missing_byte(const char * text, size_t size) const;
-    void            begin(const char * text, size_t size, bool add_special, bool parse_special, token_list & list) const;
     void            append(const char * text, size_t size, bool add_special, std::vector<llama_token> & out) const;
 
     const llama_vocab *   vocab = nullptr;
@@ -62,5 +55,9 @@ private:
 
 // What SentencePiece makes of a text without special tokens.
 void tokenize_spm(const llama_vocab & vocab, const char * text, size_t size, std::vector<llama_token> & out);
+
+// llama_detokenize, whose 32-bit sum of bytes wraps, into a text of `limit` bytes at most; false if it is longer.
+bool detokenize_to(const llama_vocab & vocab, const std::vector<llama_token> & tokens, bool remove_special,
+                   bool unparse_special, size_t limit, std::string & out);
 
 }  // namespace pykv

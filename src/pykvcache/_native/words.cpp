@@ -2,12 +2,31 @@
 //
 // llama.cpp's unicode.cpp is compiled here, inside the library `llama`, with two functions under
 // other names: what went through std::regex goes through matcher.h, and bytes that are no Unicode
-// cost no exception each. The splitters that llama.cpp wrote by hand stay in use.
+// cost no exception each. The splitters that llama.cpp wrote by hand stay in use; at each character
+// they look whether they are to go on.
+#include <algorithm>
+#include <cassert>
+#include <map>
+#include <regex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "interrupt.h"
+
 #define unicode_regex_split unicode_regex_split_std
 #define unicode_cpts_from_utf8 unicode_cpts_from_utf8_std
+#define _get_flags(at) _get_flags((pykv::look(), at))
+#define upper_bound(first, ...) upper_bound((pykv::look(), first), __VA_ARGS__)
+#define lower_bound(first, ...) lower_bound((pykv::look(), first), __VA_ARGS__)
 #include "unicode.cpp"
 #undef unicode_regex_split
 #undef unicode_cpts_from_utf8
+#undef _get_flags
+#undef upper_bound
+#undef lower_bound
 
 #include <array>
 #include <cstring>
@@ -185,6 +204,7 @@ std::vector<uint32_t> unicode_cpts_from_utf8(const std::string & text) {
         const size_t size = read_character(text, at, cpt);
         result.push_back(size ? cpt : REPLACEMENT);
         at += size ? size : 1;
+        pykv::look_at(result.size());
     }
     return result;
 }
@@ -196,8 +216,9 @@ std::vector<std::string> unicode_regex_split(const std::string & raw, const std:
     }
     std::string text;  // as the splitters written by hand decode it to the same characters
     text.reserve(raw.size());
-    for (const uint32_t cpt : cpts) {
-        append_utf8(text, cpt);
+    for (size_t i = 0; i < cpts.size(); ++i) {
+        append_utf8(text, cpts[i]);
+        pykv::look_at(i);
     }
     std::vector<uint8_t>  collapsed;
     std::vector<uint32_t> wide;
@@ -212,14 +233,21 @@ std::vector<std::string> unicode_regex_split(const std::string & raw, const std:
         if (found.collapsed) {
             if (collapsed.empty()) {
                 collapsed.resize(cpts.size());
-                std::transform(cpts.begin(), cpts.end(), collapsed.begin(), collapse);
+                for (size_t i = 0; i < cpts.size(); ++i) {
+                    collapsed[i] = collapse(cpts[i]);
+                    pykv::look_at(i);
+                }
             }
             lengths = split(found.what, collapsed, lengths);
         } else {
             if (wide.empty()) {
                 wide = cpts;
-                std::replace_if(wide.begin(), wide.end(),
-                                [](uint32_t c) { return c > 0x7F && unicode_cpt_flags_from_cpt(c).is_whitespace; }, SPACE);
+                for (size_t i = 0; i < wide.size(); ++i) {
+                    if (wide[i] > 0x7F && unicode_cpt_flags_from_cpt(wide[i]).is_whitespace) {
+                        wide[i] = SPACE;
+                    }
+                    pykv::look_at(i);
+                }
             }
             lengths = split(found.what, wide, lengths);
         }
@@ -236,6 +264,7 @@ std::vector<std::string> unicode_regex_split(const std::string & raw, const std:
     size_t at = 0;  // in text
     size_t i  = 0;  // in cpts
     for (const size_t length : lengths) {
+        pykv::look();
         const size_t begin = at;
         for (const size_t end = i + length; i < end; ++i) {
             at += cpts[i] < 0x80 ? 1 : cpts[i] < 0x800 ? 2 : cpts[i] < 0x10000 ? 3 : 4;

@@ -306,7 +306,7 @@ class LlamaModel:
         return self._native.tokenize(text, bool(add_special), bool(parse_special))
 
     def detokenize(self, tokens: TokenInput, *, special: bool = False) -> str:
-        """Convert tokens to text (``llama_detokenize``).
+        """Convert tokens to text of up to 2 GiB (``llama_detokenize``).
 
         Parameters
         ----------
@@ -318,12 +318,10 @@ class LlamaModel:
         Returns
         -------
         str
-            Bytes that are not UTF-8 (a character cut in two) become U+FFFD; past 2 GiB a ValueError.
+            Bytes that are not UTF-8 (a character cut in two) become U+FFFD.
         """
-        ids, limit = as_token_array(tokens), TEXT_BYTES_MAX
-        return self._native.detokenize(ids, not special, bool(special), limit).decode(
-            errors="replace"
-        )
+        flags = (not special, bool(special), TEXT_BYTES_MAX)
+        return self._native.detokenize(as_token_array(tokens), *flags).decode("utf-8", "replace")
 
     def token_to_piece(self, token: SupportsIndex, *, special: bool = False) -> bytes:
         """Return the bytes of one token (``llama_token_to_piece``)."""

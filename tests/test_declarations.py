@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NATIVE = Path(__file__).resolve().parents[1] / "src" / "pykvcache" / "_native"
-OUR_DECLARATIONS = ("libprobe.pxd", "libstate.pxd")
+OUR_DECLARATIONS = ("libprobe.pxd", "libsampler.pxd", "libstate.pxd")
 
 READERS = {
     "probe.h": "heads_divisible kind class_name why_no_shift bounded picks_blocks windowed "

@@ -1,6 +1,6 @@
 # Running what batch.pxi has checked.
 
-cdef class Context(Batch):
+cdef class Decoding(Batch):
     """``llama_decode`` and ``llama_encode`` behind checks."""
 
     cdef readonly int64_t tokens_evaluated

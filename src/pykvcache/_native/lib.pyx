@@ -26,9 +26,11 @@ from libcpp.vector cimport vector
 from pykvcache._native cimport libstate as lib
 
 import atexit
+import collections
 import logging
 import os
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -78,3 +80,6 @@ include "outputs.pxi"
 include "batch.pxi"
 include "decode.pxi"
 include "sampler.pxi"
+include "lanes.pxi"
+include "steps.pxi"
+include "turns.pxi"

@@ -36,6 +36,10 @@ cdef extern from "llama.h" nogil:
         float logit
         float p
 
+    ctypedef struct llama_logit_bias:
+        llama_token token
+        float bias
+
     ctypedef struct llama_token_data_array:
         llama_token_data* data
         size_t size

@@ -8,6 +8,7 @@ from libcpp.string cimport string
 from libcpp.vector cimport vector
 
 from pykvcache._native.libllama cimport *
+from pykvcache._native.libsampler cimport *
 
 
 cdef extern from "text.h" namespace "pykv" nogil:
@@ -259,29 +260,3 @@ cdef extern from "sync.h" namespace "pykv" nogil:
         void finish()
 
     load_gate loads
-
-
-cdef extern from "probe_sampler.h" namespace "pykv" nogil:
-    struct sampler_settings:
-        int32_t penalty_last_n
-        float repeat_penalty
-        float frequency_penalty
-        float presence_penalty
-        int32_t top_k
-        float top_p
-        float min_p
-        float temperature
-        bool greedy
-        uint32_t seed
-
-    struct grammar_fault:
-        string why
-        int64_t at
-
-    llama_sampler* sampler_penalties(const sampler_settings&)
-    llama_sampler* sampler_cuts(const sampler_settings&)
-    llama_sampler* sampler_choice(const sampler_settings&)
-    llama_sampler* sampler_clone(const llama_sampler*)
-    int32_t sampler_reset(llama_sampler*)
-    int32_t find_grammar_fault(const llama_vocab*, const char* grammar, grammar_fault& fault)
-    int32_t grammar_rule_name(const llama_vocab*, const char* grammar, uint32_t index, string& name)

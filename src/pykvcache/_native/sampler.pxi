@@ -1,9 +1,5 @@
 # A choice in stages: bias, grammar, penalties, cuts and temperature, one token.
 
-# What a division by a temperature may reach before infinity; float32 ends at 3.4e38.
-cdef float _LOGIT_MAX = 1e38
-
-
 # A grammar is followed by one call of llama.cpp's in the other for each character of a token.
 cdef enum:
     PIECE_MAX = 2048
@@ -12,24 +8,24 @@ cdef enum:
 cdef class Sampler:
     """Own the ``llama_sampler`` of each stage; the grammar keeps its model."""
 
-    cdef lib.llama_sampler* grammar
-    cdef lib.llama_sampler* penalties
-    cdef lib.llama_sampler* cuts
-    cdef lib.llama_sampler* choice
+    cdef lib.chooser it
     cdef Model model
     cdef shared_ptr[lib.llama_model] model_ref
     cdef vector[lib.llama_token_data] candidates
     cdef dict params
-    cdef tuple bias
-    cdef float temperature
+    # The highest token that the bias names; -1 without one.
+    cdef int32_t last_bias
     # Of the last logits, or the grammar's model; 0 before.
     cdef int32_t n_vocab
 
     def __cinit__(self, dict params not None, Model model, Sampler source=None):
         cdef lib.sampler_settings s
         self.params = params
-        self.bias = tuple(params["logit_bias"].items())
-        self.temperature = params["temperature"]
+        self.it.temperature = params["temperature"]
+        self.last_bias = -1
+        for token, bias in params["logit_bias"].items():
+            self.it.bias.push_back(lib.llama_logit_bias(token, bias))
+            self.last_bias = max(self.last_bias, <int32_t>token)
         self.model = model
         if source is not None:
             self.take(source)
@@ -44,29 +40,22 @@ cdef class Sampler:
                 raise ValueError("a grammar needs a model")
             self.parse(params["grammar"].encode(), params["grammar_root"].encode())
         if s.penalty_last_n and (s.repeat_penalty != 1 or s.frequency_penalty or s.presence_penalty):
-            self.penalties = _made(lib.sampler_penalties(s))
+            self.it.penalties = _made(lib.sampler_penalties(s))
         if not s.greedy:
-            self.cuts = _made(lib.sampler_cuts(s))
-        self.choice = _made(lib.sampler_choice(s))
-
-    def __dealloc__(self):
-        # Each takes NULL.
-        lib.llama_sampler_free(self.grammar)
-        lib.llama_sampler_free(self.penalties)
-        lib.llama_sampler_free(self.cuts)
-        lib.llama_sampler_free(self.choice)
+            self.it.cuts = _made(lib.sampler_cuts(s))
+        self.it.choice = _made(lib.sampler_choice(s))
 
     cdef int take(self, Sampler source) except -1:
         """Copy the stages of another sampler with their history."""
         self.model_ref = source.model_ref
         self.n_vocab = source.n_vocab
-        self.grammar = _copied(source.grammar)
-        self.penalties = _copied(source.penalties)
-        self.cuts = _copied(source.cuts)
+        self.it.grammar = _copied(source.it.grammar)
+        self.it.penalties = _copied(source.it.penalties)
+        self.it.cuts = _copied(source.it.cuts)
         if self.params["seed"] == source.params["seed"]:
-            self.choice = _copied(source.choice)
+            self.it.choice = _copied(source.it.choice)
         else:
-            self.choice = _made(lib.sampler_choice(_settings(self.params)))
+            self.it.choice = _made(lib.sampler_choice(_settings(self.params)))
         return 0
 
     cdef int check_pieces(self) except -1:
@@ -93,10 +82,10 @@ cdef class Sampler:
             raise _caught_error("grammar")
         if fault.why.empty():
             lib.begin_notes()
-            self.grammar = lib.sampler_grammar(self.model.vocab, text, root)
+            self.it.grammar = lib.sampler_grammar(self.model.vocab, text, root)
             notes = _notes()
             _drain_log()
-            if self.grammar != NULL:
+            if self.it.grammar != NULL:
                 return 0
             if lib.caught_memory():
                 raise _caught_error("grammar")
@@ -122,8 +111,8 @@ cdef class Sampler:
 
     def reset(self):
         """Forget the tokens that were accepted; the seed and the grammar start again."""
-        if (lib.sampler_reset(self.grammar) == lib.CAUGHT or lib.sampler_reset(self.penalties) == lib.CAUGHT
-                or lib.sampler_reset(self.choice) == lib.CAUGHT):
+        if (lib.sampler_reset(self.it.grammar) == lib.CAUGHT or lib.sampler_reset(self.it.penalties) == lib.CAUGHT
+                or lib.sampler_reset(self.it.choice) == lib.CAUGHT):
             raise _caught_error("reset")
 
     def clone(self, dict params not None):
@@ -139,48 +128,45 @@ cdef class Sampler:
             t = model.check_token(token)
         else:
             t = _token(token, self.n_vocab or INT32_MAX)
-        if grammar and self.grammar != NULL:
+        if grammar and self.it.grammar != NULL:
             # A token that does not fit leaves a grammar in which nothing fits any more.
-            ahead = _copied(self.grammar)
+            ahead = _copied(self.it.grammar)
             if lib.sampler_accept(ahead, t) == lib.CAUGHT:
                 lib.llama_sampler_free(ahead)
                 if lib.caught_memory():
                     raise _caught_error("accept")
                 raise ValueError(f"the grammar does not allow token {t} here")
-        if self.penalties != NULL and lib.sampler_accept(self.penalties, t) == lib.CAUGHT:
+        if self.it.penalties != NULL and lib.sampler_accept(self.it.penalties, t) == lib.CAUGHT:
             if ahead != NULL:
                 lib.llama_sampler_free(ahead)
             raise _caught_error("accept")
         if ahead != NULL:
-            lib.llama_sampler_free(self.grammar)
-            self.grammar = ahead
+            lib.llama_sampler_free(self.it.grammar)
+            self.it.grammar = ahead
 
-    def sample(self, Context ctx, const float[::1] row not None):
+    def sample(self, Decoding ctx, const float[::1] row not None):
         """Choose a token from logits, those of a context or the caller's, and accept it."""
-        cdef lib.llama_token_data_array found
-        cdef int32_t token
-        self.narrow(ctx, row, &found)
-        if lib.sampler_apply(self.choice, &found) == lib.CAUGHT:
-            raise _caught_error("sample")
-        if found.selected < 0 or <size_t>found.selected >= found.size:
-            raise InternalError("the sampler chain selected nothing")
-        token = found.data[found.selected].id
-        if self.grammar != NULL and lib.sampler_accept(self.grammar, token) == lib.CAUGHT:
-            raise _caught_error("grammar")
-        if self.penalties != NULL and lib.sampler_accept(self.penalties, token) == lib.CAUGHT:
-            raise _caught_error("accept")
+        cdef int32_t n = self.check_row(ctx, row), token = 0
+        cdef int32_t code = self.it.choose(&row[0], n, self.candidates, token)
+        if code != lib.CHOSEN:
+            raise self.problem(code, ctx is None)
+        self.n_vocab = n
         return token
 
-    def logprobs(self, Context ctx, const float[::1] row not None):
+    def logprobs(self, Decoding ctx, const float[::1] row not None):
         """Return the logarithm of each token's chance to be sampled next; accepts nothing."""
         cdef lib.llama_token_data_array found
         cdef double total = 0, largest
         cdef size_t t
+        cdef int32_t code
         result = np.full(row.shape[0], -np.inf, np.float32)
         cdef float[::1] out = result
-        self.narrow(ctx, row, &found)
-        if self.cuts == NULL:
-            if lib.sampler_apply(self.choice, &found) == lib.CAUGHT:
+        code = self.it.narrow(&row[0], self.check_row(ctx, row), self.candidates)
+        if code != lib.CHOSEN:
+            raise self.problem(code, ctx is None)
+        found = self.it.found
+        if self.it.cuts == NULL:
+            if lib.sampler_apply(self.it.choice, &found) == lib.CAUGHT:
                 raise _caught_error("logprobs")
             out[found.data[found.selected].id] = 0
             return result
@@ -194,73 +180,47 @@ cdef class Sampler:
             out[found.data[t].id] = <float>(found.data[t].logit - largest - total)
         return result
 
-    cdef int narrow(self, Context ctx, const float[::1] row, lib.llama_token_data_array* found) except -1:
-        """Make the candidates and apply all but the choice; nothing is accepted."""
-        cdef float largest
-        self.fill(ctx, row)
-        found.data = self.candidates.data()
-        found.size = self.candidates.size()
-        found.selected = -1
-        found.sorted = False
-        if self.grammar != NULL and lib.sampler_apply(self.grammar, found) == lib.CAUGHT:
-            raise _caught_error("grammar")
-        if self.penalties != NULL and lib.sampler_apply(self.penalties, found) == lib.CAUGHT:
-            raise _caught_error("sample")
-        largest = self.largest(found)
-        if self.cuts != NULL:
-            # Divided by the temperature the largest must stay finite: infinity less itself is NaN.
-            if largest > _LOGIT_MAX * self.temperature or -largest > _LOGIT_MAX * self.temperature:
-                for t in range(found.size):
-                    found.data[t].logit -= largest
-            if lib.sampler_apply(self.cuts, found) == lib.CAUGHT:
-                raise _caught_error("sample")
-        return 0
+    cdef int32_t check_row(self, Decoding ctx, const float[::1] row) except -1:
+        """How many logits there are, if they are for this sampler."""
+        cdef Py_ssize_t n = row.shape[0]
+        self.check_model(None if ctx is None else ctx.model, n)
+        return <int32_t>n
 
-    cdef int fill(self, Context ctx, const float[::1] row) except -1:
-        cdef Py_ssize_t t, n = row.shape[0]
-        cdef int32_t token
-        cdef float bias
-        if self.grammar != NULL:
-            if ctx is not None and ctx.model is not self.model:
+    cdef int check_model(self, Model model, Py_ssize_t n) except -1:
+        if self.it.grammar != NULL:
+            if model is not None and model is not self.model:
                 raise ValueError("the sampler's grammar was made for another model")
             if n != self.model.n_vocab:
                 raise ValueError(
                     f"{n} logits given: the grammar's model has {self.model.n_vocab} tokens")
-        self.check_bias(n)
-        self.candidates.resize(n)
-        for t in range(n):
-            # NaN, and infinity: among several of it nothing is likelier than the rest.
-            if not row[t] < INFINITY:
-                raise (ValueError if ctx is None else DecodeError)(
-                    f"the logit of token {t} is {'NaN' if row[t] != row[t] else 'infinite'}: "
-                    "nothing can be sampled from these logits")
-            self.candidates[t].id = <int32_t>t
-            self.candidates[t].logit = row[t]
-            self.candidates[t].p = 0
-        for token, bias in self.bias:
-            self.candidates[token].logit += bias
-        self.n_vocab = <int32_t>n
-        return 0
+        return self.check_bias(n)
 
     cdef int check_bias(self, Py_ssize_t n) except -1:
-        for token, _ in self.bias:
-            if token >= n:
-                raise IndexError(f"logit_bias names token {token}: it is outside [0, {n})")
+        if self.last_bias >= n:
+            for token in self.params["logit_bias"]:
+                if token >= n:
+                    raise IndexError(f"logit_bias names token {token}: it is outside [0, {n})")
         return 0
 
-    cdef float largest(self, lib.llama_token_data_array* found) except? -1:
-        cdef float largest = -INFINITY
-        cdef size_t t
-        for t in range(found.size):
-            largest = max(largest, found.data[t].logit)
-        if largest == INFINITY:
-            raise DecodeError("bias and penalties make a logit infinite: choose smaller ones")
-        if largest == -INFINITY:
-            if self.grammar == NULL:
-                raise DecodeError("no token is left: logits, logit_bias and penalties exclude them all")
-            raise DecodeError(
-                "the grammar allows no further token" + (" beside logit_bias" if self.bias else ""))
-        return largest
+    cdef object problem(self, int32_t code, bint is_callers):
+        """What to raise where no token was chosen."""
+        cdef int32_t where = self.it.where
+        if code == lib.CAUGHT:
+            stage = self.it.stage
+            return _caught_error("grammar" if stage == lib.STAGE_GRAMMAR else
+                                 "accept" if stage == lib.STAGE_ACCEPT else "sample")
+        if code == lib.CHOICE_NAN or code == lib.CHOICE_INFINITE:
+            return (ValueError if is_callers else DecodeError)(
+                f"the logit of token {where} is {'NaN' if code == lib.CHOICE_NAN else 'infinite'}: "
+                "nothing can be sampled from these logits")
+        if code == lib.CHOICE_TOO_LARGE:
+            return DecodeError("bias and penalties make a logit infinite: choose smaller ones")
+        if code == lib.CHOICE_NOTHING:
+            return InternalError("the sampler chain selected nothing")
+        if self.it.grammar == NULL:
+            return DecodeError("no token is left: logits, logit_bias and penalties exclude them all")
+        return DecodeError(
+            "the grammar allows no further token" + (" beside logit_bias" if self.it.bias.size() else ""))
 
 
 cdef lib.sampler_settings _settings(dict params):

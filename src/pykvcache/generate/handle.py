@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._convert import IntArray
+from pykvcache._native import lib
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import Stop, TextStream
@@ -81,22 +82,29 @@ class GenerationHandle:
         self._driver = driver
         self._sequence = sequence
         self._cells = sequence._cells
-        self._left = max_tokens
-        self._sampler = sampler
         self._stop = stop
-        self._stream = TextStream(stop.strings) if stop.strings else None
-        self._stopped_text: list[str] = []
+        self._stream = TextStream(stop.strings)
+        self._seen = 0  # tokens that `_look` has looked at
+        self._text: str | None = None
+        self._lane = lib.Lane(
+            sequence._cells.ledger,
+            sampler.native,
+            max_tokens,
+            stop.tokens,
+            bool(stop.strings or n_logprobs),
+            n_logprobs > 0,
+        )
         self._n_logprobs = n_logprobs
         self._priority = priority
         self._order = order
         self._owns = owns
         self._siblings: list[GenerationHandle] = []
-        self._tokens: list[int] = []
+        self._tokens = self._lane.tokens
         self._logprobs: list[dict[int, float]] = []
         self._finish: FinishReason | None = None
         self._error: Exception | None = None
         self._abort = False
-        self.times = RequestTimes()
+        self.times = RequestTimes(tokens=self._lane.times)
 
     # What has come of it ----------------------------------------------------------------------
 
@@ -111,14 +119,14 @@ class GenerationHandle:
 
         Characters whose bytes are not all there are left out until the end.
         """
-        if self._stream is not None:
-            # The stream has searched for stop strings as the tokens came.
-            return "".join(self._stopped_text)
-        model = self._sequence.context.model
-        kept = [t for t in list(self._tokens) if t not in self._stop.tokens]
-        stream = TextStream()
-        text = "".join(stream.feed(model.token_to_piece(token)) for token in kept)
-        return text + stream.finish() if self._finish is not None else text
+        return self._replay(self._finish is not None) if self._text is None else self._text
+
+    def _replay(self, ended: bool) -> str:
+        stream, text = TextStream(self._stop.strings), ""
+        for token in list(self._tokens):
+            if token not in self._stop.tokens:
+                text += stream.feed(self._sequence.context.model.token_to_piece(token))
+        return text + stream.finish() if ended else text
 
     @property
     def logprobs(self) -> list[dict[int, float]]:
@@ -189,34 +197,41 @@ class GenerationHandle:
 
     # For the generator ------------------------------------------------------------------------
 
-    def _take(self, row: npt.NDArray[np.float32]) -> int | None:
-        """Choose a token from logits and append it; None where that ended it."""
-        native = self._sequence.context.native
-        token = self._sampler.native.sample(native, row)
-        if native.is_eog(token):
+    def _look(self) -> None:
+        """See what the last tokens are: the end, perhaps. What is interrupted begins again."""
+        try:
+            self._read()
+        except BaseException:
+            self._stream, self._seen = TextStream(self._stop.strings), 0
+            raise
+        lane, tokens = self._lane, self._tokens
+        if lane.error is not None:
+            self._end("error", lane.error)
+        elif (
+            lane.is_over
+            or self._stream.stopped is not None
+            or (tokens and tokens[-1] in self._stop.tokens)
+        ):
             self._end("stop")
-            return None
-        self._sequence._append_one(token)
-        if self._n_logprobs:
-            self._logprobs.append(likeliest(row, self._n_logprobs, token))
-        self._tokens.append(token)
-        self.times.tokens.append(time.perf_counter())
-        self._left -= 1
-        if token in self._stop.tokens:
-            self._end("stop")
-        elif self._stream is not None:
-            piece = self._sequence.context.model.token_to_piece(token)
-            self._stopped_text.append(self._stream.feed(piece))
-            if self._stream.stopped is not None:
-                self._end("stop")
-        if self._finish is None and self._left <= 0:
+        elif lane.is_full:
             self._end("length")
-        return token
+
+    def _read(self) -> None:
+        """Search the new tokens for stop strings, and make their log-probabilities."""
+        tokens, rows = self._tokens, self._lane.rows
+        for i in range(self._seen, len(tokens)):
+            if self._n_logprobs and len(self._logprobs) == i:
+                row = rows[i - len(tokens)]
+                self._logprobs.append(likeliest(row, self._n_logprobs, tokens[i]))
+            if self._stop.strings and tokens[i] not in self._stop.tokens:
+                self._stream.feed(self._sequence.context.model.token_to_piece(tokens[i]))
+            self._seen = i + 1
+        rows.clear()
 
     def _end(self, reason: FinishReason, error: Exception | None = None) -> None:
         if self._finish is None:
-            if self._stream is not None:
-                self._stopped_text.append(self._stream.finish())
+            if self._stop.strings:
+                self._text = self._replay(True)
             self._error = error
             self.times.finished = time.perf_counter()
             self._finish = reason

@@ -11,6 +11,7 @@ from pykvcache.generate.handle import GenerationHandle
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sequence.ledger import common_prefix
+from pykvcache.sequence.member import Stage
 from pykvcache.sequence.pool import SequencePool
 
 __all__ = ["Schedule"]
@@ -34,7 +35,8 @@ class Schedule:
     """The requests of one generator. The pool's lock is held.
 
     Within a step those that run are pinned: the pool parks none of them for somebody else. Between
-    two steps they are idle like any other sequence.
+    two steps they are idle like any other sequence. Whoever moves from one list to the other stands
+    in both for a moment: an interrupt loses nobody.
     """
 
     def __init__(
@@ -50,22 +52,16 @@ class Schedule:
         self.max_sequences = max_sequences
         self.waiting: list[GenerationHandle] = []
         self.running: list[GenerationHandle] = []
-        self._stepping = False
+        self._stage = Stage()
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
         """Pin those that run, and those that come to run, while this is open."""
-        self._pin(1)
-        self._stepping = True
+        self._stage.is_on = True
         try:
             yield
         finally:
-            self._stepping = False
-            self._pin(-1)
-
-    def _pin(self, n: int) -> None:
-        for handle in self.running:
-            handle._cells.pins += n
+            self._stage.is_on = False
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -79,21 +75,25 @@ class Schedule:
         i = 0
         while i < len(self.waiting):
             head = self.waiting[i]
+            if head in self.running:
+                del self.waiting[i]
+                continue
             if self._waits_for_prefix(head):
                 i += 1
                 continue
             if self.running and not self._fits(head):
-                last = max(self.running, key=rank)
+                last = self.running[-1]
                 if last._priority >= head._priority:
                     return
                 self.suspend(last)
                 i = self.waiting.index(head)
                 continue
             # Running before it is attached: what it needs then is parked for it.
-            del self.waiting[i]
             if self.cache is not None and isinstance(head._sequence, CachedSequence):
                 self.cache._renew(head._sequence)
-            self._run(head)
+            head._cells.stage = self._stage
+            insort(self.running, head, key=rank)
+            del self.waiting[i]
 
     def _waits_for_prefix(self, head: GenerationHandle) -> bool:
         """Whether one that runs is evaluating what this one begins with."""
@@ -113,10 +113,6 @@ class Schedule:
                     return True
         return False
 
-    def _run(self, handle: GenerationHandle) -> None:
-        handle._cells.pins += self._stepping
-        insort(self.running, handle, key=rank)
-
     def _fits(self, head: GenerationHandle) -> bool:
         if len(self.running) >= self.max_sequences:
             return False
@@ -130,9 +126,9 @@ class Schedule:
 
     def suspend(self, handle: GenerationHandle) -> None:
         """Park one that runs; it goes on when there is room again."""
+        self.add(handle)
         self._stop(handle)
         handle._cells.park()
-        self.add(handle)
 
     def make_room(self) -> bool:
         """Let somebody leave: the idle first, then who came last; False if one is left alone."""
@@ -140,18 +136,18 @@ class Schedule:
             return True
         if len(self.running) < 2:
             return False
-        self.suspend(max(self.running, key=rank))
+        self.suspend(self.running[-1])
         return True
 
     def remove(self, handle: GenerationHandle) -> None:
         """Forget one that has ended; what is its own is freed."""
-        if handle in self.running:
-            self._stop(handle)
-        else:
+        self._stop(handle)
+        if handle in self.waiting:
             self.waiting.remove(handle)
         if handle._owns:
             handle._sequence.close()
 
     def _stop(self, handle: GenerationHandle) -> None:
-        self.running.remove(handle)
-        handle._cells.pins -= self._stepping
+        if handle in self.running:
+            self.running.remove(handle)
+            handle._cells.stage = None

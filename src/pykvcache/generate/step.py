@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pykvcache._native import lib
-from pykvcache.errors import ClosedError, DecodeAborted, KvCacheError, NoKvCacheSlot
+from pykvcache.errors import ClosedError, DecodeAborted, NoKvCacheSlot
 from pykvcache.generate.handle import FinishReason, GenerationHandle
 from pykvcache.generate.schedule import Schedule
+from pykvcache.sequence.cells import Row, SequenceCells
 
 __all__ = ["Stepper"]
 
@@ -23,7 +24,11 @@ class Share(NamedTuple):
 
 
 class Stepper:
-    """Makes a batch of what is pending, decodes it and hands the logits out."""
+    """Makes a batch of what is pending, decodes it and hands the logits out.
+
+    As long as the same requests run and nobody else touches their sequences, a step is one call of
+    the compiled layer: it verifies that by one number, decodes, chooses and appends.
+    """
 
     def __init__(self, schedule: Schedule, n_chunk: int) -> None:
         self._schedule = schedule
@@ -33,34 +38,104 @@ class Stepper:
         self._n_batch = ctx.n_batch
         self.aborted = False  # whether a handle was, of those that wait perhaps
         self._rows = lib.Rows(max(16, schedule.max_sequences), 1)
+        self._looks: list[GenerationHandle] = []  # those whose last token is to be looked at
+        self._group: lib.Group | None = None
+        self._cells: tuple[SequenceCells, ...] = ()  # of the group
+        self._turns = 0  # of the pool, when the group was known to be true
 
     def step(self) -> list[tuple[GenerationHandle, int]]:
         """Make one decode; return the tokens that came of it."""
+        pool = self._schedule.pool
+        if self._looks:
+            self._look()
+        # Nobody had the pool since the last step but this one.
+        if self._group is not None and not self.aborted and pool.turns == self._turns + 1:
+            made = self._step_together(self._group)
+            if made is not None:
+                self._turns = pool.turns
+                return made
+        self._group = None
         with self._schedule.pinned():
-            return self._step()
+            made = self._step()
+        self._turns = pool.turns
+        return made
+
+    def _step_together(self, group: lib.Group) -> list[tuple[GenerationHandle, int]] | None:
+        """Make a step where nothing has changed; None, and nothing done, where something has."""
+        looks = self._looks
+        try:
+            made = self._native.step(group, looks)
+        except NoKvCacheSlot:
+            return None
+        except BaseException:
+            self._group = None
+            looks[:] = self._schedule.running
+            raise
+        if made is not None:
+            self._schedule.pool.count_step(*self._cells)
+            if looks:
+                self._look()
+                if self._group is None and not self._schedule.waiting:
+                    self._regroup()
+        return made
+
+    def _look(self) -> None:
+        """See to requests whose last token may be the end; also after an interrupt."""
+        while self._looks:
+            handle = self._looks[-1]
+            handle._look()
+            if handle._finish is not None:
+                self._group = None
+                self._schedule.remove(handle)
+            self._looks.pop()
 
     def _step(self) -> list[tuple[GenerationHandle, int]]:
         schedule = self._schedule
         self._drop_aborted()
         made: list[tuple[GenerationHandle, int]] = []
         schedule.admit()
-        while True:
+        before = schedule.running.copy(), schedule.waiting.copy()
+        rows = None
+        while rows is None:
             if not schedule.running:
                 return made
             try:
                 shares = self._collect(made)
-                if shares:
-                    self._decode(shares)
-                break
+                if not shares:
+                    return made
+                rows = self._decode(shares)
             except NoKvCacheSlot:
                 if not schedule.make_room():
                     self._end(schedule.running[0], "full")
-        for share in shares:
-            if share.row >= 0:
-                self._advance(share.handle, self._native.logits(share.row), made)
-        if shares:
-            schedule.pool.count_step(*(h._cells for h in schedule.running))
+        for share, row in zip(shares, rows, strict=True):
+            if row is not None:
+                self._advance(share.handle, row, made)
+        schedule.pool.count_step(*(h._cells for h in schedule.running))
+        # Who waits could not come before; nothing has changed since, and no prompt was evaluated.
+        settled = (schedule.running, schedule.waiting) == before and len(self._rows) == len(shares)
+        if settled or not schedule.waiting:
+            self._regroup()
         return made
+
+    def _regroup(self) -> None:
+        """Let the next step be one call, if those that run wait for a token each and no more."""
+        running = self._schedule.running
+        for handle in running:
+            cells = handle._cells
+            if (
+                len(cells.ledger) - cells.ledger.n_evaluated != 1
+                or len(cells.ledger.stale)
+                or cells.seq_id is None
+                or handle._siblings
+            ):
+                return
+        if running:
+            self._cells = tuple(handle._cells for handle in running)
+            self._group = lib.Group(
+                [handle._lane for handle in running],
+                list(running),
+                [cells.live_id for cells in self._cells],
+            )
 
     # In -----------------------------------------------------------------------------------------
 
@@ -85,7 +160,8 @@ class Stepper:
                 self._end(handle, "full")
                 continue
             if cells.row is not None and ledger.n_evaluated == n:
-                self._advance(handle, cells.row, made)
+                row, cells.row = cells.row, None
+                self._advance(handle, row, made)
                 if handle._finish is not None:
                     continue
                 n = len(ledger)
@@ -120,22 +196,26 @@ class Stepper:
 
     # Through ------------------------------------------------------------------------------------
 
-    def _decode(self, shares: list[Share]) -> None:
+    def _decode(self, shares: list[Share]) -> list[Row | None] | None:
+        """Decode; None, and nothing done, where a sequence was changed this very moment."""
         self._check_room(len(self._rows))
+        prompts = [s for s in shares if s.end - s.handle._cells.ledger.n_evaluated > 1]
+        for share in shares:
+            share.handle._cells.row = None
         try:
-            self._native.decode_batch(self._rows)
+            rows = self._native.decode_shares(
+                self._rows,
+                [(s.handle._cells.ledger, s.handle._cells.live_id, s.end, s.row) for s in shares],
+            )
         except BaseException:
             for share in shares:
-                share.handle._cells.sync()
+                share.handle._cells.failed()
             raise
-        for share in shares:
-            cells = share.handle._cells
-            was_prompt = share.end - cells.ledger.n_evaluated > 1
-            cells.row = None
-            cells.ledger.holds(share.end)
-            cells.note()
-            if was_prompt and cells.needs_points:
-                cells.checkpoint()
+        if rows is not None:
+            for share in prompts:
+                if share.handle._cells.needs_points:
+                    share.handle._cells.checkpoint()
+        return rows
 
     def _check_room(self, n: int) -> None:
         """Know before computing: a window that looks for room in vain may lose cells by it."""
@@ -146,14 +226,11 @@ class Stepper:
     # Out ----------------------------------------------------------------------------------------
 
     def _advance(
-        self,
-        handle: GenerationHandle,
-        row: np.ndarray[tuple[int], np.dtype[np.float32]],
-        made: list[tuple[GenerationHandle, int]],
+        self, handle: GenerationHandle, row: Row, made: list[tuple[GenerationHandle, int]]
     ) -> None:
         """Let a request choose its next token; a failure ends this request alone."""
-        siblings, handle._siblings = handle._siblings, []
-        for sibling in siblings:
+        while handle._siblings:
+            sibling = handle._siblings[0]
             if sibling._sequence.is_closed:
                 sibling._end("error", ClosedError("the sequence was closed meanwhile"))
             elif self._branch(handle, sibling):
@@ -162,28 +239,26 @@ class Stepper:
                 self._schedule.add(sibling)
             elif sibling._owns:
                 sibling._sequence.close()
+            del handle._siblings[0]
         self._choose(handle, row, made)
-        if handle._finish is not None:
-            self._schedule.remove(handle)
 
     def _choose(
-        self,
-        handle: GenerationHandle,
-        row: np.ndarray[tuple[int], np.dtype[np.float32]],
-        made: list[tuple[GenerationHandle, int]],
+        self, handle: GenerationHandle, row: Row, made: list[tuple[GenerationHandle, int]]
     ) -> None:
-        try:
-            token = handle._take(row)
-        except (KvCacheError, ValueError, IndexError) as error:
-            handle._end("error", error)
-        else:
-            if token is not None:
-                made.append((handle, token))
+        self._looks.append(handle)
+        token = handle._lane.take(self._native, row)
+        if token is not None:
+            made.append((handle, token))
+        self._look()
 
     def _branch(self, handle: GenerationHandle, sibling: GenerationHandle) -> bool:
         """Let another sample begin with what was evaluated for this one; tell whether it is all."""
         mine, other = handle._cells, sibling._cells
         n = len(mine.ledger)
+        if sibling._lane.tokens or sibling._finish is not None:
+            return False  # it has been here, before an interrupt
+        if other.seq_id is not None or other.state is not None:
+            other.release()
         if not np.array_equal(mine.ledger.part(0, n), other.ledger.part(0, len(other.ledger))):
             return False  # somebody edited the prompt meanwhile
         mine.fork_into(other, n)
@@ -192,18 +267,22 @@ class Stepper:
     def _drop_aborted(self) -> None:
         looked, self.aborted = self.aborted, False
         waiting = self._schedule.waiting if looked else self._schedule.waiting[:1]
-        for handle in [*self._schedule.running, *waiting]:
-            if looked:
-                self._drop_samples(handle)
-            if handle._abort:
-                self._end(handle, "aborted", alone=True)
+        try:
+            for handle in [*self._schedule.running, *waiting]:
+                if looked:
+                    self._drop_samples(handle)
+                if handle._abort:
+                    self._end(handle, "aborted", alone=True)
+        except BaseException:
+            self.aborted = looked  # an interrupt: again at the next step
+            raise
 
     @staticmethod
     def _drop_samples(handle: GenerationHandle) -> None:
         for one in [sibling for sibling in handle._siblings if sibling._abort]:
-            handle._siblings.remove(one)
             one._end("aborted")
             one._sequence.close()
+            handle._siblings.remove(one)
 
     def _end(
         self,
@@ -214,15 +293,19 @@ class Stepper:
         alone: bool = False,
     ) -> None:
         """End a request; `alone`: the other samples of its prompt go on, the next one first."""
-        siblings, handle._siblings = handle._siblings, []
+        siblings = handle._siblings
         if alone and siblings:
-            siblings[0]._siblings = siblings[1:]
-            self._schedule.add(siblings[0])
-            siblings = []
-        for one in [*siblings, handle]:
-            one._end(reason, error)
-            if one is not handle:
+            first = siblings[0]
+            if first not in self._schedule.waiting:
+                first._siblings = siblings[1:]
+                self._schedule.add(first)
+        else:
+            for one in siblings:
+                one._end(reason, error)
                 one._sequence.close()
+        handle._siblings = []
+        handle._end(reason, error)
+        self._group = None
         self._schedule.remove(handle)
 
     def abort_all(self, error: DecodeAborted) -> None:

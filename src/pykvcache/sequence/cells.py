@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache.errors import (
-    InternalError,
     NoKvCacheSlot,
     PartialStateError,
     StateError,
@@ -19,6 +18,7 @@ from pykvcache.errors import (
 )
 from pykvcache.sequence.checkpoints import Checkpoint, CheckpointPolicy, Checkpoints
 from pykvcache.sequence.ledger import Ledger
+from pykvcache.sequence.member import Stage
 from pykvcache.sequence.pool import SequencePool
 
 __all__ = ["SequenceCells"]
@@ -51,7 +51,7 @@ class SequenceCells:
         self.state: PutBack | None = None
         self.row: Row | None = None  # logits after the last token, while nothing is edited
         self.pins = 0
-        self._version = 0
+        self.stage: Stage | None = None
         self._finalizer: weakref.finalize[[int], SequenceCells] | None = None
         self._native = pool.ctx.native
         self.needs_points = self._native.memory_kind != "attention"
@@ -71,7 +71,7 @@ class SequenceCells:
     @property
     def is_pinned(self) -> bool:
         """Whether it takes part in what runs now, and cannot be parked."""
-        return self.pins > 0
+        return self.pins > 0 or (self.stage is not None and self.stage.is_on)
 
     # Coming and going -----------------------------------------------------------------------
 
@@ -140,12 +140,12 @@ class SequenceCells:
 
     def note(self) -> None:
         """Remember what the memory holds now, to find out whether somebody else changes it."""
-        self._version = self._native.prefix_version(self.live_id)
+        self.ledger.version = self._native.prefix_version(self.live_id)
 
     def _verify(self) -> None:
         """Drop what was changed by hand, or lost by a decode of somebody else that failed."""
         n, last = self.n_held, self._native.seq_pos(self.live_id, True)
-        is_mine = n and self._native.holds_prefix(self.live_id, self._version)
+        is_mine = n and self._native.holds_prefix(self.live_id, self.ledger.version)
         if is_mine and (
             last == n - 1 or (last >= n and self._native.seq_rm(self.live_id, n, None))
         ):
@@ -230,18 +230,22 @@ class SequenceCells:
         self._check_room(n)
         if ledger.n_evaluated == n and (not want_row or self.row is not None):
             return self.row
-        self.attach()
-        # Logits are made by a decode: the last token is decoded again where all are held.
-        self.rewind(min(ledger.n_evaluated, n - 1) if want_row else ledger.n_evaluated)
+        self._begin(n, want_row)
         is_prompt = n - ledger.n_evaluated > 1
         while ledger.n_evaluated < n:
             end = n
             if self.needs_points and is_prompt:
                 end = self.policy.next_stop(ledger.n_evaluated, n)
-            self._decode(end, want_row and end == n)
-            if self.needs_points and is_prompt:
+            if not self._decode(end, want_row and end == n):
+                self._begin(n, want_row)  # somebody changed it by hand, this very moment
+            elif self.needs_points and is_prompt:
                 self.checkpoint()
         return self.row
+
+    def _begin(self, n: int, want_row: bool) -> None:
+        self.attach()
+        # Logits are made by a decode: the last token is decoded again where all are held.
+        self.rewind(min(self.ledger.n_evaluated, n - 1) if want_row else self.ledger.n_evaluated)
 
     def _check_room(self, n: int) -> None:
         """Refuse what could not fit if it were alone, before anybody leaves for it."""
@@ -253,34 +257,29 @@ class SequenceCells:
                 1,
             )
 
-    def _decode(self, end: int, want_row: bool) -> None:
-        ledger = self.ledger
+    def _decode(self, end: int, want_row: bool) -> bool:
+        """Decode up to a token; False, and nothing done, where the cells are not what was noted."""
+        done = False
 
         def run() -> None:
-            tokens = ledger.part(ledger.n_evaluated, end)
+            nonlocal done
             try:
-                self.row = self._native.decode_vector(tokens, self.live_id, want_row)
+                done, self.row = self._native.decode_pending(
+                    self.ledger, self.live_id, end, want_row
+                )
             except BaseException:
-                self.sync()
+                self.failed()
                 raise
-            ledger.holds(end)
-            self.note()
 
         self.row = None
         self.with_room(run)
-        self.pool.count_step(self)
+        if done:
+            self.pool.count_step(self)
+        return done
 
-    def sync(self) -> None:
-        """After a decode that failed: what the memory holds now."""
-        if self._native.is_closed or self.seq_id is None:
-            return
-        try:
-            n = self._native.seq_pos(self.live_id, True) + 1
-        except InternalError:
-            n = 0
-        self.ledger.holds(min(n, len(self.ledger)))
+    def failed(self) -> None:
+        """After a decode that failed: the ledger knows what is held, checkpoints beyond go."""
         self.points.drop_after(self.ledger.n_evaluated)
-        self.note()
 
     def with_room(self, call: Callable[[], object]) -> None:
         """Call, and park an idle sequence whenever there is no room."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from pykvcache._convert import IntArray, TokenInput, as_bool, as_int, as_token_array
+from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ClosedError, InvalidBatch, PositionError, UnsupportedOperation
 from pykvcache.sequence.cells import SequenceCells
@@ -210,12 +209,9 @@ class EditMethods:
 
     # For those who evaluate -----------------------------------------------------------------
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Hold the pool's lock, while this is open."""
-        with self._cells.pool.hold():
-            self._check_open()
-            yield
+    def _held(self) -> lib.Checked:
+        """Take a turn of the pool, and check with it that nothing is closed."""
+        return lib.Checked(self._cells.pool, self._check_open)
 
     def _check_open(self) -> None:
         if self._context.is_closed:

@@ -1,10 +1,11 @@
-"""The tokens of a sequence, and how many of them its memory holds. Knows no llama.cpp."""
+"""The tokens of a sequence, and how many of them its memory holds."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from pykvcache._convert import IntArray
+from pykvcache._native import lib
 
 __all__ = ["Ledger", "common_prefix"]
 
@@ -22,73 +23,43 @@ def common_prefix(a: IntArray, b: IntArray) -> int:
     return n if same[at] else at
 
 
-class Ledger:
+class Ledger(lib.Tokens):
     """Tokens that a sequence consists of, beside those that its memory holds.
 
     The memory holds the first `n_held` of ``tokens[:n_evaluated] + stale``. Editing the tokens
     never touches the memory: what it holds too much waits in `stale`, and counts again when the
     same tokens come back. From `shifted_at` on (if not None) they never do: those were computed
-    with others before them.
+    with others before them. `version` names what the memory held when that was noted.
     """
 
-    __slots__ = ("_buffer", "_frozen", "_n", "n_evaluated", "shifted_at", "stale")
+    __slots__ = ("shifted_at", "stale")
 
     def __init__(self, tokens: IntArray = _NOTHING, n_evaluated: int = 0) -> None:
-        self._n = len(tokens)
-        self._buffer = np.empty(max(16, self._n), np.int32)
-        self._buffer[: self._n] = tokens
-        self._frozen: IntArray | None = None
-        self.n_evaluated = n_evaluated
         self.stale: IntArray = _NOTHING
         self.shifted_at: int | None = None
-
-    def __len__(self) -> int:
-        return self._n
-
-    @property
-    def tokens(self) -> IntArray:
-        """All tokens, read-only; later edits do not change an array that was handed out."""
-        if self._frozen is None:
-            self._frozen = self._buffer[: self._n].copy()
-            self._frozen.flags.writeable = False
-        return self._frozen
+        super().__init__(tokens, n_evaluated)
 
     @property
     def pending(self) -> IntArray:
         """The tokens that the memory does not hold yet; valid until the next edit."""
-        return self._buffer[self.n_evaluated : self._n]
-
-    def token_at(self, i: int) -> int:
-        """Return one token."""
-        return int(self._buffer[i])
+        return self.part(self.n_evaluated, len(self))
 
     @property
     def n_held(self) -> int:
         """How many tokens the memory holds, those of `stale` too."""
         return self.n_evaluated + len(self.stale)
 
-    def part(self, begin: int, end: int) -> IntArray:
-        """Return a view of some tokens; valid until the next edit."""
-        return self._buffer[begin : min(end, self._n)]
-
     def append(self, tokens: IntArray) -> None:
         """Put tokens behind the last one."""
-        n = len(tokens)
-        self._reserve(self._n + n)
-        self._buffer[self._n : self._n + n] = tokens
-        complete = self.n_evaluated == self._n
-        self._n += n
-        self._frozen = None
+        complete = self.n_evaluated == len(self)
+        super().append(tokens)
         if complete and len(self.stale):
             self.claim()
 
     def append_one(self, token: int) -> None:
         """Put one token behind the last one."""
-        self._reserve(self._n + 1)
-        self._buffer[self._n] = token
-        complete = self.n_evaluated == self._n
-        self._n += 1
-        self._frozen = None
+        complete = self.n_evaluated == len(self)
+        super().append_one(token)
         if complete and len(self.stale):
             self.claim()
 
@@ -103,26 +74,18 @@ class Ledger:
     def truncate(self, n: int) -> None:
         """Keep the first n tokens."""
         if n < self.n_evaluated:
-            gone = self._buffer[n : self.n_evaluated].copy()
+            gone = self.part(n, self.n_evaluated).copy()
             self.stale = np.concatenate([gone, self.stale]) if len(self.stale) else gone
             self.n_evaluated = n
-        self._n = n
-        self._frozen = None
+        self.cut(n)
 
     def delete(self, begin: int, end: int) -> None:
         """Take tokens out of the middle; the caller has seen to `n_evaluated` and `stale`."""
-        kept = self._n - (end - begin)
-        self._buffer[begin:kept] = self._buffer[end : self._n].copy()
-        self._n = kept
-        self._frozen = None
+        rest = self.part(end, len(self)).copy()
+        self.cut(begin)
+        super().append(rest)
 
     def holds(self, n: int) -> None:
         """Take note that the memory holds the first n tokens and nothing else."""
         self.n_evaluated = n
         self.stale = _NOTHING
-
-    def _reserve(self, n: int) -> None:
-        if n > len(self._buffer):
-            grown = np.empty(max(n, 2 * len(self._buffer)), np.int32)
-            grown[: self._n] = self._buffer[: self._n]
-            self._buffer = grown

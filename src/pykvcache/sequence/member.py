@@ -6,7 +6,16 @@ from typing import Protocol
 
 from pykvcache.sequence.checkpoints import Checkpoints
 
-__all__ = ["Member"]
+__all__ = ["Member", "Stage"]
+
+
+class Stage:
+    """Where several run together: nobody who is on it is parked while it is on."""
+
+    __slots__ = ("is_on",)
+
+    def __init__(self) -> None:
+        self.is_on = False
 
 
 class Member(Protocol):

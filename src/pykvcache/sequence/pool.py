@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import NoKvCacheSlot
 from pykvcache.sequence.checkpoints import Checkpoint
 from pykvcache.sequence.idle import IdleCost
 from pykvcache.sequence.member import Member
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["SequencePool", "pool_of"]
 
 
-class SequencePool:
+class SequencePool(lib.Turns):
     """Lends the ids of one context, least recently used first back; one per context.
 
-    Everything that touches a LlamaSequence holds `lock`. Ids that hold something and were not
-    lent belong to whoever works with them by hand, and are left alone.
+    Everything that touches a LlamaSequence takes a turn (``with pool``). Ids that hold something
+    and were not lent belong to whoever works with them by hand, and are left alone.
     """
 
     def __init__(self, ctx: LlamaContext) -> None:
         self._ctx = weakref.ref(ctx)
-        self.lock = threading.RLock()
-        self._depth = 0
         # Who has which id; who was used last stands last.
         self._lent: OrderedDict[int, weakref.ref[Member]] = OrderedDict()
         # Everybody alive, parked ones too.
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
-        self._dropped: deque[int] = deque()
         self._idle = IdleCost()
 
     @property
@@ -42,21 +43,14 @@ class SequencePool:
         assert ctx is not None
         return ctx
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Hold the lock; ids of sequences that were dropped meanwhile are free afterwards."""
-        with self.lock:
-            self._depth += 1
-            try:
-                self._reap()
-                yield
-            finally:
-                self._depth -= 1
+    def hold(self) -> Self:
+        """Take a turn; ids of sequences that were dropped meanwhile are free then."""
+        return self
 
     @property
     def is_quiet(self) -> bool:
         """Whether nobody is in the middle of something; asked with the lock held."""
-        return self._depth == 0
+        return self.depth == 0
 
     def join(self, cells: Member) -> None:
         """Take note of a new sequence."""
@@ -108,16 +102,23 @@ class SequencePool:
     def _free_id(self) -> int | None:
         # From above: who works by hand begins at 0.
         for seq_id in reversed(range(self.ctx.n_seq_max)):
-            if seq_id not in self._lent and self.ctx.kv_cache_seq_pos_max(seq_id) < 0:
+            if not self._is_lent(seq_id) and self.ctx.kv_cache_seq_pos_max(seq_id) < 0:
                 return seq_id
         return None
+
+    def _is_lent(self, seq_id: int) -> bool:
+        """Whether somebody has an id; who was interrupted while taking it has not."""
+        ref = self._lent.get(seq_id)
+        cells = None if ref is None else ref()
+        return ref is not None and (cells is None or cells.seq_id == seq_id)
 
     def idle_members(self, keep: tuple[Member, ...] = ()) -> Iterator[Member]:
         """Yield who could be parked, least recently used first."""
         for ref in list(self._lent.values()):
             cells = ref()
-            if cells is not None and cells not in keep and not cells.is_pinned:
-                yield cells
+            if cells is None or cells.seq_id is None or cells in keep or cells.is_pinned:
+                continue
+            yield cells
 
     def count_step(self, *running: Member) -> None:
         """Count a decode by those who run: who is idle is parked where staying costs more."""
@@ -168,17 +169,18 @@ class SequencePool:
 
     def drop(self, seq_id: int) -> None:
         """Free what a collected sequence held; may be called in the middle of anything."""
-        self._dropped.append(seq_id)
+        self.dropped.append(seq_id)
         if self.lock.acquire(blocking=False):
             try:
-                if not self._depth:
-                    self._reap()
+                if not self.depth:
+                    self.reap()
             finally:
                 self.lock.release()
 
-    def _reap(self) -> None:
-        while self._dropped:
-            seq_id = self._dropped[0]
+    def reap(self) -> None:
+        """Free the cells and ids of collected sequences."""
+        while self.dropped:
+            seq_id = self.dropped[0]
             ctx = self._ctx()
             if ctx is not None and not ctx.is_closed:
                 try:
@@ -186,7 +188,7 @@ class SequencePool:
                 except RuntimeError:
                     return  # inside a callback of this context, or a broken one: next time
             self._lent.pop(seq_id, None)
-            self._dropped.popleft()
+            self.dropped.popleft()
 
 
 _pools: weakref.WeakKeyDictionary[LlamaContext, SequencePool] = weakref.WeakKeyDictionary()

@@ -1,0 +1,57 @@
+// One token out of a row of logits: the stages of a sampler, applied in their order.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "guarded.h"
+
+namespace pykv {
+
+// Why there is no token. CAUGHT beside these: something threw.
+enum choice_problem : int32_t {
+    CHOSEN = 0,
+    CHOICE_NAN,       // at chooser::where
+    CHOICE_INFINITE,  // at chooser::where
+    CHOICE_TOO_LARGE,  // bias and penalties made a logit infinite
+    CHOICE_NONE_LEFT,  // everything is excluded
+    CHOICE_NOTHING,    // the chain selected nothing
+};
+
+// What was going on when something was caught.
+enum choice_stage : int32_t { STAGE_CHOICE, STAGE_GRAMMAR, STAGE_ACCEPT };
+
+// What a sampler is made of; each stage may be NULL except the choice. Not locked: one thread at a time.
+class chooser {
+  public:
+    using candidate_list = std::vector<llama_token_data>;
+
+    llama_sampler * grammar = nullptr;
+    llama_sampler * penalties = nullptr;
+    llama_sampler * cuts = nullptr;
+    llama_sampler * choice = nullptr;
+    float           temperature = 1;
+    // Tokens of the bias lie below the number of logits.
+    std::vector<llama_logit_bias> bias;
+
+    // Of the last call.
+    llama_token            where = 0;
+    choice_stage           stage = STAGE_CHOICE;
+    llama_token_data_array found{};  // in the caller's list
+
+    chooser() noexcept = default;
+    chooser(const chooser &) = delete;
+    chooser & operator=(const chooser &) = delete;
+    ~chooser();
+
+    // The candidates after all stages but the choice; nothing is accepted.
+    int32_t narrow(const float * row, int32_t n, candidate_list & list) noexcept;
+    // Choose, and let grammar and penalties take note of it.
+    int32_t choose(const float * row, int32_t n, candidate_list & list, llama_token & token) noexcept;
+
+  private:
+    int32_t narrowed(const float * row, int32_t n, candidate_list & list);
+    int32_t largest_of(const float * row, int32_t n, llama_token & token) noexcept;
+};
+
+}  // namespace pykv

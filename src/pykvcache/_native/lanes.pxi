@@ -1,0 +1,183 @@
+# What a step does to the sequences that it generates for, in one piece: no Python code runs between
+# the choice of a token and its place in the sequence, so none of it can be interrupted half-way.
+
+cdef object _now = time.perf_counter
+
+
+cdef class Tokens:
+    """Tokens in memory that grows, and how many of them a context's memory holds, by what name."""
+
+    cdef object array
+    cdef int32_t* data
+    cdef Py_ssize_t n, room
+    cdef object frozen
+    cdef public Py_ssize_t n_evaluated
+    cdef public uint64_t version
+
+    def __init__(self, values=(), Py_ssize_t n_evaluated=0):
+        self.append(values)
+        self.n_evaluated = n_evaluated
+
+    def __len__(self):
+        return self.n
+
+    @property
+    def tokens(self):
+        """All tokens, read-only; later edits do not change an array that was handed out."""
+        if self.frozen is None:
+            frozen = self.part(0, self.n).copy()
+            frozen.flags.writeable = False
+            self.frozen = frozen
+        return self.frozen
+
+    def token_at(self, Py_ssize_t i):
+        """Return one token."""
+        if i < 0 or i >= self.n:
+            raise IndexError(f"there is no token {i}: there are {self.n}")
+        return self.data[i]
+
+    def part(self, Py_ssize_t begin, Py_ssize_t end):
+        """Return a view of some tokens; valid until the next edit."""
+        if self.room == 0:
+            return _empty(0, _INT32)
+        return self.array[begin:min(end, self.n)]
+
+    def append(self, values):
+        """Put tokens behind the last one."""
+        cdef vector[int32_t] more
+        cdef Py_ssize_t count
+        if not _plain_ints(values, more):
+            _plain_ints(np.ascontiguousarray(values, _INT32), more)
+        count = <Py_ssize_t>more.size()
+        if count:
+            self.reserve(self.n + count)
+            memcpy(self.data + self.n, more.data(), count * sizeof(int32_t))
+            self.n += count
+            self.frozen = None
+
+    def append_one(self, int32_t token):
+        """Put one token behind the last one."""
+        self.reserve(self.n + 1)
+        self.put(token)
+
+    def cut(self, Py_ssize_t n):
+        """Keep the first n tokens."""
+        self.n = max(0, min(n, self.n))
+        self.frozen = None
+
+    cdef void put(self, int32_t token) noexcept:
+        """Put one token where there is room."""
+        self.data[self.n] = token
+        self.n += 1
+        self.frozen = None
+
+    cdef int reserve(self, Py_ssize_t n) except -1:
+        cdef Py_buffer view
+        if n <= self.room:
+            return 0
+        n = max(16, n, 2 * self.room)
+        grown = _empty(n, _INT32)
+        PyObject_GetBuffer(grown, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        if self.n:
+            memcpy(view.buf, self.data, self.n * sizeof(int32_t))
+        # Nobody else has it whole, and views keep it: its memory stays where it is.
+        self.data = <int32_t*>view.buf
+        PyBuffer_Release(&view)
+        self.array = grown
+        self.room = n
+        return 0
+
+
+@cython.final
+cdef class Lane:
+    """One request: its tokens, its sampler, and what has come of it."""
+
+    cdef readonly Tokens ledger
+    cdef Sampler sampler
+    cdef frozenset stops
+    cdef Py_ssize_t most
+    cdef bint watched, keeps_rows
+    cdef object row
+    cdef readonly list tokens
+    cdef readonly list times
+    cdef readonly list rows
+    cdef readonly bint is_over
+    cdef readonly object error
+
+    def __cinit__(self, Tokens ledger not None, Sampler sampler not None, Py_ssize_t most,
+                  frozenset stops not None, bint watched, bint keeps_rows):
+        self.ledger = ledger
+        self.sampler = sampler
+        self.most = most
+        self.stops = stops
+        self.watched = watched
+        self.keeps_rows = keeps_rows
+        self.tokens = []
+        self.times = []
+        self.rows = []
+
+    @property
+    def is_full(self):
+        """Whether it has all the tokens that it may have."""
+        return len(self.tokens) >= self.most
+
+    cdef bint is_worth_a_look(self) except -1:
+        """Whether something is to be done about its last token: it may be the end."""
+        cdef Py_ssize_t n = len(self.tokens)
+        if self.watched or self.is_over or self.error is not None or n >= self.most:
+            return True
+        return n and len(self.stops) and self.tokens[n - 1] in self.stops
+
+    def take(self, Decoding ctx not None, row not None):
+        """Choose a token from logits and append it; None where that ends it, see `error`."""
+        cdef const float[::1] logits = row
+        cdef int32_t code, token = 0
+        try:
+            self.sampler.check_row(ctx, logits)
+        except (ValueError, IndexError) as error:
+            self.error = error
+            return None
+        self.ledger.reserve(self.ledger.n + 1)
+        code = self.sampler.it.choose(&logits[0], <int32_t>logits.shape[0], self.sampler.candidates, token)
+        return token if self.chose(ctx, code, token, row if self.keeps_rows else None, _now()) else None
+
+    cdef bint chose(self, Decoding ctx, int32_t code, int32_t token, object row, object now) except -1:
+        """Note what a choice came to; whether that is a token, which has its place by then."""
+        if code != lib.CHOSEN:
+            self.error = self.sampler.problem(code, False)
+            return False
+        if ctx.model.vocab_type != 0 and lib.llama_vocab_is_eog(ctx.model.vocab, token):
+            self.is_over = True
+            return False
+        try:
+            # A token that stands there is complete: what is kept beside it comes first.
+            if row is not None:
+                self.rows.append(row)
+            self.times.append(now)
+            self.tokens.append(token)
+        except MemoryError as error:
+            # The sampler has moved on, and the token is lost.
+            self.error = error
+            return False
+        self.ledger.put(token)
+        return True
+
+
+@cython.final
+cdef class Group:
+    """Lanes whose sequences wait for one token each; ``owners`` are handed back with the tokens."""
+
+    cdef list lanes
+    cdef list owners
+    cdef vector[int32_t] ids
+
+    def __cinit__(self, list lanes not None, list owners not None, list seq_ids not None):
+        if not len(lanes) == len(owners) == len(seq_ids):
+            raise ValueError("a lane has one owner and one sequence id")
+        for lane in lanes:
+            if type(lane) is not Lane:
+                raise TypeError(f"a Lane is expected, not {type(lane).__name__}")
+        self.lanes = list(lanes)
+        self.owners = list(owners)
+        for seq_id in seq_ids:
+            self.ids.push_back(_seq(seq_id, MAX_SEQ))

@@ -60,7 +60,7 @@ class ContextFacts:
 
         The lowest of: the end of a learned table of positions; where the angles of this model's
         RoPE, which are computed in float32, are off by 2**-5 (see docs/positions.md); and
-        2,147,483,645. Without RoPE or a table only the last one counts.
+        2,147,483,615 less the sliding window. Without RoPE or a table only the last one counts.
         """
         return self._native.max_position
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from memory.kit import apart
-from pykvcache import LlamaBatch, LlamaContext, PositionError
+from pykvcache import LlamaBatch, LlamaContext, LlamaModel, PositionError
+from support.models import EXACT, RIGHT, make_model
 from support.raw_states import runs
 
-EVERY = 2**31 - 3  # what fits an int32, as llama.cpp counts on from it
+EVERY = 2**31 - 33  # what fits an int32 when llama.cpp's mask adds 32
 WORDS = np.random.default_rng(0).integers(5, 50, 40).astype(np.int32)
 ROTATED = ("llama", "gemma3", "qwen2vl", "granitehybrid", "lfm2", "step35")
 
@@ -100,6 +102,24 @@ def test_logits_hardly_depend_on_where_a_sequence_is(make_context: Any, name: st
 @pytest.mark.parametrize("name", ["mamba", "jamba", "granite_nope", "t5"])
 def test_without_rotation_only_int32_ends_positions(make_context: Any, name: str) -> None:
     assert make_context(name).max_position == EVERY
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "granite_nope"])
+def test_without_rotation_the_last_position_is_like_the_first(make_context: Any, name: str) -> None:
+    ctx = make_context(name)
+    assert apart(rows(ctx, EVERY + 1 - len(WORDS)), rows(ctx, 0)) < RIGHT
+
+
+@pytest.mark.parametrize("name", ["gemma3", "lfm2_swa"])
+def test_a_window_of_any_size_that_loads_means_what_it_says(
+    make_context: Any, model_folder: Path, name: str
+) -> None:
+    """Larger ones overflow in llama.cpp's mask: see `test_damaged.py`."""
+    found = []
+    for window in (1000, 2**30):
+        with LlamaModel(make_model(name, model_folder, n_swa=window)) as one:
+            found.append(rows(make_context(one, n_threads=1, **EXACT), 0))
+    assert apart(*found) < RIGHT
 
 
 def test_the_lowest_limit_of_all_layers_counts(make_context: Any) -> None:

@@ -152,7 +152,7 @@ cdef class Handle:
     cdef object too_far(self, object position, str what, p0=None, p1=None):
         """What to raise for a position past the highest."""
         cdef int32_t last = self.max_position
-        if last == INT32_MAX - 2:
+        if last >= INT32_MAX - 32 - self.model.n_swa:
             why = "the limit of positions"
         elif self.model.facts.learned_positions and last == self.model.n_ctx_train - 1:
             why = "the end of the model's table"

@@ -24,6 +24,10 @@ constexpr const char * EPSILONS[] = {
 constexpr const char * ITERATIONS     = ".hyper_connection.sinkhorn_iterations";
 constexpr uint32_t     ITERATIONS_MAX = 1000;
 
+// The mask's arithmetic in int32 adds a window to positions.
+constexpr const char * WINDOW     = ".attention.sliding_window";
+constexpr uint32_t     WINDOW_MAX = uint32_t(1) << 30;
+
 bool ends_with(const char * text, const char * end) {
     const size_t n = std::strlen(text), m = std::strlen(end);
     return n >= m && std::strcmp(text + n - m, end) == 0;
@@ -40,6 +44,9 @@ std::string find_problem(const gguf_context * header) {
         }
         if (ends_with(key, ITERATIONS) && type == GGUF_TYPE_UINT32 && gguf_get_val_u32(header, i) > ITERATIONS_MAX) {
             return std::string(key) + " is " + std::to_string(gguf_get_val_u32(header, i)) + ": the limit is 1000";
+        }
+        if (ends_with(key, WINDOW) && type == GGUF_TYPE_UINT32 && gguf_get_val_u32(header, i) > WINDOW_MAX) {
+            return std::string(key) + " is " + std::to_string(gguf_get_val_u32(header, i)) + ": the limit is 2^30";
         }
         for (const char * end : EPSILONS) {
             if (ends_with(key, end) && type == GGUF_TYPE_FLOAT32) {

@@ -221,6 +221,7 @@ memory * memory_new(llama_context * ctx) noexcept {
             // Not n_ctx_train: a context with YaRN changes it, for all contexts of the model.
             m->max_position = llama_pos(std::min<int64_t>(m->max_position, table->ne[1] - 1));
         }
+        m->max_position = std::min(m->max_position, MOST_POSITIONS - llama_pos(m->hparams->n_swa));
         read_graph(ctx, *m);
         m->shift = find_no_shift(ctx, *m);
         return m.release();

@@ -26,6 +26,9 @@
 
 namespace pykv {
 
+// llama.cpp's mask adds 32, and the window, to a position, in int32.
+constexpr llama_pos MOST_POSITIONS = std::numeric_limits<llama_pos>::max() - 32;
+
 // A memory is at most one attention cache, a window cache beside it, and a recurrent part.
 class memory {
   public:
@@ -44,7 +47,7 @@ class memory {
     std::map<uint32_t, key_rope> ropes;  // by layer of the model
     bool                      gives_logits = false;
     bool                      endless = false;
-    llama_pos                 max_position = std::numeric_limits<llama_pos>::max() - 2;
+    llama_pos                 max_position = MOST_POSITIONS;
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
 };
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import secrets
-import threading
-from types import TracebackType
 from typing import TYPE_CHECKING, SupportsIndex, overload
 
 from pykvcache._convert import TokenInput, as_int
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ClosedError, DecodeAborted, NoKvCacheSlot
+from pykvcache.errors import NoKvCacheSlot
+from pykvcache.generate.driving import Driving
 from pykvcache.generate.handle import GenerationHandle
-from pykvcache.generate.schedule import Schedule
-from pykvcache.generate.step import Stepper
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sampling import Sampler
-from pykvcache.sequence.pool import pool_of
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import Stop, StopInput
 
@@ -26,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["BatchGenerator"]
 
 
-class BatchGenerator:
+class BatchGenerator(Driving):
     """Generates for many requests at once: every `step` is one decode for all that run.
 
     Requests join while others run. A long prompt is evaluated in parts beside those that
@@ -71,29 +67,17 @@ class BatchGenerator:
             context._check_open()
             context = context.context
         LlamaSequence(context).close()  # raises what a sequence of this context would
-        self._ctx = context
-        self._cache = cache
-        self._pool = pool_of(context)
         most = context.n_seq_max
         n = most if max_sequences is None else as_int(max_sequences, "max_sequences", 1, most)
         chunk = context.n_ubatch if n_chunk is None else as_int(n_chunk, "n_chunk", 1, 2**31 - 1)
-        self._schedule = Schedule(context, self._pool, n, cache)
-        self._stepper = Stepper(self._schedule, chunk)
-        self._changed = threading.Condition()
-        self._driven = False
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        super().__init__(context, n, chunk, cache)
+        self._cache = cache
         self._order = 0
 
     @property
     def context(self) -> LlamaContext:
         """The context it runs in."""
         return self._ctx
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it, or its context, was closed."""
-        return self._closed or self._ctx.is_closed
 
     @property
     def n_running(self) -> int:
@@ -254,139 +238,5 @@ class BatchGenerator:
             return sampler.clone(seed=secrets.randbelow(2**32 - 1))
         return sampler.clone(seed=(sampler.seed + i) % (2**32 - 1)) if i else sampler.clone()
 
-    # Driving ------------------------------------------------------------------------------------
-
-    def step(self) -> list[tuple[GenerationHandle, int]]:
-        """Make one decode for all requests that run.
-
-        Returns
-        -------
-        list of (GenerationHandle, int)
-            The tokens that came of it; empty where nothing is left to do, or only parts of
-            prompts were evaluated.
-
-        Raises
-        ------
-        DecodeAborted
-            `LlamaContext.abort` was called meanwhile: nothing is lost, the next step goes on.
-        """
-        with self._pool.hold():
-            self._check_open()
-            made = self._stepper.step()
-        self._wake()
-        return made
-
-    def run(self, *, progress: bool | None = None) -> None:
-        """Make steps until no request is left.
-
-        Parameters
-        ----------
-        progress
-            Show a progress bar (needs ``pykvcache[cli]``). Default: where stderr is a terminal
-            and rich is installed.
-        """
-        from pykvcache.generate.progress import watching  # only here: rich is an extra
-
-        with watching(self._schedule, progress) as look:
-            while len(self._schedule):
-                if not self._take_turn():
-                    self._await_change()
-                look()
-
-    def start(self) -> None:
-        """Let a thread of its own make the steps, until `close`. Twice does nothing."""
-        with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="pykvcache-generate", daemon=True
-                )
-                self._thread.start()
-
-    def close(self) -> None:
-        """Abort what is left, and end the thread; twice does nothing."""
-        with self._changed:
-            self._closed = True
-            thread, self._thread = self._thread, None
-            self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-        with self._pool.hold():
-            self._stepper.close()
-        self._wake()
-
-    def __enter__(self) -> BatchGenerator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<BatchGenerator: {self.n_running} running, {self.n_waiting} waiting>"
-
-    def _check_open(self) -> None:
-        if self._ctx.is_closed:
-            raise ClosedError("the context of this generator is closed")
-        if self._closed:
-            raise ClosedError("the generator is closed")
-
-    def _end_aborted(self) -> None:
-        self._stepper.aborted = True
-        self._wake()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def _await_change(self) -> None:
-        with self._changed:
-            self._changed.wait(0.05)
-
-    def _take_turn(self) -> bool:
-        """Make a step, unless somebody else does."""
-        with self._changed:
-            if self._driven or self._thread is not None:
-                return False
-            self._driven = True
-        try:
-            self.step()
-        finally:
-            with self._changed:
-                self._driven = False
-                self._changed.notify_all()
-        return True
-
-    def _wait_for(self, handle: GenerationHandle, i: int) -> int | None:
-        """Return token i of a handle; None where it ended before."""
-        while True:
-            if i < len(handle._tokens):
-                return handle._tokens[i]
-            if handle._finish is not None:
-                if handle._error is not None and handle._finish == "error":
-                    raise handle._error
-                return None
-            if not self._take_turn():
-                self._check_open()
-                self._await_change()
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and not len(self._schedule):
-                    self._changed.wait()
-                if self._closed:
-                    return
-            try:
-                self.step()
-            except DecodeAborted as error:
-                with self._pool.hold():
-                    self._stepper.abort_all(error)
-                self._wake()
-            except Exception as error:
-                with self._pool.hold():
-                    self._stepper.fail_all(error)
-                self._wake()

@@ -265,16 +265,17 @@ class Stepper:
         return True
 
     def _drop_aborted(self) -> None:
-        looked, self.aborted = self.aborted, False
-        waiting = self._schedule.waiting if looked else self._schedule.waiting[:1]
+        """End those that were aborted; `abort` marks the request first, and then tells of it."""
+        if not self.aborted:
+            return
+        self.aborted = False
         try:
-            for handle in [*self._schedule.running, *waiting]:
-                if looked:
-                    self._drop_samples(handle)
+            for handle in [*self._schedule.running, *self._schedule.waiting]:
+                self._drop_samples(handle)
                 if handle._abort:
                     self._end(handle, "aborted", alone=True)
         except BaseException:
-            self.aborted = looked  # an interrupt: again at the next step
+            self.aborted = True  # an interrupt: again at the next step
             raise
 
     @staticmethod

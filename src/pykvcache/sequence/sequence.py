@@ -270,8 +270,8 @@ class LlamaSequence(EditMethods):
             return
         with self._cells.pool.hold():
             if not self._closed:
+                self._cells.release()  # first: after an interrupt the next close goes on
                 self._closed = True
-                self._cells.release()
 
     def __enter__(self) -> Self:
         return self

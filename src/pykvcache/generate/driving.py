@@ -1,0 +1,223 @@
+"""Who makes the steps of a `BatchGenerator`: whoever waits for tokens, or a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from pykvcache.context import LlamaContext
+from pykvcache.errors import ClosedError, DecodeAborted
+from pykvcache.generate.handle import GenerationHandle
+from pykvcache.generate.schedule import Schedule
+from pykvcache.generate.step import Stepper
+from pykvcache.prefix.cache import PrefixCache
+from pykvcache.sequence.pool import pool_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Driving"]
+
+
+class Driving:
+    """The part of `BatchGenerator` that makes steps; not made by itself."""
+
+    def __init__(
+        self, context: LlamaContext, max_sequences: int, n_chunk: int, cache: PrefixCache | None
+    ) -> None:
+        self._ctx = context
+        self._pool = pool_of(context)
+        self._schedule = Schedule(context, self._pool, max_sequences, cache)
+        self._stepper = Stepper(self._schedule, n_chunk)
+        self._changed = threading.Condition()
+        self._driver: int | None = None  # the thread that makes a step now
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it, or its context, was closed."""
+        return self._closed or self._ctx.is_closed
+
+    def step(self) -> list[tuple[GenerationHandle, int]]:
+        """Make one decode for all requests that run.
+
+        Returns
+        -------
+        list of (GenerationHandle, int)
+            The tokens that came of it; empty where nothing is left to do, or only parts of
+            prompts were evaluated.
+
+        Raises
+        ------
+        DecodeAborted
+            `LlamaContext.abort` was called meanwhile: nothing is lost, the next step goes on.
+        """
+        with self._pool as pool:
+            self._check_open()
+            if pool.depth > 1:
+                raise RuntimeError("step() was called in the middle of a step")
+            made = self._stepper.step()
+        self._wake()
+        return made
+
+    def run(self, *, progress: bool | None = None) -> None:
+        """Make steps until no request is left.
+
+        Parameters
+        ----------
+        progress
+            Show a progress bar (needs ``pykvcache[cli]``). Default: where stderr is a terminal
+            and rich is installed.
+
+        Raises
+        ------
+        DecodeAborted, KeyboardInterrupt
+            Nothing is lost: the next `run` or `step` goes on.
+        ClosedError
+            It is closed.
+        """
+        from pykvcache.generate.progress import watching  # only here: rich is an extra
+
+        self._check_open()
+        with watching(self._schedule, progress) as look:
+            while len(self._schedule):
+                if not self._take_turn():
+                    self._await_change()
+                look()
+
+    def start(self) -> None:
+        """Let a thread of its own make the steps, until `close`. Twice does nothing.
+
+        The thread ends, too, when the generator and its handles are dropped.
+
+        Raises
+        ------
+        ClosedError
+            It is closed.
+        """
+        with self._changed:
+            self._check_open()
+            if self._thread is None:
+                # It must not keep the generator alive, and has to hear of its end.
+                ref, changed = weakref.ref(self), self._changed
+                thread = threading.Thread(
+                    target=_work, args=(ref, changed), name="pykvcache-generate", daemon=True
+                )
+                weakref.finalize(self, _notify, changed).atexit = False
+                self._thread = thread
+                thread.start()
+
+    def close(self) -> None:
+        """Abort what is left, and end the thread; twice does nothing."""
+        with self._changed:
+            self._closed = True
+            thread, self._thread = self._thread, None
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        with self._pool.hold():
+            self._stepper.close()
+        self._wake()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._ctx.is_closed:
+            raise ClosedError("the context of this generator is closed")
+        if self._closed:
+            raise ClosedError("the generator is closed")
+
+    def _end_aborted(self) -> None:
+        self._stepper.aborted = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _await_change(self) -> None:
+        with self._changed:
+            self._changed.wait(0.05)
+
+    def _take_turn(self) -> bool:
+        """Make a step, unless somebody else does."""
+        me = threading.get_ident()
+        try:
+            with self._changed:
+                if self._thread is not None or self._driver not in (None, me):
+                    return False
+                self._driver = me
+            self.step()
+        finally:
+            # Nothing is called here: an interrupt cannot come in between.
+            if self._driver == me:
+                self._driver = None
+        return True
+
+    def _wait_for(self, handle: GenerationHandle, i: int) -> int | None:
+        """Return token i of a handle; None where it ended before."""
+        while True:
+            if i < len(handle._tokens):
+                return handle._tokens[i]
+            if handle._finish is not None:
+                if handle._error is not None and handle._finish == "error":
+                    raise handle._error
+                return None
+            if not self._take_turn():
+                self._check_open()
+                self._await_change()
+
+    def _work_once(self) -> bool:
+        """Make a step in the thread for it; what fails ends requests. False once it is closed."""
+        try:
+            self.step()
+        except DecodeAborted as error:
+            with self._pool.hold():
+                self._stepper.abort_all(error)
+        except Exception as error:
+            if self._closed:
+                return False
+            with self._pool.hold():
+                self._stepper.fail_all(error)
+        self._wake()
+        return not self._closed
+
+
+def _work(ref: weakref.ref[Driving], changed: threading.Condition) -> None:
+    """Make steps whenever there are requests, as long as the generator lives and is open."""
+    try:
+        while True:
+            with changed:
+                generator = ref()
+                if generator is None or generator._closed:
+                    return
+                if not len(generator._schedule):
+                    del generator
+                    changed.wait()
+                    continue
+            if not generator._work_once():
+                return
+            del generator
+    finally:
+        generator = ref()
+        if generator is not None:
+            with changed:
+                # Others may drive again, if this ended by an error.
+                generator._thread = None
+
+
+def _notify(changed: threading.Condition) -> None:
+    with changed:
+        changed.notify_all()

@@ -29,9 +29,10 @@ test: lint ## lint, types, stubs, then every test (not those marked slow)
 fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models and random programs, many more (SEED=1 CALLS=100000)
 	@echo "make fuzz SEED=$(SEED) CALLS=$(CALLS)"
 	PYKVCACHE_FAULTS=all PYKVCACHE_FUZZ_SEED=$(SEED) PYKVCACHE_FUZZ_CALLS=$(CALLS) PYKVCACHE_FUZZ_SECONDS=60 \
+	PYKVCACHE_FUZZ_PLACES=0 \
 	  $(BIN)/python -m pytest -n auto -v --hypothesis-profile=fuzz tests/binding/test_hostile.py \
 	  tests/arrays/test_arrays_hostile.py tests/memory/test_random_programs.py tests/binding/test_damaged.py tests/binding/test_words.py \
-	  tests/state/test_llama_files.py tests/binding/test_faults.py \
+	  tests/state/test_llama_files.py tests/binding/test_faults.py tests/generate/test_interrupts.py \
 	  tests/binding/test_threads.py::test_two_threads_hammer_one_context_without_a_wrong_result
 
 lint: $(VENV)/.dev $(VENV)/.built ## ruff, mypy, cython-lint, codespell, stubtest

@@ -39,7 +39,7 @@ def words(seed: int, n: int) -> list[int]:
 
 
 class Interrupt:
-    """Raise KeyboardInterrupt where CPython looks for signals: a function begins, a C call returns."""
+    """Raise KeyboardInterrupt where CPython looks for signals: at calls, and after those of C."""
 
     def __init__(self, at: int) -> None:
         self.left = at

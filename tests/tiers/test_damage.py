@@ -12,14 +12,14 @@ import pytest
 from memory.kit import Logits, apart
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.prefix.stores import BlockStore, Envelope, MemoryStore, SealedStore
-from tiers.test_tiers import SIZE, words
+from tiers.test_tiers import SIZE, WAIT, words
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
 
 
 def write(ctx: LlamaContext, tier: object, prompt: list[int]) -> None:
-    with PrefixCache(ctx, block_size=SIZE, tiers=[tier]) as cache:  # type: ignore[list-item]
+    with PrefixCache(ctx, block_size=SIZE, **WAIT, tiers=[tier]) as cache:  # type: ignore[list-item]
         cache.sequence(prompt).evaluate()
 
 
@@ -43,7 +43,7 @@ def test_flipped_and_cut_files_are_misses(
                 1 << rng.randrange(8)
             )
         path.write_bytes(data)
-        with PrefixCache(make_context(name), block_size=SIZE, tiers=[tmp_path]) as cache:
+        with PrefixCache(make_context(name), block_size=SIZE, **WAIT, tiers=[tmp_path]) as cache:
             with cache.sequence(prompt) as sequence:
                 assert apart(sequence.logits(), fresh_logits(name, prompt)) < 1e-2
             rejected += cache.stats().tiers[0].rejected
@@ -60,7 +60,7 @@ def test_blocks_with_values_that_would_poison_a_context_are_misses(
     store = MemoryStore()
     ctx = make_context(name)
     write(ctx, store, prompt)
-    with PrefixCache(make_context(name), block_size=SIZE, tiers=[store]) as cache:
+    with PrefixCache(make_context(name), block_size=SIZE, **WAIT, tiers=[store]) as cache:
         sealed = cache._tiers.tiers[0].sealed
         names = [sealed.envelope.name(entry.key) for entry in store.entries()]
         for key in names:
@@ -77,7 +77,7 @@ def test_blocks_with_values_that_would_poison_a_context_are_misses(
         assert cache.stats().tiers[0].refused >= 5
         assert cache.flush(30)
     # What was refused was removed, and is written again.
-    with PrefixCache(make_context(name), block_size=SIZE, tiers=[store]) as cache:
+    with PrefixCache(make_context(name), block_size=SIZE, **WAIT, tiers=[store]) as cache:
         assert cache.sequence(prompt).reuse.remote >= 40
 
 
@@ -90,7 +90,7 @@ def test_ends_of_another_content_are_misses(
     write(make_context(name), store, prompt)
     rng = random.Random(3)
     for _ in range(6):
-        with PrefixCache(make_context(name), block_size=SIZE, tiers=[store]) as cache:
+        with PrefixCache(make_context(name), block_size=SIZE, **WAIT, tiers=[store]) as cache:
             sealed = cache._tiers.tiers[0].sealed
             for key in [entry.key for entry in store.entries()]:
                 (content,) = sealed.get([key], [1 << 24]) or (b"",)
@@ -126,7 +126,9 @@ def test_a_store_that_raises_or_lies_costs_nothing_but_its_blocks(
     what: object, make_context: Make, fresh_logits: Fresh
 ) -> None:
     prompt = words(1, 45)
-    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[Raising(what)]) as cache:
+    with PrefixCache(
+        make_context("llama"), block_size=SIZE, **WAIT, tiers=[Raising(what)]
+    ) as cache:
         for _ in range(2):
             with cache.sequence(prompt) as sequence:
                 assert apart(sequence.logits(), fresh_logits("llama", prompt)) < 1e-3
@@ -144,6 +146,6 @@ def test_blocks_of_another_model_under_the_same_names_are_misses(make_context: M
         store.get_into([entry.key], [buffer])
         foreign = SealedStore(other, Envelope(model="another", layout="one"))
         foreign.put([(entry.key, buffer[128:])])
-    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[other]) as cache:
+    with PrefixCache(make_context("llama"), block_size=SIZE, **WAIT, tiers=[other]) as cache:
         assert cache.sequence(prompt).reuse.remote == 0
         assert cache.stats().tiers[0].rejected == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
 SERVED = tuple(case for case in CASES if case.has_states and case.name != "t5")
 SIZE = 8
+#: Tiny models evaluate faster than any store answers.
+WAIT: dict[str, Any] = {"tier_seconds": 20}
 
 
 def words(seed: int, n: int) -> list[int]:
@@ -35,14 +38,17 @@ def test_another_context_begins_where_the_first_one_stopped(
     prompt = words(1, 45)
     with (
         PrefixCache(
-            make_context(case.name, **case.options), block_size=SIZE, tiers=[tmp_path]
+            make_context(case.name, **case.options),
+            block_size=SIZE,
+            tier_seconds=20,
+            tiers=[tmp_path],
         ) as cache,
         cache.sequence(prompt) as sequence,
     ):
         sequence.evaluate()
         chat = [*prompt, *sequence.generate(7), *words(2, 9)]
     ctx = make_context(case.name, **case.options)
-    cache = PrefixCache(ctx, block_size=SIZE, tiers=[tmp_path])
+    cache = PrefixCache(ctx, block_size=SIZE, **WAIT, tiers=[tmp_path])
     for again, most in ((prompt, 1), (chat, 11), (prompt[:20] + words(3, 9), 29)):
         if ctx.memory_kind != "attention" and again is prompt:
             most = 5  # from the checkpoint after the last full block
@@ -63,7 +69,7 @@ def test_without_memory_everything_goes_through_the_tier(
 ) -> None:
     """Random prompts that share beginnings; no block stays in memory."""
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
-    cache = PrefixCache(ctx, block_size=SIZE, ram_bytes=0, tiers=[MemoryStore()])
+    cache = PrefixCache(ctx, block_size=SIZE, **WAIT, ram_bytes=0, tiers=[MemoryStore()])
     rng = np.random.default_rng(5)
     known: list[list[int]] = []
     for step in range(12):
@@ -85,21 +91,21 @@ def test_without_memory_everything_goes_through_the_tier(
 def test_the_nearest_tier_is_asked_first_and_gets_what_another_has(make_context: Make) -> None:
     near, far = MemoryStore(), MemoryStore()
     prompt = words(1, 40)
-    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[far]) as cache:
+    with PrefixCache(make_context("llama"), block_size=SIZE, **WAIT, tiers=[far]) as cache:
         cache.sequence(prompt).evaluate()
-    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[near, far]) as cache:
+    with PrefixCache(make_context("llama"), block_size=SIZE, **WAIT, tiers=[near, far]) as cache:
         with cache.sequence(prompt) as sequence:
             assert sequence.reuse.remote == 39
         assert cache.flush(30)
         assert [tier.read for tier in cache.stats().tiers] == [0, 5]
-    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[near]) as cache:
+    with PrefixCache(make_context("llama"), block_size=SIZE, **WAIT, tiers=[near]) as cache:
         assert cache.sequence(prompt).reuse.remote == 39
 
 
 def test_a_full_queue_drops_the_ends_of_chains(make_context: Make) -> None:
     store, ctx = MemoryStore(), make_context("llama")
     block = ctx.native.block_bytes() * SIZE
-    cache = PrefixCache(ctx, block_size=SIZE, tiers=[store], queue_bytes=3 * block)
+    cache = PrefixCache(ctx, block_size=SIZE, **WAIT, tiers=[store], queue_bytes=3 * block)
     writer = cache._tiers.writers[0]
     with writer._changed:  # nothing is written meanwhile
         cache.sequence(words(1, 80)).close()
@@ -108,7 +114,7 @@ def test_a_full_queue_drops_the_ends_of_chains(make_context: Make) -> None:
         assert writer.n_items == 3
         assert writer.dropped == 7
     cache.close()
-    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store]) as cache:
+    with PrefixCache(make_context("llama"), block_size=SIZE, **WAIT, tiers=[store]) as cache:
         assert cache.sequence(words(1, 80)).reuse.remote == 24
 
 
@@ -120,7 +126,12 @@ def test_namespaces_secrets_and_models_share_nothing(make_context: Make) -> None
     def reuse(model: str = "llama", namespace: str = "", **options: object) -> int:
         with (
             PrefixCache(
-                make_context(model), block_size=SIZE, tiers=[store], namespace=namespace, **options
+                make_context(model),
+                block_size=SIZE,
+                tier_seconds=20,
+                tiers=[store],
+                namespace=namespace,
+                **options,
             ) as cache,
             cache.sequence(prompt) as sequence,
         ):
@@ -140,7 +151,7 @@ def test_namespaces_secrets_and_models_share_nothing(make_context: Make) -> None
 
 def test_a_clear_forgets_what_waits(make_context: Make) -> None:
     store = MemoryStore()
-    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store]) as cache:
+    with PrefixCache(make_context("llama"), block_size=SIZE, **WAIT, tiers=[store]) as cache:
         with cache._tiers.writers[0]._changed:
             with cache.sequence(words(1, 40)) as sequence:
                 sequence.evaluate()

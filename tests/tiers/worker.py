@@ -64,4 +64,8 @@ if __name__ == "__main__":
     model = LlamaModel(path)
     context = LlamaContext(model, n_ctx=2048, n_threads=1, **EXACT)
     run = {"once": once, "forever": forever, "together": together}[task]
-    run(PrefixCache(context, block_size=8, tiers=tiers.split(",")), int(seed), int(n))
+    run(
+        PrefixCache(context, block_size=8, tier_seconds=20, tiers=tiers.split(",")),
+        int(seed),
+        int(n),
+    )

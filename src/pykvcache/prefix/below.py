@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,15 +14,19 @@ import numpy as np
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError
+from pykvcache.prefix.begin import BeginMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
 from pykvcache.prefix.gather import Block, Gathered, gather
+from pykvcache.prefix.keep import KeepMethods
+from pykvcache.prefix.meeting import Meeting
 from pykvcache.prefix.ram import Buffer, Found, RamTier, Tail
 from pykvcache.prefix.reuse import ReuseReport
-from pykvcache.prefix.runs import Run
 from pykvcache.prefix.tiers.ends import End, end_key
 from pykvcache.prefix.tiers.fetch import Fetch, Wanted
+from pykvcache.prefix.tiers.speeds import PATIENCE, EvaluationTime, load_wait
 from pykvcache.prefix.tiers.stack import Tiers
 from pykvcache.sequence.cells import Row, SequenceCells
+from pykvcache.sequence.pool import SequencePool
 
 if TYPE_CHECKING:
     from pykvcache.prefix.sequence import CachedSequence
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["TierMethods"]
 
 
-class TierMethods:
+class TierMethods(BeginMethods, KeepMethods):
     """Between a cache and its tiers; part of `PrefixCache`. The pool's lock is held."""
 
     _ctx: LlamaContext
@@ -38,22 +45,24 @@ class TierMethods:
     _block_size: int
     _cell_bytes: int
     _end_bytes: int
+    _tier_seconds: float | None
     _needs_rest: bool
+    _pool: SequencePool
+    _evaluation: EvaluationTime
     _keep_logits: bool
 
-    if TYPE_CHECKING:
-        # Of the other parts of `PrefixCache`.
-        def _put(self, cells: SequenceCells, found: Found) -> None: ...
-        def _hold(self, sequence: CachedSequence, found: Found) -> None: ...
-        def _sum(self, one: ReuseReport, sign: int = 1) -> None: ...
-        def _stored(self, run: Run) -> None: ...
-        def _root_name(self, namespace: str) -> bytes: ...
-        def _read(self, seq_id: int, first: int, n: int) -> Buffer: ...
+    _root_name: Callable[[str], bytes]
 
     # Up -----------------------------------------------------------------------------------------
 
-    def _search(self, sequence: CachedSequence) -> Fetch | None:
-        """Begin to look for what memory does not know of a prompt; None where that is no use."""
+    def _search(self, sequence: CachedSequence) -> tuple[Fetch, float] | None:
+        """Begin to look for what memory does not know of a prompt; None where that is no use.
+
+        Returns
+        -------
+        (Fetch, float)
+            And for how many seconds to wait for it.
+        """
         ledger, size = sequence._cells.ledger, self._block_size
         n, known = len(ledger), ledger.n_evaluated
         if not len(self._tiers) or n - 1 <= known or n < size:
@@ -72,15 +81,38 @@ class TierMethods:
             limit=limit,
             needs_rest=self._needs_rest,
         )
-        fetch = self._tiers.search(wanted)
+        seconds = self._evaluation.seconds(known, n) if self._tier_seconds is None else math.inf
+        fetch = self._tiers.search(wanted, seconds)
+        if fetch is None:
+            return None
         fetch.start()
-        return fetch
+        return fetch, seconds
+
+    def _await(self, sequence: CachedSequence, fetch: Fetch, evaluation: float) -> None:
+        """Wait for a search as long as it is worth it; what is still to come is met later."""
+        seconds = self._tier_seconds
+        until = fetch.began + (PATIENCE * evaluation if seconds is None else seconds)
+        fetch.looked.wait(max(0.0, until - time.monotonic()))
+        is_hopeless = False
+        if not fetch.done.is_set() and fetch.looked.is_set():
+            patience = load_wait(fetch.estimate, evaluation)
+            is_hopeless = patience is None and self._tiers.give_up(fetch)
+            if patience:
+                fetch.done.wait(max(0.0, until - time.monotonic()))
+        if is_hopeless:
+            fetch.cancel()
+            return
+        with self._pool.hold():
+            if sequence not in self._open or sequence.is_closed:
+                return
+            if fetch.done.is_set():
+                self._arrived(sequence, fetch)
+            else:
+                sequence._cells.incoming = Meeting(self, sequence, fetch)
 
     def _arrived(self, sequence: CachedSequence, fetch: Fetch) -> None:
         """Let a new sequence begin with what has come, where that is more than it has."""
         cells, space, tokens = sequence._cells, sequence._namespace, fetch.wanted.tokens
-        if sequence not in self._open or sequence.is_closed:
-            return
         size = self._block_size
         mine: list[Block] = [(one, size, size) for one in self._ram.full_blocks(tokens, space)]
         got = gather(self._native, fetch, mine, len(mine))
@@ -139,6 +171,21 @@ class TierMethods:
         self._sum(sequence._reuse, -1)
         sequence._reuse = replace(ReuseReport(n), **used, evaluated=evaluated, reason=reason)
         self._sum(sequence._reuse)
+
+    def _account_met(self, sequence: CachedSequence, got: Gathered, placed: int) -> None:
+        """As `_account`, for what came while the sequence was being evaluated."""
+        remote = min(placed, got.count("remote"))
+        old = sequence._reuse
+        if sequence in self._open:
+            self._sum(old, -1)
+        sequence._reuse = replace(
+            old,
+            disk=old.disk + placed - remote,
+            remote=old.remote + remote,
+            evaluated=old.evaluated - placed,
+        )
+        if sequence in self._open:
+            self._sum(sequence._reuse)
 
     # Down ---------------------------------------------------------------------------------------
 

@@ -15,13 +15,11 @@ import numpy as np
 from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ClosedError
-from pykvcache.prefix.begin import BeginMethods
 from pykvcache.prefix.below import TierMethods
 from pykvcache.prefix.blocks import root_name, token_bytes
-from pykvcache.prefix.digests import digests, end_bytes
+from pykvcache.prefix.digests import digests, end_bytes, least_seconds
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
 from pykvcache.prefix.exits import close_at_exit
-from pykvcache.prefix.keep import KeepMethods
 from pykvcache.prefix.pins import Pin, Pins
 from pykvcache.prefix.policies import DEFAULT, Policy
 from pykvcache.prefix.ram import RamTier
@@ -29,6 +27,7 @@ from pykvcache.prefix.reuse import CacheStats, ReuseReport
 from pykvcache.prefix.runs import Run
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.prefix.stores import BlockStore, Envelope
+from pykvcache.prefix.tiers.speeds import EvaluationTime
 from pykvcache.prefix.tiers.stack import TierInput, Tiers
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import BlockCheckpoints
@@ -43,7 +42,7 @@ _caches: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[PrefixCache]] = (
 )
 
 
-class PrefixCache(BeginMethods, KeepMethods, TierMethods):
+class PrefixCache(TierMethods):
     """Sequences of one context that begin with the longest prefix that is known.
 
     `sequence` takes a prompt. What a sequence in use has of it is forked, token by token; what
@@ -74,6 +73,10 @@ class PrefixCache(BeginMethods, KeepMethods, TierMethods):
     secret
         At least 16 bytes that only trusted writers and readers know: blocks in tiers are then
         encrypted, and others' are not taken. Needs ``pykvcache[crypto]``.
+    tier_seconds
+        For how long a request waits for the tiers at most. Default: 4 % of the time that evaluating
+        is thought to take, and only where loading is thought to take less than half of it; what
+        comes later is used where evaluation meets it, and tiers that are too slow are left alone.
     queue_bytes
         Most bytes that may wait to be written, per tier; default: half of ``ram_bytes``, and at
         least 64 MiB. What is over is not written, and counted.
@@ -109,6 +112,7 @@ class PrefixCache(BeginMethods, KeepMethods, TierMethods):
         checkpoint_bytes: SupportsIndex = 256 << 20,
         tiers: Sequence[TierInput] = (),
         secret: bytes | str | None = None,
+        tier_seconds: float | None = None,
         queue_bytes: SupportsIndex | None = None,
     ) -> None:
         LlamaSequence(context).close()  # raises what a sequence of this context would
@@ -133,10 +137,12 @@ class PrefixCache(BeginMethods, KeepMethods, TierMethods):
             self._removed,
         )
         self._pool = pool_of(context)
+        self._evaluation = EvaluationTime(least_seconds(context))
         known = _caches.get(context)
         other: PrefixCache | None = known() if known is not None else None
         if other is not None and not other.is_closed:
             raise ValueError("the context has a PrefixCache already: close() that one first")
+        self._tier_seconds = None if tier_seconds is None else _seconds(tier_seconds)
         model, _, layout = self._digests
         self._tiers = Tiers(
             _as_tiers(tiers),
@@ -146,6 +152,8 @@ class PrefixCache(BeginMethods, KeepMethods, TierMethods):
             else as_int(queue_bytes, "queue_bytes", 0, 2**62),
         )
         _caches[context] = weakref.ref(self)
+        if len(self._tiers):
+            self._pool.note_time = self._evaluation.note
         self._open: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
         self._dropped: deque[Run] = deque()
         self._pins = Pins(self._ram.tree)
@@ -203,11 +211,9 @@ class PrefixCache(BeginMethods, KeepMethods, TierMethods):
             self._open.add(sequence)
             self._requests += 1
             self._sum(sequence._reuse)
-            fetch = self._search(sequence)
-        if fetch is not None:
-            fetch.done.wait(1.0)
-            with self._pool.hold():
-                self._arrived(sequence, fetch)
+            search = self._search(sequence)
+        if search is not None:
+            self._await(sequence, *search)
         return sequence
 
     def _joined(self, sequence: CachedSequence) -> None:
@@ -379,6 +385,14 @@ def _checked(namespace: str) -> str:
     if not isinstance(namespace, str):
         raise TypeError(f"namespace must be a str, not {type(namespace).__name__}")
     return namespace
+
+
+def _seconds(value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"tier_seconds is a number, not {type(value).__name__}")
+    if not 0 <= value <= 3600:
+        raise ValueError(f"tier_seconds is {value}: it must be in [0, 3600]")
+    return float(value)
 
 
 def _as_tiers(tiers: Sequence[TierInput]) -> list[TierInput]:

@@ -1,12 +1,16 @@
-"""What blocks depend on beside their tokens, as digests; and how large an end can be."""
+"""What is known of a context: what its blocks depend on, how large ends are, how fast it is."""
 
 from __future__ import annotations
 
 import hashlib
 
+from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 
-__all__ = ["digests", "end_bytes"]
+__all__ = ["digests", "end_bytes", "least_seconds"]
+
+# Operations per second, which a thread of a processor and a graphics card hardly exceed.
+_PER_THREAD, _PER_DEVICE = 1e11, 5e14
 
 
 def digests(ctx: LlamaContext) -> tuple[bytes, bytes, bytes]:
@@ -42,3 +46,9 @@ def end_bytes(ctx: LlamaContext) -> int:
             per_cell = 64 + sum(row[4] for row in part["rows"])
             size += per_cell * part["n_cells"] + 64 * len(part["rows"]) + 16 * part["n_stream"]
     return size
+
+
+def least_seconds(ctx: LlamaContext) -> float:
+    """Return what evaluating a token takes at least, before any was: from the model's size."""
+    rate = _PER_DEVICE if lib.devices() != ["CPU"] else _PER_THREAD * max(1, ctx.n_threads_batch)
+    return 2 * ctx.model.n_params / rate

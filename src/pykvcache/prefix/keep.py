@@ -37,9 +37,8 @@ class KeepMethods:
     _needs_rest: bool
     _keep_logits: bool
 
-    if TYPE_CHECKING:
-        # Of another part of `PrefixCache`.
-        def _write_down(self, sequence: CachedSequence, n: int) -> None: ...
+    def _write_down(self, sequence: CachedSequence, n: int) -> None:
+        """Give the first n tokens to the tiers; `TierMethods` does."""
 
     def _keep(self, sequence: CachedSequence) -> None:
         cells, space = sequence._cells, sequence._namespace

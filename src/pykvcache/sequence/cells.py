@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from pykvcache.errors import (
     UnsupportedOperation,
 )
 from pykvcache.sequence.checkpoints import Checkpoint, CheckpointPolicy, Checkpoints
+from pykvcache.sequence.incoming import Incoming
 from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.member import Stage
 from pykvcache.sequence.pool import SequencePool
@@ -52,6 +54,7 @@ class SequenceCells:
         self.row: Row | None = None  # logits after the last token, while nothing is edited
         self.pins = 0
         self.stage: Stage | None = None
+        self.incoming: Incoming | None = None
         self._finalizer: weakref.finalize[[int], SequenceCells] | None = None
         self._native = pool.ctx.native
         self.needs_points = self._native.memory_kind != "attention"
@@ -130,6 +133,9 @@ class SequenceCells:
     def release(self) -> None:
         """Free everything; the ledger stays."""
         self.state = self.row = None
+        if self.incoming is not None:
+            self.incoming.cancel()
+            self.incoming = None
         self.points = Checkpoints()
         if self.seq_id is not None:
             self._native.seq_rm(self.live_id, None, None)
@@ -232,14 +238,22 @@ class SequenceCells:
             return self.row
         self._begin(n, want_row)
         is_prompt = n - ledger.n_evaluated > 1
+        begin, began = ledger.n_evaluated, time.perf_counter()
         while ledger.n_evaluated < n:
-            end = n
+            before = ledger.n_evaluated
+            end = n if self.incoming is None else min(n, self.incoming.meet(self) or n)
+            if ledger.n_evaluated != before:
+                begin, began = ledger.n_evaluated, time.perf_counter()
+            stop = n
             if self.needs_points and is_prompt:
-                end = self.policy.next_stop(ledger.n_evaluated, n)
+                stop = self.policy.next_stop(ledger.n_evaluated, n)
+            end = min(end, stop)
             if not self._decode(end, want_row and end == n):
                 self._begin(n, want_row)  # somebody changed it by hand, this very moment
-            elif self.needs_points and is_prompt:
+            elif self.needs_points and is_prompt and end == stop:
                 self.checkpoint()
+        if want_row:  # without them nobody has waited for the end of the computation
+            self.pool.note_time(begin, n, time.perf_counter() - began)
         return self.row
 
     def _begin(self, n: int, want_row: bool) -> None:
@@ -310,34 +324,6 @@ class SequenceCells:
             self.pool.fit_checkpoints(self.policy.max_bytes)
 
     # Other cells ------------------------------------------------------------------------------
-
-    def discard(self, begin: int, end: int) -> None:
-        """Drop held tokens and move those after them down; UnsupportedOperation changes nothing."""
-        try:
-            self._native.remove(self.live_id, begin, end)
-        except UnsupportedOperation:
-            if not (self._native.can_shift() and self._is_shared() and self._is_whole_in_state()):
-                raise
-            # Shared cells cannot be moved: out and in again, they are its own.
-            self.park()
-            self.attach()
-            self._native.remove(self.live_id, begin, end)
-        self.points.drop_after(begin)
-        at = self.ledger.shifted_at
-        self.ledger.shifted_at = begin if at is None else min(begin, at)
-
-    def _is_shared(self) -> bool:
-        members = self.pool.ctx.cells().members
-        mine = members[members[:, self.seq_id]]
-        return bool((mine.sum(axis=1) > 1).any())
-
-    def _is_whole_in_state(self) -> bool:
-        """Whether a state has all of its cells: of a window it has what the next token sees."""
-        try:
-            self._native.state_size(self.live_id)
-        except UnsupportedOperation:
-            return False
-        return self._native.memory_kind == "attention" or self.n_held <= self.pool.ctx.model.n_swa
 
     def fork_into(self, child: SequenceCells, n: int) -> None:
         """Let a new sequence begin with what this one holds of the first n tokens."""

@@ -12,6 +12,7 @@ from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ClosedError, InvalidBatch, PositionError, UnsupportedOperation
 from pykvcache.sequence.cells import SequenceCells
+from pykvcache.sequence.discarding import discard
 from pykvcache.sequence.ledger import Ledger, common_prefix
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class EditMethods:
             cells.rewind(ledger.n_evaluated)
         if ledger.n_evaluated > end:
             try:
-                cells.discard(begin, end)
+                discard(cells, begin, end)
                 ledger.n_evaluated -= end - begin
                 ledger.delete(begin, end)
                 cells.note()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pykvcache._native import lib
@@ -35,6 +35,8 @@ class SequencePool(lib.Turns):
         # Everybody alive, parked ones too.
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
         self._idle = IdleCost()
+        #: Called with the first token, the end and the seconds of each evaluation.
+        self.note_time: Callable[[int, int, float], None] = lambda begin, end, seconds: None
 
     @property
     def ctx(self) -> LlamaContext:

@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pykvcache.prefix.tiers.ends import END_OVERHEAD, End, end_key
-from pykvcache.prefix.tiers.tier import Tier
+from pykvcache.prefix.tiers.tier import GROUP_BYTES, Tier
 
 __all__ = ["Fetch", "Wanted"]
 
-#: How much is asked for at once.
-GROUP_BYTES = 2 << 20
 # After how many ends that turn out to be of no use the search is given up.
 _MAX_TRIES = 3
 
@@ -97,6 +95,8 @@ class Fetch:
         The end that is used: its place in tokens, itself, its key and its tier; None without.
     n_blocks
         How many of the prompt's blocks are known; None before that is.
+    to_load
+        How many blocks each tier is to give.
     front
         Blocks before this one are not needed any more.
     """
@@ -107,11 +107,20 @@ class Fetch:
     end: tuple[int, End, bytes, Tier] | None = None
     n_blocks: int | None = None
     front: int = 0
+    to_load: dict[Tier, int] = field(default_factory=dict)
     is_cancelled: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     looked: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def estimate(self) -> float:
+        """Seconds that what is left to load is thought to take; 0 where nothing was found."""
+        with self.lock:
+            return sum(
+                tier.estimate(n * self.wanted.block_bytes) for tier, n in self.to_load.items() if n
+            )
 
     def start(self) -> None:
         """Let a thread search."""
@@ -130,6 +139,8 @@ class Fetch:
             depth = self.n_blocks or 0
             if wanted.needs_rest:
                 depth = self.end[0] // wanted.block_size if self.end is not None else 0
+            with self.lock:
+                self.to_load = {s.tier: max(0, min(s.end, depth) - s.begin) for s in spans}
             self.looked.set()
             for span in reversed(spans):
                 self._read(span, min(span.end, depth))

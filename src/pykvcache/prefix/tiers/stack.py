@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pykvcache.prefix.stores import BlockStore, Envelope, open_store
 from pykvcache.prefix.tiers.fetch import Fetch, Wanted
+from pykvcache.prefix.tiers.speeds import load_wait
 from pykvcache.prefix.tiers.tier import Tier, TierStats
 from pykvcache.prefix.tiers.writing import Chain, WriteBehind
 
@@ -49,9 +50,26 @@ class Tiers:
     def __len__(self) -> int:
         return len(self.tiers)
 
-    def search(self, wanted: Wanted) -> Fetch:
-        """Return a search for one prompt, which has not begun."""
-        return Fetch(self.tiers, wanted)
+    def search(self, wanted: Wanted, evaluation: float) -> Fetch | None:
+        """Return a search for one prompt, which has not begun; None where evaluating is faster.
+
+        Parameters
+        ----------
+        wanted
+            What could be used.
+        evaluation
+            How many seconds evaluating it is thought to take.
+        """
+        asked = [
+            tier
+            for tier in self.tiers
+            if load_wait(tier.estimate(0), evaluation) is not None or not tier.skip()
+        ]
+        return Fetch(asked, wanted) if asked else None
+
+    def give_up(self, fetch: Fetch) -> bool:
+        """Whether what was found is left where it is; now and then it is loaded, to find out."""
+        return all([tier.skip() for tier in fetch.to_load])
 
     def write(
         self,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pykvcache.prefix.stores.base import BlockStore
 from pykvcache.prefix.stores.envelope import Envelope
 from pykvcache.prefix.stores.sealed import SealedStore
+from pykvcache.prefix.tiers.speeds import TwoTerms
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -21,8 +22,16 @@ __all__ = ["Tier", "TierStats"]
 
 _log = logging.getLogger("pykvcache.prefix")
 
+#: How much is asked for at once.
+GROUP_BYTES = 2 << 20
+
 #: For how many blocks, and for how many seconds, it is remembered that a store has them.
 KNOWN, KNOWN_SECONDS = 1 << 15, 60.0
+
+# What is believed before anything was measured: seconds per request, and per byte.
+_SPEED = {"disk": (5e-4, 1 / 1.5e9), "remote": (2e-3, 1 / 2e8)}
+# A tier that is too slow is tried again every so many requests.
+_TRY_EVERY = 16
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,7 @@ class Tier:
         self.medium = store.medium
         self.n_probes = max(0, store.n_probes)
         self.owned = owned
+        self.speed = TwoTerms(*_SPEED.get(self.medium, _SPEED["remote"]))
         self.read = self.read_bytes = self.written = self.written_bytes = 0
         self.refused = self.raised = self.too_slow = 0
         self._known: OrderedDict[bytes, float] = OrderedDict()
@@ -101,11 +111,16 @@ class Tier:
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """Return how many of the leading keys are there."""
+        if not keys:
+            return 0
+        began = time.perf_counter()
         try:
-            return max(0, min(len(keys), int(self.sealed.contains(keys)))) if keys else 0
+            return max(0, min(len(keys), int(self.sealed.contains(keys))))
         except Exception as error:
             self._raised(error)
             return 0
+        finally:
+            self.speed.note(1, 0, time.perf_counter() - began)
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is there; only so many are asked for as is cheap."""
@@ -119,16 +134,29 @@ class Tier:
 
     def get(self, keys: Sequence[bytes], size: int) -> list[memoryview]:
         """Return the contents of the leading run that is right, ``size`` bytes at most."""
+        began = time.perf_counter()
         try:
             found = self.sealed.get(keys, [size] * len(keys))
         except Exception as error:
             self._raised(error)
             return []
+        n_bytes = sum(map(len, found))
+        self.speed.note(1, n_bytes, time.perf_counter() - began)
         with self._lock:
             self.read += len(found)
-            self.read_bytes += sum(map(len, found))
+            self.read_bytes += n_bytes
         self.note_known(keys[: len(found)])
         return found
+
+    def estimate(self, n_bytes: int) -> float:
+        """Return how many seconds reading so much is thought to take."""
+        return self.speed.seconds(2 + n_bytes // GROUP_BYTES, n_bytes)
+
+    def skip(self) -> bool:
+        """Count a request that would take too long; False where it should be made to find out."""
+        with self._lock:
+            self.too_slow += 1
+            return self.too_slow % _TRY_EVERY != 0
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used."""

@@ -13,7 +13,7 @@ NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.
           $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/* src/pykvcache/_native/cpu/* src/pykvcache/_native/fast/* src/pykvcache/_native/plain/*)) $(wildcard models/*.gguf)
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help venv demo test fuzz test-arrays test-device test-plain test-wheel asan lint format wheel bench clean
+.PHONY: FORCE help venv demo docs test fuzz test-arrays test-device test-plain test-wheel asan lint format wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -105,6 +105,9 @@ test-wheel: $(VENV)-wheel/.built ## the tests on the portable wheel, installed (
 bench: $(VENV)/.bench $(VENV)/.built ## everything side by side with C and the peers, into docs/
 	$(BIN)/python -m benchmarks
 
+docs: $(VENV)/.docs $(VENV)/.built ## the documentation site, into build/site; stops at any warning
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
+
 clean: ## remove what was built (.venv, build, dist, the fetched llama.cpp)
 	rm -rf $(VENV) $(VENV)-arrays $(VENV)-asan $(VENV)-device $(VENV)-plain $(VENV)-wheel build dist vendor/llama.cpp vendor/llama.cpp.partial
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -125,6 +128,10 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.venv
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.venv
 	$(PIP) install --quiet --group bench
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.venv
+	$(PIP) install --quiet --group docs
 	@touch $@
 
 # An editable install knows the modules that were there when it was made.

@@ -16,11 +16,13 @@ from pykvcache import (
 )
 
 FOLDER = Path(__file__).parent / "pictures"
-STORY = "Lucy has a red kite. Tom has a brown dog. Lucy lives by the river. Tom is a baker.\nOne day"
+STORY = (
+    "Lucy has a red kite. Tom has a brown dog. Lucy lives by the river. Tom is a baker.\nOne day"
+)
 
 
 def forks(ctx: LlamaContext) -> None:
-    """A story, and three ways in which it goes on."""
+    """Draw a story, and three ways in which it goes on."""
     story = LlamaSequence(ctx, STORY)
     story.evaluate()
     ways = [story.fork() for _ in range(3)]
@@ -30,7 +32,7 @@ def forks(ctx: LlamaContext) -> None:
 
 
 def norms(ctx: LlamaContext) -> None:
-    """The lengths of a story's keys and values."""
+    """Draw the lengths of a story's keys and values."""
     story = LlamaSequence(ctx, STORY)
     list(story.generate(20))
     assert story.seq_id is not None
@@ -38,7 +40,7 @@ def norms(ctx: LlamaContext) -> None:
 
 
 def history(ctx: LlamaContext) -> None:
-    """Requests that come and go."""
+    """Draw requests that come and go."""
     seen, generator = CellHistory(ctx), BatchGenerator(ctx)
     generator.submit(STORY, 60, Sampler(seed=1), n=3)
     steps = 0
@@ -54,7 +56,7 @@ def history(ctx: LlamaContext) -> None:
 
 
 def tree(ctx: LlamaContext) -> None:
-    """Prompts that share a prefix, in blocks."""
+    """Draw prompts that share a prefix, in blocks."""
     with PrefixCache(ctx, block_size=16) as cache:
         for question in ("Who has the red kite?", "Who is the baker?", "Who lives by the river?"):
             with cache.sequence(STORY + f' the reader asks, "{question}" The story') as sequence:

@@ -23,7 +23,7 @@ def texts() -> Iterator[tuple[str, str]]:
     """Yield (name, Python text) of everything that a reader is given to copy."""
     for path in sorted((ROOT / "examples").glob("*.py")):
         yield path.name, path.read_text(encoding="utf-8")
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         blocks = re.findall(
             r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.M | re.S
         )

@@ -1,4 +1,4 @@
-"""What README.md says is true: its code runs, its methods and its files exist."""
+"""What README.md and the table of operations say is true: code, methods and files."""
 
 from __future__ import annotations
 
@@ -11,31 +11,26 @@ pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=Import
 
 import pykvcache
 from pykvcache.memory import KvCacheMethods
+from support.doc_blocks import agrees, outputs, read_blocks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+OPERATIONS = (ROOT / "docs" / "reference" / "operations.md").read_text(encoding="utf-8")
+BLOCKS = read_blocks(README)
 
 
 def table_methods() -> set[str]:
     """Names of the first column of the table of operations."""
-    rows = re.findall(r"^\| (`.+?) \|", README, re.M)
+    rows = re.findall(r"^\| (`.+?) \|", OPERATIONS, re.M)
     return {name for row in rows for name in re.findall(r"`(\w+)", row)}
 
 
-def test_there_is_an_example() -> None:
-    assert BLOCKS
-    assert len(BLOCKS[0].splitlines()) <= 15
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_code_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, object] = {}
-    exec(compile(block, "README.md", "exec"), names)
-    assert capsys.readouterr().out
-    for value in names.values():
-        if isinstance(value, pykvcache.LlamaContext | pykvcache.LlamaModel):
-            value.close()
+def test_the_first_screen_has_code_with_its_output() -> None:
+    (block,) = BLOCKS
+    assert len(block.code.splitlines()) <= 11
+    (output,) = outputs(BLOCKS)
+    assert block.output
+    assert agrees(block, output), output
 
 
 def test_methods_of_the_table_exist() -> None:
@@ -63,13 +58,13 @@ def test_make_targets_exist() -> None:
 
 
 def test_errors_that_are_named_exist() -> None:
-    for name in re.findall(r"`(\w+(?:Error|TooLarge|Slot))`", README):
+    for name in re.findall(r"`(\w+(?:Error|TooLarge|Slot))`", README + OPERATIONS):
         assert hasattr(pykvcache, name) or name == "TypeError", name
 
 
 def test_position_queries_answer_where_other_methods_raise() -> None:
     """The sentence on sequence ids, for each method of the table that takes one."""
-    assert "`SequenceIdError`, but the two position queries answer -1" in README
+    assert "`SequenceIdError`, but the two position queries answer -1" in OPERATIONS
     path = pykvcache.embedded_model_path()
     with pykvcache.LlamaModel(path) as model, pykvcache.LlamaContext(model, n_ctx=64) as ctx:
         assert ctx.kv_cache_seq_pos_min(99) == ctx.kv_cache_seq_pos_max(99) == -1

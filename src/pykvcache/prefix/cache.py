@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections import deque
@@ -20,13 +19,14 @@ from pykvcache.prefix.blocks import root_name, token_bytes
 from pykvcache.prefix.digests import digests, end_bytes, least_seconds
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
 from pykvcache.prefix.exits import close_at_exit
+from pykvcache.prefix.options import as_namespace, as_seconds, as_tiers
 from pykvcache.prefix.pins import Pin, Pins
 from pykvcache.prefix.policies import DEFAULT, Policy
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.reuse import CacheStats, ReuseReport
 from pykvcache.prefix.runs import Run
 from pykvcache.prefix.sequence import CachedSequence
-from pykvcache.prefix.stores import BlockStore, Envelope
+from pykvcache.prefix.stores import Envelope
 from pykvcache.prefix.tiers.speeds import EvaluationTime
 from pykvcache.prefix.tiers.stack import TierInput, Tiers
 from pykvcache.sequence.cells import SequenceCells
@@ -117,7 +117,7 @@ class PrefixCache(TierMethods):
     ) -> None:
         LlamaSequence(context).close()  # raises what a sequence of this context would
         self._block_size = as_int(block_size, "block_size", 1, 2**20)
-        self._namespace = _checked(namespace)
+        self._namespace = as_namespace(namespace)
         self._keep_logits = as_bool(keep_logits, "keep_logits")
         self._ctx = context
         self._native = context.native
@@ -142,10 +142,10 @@ class PrefixCache(TierMethods):
         other: PrefixCache | None = known() if known is not None else None
         if other is not None and not other.is_closed:
             raise ValueError("the context has a PrefixCache already: close() that one first")
-        self._tier_seconds = None if tier_seconds is None else _seconds(tier_seconds)
+        self._tier_seconds = None if tier_seconds is None else as_seconds(tier_seconds)
         model, _, layout = self._digests
         self._tiers = Tiers(
-            _as_tiers(tiers),
+            as_tiers(tiers),
             Envelope(model=model, layout=layout, secret=secret),
             max(self._ram.max_bytes // 2, 64 << 20)
             if queue_bytes is None
@@ -200,7 +200,7 @@ class PrefixCache(TierMethods):
         with self._pool.hold():
             self._check_open()
             self._reap()
-            space = self._namespace if namespace is None else _checked(namespace)
+            space = self._namespace if namespace is None else as_namespace(namespace)
             cells = SequenceCells(self._pool, Ledger(), self._points)
             sequence = CachedSequence._made(self._ctx, cells)
             sequence._cache, sequence._namespace = self, space
@@ -275,7 +275,7 @@ class PrefixCache(TierMethods):
         """
         with self._pool.hold():
             self._check_open()
-            space = self._namespace if namespace is None else _checked(namespace)
+            space = self._namespace if namespace is None else as_namespace(namespace)
             ids = LlamaSequence(self._ctx, tokens)._cells.ledger
             data = token_bytes(ids.part(0, len(ids)).view(np.uint32))
             until = None if ttl is None else time.monotonic() + float(ttl)
@@ -289,7 +289,7 @@ class PrefixCache(TierMethods):
         """
         with self._pool.hold():
             self._check_open()
-            space = None if namespace is None else _checked(namespace)
+            space = None if namespace is None else as_namespace(namespace)
             self._ram.clear(space)
             self._tiers.cancel(space)
             for sequence in list(self._open):
@@ -379,23 +379,3 @@ class PrefixCache(TierMethods):
             raise ClosedError("the context of this cache is closed")
         if self._closed:
             raise ClosedError("the cache is closed")
-
-
-def _checked(namespace: str) -> str:
-    if not isinstance(namespace, str):
-        raise TypeError(f"namespace must be a str, not {type(namespace).__name__}")
-    return namespace
-
-
-def _seconds(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"tier_seconds is a number, not {type(value).__name__}")
-    if not 0 <= value <= 3600:
-        raise ValueError(f"tier_seconds is {value}: it must be in [0, 3600]")
-    return float(value)
-
-
-def _as_tiers(tiers: Sequence[TierInput]) -> list[TierInput]:
-    if isinstance(tiers, str | os.PathLike | BlockStore):
-        raise TypeError(f"tiers is a list of stores, not a {type(tiers).__name__}")
-    return list(tiers)

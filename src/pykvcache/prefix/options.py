@@ -1,0 +1,34 @@
+"""Checks of what a `PrefixCache` is given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from pykvcache.prefix.stores import BlockStore
+from pykvcache.prefix.tiers.stack import TierInput
+
+__all__ = ["as_namespace", "as_seconds", "as_tiers"]
+
+
+def as_namespace(namespace: str) -> str:
+    """Return a namespace; TypeError for what is no text."""
+    if not isinstance(namespace, str):
+        raise TypeError(f"namespace must be a str, not {type(namespace).__name__}")
+    return namespace
+
+
+def as_seconds(value: float) -> float:
+    """Return ``tier_seconds`` as a float; raise for what is no time."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"tier_seconds is a number, not {type(value).__name__}")
+    if not 0 <= value <= 3600:
+        raise ValueError(f"tier_seconds is {value}: it must be in [0, 3600]")
+    return float(value)
+
+
+def as_tiers(tiers: Sequence[TierInput]) -> list[TierInput]:
+    """Return the tiers as a list; TypeError for one that is not in a list."""
+    if isinstance(tiers, str | os.PathLike | BlockStore):
+        raise TypeError(f"tiers is a list of stores, not a {type(tiers).__name__}")
+    return list(tiers)

@@ -16,7 +16,7 @@ SIZE = re.compile(r", (\d[\d,]*(?: [A-Za-z]+)?)$")
 
 def explained(rows: Rows, result: Mapping[str, Any], group: str) -> Rows:
     """Say of every contestant and row without samples or error that it was not asked."""
-    if group == "arrays":  # ours and NumPy alone
+    if group in ("arrays", "portable"):  # ours and NumPy, or ours twice
         return rows
     names = [name for name, said in result["versions"].items() if isinstance(said, dict)]
     for name in names:

@@ -12,6 +12,8 @@ STORIES = ROOT / "models" / "stories.gguf"
 #: 30 million parameters: 8 layers, 384 wide, 6 heads of 64, 4 of them for K and V.
 WIDE = {"n_embd": 384, "n_layer": 8, "n_ff": 1600, "n_head": 6, "n_head_kv": 3}
 N_VOCAB = 32_000
+#: The types of weights that `medium` can be written in.
+WEIGHTS = ("f16", "q8_0", "q4_0")
 
 
 def _tests() -> None:
@@ -38,9 +40,9 @@ def many_bytes() -> Path:
     return make_model("llama", BUILD / "models", **sizes)
 
 
-def medium() -> Path:
-    """Write a llama of 30 million random f16 weights, 8 layers and 32,000 tokens."""
-    path = BUILD / "models" / "llama-30m.gguf"
+def medium(weights: str = "f16") -> Path:
+    """Write a llama of 30 million random weights, 8 layers and 32,000 tokens."""
+    path = BUILD / "models" / f"llama-30m{'' if weights == 'f16' else '-' + weights}.gguf"
     if path.exists():
         return path
     _tests()
@@ -71,11 +73,16 @@ def medium() -> Path:
             writer.add_float32(name, value)
         elif isinstance(value, int):
             writer.add_uint32(name, value)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{weights.upper()}"))
+    kind = getattr(gguf.GGMLQuantizationType, weights.upper())
     words.write(writer)
     for name, tensor in plan.tensors.items():
         values = tensor.values(name, 0)
-        writer.add_tensor(name, values if values.ndim == 1 else values.astype(np.float16))
+        if values.ndim == 1:
+            writer.add_tensor(name, values)
+        else:
+            packed = gguf.quants.quantize(values.astype(np.float32), kind)
+            writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -124,6 +124,19 @@ def grown(rows: Rows) -> str:
     return "\n\n".join(parts)
 
 
+def in_pairs(rows: Rows) -> str:
+    """Write group 8: the portable wheel, the native one, and their ratio."""
+    scales = {"tokens/s": (1.0, "tokens/s"), "s": (1e3, "ms"), "bytes": (1e-6, "MB")}
+    lines = []
+    for row in rows.values():
+        scale, unit = scales[row.unit]
+        line = [f"{row.name}, {unit}"]
+        line += [spread(row.samples.get(who, []), scale) for who in ("portable", "native")]
+        line += [spread(row.ratios(who, "native")) for who in ("portable", "native again")]
+        lines.append(line)
+    return table(["", "portable", "native", "portable / native", "native again / native"], lines)
+
+
 WRITERS: dict[str, Callable[[Rows], str]] = {
     "calls": calls,
     "throughput": lambda rows: plain(rows.values(), 1),
@@ -137,6 +150,7 @@ WRITERS: dict[str, Callable[[Rows], str]] = {
         for unit, scale, base in (("bytes", 2**-10, "C"), ("s", 1e3, "numpy"))
     ),
     "growth": grown,
+    "portable": in_pairs,
 }
 
 

@@ -28,7 +28,10 @@ MODULES = {
     "cyllama": "cyllama_peer",
     "xllamacpp": "xllamacpp_peer",
 }
+PATHS = {"PYTHONPATH": os.fspath(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 OURS = "pykvcache"
+#: Ours once more, with ggml's CPU code for several instruction sets.
+PORTABLE = ["PYKVCACHE_CPU_COPIES=ON", "build-dir=build/portable-{wheel_tag}"]
 INCLUDES = [f"-I{VENDOR / 'include'}", f"-I{VENDOR / 'ggml' / 'include'}"]
 
 
@@ -122,10 +125,10 @@ def link(items: list[str | os.PathLike[str]], target: Path) -> None:
     run([os.environ.get("CXX", "c++"), *items, *flags, target])
 
 
-def wheel() -> Path:
+def wheel(name: str = OURS, *settings: str) -> Path:
     """Build our wheel, in the build folder that ``make venv`` uses, so that llama.cpp is done."""
     sources = [p for p in (ROOT / "src").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-    folder = BUILD / OURS / "wheel"
+    folder = BUILD / name / "wheel"
     ready = sorted(folder.glob("*.whl"))
     if ready and ready[-1].stat().st_mtime > newest([*sources, ROOT / "CMakeLists.txt"]):
         return ready[-1]
@@ -133,18 +136,40 @@ def wheel() -> Path:
     words = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", *words, folder, "."], PATH=path
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            *words,
+            folder,
+            ".",
+            *settings,
+        ],
+        PATH=path,
     )
     return next(folder.glob("*.whl"))
 
 
-def install_ours() -> Path:
+def install_ours(name: str = OURS, *settings: str) -> Path:
     """Install the wheel into an environment of its own; return the wheel."""
-    built, stamp = wheel(), BUILD / OURS / ".installed"
+    built, stamp = wheel(name, *settings), BUILD / name / ".installed"
     if not stamp.exists() or stamp.stat().st_mtime < built.stat().st_mtime:
-        pip(python_of(OURS), "install", "--quiet", "--force-reinstall", f"{built}[state]")
+        pip(python_of(name), "install", "--quiet", "--force-reinstall", f"{built}[state]")
         stamp.touch()
     return built
+
+
+def portable() -> Contestant:
+    """Make the portable wheel; on what has no copies of ggml's CPU code it says so."""
+    name, prefixes = "portable", ("cmake.define.", "")
+    settings = [f"--config-settings={a}{b}" for a, b in zip(prefixes, PORTABLE, strict=True)]
+    made = Contestant(name, [os.fspath(python_of(name)), "-m", "benchmarks.peers.ours"], PATHS)
+    try:
+        install_ours(name, *settings)
+    except RuntimeError as error:
+        made.missing = f"not installed: {error}"
+    return made
 
 
 def wheel_of(name: str) -> Path:
@@ -184,14 +209,12 @@ def contestants(
     """
     found: dict[str, Contestant] = {}
     took: dict[str, float] = {}
-    env = {"PYTHONPATH": os.fspath(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-
     begin = time.perf_counter()
     install_ours()
     took[OURS] = time.perf_counter() - begin
     begin = time.perf_counter()
     program = c_program()
-    native = {**env, "PYKVCACHE_BENCH_NATIVE": os.fspath(thin_extension())}
+    native = {**PATHS, "PYKVCACHE_BENCH_NATIVE": os.fspath(thin_extension())}
     took["C"] = time.perf_counter() - begin
     python = os.fspath(python_of(OURS))
     found[OURS] = Contestant(OURS, [python, "-m", "benchmarks.peers.ours"], native)
@@ -202,7 +225,7 @@ def contestants(
         begin = time.perf_counter()
         print(f"making {name}", file=sys.stderr)
         command = [os.fspath(python_of(name)), "-m", f"benchmarks.peers.{MODULES[name]}"]
-        found[name] = Contestant(name, command, env)
+        found[name] = Contestant(name, command, PATHS)
         try:
             install_peer(name)
         except RuntimeError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+from benchmarks import target_portable as portable
 from benchmarks import target_states as states
 from benchmarks.harness import AGAIN, Row
 from benchmarks.verdicts import US, Rows, Verdict, below, least, medians, span, worst_of
@@ -47,6 +48,9 @@ def judge(groups: dict[str, Rows]) -> list[Verdict]:
         states.copies,
         states.files,
         batch,
+        portable.speed,
+        portable.size,
+        portable.import_time,
     ]
     return [check(groups) for check in checks]
 

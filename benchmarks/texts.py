@@ -146,6 +146,11 @@ GROUPS = {
         "A copy or a removal cannot: there a few sequences make a few calls, with the clock's own cost. "
         "*first call after a decode* is that one call alone, with caches full of the decode."
     ),
+    "portable": (
+        "The wheel of `make wheel` (ggml's CPU code once per instruction set, the best chosen at import) beside the one that was compiled "
+        "for this processor: one thread, 30M model, one token behind 32 others and a prompt of 128, by the thread's own time. "
+        "*native again* is the native one in another process: what lies between the two is the machine's."
+    ),
 }
 
 #: Groups with a plot of their own.

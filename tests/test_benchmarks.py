@@ -225,6 +225,30 @@ def test_targets_are_judged_by_the_medians() -> None:
     assert found["throughput"].line()[2] == "not measured"
 
 
+def portable_result(speed: float, size: float, seconds: float) -> dict[str, Row]:
+    return {
+        row.name: row
+        for row in (
+            Row("decode", "tokens/s", {"portable": [speed * 9] * 3, "native": [9.0] * 3}),
+            Row("prefill", "tokens/s", {"portable": [9.0] * 3, "native": [9.0] * 3}),
+            Row("import", "s", {"portable": [seconds, 5.0], "native": [0.1, 0.2]}),
+            Row("wheel", "bytes", {"portable": [size], "native": [6e6]}),
+        )
+    }
+
+
+def test_the_portable_wheel_is_judged_by_speed_size_and_import() -> None:
+    def met(rows: dict[str, Row]) -> list[bool | None]:
+        found = {v.key: v for v in targets.judge({"portable": rows})}
+        return [found[f"portable_{key}"].met for key in ("speed", "size", "import")]
+
+    assert met(portable_result(0.96, 14e6, 0.105)) == [True] * 3
+    assert met(portable_result(0.94, 16e6, 0.12)) == [False] * 3
+    assert met({}) == [None] * 3
+    table = report.WRITERS["portable"](portable_result(0.5, 14e6, 0.1))
+    assert "| decode, tokens/s | 4.50 (4.50 to 4.50) | 9.00 (9.00 to 9.00) | 0.50" in table
+
+
 def test_the_report_holds_every_figure_and_every_reason(tmp_path: Path) -> None:
     result = calls_result()
     assert json.loads(dumps(result)) == result

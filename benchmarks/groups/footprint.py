@@ -15,6 +15,7 @@ from benchmarks.settings import open_one
 TITLE = "memory, import time, size"
 IMPORTS = {
     "pykvcache": "from pykvcache import LlamaContext",
+    "portable": "from pykvcache import LlamaContext",
     "llama-cpp-python": "import llama_cpp",
     "cyllama": "from cyllama.llama import llama_cpp",
     "xllamacpp": "import xllamacpp",

@@ -22,7 +22,7 @@ LAYERS = [
     {"_convert"},
     {"batch", "_jinja", "_grammar"},
     {"_chat"},
-    {"_fingerprint", "_model_file", "_codec"},
+    {"_fingerprint", "_model_file", "_model_facts", "_devices", "_codec"},
     {"model", "_models"},
     {"sampling", "_params", "state"},
     {"kv"},

@@ -61,6 +61,7 @@ from pykvcache.errors import (
 )
 
 if TYPE_CHECKING:
+    from pykvcache._devices import Device, DeviceKind, devices
     from pykvcache._models import embedded_model_path
     from pykvcache._native.lib import system_info
     from pykvcache.batch import LlamaBatch
@@ -131,6 +132,8 @@ _HOMES = {
     "CheckpointPolicy": "sequence",
     "ContextState": "state",
     "Fingerprint": "state",
+    "Device": "_devices",
+    "DeviceKind": "_devices",
     "FlashAttention": "enums",
     "FlashAttentionName": "enums",
     "FolderStore": "prefix.stores",
@@ -169,6 +172,7 @@ _HOMES = {
     "SplitModeName": "enums",
     "StateInfo": "state",
     "describe_state": "state",
+    "devices": "_devices",
     "embedded_model_path": "_models",
     "from_caches": "kv",
     "system_info": "_native.lib",
@@ -197,6 +201,8 @@ __all__ = [
     "ContextState",
     "DecodeAborted",
     "DecodeError",
+    "Device",
+    "DeviceKind",
     "Fingerprint",
     "FlashAttention",
     "FlashAttentionName",
@@ -269,6 +275,7 @@ __all__ = [
     "UnsupportedOperation",
     "__version__",
     "describe_state",
+    "devices",
     "embedded_model_path",
     "errors",
     "from_caches",

@@ -47,6 +47,9 @@ class MemoryInfo:
     bytes_per_token
         Bytes of one attention cell over all layers; 0 for recurrent memory, whose
         size does not depend on the length.
+    buffer_types
+        Where it lies: ggml's names of the types of its buffers, such as ``"CPU"`` and ``"CUDA0"``.
+        How many bytes in each: `LlamaContext.memory_breakdown`.
     """
 
     kind: MemoryKind
@@ -63,6 +66,7 @@ class MemoryInfo:
     max_rollback: int
     bytes_total: int
     bytes_per_token: int
+    buffer_types: tuple[str, ...]
 
 
 class BufferBytes(NamedTuple):

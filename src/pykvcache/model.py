@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, SupportsIndex
 
 from pykvcache._chat import render, special_token_texts
@@ -18,10 +18,12 @@ from pykvcache._convert import (
     as_token_array,
     choose,
 )
+from pykvcache._devices import chosen, shares
 from pykvcache._fingerprint import file_ids, model_fingerprint
+from pykvcache._model_facts import ModelFacts
 from pykvcache._model_file import readable_path
 from pykvcache._native import lib
-from pykvcache.enums import LoadMode, LoadModeName, RopeType, SplitMode, SplitModeName
+from pykvcache.enums import LoadMode, LoadModeName, SplitMode, SplitModeName
 
 __all__ = ["LlamaModel"]
 
@@ -30,7 +32,7 @@ _LOAD_MODES = {m.name.lower(): m for m in LoadMode}
 _SPLIT_MODES = {m.name.lower(): m for m in SplitMode}
 
 
-class LlamaModel:
+class LlamaModel(ModelFacts):
     """Weights and vocabulary of a GGUF file (``llama_model_load_from_file``).
 
     A model is read-only: any number of contexts and threads may share it. It lives
@@ -45,8 +47,15 @@ class LlamaModel:
         in the build it has no effect.
     load_mode
         ``"auto"``, ``"none"``, ``"mmap"``, ``"mlock"``, ``"mmap_mlock"`` or ``"direct_io"``.
-    split_mode, main_gpu
-        How several GPUs share the model, as in ``llama.h``.
+    devices
+        Names of the devices that share these layers, out of `pykvcache.devices`; empty for the CPU
+        alone. Default: all GPUs, or the integrated ones.
+    split_mode
+        How they share: ``"layer"``, ``"row"``, ``"tensor"``, or ``"none"`` for one of them alone.
+    main_gpu
+        With ``"none"``: which of them, counted from 0.
+    tensor_split
+        Share of each of `devices`, in any unit. Default: by their free memory.
     vocab_only
         Load the vocabulary and no weights: tokenizing works, contexts cannot be made.
     check_tensors
@@ -60,6 +69,8 @@ class LlamaModel:
     ------
     ModelLoadError
         The file is missing, unreadable, damaged, not a GGUF, or the load was cancelled.
+    ValueError
+        A device that is not there or takes no layers, or shares that are none.
 
     Examples
     --------
@@ -75,18 +86,23 @@ class LlamaModel:
         *,
         n_gpu_layers: int = 0,
         load_mode: LoadModeName | LoadMode = "auto",
+        devices: Sequence[str] | None = None,
         split_mode: SplitModeName | SplitMode = "layer",
         main_gpu: int = 0,
+        tensor_split: Sequence[float] | None = None,
         vocab_only: bool = False,
         check_tensors: bool = False,
         use_extra_bufts: bool = True,
         progress: Callable[[float], bool | None] | None = None,
     ) -> None:
+        names = chosen(devices)
         params = {
             "n_gpu_layers": as_int(n_gpu_layers, "n_gpu_layers", -(2**31), 2**31 - 1),
             "load_mode": choose(load_mode, LoadMode, "load_mode", _LOAD_MODES),
             "split_mode": choose(split_mode, SplitMode, "split_mode", _SPLIT_MODES),
-            "main_gpu": as_int(main_gpu, "main_gpu", 0, 255),
+            "main_gpu": as_int(main_gpu, "main_gpu", 0, len(names) - 1 if names else 255),
+            "devices": names,
+            "tensor_split": shares(tensor_split, names),
             "vocab_only": as_bool(vocab_only, "vocab_only"),
             "check_tensors": as_bool(check_tensors, "check_tensors"),
             "use_extra_bufts": as_bool(use_extra_bufts, "use_extra_bufts"),
@@ -121,98 +137,6 @@ class LlamaModel:
             The file is gone, or was changed since it was loaded.
         """
         return model_fingerprint(self._files, self.metadata)
-
-    # Facts ----------------------------------------------------------------------------
-
-    @property
-    def n_vocab(self) -> int:
-        """Number of tokens in the vocabulary."""
-        return self._native.n_vocab
-
-    @property
-    def n_ctx_train(self) -> int:
-        """Context length that the model was trained with, in tokens."""
-        return self._native.n_ctx_train
-
-    @property
-    def n_embd(self) -> int:
-        """Width of the hidden state."""
-        return self._native.n_embd
-
-    @property
-    def n_layer(self) -> int:
-        """Number of layers."""
-        return self._native.n_layer
-
-    @property
-    def n_head(self) -> int:
-        """Number of query heads (of the first layer, where layers differ)."""
-        return self._native.n_head
-
-    @property
-    def n_head_kv(self) -> int:
-        """Number of key/value heads (of the first layer, where layers differ)."""
-        return self._native.n_head_kv
-
-    @property
-    def n_swa(self) -> int:
-        """Sliding window in tokens; 0 if there is none."""
-        return self._native.n_swa
-
-    @property
-    def rope_type(self) -> RopeType:
-        """Kind of rotary embedding."""
-        return RopeType(self._native.rope_type)
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether the memory is a recurrent state (Mamba, RWKV)."""
-        return self._native.is_recurrent
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether attention and recurrent layers are mixed (Jamba, Granite 4)."""
-        return self._native.is_hybrid
-
-    @property
-    def has_encoder(self) -> bool:
-        """Whether ``encode()`` has to run first (T5)."""
-        return self._native.has_encoder
-
-    @property
-    def has_decoder(self) -> bool:
-        """Whether the model decodes at all."""
-        return self._native.has_decoder
-
-    @property
-    def vocab_only(self) -> bool:
-        """Whether only the vocabulary was loaded."""
-        return self._native.vocab_only
-
-    @property
-    def size(self) -> int:
-        """Bytes of all tensors."""
-        return self._native.size
-
-    @property
-    def n_params(self) -> int:
-        """Number of parameters."""
-        return self._native.n_params
-
-    @property
-    def description(self) -> str:
-        """llama.cpp's short description, such as ``"llama 7B Q4_0"``."""
-        return self._native.description
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """The GGUF's scalar metadata as text (read-only)."""
-        return MappingProxyType(self._native.metadata)
-
-    @property
-    def chat_template(self) -> str | None:
-        """The Jinja chat template of the file, if it has one."""
-        return self._native.chat_template
 
     # Special tokens --------------------------------------------------------------------
 

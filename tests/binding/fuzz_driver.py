@@ -40,6 +40,7 @@ from pykvcache import (
     CellTable,
     CheckpointPolicy,
     ContextState,
+    Device,
     Fingerprint,
     GenerationHandle,
     InternalError,
@@ -64,6 +65,7 @@ from pykvcache import (
     SequenceState,
     StateInfo,
     describe_state,
+    devices,
     embedded_model_path,
     from_caches,
     system_info,
@@ -80,9 +82,9 @@ GIVEN: tuple[type, ...] = (SequenceState, ContextState, PartialState)
 GIVEN += (SequenceKV, CacheView, Fingerprint, GenerationHandle)
 """Made by methods of others, and kept."""
 PLAIN = (CellTable, LayerKV, LayerState, MemoryInfo, PerfData, RecurrentState, SequenceRange)
-PLAIN += (StateInfo, CheckpointPolicy, LlamaStateFile, ReuseReport, BufferBytes)
+PLAIN += (StateInfo, CheckpointPolicy, LlamaStateFile, ReuseReport, BufferBytes, Device)
 """Records, which check nothing themselves."""
-FUNCTIONS = (describe_state, embedded_model_path, from_caches, system_info, to_caches)
+FUNCTIONS = (describe_state, devices, embedded_model_path, from_caches, system_info, to_caches)
 PROTOCOL: list[Callable[[Any], Any]] = [
     *(repr, len, hash, iter, list, bool, copy.copy, copy.deepcopy, pickle.dumps),
     *(np.asarray, memoryview, lambda one: one[1:3], lambda one: one[-1:][..., 0]),

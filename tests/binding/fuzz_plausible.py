@@ -117,6 +117,8 @@ COUNTS = ["top_k", "penalty_last_n", "seed", "yarn_orig_ctx"]
 COUNTS += ["n_gpu_layers", "split_mode", "main_gpu"]
 
 NAMED: Mapping[str, Callable[[Random], Any]] = {
+    "devices": lambda r: r.choice([None, None, [], ["CPU"], ["CUDA0"], "CPU", [1], 3]),
+    "tensor_split": lambda r: r.choice([None, None, None, [], [1.0], [-1, MAX], "1", [None]]),
     # Sizes of a context: never some gigabytes, and never 512 threads on two cores.
     "n_ctx": lambda r: r.choice([None, 0, 1, 256, 300, 512, MAX, -1, 2**32]),
     "n_batch": lambda r: r.choice([1, 8, 32, 512, MAX, 0, -1]),

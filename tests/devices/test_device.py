@@ -20,6 +20,7 @@ from pykvcache import (
     LlamaModel,
     StateLayoutMismatch,
     UnsupportedOperation,
+    devices,
 )
 from support.models import EXACT, MODELS, make_model
 
@@ -225,3 +226,28 @@ def test_a_context_goes_on_when_another_is_closed(layers: int, bench: Bench) -> 
         ctx.decode([token])
         fresh.decode([token, token])
     assert near(next_logits(ctx), next_logits(fresh))
+
+
+def test_a_model_lies_on_the_devices_that_are_named(bench: Bench) -> None:
+    names = [d.name for d in devices() if d.kind in ("gpu", "integrated-gpu")]
+    ctx = bench("llama", 99)
+    assert set(ctx.model.devices) <= set(names)
+    for name in ctx.model.devices:
+        path = ctx.model.path
+        for more in ({}, {"tensor_split": [3.0]}, {"split_mode": "none"}):
+            with (
+                LlamaModel(path, n_gpu_layers=99, devices=[name], **more) as model,
+                LlamaContext(model, n_ctx=256, n_threads=1, **EXACT) as one,
+            ):
+                assert model.devices == (name,)
+                (where,) = one.memory_info.buffer_types
+                assert where != "CPU"
+                assert one.memory_breakdown()[where].context == one.memory_info.bytes_total
+                assert near(next_logits(one), next_logits(ctx))
+                ctx.clear_kv_cache()
+        with pytest.raises(ValueError, match="twice"):
+            LlamaModel(path, devices=[name, name])
+        with pytest.raises(ValueError, match="main_gpu"):
+            LlamaModel(path, devices=[name], split_mode="none", main_gpu=1)
+        with pytest.raises(ValueError, match="one share at least"):
+            LlamaModel(path, devices=[name], tensor_split=[0.0])

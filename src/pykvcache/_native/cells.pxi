@@ -43,6 +43,7 @@ cdef class Cells(Memory):
                 "max_rollback": facts.max_rollback,
                 "bytes_total": facts.bytes_total,
                 "bytes_per_token": facts.bytes_per_token,
+                "buffer_types": tuple(_texts(lib.buffer_types(self.mem))),
             }
         finally:
             self.lock.leave()

@@ -6,6 +6,24 @@ def devices():
     return _texts(lib.device_names())
 
 
+def device_facts():
+    """Return (name, kind, backend, description, free, total) of each device; memory in bytes."""
+    cdef vector[lib.device_facts] found
+    cdef size_t i
+    cdef int32_t code
+    with nogil:
+        code = lib.device_list(found)
+    if code == lib.CAUGHT:
+        raise _caught_error("devices")
+    return [(_text(found[i].name), found[i].kind, _text(found[i].backend), _text(found[i].description),
+             found[i].free, found[i].total) for i in range(found.size())]
+
+
+def max_devices():
+    """Return how many devices a model can be given (``llama_max_devices``)."""
+    return lib.llama_max_devices()
+
+
 cdef int _rpc_done(int32_t code, str what) except -1:
     if code == lib.CAUGHT:
         raise _caught_error(what)

@@ -19,6 +19,7 @@ cdef extern from "llama.h" nogil:
     cdef struct llama_sampler:
         pass
 
+    ctypedef void* ggml_backend_dev_t
     ctypedef int ggml_type
     ctypedef int llama_split_mode
     ctypedef int llama_load_mode
@@ -58,10 +59,12 @@ cdef extern from "llama.h" nogil:
         int8_t* logits
 
     ctypedef struct llama_model_params:
+        ggml_backend_dev_t* devices
         int32_t n_gpu_layers
         llama_split_mode split_mode
         llama_load_mode load_mode
         int32_t main_gpu
+        const float* tensor_split
         llama_progress_callback progress_callback
         void* progress_callback_user_data
         bool vocab_only
@@ -101,6 +104,7 @@ cdef extern from "llama.h" nogil:
     llama_model_params llama_model_default_params()
     llama_context_params llama_context_default_params()
 
+    size_t llama_max_devices()
     size_t llama_max_parallel_sequences()
     bool llama_supports_gpu_offload() except +
 

@@ -69,6 +69,15 @@ cdef extern from "cpu/cpu.h" namespace "pykv":
 
 cdef extern from "devices.h" namespace "pykv" nogil:
     vector[string] device_names() except +
+    cppclass device_facts:
+        string name
+        string backend
+        string description
+        int kind
+        uint64_t free
+        uint64_t total
+    int32_t device_list(vector[device_facts]& out)
+    ggml_backend_dev_t device_named(const char* name)
     int32_t rpc_connect(const char* endpoint)
     int32_t rpc_serve(const char* endpoint)
 
@@ -80,6 +89,7 @@ cdef extern from "probe_buffers.h" namespace "pykv" nogil:
         uint64_t context
         uint64_t compute
     int32_t memory_breakdown(const llama_context*, vector[buffer_bytes]& out)
+    vector[string] devices_of(const llama_model*) except +
 
 
 cdef extern from "words.h" namespace "pykv" nogil:
@@ -146,6 +156,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     bool heads_divisible(const llama_model*, ggml_type, bool keys)
     memory_kind kind(const memory*)
     const char* class_name(const memory*)
+    vector[string] buffer_types(const memory*) except +
     no_shift why_no_shift(const memory*)
     llama_pos max_position(const memory*)
     bool bounded(const memory*)

@@ -64,6 +64,7 @@ cdef class Model:
     cdef readonly str description
     cdef readonly object chat_template
     cdef readonly dict metadata
+    cdef readonly tuple devices
 
     def __cinit__(self, bytes path not None, dict params not None, object progress):
         cdef lib.llama_model_params p = lib.llama_model_default_params()
@@ -71,11 +72,27 @@ cdef class Model:
         cdef lib.llama_model* model
         cdef list box = [progress, None, False]  # callback, what it raised, whether it cancelled
         cdef string problem
+        cdef vector[lib.ggml_backend_dev_t] devices
+        cdef vector[float] split
         self.generation = _generation
         p.n_gpu_layers = params["n_gpu_layers"]
         p.split_mode = <lib.llama_split_mode><int>params["split_mode"]
         p.load_mode = <lib.llama_load_mode><int>params["load_mode"]
         p.main_gpu = params["main_gpu"]
+        if params["devices"] is not None:
+            for name in params["devices"]:
+                devices.push_back(lib.device_named(<bytes?>name))
+                if devices.back() == NULL:
+                    raise ValueError(f"devices names {name!r}: there is no such device")
+            devices.push_back(NULL)
+            p.devices = devices.data()
+        if params["tensor_split"] is not None:
+            split.resize(lib.llama_max_devices(), 0)  # llama.cpp copies all of it
+            if len(params["tensor_split"]) > <Py_ssize_t>split.size():
+                raise ValueError(f"tensor_split has more than {split.size()} shares")
+            for i, share in enumerate(params["tensor_split"]):
+                split[<size_t>i] = <float>share
+            p.tensor_split = split.data()
         p.vocab_only = params["vocab_only"]
         p.check_tensors = params["check_tensors"]
         p.use_extra_bufts = params["use_extra_bufts"]
@@ -136,6 +153,7 @@ cdef class Model:
             self.n_head_kv = lib.llama_model_n_head_kv(m)
             self.facts = lib.look_at_model(m)
             self.n_embd_out = self.facts.n_embd_out
+        self.devices = tuple(_texts(lib.devices_of(m)))
         self.description = self.read_text(-1, 0)
         self.metadata = {
             self.read_text(0, i): self.read_text(1, i)

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <memory>
+#include <set>
 #include <typeinfo>
 
 #ifdef __GNUG__
@@ -243,6 +244,18 @@ context_facts look_at_context(const llama_context * ctx, const memory * m) {
     const auto & c = ctx->get_cparams();
     return {c.flash_attn, c.kv_unified, c.causal_attn, int(c.pooling_type), c.n_threads, c.n_threads_batch,
             m->gives_logits, m->endless};
+}
+
+std::vector<std::string> buffer_types(const memory * m) {
+    std::set<std::string> names;
+    if (m->mem) {
+        for (const auto & [type, bytes] : m->mem->memory_breakdown()) {
+            if (bytes > 0) {
+                names.insert(ggml_backend_buft_name(type));
+            }
+        }
+    }
+    return {names.begin(), names.end()};
 }
 
 memory_facts look_at_memory(const memory * m) {

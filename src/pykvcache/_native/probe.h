@@ -7,6 +7,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "llama.h"
 
@@ -77,6 +79,9 @@ bool heads_divisible(const llama_model * model, ggml_type type, bool keys);
 bool is_plain();
 
 class memory;  // a classified llama_memory_t; dies with its context
+
+// ggml's names of what it lies in.
+std::vector<std::string> buffer_types(const memory * m);
 
 memory * memory_new(llama_context * ctx) noexcept;
 void memory_delete(memory * m) noexcept;

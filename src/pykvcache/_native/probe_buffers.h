@@ -1,4 +1,5 @@
-// How many bytes a context takes, by type of buffer. llama.cpp gives them through a C++ function alone.
+// How many bytes a context takes, by type of buffer, and the devices of a model: what llama.cpp gives
+// through C++ functions alone.
 #pragma once
 
 #include <map>
@@ -31,6 +32,15 @@ inline int32_t memory_breakdown(const llama_context * ctx, std::vector<buffer_by
         }
         return 0;
     });
+}
+
+// The devices that a model was loaded to.
+inline std::vector<std::string> devices_of(const llama_model * model) {
+    std::vector<std::string> names;
+    for (int i = 0; i < llama_model_n_devices(model); ++i) {
+        names.emplace_back(ggml_backend_dev_name(llama_model_get_device(model, i)));
+    }
+    return names;
 }
 
 }  // namespace pykv

@@ -1,0 +1,112 @@
+"""What ggml computes on: the devices of this build, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from pykvcache._convert import as_float
+from pykvcache._native import lib
+
+__all__ = ["Device", "DeviceKind", "devices"]
+
+# Spelled out: stubtest takes a Literal of several names for another type than the runtime's.
+DeviceKind: TypeAlias = (
+    Literal["cpu"]
+    | Literal["gpu"]
+    | Literal["integrated-gpu"]
+    | Literal["accelerator"]
+    | Literal["meta"]
+)
+_KINDS: tuple[DeviceKind, ...] = ("cpu", "gpu", "integrated-gpu", "accelerator", "meta")
+#: Layers are put on these.
+_TAKES_LAYERS = ("gpu", "integrated-gpu")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of ggml's.
+
+    Attributes
+    ----------
+    name
+        What `LlamaModel` takes: ``"CPU"``, ``"CUDA0"``, ``"Vulkan1"``.
+    kind
+        ``"cpu"``, ``"gpu"``, ``"integrated-gpu"``, ``"accelerator"`` (works beside the CPU, in its
+        memory) or ``"meta"``. Layers are put on GPUs, integrated ones included.
+    backend
+        The part of ggml that it belongs to: ``"CPU"``, ``"CUDA"``, ``"Vulkan"``, ``"RPC"``.
+    description
+        What it is called by its maker.
+    memory_free, memory_total
+        Bytes when `devices` was called; 0 where a device does not tell.
+    """
+
+    name: str
+    kind: DeviceKind
+    backend: str
+    description: str
+    memory_free: int
+    memory_total: int
+
+
+def devices() -> tuple[Device, ...]:
+    """Return the devices that this build found here (``ggml_backend_dev_get``).
+
+    Returns
+    -------
+    tuple of Device
+        In ggml's order. Without a GPU backend in the build: the CPU alone.
+
+    Raises
+    ------
+    InternalError
+        A backend failed when it was asked.
+    """
+    return tuple(
+        Device(name, _KINDS[kind], backend, description, free, total)
+        for name, kind, backend, description, free, total in lib.device_facts()
+    )
+
+
+def chosen(names: object) -> list[bytes] | None:
+    """Return the devices of a model as bytes; ``None`` leaves the choice to llama.cpp."""
+    if names is None:
+        return None
+    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
+        raise TypeError(f"devices must be a sequence of names, not {type(names).__name__}")
+    found: list[bytes] = []
+    kinds = {name: _KINDS[kind] for name, kind, *_ in lib.device_facts()}
+    able = [name for name, kind in kinds.items() if kind in _TAKES_LAYERS]
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"devices must hold names, not {type(name).__name__}: {name!r}")
+        if name not in able:
+            what = "a device that takes no layers" if name in kinds else "no device of this build"
+            hint = f"it must be one of {', '.join(able)}" if able else "leave it out"
+            raise ValueError(f"devices names {name!r}, {what}: {hint}")
+        if name.encode() in found:
+            raise ValueError(f"devices names {name!r} twice")
+        found.append(name.encode())
+    if len(found) > lib.max_devices():
+        raise ValueError(f"devices has {len(found)} names: llama.cpp takes {lib.max_devices()}")
+    return found
+
+
+def shares(split: Sequence[float] | None, names: list[bytes] | None) -> list[float] | None:
+    """Return the share of each device, the largest being 1."""
+    if split is None:
+        return None
+    if isinstance(split, (str, bytes)) or not isinstance(split, Iterable):
+        raise TypeError(f"tensor_split must be a sequence of numbers, not {type(split).__name__}")
+    values = [as_float(value, "tensor_split", 0.0, 1e30) for value in split]
+    if not names:
+        raise ValueError("tensor_split needs devices: one share for each that is named there")
+    if len(values) != len(names):
+        raise ValueError(f"tensor_split has {len(values)} shares for {len(names)} devices")
+    largest = max(values)
+    if largest <= 0 or not math.isfinite(1 / largest):
+        raise ValueError(f"tensor_split is {values!r}: one share at least must be above 0")
+    return [value / largest for value in values]

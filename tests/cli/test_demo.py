@@ -66,7 +66,7 @@ def test_demo_on_the_embedded_model() -> None:
     assert max(map(len, result.stdout.splitlines())) <= 80
     found = verdicts(result.stdout)
     assert set(found.values()) == {"yes"}
-    assert len(found) == 5
+    assert len(found) == 8
     forks, anew = evaluated(result.stdout, "4 forks")
     assert forks * 5 < anew, "the story was evaluated once"
     assert evaluated(result.stdout, "full")[0] == 1

@@ -6,6 +6,7 @@ import os
 import time
 
 from pykvcache.demo.acts import Stage, fill_and_shift, fork, move, rewind, tell
+from pykvcache.demo.many import batch, reuse
 from pykvcache.demo.measure import Fresh, Row
 from pykvcache.demo.screen import Screen, open_screen
 from pykvcache.demo.script import ANY_MODEL, STORY_MODEL
@@ -88,7 +89,7 @@ def run(
                 n_story=ctx.n_ctx // (16 if quick else 8),
                 n_fork=8 if quick else 24,
             )
-            for act in (tell, fork, rewind, move, fill_and_shift):
+            for act in (tell, fork, rewind, move, fill_and_shift, batch, reuse):
                 act(stage)
     return _summary(screen, stage, fresh, time.perf_counter() - start)
 

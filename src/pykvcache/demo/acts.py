@@ -1,4 +1,4 @@
-"""The four parts of the demo: a story, forks, a rewind, and a cache that is full."""
+"""The first parts of the demo: a story, forks, a rewind, and a cache that is full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from pykvcache.errors import NoKvCacheSlot, UnsupportedOperation
 from pykvcache.model import LlamaModel
 from pykvcache.sampling import Sampler
 
-__all__ = ["Stage", "fill_and_shift", "fork", "move", "rewind", "tell"]
+__all__ = [
+    "Stage",
+    "answer_of",
+    "fill_and_shift",
+    "fork",
+    "move",
+    "one_line",
+    "rewind",
+    "tell",
+    "time_of",
+]
 
 WAYS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
@@ -61,7 +71,8 @@ def _held(ctx: LlamaContext, seq: int, tokens: list[int]) -> list[int]:
     return tokens[: ctx.kv_cache_seq_pos_max(seq) + 1]
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Return text without line breaks."""
     return " ".join(text.split())
 
 
@@ -82,7 +93,7 @@ def tell(stage: Stage) -> None:
     stage.told = prompt + story
     stage.screen.given("", stage.text(prompt), stage.text(story))
     stage.screen.figures(
-        f"{meter.tokens} tokens evaluated in {_time(meter.seconds)}: "
+        f"{meter.tokens} tokens evaluated in {time_of(meter.seconds)}: "
         f"{len(prompt)} of the prompt, {meter.tokens - len(prompt)} of the story"
     )
     held = _held(stage.ctx, 0, stage.told)
@@ -140,8 +151,8 @@ def fork(stage: Stage) -> None:
     stage.rows.append(row)
     stage.screen.figures(
         f"the {len(told) - 1} tokens before the fork were evaluated once: {meter.tokens} tokens in "
-        f"{_time(meter.seconds)}; evaluating them for each takes {anew.tokens} tokens and "
-        f"{_time(anew.seconds)}, and {same} of {len(WAYS)} texts are the same"
+        f"{time_of(meter.seconds)}; evaluating them for each takes {anew.tokens} tokens and "
+        f"{time_of(anew.seconds)}, and {same} of {len(WAYS)} texts are the same"
     )
     for seq in range(1, len(WAYS) + 1):
         ctx.clear_kv_cache_seq(seq)
@@ -154,7 +165,7 @@ def rewind(stage: Stage) -> None:
     ctx.copy_kv_cache_seq(0, SPARE)
     first, second = (stage.tokens(question) for question in stage.script.questions)
     answer = list(ctx.generate(stage.told[-1:] + first, 12, None, 0))
-    stage.screen.given("", _one_line(stage.text(first)), _answer(stage.text(answer)))
+    stage.screen.given("", one_line(stage.text(first)), answer_of(stage.text(answer)))
     taken_back = ctx.kv_cache_seq_pos_max(0) + 1 - start
     with Meter(ctx) as meter:
         rewound = ctx.clear_kv_cache_seq(0, start)
@@ -163,7 +174,7 @@ def rewind(stage: Stage) -> None:
         answer = list(ctx.generate(stage.told[-1:] + second, 12, None, 0))
     held = _held(ctx, 0, stage.told + second + answer)
     difference = stage.fresh.difference(ctx.logits(), held)
-    stage.screen.given("", _one_line(stage.text(second)), _answer(stage.text(answer)))
+    stage.screen.given("", one_line(stage.text(second)), answer_of(stage.text(answer)))
     if rewound:
         how, name = f"{taken_back} tokens were taken back", f"rewind {taken_back}, ask again"
     else:
@@ -171,7 +182,7 @@ def rewind(stage: Stage) -> None:
             f"{ctx.memory_kind} memory cannot step back (False): a copy made before took its place"
         )
         name = "return to a copy, ask again"
-    stage.screen.figures(f"{how}; {meter.tokens} evaluated in {_time(meter.seconds)}")
+    stage.screen.figures(f"{how}; {meter.tokens} evaluated in {time_of(meter.seconds)}")
     stage.rows.append(Row(name, meter.tokens, len(held), meter.seconds, [difference]))
     stage.told = held
     ctx.kv_cache_seq_keep(0)
@@ -226,7 +237,7 @@ class _Full:
         more = [token]
         for _ in range(stage.n_fork):
             more += self.write()
-        stage.screen.given("on it goes", "", "... " + _one_line(stage.text(more)))
+        stage.screen.given("on it goes", "", "... " + one_line(stage.text(more)))
         self.ask()
 
     def feed(self, tokens: list[int]) -> None:
@@ -275,7 +286,7 @@ class _Full:
         row.tokens, row.seconds, row.tokens_anew = meter.tokens, meter.seconds, len(self.held)
         stage.screen.figures(
             f"NoKvCacheSlot at {full + 1} tokens: dropped {self.drop} after the prompt and moved "
-            f"the rest down in {_time(meter.seconds)}; the last position went from {full} to "
+            f"the rest down in {time_of(meter.seconds)}; the last position went from {full} to "
             f"{ctx.kv_cache_seq_pos_max(0)}"
         )
         self.compare(row, before, token, logits)
@@ -305,11 +316,11 @@ class _Full:
         if self.ctx.n_ctx - len(self.held) > len(question) + 12:
             answer = list(self.ctx.generate(question, 12))
             self.stage.screen.given(
-                "", _one_line(self.stage.text(question)), _answer(self.stage.text(answer))
+                "", one_line(self.stage.text(question)), answer_of(self.stage.text(answer))
             )
 
 
-def _answer(text: str) -> str:
+def answer_of(text: str) -> str:
     """Return the first sentence of an answer."""
     line = text.strip("\n").split("\n")[0]
     for end in ('."', "."):
@@ -318,5 +329,6 @@ def _answer(text: str) -> str:
     return line
 
 
-def _time(seconds: float) -> str:
+def time_of(seconds: float) -> str:
+    """Return a time in words."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"

@@ -114,7 +114,9 @@ class LlamaSequence(EditMethods):
             `LlamaContext.abort` was called meanwhile; what was evaluated counts.
         """
         with self._held():
-            self._cells.evaluate(want_row=False)
+            # Where the last token cannot be evaluated again by itself, its logits are kept: forks need
+            # them, and generate does.
+            self._cells.evaluate(want_row=self._cells.needs_points)
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Return the logits after the last token; float32, shape (n_vocab,), a copy.

@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from pykvcache import LlamaContext, LlamaModel, PrefixCache
+from pykvcache.prefix.tiers import leases
 from support.models import EXACT
 
 
@@ -52,6 +53,7 @@ def forever(cache: PrefixCache, seed: int, n: int) -> None:
 
 def together(cache: PrefixCache, seed: int, n: int) -> None:
     """Say that all is ready, wait for the word, then evaluate."""
+    leases.LEAST_SECONDS = 0.0
     say(ready=True)
     sys.stdin.readline()
     began = time.monotonic()
@@ -59,11 +61,22 @@ def together(cache: PrefixCache, seed: int, n: int) -> None:
     say(seconds=time.monotonic() - began)
 
 
+def hold(cache: PrefixCache, seed: int, n: int) -> None:
+    """Begin a prompt, and never evaluate it."""
+    leases.LEAST_SECONDS = 0.0
+    sequence = cache.sequence(words(seed, n))
+    assert sequence._search is not None
+    sequence._search.done.wait(20)
+    assert sequence._search.lease is not None
+    say(held=len(sequence._search.lease.held))
+    sys.stdin.readline()
+
+
 if __name__ == "__main__":
     task, path, tiers, seed, n = sys.argv[1:]
     model = LlamaModel(path)
     context = LlamaContext(model, n_ctx=2048, n_threads=1, **EXACT)
-    run = {"once": once, "forever": forever, "together": together}[task]
+    run = {"once": once, "forever": forever, "together": together, "hold": hold}[task]
     run(
         PrefixCache(context, block_size=8, tier_seconds=20, tiers=tiers.split(",")),
         int(seed),

@@ -23,6 +23,7 @@ from pykvcache.prefix.ram import Buffer, Found, RamTier, Tail
 from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.prefix.tiers.ends import End, end_key
 from pykvcache.prefix.tiers.fetch import Fetch, Wanted
+from pykvcache.prefix.tiers.leases import lease_seconds
 from pykvcache.prefix.tiers.speeds import PATIENCE, EvaluationTime, load_wait
 from pykvcache.prefix.tiers.stack import Tiers
 from pykvcache.sequence.cells import Row, SequenceCells
@@ -85,13 +86,40 @@ class TierMethods(BeginMethods, KeepMethods):
         fetch = self._tiers.search(wanted, seconds)
         if fetch is None:
             return None
+        fetch.seconds = lease_seconds(self._evaluation.seconds(known, n))
         fetch.start()
         return fetch, seconds
 
+    def _follow(self, fetch: Fetch, evaluation: float) -> Fetch:
+        """Where another process evaluates what is missing, wait for it and search again."""
+        fetch.looked.wait(max(0.0, self._until(fetch, evaluation) - time.monotonic()))
+        lease = fetch.lease
+        if lease is None or lease.follows is None or self._pool.lock._is_owned():
+            return fetch
+        fetch.follow()
+        again = Fetch(fetch.tiers, fetch.wanted)
+        again.lease = lease
+        again.start()
+        return again
+
+    def _until(self, fetch: Fetch, evaluation: float) -> float:
+        seconds = self._tier_seconds
+        return fetch.began + (PATIENCE * evaluation if seconds is None else seconds)
+
+    def _evaluated(self, sequence: CachedSequence) -> None:
+        """Give the tiers what others wait for, as soon as the prompt is evaluated."""
+        search, sequence._search = sequence._search, None
+        lease = search.lease if search is not None else None
+        if lease is None or not lease.held:
+            return
+        if sequence in self._open and not sequence.is_closed:
+            self._keep(sequence)
+        self._tiers.release(lease)
+
     def _await(self, sequence: CachedSequence, fetch: Fetch, evaluation: float) -> None:
         """Wait for a search as long as it is worth it; what is still to come is met later."""
-        seconds = self._tier_seconds
-        until = fetch.began + (PATIENCE * evaluation if seconds is None else seconds)
+        fetch = sequence._search = self._follow(fetch, evaluation)
+        until = self._until(fetch, evaluation)
         fetch.looked.wait(max(0.0, until - time.monotonic()))
         is_hopeless = False
         if not fetch.done.is_set() and fetch.looked.is_set():

@@ -230,6 +230,7 @@ class PrefixCache(TierMethods):
                 self._keep(sequence)
         finally:
             self._open.discard(sequence)
+            self._evaluated(sequence)
             if run is not None:
                 self._ram.tree.release(run)
 

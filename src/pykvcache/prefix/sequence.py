@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from pykvcache.prefix.runs import Run
+    from pykvcache.prefix.tiers.fetch import Fetch
 
 __all__ = ["CachedSequence"]
 
@@ -27,6 +28,9 @@ class Owner(Protocol):
 
     def _let_go(self, run: Run) -> None:
         """Release what a dropped sequence held, when nobody is in the middle of something."""
+
+    def _evaluated(self, sequence: CachedSequence) -> None:
+        """Give others what they wait for."""
 
     def _give(self, sequence: CachedSequence) -> None:
         """Take over what a sequence evaluated, before it closes."""
@@ -42,6 +46,7 @@ class CachedSequence(LlamaSequence):
     _namespace: str
     _reuse: ReuseReport
     _held_run: Run | None
+    _search: Fetch | None = None
 
     @property
     def reuse(self) -> ReuseReport:
@@ -62,6 +67,16 @@ class CachedSequence(LlamaSequence):
         child._held_run = None
         self._cache._joined(child)
         return child
+
+    def _evaluated(self) -> None:
+        if self._search is not None:
+            self._cache._evaluated(self)
+
+    def evaluate(self) -> None:
+        """As `LlamaSequence.evaluate`."""
+        with self._held():
+            self._cells.evaluate(want_row=False)
+            self._evaluated()
 
     @classmethod
     def load(

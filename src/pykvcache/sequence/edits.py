@@ -225,7 +225,11 @@ class EditMethods:
             raise ValueError("the sequence has no tokens: there is nothing to evaluate")
         row = self._cells.evaluate(want_row=True)
         assert row is not None
+        self._evaluated()
         return row
+
+    def _evaluated(self) -> None:
+        """Everything is evaluated: called with the lock held; sequences of a cache tell it."""
 
     def _append_one(self, token: int) -> None:
         self._cells.ledger.append_one(token)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pykvcache.prefix.tiers.ends import END_OVERHEAD, End, end_key
+from pykvcache.prefix.tiers.leases import Lease
 from pykvcache.prefix.tiers.tier import GROUP_BYTES, Tier
 
 __all__ = ["Fetch", "Wanted"]
@@ -95,6 +96,10 @@ class Fetch:
         The end that is used: its place in tokens, itself, its key and its tier; None without.
     n_blocks
         How many of the prompt's blocks are known; None before that is.
+    seconds
+        For how long to lease what is missing; 0 for not at all.
+    lease
+        The lease of the first block that is missing; None where none is, or nobody asked.
     to_load
         How many blocks each tier is to give.
     front
@@ -107,6 +112,8 @@ class Fetch:
     end: tuple[int, End, bytes, Tier] | None = None
     n_blocks: int | None = None
     front: int = 0
+    seconds: float = 0.0
+    lease: Lease | None = None
     to_load: dict[Tier, int] = field(default_factory=dict)
     is_cancelled: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -135,6 +142,8 @@ class Fetch:
         try:
             spans = self._look()
             wanted = self.wanted
+            if self.seconds and self.n_blocks is not None and self.n_blocks < len(wanted.names):
+                self.lease = Lease(self.tiers, wanted.names[self.n_blocks], self.seconds)
             self._find_end(spans)
             depth = self.n_blocks or 0
             if wanted.needs_rest:
@@ -211,6 +220,12 @@ class Fetch:
                     if len(content) == wanted.block_bytes:
                         self.blocks[begin + i] = (content, span.tier)
             end = begin
+
+    def follow(self) -> None:
+        """Wait for somebody else who evaluates what is missing."""
+        lease, names, at = self.lease, self.wanted.names, self.n_blocks or 0
+        if lease is not None and (tier := lease.follows) is not None:
+            lease.wait(lambda: tier.contains(names[at : at + 1]) > 0)
 
     # For who evaluates --------------------------------------------------------------------------
 

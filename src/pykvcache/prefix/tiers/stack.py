@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pykvcache.prefix.stores import BlockStore, Envelope, open_store
 from pykvcache.prefix.tiers.fetch import Fetch, Wanted
+from pykvcache.prefix.tiers.leases import Lease
 from pykvcache.prefix.tiers.speeds import load_wait
 from pykvcache.prefix.tiers.tier import Tier, TierStats
 from pykvcache.prefix.tiers.writing import Chain, WriteBehind
@@ -104,6 +105,13 @@ class Tiers:
                     size += memoryview(data).nbytes  # type: ignore[arg-type]
                     chain.items.append((keys[i], data))  # type: ignore[arg-type]
             writer.offer(chain)
+
+    def release(self, lease: Lease) -> None:
+        """Let the threads give a lease back, after what waits to be written."""
+        held, lease.held = lease.held, []
+        for tier, writer in zip(self.tiers, self.writers, strict=True):
+            if tier in held:
+                writer.offer(Chain(leases=[lease.key]))
 
     def remove(self, keys: list[bytes]) -> None:
         """Let the threads remove blocks, after what waits before them."""

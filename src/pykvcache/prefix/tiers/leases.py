@@ -1,0 +1,70 @@
+"""One evaluation among many: who evaluates what is missing, and who waits for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from pykvcache.prefix.tiers.tier import Tier
+
+__all__ = ["Lease", "lease_seconds"]
+
+#: Evaluations that take less are made by everybody.
+LEAST_SECONDS = 0.25
+
+# How often who waits looks again: at first, and at most.
+_FIRST, _LONGEST = 0.01, 0.1
+
+
+def lease_seconds(evaluation: float) -> float:
+    """Return for how long to hold a lease for an evaluation that takes so many seconds; or 0."""
+    return min(3600.0, max(2.0, 3 * evaluation)) if evaluation >= LEAST_SECONDS else 0.0
+
+
+class Lease:
+    """The right to evaluate what begins with one missing block, in all tiers.
+
+    Attributes
+    ----------
+    held
+        The tiers that gave it to this process.
+    follows
+        The tier in which somebody else has it; None where nobody does.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], key: bytes, seconds: float) -> None:
+        self.key, self.seconds = key, seconds
+        self.held: list[Tier] = []
+        self.follows: Tier | None = None
+        for tier in tiers:
+            if not tier.lease(key, seconds):
+                self.follows = tier
+                self.release()
+                break
+            self.held.append(tier)
+
+    def wait(self, is_there: Callable[[], bool]) -> None:
+        """Wait until the other one has released it or died, for as long as it may be held.
+
+        Parameters
+        ----------
+        is_there
+            Whether the block has come.
+        """
+        tier, pause = self.follows, _FIRST
+        until = time.monotonic() + self.seconds
+        looks = 0
+        while tier is not None and time.monotonic() < until:
+            time.sleep(pause)
+            pause = min(_LONGEST, 1.5 * pause)
+            looks += 1
+            # Asking for the lease is a write: not each time.
+            if (looks % 4 == 0 or is_there()) and tier.lease(self.key, self.seconds):
+                self.held, self.follows = [tier], None
+                return
+
+    def release(self) -> None:
+        """Give it back where it is held."""
+        held, self.held = self.held, []
+        for tier in held:
+            tier.release(self.key)

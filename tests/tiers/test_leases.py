@@ -1,0 +1,121 @@
+"""Several processes want the same prefix: one evaluates it, and may die."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pykvcache import BatchGenerator, LlamaContext, PrefixCache
+from pykvcache.prefix.stores import FolderStore, MemoryStore
+from pykvcache.prefix.tiers import leases
+from stores.servers import redis_server
+from support.models import make_model
+from tiers.test_processes import spawn
+from tiers.test_tiers import SIZE, WAIT, words
+
+Make = Callable[..., LlamaContext]
+
+
+def say(process: subprocess.Popen[bytes], text: bytes = b"go\n") -> None:
+    assert process.stdin is not None
+    process.stdin.write(text)
+    process.stdin.flush()
+
+
+def line(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    assert process.stdout is not None
+    found: dict[str, Any] = json.loads(process.stdout.readline())
+    return found
+
+
+@pytest.mark.parametrize("where", ["folder", "redis"])
+def test_three_processes_at_once_evaluate_a_prefix_once(
+    where: str, model_folder: Path, tmp_path: Path
+) -> None:
+    path = make_model("llama", model_folder)
+
+    def run(tiers: str) -> None:
+        processes = [spawn("together", path, tiers, 1, 1500) for _ in range(3)]
+        try:
+            for process in processes:
+                assert line(process)["ready"]
+            for process in processes:
+                say(process)
+            evaluated = [line(process)["evaluated"] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+        # Who comes last may find everything there already.
+        assert sorted(evaluated) == [1, 1, 1500]
+
+    if where == "folder":
+        run(str(tmp_path / "tier"))
+    else:
+        with redis_server(tmp_path) as server:
+            run(server.url)
+
+
+def test_a_holder_that_dies_costs_a_time_out(model_folder: Path, tmp_path: Path) -> None:
+    path = make_model("llama", model_folder)
+    holder = spawn("hold", path, str(tmp_path), 1, 300)
+    assert line(holder)["held"] == 1
+    holder.kill()
+    holder.communicate()
+    began = time.monotonic()
+    follower = spawn("together", path, str(tmp_path), 1, 300)
+    assert line(follower)["ready"]
+    say(follower)
+    assert line(follower)["evaluated"] == 300
+    assert time.monotonic() - began < 60
+    follower.communicate()
+
+
+def test_a_lease_is_given_back_when_everything_is_written(
+    make_context: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(leases, "LEAST_SECONDS", 0.0)
+    store, prompt = FolderStore(tmp_path), words(1, 45)
+    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT) as cache:
+        sequence = cache.sequence(prompt)
+        assert sequence._search is not None
+        lease = sequence._search.lease
+        assert lease is not None
+        assert lease.held
+        other = FolderStore(tmp_path)
+        key = cache._tiers.tiers[0].sealed.envelope.name(lease.key)
+        assert not other.lease(key, 1.0)
+        sequence.logits()  # the sequence stays open
+        assert cache.flush(30)
+        assert other.contains([key]) == 1
+        assert other.lease(key, 1.0)
+        other.release(key)
+        # Nothing is evaluated: the lease goes with the sequence.
+        sequence = cache.sequence(words(2, 45))
+        assert sequence._search is not None
+        lease = sequence._search.lease
+        sequence.close()
+        assert cache.flush(30)
+        assert lease is not None
+        assert other.lease(cache._tiers.tiers[0].sealed.envelope.name(lease.key), 1.0)
+
+
+def test_a_batch_gives_its_lease_back(make_context: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LEAST_SECONDS", 0.0)
+    store = MemoryStore()
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT)
+    generator = BatchGenerator(cache)
+    handle = generator.submit(words(1, 45), 3)
+    generator.step()
+    assert len(handle.tokens) == 1
+    assert cache.flush(30)
+    assert not store._leases
+    assert len(list(store.entries())) >= 5
+    generator.run()
+    cache.close()

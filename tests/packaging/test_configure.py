@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -66,9 +69,8 @@ def test_a_copy_of_no_known_instruction_set(tmp_path: Path) -> None:
         assert line.endswith("skylakex, alderlake, haswell, sse42")
 
 
-def test_cmake_args_reach_ggml(tmp_path: Path) -> None:
-    """Making a source distribution configures: the whole way that ``pip install`` takes."""
-    tree = tmp_path / "tree"
+def configured(tree: Path, arguments: str) -> dict[str, str]:
+    """Make a source distribution, which configures; the settings of the CMake cache."""
     for name in ["CMakeLists.txt", "LICENSE", "README.md", "cmake", "pyproject.toml", "src"]:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         tree.mkdir(exist_ok=True)
@@ -77,9 +79,7 @@ def test_cmake_args_reach_ggml(tmp_path: Path) -> None:
         "from scikit_build_core.build import build_sdist;"
         "build_sdist('out', {'build-dir': 'configured'})"
     )
-    env = environment(
-        CMAKE_ARGS="-DGGML_OPENMP=OFF -DGGML_NATIVE=OFF", LLAMA_CPP_SOURCE_DIR=str(SOURCES)
-    )
+    env = environment(CMAKE_ARGS=arguments, LLAMA_CPP_SOURCE_DIR=str(SOURCES))
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tree, env=env, capture_output=True, text=True, check=False,
@@ -87,9 +87,44 @@ def test_cmake_args_reach_ggml(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     cache = tree / "configured" / "CMakeCache.txt"
     settings = dict(line.split("=", 1) for line in cache.read_text().splitlines() if "=" in line)
-    chosen = {key.split(":")[0]: value for key, value in settings.items()}
+    return {key.split(":")[0]: value for key, value in settings.items()}
+
+
+def test_cmake_args_reach_ggml(tmp_path: Path) -> None:
+    """The whole way that ``pip install`` takes."""
+    chosen = configured(tmp_path / "tree", "-DGGML_OPENMP=OFF -DGGML_NATIVE=OFF")
     assert chosen["GGML_OPENMP"] == "OFF"
     assert chosen["GGML_NATIVE"] == "OFF"
     # What nobody asked for stays as ggml has it: no backend is named by this project.
     assert chosen["GGML_CUDA"] == "OFF"
     assert chosen["GGML_CPU"] == "ON"
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="for x86-64 Linux"
+)
+def test_copies_are_compiled_as_ggml_is_and_joined(tmp_path: Path) -> None:
+    """But for their instruction sets: definitions, standards and careful.h are the same."""
+    tree = tmp_path / "tree"
+    wanted = "haswell;sse42"
+    configured(tree, f"-DPYKVCACHE_CPU_COPIES='{wanted}'")
+    header = (tree / "configured" / "cpu" / "cpu_copies.h").read_text()
+    assert header.split() == ["#define", "PYKV_CPU_COPIES(X)", "X(haswell)", "X(sse42)"]
+    done = subprocess.run(
+        ["ninja", "-C", str(tree / "configured"), "-t", "compdb"],
+        env=environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    commands = [c["command"] for c in json.loads(done.stdout) if "/ggml-cpu/" in c["file"]]
+    compiled = [c for c in commands if " -c " in c]
+    assert not [c for c in compiled if "ggml-cpu.dir" in c], "the pattern is not compiled"
+    for name, flag in (("haswell", "-mavx2"), ("sse42", "-msse4.2")):
+        mine = [c for c in compiled if f"ggml-cpu-{name}.dir" in c]
+        assert len(mine) >= 17
+        for words in ("-D_GNU_SOURCE", "-DGGML_USE_CPU_REPACK", "-fvisibility=hidden", "-fopenmp"):
+            assert all(words in command for command in mine), words
+        assert all(flag in command for command in mine)
+        assert all(("-mavx2" in command) == (name == "haswell") for command in mine)
+        assert sum("careful.h" in command for command in mine) == 2
+        in_c = [command for command in mine if re.search(r"\.c(?!pp)\b", command.split()[-1])]
+        assert len(in_c) == 3
+        assert all("-std=gnu11" in command for command in in_c)

@@ -3,7 +3,7 @@
     python -m benchmarks                          everything, into docs/
     python -m benchmarks --only calls --quick     one group, little, into build/bench/
 
-Groups: calls, throughput, prefix, state, arrays, footprint, growth, portable.
+Groups: calls, throughput, generate, prefix, state, arrays, footprint, growth, portable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from benchmarks.harness import Plan, closing
 from benchmarks.models import BUILD, ROOT
 from benchmarks.settings import EQUAL
 
-GROUPS = ("calls", "throughput", "prefix", "state", "arrays", "footprint", "growth", "portable")
+GROUPS = (
+    *("calls", "throughput", "generate", "prefix", "state"),
+    *("arrays", "footprint", "growth", "portable"),
+)
 
 
 def arguments() -> argparse.Namespace:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import absent, plots, summary, targets, texts
+from benchmarks.groups.generate import ALONE
 from benchmarks.harness import AGAIN, Row
 from benchmarks.rows import ORDER, Rows, rows_of
 from benchmarks.writing import number, spread, table
@@ -137,9 +138,30 @@ def in_pairs(rows: Rows) -> str:
     return table(["", "portable", "native", "portable / native", "native again / native"], lines)
 
 
+def generated(rows: Rows) -> str:
+    """Write group 9: rates of workloads, then times."""
+    others = (ALONE, "llama-cpp-python", "xllamacpp")
+    first, second = [], []
+    for row in rows.values():
+        scale = 1.0 if row.unit == "tokens/s" else 1e6
+        line = [row.name, spread(row.samples.get("pykvcache", []), scale)]
+        line.append(number(row.median("C") * scale))
+        if row.unit == "tokens/s":
+            line.append(spread(row.ratios("pykvcache", "C")))
+            first.append(line + [number(row.median(who)) for who in others])
+        else:
+            over = spread(targets.differences(row, "pykvcache", "C"), 1e6)
+            again = spread(targets.differences(row, AGAIN, "C"), 1e6)
+            second.append([*line, over, again])
+    head = ["tokens per second", "pykvcache", "C", "pykvcache / C", *others]
+    last = ["us", "pykvcache", "C, the decode alone", "over C", f"{AGAIN}, over C"]
+    return f"{table(head, first)}\n\n{table(last, second)}"
+
+
 WRITERS: dict[str, Callable[[Rows], str]] = {
     "calls": calls,
     "throughput": lambda rows: plain(rows.values(), 1),
+    "generate": generated,
     "prefix": prefix,
     "state": lambda rows: (
         plain([r for r in rows.values() if r.unit == "bytes/s"], 1e-9) + "\n\n" + counting(rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+from benchmarks import target_generate as generate
 from benchmarks import target_portable as portable
 from benchmarks import target_states as states
 from benchmarks.harness import AGAIN, Row
@@ -43,6 +44,12 @@ def judge(groups: dict[str, Rows]) -> list[Verdict]:
         memory_peer,
         decode_cost,
         throughput,
+        generate.together,
+        generate.server,
+        generate.step,
+        generate.idle,
+        generate.fork,
+        generate.sync,
         states.fork,
         states.restore,
         states.copies,

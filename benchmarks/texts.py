@@ -110,6 +110,16 @@ GROUPS = {
         "xllamacpp is a server: the same prompts, given as completions that run at once; a step is the time between two tokens "
         "by its own clock while all of them run, sampling and queueing included, and a prefill ends with the first token of the last."
     ),
+    "generate": (
+        "Story model, 2 threads: 8 samples of a prompt of 32 tokens, 16 prompts of 32, 64 new tokens each, and 48 requests of 8 to "
+        "64 and 16 to 96 tokens, one more every second step, at most 16 at once. Whole requests: prompts, sampling "
+        "(temperature 0.8 of the 40 likeliest, never the end of a text) and the copies of the prompt. C is `benchmarks/c/bench_many.c`, which makes the same "
+        "batches and samples with llama.cpp's chain. *one by one* is `LlamaSequence.generate`, request after request; llama-cpp-python's "
+        "`Llama` has no other way. xllamacpp is its server with as many slots: its clients come when a slot is free, not by steps.\n\n"
+        "A step of a `BatchGenerator` (greedy, one thread) is the fastest of 32, beside C's fastest decode of the same batch without "
+        "choosing a token. The rest is ours alone, one thread: a busy sequence that lies above 8,000 cells of 16 idle ones, in its first 8 steps and "
+        "after they were parked and its cells moved down by themselves (medians of steps); edits of a `LlamaSequence`, the best of 7."
+    ),
     "prefix": (
         "30M model, 2 threads, a prompt that shares its first tokens with an earlier one, and 16 of "
         "its own. First token: from the request to the likeliest next token. *cold* evaluates all; "
@@ -167,6 +177,7 @@ REASONS: dict[str, str] = {
     "throughput": "on the story model the interpreter's code and objects leave the processor's caches between two decodes "
     "of 0.2 ms, and fetching them again takes 4 to 5 us of each step; the 1 to 2 % of other rows are not explained. "
     "llama-cpp-python has both, too, and single rows of the very same C program are as far apart",
+    "together": "batches, sampling and books take what the line about a step says; on a model whose decode takes a millisecond that is some percent",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
     "copies": "1 MiB stays in the processor's caches, where finding the cells counts; a load into an empty sequence makes "
     "two tree nodes per cell in llama.cpp's lists of cells (50 ns each): for cells of 2 KiB as long as copying them, which the second "

@@ -147,6 +147,8 @@ int main(void) {
             do_call();
         } else if (is(what, "decode") || is(what, "prefill")) {
             do_generate(is(what, "prefill"));
+        } else if (is(what, "many")) {
+            do_many();
         } else if (is(what, "append")) {
             do_append();
         } else if (is(what, "prefix")) {

@@ -37,6 +37,9 @@ void do_generate(bool prefill);
 void do_append(void);
 void do_prefix(void);
 
+// bench_many.c
+void do_many(void);
+
 // bench_state.c
 void do_keep_state(void);
 void do_load_blob(void);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ from llama_cpp.llama_cache import LlamaRAMCache
 
 from benchmarks.peers.primitives import Answer
 from benchmarks.peers.worker import Worker
+from benchmarks.peers.workload import TEMPERATURE, TOP_K, workload
 
 
 def reported(ctx: Any, params: Any) -> Answer:
@@ -59,6 +61,23 @@ class LlamaClass(Worker):
 
             self.llm.eval = counted
         return self.llm
+
+    def do_many(self, what: str, slots: int, alone: bool = False) -> Answer:
+        """Generate for one request after the other, as `Llama` does; nothing ends a text."""
+        llm, count = self.llama(), 0
+        start = time.perf_counter()
+        for i, one in enumerate(workload(what)):
+            llm.set_seed(i + 1)
+            made = llm.generate(
+                self.tokens(one.start, one.length),
+                top_k=TOP_K,
+                top_p=1.0,
+                min_p=0.0,
+                temp=TEMPERATURE,
+                repeat_penalty=1.0,
+            )
+            count += sum(1 for _ in itertools.islice(made, one.new))
+        return {"seconds": time.perf_counter() - start, "tokens": count}
 
     def do_llama(self, n: int, how: str, tail: int = 16) -> Answer:
         """Time `Llama.generate` to its first token, with its RAM cache or its own prefix match."""

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from benchmarks.peers.ours_many import Many
 from benchmarks.peers.primitives import Answer, Rows
-from benchmarks.peers.worker import Worker, serve
+from benchmarks.peers.worker import serve
 from pykvcache import (
     FlashAttention,
     GgmlType,
@@ -24,7 +25,7 @@ from pykvcache import (
 )
 
 
-class Ours(Worker):
+class Ours(Many):
     """The public API, as a user calls it."""
 
     STATEMENTS: ClassVar[dict[str, str]] = {

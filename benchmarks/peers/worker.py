@@ -156,6 +156,10 @@ class Worker(Primitives):
         }
         return {**took, "tokens": sum(n for _, n, _ in rows)}
 
+    def do_many(self, what: str, slots: int, alone: bool = False) -> Answer:
+        """Seconds of all requests of a workload, and how many tokens were generated."""
+        raise NotThereError
+
     def do_prefix(self, how: str, n: int, tail: int = 16, path: str = "") -> Answer:
         """Seconds until sequence 1 holds the prefix, and until the first token after its tail."""
         self.remove(1)

@@ -24,6 +24,7 @@ import xllamacpp
 
 from benchmarks.peers.primitives import Answer, NotThereError
 from benchmarks.peers.worker import Worker, serve
+from benchmarks.peers.workload import TEMPERATURE, TOP_K, workload
 
 #: Tokens at the begin and at the end of what completions do together that do not count.
 MARGIN = 3
@@ -31,6 +32,8 @@ MARGIN = 3
 CELLS = slice(12, 16)
 N_TRAIN = {"stories.gguf": 1024}
 SAMPLING = {"temperature": 0.0, "samplers": ["temperature"], "ignore_eos": True}
+
+MIXED = {"temperature": TEMPERATURE, "top_k": TOP_K, "samplers": ["top_k", "temperature"]}
 
 
 class XLlamaCpp(Worker):
@@ -137,6 +140,30 @@ class XLlamaCpp(Worker):
         each, start = tokens // parallel, time.perf_counter()
         came = self.together(parallel, each, 1)
         return {"seconds": max(c[-1][0] for c in came) - start, "tokens": each * parallel}
+
+    def do_many(self, what: str, slots: int, alone: bool = False) -> Answer:
+        """Run as many completions at once as there are slots; each takes the next request."""
+        waiting = list(enumerate(workload(what)))
+        waiting.reverse()
+        counts: list[int] = []
+
+        def work() -> None:
+            while True:
+                try:
+                    i, one = waiting.pop()
+                except IndexError:
+                    return
+                more = {"seed": i + 1, "cache_prompt": False, **MIXED}
+                done = self.complete(self.tokens(one.start, one.length), one.new, **more)
+                counts.append(int(done["predicted_n"]))
+
+        threads = [threading.Thread(target=work) for _ in range(slots)]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {"seconds": time.perf_counter() - start, "tokens": sum(counts)}
 
     def do_prefix(self, how: str, n: int, tail: int = 16, path: str = "") -> Answer:
         """Time one completion of one token; what it needs of the prefix is there or restored."""

@@ -1,0 +1,88 @@
+"""Group 9: many generations at once, what a step costs, idle cells, forks and syncs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from benchmarks.groups.throughput import rate
+from benchmarks.harness import AGAIN, Answer, Contestant, Plan, Row, closing, interleave, show
+from benchmarks.models import STORIES, tiny
+from benchmarks.settings import open_all
+
+TITLE = "many generations at once"
+OURS = "pykvcache"
+#: Ours without batches: one request after the other.
+ALONE = "one by one"
+#: What is generated, and how many at once.
+WORKLOADS = {"best": ("best of 8", 8), "prompts": ("16 prompts", 16), "arrivals": ("arrivals", 16)}
+PARALLEL = (1, 8, 16)
+IDLE = 8000
+LONG = 4096
+
+
+def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
+    """Measure the story model with two threads, and steps with one."""
+    again = Contestant(AGAIN, contestants["C"].command)
+    with closing({AGAIN: again}):
+        everybody = {who: c for who, c in contestants.items() if who != "cyllama"}
+        rows = workloads({**everybody, AGAIN: again}, plan)
+        close = {who: c for who, c in {**everybody, AGAIN: again}.items() if who in NEAR}
+        rows += steps(close, plan)
+        return rows + sequences({OURS: contestants[OURS]}, plan)
+
+
+NEAR = (OURS, "C", AGAIN)
+
+
+def workloads(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
+    """Tokens per second of whole workloads, prompts and sampling included."""
+    open_all(contestants, STORIES, n_ctx=4096, n_seq_max=16, threads=2)
+    rows = []
+    for what, (name, slots) in WORKLOADS.items():
+        sides: dict[str, Any] = {
+            who: partial(c.ask, "many", what=what, slots=slots) for who, c in contestants.items()
+        }
+        sides[ALONE] = partial(contestants[OURS].ask, "many", what=what, slots=slots, alone=True)
+        rows.append(interleave(f"{name}, {slots} at once", "tokens/s", sides, plan, rate))
+        show(rows[-1], 1, "tokens/s")
+    return rows
+
+
+def steps(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
+    """Seconds of a step of a `BatchGenerator`, beside the bare decode of the same batch in C."""
+    rows = []
+    for name, path in (("tiny", tiny()), ("stories", STORIES)):
+        open_all(contestants, path, n_ctx=2048, n_seq_max=16, threads=1)
+        for n in PARALLEL:
+            sides = {
+                who: partial(c.ask, "steps" if who == OURS else "decode", parallel=n, steps=32)
+                for who, c in contestants.items()
+            }
+            rows.append(interleave(f"step of {n}, {name}", "s", sides, plan))
+            show(rows[-1], 1e6, "us")
+    return rows
+
+
+def sequences(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
+    """Seconds of a token beside idle cells, and of edits of a long sequence."""
+    ours = contestants[OURS]
+    open_all(contestants, STORIES, n_ctx=3 * LONG, n_seq_max=32, threads=1)
+    answers: list[Answer] = []
+
+    def idle() -> Answer:
+        answers.append(ours.ask("idle", cells=IDLE))
+        return answers[-1]
+
+    beside = interleave(f"token beside {IDLE:,} idle cells", "s", {OURS: idle}, plan)
+    rows = [beside]
+    if OURS in beside.samples:
+        for key, name in (("first", "the same at first"), ("alone", "the same alone")):
+            rows.append(Row(name, "s", {OURS: [float(answer[key]) for answer in answers[1:]]}))
+    for what in ("fork", "sync"):
+        side = {OURS: partial(ours.ask, "sequence", what=what, n=LONG)}
+        rows.append(interleave(f"{what} of {LONG:,} tokens", "s", side, plan))
+    for row in rows:
+        show(row, 1e6, "us")
+    return rows

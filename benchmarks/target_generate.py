@@ -1,0 +1,104 @@
+"""The targets that are about many generations at once."""
+
+from __future__ import annotations
+
+import re
+import statistics
+
+from benchmarks.harness import AGAIN, Row
+from benchmarks.verdicts import US, Rows, Verdict, least, medians, span, worst_of
+
+SERVER = "xllamacpp"
+#: What a step may take beyond the bare decode, in microseconds: by itself, and for each sequence.
+STEP, EACH = 10.0, 2.0
+#: A busy sequence beside idle cells.
+IDLE = 1.05
+#: Microseconds.
+FORK, SYNC = 300.0, 20.0
+
+
+def beyond(row: Row, who: str, other: str) -> list[float]:
+    """Return, round by round, what one takes beyond another, in microseconds."""
+    pairs = zip(row.samples.get(who, []), row.samples.get(other, []), strict=False)
+    return [(a - b) * 1e6 for a, b in pairs]
+
+
+def step(groups: dict[str, Rows]) -> Verdict:
+    """At most 10 us and 2 us per sequence over the bare decode of the same batch in C."""
+    text = f"a generator's step: at most {STEP:.0f} us + {EACH:.0f} us per sequence over C's decode"
+    words, values = [], []
+    for name, row in groups.get("generate", {}).items():
+        found = re.match(r"step of (\d+), (.*)", name)
+        over = beyond(row, US, "C")
+        if found is None or not over:
+            continue
+        limit = STEP + EACH * int(found[1])
+        values.append(statistics.median(over) <= limit)
+        itself = [abs(x) for x in beyond(row, AGAIN, "C")]
+        noise = f", C beside itself {statistics.median(itself):.0f}" if itself else ""
+        words.append(f"{found[1]} ({found[2]}): {span(over, 'us', 0)} of {limit:.0f}{noise}")
+    if not words:
+        return Verdict("step", text, "-", None)
+    return Verdict("step", text, "; ".join(words), all(values))
+
+
+def together(groups: dict[str, Rows]) -> Verdict:
+    """At least 0.97 of the C program that makes the same batches and samples the same way."""
+    text = "8 and 16 sequences at once: at least 0.97 of C with the same batches and sampling"
+    rows = {n: r for n, r in groups.get("generate", {}).items() if n.endswith(" at once")}
+    found = {name: row.ratios(US, "C") for name, row in rows.items() if row.ratios(US, "C")}
+    if not found:
+        return Verdict("together", text, "-", None)
+    figure = "; ".join(f"{name} {span(ratios, '', 3)}" for name, ratios in found.items())
+    other = {name: row.ratios(AGAIN, "C") for name, row in rows.items() if row.ratios(AGAIN, "C")}
+    if other:
+        own = medians(other).values()
+        figure += f"; C beside itself {min(own):.3f} to {max(own):.3f}"
+    return Verdict("together", text, figure, all(v >= 0.97 for v in medians(found).values()))
+
+
+def server(groups: dict[str, Rows]) -> Verdict:
+    """At least twice xllamacpp's server."""
+    text = f"8 and 16 sequences at once: at least twice {SERVER}'s server"
+    rows = groups.get("generate", {})
+    found = {name: row.ratios(US, SERVER) for name, row in rows.items() if row.ratios(US, SERVER)}
+    if not found:
+        return Verdict("server", text, "-", None)
+    values = medians(found)
+    figure = worst_of(found, least(values), "times", 2)
+    return Verdict("server", text, figure, min(values.values()) >= 2)
+
+
+def idle(groups: dict[str, Rows]) -> Verdict:
+    """At most 1.05 of alone, once parking and moving down have happened by themselves."""
+    text = f"a busy sequence beside 8,000 idle cells: at most {IDLE} of alone"
+    rows = groups.get("generate", {})
+    alone = rows.get("the same alone")
+    beside = next((row for name, row in rows.items() if name.startswith("token beside")), None)
+    if alone is None or beside is None or not alone.samples or not beside.samples:
+        return Verdict("idle", text, "-", None)
+    ratios = [a / b for a, b in zip(beside.samples[US], alone.samples[US], strict=True)]
+    first = rows.get("the same at first")
+    figure = span(ratios, "", 3)
+    if first is not None and first.samples:
+        before = [a / b for a, b in zip(first.samples[US], alone.samples[US], strict=True)]
+        figure += f"; before they have left {span(before, '', 2)}"
+    return Verdict("idle", text, figure, statistics.median(ratios) <= IDLE)
+
+
+def fork(groups: dict[str, Rows]) -> Verdict:
+    """At most 0.3 ms for 4,096 tokens."""
+    return _edit(groups, "fork", f"fork of a LlamaSequence of 4,096: at most {FORK:.0f} us", FORK)
+
+
+def sync(groups: dict[str, Rows]) -> Verdict:
+    """At most 20 us for 4,096 tokens that are there already."""
+    return _edit(groups, "sync", f"sync of 4,096 unchanged tokens: at most {SYNC:.0f} us", SYNC)
+
+
+def _edit(groups: dict[str, Rows], what: str, text: str, limit: float) -> Verdict:
+    row = groups.get("generate", {}).get(f"{what} of 4,096 tokens")
+    if row is None or not row.samples:
+        return Verdict(f"edit_{what}", text, "-", None)
+    ours = [seconds * 1e6 for seconds in row.samples[US]]
+    return Verdict(f"edit_{what}", text, span(ours, "us", 1), statistics.median(ours) <= limit)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import absent, plots, summary, targets, texts
-from benchmarks.groups.generate import ALONE
 from benchmarks.harness import AGAIN, Row
-from benchmarks.rows import ORDER, Rows, rows_of
+from benchmarks.rows import ALONE, ORDER, Rows, rows_of
 from benchmarks.writing import number, spread, table
 
 CALLED = ("C", "thin", "llama-cpp-python", "cyllama")

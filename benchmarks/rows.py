@@ -7,6 +7,8 @@ from typing import Any
 from benchmarks.harness import Row
 
 ORDER = ("pykvcache", "C", "llama-cpp-python", "cyllama", "xllamacpp")
+#: Ours without batches: one request after the other.
+ALONE = "one by one"
 Rows = dict[str, Row]
 
 

@@ -17,10 +17,11 @@ ROOT = Path(__file__).parents[1]
 # The tests' import path holds tests/ alone.
 sys.path.insert(0, os.fspath(ROOT))
 
-from benchmarks import absent, report, settings, targets  # noqa: E402
+from benchmarks import absent, report, settings, target_generate, targets  # noqa: E402
 from benchmarks.__main__ import dumps  # noqa: E402
 from benchmarks.groups import growth  # noqa: E402
 from benchmarks.harness import AGAIN, Contestant, Plan, Row, interleave  # noqa: E402
+from benchmarks.peers.workload import workload  # noqa: E402
 
 PLAN = Plan(samples=3, slices=2)
 
@@ -124,6 +125,39 @@ def test_a_call_may_be_repeated_in_a_slice(ours: Contestant, what: str) -> None:
     assert rounds > 1
     assert ours.ask("call", what=what, slices=2, rounds=rounds)["seconds"] > 0
     assert ours.ask("held") == {"sequences": {"0": 16}}
+
+
+def test_many_generations_run_and_leave_nothing(ours: Contestant, tmp_path: Path) -> None:
+    model = os.fspath(make_model("llama", tmp_path))
+    settings.open_one(ours, model, n_ctx=1024, n_seq_max=4, threads=1)
+    for what in ("best", "prompts", "arrivals"):
+        wanted = sum(request.new for request in workload(what))
+        for alone in (False, True):
+            answer = ours.ask("many", what=what, slots=4, alone=alone)
+            assert answer["tokens"] == wanted
+            assert answer["seconds"] > 0
+    assert ours.ask("steps", parallel=2, steps=4, depth=9)["seconds"] > 0
+    assert set(ours.ask("idle", cells=500, steps=3)) == {"alone", "first", "seconds"}
+    for what in ("fork", "sync"):
+        assert ours.ask("sequence", what=what, n=64, slices=2)["seconds"] > 0
+    assert ours.ask("held") == {"sequences": {}}
+
+
+def test_the_targets_of_many_generations_are_judged() -> None:
+    rows = {
+        "best of 8, 8 at once": Row("", "tokens/s", {"pykvcache": [99], "C": [100], AGAIN: [98]}),
+        "step of 8, tiny": Row("", "s", {"pykvcache": [130e-6], "C": [100e-6]}),
+        "token beside 8,000 idle cells": Row("", "s", {"pykvcache": [1.04]}),
+        "the same alone": Row("", "s", {"pykvcache": [1.0]}),
+        "fork of 4,096 tokens": Row("", "s", {"pykvcache": [301e-6]}),
+    }
+    group = {"generate": rows}
+    assert target_generate.together(group).met
+    assert target_generate.server(group).met is None
+    assert target_generate.step(group).met is False
+    assert target_generate.idle(group).met
+    assert target_generate.fork(group).met is False
+    assert target_generate.sync(group).met is None
 
 
 @pytest.mark.parametrize("what", ["logits", "batch512", "batch512_list", "decode1", "can_resume"])

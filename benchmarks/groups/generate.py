@@ -9,12 +9,11 @@ from typing import Any
 from benchmarks.groups.throughput import rate
 from benchmarks.harness import AGAIN, Answer, Contestant, Plan, Row, closing, interleave, show
 from benchmarks.models import STORIES, tiny
+from benchmarks.rows import ALONE
 from benchmarks.settings import open_all
 
 TITLE = "many generations at once"
 OURS = "pykvcache"
-#: Ours without batches: one request after the other.
-ALONE = "one by one"
 #: What is generated, and how many at once.
 WORKLOADS = {"best": ("best of 8", 8), "prompts": ("16 prompts", 16), "arrivals": ("arrivals", 16)}
 PARALLEL = (1, 8, 16)

@@ -195,13 +195,13 @@ def test_wrong_usage_is_one_line(
 def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     said = capsys.readouterr().err
-    for name in ("bench", "chat", "demo", "generate", "info", "state", "tokenize"):
+    for name in ("bench", "cache", "chat", "demo", "generate", "info", "state", "tokenize"):
         assert re.search(rf"^  {name} +\S", said, re.M)
     assert "Start here" in said
 
 
 @pytest.mark.parametrize(
-    "command", ["bench", "chat", "demo", "generate", "info", "state cut", "state info", "tokenize"]
+    "command", ["bench", "cache", "chat", "demo", "generate", "info", "state cut", "state info", "tokenize"]
 )
 def test_help_explains_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0

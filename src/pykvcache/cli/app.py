@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import click
 
 from pykvcache.cli.bench import bench
+from pykvcache.cli.cache import cache
 from pykvcache.cli.chat import chat
 from pykvcache.cli.demo import demo
 from pykvcache.cli.generate import generate
@@ -43,7 +44,7 @@ def app() -> None:
     """llama.cpp's KV cache as a Python object: generate, chat, look inside, save and restore."""
 
 
-for command in (generate, chat, info, tokenize, state, bench, demo):
+for command in (generate, chat, info, tokenize, state, cache, bench, demo):
     app.add_command(command)
 
 

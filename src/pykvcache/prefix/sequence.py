@@ -74,9 +74,10 @@ class CachedSequence(LlamaSequence):
 
     def evaluate(self) -> None:
         """As `LlamaSequence.evaluate`."""
-        with self._held():
-            self._cells.evaluate(want_row=False)
-            self._evaluated()
+        super().evaluate()
+        if self._search is not None:
+            with self._held():
+                self._evaluated()
 
     @classmethod
     def load(

@@ -114,8 +114,8 @@ class LlamaSequence(EditMethods):
             `LlamaContext.abort` was called meanwhile; what was evaluated counts.
         """
         with self._held():
-            # Where the last token cannot be evaluated again by itself, its logits are kept: forks need
-            # them, and generate does.
+            # Where the last token cannot be evaluated again by itself, its logits are kept: forks
+            # need them, and generate does.
             self._cells.evaluate(want_row=self._cells.needs_points)
 
     def logits(self) -> npt.NDArray[np.float32]:

@@ -1,0 +1,142 @@
+"""``pykvcache cache``: what lies in the tiers of prefix caches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import click
+
+from pykvcache.cli.terminal import table
+
+if TYPE_CHECKING:
+    from pykvcache.prefix.stores import BlockStore
+
+__all__ = ["cache"]
+
+WHERE = click.argument("where", metavar="PATH_OR_URL")
+JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """Return a number of bytes, from 500M or 10G."""
+    found = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?B)?", value, re.IGNORECASE)
+    if found is None:
+        raise click.BadParameter(f"{value!r} is not a size such as 500M or 10G")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+@click.group(short_help="Look at, check and trim the tiers of prefix caches.")
+def cache() -> None:
+    """Look at, check and trim the tiers of prefix caches: folders, Redis and Valkey, buckets.
+
+    PATH_OR_URL is what `PrefixCache(ctx, tiers=[...])` was given: a folder, redis://host,
+    s3://bucket/prefix. All of it may be used by other processes meanwhile.
+    """
+
+
+@cache.command("ls")
+@WHERE
+@click.option("-n", "--number", default=20, show_default=True, help="How many; 0 for all.")
+@JSON
+def list_blocks(where: str, number: int, as_json: bool) -> None:
+    """List blocks, the last used first."""
+    with _open(where) as store:
+        found = sorted(store.entries(), key=lambda entry: -entry.used)
+    shown = found[:number] if number > 0 else found
+    if as_json:
+        facts = [{"key": e.key.hex(), "bytes": e.size, "used": e.used} for e in shown]
+        click.echo(json.dumps(facts, indent=1))
+        return
+    for entry in shown:
+        click.echo(f"{entry.key.hex()[:16]}  {entry.size:>12,}  {_ago(entry.used)}")
+    if len(shown) < len(found):
+        click.echo(f"and {len(found) - len(shown):,} more")
+
+
+@cache.command("du")
+@WHERE
+@JSON
+def disk_usage(where: str, as_json: bool) -> None:
+    """Say how many blocks there are, and how much they take."""
+    from pykvcache.prefix.stores import tools
+
+    with _open(where) as store:
+        found = tools.usage(store)
+    if as_json:
+        click.echo(json.dumps(vars(found), indent=1))
+        return
+    rows = [("blocks", f"{found.n_blocks:,}"), ("bytes", f"{found.n_bytes:,}")]
+    if found.oldest is not None and found.newest is not None:
+        rows += [("least recently used", _ago(found.oldest)), ("last used", _ago(found.newest))]
+    table(rows)
+
+
+@cache.command("trim")
+@WHERE
+@click.argument("max_bytes", metavar="SIZE", callback=_size)
+def trim_to(where: str, max_bytes: int) -> None:
+    """Remove the least recently used blocks until SIZE is left (500M, 10G)."""
+    with _open(where) as store:
+        removed = store.trim(max_bytes)
+    click.echo(f"{len(removed):,} blocks removed")
+
+
+@cache.command("verify")
+@WHERE
+@click.option("--remove", is_flag=True, help="Remove what is damaged.")
+def verify_all(where: str, remove: bool) -> None:
+    """Read and check every block; exit code 1 where one is not what was written.
+
+    The secret of blocks that were written with one is taken from PYKVCACHE_SECRET: the command
+    line is no place for it.
+    """
+    from pykvcache.prefix.stores import Rejection, tools
+
+    count: Counter[Rejection | None] = Counter()
+    with _open(where) as store:
+        for entry, why in tools.verify(store, os.environ.get("PYKVCACHE_SECRET")):
+            count[why] += 1
+            if why is None:
+                continue
+            gone = ""
+            if remove and why not in (Rejection.LOCKED, Rejection.UNVERIFIABLE):
+                gone = ", removed" if store.discard([entry.key]) else ""
+            if why is not Rejection.LOCKED:
+                click.echo(f"{entry.key.hex()}: {why.value}{gone}")
+    click.echo(f"{count[None]:,} blocks are intact")
+    if count[Rejection.LOCKED]:
+        click.echo(f"{count[Rejection.LOCKED]:,} cannot be checked without PYKVCACHE_SECRET")
+    if set(count) - {None, Rejection.LOCKED}:
+        raise click.exceptions.Exit(1)
+
+
+@cache.command("clear")
+@WHERE
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def clear_all(where: str, yes: bool) -> None:
+    """Remove every block."""
+    with _open(where) as store:
+        if not yes:
+            click.confirm(f"Remove all blocks of {where}?", abort=True)
+        click.echo(f"{len(store.trim(0)):,} blocks removed")
+
+
+def _open(where: str) -> BlockStore:
+    from pykvcache.prefix.stores import tools
+
+    return tools.open_existing(where)
+
+
+def _ago(then: float) -> str:
+    seconds = max(0.0, time.time() - then)
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} seconds ago"

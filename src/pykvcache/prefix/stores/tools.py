@@ -1,0 +1,100 @@
+"""What one wants to know of a store, and do with it, without a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pykvcache.errors import StoreError
+from pykvcache.prefix.stores._open import open_store
+from pykvcache.prefix.stores.base import BlockStore, StoreEntry
+from pykvcache.prefix.stores.envelope import Envelope, Rejection, fresh
+
+__all__ = ["Usage", "open_existing", "usage", "verify"]
+
+# Where the header of a sealed block has its key.
+_KEY = slice(16, 48)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How full a store is.
+
+    Attributes
+    ----------
+    n_blocks, n_bytes
+        Its blocks, and what they take.
+    oldest, newest
+        When the first and the last of them were used, Unix time; None in an empty store.
+    """
+
+    n_blocks: int
+    n_bytes: int
+    oldest: float | None
+    newest: float | None
+
+
+class _ByName(Envelope):
+    """An envelope that is given the keys under which blocks lie in their store."""
+
+    def name(self, key: bytes) -> bytes:
+        return key
+
+
+def open_existing(where: str) -> BlockStore:
+    """Return the store at an address; a folder has to be there already.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such folder.
+    StoreError
+        The address is of no known kind, or cannot be used.
+    """
+    if "://" in where:
+        return open_store(where)
+    path = os.path.abspath(os.path.expanduser(where))
+    if not os.path.isdir(path):
+        raise FileNotFoundError(2, "no such folder", path)
+    if not os.path.isdir(os.path.join(path, "blocks")):
+        raise StoreError(f"{path} holds no blocks of a cache", value=path)
+    return open_store(path, max_bytes=1 << 62)
+
+
+def usage(store: BlockStore) -> Usage:
+    """Return how full a store is; walks over all of its blocks."""
+    n_blocks = n_bytes = 0
+    oldest = newest = None
+    for entry in store.entries():
+        n_blocks += 1
+        n_bytes += entry.size
+        oldest = entry.used if oldest is None else min(oldest, entry.used)
+        newest = entry.used if newest is None else max(newest, entry.used)
+    return Usage(n_blocks, n_bytes, oldest, newest)
+
+
+def verify(
+    store: BlockStore, secret: bytes | str | None = None
+) -> Iterator[tuple[StoreEntry, Rejection | None]]:
+    """Yield every block, and why it is not what was written; None where it is.
+
+    Parameters
+    ----------
+    store
+        Whose blocks are read, all of them. Those that go meanwhile are left out.
+    secret
+        That of the writers. Without it encrypted blocks are ``LOCKED``.
+    """
+    envelope = _ByName(model="any", layout="any", secret=secret)
+    for entry in store.entries():
+        buffer = fresh(entry.size)
+        # The memory may have held this very block, and would complete one that was cut.
+        edge = min(16, len(buffer))
+        buffer[:edge] = buffer[len(buffer) - edge :] = bytes(edge)
+        if not store.get_into([entry.key], [buffer]):
+            continue
+        found = envelope.open(entry.key, buffer)
+        if found is Rejection.FOREIGN and buffer[_KEY] == entry.key:
+            found = memoryview(b"")  # whole; of some model and layout
+        yield entry, found if isinstance(found, Rejection) else None

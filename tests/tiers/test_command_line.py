@@ -1,0 +1,91 @@
+"""``pykvcache cache``: on a folder and on a server, while other processes use them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pykvcache.cli import main
+from pykvcache.prefix.stores import Envelope, FolderStore, RedisStore, Rejection, SealedStore, tools
+from stores.servers import redis_server
+
+ENVELOPE = Envelope(model="m", layout="l")
+SECRET = "0123456789abcdef"
+
+
+def blocks(n: int, size: int = 5000) -> list[tuple[bytes, bytes]]:
+    return [(bytes([i]) * 32, bytes([i]) * size) for i in range(n)]
+
+
+def test_a_folder_is_listed_counted_checked_trimmed_and_cleared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(tmp_path)
+    with SealedStore(FolderStore(where), ENVELOPE) as store:
+        store.put(blocks(30))
+        assert main(["cache", "du", where]) == 0
+        assert "30" in capsys.readouterr().out
+        assert main(["cache", "ls", where, "-n", "5", "--json"]) == 0
+        assert len(json.loads(capsys.readouterr().out)) == 5
+        assert main(["cache", "ls", where]) == 0
+        assert "and 10 more" in capsys.readouterr().out
+        assert main(["cache", "verify", where]) == 0
+        assert "30 blocks are intact" in capsys.readouterr().out
+        path = next(tmp_path.glob("blocks/03/*"))
+        data = bytearray(path.read_bytes())
+        data[300] ^= 1
+        path.write_bytes(data)
+        other = next(tmp_path.glob("blocks/04/*"))
+        other.write_bytes(other.read_bytes()[:-1])
+        next(tmp_path.glob("blocks/05/*")).write_bytes(
+            next(tmp_path.glob("blocks/06/*")).read_bytes()
+        )
+        assert main(["cache", "verify", where, "--remove"]) == 1
+        out = capsys.readouterr().out
+        assert out.count("damaged, removed") == 2
+        assert "foreign, removed" in out
+        assert main(["cache", "verify", where]) == 0
+        assert main(["cache", "trim", where, "2M"]) == 0
+        capsys.readouterr()
+        assert main(["cache", "du", where, "--json"]) == 0
+        assert 0 < json.loads(capsys.readouterr().out)["n_bytes"] <= 2 << 20
+        assert main(["cache", "clear", where, "--yes"]) == 0
+        assert store.contains([bytes(32)]) == 0
+
+
+def test_a_server_is_cleared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with redis_server(tmp_path) as server:
+        with SealedStore(RedisStore(server.url), ENVELOPE) as store:
+            store.put(blocks(5))
+        assert main(["cache", "verify", server.url]) == 0
+        assert "5 blocks are intact" in capsys.readouterr().out
+        assert main(["cache", "clear", "-y", server.url]) == 0
+        assert main(["cache", "du", server.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out.split("removed")[-1])["n_blocks"] == 0
+
+
+def test_with_a_secret_blocks_are_checked_by_who_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    with SealedStore(
+        FolderStore(tmp_path), Envelope(model="m", layout="l", secret=SECRET)
+    ) as store:
+        store.put(blocks(3))
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+    assert "3 cannot be checked" in capsys.readouterr().out
+    monkeypatch.setenv("PYKVCACHE_SECRET", SECRET)
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+    assert "3 blocks are intact" in capsys.readouterr().out
+    with FolderStore(tmp_path) as plain:
+        assert {why for _, why in tools.verify(plain, SECRET[::-1])} == {Rejection.FORGED}
+
+
+def test_what_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for where in (str(tmp_path / "none"), str(tmp_path), "nothing://x"):
+        assert main(["cache", "du", where]) in (1, 2)
+        assert capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main(["cache", "trim", str(tmp_path), "much"]) == 2

@@ -8,7 +8,11 @@ if(NOT LLAMA_CPP_SOURCE_DIR AND DEFINED ENV{LLAMA_CPP_SOURCE_DIR})
   set(LLAMA_CPP_SOURCE_DIR "$ENV{LLAMA_CPP_SOURCE_DIR}")
 endif()
 
+# What llama.cpp could do itself and is done faster here; or, to follow another llama.cpp, without it.
+option(PYKVCACHE_PLAIN "Change memories by llama.cpp's own functions alone" OFF)
+
 if(LLAMA_CPP_SOURCE_DIR)
+  set(PYKVCACHE_OWN_LLAMA_CPP ON)
   get_filename_component(LLAMA_CPP_SOURCE_DIR "${LLAMA_CPP_SOURCE_DIR}" ABSOLUTE BASE_DIR "${PROJECT_SOURCE_DIR}")
   if(NOT EXISTS "${LLAMA_CPP_SOURCE_DIR}/include/llama.h")
     message(FATAL_ERROR " pykvcache: LLAMA_CPP_SOURCE_DIR=${LLAMA_CPP_SOURCE_DIR} is not a llama.cpp source tree (no include/llama.h there)")
@@ -25,6 +29,7 @@ else()
   endif()
 endif()
 message(STATUS "pykvcache: llama.cpp sources in ${LLAMA_CPP_SOURCE_DIR}")
+include(Pin)
 
 # Debug builds of ggml abort in more places: Release always, unless asked.
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)

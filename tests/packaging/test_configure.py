@@ -53,6 +53,38 @@ def test_a_source_dir_that_is_not_llama_cpp(tmp_path: Path) -> None:
     assert f"LLAMA_CPP_SOURCE_DIR={wrong} is not a llama.cpp source tree" in line
 
 
+def other_llama_cpp(folder: Path, header: str, old: str, new: str) -> Path:
+    """The pinned sources by links, but for one word in one header."""
+    if not (SOURCES / header).is_file():
+        pytest.skip("llama.cpp's sources are elsewhere")
+    for part in ("include", "src"):
+        (folder / part).mkdir(parents=True)
+        for path in (SOURCES / part).iterdir():
+            (folder / part / path.name).symlink_to(path)
+    (folder / "ggml").symlink_to(SOURCES / "ggml")
+    text = (SOURCES / header).read_text(encoding="utf-8")
+    assert old in text
+    (folder / header).unlink()
+    (folder / header).write_text(text.replace(old, new), encoding="utf-8")
+    return folder
+
+
+def test_a_llama_cpp_whose_states_are_not_known(tmp_path: Path) -> None:
+    header, line = "include/llama.h", "#define LLAMA_STATE_SEQ_VERSION "
+    other = other_llama_cpp(tmp_path / "other", header, line, line + "9")
+    said = refusal(tmp_path / "build", LLAMA_CPP_SOURCE_DIR=str(other))
+    assert f"the llama.cpp in {other} writes states of version '9" in said
+    assert "3 and 4 are known here" in said
+
+
+def test_a_llama_cpp_whose_private_members_are_others(tmp_path: Path) -> None:
+    other = other_llama_cpp(tmp_path / "other", "src/llama-kv-cells.h", "seq_pos", "by_seq")
+    said = refusal(tmp_path / "build", LLAMA_CPP_SOURCE_DIR=str(other))
+    assert f"the llama.cpp in {other} is not one that this version fits (error: " in said
+    assert "seq_pos" in said
+    assert "-DPYKVCACHE_PLAIN=ON" in said
+
+
 @pytest.mark.parametrize("variable", ["CC", "CXX"])
 def test_no_compiler(tmp_path: Path, variable: str) -> None:
     line = refusal(tmp_path, **{variable: "/nonexistent/compiler"})

@@ -19,6 +19,7 @@ import pytest
 from memory.kit import Case
 from pykvcache import LlamaContext, LlamaModel, LlamaStateFile, embedded_model_path
 from state.kit import CASES, WORDS, next_logits
+from support.builds import SOURCES
 from support.models import make_model
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program, or a skip where it cannot be built."""
     # The package's own build: those of make asan and make test-device need other libraries.
     built = sorted(ROOT.glob("build/cp*/llama.cpp/src/libllama.a"), key=lambda p: p.stat().st_mtime)
-    source = ROOT / "vendor" / "llama.cpp"
+    source = SOURCES.resolve()
+    own = f"llama.cpp_SOURCE_DIR:STATIC={source}\n"
+    built = [p for p in built if own in (p.parents[2] / "CMakeCache.txt").read_text()]
     if not built or not source.is_dir():
         pytest.skip("no libraries of a build in this tree to link the program to")
     out = tmp_path_factory.mktemp("peer") / "peer"

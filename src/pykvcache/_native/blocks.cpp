@@ -88,7 +88,7 @@ int32_t block_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos 
         const llama_kv_cells & held = m->base->get_cells(seq);
         std::vector<live_cell> cells;
         cells.reserve(n);
-        const auto & all = held.seq_pos_get(seq);
+        const auto & all = held_cells(held, seq);
         for (auto it = all.lower_bound({first, 0}); it != all.end() && cells.size() < n; ++it) {
             if (it->first != first + llama_pos(cells.size())) {
                 return 0;

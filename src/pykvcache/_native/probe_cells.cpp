@@ -10,7 +10,7 @@ namespace pykv {
 namespace {
 
 const cell_set & cells_of(const llama_kv_cache * cache, llama_seq_id seq) {
-    return cache->get_cells(seq).seq_pos_get(seq);
+    return held_cells(*cache, seq);
 }
 
 // The state that holds a recurrent sequence: one cell, or none.
@@ -225,7 +225,7 @@ bool shared(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
             continue;
         }
         const auto & all = cache->get_cells(seq);
-        const auto & cells = all.seq_pos_get(seq);
+        const auto & cells = held_cells(all, seq);
         llama_kv_cells::seq_set_t own;
         own.set(seq);
         for (auto it = from(cells, p0); it != cells.end() && it->first < p1; ++it) {
@@ -252,7 +252,7 @@ bool same_cells(const memory * m, llama_seq_id a, llama_seq_id b) {
 
 uint32_t owned_alone(const memory * m, llama_seq_id seq) {
     const auto & cells = m->base->get_cells(seq);
-    const auto & held = cells.seq_pos_get(seq);
+    const auto & held = held_cells(cells, seq);
     return uint32_t(std::count_if(held.begin(), held.end(), [&](const auto & pair) {
         return cells.seq_count(pair.second) == 1;
     }));

@@ -33,7 +33,7 @@ bool is_host(const ggml_tensor * t) {
 const ggml_tensor * stream_tensor(ggml_context * ctx, const llama_kv_cache * cache, uint32_t il, int which,
                                   llama_seq_id seq) {
     llama_kv_cache::slot_info where;
-    where.s0 = where.s1 = cache->get_stream(seq);
+    where.s0 = where.s1 = stream_of(*cache, seq);
     ggml_tensor * t = which == 0 ? cache->get_k(ctx, int32_t(il), cache->get_size(), where)
                                  : cache->get_v(ctx, int32_t(il), cache->get_size(), where);
     // A view that no graph has placed has no buffer of its own, and some backends ask for that one.
@@ -150,7 +150,7 @@ std::vector<live_cell> part_cells(const memory * m, memory_part part, llama_seq_
     }
     const auto & cells = cache->get_cells(seq);
     const llama_pos last = cells.seq_pos_max(seq);
-    for (const auto & [pos, cell] : cells.seq_pos_get(seq)) {
+    for (const auto & [pos, cell] : held_cells(cells, seq)) {
         // What the window has passed is no longer part of the sequence, there or not.
         if (part == PART_WINDOW && llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, last)) {
             continue;

@@ -9,7 +9,7 @@ namespace pykv {
 
 llama_pos first_from(const memory * m, llama_seq_id seq, llama_pos p) {
     if (m->base) {
-        const auto & cells = m->base->get_cells(seq).seq_pos_get(seq);
+        const auto & cells = held_cells(*m->base, seq);
         const auto it = cells.lower_bound({p, 0});
         return it == cells.end() ? std::numeric_limits<llama_pos>::max() : it->first;
     }

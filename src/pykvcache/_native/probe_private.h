@@ -2,18 +2,13 @@
 #pragma once
 
 #include <limits>
-#include <set>
-#include <utility>
 
 #include "llama-context.h"
 #include "llama-graph.h"
-#include "llama-kv-cache.h"
-#include "llama-kv-cells.h"
 #include "opened.h"
+#include "probe_pin.h"
 
 namespace pykv {
-
-using cell_set = std::set<std::pair<llama_pos, uint32_t>>;  // of one sequence: position, cell
 
 constexpr llama_pos POS_END = std::numeric_limits<llama_pos>::max();
 

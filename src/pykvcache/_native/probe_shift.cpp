@@ -46,7 +46,7 @@ shift_problem check_targets(const cell_set & cells, llama_pos limit, llama_pos p
 template <class F>
 shift_problem check_moves(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, F && moved, llama_pos & where) {
     if (m->base) {
-        return check_targets(m->base->get_cells(seq).seq_pos_get(seq), m->max_position, p0, p1, moved, where);
+        return check_targets(held_cells(*m->base, seq), m->max_position, p0, p1, moved, where);
     }
     llama_pos lo, hi;
     if (!extent(m, seq, lo, hi)) {

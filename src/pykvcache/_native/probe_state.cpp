@@ -275,7 +275,8 @@ std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial
     const auto add = [&](memory_part part, const llama_kv_cache * cache) {
         if (cache) {
             parts.push_back({part, cache->get_n_stream(), cache->get_size(),
-                             uint32_t(cache->get_layer_ids().size()), cache->has_cell_ext(), v_trans});
+                             uint32_t(cache->get_layer_ids().size()), cache->has_cell_ext(), v_trans,
+                             STATES_SAY_ROTATIONS ? part_hadamard(m, part) : hadamard_facts{}});
         }
     };
     if (!partial) {
@@ -283,7 +284,7 @@ std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial
     }
     add(PART_WINDOW, m->swa);
     if (m->recurrent) {
-        parts.push_back({PART_RECURRENT, 1, m->recurrent->size, m->hparams->n_layer(), false, false});
+        parts.push_back({PART_RECURRENT, 1, m->recurrent->size, m->hparams->n_layer(), false, false, {}});
     }
     return parts;
 }

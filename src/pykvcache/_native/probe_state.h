@@ -10,6 +10,12 @@
 
 namespace pykv {
 
+// How other versions are laid out is not known: cmake/Pin.cmake refuses them in one line.
+static_assert(LLAMA_STATE_SEQ_VERSION >= 3 && LLAMA_STATE_SEQ_VERSION <= 4, "unknown version of llama.cpp's states");
+
+// Whether a part says by which Hadamard matrices its keys and values are multiplied.
+constexpr bool STATES_SAY_ROTATIONS = LLAMA_STATE_SEQ_VERSION >= 4;
+
 // What a run of bytes in a state holds. The numbers are public: they stand in saved files.
 enum block_kind : int {
     BLOCK_CELLS,    // position, number of sequences, extension, sequence ids; per cell
@@ -39,6 +45,7 @@ struct state_part {
     uint32_t    n_layer;  // as states count them
     bool        extended;  // cells carry llama_kv_cell_ext
     bool        v_trans;
+    hadamard_facts rotations;
 };
 
 // Where something lies in a state that was found to fit.

@@ -80,6 +80,10 @@ template <class Visitor> void visit_part(Visitor & to, const state_part & part, 
         }
         to.field(uint32_t(part.v_trans), "transposition of values (flash_attn off)", nullptr);
         to.field(part.n_layer, "the number of layers", nullptr);
+        if (STATES_SAY_ROTATIONS && !recurrent) {
+            to.field(uint32_t(part.rotations.keys), "the rotation of keys", nullptr);
+            to.field(uint32_t(part.rotations.values), "the rotation of values", nullptr);
+        }
         for (const state_rows & rows : kinds) {
             visit_rows_head(to, rows);
             to.rows(part, stream, rows, n);

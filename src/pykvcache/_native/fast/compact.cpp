@@ -60,7 +60,7 @@ int64_t compact_part(const memory * m, memory_part part, uint32_t n_seq_max) {
     int64_t moved = 0;
     std::vector<bool> seen(LLAMA_MAX_SEQ);
     for (uint32_t seq = 0; seq < n_seq_max; ++seq) {
-        const uint32_t stream = cache.get_stream(llama_seq_id(seq));
+        const uint32_t stream = stream_of(cache, llama_seq_id(seq));
         if (seen[stream]) {
             continue;
         }

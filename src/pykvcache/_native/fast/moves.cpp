@@ -125,9 +125,9 @@ int32_t copy_cells(edit_key, memory * m, llama_seq_id src, llama_seq_id dst, lla
             return;
         }
         // Both made before either is used: running out of memory changes nothing.
-        cell_set base = part_of(m->base->get_cells(src).seq_pos_get(src), p0, p1), window;
+        cell_set base = part_of(held_cells(*m->base, src), p0, p1), window;
         if (m->swa) {
-            window = part_of(m->swa->get_cells(src).seq_pos_get(src), p0, p1);
+            window = part_of(held_cells(*m->swa, src), p0, p1);
             enter(*m->swa, dst, window);
         }
         enter(*m->base, dst, base);

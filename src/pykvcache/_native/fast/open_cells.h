@@ -31,7 +31,7 @@ struct open_cells {
     open_cells(llama_kv_cache & cache, llama_seq_id seq)
         // The cells are the cache's own non-const member; only its accessor is const.
         : cells(const_cast<llama_kv_cells &>(cache.get_cells(seq))),
-          head((cache.*member(opened::v_heads()))[cache.get_stream(seq)]) {}
+          head((cache.*member(opened::v_heads()))[stream_of(cache, seq)]) {}
 
     bool &               has_shift() { return cells.*member(opened::has_shift()); }
     std::set<uint32_t> & used() { return cells.*member(opened::used()); }

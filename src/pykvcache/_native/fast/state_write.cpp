@@ -118,7 +118,7 @@ walked_state::walked_state(const memory * m, bool v_trans, llama_seq_id seq) : m
             out.size += io.n_bytes();
         } else {
             cells.push_back(cells_to_write(m, part.part, seq));
-            out.own = cache_of(part).get_stream(seq);
+            out.own = stream_of(cache_of(part), seq);
             out.n_cells = uint32_t(cells.back().size());
             visit_part(out, part, state_rows_of(m, part.v_trans, part.part));
         }
@@ -139,7 +139,7 @@ void walked_state::write(uint8_t * dst, bool two) const {
             continue;
         }
         out.i = i;
-        out.own = cache_of(part).get_stream(seq);
+        out.own = stream_of(cache_of(part), seq);
         out.cache = &cache_of(part).get_cells(seq);
         out.held = &cells[i];
         visit_part(out, part, state_rows_of(m, part.v_trans, part.part));

@@ -20,7 +20,7 @@ llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
 // lowest on, so that none is met twice.
 void divide(llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) {
     std::set<llama_pos> positions;
-    const auto & held = cache.get_cells(seq).seq_pos_get(seq);
+    const auto & held = held_cells(cache, seq);
     for (auto it = from(held, p0); it != held.end() && it->first < p1; ++it) {
         positions.insert(it->first);
     }

@@ -1,0 +1,52 @@
+# What is read of llama.cpp beyond llama.h, and is not the same in every llama.cpp.
+#
+# Sets PYKVCACHE_HAS: a macro for each accessor that this one has (_native/probe_pin.h reads them). A tree
+# that cannot be built against is refused here in one line, before anything is compiled.
+
+# How states are laid out goes by this number; probe_state.h says what each of them has.
+set(known 3 4)
+file(STRINGS "${LLAMA_CPP_SOURCE_DIR}/include/llama.h" version REGEX "define LLAMA_STATE_SEQ_VERSION ")
+string(REGEX MATCH "[0-9]+$" version "${version}")
+if(NOT version IN_LIST known)
+  list(JOIN known " and " known)
+  message(FATAL_ERROR " pykvcache: the llama.cpp in ${LLAMA_CPP_SOURCE_DIR} writes states of version '${version}': ${known} are known here (vendor/README.md)")
+endif()
+
+set(PYKVCACHE_HAS)
+foreach(accessor "llama-kv-cells.h seq_pos_get" "llama-kv-cache.h get_stream")
+  separate_arguments(accessor)
+  list(GET accessor 0 header)
+  list(GET accessor 1 name)
+  if(EXISTS "${LLAMA_CPP_SOURCE_DIR}/src/${header}")
+    file(STRINGS "${LLAMA_CPP_SOURCE_DIR}/src/${header}" found REGEX "[ &]${name}\\(")
+    if(found)
+      string(TOUPPER "PYKVCACHE_HAS_${name}" macro)
+      list(APPEND PYKVCACHE_HAS ${macro})
+    endif()
+  endif()
+endforeach()
+
+# Of a tree of one's own, the files that read its private headers are tried first.
+if(PYKVCACHE_OWN_LLAMA_CPP AND NOT "${PYKVCACHE_FITS}" STREQUAL "${LLAMA_CPP_SOURCE_DIR} ${PYKVCACHE_PLAIN}")
+  set(native "${PROJECT_SOURCE_DIR}/src/pykvcache/_native")
+  if(PYKVCACHE_PLAIN)
+    set(tried plain/edit.cpp)
+  else()
+    set(tried fast/moves.cpp fast/state_place.cpp)
+  endif()
+  list(APPEND tried probe_cells.cpp probe_kv.cpp probe_state.cpp)
+  list(TRANSFORM tried PREPEND "${native}/")
+  list(TRANSFORM PYKVCACHE_HAS PREPEND "-D" OUTPUT_VARIABLE macros)
+  set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
+  try_compile(fits "${CMAKE_CURRENT_BINARY_DIR}/pin" SOURCES ${tried}
+    CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${native};${LLAMA_CPP_SOURCE_DIR}/src;${LLAMA_CPP_SOURCE_DIR}/include;${LLAMA_CPP_SOURCE_DIR}/ggml/include"
+    COMPILE_DEFINITIONS ${macros} CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON OUTPUT_VARIABLE said)
+  unset(CMAKE_TRY_COMPILE_TARGET_TYPE)
+  set(worked "${fits}")
+  unset(fits CACHE)
+  if(NOT worked)
+    string(REGEX MATCH "error[^\n]*: [^\n]*" said "${said}")
+    message(FATAL_ERROR " pykvcache: the llama.cpp in ${LLAMA_CPP_SOURCE_DIR} is not one that this version fits (${said}): see vendor/README.md; -DPYKVCACHE_PLAIN=ON needs less of it")
+  endif()
+  set(PYKVCACHE_FITS "${LLAMA_CPP_SOURCE_DIR} ${PYKVCACHE_PLAIN}" CACHE INTERNAL "the llama.cpp that was tried")
+endif()

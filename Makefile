@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+# What the tests need of other projects.
+EXTRAS := cli,arrays,state,redis,obstore,crypto
+
 # Of `make fuzz`: other seeds are other calls and programs.
 SEED ?= 1
 CALLS ?= 100000
@@ -79,9 +82,10 @@ ASAN_TESTS ?= -n auto --ignore tests/packaging --ignore tests/arrays
 asan: $(VENV)-asan/.built ## the tests under AddressSanitizer and UBSan, in a build of their own
 	$(SANITIZED) $(VENV)-asan/bin/python -m pytest $(ASAN_TESTS)
 
-PLAIN_TESTS ?= tests/memory tests/state tests/kv tests/regressions tests/sequence tests/generate
+# All but those of the array caches, which never see the compiled layer.
+PLAIN_TESTS ?= tests --ignore tests/arrays
 
-test-plain: $(VENV)-plain/.built ## the tests on llama.cpp's own functions, without fast/, in a build of their own
+test-plain: $(VENV)-plain/.built ## every test on llama.cpp's own functions, without fast/, in a build of its own
 	$(VENV)-plain/bin/python -m pytest -n auto $(PLAIN_TESTS)
 
 # For others' machines: on x86-64 Linux ggml's CPU code once per instruction set (docs/building.md).
@@ -139,7 +143,7 @@ $(VENV)/.modules: FORCE | $(VENV)/.venv
 	@find src -name '*.py' | sort | cmp -s - $@ || find src -name '*.py' | sort > $@
 
 $(VENV)/.built: $(VENV)/.build-tools $(VENV)/.modules $(NATIVE)
-	$(PIP) install --quiet --no-build-isolation --editable ".[cli,arrays,state,redis,obstore,crypto]"
+	$(PIP) install --quiet --no-build-isolation --editable ".[$(EXTRAS)]"
 	@touch $@
 
 $(VENV)-asan/.built: pyproject.toml $(NATIVE)
@@ -155,7 +159,7 @@ $(VENV)-plain/.built: pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv $(VENV)-plain
 	$(VENV)-plain/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(VENV)-plain/bin/python -m pip install --quiet --group build --group test
-	$(VENV)-plain/bin/python -m pip install --quiet --no-build-isolation --editable ".[cli,arrays,state]" \
+	$(VENV)-plain/bin/python -m pip install --quiet --no-build-isolation --editable ".[$(EXTRAS)]" \
 	    --config-settings=build-dir=build/plain --config-settings=cmake.define.PYKVCACHE_PLAIN=ON
 	@touch $@
 

@@ -116,3 +116,24 @@ def test_no_string_is_made_from_bytes_by_cython() -> None:
     taking = re.findall(r"(\w+)\([^()]*const (?:vector\[)?string\b[^()]*\)", text)
     assert for_tests <= set(taking)
     assert set(taking) == for_tests
+
+
+def definitions(folder: str) -> set[str]:
+    """The functions that the files of a folder define and a header beside the folder declares."""
+    headers = "\n".join(path.read_text(encoding="utf-8") for path in sorted(NATIVE.glob("*.h")))
+    declared = set(re.findall(r"^[a-z][\w:<> *&]*?[ *&](\w+)\(", headers, flags=re.MULTILINE))
+    found: set[str] = set()
+    for path in sorted((NATIVE / folder).glob("*.cpp")):
+        text = path.read_text(encoding="utf-8")
+        shared = re.sub(r"^namespace \{$.*?^\}.*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+        starts = re.findall(
+            r"^[a-z][\w:<> *&]*?[ *&](\w+)\([^;{}]*\)[ \w]*\{", shared, re.MULTILINE
+        )
+        found.update(starts)
+    return found & declared
+
+
+def test_a_build_without_the_fast_paths_has_every_function() -> None:
+    fast, plain = definitions("fast"), definitions("plain")
+    assert {"remove_cells", "move_cells_down", "seq_state_new", "state_place"} <= fast
+    assert plain == fast

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Bench, Case
-from pykvcache import UnsupportedOperation, system_info
+from pykvcache import UnsupportedOperation
+from support.builds import fast_only
 
-pytestmark = pytest.mark.skipif(
-    system_info()["is_plain"], reason="no function of llama.cpp moves cells"
-)
+pytestmark = fast_only("no function of llama.cpp moves cells")
 
 MakeBench = Callable[..., Bench]
 MOVED = tuple(case for case in CASES if case.info.memory != "other")

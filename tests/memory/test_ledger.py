@@ -15,6 +15,7 @@ import pytest
 
 from memory.ledger_kit import Twin
 from pykvcache import LlamaContext, PositionError
+from support.builds import PLAIN
 from support.models import WRONG, make_model
 from support.numpy_llama import LedgerLlama
 
@@ -159,6 +160,8 @@ def test_divided_cells_can_be_copied_and_shifted(name: str, unified: bool, twin:
 def test_moved_cells_leap_over_others_and_come_back(
     name: str, unified: bool, twin: MakeTwin
 ) -> None:
+    if PLAIN and name == "gemma3":
+        pytest.skip("llama.cpp's shift begins the search for cells at 0, where a window's are free")
     t = twin(name, unified)
     t.decode(0, 24)
     t.remove(0, 12, 16)

@@ -13,6 +13,7 @@ import pytest
 
 from memory.kit import Logits, apart
 from pykvcache import ClosedError, LlamaContext, LlamaSequence, Sampler, UnsupportedOperation
+from support.builds import PLAIN
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
@@ -164,8 +165,8 @@ def test_idle_sequences_leave_when_staying_has_cost_as_much(make_context: Make) 
     assert not any(sequence.is_parked for sequence in idle)
     list(busy.generate(60, Sampler(temperature=1, seed=1)))
     assert all(sequence.is_parked for sequence in idle)
-    cells = ctx.cells()
-    assert int(cells.cell.max()) < 256
+    if not PLAIN:  # no function of llama.cpp moves cells down
+        assert int(ctx.cells().cell.max()) < 256
     before = ctx.tokens_evaluated
     for sequence in idle:
         sequence.logits()

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from conftest import ContextFactory, FreshLogits
 
 GGSQ, GGSN, (OF_SEQUENCES, OF_CONTEXTS) = 0x67677371, 0x6767736E, lib.state_file_versions
+READ = (2, 3) if OF_SEQUENCES == 3 else (OF_SEQUENCES,)
 TOKENS = WORDS[:12]
 
 
@@ -142,13 +143,10 @@ def test_tokens_of_llama_server_are_unpacked(
     """Its newer slots pack them, whatever their version; before, they were plain."""
     ctx, sequence, _ = taken
     image = (*TOKENS[:4], -1, -1, -1, *TOKENS[7:])
-    contents = (
-        (TOKENS, 0, packed(*TOKENS)),
-        (TOKENS, 0, server_tokens(TOKENS)),
-        (image, 1, server_tokens(image, ((4, b"odd image"),))),
-    )
-    versions = (2, 3) if OF_SEQUENCES == 3 else (OF_SEQUENCES,)
-    for version, (tokens, n_media, data) in product(versions, contents):
+    plain, own = packed(*TOKENS), server_tokens(TOKENS)
+    odd = server_tokens(image, ((4, b"odd image"),))
+    contents = ((TOKENS, 0, plain), (TOKENS, 0, own), (image, 1, odd))
+    for version, (tokens, n_media, data) in product(READ, contents):
         (tmp_path / "f").write_bytes(file_of(GGSQ, version, data, sequence[8:]))
         file = ctx.load_llama_file(tmp_path / "f", 1)
         assert (file.version, file.n_media) == (version, n_media)
@@ -394,10 +392,8 @@ def test_the_example_of_the_document_runs(
     assert len(LlamaStateFile.load("slot.bin").tokens) > len(told) + 8
 
 
+@pytest.mark.skipif(not SOURCES.is_dir(), reason="llama.cpp's sources are elsewhere")
 def test_the_versions_are_those_of_the_header() -> None:
-    header = SOURCES / "include" / "llama.h"
-    if not header.is_file():
-        pytest.skip("llama.cpp's sources are elsewhere")
-    text = header.read_text(encoding="utf-8")
+    text = (SOURCES / "include" / "llama.h").read_text(encoding="utf-8")
     found = [re.search(rf"LLAMA_{n}_VERSION (\d+)", text) for n in ("STATE_SEQ", "SESSION")]
     assert tuple(int(m[1]) for m in found if m) == lib.state_file_versions

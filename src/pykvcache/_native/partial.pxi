@@ -7,6 +7,7 @@
 cdef class Partial:
     """Bytes that go back into one sequence of one context."""
 
+    cdef object __weakref__
     cdef object context
     cdef uint64_t version
     cdef uint8_t[::1] data

@@ -57,7 +57,8 @@ class PrefixCache(TierMethods):
     block_size
         Tokens per block.
     ram_bytes
-        Most bytes that are kept outside the context, the cache's own accounts included.
+        Most bytes that are kept outside the context, the cache's own accounts and waiting events
+        included. What sequences in use and pins hold stays, even above it.
     policy
         What goes first when they are used up: a name of `pykvcache.prefix.policies`, or an object.
     namespace
@@ -129,12 +130,15 @@ class PrefixCache(TierMethods):
         )
         self._digests = digests(context)
         self._end_bytes = end_bytes(context)
+        most = as_int(ram_bytes, "ram_bytes", 0, 2**62)
+        self._events = EventLog(min(most // 32, 16 << 20))
         self._ram = RamTier(
             self._block_size,
-            as_int(ram_bytes, "ram_bytes", 0, 2**62),
+            most,
             policy,
             self._root_name,
             self._removed,
+            lambda: self._events.nbytes,
         )
         self._pool = pool_of(context)
         self._evaluation = EvaluationTime(least_seconds(context))
@@ -142,7 +146,9 @@ class PrefixCache(TierMethods):
         other: PrefixCache | None = known() if known is not None else None
         if other is not None and not other.is_closed:
             raise ValueError("the context has a PrefixCache already: close() that one first")
-        self._tier_seconds = None if tier_seconds is None else as_seconds(tier_seconds)
+        self._tier_seconds = (
+            None if tier_seconds is None else as_seconds(tier_seconds, "tier_seconds", 3600)
+        )
         model, _, layout = self._digests
         self._tiers = Tiers(
             as_tiers(tiers),
@@ -160,7 +166,6 @@ class PrefixCache(TierMethods):
         self._sums = ReuseReport()
         self._requests = 0
         self._closed = False
-        self._events = EventLog()
         if len(self._tiers):
             close_at_exit(self)
             weakref.finalize(self, self._tiers.retire).atexit = False
@@ -224,6 +229,7 @@ class PrefixCache(TierMethods):
     def _give(self, sequence: CachedSequence) -> None:
         """Keep what a sequence evaluated; called when it is closed."""
         self._reap()
+        self._pins.expire()
         run, sequence._held_run = sequence._held_run, None
         try:
             if not self._closed and sequence in self._open:
@@ -273,13 +279,18 @@ class PrefixCache(TierMethods):
         -------
         Pin
             With ``n_tokens``: how many tokens of it are kept.
+
+        Raises
+        ------
+        ValueError
+            ``ttl`` is negative or not a number.
         """
         with self._pool.hold():
             self._check_open()
             space = self._namespace if namespace is None else as_namespace(namespace)
             ids = LlamaSequence(self._ctx, tokens)._cells.ledger
             data = token_bytes(ids.part(0, len(ids)).view(np.uint32))
-            until = None if ttl is None else time.monotonic() + float(ttl)
+            until = None if ttl is None else time.monotonic() + as_seconds(ttl, "ttl")
             return self._pins.add(self._pool, data, space, until)
 
     def clear(self, namespace: str | None = None) -> None:

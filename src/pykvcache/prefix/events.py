@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, TypeAlias
 
 _log = logging.getLogger("pykvcache.prefix")
 
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "CacheEvent", "EventLog"]
+
+
+#: What an event takes beside names and tokens, and a name.
+_EVENT_BYTES: Final = 700
+_NAME_BYTES: Final = 80
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,25 @@ class EventLog:
 
     A callback is called while the cache is locked, in the thread that caused the event: it should
     note the event and return. What it raises is logged, and goes no further.
+
+    Parameters
+    ----------
+    max_bytes
+        Most memory of events that wait to be taken out: the oldest are forgotten. They are part of
+        what ``ram_bytes`` of the cache bounds.
     """
 
-    def __init__(self, size: int = 10_000) -> None:
-        self._events: deque[CacheEvent] = deque(maxlen=size)
+    def __init__(self, max_bytes: int = 1 << 20) -> None:
+        self._events: deque[tuple[CacheEvent, int]] = deque()
         self._callbacks: list[Callable[[CacheEvent], object]] = []
+        self._max_bytes = max_bytes
+        self._nbytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the events that wait."""
+        return self._nbytes
 
     def subscribe(self, callback: Callable[[CacheEvent], object]) -> Callable[[], None]:
         """Call a function for every event from now on; returns what ends that."""
@@ -83,23 +104,56 @@ class EventLog:
         return stop
 
     def __iter__(self) -> Iterator[CacheEvent]:
-        while self._events:
-            try:
-                yield self._events.popleft()
-            except IndexError:  # another thread took it
-                return
+        while (event := self._taken()) is not None:
+            yield _unpacked(event)
 
     def __len__(self) -> int:
         return len(self._events)
 
+    def _taken(self) -> CacheEvent | None:
+        with self._lock:
+            if not self._events:
+                return None
+            event, size = self._events.popleft()
+            self._nbytes -= size
+            return event
+
     def add(self, event: CacheEvent) -> None:
         """Note an event, and call who subscribed."""
-        self._events.append(event)
+        packed = _packed(event)
+        size = _size(packed)
+        if size <= self._max_bytes:
+            with self._lock:
+                self._events.append((packed, size))
+                self._nbytes += size
+            while self._nbytes > self._max_bytes and self._taken() is not None:
+                pass
         for callback in list(self._callbacks):
             try:
                 callback(event)
             except Exception:
                 _log.exception("a subscriber of cache events failed")
+
+
+def _packed(event: CacheEvent) -> CacheEvent:
+    """Return an event with its tokens in 4 bytes each, which as integers take 36."""
+    if isinstance(event, BlockStored):
+        return replace(event, token_ids=array("I", event.token_ids))  # type: ignore[arg-type]
+    return event
+
+
+def _unpacked(event: CacheEvent) -> CacheEvent:
+    if isinstance(event, BlockStored):
+        return replace(event, token_ids=tuple(event.token_ids))
+    return event
+
+
+def _size(event: CacheEvent) -> int:
+    """Return about how many bytes a packed event takes; names outlive their blocks in it."""
+    if isinstance(event, AllBlocksCleared):
+        return _EVENT_BYTES
+    n = _EVENT_BYTES + _NAME_BYTES * len(event.block_hashes)
+    return n + 4 * len(event.token_ids) if isinstance(event, BlockStored) else n
 
 
 def as_dict(event: CacheEvent) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class KeepMethods:
     def _is_known(self, cells: SequenceCells, n: int, space: str) -> bool:
         """Whether a parked sequence would bring nothing that is not there."""
         tokens = token_bytes(cells.ledger.part(0, n).view(np.uint32))
-        return self._ram.find(tokens, space, needs_rest=self._needs_rest).n >= n
+        return self._ram.find(tokens, space, needs_rest=self._needs_rest, is_use=False).n >= n
 
     def _keep_blocks(self, cells: SequenceCells, n: int, space: str) -> None:
         tokens = token_bytes(cells.ledger.part(0, n).view(np.uint32))
@@ -107,3 +107,4 @@ class KeepMethods:
         before = None if parent is None or parent.is_root else parent.last_name
         ids = tuple(np.frombuffer(run.text, np.uint32).tolist())
         self._events.add(BlockStored(tuple(run.names), before, ids, self._block_size))
+        self._ram.fit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -18,12 +19,12 @@ def as_namespace(namespace: str) -> str:
     return namespace
 
 
-def as_seconds(value: float) -> float:
-    """Return ``tier_seconds`` as a float; raise for what is no time."""
+def as_seconds(value: float, name: str, most: float = math.inf) -> float:
+    """Return a time from 0 to the most; raises TypeError or ValueError, NaN included."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"tier_seconds is a number, not {type(value).__name__}")
-    if not 0 <= value <= 3600:
-        raise ValueError(f"tier_seconds is {value}: it must be in [0, 3600]")
+        raise TypeError(f"{name} is a number, not {type(value).__name__}")
+    if not 0 <= value <= most:
+        raise ValueError(f"{name} is {value}: it must be in [0, {most}]")
     return float(value)
 
 

@@ -22,8 +22,14 @@ class Pin:
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens are kept, in full blocks; 0 once it was released."""
-        return self._n_tokens if self._run is not None else 0
+        """How many tokens are kept, in full blocks; 0 once it was released, expired or cleared."""
+        run = self._run
+        if run is None or run.parent is None or self._is_over(time.monotonic()):
+            return 0
+        return self._n_tokens
+
+    def _is_over(self, now: float) -> bool:
+        return self._until is not None and self._until <= now
 
     def release(self) -> None:
         """Let it go; twice does nothing."""
@@ -39,7 +45,7 @@ class Pins:
 
     def __init__(self, tree: BlockTree) -> None:
         self._tree = tree
-        self._pins: list[Pin] = []
+        self._pins: dict[Pin, None] = {}
 
     def add(self, pool: SequencePool, tokens: bytes, namespace: str, until: float | None) -> Pin:
         """Hold what is known of some tokens."""
@@ -49,18 +55,18 @@ class Pins:
             self._tree.hold(run)
         pin = Pin(self, pool, run, match.n_blocks * self._tree.block_size, until)
         if run is not None:
-            self._pins.append(pin)
+            self._pins[pin] = None
         return pin
 
     def release(self, pin: Pin) -> None:
         """Let go of what a pin holds."""
         run, pin._run = pin._run, None
         if run is not None and pin in self._pins:
-            self._pins.remove(pin)
+            del self._pins[pin]
             self._tree.release(run)
 
     def expire(self) -> None:
         """Release the pins whose time is over."""
         now = time.monotonic()
-        for pin in [p for p in self._pins if p._until is not None and p._until <= now]:
+        for pin in [pin for pin in self._pins if pin._is_over(now)]:
             self.release(pin)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +20,9 @@ __all__ = ["Found", "RamTier", "Tail"]
 
 Buffer = npt.NDArray[np.uint8]
 
-#: What a run of the tree and a block cost beside their bytes: measured with tracemalloc.
-RUN_BYTES, BLOCK_BYTES = 1_200, 180
+#: What a run of the tree and a block cost beside their bytes, and an empty cache: measured with
+#: tracemalloc (tests/prefix/test_budget.py).
+RUN_BYTES, BLOCK_BYTES, FIXED_BYTES = 1_200, 230, 1 << 16
 
 
 @dataclass(eq=False)
@@ -56,7 +59,23 @@ class Found:
 class RamTier:
     """Full blocks in a `BlockTree`, tails beside them, both within one budget.
 
-    Tails count towards the budget with at most a quarter of it, least recently used first.
+    Tails count towards the budget with at most a quarter of it, least recently used first. What
+    left while a parked sequence is made of it counts until that sequence lets go of it.
+
+    Parameters
+    ----------
+    block_size
+        Tokens per block.
+    max_bytes
+        The budget.
+    policy
+        What goes first.
+    root
+        Gives the root's name of a namespace.
+    on_remove
+        Called with the names of blocks that leave.
+    beside
+        Returns what else the budget has to pay for.
     """
 
     def __init__(
@@ -66,26 +85,48 @@ class RamTier:
         policy: str | Policy,
         root: Callable[[str], bytes],
         on_remove: Callable[[list[bytes]], None],
+        beside: Callable[[], int] = lambda: 0,
     ) -> None:
         self.block_size = block_size
         self.max_bytes = max_bytes
         self._on_remove = on_remove
         self._tails: OrderedDict[tuple[Run, bytes], Tail] = OrderedDict()
+        self._tails_at: dict[Run, dict[bytes, Tail]] = {}
+        self._lent: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._tail_bytes = 0
+        self._fixed_bytes = min(FIXED_BYTES, max_bytes // 16)
+        self._beside = beside
         self.stored = self.removed = self.n_checkpoints = 0
         self.tree = BlockTree(
             block_size,
             policy,
             max_bytes=max_bytes,
             root=root,
-            run_bytes=RUN_BYTES,
+            run_bytes=RUN_BYTES + 4 * block_size,
             on_remove=self._removing,
+            other_bytes=self._other_bytes,
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes that are kept, accounts included."""
-        return self.tree.n_bytes + self._tail_bytes
+        return self.tree.used_bytes
+
+    def _other_bytes(self) -> int:
+        lent = sum(size for _, size in self._lent.copy().values()) if self._lent else 0
+        return self._fixed_bytes + self._tail_bytes + lent + self._beside()
+
+    def fit(self) -> None:
+        """Evict until the budget is kept."""
+        self.tree.fit()
+
+    def _lend(self, things: Iterable[Any]) -> None:
+        """Count what leaves now for as long as somebody else holds it."""
+        for thing in things:
+            key = id(thing)
+            with contextlib.suppress(TypeError):  # None, or nothing that can be watched
+                watch = weakref.ref(thing, lambda _, key=key: self._lent.pop(key, None))  # type: ignore[misc]
+                self._lent[key] = watch, thing.nbytes
 
     # In -----------------------------------------------------------------------------------------
 
@@ -115,7 +156,7 @@ class RamTier:
         match = self.tree.match(tokens, namespace)
         if match.n_blocks * self.tree.step != len(tokens) or match.run.is_root:
             return
-        run = self.tree.use(match)
+        run = self.tree.end_of(match)
         point = self.tree.add_checkpoint(run, rest.nbytes + RUN_BYTES, saved)
         if point is not None:
             point.payloads[0] = rest
@@ -126,33 +167,43 @@ class RamTier:
         match = self.tree.match(tokens, namespace)
         if match.n_blocks * self.tree.step + len(tail.tokens) != len(tokens):
             return  # the blocks before it are not kept
-        run = match.run if match.run.is_root else self.tree.use(match)
-        for key, other in [(k, t) for k, t in self._tails.items() if k[0] is run]:
-            if tail.tokens.startswith(other.tokens):
-                self._forget(key)
-            elif other.rest is None and other.tokens.startswith(tail.tokens):
+        run = self.tree.end_of(match)
+        for text, other in list(self._tails_at.get(run, {}).items()):
+            if tail.tokens.startswith(text):
+                self._forget((run, text))
+            elif other.rest is None and text.startswith(tail.tokens):
                 return  # the longer one serves as well
         if tail.nbytes <= self.max_bytes // 4:
+            if run.is_root:
+                self.tree.hold(run)
             self._tails[run, tail.tokens] = tail
+            self._tails_at.setdefault(run, {})[tail.tokens] = tail
             self._tail_bytes += tail.nbytes
             while self._tail_bytes > self.max_bytes // 4:
                 self._forget(next(iter(self._tails)))
-            self._share()
-
-    def _share(self) -> None:
-        """Leave to the tree what the tails do not use."""
-        self.tree.max_bytes = self.max_bytes - self._tail_bytes
+            self.fit()
 
     def _forget(self, key: tuple[Run, bytes]) -> None:
-        self._tail_bytes -= self._tails.pop(key).nbytes
+        tail = self._tails.pop(key)
+        run, text = key
+        here = self._tails_at[run]
+        del here[text]
+        if not here:
+            del self._tails_at[run]
+        if run.namespace is not None:
+            self.tree.release(run)
+        self._tail_bytes -= tail.nbytes
+        self._lend((tail.buffer, tail.rest, tail.row))
 
     def _removing(self, run: Run, first: int) -> None:
         if run.is_checkpoint:
             # Without a state it was never in: the budget had no room for it.
             self.n_checkpoints -= run.payloads[0] is not None
+            self._lend(run.payloads)
             return
-        for key in [key for key in self._tails if key[0] is run]:
-            self._forget(key)
+        for text in list(self._tails_at.get(run, ())):
+            self._forget((run, text))
+        self._lend(run.payloads[first:])
         # Without bytes they were never in: the budget had no room for them.
         names = [
             name
@@ -165,14 +216,19 @@ class RamTier:
 
     # Out ----------------------------------------------------------------------------------------
 
-    def find(self, tokens: bytes, namespace: str, *, needs_rest: bool) -> Found:
-        """Return the longest usable beginning; counts as a use of it.
+    def find(
+        self, tokens: bytes, namespace: str, *, needs_rest: bool, is_use: bool = True
+    ) -> Found:
+        """Return the longest usable beginning; counts as a use of it, or does not.
 
         ``needs_rest``: whether the memory has parts that blocks do not hold: then only the places
         of checkpoints are usable.
         """
-        match = self.tree.match(tokens, namespace)
-        run = match.run if match.run.is_root else self.tree.use(match)
+        if is_use:
+            match = self.tree.lookup(tokens, namespace)
+        else:
+            match = self.tree.match(tokens, namespace)
+        run = self.tree.end_of(match)
         size, step = self.block_size, self.tree.step
         found = Found(match.n_blocks * size, run=run, n_known=match.n_blocks * size)
         for part in reversed(list(run.path())):
@@ -185,8 +241,6 @@ class RamTier:
             self._begun_block(found, run, after)
         elif (run, b"") in self._tails:
             found.row = self._tails[run, b""].row
-        if run.is_root and not any(place is run for place, _ in self._tails):
-            self.tree.forget_root(namespace)  # however many namespaces are asked for
         return found
 
     def full_blocks(self, tokens: bytes, namespace: str) -> list[Buffer]:
@@ -195,8 +249,6 @@ class RamTier:
         blocks: list[Buffer] = []
         for run, n in match.parts():
             blocks += run.payloads[:n]
-        if match.run.is_root and not any(place is match.run for place, _ in self._tails):
-            self.tree.forget_root(namespace)
         return blocks
 
     def _to_checkpoint(self, found: Found, run: Run) -> None:
@@ -209,12 +261,8 @@ class RamTier:
     def _exact_tail(self, found: Found, run: Run, after: bytes) -> None:
         """Take a whole tail with its state, where the tokens go on with it."""
         best = None
-        for (place, text), tail in self._tails.items():
-            if (
-                place is run
-                and after.startswith(text)
-                and (not best or len(text) > len(best.tokens))
-            ):
+        for text, tail in self._tails_at.get(run, {}).items():
+            if after.startswith(text) and (not best or len(text) > len(best.tokens)):
                 best = tail
         if best is None:
             return
@@ -236,11 +284,11 @@ class RamTier:
             if same > n or not text:
                 best, n, whole, text = child.payloads[0], same, self.block_size, block
         tail_key = None
-        for (place, block), tail in self._tails.items():
-            same = common_tokens(block, after) if place is run else 0
-            if same > n or (place is run and not text):
+        for block, tail in self._tails_at.get(run, {}).items():
+            same = common_tokens(block, after)
+            if same > n or not text:
                 best, n, whole, text = tail.buffer, same, len(block) // 4, block
-                tail_key = (place, block)
+                tail_key = (run, block)
         if best is not None and n:
             found.blocks.append((best, whole, n))
             found.n += n
@@ -253,11 +301,10 @@ class RamTier:
 
     def clear(self, namespace: str | None) -> None:
         """Forget a namespace, or all."""
+        for key in list(self._tails):
+            if namespace is None or key[0].namespace == namespace:
+                self._forget(key)  # those after blocks go with them
         self.tree.clear(namespace)
-        alive = {*self.tree.runs(), *self.tree.roots()}
-        for key in [key for key in self._tails if key[0] not in alive]:
-            self._forget(key)
-        self._share()
 
 
 def common_tokens(a: bytes, b: bytes) -> int:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
 from pykvcache.prefix.blocks import block_names
 
-__all__ = ["Run"]
+__all__ = ["Run", "block_keys"]
+
+
+def block_keys(tokens: bytes, step: int, start_key: int) -> array[int]:
+    """Return the number of each full block of some tokens; see `Run.key`."""
+    keys, key, crc32 = array("I"), start_key, zlib.crc32
+    for at in range(0, len(tokens) - step + 1, step):
+        key = crc32(tokens[at : at + step], key)
+        keys.append(key)
+    return keys
 
 
 class Run:
@@ -56,6 +66,7 @@ class Run:
         "is_checkpoint",
         "last_use",
         "n_blocks",
+        "namespace",
         "parent",
         "payloads",
         "stamp",
@@ -97,6 +108,7 @@ class Run:
         self.payloads: list[Any] = [None] * self.n_blocks
         self.state: Any = None
         self.stamp = -1
+        self.namespace: str | None = None  # of a root: whose
         self._start_key = start_key
         self._names = names
 
@@ -172,6 +184,15 @@ class Run:
         For what policies remember of blocks that are gone; two paths may have the same one.
         """
         return zlib.crc32(self.tokens[: (block + 1) * self.step], self._start_key)
+
+    @property
+    def path_keys(self) -> array[int]:
+        """The numbers of all blocks of the path up to the end of this run."""
+        keys = array("I")
+        for run in reversed(list(self.path())):
+            if not run.is_checkpoint:
+                keys.extend(block_keys(run.text, run.step, run._start_key))
+        return keys
 
     @property
     def end_key(self) -> int:

@@ -4,43 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
+from pykvcache.prefix.match import Match, common_blocks
 from pykvcache.prefix.policies import Policy, make_policy
 from pykvcache.prefix.runs import Run
 
 __all__ = ["BlockTree", "Match"]
 
 _TOKEN_BYTES = 4
-
-
-@dataclass(slots=True)
-class Match:
-    """The longest known beginning of some tokens.
-
-    Attributes
-    ----------
-    run : Run
-        The run that it ends in; the root if nothing is known.
-    offset : int
-        How many blocks of that run belong to it.
-    n_blocks : int
-        All its blocks.
-    checkpoint : Run or None
-        The deepest checkpoint on the way.
-    """
-
-    run: Run
-    offset: int
-    n_blocks: int
-    checkpoint: Run | None = None
-
-    def parts(self) -> list[tuple[Run, int]]:
-        """Return the runs on the way, the first first, and how many blocks of each belong to it."""
-        path = [(run, run.n_blocks) for run in self.run.path()]
-        if path:
-            path[0] = (self.run, self.offset)
-        return path[::-1]
 
 
 class BlockTree:
@@ -61,9 +32,12 @@ class BlockTree:
         Gives the root's name of a namespace (`root_name`); without it blocks have names that mean
         nothing outside this tree.
     run_bytes
-        What a run costs beside its blocks; counts towards the budget.
+        What a run, or a root, costs beside its blocks. It counts towards the budget, and so does
+        what the policy keeps for itself; 0 where blocks alone are counted.
     on_remove
         Called before blocks leave: with their run, and the index of the first that does.
+    other_bytes
+        Returns what else the budget has to pay for.
     """
 
     def __init__(
@@ -75,12 +49,14 @@ class BlockTree:
         root: Callable[[str], bytes] | None = None,
         run_bytes: int = 0,
         on_remove: Callable[[Run, int], None] | None = None,
+        other_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}: it must be at least 1")
         self.block_size = block_size
         self.step = block_size * _TOKEN_BYTES
         self.policy = make_policy(policy)
+        self.policy.make_tree = BlockTree
         self.clock = 0
         self.n_bytes = 0
         self.n_blocks = 0
@@ -88,6 +64,7 @@ class BlockTree:
         self._root_name = root
         self._run_bytes = run_bytes
         self._on_remove = on_remove
+        self._other_bytes = other_bytes
         self._roots: dict[str, Run] = {}
         self.max_bytes = max_bytes
 
@@ -101,8 +78,17 @@ class BlockTree:
         if value < 0:
             raise ValueError(f"max_bytes is {value}: it must be at least 0")
         self._max_bytes = value
+        self.policy.max_notes = value // 16 if self._run_bytes else None
         self.policy.resize(value)
-        self.shrink(value)
+        self.fit()
+
+    @property
+    def used_bytes(self) -> int:
+        """What counts towards the budget: blocks, runs, the policy's notes, and the rest."""
+        used = self.n_bytes + self._other_bytes()
+        if self._run_bytes:
+            used += self.policy.n_bytes + self._run_bytes * len(self._roots)
+        return used
 
     def match(self, tokens: bytes, namespace: str = "") -> Match:
         """Return the longest known beginning; changes nothing.
@@ -120,7 +106,7 @@ class BlockTree:
         while (child := run.children.get(tokens[at : at + step])) is not None:
             text = child.text
             if not tokens.startswith(text, at):
-                n = _common_blocks(text, tokens, at, step)
+                n = common_blocks(text, tokens, at, step)
                 return Match(child, n, at // step + n, deepest)
             run = child
             at += len(text)
@@ -128,11 +114,25 @@ class BlockTree:
                 deepest = run.checkpoint
         return Match(run, run.n_blocks, at // step, deepest)
 
-    def use(self, match: Match) -> Run:
-        """Count a use of what was matched just now, and return the run that it ends with.
+    def lookup(self, tokens: bytes, namespace: str = "") -> Match:
+        """Match the tokens of a prompt, and count it as a use; the match ends with its run."""
+        match = self.match(tokens, namespace)
+        self.policy.asked(tokens, self.step, zlib.crc32(_salt(namespace)))
+        self.use(match)
+        return match
+
+    def end_of(self, match: Match) -> Run:
+        """Return the run that a match of just now ends with; no use is counted.
 
         A run of which only the first blocks belong to it is cut in two.
         """
+        if not match.run.is_root and match.offset < match.run.n_blocks:
+            match.run = self._cut(match.run, match.offset)
+            self.fit()
+        return match.run
+
+    def use(self, match: Match) -> Run:
+        """Count a use of what was matched just now, and return the run that it ends with."""
         self.clock += 1
         if not match.run.is_root and match.offset < match.run.n_blocks:
             match.run = self._cut(match.run, match.offset)
@@ -140,7 +140,7 @@ class BlockTree:
             self._count_use(match.checkpoint)
         for run in match.run.path():
             self._count_use(run)
-        self._fit()
+        self.fit()
         return match.run
 
     def _count_use(self, run: Run) -> None:
@@ -173,6 +173,7 @@ class BlockTree:
         first = tokens[: self.step]
         if first in run.children:
             raise ValueError("the block is known already: insert() finds out where new ones begin")
+        self._keep_root(run)
         new = Run(
             run,
             tokens[:size],
@@ -221,50 +222,52 @@ class BlockTree:
         self.policy.added(new)
         if self.policy.declines:
             self.policy.evictable(new)
-            self._fit()
+            self.fit()
         else:
             # The others go first, whatever the policy thinks of something that was never used.
             new.held += 1
-            self._fit()
+            self.fit()
             new.held -= 1
             self.policy.evictable(new)
-            self._fit()
+            self.fit()
         return new if new.n_blocks else None
 
     def hold(self, run: Run) -> None:
         """Keep a run, and with it all before it, until it is released as often as it was held."""
         run.held += 1
+        self._keep_root(run)
 
     def release(self, run: Run) -> None:
         """Let go of a run; now counts as the last use of it and of all before it."""
         if run.held < 1:
             raise ValueError("the run is not held")
         run.held -= 1
-        if run.parent is None:  # cleared meanwhile
+        if run.parent is None:  # a root, or cleared meanwhile
+            self._forget_root(run)
             return
         self.clock += 1
         for each in run.path():
             each.last_use = self.clock
         if run.is_evictable:
             self.policy.evictable(run)
-        self._fit()
+        self.fit()
+
+    def fit(self) -> None:
+        """Evict until the budget is kept, or all that is left is held."""
+        if self.used_bytes > self._max_bytes:
+            self.shrink(self._max_bytes)
 
     def shrink(self, max_bytes: int) -> None:
-        """Evict until at most so many bytes are kept, or all that is left is held."""
-        while self.n_bytes > max_bytes:
+        """Evict until at most so many bytes are used, or all that is left is held."""
+        while (excess := self.used_bytes - max_bytes) > 0:
             run = self.policy.victim()
             if run is None:
                 return
-            excess = self.n_bytes - max_bytes
             if self.policy.whole or not run.block_bytes:
                 n = run.n_blocks
             else:
                 n = min(run.n_blocks, -(-excess // run.block_bytes))
             self.remove(run, n)
-
-    def _fit(self) -> None:
-        if self.n_bytes > self._max_bytes:
-            self.shrink(self._max_bytes)
 
     def remove(self, run: Run, n_blocks: int | None = None) -> None:
         """Remove the last blocks of a run, all by default; nothing may follow or hold it."""
@@ -298,6 +301,8 @@ class BlockTree:
             parent.checkpoint = None
         else:
             del parent.children[run.tokens]
+            if parent.is_root:
+                self._forget_root(parent)
         run.parent = None
         self.n_bytes -= self._run_bytes
         self.n_runs -= 1
@@ -325,33 +330,38 @@ class BlockTree:
         self.policy.split(head, run)
         return head
 
-    def roots(self) -> Iterator[Run]:
-        """Yield the roots of all namespaces."""
-        yield from self._roots.values()
-
-    def forget_root(self, namespace: str) -> None:
-        """Forget the root of a namespace, where nothing follows it."""
-        root = self._roots.get(namespace)
-        if root is not None and not root.children:
-            del self._roots[namespace]
-
     def root(self, namespace: str) -> Run:
-        """Return the root of a namespace; from now on it is kept."""
-        if (root := self._roots.get(namespace)) is None:
-            salt = namespace.encode("utf-8", "surrogatepass")
-            root = Run(
-                None,
-                b"",
-                self.step,
-                start=0,
-                start_key=zlib.crc32(salt),
-                block_bytes=0,
-                tokens_saved=0,
-                now=0,
-                names=[self._root_name(namespace) if self._root_name else salt],
-            )
-            self._roots[namespace] = root
+        """Return the root of a namespace; it is kept as long as something follows or holds it."""
+        if (root := self._roots.get(namespace)) is not None:
+            return root
+        salt = _salt(namespace)
+        root = Run(
+            None,
+            b"",
+            self.step,
+            start=0,
+            start_key=zlib.crc32(salt),
+            block_bytes=0,
+            tokens_saved=0,
+            now=0,
+            names=[self._root_name(namespace) if self._root_name else salt],
+        )
+        root.namespace = namespace
         return root
+
+    def _keep_root(self, run: Run) -> None:
+        if run.namespace is not None:
+            self._roots.setdefault(run.namespace, run)
+
+    def _forget_root(self, root: Run) -> None:
+        if root.namespace is None:
+            return
+        if not root.children and not root.held and self._roots.get(root.namespace) is root:
+            del self._roots[root.namespace]
+
+
+def _salt(namespace: str) -> bytes:
+    return namespace.encode("utf-8", "surrogatepass")
 
 
 def _below(root: Run) -> Iterator[Run]:
@@ -364,15 +374,3 @@ def _below(root: Run) -> Iterator[Run]:
         waiting.extend(run.children.values())
         if run.checkpoint is not None:
             waiting.append(run.checkpoint)
-
-
-def _common_blocks(text: bytes, tokens: bytes, at: int, step: int) -> int:
-    """Return how many blocks of the text stand in the tokens from there on; at least the first."""
-    low, high = 1, min(len(text), len(tokens) - at) // step
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tokens.startswith(text[low * step : middle * step], at + low * step):
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -2,6 +2,7 @@
 
 =================  ================================================================
 `traces.py`        `Trace`, and readers of the formats
+`workloads.py`     made-up traces, for every way in which prompts share beginnings
 `replay.py`        one trace, one policy, one size: how many tokens were there
 `clairvoyant.py`   the most that any policy could have found
 `report.py`        many of them: a table, a picture
@@ -15,5 +16,17 @@ from pykvcache.simulate.clairvoyant import most_hits
 from pykvcache.simulate.replay import Result, replay
 from pykvcache.simulate.report import Report, compare, draw
 from pykvcache.simulate.traces import Trace, read_trace
+from pykvcache.simulate.workloads import WORKLOADS, workload
 
-__all__ = ["Report", "Result", "Trace", "compare", "draw", "most_hits", "read_trace", "replay"]
+__all__ = [
+    "WORKLOADS",
+    "Report",
+    "Result",
+    "Trace",
+    "compare",
+    "draw",
+    "most_hits",
+    "read_trace",
+    "replay",
+    "workload",
+]

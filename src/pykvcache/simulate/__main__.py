@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from pykvcache.prefix.policies import POLICIES
-from pykvcache.simulate.report import compare, draw
+from pykvcache.prefix.policies import DEFAULT, POLICIES
+from pykvcache.simulate.report import SIMPLE, compare, draw, margin_table
 from pykvcache.simulate.traces import read_trace
+from pykvcache.simulate.workloads import WORKLOADS, workload
 
 __all__ = ["main"]
 
@@ -19,7 +20,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m pykvcache.simulate",
         description="Replay traces against policies of eviction: prompt tokens found, in %.",
     )
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="JSON lines, plain or gzip")
+    parser.add_argument(
+        "traces",
+        nargs="+",
+        metavar="TRACE",
+        help="JSON lines, plain or gzip; or made up: workload:NAME, of "
+        f"{', '.join(WORKLOADS)}, or workload:all",
+    )
     parser.add_argument(
         "--policy", nargs="+", default=list(POLICIES), choices=POLICIES, help="default: all"
     )
@@ -35,8 +42,14 @@ def _parser() -> argparse.ArgumentParser:
         "--block-size", type=int, metavar="TOKENS", help="default: what the lengths tell"
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
+    parser.add_argument("--prompts", type=int, default=4000, help="of what is made up (4000)")
     parser.add_argument("--plot", metavar="FILE", help="draw it, too: .svg, .png (matplotlib)")
     return parser
+
+
+def _paths(traces: Sequence[str]) -> list[str]:
+    every = [f"workload:{name}" for name in WORKLOADS]
+    return [path for given in traces for path in (every if given == "workload:all" else [given])]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,9 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     reports = []
     try:
-        for path in options.traces:
+        for path in _paths(options.traces):
             begun = time.perf_counter()
-            trace = read_trace(path, options.block_size)
+            kind, _, name = path.partition(":")
+            if kind == "workload":
+                trace = workload(name, options.prompts)
+            else:
+                trace = read_trace(path, options.block_size)
             print(
                 f"\n{trace.name}: {len(trace.prompts):,} prompts, {trace.n_tokens:,} tokens, "
                 f"{trace.n_blocks:,} blocks of {trace.block_size}, {trace.n_unique():,} of them "
@@ -57,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             reports.append(compare(trace, options.policy, shares, jobs=options.jobs))
             print(reports[-1].table())
             print(f"\n{time.perf_counter() - begun:.1f} s", flush=True)
+        if DEFAULT in options.policy and set(SIMPLE) & set(options.policy):
+            print(f"\n{DEFAULT}, points above the best of {', '.join(SIMPLE)}:\n")
+            print(margin_table(reports))
         if options.plot:
             draw(reports, options.plot)
     except (OSError, ValueError, ImportError) as error:

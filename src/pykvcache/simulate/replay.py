@@ -57,9 +57,9 @@ def replay(trace: Trace, policy: str | Policy, n_blocks: int) -> Result:
     hits = 0
     for ids, length in zip(trace.prompts, trace.lengths, strict=True):
         tokens = ids.tobytes()
-        match = tree.match(tokens)
+        match = tree.lookup(tokens)
         found = match.n_blocks
         hits += min(found * size, length)
-        tree.extend(tree.use(match), tokens[4 * found :], 1)
+        tree.extend(match.run, tokens[4 * found :], 1)
     name = policy if isinstance(policy, str) else type(policy).__name__
     return Result(name, n_blocks, hits, trace.n_tokens)

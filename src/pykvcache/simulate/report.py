@@ -7,12 +7,15 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from pykvcache.prefix.policies import POLICIES
+from pykvcache.prefix.policies import DEFAULT, POLICIES
 from pykvcache.simulate.clairvoyant import BOUND, most_hits
 from pykvcache.simulate.replay import Result, replay
 from pykvcache.simulate.traces import Trace
 
-__all__ = ["Report", "compare", "draw"]
+__all__ = ["SIMPLE", "Report", "compare", "draw", "margin_table"]
+
+#: What the default policy is measured by.
+SIMPLE = ("lru", "fifo", "lfu", "slru", "s3fifo", "cost-aware")
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,42 @@ class Report:
         rows = [["policy", *(f"{100 * share:g} %" for share in self.shares)]]
         for policy, results in self.results.items():
             rows.append([policy, *(f"{100 * result.hit_rate:.1f}" for result in results)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
-        lines = [f"| {' | '.join(row)} |" for row in cells]
-        rule = [":" + "-" * widths[0], *("-" * width + ":" for width in widths[1:])]
-        lines.insert(1, "|" + "|".join(f"-{x}" if x[0] == "-" else f"{x}-" for x in rule) + "|")
-        return "\n".join(lines)
+        return _markdown(rows)
+
+    def margins(self, policy: str = DEFAULT) -> list[float]:
+        """Return for each size by how many points a policy finds more than the best simple one.
+
+        Of `SIMPLE`, those that were replayed.
+
+        Raises
+        ------
+        ValueError
+            If the policy, or all simple ones, were not replayed.
+        """
+        others = [self.results[name] for name in SIMPLE if name in self.results]
+        if policy not in self.results or not others:
+            raise ValueError(f"{policy} and a policy of {', '.join(SIMPLE)} were not both replayed")
+        return [
+            100 * (mine.hit_rate - max(other.hit_rate for other in theirs))
+            for mine, *theirs in zip(self.results[policy], *others, strict=True)
+        ]
+
+
+def margin_table(reports: Sequence[Report], policy: str = DEFAULT) -> str:
+    """Return as Markdown by how many points a policy beats the best simple one, per trace."""
+    rows = [["trace", *(f"{100 * share:g} %" for share in reports[0].shares)]]
+    for report in reports:
+        rows.append([report.trace.name, *(f"{margin:+.1f}" for margin in report.margins(policy))])
+    return _markdown(rows)
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    rule = [":" + "-" * widths[0], *("-" * width + ":" for width in widths[1:])]
+    lines.insert(1, "|" + "|".join(f"-{x}" if x[0] == "-" else f"{x}-" for x in rule) + "|")
+    return "\n".join(lines)
 
 
 def _one(trace: Trace, policy: str, n_blocks: int) -> Result:

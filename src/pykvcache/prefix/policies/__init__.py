@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
+from pykvcache.prefix.policies.adaptive import Adaptive
 from pykvcache.prefix.policies.base import ByPriority, Policy
 from pykvcache.prefix.policies.density import HitDensity
 from pykvcache.prefix.policies.peers import VLLM, LlamaServer, MlxLm
@@ -12,6 +14,15 @@ from pykvcache.prefix.policies.queues import S3FIFO, SLRU
 from pykvcache.prefix.policies.simple import FIFO, LFU, LRU, CostAware
 
 __all__ = ["DEFAULT", "POLICIES", "ByPriority", "Policy", "make_policy"]
+
+_EXPERTS: Final[dict[str, Callable[[], Policy]]] = {
+    "s3fifo": S3FIFO,
+    "hit-density": HitDensity,
+    "lru": LRU,
+    "lfu": LFU,
+    "slru": SLRU,
+    "cost-aware": CostAware,
+}
 
 #: Every policy by its name.
 POLICIES: Final[dict[str, Callable[[], Policy]]] = {
@@ -22,13 +33,14 @@ POLICIES: Final[dict[str, Callable[[], Policy]]] = {
     "s3fifo": S3FIFO,
     "cost-aware": CostAware,
     "hit-density": HitDensity,
+    "adaptive": partial(Adaptive, _EXPERTS),
     "llama-server": LlamaServer,
     "mlx-lm": MlxLm,
     "vllm": VLLM,
 }
 
 #: The policy that a cache has if none is named; docs/policies.md says why.
-DEFAULT: Final = "hit-density"
+DEFAULT: Final = "adaptive"
 
 
 def make_policy(policy: str | Policy) -> Policy:

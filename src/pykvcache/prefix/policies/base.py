@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -20,19 +21,55 @@ class Policy:
         Whether a run leaves whole, and not only as many of its last blocks as must.
     declines : bool
         Whether what was just added may be the first to go. Otherwise all else goes before it.
+    n_bytes : int
+        What it remembers of runs that left, in bytes; what it notes of a run counts with the run.
+    max_notes : int or None
+        The most that `n_bytes` should be; None where nobody counts.
+    make_tree : callable or None
+        Makes other trees, for policies that try something: set by the tree.
     """
 
     whole: bool = False
     declines: bool = False
+    n_bytes: int = 0
+    max_notes: int | None = None
+    make_tree: Callable[..., Any] | None = None
 
     def resize(self, max_bytes: int) -> None:
         """Learn the budget; called first, and whenever it changes."""
+
+    def asked(self, tokens: bytes, step: int, start_key: int) -> None:
+        """Learn of a prompt that was looked up, known or not: `used` follows for what is known.
+
+        Parameters
+        ----------
+        tokens
+            All of it, as the tree has them; a rest that is no full block may follow.
+        step
+            Bytes of the tokens of one block.
+        start_key
+            The number that keys of its blocks begin with, see `Run.key`.
+        """
 
     def added(self, run: Run) -> None:
         """Learn of a new run; `evictable` follows."""
 
     def used(self, run: Run) -> None:
         """Learn that a prompt began with this run: called for each on its way, the last first."""
+
+    def adopt(self, runs: Sequence[Run]) -> None:
+        """Learn of runs that another policy had, in the order of their last use.
+
+        Of one path the last comes first. `evictable` follows.
+        """
+        for run in runs:
+            self.added(run)
+
+    def remembered(self, run: Run) -> None:
+        """Learn that a run that was just added was used before: ``uses`` says how often."""
+
+    def learn_from(self, other: Policy) -> None:
+        """Begin with what another one of the same class has learned of other runs."""
 
     def split(self, head: Run, tail: Run) -> None:
         """Give the head, which is new, the history of the tail that it was cut from."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -30,6 +32,10 @@ def _bucket(age: int) -> int:
 # last prompt that came by turned off before it, and how often it was used.
 _TURNS, _USES = 6, 6
 _CLASSES: Final = _TURNS * 2 * _USES
+
+#: What is kept of a run that left, and all that was learned: measured with tracemalloc.
+_GHOST_BYTES: Final = 380
+_TABLE_BYTES: Final = 70_000
 
 # How a life ends: as a leaf that is used, unused, or used while others follow.
 _USED, _UNUSED, _USED_INSIDE = range(3)
@@ -91,8 +97,9 @@ class HitDensity(Policy):
         self._ghosts: OrderedDict[int, _Life] = OrderedDict()
         # Lives that ended with a use, without one, and with a use while others followed: new ones,
         # and all with the older counting less.
-        self._new = [[[0.0] * _BUCKETS for _ in range(_CLASSES)] for _ in range(3)]
-        self._ended = np.zeros((3, _CLASSES, _BUCKETS))
+        self._new = array("I")
+        self._ended = np.zeros((3, _CLASSES, _BUCKETS), np.float32)
+        self._density = array("d")
         self._learn()
 
     # What happens to runs ---------------------------------------------------------------
@@ -103,7 +110,8 @@ class HitDensity(Policy):
         life.kind = (min(life.turn, _TURNS - 1) * 2 + life.passed) * _USES + uses
 
     def _end(self, life: _Life, how: int) -> None:
-        self._new[how][life.kind][_bucket(self._now - life.began)] += 1
+        place = (how * _CLASSES + life.kind) * _BUCKETS
+        self._new.append(place + _bucket(self._now - life.began))
 
     def _tick(self, now: int) -> None:
         self._now = max(self._now, now)
@@ -130,6 +138,26 @@ class HitDensity(Policy):
                     break
         self._begin(life)
 
+    def adopt(self, runs: Sequence[Run]) -> None:
+        """Begin lives that began when the runs were used last."""
+        for run in sorted(runs, key=lambda run: run.start):
+            life = run.state = _Life(self._turn(run), run.uses)
+            self._now = max(self._now, run.last_use)
+            self._begin(life)
+            life.began = run.last_use
+
+    def learn_from(self, other: Policy) -> None:
+        """Begin with the chances that another one has learned."""
+        if isinstance(other, HitDensity):
+            self._ended, self._density = other._ended.copy(), other._density
+            self._next = 64
+
+    @property
+    def n_bytes(self) -> int:  # type: ignore[override]
+        """What the chances take, and the lives of runs that left."""
+        tables = _TABLE_BYTES if self.max_notes is None else min(_TABLE_BYTES, self.max_notes)
+        return tables + _GHOST_BYTES * len(self._ghosts)
+
     def _turn(self, run: Run) -> int:
         """Return how many prompts in a row went on from each other, this one included."""
         parent = run.parent
@@ -140,7 +168,8 @@ class HitDensity(Policy):
         for other in parent.children.values():
             # What the prompt before had more, say a block that was not full, is no other branch.
             short = other.n_blocks <= max(1, run.start // 20)
-            if other is not run and not (other.state.passed and short):
+            passed = other.state is not None and other.state.passed
+            if other is not run and not (passed and short):
                 return 1
         return int(parent.state.turn) + 1
 
@@ -228,7 +257,7 @@ class HitDensity(Policy):
         best, least = None, (math.inf, 0)
         for run in self._drawn():
             life = run.state
-            value = density[life.kind][_bucket(now - life.began)]
+            value = density[life.kind * _BUCKETS + _bucket(now - life.began)]
             worth = value * run.tokens_saved / run.block_bytes if run.block_bytes else 1e300
             if (worth, life.began) < least:
                 best, least = run, (worth, life.began)
@@ -236,33 +265,31 @@ class HitDensity(Policy):
 
     def _learn(self) -> None:
         """Compute the density of each kind and age from what was counted."""
-        new = np.array(self._new)
-        self._ended += new
-        for rows in self._new:
-            for row in rows:
-                row[:] = [0.0] * _BUCKETS
+        new = np.frombuffer(self._new, np.uint32) if self._new else np.empty(0, np.uint32)
+        self._ended += np.bincount(new, minlength=self._ended.size).reshape(self._ended.shape)
+        del new  # or its array could not be emptied
+        self._new = array("I")
         uses, unused, inside = self._ended[0], self._ended[1].copy(), self._ended[2]
         # Lives that still go on reached their age as well.
         going_on = [run.state for run in self._leaves if run.is_evictable]
         going_on += [life for life in self._ghosts.values() if not life.is_over]
         for life in going_on:
             unused[life.kind, _bucket(self._now - life.began)] += 1
-        self._density: list[list[float]] = _density(
-            uses, unused, inside, self._prior, self._prior_lives, self._class_lives
-        ).tolist()
+        chances = _density(uses, unused, inside, self._prior, self._prior_lives, self._class_lives)
+        self._density = array("d", chances.tobytes())
         self._ended *= self._decay
 
 
-def _reached(ended: NDArray[np.float64]) -> NDArray[np.float64]:
+def _reached(ended: NDArray[np.floating]) -> NDArray[np.floating]:
     """Return how many lives reached each age, those that ended in its bucket counting half."""
-    reached: NDArray[np.float64] = np.cumsum(ended[:, ::-1], 1)[:, ::-1] - ended / 2
+    reached: NDArray[np.floating] = np.cumsum(ended[:, ::-1], 1)[:, ::-1] - ended / 2
     return reached
 
 
 def _density(
-    uses: NDArray[np.float64],
-    unused: NDArray[np.float64],
-    inside: NDArray[np.float64],
+    uses: NDArray[np.floating],
+    unused: NDArray[np.floating],
+    inside: NDArray[np.floating],
     prior: float,
     prior_lives: float,
     class_lives: float,

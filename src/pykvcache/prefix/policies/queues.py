@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from pykvcache.prefix.policies.base import Leaves, Policy
 from pykvcache.prefix.runs import Run
@@ -36,6 +37,17 @@ class SLRU(Policy):
         """Put it on probation."""
         self._clock += 1
         run.state = self._clock
+
+    def remembered(self, run: Run) -> None:
+        """Count it as a use."""
+        self.used(run)
+
+    def adopt(self, runs: Sequence[Run]) -> None:
+        """Protect what was used before."""
+        for run in runs:
+            self.added(run)
+            if run.uses:
+                self.used(run)
 
     def used(self, run: Run) -> None:
         """Protect it."""
@@ -122,6 +134,22 @@ class S3FIFO(Policy):
         else:
             self._small_bytes += run.n_bytes
         self._place(run, 0, ghost is not None)
+
+    def remembered(self, run: Run) -> None:
+        """Count it as a use."""
+        self.used(run)
+
+    def adopt(self, runs: Sequence[Run]) -> None:
+        """Put what was used before into the main queue."""
+        for run in runs:
+            if not run.uses:
+                self._small_bytes += run.n_bytes
+            self._place(run, 0, run.uses > 0)
+
+    @property
+    def n_bytes(self) -> int:  # type: ignore[override]
+        """What the names of blocks take that left."""
+        return 120 * len(self._ghosts)
 
     def used(self, run: Run) -> None:
         """Count up to three."""

@@ -1,0 +1,256 @@
+"""Made-up traces: the ways in which prompts share beginnings, each alone, and some in a row.
+
+Policies are chosen and tested with them, so that none is tuned to the traces that happen to be
+public. Sizes of prompts, popularity and the order of things are drawn with a seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Final
+
+from pykvcache.simulate.traces import Trace
+
+__all__ = ["WORKLOADS", "workload"]
+
+#: Ids of the blocks of one prompt, each standing for all before it, too.
+_Ids = list[int]
+
+
+class _Draw:
+    """Random numbers and new blocks."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self._ids = count()
+
+    def new(self, least: int, most: int) -> _Ids:
+        """Return blocks that were never there."""
+        return [next(self._ids) for _ in range(self.random.randint(least, most))]
+
+    def zipf(self, n: int, power: float) -> Callable[[], int]:
+        """Return what draws one of n numbers, the first ones most often."""
+        weights = [1 / (i + 1) ** power for i in range(n)]
+        return lambda: self.random.choices(range(n), weights)[0]
+
+
+def _sessions(
+    draw: _Draw, rate: float, turns: float, pause: float, system: int, tenants: int = 1
+) -> Iterator[_Ids]:
+    """Yield turns of conversations that begin at random times; people pause between turns."""
+    systems = [draw.new(system, system) for _ in range(tenants)]
+    waiting: list[tuple[float, int, _Ids]] = [(0.0, -1, [])]
+    number = count()
+    while True:
+        now, who, text = heapq.heappop(waiting)
+        if who < 0:
+            heapq.heappush(waiting, (now + draw.random.expovariate(rate), -1, []))
+            text = systems[draw.random.randrange(tenants)]
+            who = next(number)
+        text = text + draw.new(1, 8)
+        yield text
+        if draw.random.random() < 1 - 1 / turns:
+            text = text + draw.new(0, 4)  # the answer
+            wait = draw.random.lognormvariate(0, 1) * pause
+            heapq.heappush(waiting, (now + wait, who, text))
+
+
+def chat(draw: _Draw) -> Iterator[_Ids]:
+    """Yield conversations of 4 turns on average behind one system prompt."""
+    return _sessions(draw, rate=1.0, turns=4, pause=60, system=4)
+
+
+def short_chat(draw: _Draw) -> Iterator[_Ids]:
+    """Yield conversations most of which end after their first turn; 20 system prompts."""
+    return _sessions(draw, rate=1.0, turns=1.4, pause=200, system=6, tenants=20)
+
+
+def turns_in_order(draw: _Draw) -> Iterator[_Ids]:
+    """Yield groups of 48 sessions of 12 turns, each session in its turn."""
+    while True:
+        texts = [draw.new(2, 12) for _ in range(48)]
+        for _ in range(12):
+            for i, text in enumerate(texts):
+                yield text
+                texts[i] = text + draw.new(1, 5)
+
+
+def agents(draw: _Draw) -> Iterator[_Ids]:
+    """Yield agents of some kinds: many short steps, helpers that branch off, retries."""
+    tools = [draw.new(10, 30) for _ in range(5)]
+    running: list[tuple[_Ids, int]] = []
+    while True:
+        while len(running) < 12:
+            running.append((draw.random.choice(tools) + draw.new(2, 8), draw.random.randint(5, 50)))
+        i = draw.random.randrange(len(running))
+        text, left = running[i]
+        text = text + draw.new(1, 6)
+        yield text
+        chance = draw.random.random()
+        if chance < 0.1:  # a step is taken again
+            yield text[: -draw.random.randint(1, 3)] + draw.new(1, 3)
+        elif chance < 0.2:  # a helper with the same beginning
+            helper = text
+            for _ in range(draw.random.randint(2, 6)):
+                helper = helper + draw.new(1, 3)
+                yield helper
+        running[i] = (text, left - 1)
+        if left < 1:
+            running.pop(i)
+
+
+def tree(draw: _Draw) -> Iterator[_Ids]:
+    """Yield a tree that grows: prompts go on from any earlier one."""
+    known = [draw.new(3, 3)]
+    while True:
+        text = draw.random.choice(known)
+        text = text[: draw.random.randint(1, len(text))] + draw.new(1, 6)
+        known.append(text)
+        yield text
+
+
+def tree_search(draw: _Draw) -> Iterator[_Ids]:
+    """Yield searches: the best 4 of 16 branches go on, for 8 steps."""
+    few_shots = draw.new(20, 20)
+    while True:
+        beam = [few_shots + draw.new(2, 6)]
+        for _ in range(8):
+            branches = [text + draw.new(1, 3) for text in beam for _ in range(16 // len(beam))]
+            yield from branches
+            beam = draw.random.sample(branches, 4)
+
+
+def loop(draw: _Draw) -> Iterator[_Ids]:
+    """Yield 150 documents one after the other, again and again, each with a new question."""
+    texts = [draw.new(4, 30) for _ in range(150)]
+    while True:
+        for text in texts:
+            yield text + draw.new(1, 1)
+
+
+def scan(draw: _Draw) -> Iterator[_Ids]:
+    """Yield popular documents, and now and then 200 that nobody asks for again."""
+    texts = [draw.new(4, 16) for _ in range(300)]
+    pick = draw.zipf(300, 0.9)
+    while True:
+        for _ in range(600):
+            yield texts[pick()] + draw.new(0, 1)
+        for _ in range(200):
+            yield draw.new(4, 30)
+
+
+def popular(draw: _Draw) -> Iterator[_Ids]:
+    """Yield questions about documents, some of which are asked about often."""
+    texts = [draw.new(2, 40) for _ in range(400)]
+    pick = draw.zipf(400, 1.0)
+    while True:
+        yield texts[pick()] + draw.new(1, 3)
+
+
+def even(draw: _Draw) -> Iterator[_Ids]:
+    """Yield questions about documents, each asked about as often as others."""
+    texts = [draw.new(2, 40) for _ in range(200)]
+    while True:
+        yield draw.random.choice(texts) + draw.new(1, 3)
+
+
+def news(draw: _Draw) -> Iterator[_Ids]:
+    """Yield questions about documents whose popularity fades; new ones come."""
+    texts = [draw.new(4, 20) for _ in range(40)]
+    pick = draw.zipf(40, 1.0)
+    while True:
+        if draw.random.random() < 0.05:
+            texts.insert(draw.random.randrange(10), draw.new(4, 20))
+            texts.pop()
+        yield texts[pick()] + draw.new(1, 2)
+
+
+def once(draw: _Draw) -> Iterator[_Ids]:
+    """Yield prompts that come once, four of five, among popular ones."""
+    texts = [draw.new(3, 20) for _ in range(200)]
+    pick = draw.zipf(200, 0.8)
+    while True:
+        yield texts[pick()] if draw.random.random() < 0.2 else draw.new(3, 20)
+
+
+def twice(draw: _Draw) -> Iterator[_Ids]:
+    """Yield prompts that come twice, the second time some hundred prompts later."""
+    late: list[tuple[int, _Ids]] = []
+    for now in count():
+        while late and late[0][0] <= now:
+            yield heapq.heappop(late)[1]
+        text = draw.new(3, 20)
+        heapq.heappush(late, (now + draw.random.randint(20, 400), text))
+        yield text
+
+
+def samples(draw: _Draw) -> Iterator[_Ids]:
+    """Yield every prompt 5 times, for several answers, and never again; 30 templates."""
+    templates = [draw.new(5, 25) for _ in range(30)]
+    while True:
+        text = draw.random.choice(templates) + draw.new(2, 10)
+        yield from [text] * 5
+
+
+def daily(draw: _Draw) -> Iterator[_Ids]:
+    """Yield what is asked every morning, and then chats that are over by the evening."""
+    morning = [draw.new(5, 30) for _ in range(60)]
+    while True:
+        for text in morning:
+            yield text + draw.new(1, 1)
+        talks = [draw.new(2, 6) for _ in range(40)]
+        for _ in range(400):
+            i = draw.random.randrange(40)
+            talks[i] = talks[i] + draw.new(1, 3)
+            yield talks[i]
+
+
+def phases(draw: _Draw) -> Iterator[_Ids]:
+    """Yield 500 prompts each of several kinds in turn."""
+    kinds = [kind(draw) for kind in (chat, loop, popular, once, agents, news)]
+    while True:
+        for kind in kinds:
+            for _ in range(500):
+                yield next(kind)
+
+
+def mixed(draw: _Draw) -> Iterator[_Ids]:
+    """Yield chats, agents, popular documents and what comes once, all at the same time."""
+    kinds = [kind(draw) for kind in (chat, agents, popular, once)]
+    while True:
+        yield next(draw.random.choice(kinds))
+
+
+_KINDS: Final = (
+    *(chat, short_chat, turns_in_order, agents, tree, tree_search, loop, scan, popular),
+    *(even, news, once, twice, samples, daily, phases, mixed),
+)
+
+#: Every workload by its name.
+WORKLOADS: Final = {kind.__name__: kind for kind in _KINDS}
+
+
+def workload(name: str, n_prompts: int = 4000, seed: int = 1) -> Trace:
+    """Return a made-up trace.
+
+    Parameters
+    ----------
+    name
+        One of `WORKLOADS`.
+    n_prompts
+        How many prompts.
+    seed
+        Equal seeds give equal traces.
+
+    Raises
+    ------
+    ValueError
+        If there is no such workload.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"there is no workload {name!r}: known are {', '.join(WORKLOADS)}")
+    prompts = WORKLOADS[name](_Draw(seed))
+    return Trace.from_ids(name, [next(prompts) for _ in range(n_prompts)])

@@ -1,0 +1,182 @@
+"""`ram_bytes` bounds what a cache keeps, measured against what the process allocates."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pykvcache import LlamaContext, PrefixCache
+from pykvcache.prefix.events import BlockRemoved, BlockStored, EventLog
+from support.models import make_model
+
+Make = Callable[..., LlamaContext]
+
+# Small blocks: what the cache notes of them is much beside their bytes. In a process of its own,
+# because tracemalloc counts whatever is allocated meanwhile.
+CHILD = """
+import gc, json, sys, tracemalloc
+import numpy as np
+from pykvcache import LlamaContext, LlamaModel, PrefixCache
+
+path, sizes, policies, limit, n = sys.argv[1], *map(json.loads, sys.argv[2:])
+ctx = LlamaContext(LlamaModel(path), n_ctx=256, n_seq_max=2, n_threads=1)
+
+def work(cache, n):
+    rng = np.random.default_rng(1)
+    known = [rng.integers(5, 56, 100) for _ in range(20)]
+    for step in range(n):
+        begin = known[rng.integers(20)][: rng.integers(100)]
+        prompt = np.concatenate([begin, rng.integers(5, 56, rng.integers(1, 60))])
+        with cache.sequence(prompt, namespace=str(step % 3)) as sequence:
+            sequence.evaluate()
+        if step % 3 == 0:
+            known[rng.integers(20)] = prompt
+
+found = []
+with PrefixCache(ctx, block_size=4) as cache:
+    work(cache, 20)  # whatever is made once
+tracemalloc.start()
+for size in sizes:
+    for policy in policies:
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        cache = PrefixCache(ctx, block_size=size, ram_bytes=limit, policy=policy)
+        work(cache, n)
+        gc.collect()
+        bytes = tracemalloc.get_traced_memory()[0] - before
+        stats = cache.stats()
+        found.append([size, policy, bytes, stats.ram_bytes, stats.ram_blocks, stats.removed])
+        cache.close()
+        del cache
+print(json.dumps(found))
+"""
+
+
+def measured(model: Path, sizes: list[int], policies: list[str], limit: int, n: int) -> Any:
+    arguments = [str(model), *map(json.dumps, (sizes, policies, limit, n))]
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+def test_the_process_allocates_no_more_than_the_budget(name: str, tmp_path: Path) -> None:
+    limit = 1 << 20
+    policies = ["adaptive", "hit-density", "slru"] if name == "llama" else ["adaptive"]
+    for size, policy, taken, counted, n_blocks, removed in measured(
+        make_model(name, tmp_path), [1, 8], policies, limit, 150
+    ):
+        what = f"{policy}, blocks of {size}"
+        assert removed > 50, what
+        assert n_blocks > 20, what
+        assert counted <= limit, what
+        # Objects that are made once count for all, whoever makes them first.
+        assert taken <= 1.01 * counted, what
+        assert taken > 0.6 * counted, what
+
+
+@pytest.mark.slow
+def test_thousands_of_blocks_of_every_policy_fit_the_budget(tmp_path: Path) -> None:
+    from pykvcache.prefix.policies import POLICIES
+
+    limit = 4 << 20
+    model = make_model("llama", tmp_path)
+    for size, policy, taken, counted, *_ in measured(model, [1, 4, 16], [*POLICIES], limit, 600):
+        assert counted <= limit, (size, policy)
+        assert taken <= 1.01 * counted, (size, policy)
+
+
+def words(seed: int, n: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
+    return found
+
+
+def test_what_left_counts_while_a_parked_sequence_is_made_of_it(make_context: Make) -> None:
+    ctx = make_context("llama", n_seq_max=2)
+    cache = PrefixCache(ctx, block_size=8, policy="lru")
+    with cache.sequence(words(1, 47)) as first:
+        first.evaluate()
+    empty = PrefixCache(make_context("llama"), policy="lru", block_size=8).stats().ram_bytes
+    parked = cache.sequence(words(1, 47))
+    assert parked.reuse.ram
+    cache.clear()
+    assert not list(cache.events)[5:]
+    cell = ctx.native.block_bytes()
+    left = cache.stats().ram_bytes - empty
+    assert left >= 46 * cell
+    parked.logits()  # its tokens are in the cells now
+    assert cache.stats().ram_bytes == empty
+
+
+def test_a_tail_that_goes_makes_room(make_context: Make) -> None:
+    """What the tails leave of the budget is for blocks again when they are gone."""
+    ctx = make_context("llama", n_ctx=512, n_seq_max=2)
+    cell = ctx.native.block_bytes()
+    cache = PrefixCache(ctx, block_size=64, ram_bytes=12 * 64 * cell, policy="lru")
+    for i in range(8):  # a block, and a tail of nearly another
+        with cache.sequence(words(i, 127)) as sequence:
+            sequence.evaluate()
+    assert cache._ram._tail_bytes > 2 * 63 * cell
+    for i in range(20, 40):  # blocks alone: those that tails hang on leave
+        with cache.sequence(words(i, 64)) as sequence:
+            sequence.evaluate()
+    assert cache._ram._tail_bytes == 0
+    stats = cache.stats()
+    assert stats.max_ram_bytes - stats.ram_bytes < 65 * cell + 2_000, "all but a block is used"
+
+
+def test_waiting_events_are_bounded_in_bytes() -> None:
+    log = EventLog(100_000)
+    names = tuple(bytes([i]) * 32 for i in range(10))
+    for i in range(1_000):
+        log.add(BlockStored(names, None, tuple(range(i, i + 640)), 64))
+        log.add(BlockRemoved(names))
+        assert log.nbytes <= 100_000
+    assert 20 < len(log) < 200
+    *_, stored, removed = log
+    assert stored == BlockStored(names, None, tuple(range(999, 1639)), 64, time=stored.time)
+    assert isinstance(removed, BlockRemoved)
+    assert (len(log), log.nbytes) == (0, 0)
+    log.add(BlockStored(names, None, tuple(range(100_000)), 64))
+    assert len(log) == 0, "one that is too large for the log alone"
+
+
+def test_tenants_that_left_are_forgotten(make_context: Make) -> None:
+    ctx = make_context("llama")
+    cache = PrefixCache(ctx, block_size=8, ram_bytes=40_000)
+    for i in range(60):
+        with cache.sequence(words(i, 20), namespace=f"tenant {i}") as sequence:
+            sequence.evaluate()
+    gc.collect()
+    tree = cache._ram.tree
+    alive = {run.namespace for run in tree._roots.values()}
+    assert 0 < len(alive) < 20
+    assert all(root.children or root.held for root in tree._roots.values())
+
+
+def test_pins_say_what_they_keep(make_context: Make) -> None:
+    ctx = make_context("llama")
+    cache = PrefixCache(ctx, block_size=8)
+    with cache.sequence(words(1, 40)) as sequence:
+        sequence.evaluate()
+    pin, short = cache.pin(words(1, 40)), cache.pin(words(1, 40), ttl=0)
+    assert (pin.n_tokens, short.n_tokens) == (40, 0)
+    cache.clear()
+    assert pin.n_tokens == 0
+    pin.release()
+    for ttl in (float("nan"), -1):
+        with pytest.raises(ValueError, match="ttl is "):
+            cache.pin(words(1, 40), ttl=ttl)

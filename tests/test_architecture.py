@@ -62,6 +62,7 @@ EXTRAS = {
     "_drawing": {"matplotlib"},
     "demo": {"rich"},
     "generate": {"rich"},
+    "prefix": {"zmq", "msgpack"},
     "prefix/stores": {"xxhash", "cryptography", "redis", "obstore"},
     "simulate": {"matplotlib"},
     "state": {"xxhash"},

@@ -201,7 +201,8 @@ def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "command", ["bench", "cache", "chat", "demo", "generate", "info", "state cut", "state info", "tokenize"]
+    "command",
+    ["bench", "cache", "chat", "demo", "generate", "info", "state cut", "state info", "tokenize"],
 )
 def test_help_explains_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0

@@ -1,0 +1,117 @@
+"""Events over ZMQ, read by another process that knows nothing but ZMQ and msgpack."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from pykvcache import LlamaContext, PrefixCache
+from tiers.test_tiers import SIZE, words
+
+pytest.importorskip("zmq", reason="pip install 'pykvcache[zmq]'")
+pytest.importorskip("msgpack", reason="pip install 'pykvcache[zmq]'")
+
+from pykvcache.prefix.publish import EventPublisher
+
+Make = Callable[..., LlamaContext]
+
+SUBSCRIBER = """
+import json, sys
+import msgpack, zmq
+socket = zmq.Context().socket(zmq.SUB)
+socket.setsockopt(zmq.SUBSCRIBE, sys.argv[2].encode())
+socket.connect(sys.argv[1])
+socket.setsockopt(zmq.RCVTIMEO, 30000)
+print("ready", flush=True)
+while True:
+    topic, number, payload = socket.recv_multipart()
+    time, events, rank = msgpack.unpackb(payload)
+    facts = [topic.decode(), int.from_bytes(number, "big"), time, events, rank]
+    print(json.dumps(facts), flush=True)
+    if any(event["type"] == "AllBlocksCleared" for event in events):
+        break
+"""
+
+
+def test_another_process_hears_what_comes_and_goes(make_context: Make) -> None:
+    cache = PrefixCache(make_context("llama"), block_size=SIZE)
+    with EventPublisher(
+        cache, "tcp://127.0.0.1:*", topic="kv@pod@model", data_parallel_rank=3
+    ) as publisher:
+        command = [sys.executable, "-c", SUBSCRIBER, publisher.endpoint, "kv@"]
+        reader = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert reader.stdout is not None
+        try:
+            assert reader.stdout.readline() == b"ready\n"
+            messages: list[list[object]] = []
+            # A subscription takes a moment to arrive: what was sent before is not heard.
+            prompt = words(0, 40)
+            for i in range(200):
+                if i:
+                    prompt = words(i, 40)
+                with cache.sequence(prompt) as sequence:
+                    sequence.evaluate()
+                import select
+
+                if select.select([reader.stdout], [], [], 0.1)[0]:
+                    break
+            cache.clear()
+            out, _ = reader.communicate(timeout=60)
+        finally:
+            reader.kill()
+            reader.wait()
+    messages = [json.loads(line) for line in out.splitlines()]
+    numbers = [message[1] for message in messages]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))  # type: ignore[operator]
+    assert {message[0] for message in messages} == {"kv@pod@model"}
+    assert {message[4] for message in messages} == {3}
+    stored = next(event for message in messages for event in message[3])  # type: ignore[attr-defined]
+    assert stored["type"] == "BlockStored"
+    assert len(stored["block_hashes"]) == 5
+    assert all(0 <= one < 2**64 for one in stored["block_hashes"])
+    assert len(stored["token_ids"]) == 40
+    assert stored["block_size"] == SIZE
+    assert stored["parent_block_hash"] is None
+    assert stored["medium"] == "CPU"
+
+
+def test_what_was_missed_can_be_asked_for(make_context: Make) -> None:
+    import msgpack
+    import zmq
+
+    cache = PrefixCache(make_context("llama"), block_size=SIZE)
+    with EventPublisher(
+        cache, "tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*"
+    ) as publisher:
+        for i in range(3):
+            with cache.sequence(words(i, 20)) as sequence:
+                sequence.evaluate()
+            while publisher._next <= i:
+                publisher._thread.join(0.01)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.RCVTIMEO, 30000)
+            assert publisher.replay_endpoint is not None
+            socket.connect(publisher.replay_endpoint)
+            socket.send_multipart([b"", (1).to_bytes(8, "big")])
+            answers = []
+            while True:
+                _, number, payload = socket.recv_multipart()
+                if int.from_bytes(number, "big", signed=True) < 0:
+                    break
+                answers.append((int.from_bytes(number, "big"), msgpack.unpackb(payload)))
+    assert [number for number, _ in answers] == [1, 2]
+    assert answers[0][1][1][0]["token_ids"] == words(1, 20)[:16]
+
+
+def test_an_address_that_is_taken_is_an_error(make_context: Make) -> None:
+    cache = PrefixCache(make_context("llama"), block_size=SIZE)
+    with EventPublisher(cache, "tcp://127.0.0.1:*") as publisher:
+        with pytest.raises(OSError, match=r"127\.0\.0\.1"):
+            EventPublisher(cache, publisher.endpoint)
+        with pytest.raises(OSError, match="nothing"):
+            EventPublisher(cache, "nothing")
+    EventPublisher(cache, publisher.endpoint).close()

@@ -14,6 +14,7 @@ from pykvcache import (
     LlamaBatch,
     LlamaContext,
     LlamaModel,
+    Sampler,
     SequenceState,
     UnsupportedOperation,
     describe_state,
@@ -137,3 +138,15 @@ def test_why_there_are_no_logits_is_true(make_context: Any) -> None:
         fresh.logits()
     ctx.decode(words(2))
     assert ctx.logits().shape == (320,)
+    # The very tokens are there again, and it is not they that have gone.
+    state = ctx.sequence_state(0)
+    ctx.clear_kv_cache()
+    with pytest.raises(IndexError, match="no sequence holds it at position 9 any more"):
+        ctx.logits()
+    ctx.restore_sequence(state, 0)
+    for read in (ctx.logits, lambda: ctx.logits(1), lambda: Sampler().sample(ctx)):
+        with pytest.raises(IndexError, match="a state was restored since, and brings none"):
+            read()
+    ctx.decode(LlamaBatch.from_arrays(words(1), [10], 0, False))
+    with pytest.raises(IndexError, match="no token of the last decode asked for them"):
+        ctx.logits()

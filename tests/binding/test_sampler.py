@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from binding.kit import with_keys, words
-from pykvcache import ClosedError, DecodeError, LlamaContext, LlamaModel, ModelLoadError, Sampler
+from pykvcache import (
+    ClosedError,
+    LlamaContext,
+    LlamaModel,
+    ModelLoadError,
+    OutputNotFinite,
+    Sampler,
+)
 from support.models import make_model
 
 NAN, INF = float("nan"), float("inf")
@@ -212,11 +219,12 @@ def test_nan_logits_are_refused(model_folder: Path, tmp_path: Path) -> None:
     path = broken_logits(tmp_path, make_model("llama", model_folder), {7: NAN})
     with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_threads=1) as ctx:
         ctx.decode(words(5))
-        assert np.isnan(ctx.logits()[7])
+        with pytest.raises(OutputNotFinite, match="place 7 is nan"):
+            ctx.logits()
         for options in ({"temperature": 0}, {}, {"top_k": 1}):
-            with pytest.raises(DecodeError, match="NaN"):
+            with pytest.raises(OutputNotFinite):
                 Sampler(**options).sample(ctx)
-        with pytest.raises(DecodeError, match="NaN"):
+        with pytest.raises(OutputNotFinite):
             list(ctx.generate([5], 3))
     with pytest.raises(ModelLoadError):
         LlamaModel(path, check_tensors=True)
@@ -227,7 +235,8 @@ def test_infinite_logits_are_refused(model_folder: Path, tmp_path: Path) -> None
     path = broken_logits(tmp_path, make_model("llama", model_folder), spoiled)
     with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_threads=1) as ctx:
         ctx.decode(words(5))
-        assert np.isinf(ctx.logits()).any() or np.isnan(ctx.logits()).any()
+        with pytest.raises(OutputNotFinite):
+            ctx.logits()
         for options in ({"temperature": 0}, {"seed": 1}, {"top_k": 0, "top_p": 1.0, "seed": 1}):
-            with pytest.raises(DecodeError, match=r"NaN|infinite"):
+            with pytest.raises(OutputNotFinite):
                 Sampler(**options).sample(ctx)

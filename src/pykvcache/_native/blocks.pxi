@@ -127,10 +127,14 @@ cdef class Blocks(State):
                 cells.offsets = _ints(offsets, <Py_ssize_t>cells.n + 1, pieces)
                 cells.ids = _ints(ids, len(ids), pieces)
                 if cells.offsets[0] != 0 or cells.offsets[cells.n] != len(ids):
-                    raise StateDamaged("the sequences of cells do not begin or end where they should")
+                    raise StateDamaged(
+                        "the sequences of cells do not begin or end where they should",
+                        what="sequences of cells")
                 for i in range(cells.n):
                     if cells.offsets[i + 1] < cells.offsets[i]:
-                        raise StateDamaged(f"the sequences of cell {i} end before they begin")
+                        raise StateDamaged(
+                            f"the sequences of cell {i} end before they begin",
+                            what="sequences of cells", value=i)
             if <size_t>len(rows) != kinds.size():
                 raise StateLayoutMismatch(f"{len(rows)} tensors given: this part has {kinds.size()}")
             for k in range(kinds.size()):

@@ -47,7 +47,7 @@ cdef class Decoding(Batch):
             self.flags[n - 1] = 1
             self.run_parts(n, 1)
             # In the same hold of the lock: another thread may decode right after it.
-            return self.checked_row(-1) if want_row else None
+            return self.checked_row(-1, <int32_t>n) if want_row else None
         finally:
             self.lock.leave()
 

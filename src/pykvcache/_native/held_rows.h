@@ -28,6 +28,7 @@ class held_rows {
     // A decode begins: each sequence holds what it is going to hold.
     void begin() {
         forget();
+        was_restored = false;
         for (size_t s = 0; s < branches.size(); ++s) {
             branches[s] = {llama_seq_id(s), ALL};
             last[s] = -1;
@@ -70,7 +71,12 @@ class held_rows {
     }
 
     // A sequence holds what a state held: none of it was in the last decode.
-    void restored(llama_seq_id seq) { removed(seq, 0); }
+    void restored(llama_seq_id seq) {
+        removed(seq, 0);
+        was_restored = true;
+    }
+    // Whether that happened since the last decode: then rows may be gone whose tokens are there.
+    bool is_restored() const { return was_restored; }
 
     void cleared() {
         for (auto & branch : branches) {
@@ -117,6 +123,7 @@ class held_rows {
     std::vector<llama_seq_id> members;
     branches_type              branches{};
     std::array<llama_pos, 256> last{};      // highest position of a row, by sequence
+    bool                       was_restored = false;
 };
 
 }  // namespace pykv

@@ -45,6 +45,7 @@ from pykvcache.errors import (
     InvalidBatch,
     ModelLoadError,
     NoKvCacheSlot,
+    OutputNotFinite,
     P0TooLarge,
     P1TooLarge,
     PartialStateError,

@@ -11,6 +11,9 @@ from pykvcache._native.libllama cimport *
 from pykvcache._native.libsampler cimport *
 
 
+cdef extern from "finite.h" namespace "pykv" nogil:
+    int64_t first_not_finite(const float* row, size_t n, bool is_logits)
+
 cdef extern from "text.h" namespace "pykv" nogil:
     cppclass text_vocab:
         pass

@@ -119,6 +119,7 @@ cdef extern from "sequences.h" namespace "pykv" nogil:
         uint64_t name_version(llama_seq_id) except +
         bool is_version(llama_seq_id, uint64_t id)
         bool row_is_held(size_t row)
+        bool was_restored()
         llama_pos row_pos(size_t row)
         bool rows_are_whole(llama_seq_id)
         void forget_rows()

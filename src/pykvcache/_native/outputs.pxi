@@ -1,5 +1,8 @@
 # What a decode leaves: logits and embeddings, handed out as copies.
 
+cdef str _RESTORED = "a state was restored since, and brings none: decode a token"
+
+
 cdef class Outputs(Partials):
     """``llama_get_logits_ith`` and ``llama_get_embeddings_*``."""
 
@@ -54,6 +57,25 @@ cdef class Outputs(Partials):
         PyBuffer_Release(&view)
         return result
 
+    cdef object finite(self, object row, str what, object i, int32_t n_decoded):
+        """The row, if it is one of numbers: NaN is nobody's logit, and no embedding."""
+        cdef Py_buffer view
+        cdef int64_t place
+        cdef float value = 0
+        PyObject_GetBuffer(row, &view, PyBUF_SIMPLE)
+        place = lib.first_not_finite(<const float*>view.buf, view.len // sizeof(float), what == "logits")
+        if place >= 0:
+            value = (<const float*>view.buf)[place]
+        PyBuffer_Release(&view)
+        if place < 0:
+            return row
+        whose = f"token {i} of the last decode" if self.pooling_type == 0 or what == "logits" else f"sequence {i}"
+        stay = f"; the {n_decoded} tokens of this call were decoded and stay" if n_decoded else ""
+        raise OutputNotFinite(
+            f"the {what} of {whose} are no numbers: place {place} is {value}. The model's arithmetic overflowed: "
+            f"its weights, a state or written keys and values are too large{stay}",
+            what, i, place, value, n_decoded=n_decoded)
+
     cdef int find_output(self, object i, str what) except -1:
         """Place of batch index i (from the end of the outputs if negative) in the outputs."""
         cdef int overflow = 0
@@ -77,12 +99,17 @@ cdef class Outputs(Partials):
         return self.check_held(<int>a, i, what)
 
     cdef object none_there(self, str what):
-        why = self.no_outputs or (
-            "this context has not decoded yet, and what is restored brings none: decode a token")
+        why = self.no_outputs
+        if why is None:
+            why = "this context has not decoded yet, and what is restored brings none: decode a token"
+        elif self.seqs.was_restored():
+            why = _RESTORED
         return IndexError(f"there are no {what}: {why}")
 
     cdef int check_held(self, int place, object i, str what) except -1:
         if not self.seqs.row_is_held(place):
+            if self.seqs.was_restored():
+                raise IndexError(f"the {what} of the last decode are gone: {_RESTORED}")
             raise IndexError(
                 f"the {what} of token {i} of the last decode are gone: no sequence holds it at position "
                 f"{self.seqs.row_pos(place)} any more, after what it held before it then")
@@ -98,7 +125,7 @@ cdef class Outputs(Partials):
             return self.copy_row(lib.embeddings_ith(self.ctx, i), self.n_embd_out)
         return self.copy_row(lib.logits_ith(self.ctx, i), self.n_vocab)
 
-    cdef object checked_row(self, object i):
+    cdef object checked_row(self, object i, int32_t n_decoded=0):
         """The logits of batch index i, or the reason why there are none."""
         if self.kind == lib.MEMORY_NONE and not self.model.is_diffusion:
             raise UnsupportedOperation("logits", "this model gives embeddings only")
@@ -112,7 +139,7 @@ cdef class Outputs(Partials):
         result = self.row(place, False)
         if result is None:
             raise IndexError(f"token {i} of the last decode has no logits")
-        return result
+        return self.finite(result, "logits", self.outputs[place], n_decoded)
 
     def logits(self, i):
         """Copy one row of logits."""
@@ -135,10 +162,11 @@ cdef class Outputs(Partials):
                 raise UnsupportedOperation(
                     "embeddings", "they are pooled: see seq_embeddings(), or use pooling_type='none'",
                     "context")
-            result = self.row(self.find_output(i, "embeddings"), True)
+            place = self.find_output(i, "embeddings")
+            result = self.row(place, True)
             if result is None:
                 raise IndexError(f"token {i} of the last decode has no embeddings")
-            return result
+            return self.finite(result, "embeddings", self.outputs[place], 0)
         finally:
             self.lock.leave()
 
@@ -160,6 +188,11 @@ cdef class Outputs(Partials):
             if not self.seqs.rows_are_whole(seq):
                 raise IndexError(
                     f"the embeddings of sequence {seq} are gone: it no longer holds what was decoded")
-            return result
+            return self.finite(result, "embeddings", seq, 0)
         finally:
             self.lock.leave()
+
+
+def first_not_finite(const float[::1] row not None, bint is_logits):
+    """Return the first place of a row that is no number, or -1, for tests."""
+    return lib.first_not_finite(&row[0] if row.shape[0] else NULL, row.shape[0], is_logits)

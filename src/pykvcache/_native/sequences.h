@@ -66,6 +66,8 @@ class sequence_facts {
     // Output rows of the last decode, in their order: whether some sequence still holds the token.
     bool      row_is_held(size_t row) const { return rows.is_held(row); }
     llama_pos row_pos(size_t row) const { return rows.pos(row); }
+    // Whether a state was restored since the last decode.
+    bool was_restored() const { return rows.is_restored(); }
     // Whether a sequence still holds all of its rows, as pooled embeddings need it.
     bool rows_are_whole(llama_seq_id seq) const { return rows.is_whole(seq); }
     void forget_rows() noexcept { rows.forget(); }

@@ -58,6 +58,7 @@ __all__ = [
     "NoKvCacheSlot",
     "NoSlot",
     "NotSupported",
+    "OutputNotFinite",
     "P0TooLarge",
     "P1TooLarge",
     "PartialStateError",
@@ -296,6 +297,36 @@ class DecodeError(KvCacheError, RuntimeError):
         self.code = code
         self.n_decoded = n_decoded
         self.needs_removal = needs_removal
+
+
+class OutputNotFinite(DecodeError, ArithmeticError):
+    """What a decode computed is NaN or infinite: there is nothing true to hand out.
+
+    The weights, a state or keys and values that were written overflow in the model's arithmetic.
+    The tokens stay in the memory, and other sequences are unharmed.
+
+    Attributes
+    ----------
+    what : str
+        ``"logits"`` or ``"embeddings"``.
+    index : int
+        The token of the last decode, or the sequence of pooled embeddings.
+    place, value : int, float
+        The first place of the row (a token of the vocabulary) that is not finite, and what it
+        holds.
+    """
+
+    def __init__(
+        self, message: str, what: str, index: int, place: int, value: float, *, n_decoded: int = 0
+    ) -> None:
+        super().__init__(message, n_decoded=n_decoded)
+        self.what = what
+        self.index = index
+        self.place = place
+        self.value = value
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
+        return type(self), (str(self), self.what, self.index, self.place, self.value), vars(self)
 
 
 class NoKvCacheSlot(DecodeError, CacheFullError):

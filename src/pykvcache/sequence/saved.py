@@ -42,11 +42,19 @@ def load_sequence(cells: SequenceCells, path: Path) -> None:
     state = SequenceState.load(path, mapped=False)
     tokens = state.tokens
     if tokens is None:
-        raise StateDamaged("the file holds no tokens: LlamaContext.load_sequence reads it")
+        raise StateDamaged(
+            "the file holds no tokens: LlamaContext.load_sequence reads it", what="tokens"
+        )
     pending = _pending(state, ctx.model.n_vocab)
     shifted_at = _shifted_at(state)
-    if len(tokens) and int(tokens.max()) >= ctx.model.n_vocab:
-        raise StateDamaged(f"the file holds a token outside [0, {ctx.model.n_vocab})")
+    highest = int(tokens.max()) if len(tokens) else -1
+    if highest >= ctx.model.n_vocab:
+        raise StateDamaged(
+            f"the file holds the token {highest}, outside [0, {ctx.model.n_vocab})",
+            what="tokens",
+            value=highest,
+            limit=ctx.model.n_vocab - 1,
+        )
     if state.first:
         raise StateDamaged(
             f"the state begins at position {state.first}, not at 0",
@@ -70,7 +78,12 @@ def _pending(state: SequenceState, n_vocab: int) -> np.ndarray[Any, np.dtype[np.
     if not isinstance(pending, list) or not all(
         type(token) is int and 0 <= token < n_vocab for token in pending
     ):
-        raise StateDamaged(f"the pending tokens of the file are not all in [0, {n_vocab})")
+        raise StateDamaged(
+            f"the pending tokens of the file are not all in [0, {n_vocab})",
+            what="pending tokens",
+            value=pending,
+            limit=n_vocab - 1,
+        )
     return np.array(pending, np.int32)
 
 
@@ -78,6 +91,9 @@ def _shifted_at(state: SequenceState) -> int | None:
     at = (state.metadata or {}).get(SHIFTED)
     if at is not None and (type(at) is not int or not 0 <= at <= len(state)):
         raise StateDamaged(
-            f"the file was shifted at {at!r}, which is not a place in {len(state)} tokens"
+            f"the file was shifted at {at!r}, which is not a place in {len(state)} tokens",
+            what="shifted_at",
+            value=at,
+            limit=len(state),
         )
     return at

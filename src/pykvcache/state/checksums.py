@@ -37,10 +37,17 @@ def find_checksum(name: str) -> str:
     """Return the name if files with it can be read here."""
     if name not in _SIZES:
         known = ", ".join(_SIZES)
-        raise StateVersionError(f"the state has checksums of type {name!r}: known are {known}")
+        raise StateVersionError(
+            f"the state has checksums of type {name!r}: known are {known}",
+            what="checksum",
+            value=name,
+            limit=known,
+        )
     if name == "xxh3-128" and _xxh3() is None:
         raise StateVersionError(
-            "the state has XXH3 checksums, which need xxhash: pip install 'pykvcache[state]'"
+            "the state has XXH3 checksums, which need xxhash: pip install 'pykvcache[state]'",
+            what="checksum",
+            value=name,
         )
     return name
 

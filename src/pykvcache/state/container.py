@@ -101,7 +101,9 @@ def open_file(path: str, *, mapped: bool) -> ByteArray:
                 return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
             data = np.empty(size, np.uint8)
             if file.readinto(data.data) != size:
-                raise StateTruncated(f"{path} became shorter while it was read")
+                raise StateTruncated(
+                    f"{path} became shorter while it was read", what="bytes", limit=size
+                )
             return data
     except OSError as error:
         raise file_error(error, path) from error
@@ -114,7 +116,7 @@ def parse(data: ByteArray, *, verify: bool = True) -> Container:
     if not isinstance(text, dict) or text.get("format") != FORMAT:
         raise StateFormatError("not a state of pykvcache: the header does not name its format")
     if not all(type(value) is str for value in text.values()):
-        raise StateDamaged("the header holds metadata that is not text")
+        raise StateDamaged("the header holds metadata that is not text", what="header")
     if text.get("version") != str(VERSION):
         raise StateVersionError(
             f"the state has version {text.get('version')} of the format: {VERSION} is known here",
@@ -126,7 +128,9 @@ def parse(data: ByteArray, *, verify: bool = True) -> Container:
     tensors = _tensors(data, start, entries)
     table = tensors.pop(CHECKSUMS, None)
     if table is None or table.shape != (1 + len(tensors), digest_size(checksum)):
-        raise StateDamaged("the table of checksums is not as long as the list of tensors")
+        raise StateDamaged(
+            "the table of checksums is not as long as the list of tensors", what=CHECKSUMS
+        )
     digests = table.data.reshape(table.shape)
     if digest(checksum, data[:start].data) != digests[0].tobytes():
         raise StateDamaged("the header does not match its checksum", what="header")
@@ -195,7 +199,7 @@ def _tensors(data: ByteArray, start: int, entries: Mapping[str, Any]) -> dict[st
     except StateTruncated:  # a ValueError, too
         raise
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise StateDamaged("the header's list of tensors makes no sense") from None
+        raise StateDamaged("the header's list of tensors makes no sense", what="header") from None
     if start + at != len(data):
         raise StateTrailingBytes(
             f"the state has {len(data) - start - at} bytes too many",

@@ -77,7 +77,10 @@ def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
                     limit=wanted.row_bytes,
                 )
         elif rows.what not in ("k", "v"):
-            raise StateLayoutMismatch(f"the recurrent state of layer {rows.layer} has another type")
+            raise StateLayoutMismatch(
+                f"the recurrent state of layer {rows.layer} has another type",
+                what=f"layer {rows.layer}",
+            )
         elif not convert:
             raise StateLayoutMismatch(
                 f"{rows.what.upper()} is stored as {_name(rows)} in the state and as "
@@ -115,12 +118,16 @@ def _load(tensor: ByteArray, rows: Rows) -> Floats:
 
 def _store(values: Floats, rows: Rows) -> ByteArray:
     if not np.isfinite(values).all():
-        raise StateDamaged("the state holds NaN or infinity, which cannot be converted")
+        raise StateDamaged(
+            "the state holds NaN or infinity, which cannot be converted", what="values"
+        )
     try:
         stored = as_rows(values, rows.type, rows.rotation)
     except ValueError as error:
         raise StateLayoutMismatch(str(error)) from None
     # The scale of a block is an f16, so blocks have a limit too.
     if not np.isfinite(as_floats(stored, rows.type, 0)).all():
-        raise StateError(f"the state holds values that are too large for {_name(rows)}")
+        raise StateError(
+            f"the state holds values that are too large for {_name(rows)}", what="values"
+        )
     return stored.reshape(len(values), rows.row_bytes)

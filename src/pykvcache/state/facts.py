@@ -74,7 +74,9 @@ class Fingerprint:
                 raise TypeError
             return result
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise StateDamaged("the state's fingerprint makes no sense") from None
+            raise StateDamaged(
+                "the state's fingerprint makes no sense", what="fingerprint"
+            ) from None
 
     def check(self, here: Fingerprint) -> None:
         """Raise unless a state with this fingerprint is right in that context."""

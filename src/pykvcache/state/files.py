@@ -32,7 +32,7 @@ def layouts_of(container: Container) -> tuple[PartLayout, ...]:
     try:
         return tuple(PartLayout.from_json(part) for part in json_of(container, "layout"))
     except (ValueError, TypeError, KeyError, IndexError):
-        raise StateDamaged("the state's layout makes no sense") from None
+        raise StateDamaged("the state's layout makes no sense", what="layout") from None
 
 
 def write_ints(name: str, values: IntArray) -> Tensor:

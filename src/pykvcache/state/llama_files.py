@@ -239,14 +239,18 @@ def _unpacked(packed: IntArray) -> tuple[IntArray, int]:
     def number() -> int:
         nonlocal at
         if at + 4 > len(data):
-            raise StateDamaged("llama-server's tokens end within a number")
+            raise StateDamaged(
+                "llama-server's tokens end within a number", what="tokens", value=len(data)
+            )
         at += 4
         return int.from_bytes(data[at - 4 : at], "little")
 
     def skipped(n_bytes: int, what: str) -> bytes:
         nonlocal at
         if n_bytes > len(data) - at:
-            raise StateDamaged(f"llama-server's tokens end within {what}")
+            raise StateDamaged(
+                f"llama-server's tokens end within {what}", what="tokens", value=len(data)
+            )
         at += n_bytes
         return data[at - n_bytes : at]
 
@@ -262,11 +266,18 @@ def _unpacked(packed: IntArray) -> tuple[IntArray, int]:
     n_media = number()
     keys = np.frombuffer(skipped(4 * n_media, "the places of media"), "<u4")
     if (keys >= len(tokens)).any() or (tokens[keys.astype(np.int64)] != _NO_TOKEN).any():
-        raise StateDamaged("llama-server's tokens have media where there is a token")
+        raise StateDamaged("llama-server's tokens have media where there is a token", what="media")
     for _ in range(n_media):
         skipped(number(), "a medium")
     if len(data) - at >= 4:
-        raise StateDamaged(f"llama-server's tokens are followed by {len(data) - at} bytes")
+        raise StateDamaged(
+            f"llama-server's tokens are followed by {len(data) - at} bytes",
+            what="tokens",
+            value=len(data),
+            limit=at,
+        )
     if not n_media and (tokens == _NO_TOKEN).any():
-        raise StateDamaged("llama-server's tokens have a place for a medium, but no medium")
+        raise StateDamaged(
+            "llama-server's tokens have a place for a medium, but no medium", what="media"
+        )
     return tokens, n_media

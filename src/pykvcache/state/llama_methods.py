@@ -113,17 +113,24 @@ class LlamaFileMethods(StateMethods):
         file = LlamaStateFile.load(name, mapped=mapped)
         if (file.kind == "context") != (seq_id is None):
             what = "pass no seq_id" if file.kind == "context" else "pass its new seq_id"
-            raise StateFormatError(f"the file holds a {file.kind}: {what}")
+            raise StateFormatError(
+                f"the file holds a {file.kind}: {what}", what="kind", value=file.kind
+            )
         foreign = file.tokens[file.tokens >= max(self._model.n_vocab, 1)]
         if foreign.size or (file.tokens < (-1 if file.n_media else 0)).any():
             worst = foreign[0] if foreign.size else file.tokens.min()
             raise StateModelMismatch(
-                f"the file has token {worst}: this model's vocabulary has {self._model.n_vocab}"
+                f"the file has token {worst}: this model's vocabulary has {self._model.n_vocab}",
+                what="tokens",
+                value=int(worst),
+                limit=self._model.n_vocab - 1,
             )
         if file.version == 2 and any(rows.rotation for part in self._layouts for rows in part.rows):
             raise StateLayoutMismatch(
                 "the file has version 2, which cannot say whether quantised keys and values are "
-                "rotated as this context's are"
+                "rotated as this context's are",
+                what="version",
+                value=2,
             )
         self._native.set_state(seq_id, file._pieces, None)
         return file

@@ -210,8 +210,14 @@ class Saved(ABC):
                 limit=cls.kind,
             )
         state = cls._parsed(container)
-        if container.metadata.get("n_tokens") != str(state.n_tokens):
-            raise StateDamaged("the state's header has no valid n_tokens")
+        said = container.metadata.get("n_tokens")
+        if said != str(state.n_tokens):
+            raise StateDamaged(
+                f"the state's header has no valid n_tokens: {said!r}, not {state.n_tokens}",
+                what="n_tokens",
+                value=said,
+                limit=state.n_tokens,
+            )
         return state
 
 
@@ -248,7 +254,7 @@ def read_metadata(container: Container) -> dict[str, Any]:
     """Return the caller's metadata of a file."""
     user = json_of(container, "user")
     if not isinstance(user, dict):
-        raise StateDamaged("the state's header has no valid user")
+        raise StateDamaged("the state's header has no valid user", what="user")
     return user
 
 
@@ -269,8 +275,14 @@ def describe_state(path: Path) -> StateInfo:
         for rows in layout.rows:
             types.setdefault(rows.what, type_name(rows.type))
     count = text.get("n_tokens", "")
-    if not (count.isdecimal() and len(count) < 20 and text.get("kind") in ("sequence", "context")):
-        raise StateDamaged("the state's header has no valid kind or n_tokens")
+    is_kind = text.get("kind") in ("sequence", "context")
+    if not (count.isdecimal() and len(count) < 20 and is_kind):
+        what = "n_tokens" if is_kind else "kind"
+        raise StateDamaged(
+            f"the state's header has no valid {what}: {text.get(what)!r}",
+            what=what,
+            value=text.get(what),
+        )
     return StateInfo(
         kind=text["kind"],
         n_tokens=int(count),

@@ -262,7 +262,7 @@ class SequenceState(Saved):
         ]
         first = container.metadata.get("first", "")
         if not parts or not first.isdecimal() or any(_disordered(part) for part in parts):
-            raise StateDamaged("the state's positions make no sense")
+            raise StateDamaged("the state's positions make no sense", what="positions")
         tokens = read_ints(tensors, "tokens", (-1,)) if "tokens" in tensors else None
         fingerprint = Fingerprint.from_json(container.metadata.get("fingerprint", ""))
         try:
@@ -274,7 +274,7 @@ class SequenceState(Saved):
                 metadata=read_metadata(container),
             )
         except (ValueError, RecursionError) as error:
-            raise StateDamaged(str(error)) from None
+            raise StateDamaged(str(error), what="header") from None
         if state.first != int(first):
             raise StateDamaged(
                 f"the state begins at {state.first}, not at {first}",

@@ -189,7 +189,7 @@ class ContextState(Saved):
         except StateDamaged:
             raise
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise StateDamaged(f"the state makes no sense: {error}") from None
+            raise StateDamaged(f"the state makes no sense: {error}", what="header") from None
 
 
 def _int(value: object) -> int:

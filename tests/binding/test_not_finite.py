@@ -1,0 +1,167 @@
+"""Logits and embeddings that are no numbers are never handed out: one error says where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pykvcache import (
+    BatchGenerator,
+    LayerState,
+    LlamaBatch,
+    LlamaContext,
+    LlamaModel,
+    LlamaSequence,
+    OutputNotFinite,
+    Sampler,
+)
+from pykvcache._native import lib
+from support.models import make_model
+
+from .kit import differ, with_keys, words
+
+# Of mamba's convolution, far below what is refused: the state that comes of it is their cube and more.
+LARGE = 1e12
+
+
+def spoil(
+    folder: Path,
+    source: Path,
+    tensor: str,
+    place: int,
+    value: float,
+    keys: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
+    """A copy of a model with other weights."""
+
+    def change(name: str, data: Any) -> Any:
+        if name == tensor:
+            data = data.copy()
+            data[place] = value
+        return data
+
+    return with_keys(source, folder / "spoilt.gguf", keys, change)
+
+
+def spoilt_mamba(model_folder: Path, folder: Path) -> Path:
+    """A model on which token 9 makes its sequence, and no other, NaN."""
+    source = make_model("mamba", model_folder)
+    keys = {"general.architecture": "mamba"}
+    return spoil(folder, source, "token_embd.weight", 9, math.nan, keys)
+
+
+def overflow(ctx: LlamaContext, seq: int) -> None:
+    """Give a sequence a recurrent state that is accepted and whose next logits are no numbers."""
+    arrays = ctx.kv(0)
+    assert arrays.recurrent is not None
+    layers = [
+        LayerState(np.full_like(layer.r, LARGE), layer.s, layer.layer)
+        for layer in arrays.recurrent.layers
+    ]
+    ctx.write_kv(replace(arrays, recurrent=replace(arrays.recurrent, layers=layers)), seq)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_are_handed_out_as_numbers_or_not_at_all(
+    model_folder: Path, tmp_path: Path, value: float
+) -> None:
+    path = spoil(tmp_path, make_model("llama", model_folder), "output.weight", 7, value)
+    with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_threads=1) as ctx:
+        ctx.decode(words(5))
+        for read in (ctx.logits, lambda: Sampler().sample(ctx), lambda: Sampler().logprobs(ctx)):
+            with pytest.raises(OutputNotFinite, match="place 7 is nan") as caught:
+                read()
+            error = caught.value
+            assert (error.what, error.index, error.place) == ("logits", 4, 7)
+            assert math.isnan(error.value)
+            assert isinstance(error, ArithmeticError)
+        with pytest.raises(OutputNotFinite, match="the 2 tokens of this call") as caught:
+            next(ctx.generate([5, 6], 3))
+        assert caught.value.n_decoded == 2
+        assert ctx.kv_cache_seq_pos_max(0) == 6
+
+
+def test_rows_of_all_parts_of_a_long_batch_are_looked_at(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    path = spoilt_mamba(model_folder, tmp_path)
+    with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_batch=8, n_seq_max=2) as ctx:
+        tokens = np.array([5, 6, 7, 8, 10, 9, 11, 12, 13, 14, 15, 16])
+        ctx.decode(LlamaBatch.from_arrays(tokens, np.arange(12), 0, True))
+        for i in range(5):
+            assert np.isfinite(ctx.logits(i)).all()
+        for i in range(5, 12):  # in the part that llama.cpp holds, and in the one before
+            with pytest.raises(OutputNotFinite) as caught:
+                ctx.logits(i)
+            assert caught.value.index == i
+
+
+def test_embeddings_are_looked_at_too(model_folder: Path, tmp_path: Path) -> None:
+    path = spoilt_mamba(model_folder, tmp_path)
+    options: dict[str, Any] = {"n_ctx": 64, "embeddings": True, "n_seq_max": 2}
+    with LlamaModel(path) as model:
+        with LlamaContext(model, **options) as ctx:
+            ctx.decode([5, 9])
+            assert np.isfinite(ctx.embeddings(0)).all()
+            with pytest.raises(OutputNotFinite) as caught:
+                ctx.embeddings(1)
+            assert (caught.value.what, caught.value.index) == ("embeddings", 1)
+        with LlamaContext(model, pooling_type="mean", **options) as ctx:
+            ctx.decode(LlamaBatch.from_arrays([5, 9], [0, 0], np.array([0, 1]), True))
+            assert np.isfinite(ctx.seq_embeddings(0)).all()
+            with pytest.raises(OutputNotFinite, match="sequence 1"):
+                ctx.seq_embeddings(1)
+
+
+def test_minus_infinity_says_that_a_token_cannot_come() -> None:
+    row = np.zeros(70, np.float32)
+    row[3] = -np.inf
+    assert lib.first_not_finite(row, True) == -1
+    assert lib.first_not_finite(row, False) == 3
+    for value in (np.nan, -np.nan, np.inf):
+        row[69] = value
+        assert lib.first_not_finite(row, True) == 69
+    assert lib.first_not_finite(np.float32([3.4e38, -3.4e38, 0.0, 1e-45]), True) == -1
+    assert lib.first_not_finite(row[:0], True) == -1
+
+
+def test_a_state_that_overflows_raises_and_harms_nobody(make_context: Any) -> None:
+    ctx, twin = make_context("mamba"), make_context("mamba")
+    for one in (ctx, twin):
+        one.decode(words(12))
+    overflow(ctx, 1)
+    with pytest.raises(OutputNotFinite):
+        next(ctx.generate([5], 1, seq_id=1))
+    with pytest.raises(OutputNotFinite):
+        ctx.logits()
+    for one in (ctx, twin):
+        one.decode([7], seq_id=0)
+    assert differ(ctx.logits(), twin.logits()) == 0
+
+
+def test_a_request_whose_logits_are_no_numbers_ends_alone(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    path = spoilt_mamba(model_folder, tmp_path)
+    with LlamaModel(path) as model, LlamaContext(model, n_ctx=256, n_seq_max=4) as ctx:
+        generator = BatchGenerator(ctx)
+        bad = generator.submit([5, 6, 9], max_tokens=4)
+        good = generator.submit([5, 6, 7], max_tokens=4)
+        generator.run()
+        assert len(good.tokens) == 4
+        assert bad.finish_reason == "error"
+        assert isinstance(bad.error, OutputNotFinite)
+        sequence = LlamaSequence(ctx)
+        sequence.append([5, 9])
+        for _ in range(2):
+            with pytest.raises(OutputNotFinite):
+                sequence.logits()
+        sequence.truncate(1)
+        assert np.isfinite(sequence.logits()).all()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,7 @@ FACTS: list[errors.KvCacheError] = [
     errors.DecodeAborted("stopped", 2, n_decoded=7),
     errors.PartialStateError("changed", 3, 41),
     errors.StoreError("short", value=3, limit=16),
+    errors.OutputNotFinite("bad", "logits", 3, 7, -float("inf"), n_decoded=2),
     errors.InvalidBatch("bad", index=3, value=99, limit=98),
     errors.StateError("other", what="type_k", value="f16", limit="f32"),
     errors.StateTruncated("short", what="bytes", value=9, limit=99),
@@ -59,3 +62,12 @@ def test_errors_of_one_meaning_have_a_common_base(base: str, names: set[str]) ->
     kind = getattr(errors, base)
     found = {n for n in errors.__all__ if n != base and issubclass(getattr(errors, n), kind)}
     assert found == names
+
+
+def test_what_is_wrong_with_a_state_is_always_an_attribute() -> None:
+    wanted = ("StateDamaged", "StateTruncated", "StateTrailingBytes", "StateVersionError")
+    for path in Path(errors.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in wanted:
+                named = {keyword.arg for keyword in node.keywords}
+                assert named & {"what", None}, f"{path.name}:{node.lineno}"

@@ -106,6 +106,8 @@ class DecodeMethods(ContextFacts):
             That token has no logits, and after a failed decode none has; or no sequence
             holds it any more after what came before it: it was removed, moved or
             replaced. A fork that holds it keeps its logits readable.
+        OutputNotFinite
+            They are NaN or infinite: weights or a state overflow. Minus infinity is a logit.
         """
         return self._native.logits(i)
 

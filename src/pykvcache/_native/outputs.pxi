@@ -69,11 +69,15 @@ cdef class Outputs(Partials):
         PyBuffer_Release(&view)
         if place < 0:
             return row
-        whose = f"token {i} of the last decode" if self.pooling_type == 0 or what == "logits" else f"sequence {i}"
-        stay = f"; the {n_decoded} tokens of this call were decoded and stay" if n_decoded else ""
+        if what == "logits" or self.pooling_type == 0:
+            i = self.outputs[self.find_output(i, what)]
+            whose = f"token {i} of the last decode"
+        else:
+            whose = f"sequence {i}"
+        stay = f"; what this call decoded stays, tokens: {n_decoded}" if n_decoded else ""
         raise OutputNotFinite(
-            f"the {what} of {whose} are no numbers: place {place} is {value}. The model's arithmetic overflowed: "
-            f"its weights, a state or written keys and values are too large{stay}",
+            f"the {what} of {whose} are no numbers: place {place} is {value}. The model's arithmetic "
+            f"overflowed: its weights, a state or written keys and values are too large{stay}",
             what, i, place, value, n_decoded=n_decoded)
 
     cdef int find_output(self, object i, str what) except -1:
@@ -126,7 +130,11 @@ cdef class Outputs(Partials):
         return self.copy_row(lib.logits_ith(self.ctx, i), self.n_vocab)
 
     cdef object checked_row(self, object i, int32_t n_decoded=0):
-        """The logits of batch index i, or the reason why there are none."""
+        """The logits of batch index i, or the reason why there are none, or none to hand out."""
+        return self.finite(self.any_row(i), "logits", i, n_decoded)
+
+    cdef object any_row(self, object i):
+        """The same for a sampler, which looks at each logit itself."""
         if self.kind == lib.MEMORY_NONE and not self.model.is_diffusion:
             raise UnsupportedOperation("logits", "this model gives embeddings only")
         if self.from_encoder:
@@ -139,7 +147,7 @@ cdef class Outputs(Partials):
         result = self.row(place, False)
         if result is None:
             raise IndexError(f"token {i} of the last decode has no logits")
-        return self.finite(result, "logits", self.outputs[place], n_decoded)
+        return result
 
     def logits(self, i):
         """Copy one row of logits."""
@@ -162,11 +170,10 @@ cdef class Outputs(Partials):
                 raise UnsupportedOperation(
                     "embeddings", "they are pooled: see seq_embeddings(), or use pooling_type='none'",
                     "context")
-            place = self.find_output(i, "embeddings")
-            result = self.row(place, True)
+            result = self.row(self.find_output(i, "embeddings"), True)
             if result is None:
                 raise IndexError(f"token {i} of the last decode has no embeddings")
-            return self.finite(result, "embeddings", self.outputs[place], 0)
+            return self.finite(result, "embeddings", i, 0)
         finally:
             self.lock.leave()
 

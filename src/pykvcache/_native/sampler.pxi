@@ -210,9 +210,9 @@ cdef class Sampler:
             return _caught_error("grammar" if stage == lib.STAGE_GRAMMAR else
                                  "accept" if stage == lib.STAGE_ACCEPT else "sample")
         if code == lib.CHOICE_NAN or code == lib.CHOICE_INFINITE:
-            return (ValueError if is_callers else DecodeError)(
-                f"the logit of token {where} is {'NaN' if code == lib.CHOICE_NAN else 'infinite'}: "
-                "nothing can be sampled from these logits")
+            what, value = ("NaN", NAN) if code == lib.CHOICE_NAN else ("infinite", INFINITY)
+            why = f"the logit of token {where} is {what}: nothing can be sampled from these logits"
+            return ValueError(why) if is_callers else OutputNotFinite(why, "logits", None, where, value)
         if code == lib.CHOICE_TOO_LARGE:
             return DecodeError("bias and penalties make a logit infinite: choose smaller ones")
         if code == lib.CHOICE_NOTHING:

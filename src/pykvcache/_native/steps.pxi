@@ -33,7 +33,7 @@ cdef class Context(Decoding):
                 self.check_batch(n, 1, False)
                 self.run_parts(n, 1)
                 self.note_held(ledger, seq, end)
-                return True, self.checked_row(-1) if want_row else None
+                return True, self.checked_row(-1, <int32_t>n) if want_row else None
             except BaseException:
                 self.note_left(ledger, seq)
                 raise
@@ -61,7 +61,7 @@ cdef class Context(Decoding):
                 self.run_parts(<int64_t>self.token.size(), width)
                 for ledger, seq_id, end, row in shares:
                     self.note_held(ledger, seq_id, end)
-                    found.append(self.checked_row(row) if row >= 0 else None)
+                    found.append(self.any_row(row) if row >= 0 else None)
                 return found
             except BaseException:
                 for ledger, seq_id, _, _ in shares:

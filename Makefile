@@ -29,6 +29,10 @@ demo: $(VENV)/.built ## show what it does, on the model that ships with it
 test: lint ## lint, types, stubs, then every test (not those marked slow)
 	$(BIN)/python -m pytest -n auto
 
+test-peers: $(VENV)/.peers $(VENV)/.built ## the tests beside transformers, mlx-lm and llama-server, which others skip
+	$(BIN)/python -m pytest -n auto tests/arrays/mlx/test_mlx_lm.py tests/binding/test_chat_digests.py \
+	  tests/state/test_llama_peer.py
+
 fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models and random programs, many more (SEED=1 CALLS=100000)
 	@echo "make fuzz SEED=$(SEED) CALLS=$(CALLS)"
 	PYKVCACHE_FAULTS=all PYKVCACHE_FUZZ_SEED=$(SEED) PYKVCACHE_FUZZ_CALLS=$(CALLS) PYKVCACHE_FUZZ_SECONDS=60 \
@@ -128,6 +132,10 @@ $(VENV)/.build-tools: pyproject.toml | $(VENV)/.venv
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.venv
 	$(PIP) install --quiet --group test --group lint --group package
+	@touch $@
+
+$(VENV)/.peers: pyproject.toml $(VENV)/.dev
+	$(PIP) install --quiet --group peers
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.venv

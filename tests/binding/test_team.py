@@ -56,6 +56,27 @@ def lift():
 }
 
 
+def test_threads_are_taken_until_the_address_space_is_full(child: Child, model: Any) -> None:
+    """A thread that has a stack and finds no room for its thread-local data ends the process."""
+    for more in (150, 300):
+        code = (
+            START
+            + f"""
+from pykvcache import KvCacheError
+limit = n_bytes() + ({more} << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+ctx.set_n_threads(512, 512)
+try:
+    row(ctx)
+except (MemoryError, KvCacheError):
+    pass
+print("end")
+"""
+        )
+        done = child(code, model("llama").path)
+        assert done.stdout == "end\n", done.stderr[-300:]
+
+
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_decode_goes_on_with_the_threads_that_there_are(
     child: Child, model: Any, limit: str

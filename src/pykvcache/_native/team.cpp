@@ -12,6 +12,7 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -25,6 +26,8 @@ constexpr int64_t SPIN_NS = 20'000;
 constexpr int64_t STEP_NS = 500;
 constexpr int     PROBE_EVERY = 32;
 constexpr size_t  STACK = size_t(2) << 20;
+// What libc takes for a new thread's own data at most, besides its stack, and ends the process without.
+constexpr size_t  THREAD_DATA = size_t(4) << 20;
 // So long after the system refused a thread none is asked for.
 constexpr int64_t RETRY_NS = 1'000'000'000;
 
@@ -67,6 +70,7 @@ thread_local patience patient;
 struct worker {
     turnstile   job;   // counts what it was given
     turnstile   done;  // counts what it has ended
+    turnstile   born;  // 1 once it has what a thread needs
     team_work * work = nullptr;
     int         index = 0;
     worker **   team = nullptr;
@@ -76,6 +80,7 @@ struct worker {
 
 struct pool {
     std::mutex           mutex;
+    std::mutex           hiring;
     worker *             idle = nullptr;
     std::atomic<int>     busy{0};  // threads in teams
     std::atomic<int64_t> retry_at{0};
@@ -107,6 +112,8 @@ void wake_next(worker ** team, int n_threads, int index) {
 
 void * serve(void * data) {
     worker & me = *static_cast<worker *>(data);
+    const_cast<volatile uint32_t &>(patient.n_waits) = 0;  // libc makes this library's thread-local data now
+    me.born.set(1);
     uint32_t last = 0;
     while (true) {
         me.job.wait_while(last, me.spin_ns.load(std::memory_order_relaxed));
@@ -117,7 +124,17 @@ void * serve(void * data) {
     }
 }
 
+// Whether there is address space for one more thread, under RLIMIT_AS. They are hired one after the other,
+// so that none finds that another has taken it.
+bool has_room() {
+    void * room = mmap(nullptr, STACK + THREAD_DATA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return room != MAP_FAILED && munmap(room, STACK + THREAD_DATA) == 0;
+}
+
 worker * hire() {
+    if (!has_room()) {
+        return nullptr;
+    }
     auto * w = new (std::nothrow) worker;
     if (!w) {
         return nullptr;
@@ -141,6 +158,7 @@ worker * hire() {
         delete w;
         return nullptr;
     }
+    w->born.wait_while(0, 0);
     return w;
 }
 
@@ -155,6 +173,7 @@ int gather(pool & p, worker ** team, int n_threads) {
         }
     }
     if (n < n_threads && p.retry_at.load(std::memory_order_relaxed) <= now_ns()) {
+        std::lock_guard<std::mutex> lock(p.hiring);
         for (; n < n_threads; ++n) {
             team[n] = hire();
             if (!team[n]) {

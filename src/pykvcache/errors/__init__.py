@@ -7,7 +7,6 @@ program never has to read a message.
 
 from __future__ import annotations
 
-
 from pykvcache.errors._arrays import (
     CacheDTypeError,
     CacheKeyError,

@@ -181,7 +181,7 @@ class Stepper:
             begin, n = ledger.n_evaluated, len(ledger)
             end = min(n, begin + min(room, self._n_chunk))
             if handle._cells.needs_points:
-                end = handle._cells.policy.next_stop(begin, end)
+                end = min(end, handle._cells.next_stop(n))
             shares.append(self._put(handle, end))
             room -= end - begin
         return shares

@@ -33,6 +33,7 @@ class BeginMethods:
     _pins: Pins
     _open: weakref.WeakSet[CachedSequence]
     _needs_rest: bool
+    _block_size: int
     _sums: ReuseReport
 
     def _begin(self, sequence: CachedSequence) -> None:
@@ -62,6 +63,8 @@ class BeginMethods:
             live, ram = (n - 1, 0) if report.live else (0, n - 1)
             report = replace(report, live=live, ram=ram)
         reused = report.live + report.ram
+        if self._needs_rest:
+            cells.branch = max(found.n_known, common) // self._block_size * self._block_size
         first, reason = self._explain(ledger, found, parent, common, reused)
         sequence._reuse = replace(
             report, evaluated=n - reused, first_difference=first, reason=reason

@@ -53,6 +53,7 @@ class SequenceCells:
         self.state: PutBack | None = None
         self.row: Row | None = None  # logits after the last token, while nothing is edited
         self.pins = 0
+        self.branch = 0  # where another sequence went another way: a place for a checkpoint
         self.stage: Stage | None = None
         self.incoming: Incoming | None = None
         self._finalizer: weakref.finalize[[int], SequenceCells] | None = None
@@ -246,7 +247,7 @@ class SequenceCells:
                 begin, began = ledger.n_evaluated, time.perf_counter()
             stop = n
             if self.needs_points and is_prompt:
-                stop = self.policy.next_stop(ledger.n_evaluated, n)
+                stop = self.next_stop(n)
             end = min(end, stop)
             if not self._decode(end, want_row and end == n):
                 self._begin(n, want_row)  # somebody changed it by hand, this very moment
@@ -308,6 +309,12 @@ class SequenceCells:
                         raise
         finally:
             self.pins -= 1
+
+    def next_stop(self, end: int) -> int:
+        """Where to pause an evaluation up to ``end``, to take a checkpoint there."""
+        begin = self.ledger.n_evaluated
+        stop = self.policy.next_stop(begin, end)
+        return self.branch if begin < self.branch < stop else stop
 
     def checkpoint(self) -> None:
         """Keep the part of the memory that cannot be rewound, where there is such a part."""

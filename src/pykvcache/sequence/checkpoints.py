@@ -61,19 +61,21 @@ class BlockCheckpoints(CheckpointPolicy):
     Attributes
     ----------
     block_size
-        Tokens per block: there is a checkpoint after the last full block of each prompt.
+        Tokens per block: there is a checkpoint after the last full block of each prompt, and 1, 3,
+        7, 15... blocks before, where prompts are likely to part.
     """
 
     block_size: int = 64
 
     def next_stop(self, begin: int, end: int) -> int:
-        """Where to pause an evaluation: every ``spacing`` tokens, and after the last full block."""
+        """Where to pause an evaluation: every ``spacing`` tokens, and denser towards the end."""
         if not self.max_bytes:
             return end
         block = self.block_size
-        last = end // block * block
+        n_blocks = end // block
+        before = (n_blocks - 2**k + 1 for k in range(n_blocks.bit_length() + 1))
         stop = super().next_stop(begin, end) // block * block
-        candidates = [n for n in (stop, last) if begin < n < end]
+        candidates = [n for n in (stop, *(block * n for n in before)) if begin < n < end]
         return min(candidates, default=end)
 
 

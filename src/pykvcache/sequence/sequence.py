@@ -116,7 +116,7 @@ class LlamaSequence(EditMethods):
         with self._held():
             # Where the last token cannot be evaluated again by itself, its logits are kept: forks
             # need them, and generate does.
-            self._cells.evaluate(want_row=self._cells.needs_points)
+            self._cells.evaluate(want_row=self._cells.needs_points and len(self) > 0)
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Return the logits after the last token; float32, shape (n_vocab,), a copy.

@@ -126,6 +126,7 @@ cdef extern from "sequences.h" namespace "pykv" nogil:
         void begin()
         int32_t clear(bool data)
         int32_t remove(llama_seq_id, removal what, llama_pos p0, llama_pos p1)
+        int32_t keep(llama_seq_id)
         int32_t rewind(llama_seq_id, llama_pos last)
         int32_t copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1)
         int32_t shift(llama_seq_id, llama_pos p0, llama_pos p1, llama_pos delta)

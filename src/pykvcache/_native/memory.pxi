@@ -96,7 +96,7 @@ cdef class Memory(Handle):
 
     cdef int raise_refused(self, int32_t code, int32_t seq, str where) except -1:
         if code == lib.REFUSED:
-            raise InternalError(f"llama_memory_seq_rm refused a removal from sequence {seq}")
+            raise InternalError(f"llama.cpp refused a removal in {where} of sequence {seq}")
         return self.raise_caught(code, where)
 
     def seq_rm(self, seq_id, p0, p1):
@@ -126,15 +126,12 @@ cdef class Memory(Handle):
             self.lock.leave()
 
     def seq_keep(self, seq_id):
-        """Remove every other sequence, in every stream and half."""
-        cdef int32_t s, seq = _seq(seq_id, self.n_seq_max)
+        """Remove every other sequence, in every stream and part."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         self.lock_write()
         try:
             self.need_memory("kv_cache_seq_keep")
-            # llama_memory_seq_keep looks at one stream only.
-            for s in range(self.n_seq_max):
-                if s != seq:
-                    self.remove_from(s, self.seqs.removal_of(s, 0, INT32_MAX), 0, INT32_MAX)
+            self.raise_refused(self.seqs.keep(seq), seq, "seq_keep")
         finally:
             self.lock.leave()
 

@@ -174,6 +174,17 @@ int32_t sequence_facts::remove(llama_seq_id seq, removal what, llama_pos p0, lla
     return code == CAUGHT ? CAUGHT : 0;
 }
 
+int32_t sequence_facts::keep(llama_seq_id seq) noexcept {
+    // llama_memory_seq_keep looks at one stream only.
+    for (llama_seq_id s = 0; s < n_seq_max; ++s) {
+        const int32_t code = s != seq ? remove(s, removal_of(s, 0, END), 0, END) : 0;
+        if (code != 0) {
+            return code;
+        }
+    }
+    return 0;
+}
+
 int32_t sequence_facts::rewind(llama_seq_id seq, llama_pos last) noexcept {
     const int32_t code = holds(mem, seq, last + 1, END) ? remove(seq, REMOVE_PART, last + 1, END) : 0;
     if (code == 0) {
@@ -184,7 +195,9 @@ int32_t sequence_facts::rewind(llama_seq_id seq, llama_pos last) noexcept {
 
 int32_t sequence_facts::copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
     llama_pos lo = 0, hi = 0;
-    extent(mem, src, lo, hi);
+    if (p0 > 0) {
+        extent(mem, src, lo, hi);
+    }
     // llama_memory_seq_cp merges into a unified destination; a copy replaces.
     if (!copies_replace(mem)) {
         const int32_t code = remove(dst, removal_of(dst, 0, END), 0, END);

@@ -79,6 +79,8 @@ class sequence_facts {
     int32_t clear(bool data) noexcept;
     // `what` is removal_of() of the same range. REFUSED where llama.cpp says so after all.
     int32_t remove(llama_seq_id seq, removal what, llama_pos p0, llama_pos p1) noexcept;
+    // Remove all of every other sequence, in every stream and part.
+    int32_t keep(llama_seq_id seq) noexcept;
     // Remove what comes after `last`, of which nothing that the next token sees was dropped.
     int32_t rewind(llama_seq_id seq, llama_pos last) noexcept;
     // Make dst hold what src holds in [p0, p1), and nothing else.

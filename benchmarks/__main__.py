@@ -67,11 +67,11 @@ def main() -> None:
         "groups": {},
     }
     path = out / "benchmarks.json"
-    told: dict[str, list[str]] = {}
+    reported: dict[str, list[str]] = {}
     if options.merge and path.exists():
         earlier = json.loads(path.read_text())
         result |= {key: earlier[key] for key in ("groups", "setup_seconds")}
-        told |= earlier.get("settings", {}).get("reported", {})
+        reported |= earlier.get("settings", {}).get("reported", {})
     for name in options.only or GROUPS:
         group = importlib.import_module(f"benchmarks.groups.{name}")
         print(f"{name}: {group.TITLE}", file=sys.stderr)
@@ -88,9 +88,9 @@ def main() -> None:
         }
     for name, contestant in contestants.items():
         # A group that is measured again may open fewer contexts than the others did.
-        told.setdefault(name, [])
-        told[name] = sorted({*told[name], *contestant.reported})
-    result["settings"] = {"same": EQUAL, "reported": told}
+        reported.setdefault(name, [])
+        reported[name] = sorted({*reported[name], *contestant.reported})
+    result["settings"] = {"same": EQUAL, "reported": reported}
     result["seconds"] = round(time.perf_counter() - begin, 1)
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(dumps(result))

@@ -51,7 +51,7 @@ class Contestant:
         self.unopened: str | None = None
         """Why its last context could not be opened; nothing is measured without it."""
         self.reported: Answer = {}
-        """Settings that its contexts told of themselves, the last ones."""
+        """Settings that its contexts reported, the last ones."""
 
     def ask(self, do: str, **request: Any) -> Answer:
         """Send a request and wait for its answer; ``error`` tells what could not be done."""

@@ -135,9 +135,7 @@ def decode_cost(groups: dict[str, Rows]) -> Verdict:
         return Verdict("decode_cost", text, "-", None)
     figure = "; ".join(clear)
     if noisy:
-        figure += (
-            f"{'; ' if clear else ''}where {DECODE:.0f} us cannot be told from noise, because "
-        )
+        figure += f"{'; ' if clear else ''}where {DECODE:.0f} us is within the noise, because "
         figure += "C differs from itself by more: " + "; ".join(noisy)
     met = all(value <= DECODE for value in values) if values else None
     return Verdict("decode_cost", text, figure, met)
@@ -155,7 +153,7 @@ def throughput(groups: dict[str, Rows]) -> Verdict:
     figure = f"{pooled(found)}; {worst_of(found, least(values), '', 3)}"
     if low:
         figure += f", {len(low)} below"
-    # How far the very same program is from itself says what can be told apart here.
+    # How far the very same program is from itself says what can be distinguished here.
     for name, who in (("C beside itself", AGAIN), (PEER, PEER)):
         other = {n: r.ratios(who, "C") for n, r in rows.items() if r.ratios(who, "C")}
         if other:

@@ -24,7 +24,7 @@ READERS = {
     "probe_kv.h": "has_part in_window has_extended has_keys bytes_of block_of",
     "probe_state.h": "owned_alone",
     "state_pieces.h": "n_cell_ids",
-    "probe_partial.h": "window_has_room",
+    "part_edit.h": "window_has_room",
     "disk.h": "claim_blocks",
     "sequences.h": "cells epoch is_pending needs_removal was_damaged whole_only next_pos input_key "
     "removal_of is_version row_is_held row_pos rows_are_whole was_restored",

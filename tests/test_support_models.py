@@ -310,7 +310,7 @@ def test_ledger_agrees_with_llama_cpp(runner: Runner, folder: Path) -> None:
         ctx.kv_cache_seq_add(0, 15, None, -5)
         ledger.add(0, 15, END, -5)
         both(5)
-    # After a shift, decoding may overwrite cells behind the window: a second one is refused.
+    # After a shift, decoding may overwrite cells before the window: a second one is refused.
     if info.can_shift and not info.n_swa:
         ctx.kv_cache_seq_add(0, 12, None, 7)
         ledger.add(0, 12, END, 7)

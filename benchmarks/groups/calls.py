@@ -82,7 +82,7 @@ def one_call(who: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 
 def one_token(who: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Measure decodes of one token; the same C program twice says what can be told apart."""
+    """Measure decodes of one token; the same C program twice says what can be distinguished."""
     again = Contestant(AGAIN, who["C"].command)
     rows = []
     with closing({AGAIN: again}):

@@ -92,7 +92,7 @@ class Cyllama(Worker):
         return {**found, **types, "flash_attn": flash, "threads": int(self.ctx.n_threads())}
 
     def end(self, seq: int) -> int:
-        """Return the position behind the last token."""
+        """Return the position after the last token."""
         return int(self.ctx.memory_seq_pos_max(seq)) + 1
 
     def step(self, rows: Rows) -> Callable[[], object]:

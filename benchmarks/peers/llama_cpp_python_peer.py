@@ -95,7 +95,7 @@ class LlamaCppPython(LlamaClass):
         return reported(self.context.ctx, self.context.params)
 
     def end(self, seq: int) -> int:
-        """Return the position behind the last token."""
+        """Return the position after the last token."""
         return int(llama_cpp.llama_memory_seq_pos_max(self.mem, seq)) + 1
 
     def step(self, rows: Rows) -> Callable[[], object]:

@@ -119,7 +119,7 @@ class Ours(Many):
         self.context.decode(self.array(self.end(seq), n), seq_id=seq)
 
     def end(self, seq: int) -> int:
-        """Return the position behind the last token."""
+        """Return the position after the last token."""
         return self.context.kv_cache_seq_pos_max(seq) + 1
 
     def step(self, rows: Rows) -> Callable[[], object]:

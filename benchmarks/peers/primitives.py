@@ -45,7 +45,7 @@ class Primitives:
         return {}
 
     def end(self, seq: int) -> int:
-        """Return the position behind the last token of a sequence."""
+        """Return the position after the last token of a sequence."""
         raise NotThereError
 
     def decode_rows(self, rows: Rows) -> None:

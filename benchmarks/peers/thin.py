@@ -58,7 +58,7 @@ class Thin(Worker):
         return lambda: self.thin.decode(self.places(rows))
 
     def end(self, seq: int) -> int:
-        """Return the position behind the last token."""
+        """Return the position after the last token."""
         return int(self.thin.pos_max(seq)) + 1
 
     def remove(self, seq: int) -> None:

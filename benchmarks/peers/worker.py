@@ -38,7 +38,7 @@ class Worker(Primitives):
         return self.facts()
 
     def do_open(self, model: str | None = None, n_vocab: int = 0, **options: Any) -> Answer:
-        """Open a context; who cannot ask for the size of the vocabulary is told."""
+        """Open a context; who cannot ask for the size of the vocabulary is given it."""
         self.n_vocab = n_vocab or self.n_vocab
         self.n_seq_max, self.n_batch = options["n_seq_max"], options["n_batch"]
         self.open(model, **options)
@@ -141,7 +141,7 @@ class Worker(Primitives):
         return self.timed_step([(0, each, s) for s in range(parallel)])
 
     def do_append(self, tokens: int) -> Answer:
-        """Seconds of one batch behind what sequence 0 holds."""
+        """Seconds of one batch after what sequence 0 holds."""
         self.cut(0, self.depth)
         answer = self.timed_step([(self.depth, tokens, 0)])
         self.cut(0, self.depth)

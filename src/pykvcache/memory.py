@@ -28,7 +28,7 @@ class KvCacheMethods:
 
         The same as ``copy_kv_cache_seq(src, dest, 0, size)``: a size of 0 empties ``dest``.
         """
-        self._native.seq_cp(src, dest, 0, size, "copy_cache")
+        self._native.copy_cache(src, dest, size)
 
     def copy_kv_cache_seq(
         self,

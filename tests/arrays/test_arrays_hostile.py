@@ -33,12 +33,12 @@ def test_hostile_calls_end_in_documented_exceptions(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout)
+    counts = json.loads(done.stdout)
     wanted = {f"{kind.__name__}.{name}" for kind in classes() for name in members(kind)}
     wanted |= {one.__name__ for one in (*classes(), *functions())}
-    never = wanted - set(told["called"])
+    never = wanted - set(counts["called"])
     assert len(never) < len(wanted) / 20, f"never called: {sorted(never)}"
-    refused = wanted - set(told["returned"])
+    refused = wanted - set(counts["returned"])
     assert len(refused) < len(wanted) / 4, f"never let through: {sorted(refused)}"
 
 

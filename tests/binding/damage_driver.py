@@ -58,7 +58,7 @@ def every_field(whole: bytes, place: Map) -> Iterator[bytes]:
 
 def every_cut(whole: bytes, place: Map) -> Iterator[bytes]:
     """The file as it is when it ends between two fields, inside one, or among the weights."""
-    # Behind the last weight there may be padding, which nobody misses.
+    # After the last weight there may be padding, which nobody misses.
     step = max(1, place.end // 40)
     cuts = {at + inside for at in place.boundaries for inside in (-1, 0, 1)}
     cuts |= {*range(place.data, place.end, step), place.end - 1, place.end - 32}

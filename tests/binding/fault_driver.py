@@ -44,7 +44,7 @@ class Driver:
         self.model = LlamaModel(self.path)
         self.journal = journal
         self.n_points = n_points
-        self.told = {"runs": 0, "raised": 0, "unchanged": 0, "done": 0, "asked": 0}
+        self.counts = {"runs": 0, "raised": 0, "unchanged": 0, "done": 0, "asked": 0}
         self.tried: dict[str, int] = {}
 
     def stage(self, made: dict[str, Any] | None = None) -> Stage:
@@ -118,8 +118,8 @@ class Driver:
             raised = error
         finally:
             FAULTS.faults_disarm()
-        self.told["runs"] += 1
-        self.told["raised"] += raised is not None
+        self.counts["runs"] += 1
+        self.counts["raised"] += raised is not None
         where = f"{name} {point} more={more}: {raised!r}"
         if raised is None:
             assert got == value, where
@@ -129,19 +129,19 @@ class Driver:
             advice = ("clear", "remove", "encode")
             if not any(word in str(error) for word in advice):
                 raise AssertionError(f"{where}; then {error!r}") from error
-            self.told["asked"] += 1
+            self.counts["asked"] += 1
             wrong = raised is None
         else:
             wrong = False
             if same(says, after):
-                self.told["done"] += 1
+                self.counts["done"] += 1
             else:
                 assert raised is not None, where
                 whole = not (self.info.has_encoder and name == "encode")  # that one clears first
                 assert not whole or same(says, before) or self.partly(name, says, value), (
                     f"{where}: neither"
                 )
-                self.told["unchanged"] += 1
+                self.counts["unchanged"] += 1
         assert not wrong, f"{where}: removal is asked for after a success"
         ctx.clear_kv_cache()
         fill(ctx, self.info)
@@ -178,7 +178,7 @@ def main() -> None:
     driver = Driver(asked.name, asked.folder, asked.journal, asked.points)
     for name in asked.only.split(","):
         driver.run(name)
-    print(json.dumps({**driver.told, "tried": driver.tried}))
+    print(json.dumps({**driver.counts, "tried": driver.tried}))
 
 
 if __name__ == "__main__":

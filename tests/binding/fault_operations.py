@@ -123,8 +123,8 @@ def clear(stage: Stage) -> None:
 
 def look(stage: Stage) -> bytes:
     ctx = stage.ctx
-    told = [ctx.memory_info, ctx.n_cells_used, ctx.sequences(), ctx.can_resume(0, 8)]
-    return repr([*told, ctx.cells()]).encode()
+    facts = [ctx.memory_info, ctx.n_cells_used, ctx.sequences(), ctx.can_resume(0, 8)]
+    return repr([*facts, ctx.cells()]).encode()
 
 
 def get_state(stage: Stage) -> bytes:

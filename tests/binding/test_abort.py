@@ -151,7 +151,7 @@ for what in (np.full(8000, 5), batch):
 
 
 @needs_timers
-def test_ctrl_c_ends_a_long_decode_and_leaves_the_truth(child: Child, model: Any) -> None:
+def test_ctrl_c_ends_a_long_decode_and_leaves_right_positions(child: Child, model: Any) -> None:
     code = """
 import signal, sys
 import numpy as np

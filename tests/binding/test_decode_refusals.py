@@ -63,7 +63,7 @@ INVALID = {
     "wrong second token": lambda: after_good(320, 21, 0),
     "wrong second position": lambda: after_good(5, 6, 1),
     "a sequence twice": lambda: one(5, 20, [0, 0]),
-    "a sequence twice behind others": lambda: one(5, 0, [2, 3, 2]),
+    "a sequence twice after others": lambda: one(5, 0, [2, 3, 2]),
 }
 
 TOO_FAR = {

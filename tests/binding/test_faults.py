@@ -58,9 +58,9 @@ def test_a_failed_allocation_is_an_error_and_no_more(
         check=False,
     )
     assert done.returncode == 0, f"{journal.read_text()}\n{done.stderr[-3000:]}"
-    told = json.loads(done.stdout)
-    assert told["raised"] > 0.8 * told["runs"]
+    counts = json.loads(done.stdout)
+    assert counts["raised"] > 0.8 * counts["runs"]
     if name == "llama":
-        assert set(told["tried"]) == set(OPERATIONS) - NOT_ON_LLAMA
-    assert {"create", "load", "text"} <= set(told["tried"])
-    assert told["tried"]["create"] > 500, "the preloaded allocator counts nothing"
+        assert set(counts["tried"]) == set(OPERATIONS) - NOT_ON_LLAMA
+    assert {"create", "load", "text"} <= set(counts["tried"])
+    assert counts["tried"]["create"] > 500, "the preloaded allocator counts nothing"

@@ -89,7 +89,7 @@ def test_the_child_refuses_and_the_parent_goes_on(child: Child, model: Any, end:
     assert_quiet(done)
 
 
-def test_a_fork_during_a_decode_of_another_thread_hangs_nobody(child: Child, model: Any) -> None:
+def test_a_fork_during_a_decode_of_another_thread_does_not_hang(child: Child, model: Any) -> None:
     code = (
         START
         + """

@@ -57,10 +57,10 @@ def test_hostile_calls_end_in_documented_exceptions(
     done = run(command, tmp_path)
     last = journal.read_text().splitlines()[-3:]
     assert done.returncode == 0, f"{done.stderr[-3000:]}\nlast calls: {last}"
-    told = json.loads(done.stdout.splitlines()[-1])
+    counts = json.loads(done.stdout.splitlines()[-1])
     # The rest came back empty-handed: nobody was closed.
-    assert sum(told["called"].values()) > 0.9 * CALLS
-    assert told["checked contexts"] > CALLS // 1000
+    assert sum(counts["called"].values()) > 0.9 * CALLS
+    assert counts["checked contexts"] > CALLS // 1000
     # Not every memory gives everything.
     given = {"llama": {*GIVEN} - {PartialState}, "lfm2_swa": {PartialState}}
     kinds = [*KINDS, *given.get(name, ())]
@@ -69,9 +69,9 @@ def test_hostile_calls_end_in_documented_exceptions(
         sequences = (LlamaSequence, BatchGenerator, PrefixCache)
         kinds = [kind for kind in kinds if kind not in sequences]
     members = {f"{kind.__name__}.{name}" for kind in kinds for name in MEMBERS[kind][0]}
-    assert members <= set(told["called"]), "never called"
+    assert members <= set(counts["called"]), "never called"
     # Nonsense alone would prove little: most calls must have come through, too.
-    refused = members - set(told["returned"])
+    refused = members - set(counts["returned"])
     assert len(refused) < len(members) / 5, f"never let through: {sorted(refused)}"
 
 

@@ -100,7 +100,7 @@ def test_the_error_names_the_sequence_and_not_the_model(make_context: Any) -> No
     assert (caught.value.subject, caught.value.operation) == ("sequence", "kv_cache_seq_add")
 
 
-def test_memory_and_model_are_told_apart(make_context: Any) -> None:
+def test_memory_and_model_errors_differ(make_context: Any) -> None:
     mamba, qwen = make_context("mamba"), make_context("qwen2vl")
     mamba.decode(words(5))
     qwen.decode(words(5))

@@ -85,7 +85,7 @@ def test_the_order_of_specials_of_one_length_is_llama_cpps(tmp_path: Path, seed:
 def test_white_space_beside_a_special_goes_where_the_model_says(
     tmp_path: Path, name: str, pre: str
 ) -> None:
-    # By these names llama.cpp strips white space before or behind some tokens.
+    # By these names llama.cpp strips white space before or after some tokens.
     specials = ["<mask>", "[MASK]", "<|end|>x", "</s>", "<unk>", "<s>", "<|endoftext|>"]
     more = {**dict.fromkeys(specials, CONTROL), "\n": OWN}
     one = load_vocab(with_tokens(bpe(pre), more), tmp_path, name or None)

@@ -19,7 +19,7 @@ from .kit import with_keys
 PATTERNS = pretokenizers.patterns()
 TEXTS = min(1000, int(os.environ.get("PYKVCACHE_FUZZ_CALLS", 1000)) // 20)
 SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", 1))
-# What std::regex went through character by character: some 30,000 were enough for its stack.
+# What std::regex matched character by character: some 30,000 were enough for its stack.
 LONG = {
     "letters": "x",
     "capitals": "X",

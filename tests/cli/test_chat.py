@@ -166,7 +166,7 @@ def test_commands_of_the_chat() -> None:
     assert "not said" not in done.stdout
 
 
-def test_a_file_that_is_no_talk_ends_the_chat(
+def test_a_file_that_is_not_a_chat_ends_the_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text").write_text("not a talk")

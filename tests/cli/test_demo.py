@@ -110,7 +110,7 @@ def test_demo_refuses_what_writes_no_text(name: str, model_folder: Path) -> None
 def test_demo_finds_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rewind that leaves one token too much is told in the table and by the exit code."""
+    """A rewind that leaves one token too much shows in the table and in the exit code."""
     clear = pykvcache.LlamaContext.clear_kv_cache_seq
 
     def too_little(self: pykvcache.LlamaContext, src: int, p0: int = 0, p1: int = -1) -> bool:

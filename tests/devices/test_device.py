@@ -199,7 +199,7 @@ def test_stored_types_and_transposed_values(type_k: str, flash: str, bench: Benc
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-def test_a_restore_beside_full_windows_harms_nobody(layers: int, bench: Bench) -> None:
+def test_a_restore_beside_full_windows_changes_no_other_sequence(layers: int, bench: Bench) -> None:
     options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 3, "n_ubatch": 32, "swa_full": False}
     ctx, fresh = bench("gemma3", layers, **options), bench("gemma3", layers, **options)
     long = np.random.default_rng(6).integers(5, 250, 300).astype(np.int32)

@@ -92,7 +92,7 @@ def test_samples_of_one_prompt_share_its_evaluation(make_context: Make) -> None:
         assert handle.tokens.tolist() == alone(ctx, prompt, 6, chosen)
 
 
-def test_nobody_stalls_while_a_long_prompt_is_evaluated(make_context: Make) -> None:
+def test_others_continue_while_a_long_prompt_is_evaluated(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=1024, n_seq_max=3)
     rng = np.random.default_rng(2)
     generator = BatchGenerator(ctx, n_chunk=16)

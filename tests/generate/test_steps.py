@@ -85,7 +85,7 @@ def test_changes_between_steps_are_noticed(case: Case, make_context: Make) -> No
             assert handle.tokens.tolist() == list(alone.generate(16, sampler(ctx, i))), i
 
 
-def test_nothing_is_decoded_behind_cells_that_are_not_what_was_noted(make_context: Make) -> None:
+def test_nothing_is_decoded_after_cells_that_changed(make_context: Make) -> None:
     ctx = make_context("llama", n_seq_max=2)
     native = ctx.native
     ledger = lib.Tokens(np.array(words(1, 12), np.int32))

@@ -48,15 +48,15 @@ def test_written_back_it_goes_on_as_if_it_had_never_stopped(model: LlamaModel, t
     assert np.abs(never_stopped - written).max() < tolerance
 
 
-def test_each_half_is_there(model: LlamaModel) -> None:
+def test_each_part_is_there(model: LlamaModel) -> None:
     ctx = context(model, swa_full=False)
     ctx.decode(words(model))
     arrays = ctx.kv(0)
     kind = ctx.memory_kind
     assert (arrays.window is not None) == ("sliding-window" in kind)
     assert (arrays.recurrent is not None) == (kind == "recurrent" or "hybrid" in kind)
-    halves = [arrays, *([arrays.window] if arrays.window else [])]
-    layers = [layer.layer for half in halves for layer in half.layers]
+    parts = [arrays, *([arrays.window] if arrays.window else [])]
+    layers = [layer.layer for part in parts for layer in part.layers]
     if arrays.window is not None:
         n_swa = ctx.memory_info.n_swa
         assert arrays.window.positions.tolist() == list(range(N - n_swa, N))
@@ -68,9 +68,9 @@ def test_each_half_is_there(model: LlamaModel) -> None:
     assert sorted(layers) == list(range(model.n_layer))
     if kind != "recurrent":
         assert arrays.positions.tolist() == list(range(N))
-    for half in halves:
-        for layer in half.layers:
-            assert layer.keys.shape[:2] == (len(half), model.n_head_kv)
+    for part in parts:
+        for layer in part.layers:
+            assert layer.keys.shape[:2] == (len(part), model.n_head_kv)
             assert np.asarray(layer.keys).any(axis=(1, 2)).all()
             assert np.asarray(layer.values).any(axis=(1, 2)).all()
 
@@ -94,7 +94,7 @@ def test_an_empty_sequence_empties(model: LlamaModel) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2_swa"])
-def test_halves_that_do_not_fit_each_other_are_refused(name: str, model_folder: Path) -> None:
+def test_parts_that_do_not_fit_each_other_are_refused(name: str, model_folder: Path) -> None:
     model = LlamaModel(make_model(name, model_folder))
     ctx = context(model, **EXACT)
     ctx.decode(words(model))
@@ -117,7 +117,7 @@ def test_halves_that_do_not_fit_each_other_are_refused(name: str, model_folder: 
     assert different(arrays, ctx.kv(0)) == []
 
 
-def test_select_reaches_both_halves(model_folder: Path) -> None:
+def test_select_reaches_both_parts(model_folder: Path) -> None:
     model = LlamaModel(make_model("gemma3", model_folder))
     ctx = context(model, **EXACT)
     tokens = words(model)

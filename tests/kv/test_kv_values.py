@@ -180,7 +180,7 @@ def shiftable() -> list[str]:
     return [n for n, info in MODELS.items() if info.has_rope and info.can_shift and info.has_memory]
 
 
-def halves(arrays: SequenceKV) -> list[SequenceKV]:
+def attention_parts(arrays: SequenceKV) -> list[SequenceKV]:
     return [arrays, *([arrays.window] if arrays.window else [])]
 
 
@@ -200,21 +200,21 @@ def test_rope_is_what_numpy_computes_from_its_definition(
     if MODELS[name].can_shift:
         ctx.kv_cache_seq_add(0, None, None, by)
         shifted = ctx.kv(0)
-    for h, half in enumerate(halves(unshifted)):
-        for i, layer in enumerate(half.layers):
+    for h, part in enumerate(attention_parts(unshifted)):
+        for i, layer in enumerate(part.layers):
             # The windows of this architecture have a scale of their own, which is 1.
             use = (
                 arch not in ("llama", "granitehybrid"),
                 1.0 if (h, arch) == (1, "gemma3") else scale,
             )
-            raw = np.asarray(halves(plain)[h].layers[i].keys)
-            expected = turned(raw, half.positions, use[0], base, use[1])
+            raw = np.asarray(attention_parts(plain)[h].layers[i].keys)
+            expected = turned(raw, part.positions, use[0], base, use[1])
             assert np.abs(expected - layer.keys).max() < 1e-4
             if shifted is not None:
-                moved = halves(shifted)[h]
-                assert np.array_equal(moved.positions, half.positions + by)
+                moved = attention_parts(shifted)[h]
+                assert np.array_equal(moved.positions, part.positions + by)
                 expected = turned(
-                    np.asarray(layer.keys), np.full(len(half), by), use[0], base, use[1]
+                    np.asarray(layer.keys), np.full(len(part), by), use[0], base, use[1]
                 )
                 assert np.abs(expected - moved.layers[i].keys).max() < 1e-3
                 assert np.array_equal(moved.layers[i].values, layer.values)

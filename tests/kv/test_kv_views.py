@@ -142,7 +142,7 @@ def test_views_are_read_only(model: LlamaModel) -> None:
         pickle.dumps(view)
 
 
-def test_a_method_of_arrays_that_views_lack_is_told_where_to_find(model: LlamaModel) -> None:
+def test_a_missing_array_method_names_the_one_to_use(model: LlamaModel) -> None:
     view = first_keys(context(model))
     for name in ("mean", "sum", "T", "reshape", "astype", "tolist", "__array_interface__"):
         assert not hasattr(view, name)
@@ -299,7 +299,7 @@ def test_a_callback_cannot_change_the_cache_under_a_view(model: LlamaModel) -> N
     assert view.is_valid
 
 
-def test_threads_read_a_view_or_are_told_that_it_is_stale(model: LlamaModel) -> None:
+def test_threads_read_a_view_or_get_a_stale_view_error(model: LlamaModel) -> None:
     ctx = context(model)
     expected = np.linalg.norm(ctx.kv(0).layers[0].keys)
     done = threading.Event()

@@ -118,7 +118,7 @@ def apart(a: NDArray[np.floating[Any]], b: NDArray[np.floating[Any]]) -> float:
 
 
 class Bench:
-    """A context, and what each of its sequences ought to hold, told by plain lists.
+    """A context, and what each of its sequences ought to hold, by plain lists.
 
     `held` maps a sequence to its tokens; the first lies at `start` (0 unless shifted). Tests
     change the context through `ctx` and `held` by hand, so that nothing here repeats the rules.
@@ -171,14 +171,14 @@ class Bench:
 
     def _cells(self) -> None:
         """The attention cells are those of the sequences, each at its own position."""
-        alive = {seq: tokens for seq, tokens in self.held.items() if tokens}
-        assert set(self.ctx.sequences()) == set(alive)
+        filled = {seq: tokens for seq, tokens in self.held.items() if tokens}
+        assert set(self.ctx.sequences()) == set(filled)
         if self.case.info.memory == "recurrent":
             return
         table = self.ctx.cells("attention")
         assert table.members.any(axis=1).all(), "a cell is used that no sequence holds"
         assert len(table) == self.ctx.n_cells_used
-        for seq, tokens in alive.items():
+        for seq, tokens in filled.items():
             first = self.start.get(seq, 0)
             pos = np.sort(table.pos[table.members[:, seq]])
             wanted = np.arange(first, first + len(tokens))

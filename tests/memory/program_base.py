@@ -144,12 +144,12 @@ class ProgramBase(RuleBasedStateMachine):
     def _states_are_shared(self) -> None:
         """Each sequence has one state, at its last position, and forks share theirs."""
         ref, table = self.ref, self.ctx.cells("recurrent")
-        alive = [seq for seq in range(N_SEQ) if ref.cells[seq]]
+        filled = [seq for seq in range(N_SEQ) if ref.cells[seq]]
         groups = {state: 0 for state in ref.state.values()}
-        for seq in alive:
+        for seq in filled:
             groups[ref.state[seq]] |= 1 << seq
         assert sorted((table.members @ BITS).tolist()) == sorted(g for g in groups.values() if g)
-        last = {seq: ref.positions(seq)[-1] for seq in alive}
+        last = {seq: ref.positions(seq)[-1] for seq in filled}
         for pos, members in zip(table.pos.tolist(), table.members, strict=True):
             assert {last[seq] for seq in np.flatnonzero(members)} == {pos}
 

@@ -191,9 +191,9 @@ class Program(ProgramBase):
         assert pos is not None
         allowed = self.ref.resume(seq, pos)
         asked = Verdict(frozenset({DONE, REFUSED}), lambda: None)
-        told = self.do("can_resume", asked, seq, pos)
-        assert told in allowed, f"can_resume({seq}, {pos}) is {told}"
-        if told and pos > 0:
+        answer = self.do("can_resume", asked, seq, pos)
+        assert answer in allowed, f"can_resume({seq}, {pos}) is {answer}"
+        if answer and pos > 0:
             verdict = self.ref.remove([seq], pos, END)
             only_done = Verdict(frozenset({DONE}), verdict.effect)
             self.do("clear_kv_cache_seq", only_done, seq, pos, None)

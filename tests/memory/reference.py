@@ -190,7 +190,7 @@ class Reference:
             if known is not None and not whole:
                 known = known[: len(chosen)] if prefix else None
             self.tokens[dst] = None if known is None else [*known]
-            self._settle(dst)
+            self._apply_pending(dst)
 
         if src == dst:
             return verdict(nothing, DONE)
@@ -217,7 +217,7 @@ class Reference:
                 if gone:
                     self.tokens[seq] = known[: len(kept)] if known is not None and tail else None
                 self.cells[seq] = kept
-                self._settle(seq)
+                self._apply_pending(seq)
 
         partial = [s for s in seqs if self.within(s, p0, p1) and not self.covers(s, p0, p1)]
         if partial and self.whole_only:
@@ -343,7 +343,7 @@ class Reference:
             self.cells[seq] = [Cell(pos, next(self._keys)) for pos in positions]
             self.state[seq] = next(self._keys)
             self.tokens[seq] = None if saved.tokens is None else [*saved.tokens]
-            self._settle(seq)
+            self._apply_pending(seq)
 
         if not self.case.has_states:
             return verdict(nothing, UNSUPPORTED)
@@ -373,7 +373,7 @@ class Reference:
             return verdict(nothing, UNSUPPORTED)
         return verdict(effect, DONE)
 
-    def _settle(self, seq: int) -> None:
+    def _apply_pending(self, seq: int) -> None:
         if not self.cells[seq]:
             self.tokens[seq] = []
             self.state[seq] = -1

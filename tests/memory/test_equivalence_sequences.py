@@ -177,7 +177,9 @@ def test_update_between_changes_nothing(case: Case, bench: MakeBench) -> None:
 
 
 @every_case
-def test_a_pending_copy_is_of_the_moment_of_the_call(case: Case, bench: MakeBench) -> None:
+def test_a_pending_copy_holds_what_the_source_held_at_the_call(
+    case: Case, bench: MakeBench
+) -> None:
     # With streams the data moves later; what happens to the source meanwhile may not count.
     b = bench(case)
     tokens = b.feed(0, 20).tolist()

@@ -210,7 +210,7 @@ def test_moves_onto_other_cells_are_refused(name: str, unified: bool, twin: Make
 
 
 def test_the_rotation_of_upstreams_division_would_show(twin: MakeTwin) -> None:
-    # It turns a key that went from p to q by p - q instead of q - p, as if it were at 2p - q.
+    # It turns a key that moved from p to q by p - q instead of q - p, as if it were at 2p - q.
     t = twin("llama")
     t.decode(0, 40)
     old = t.ledger.cells(0)

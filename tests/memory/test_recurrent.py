@@ -88,7 +88,7 @@ def test_m16_m17_and_m19_a_part_is_not_removed(case: Case, bench: MakeBench) -> 
 
 
 @whole_case
-def test_m10_and_m11_a_copy_replaces_both_halves(case: Case, bench: MakeBench) -> None:
+def test_m10_and_m11_a_copy_replaces_both_parts(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 10)
     b.feed(1, 25)
@@ -119,7 +119,7 @@ def test_forks_of_forks_share_no_state(case: Case, bench: MakeBench) -> None:
 
 
 @whole_case
-def test_m22_keep_drops_both_halves(case: Case, bench: MakeBench) -> None:
+def test_m22_keep_drops_both_parts(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 10)
     for dst in (1, 2, 3):

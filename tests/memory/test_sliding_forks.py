@@ -90,7 +90,7 @@ def test_forks_of_a_long_prefix_fill_the_window_and_nothing_else(bench: MakeBenc
         if full:
             break
     assert full, "256 cells cannot hold 200 shared ones and 4 x 40 more"
-    # The truth is told, and dropping forks makes room again.
+    # The limit is reported, and dropping forks makes room again.
     b.positions()
     for seq in (1, 2, 3):
         assert b.ctx.clear_kv_cache_seq(seq)

@@ -69,9 +69,9 @@ def test_a_rewind_is_right_or_refused_wherever_it_goes(
         b.feed(0, 200)
         left = 400 - back
         end = b.start.get(0, 0) + left
-        told = b.ctx.can_resume(0, end)
+        answer = b.ctx.can_resume(0, end)
         done = b.ctx.clear_kv_cache_seq(0, end)
-        assert done == told or left == 0, f"{back} back"
+        assert done == answer or left == 0, f"{back} back"
         if done:
             b.held[0] = b.held[0][:left]
             if left == 0:

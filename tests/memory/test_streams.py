@@ -72,7 +72,7 @@ def test_m9_an_end_of_int32_max_is_the_end(case: Case, bench: MakeBench) -> None
 
 
 @stream_case
-def test_m11_copying_an_empty_stream_empties_both_halves(case: Case, bench: MakeBench) -> None:
+def test_m11_copying_an_empty_stream_empties_both_parts(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(1, 20)
     b.ctx.copy_kv_cache_seq(0, 1)

@@ -113,9 +113,11 @@ def test_a_fact_is_not_used_after_it_is_forgotten():
 
 @pytest.mark.parametrize("story", ["wrong owner", "never stated"])
 def test_judge_finds_an_unbacked_claim(story):
-    told = {"wrong owner": "Tom has a red kite. Anna has a blue boat.", "never stated": ""}[story]
+    story_text = {"wrong owner": "Tom has a red kite. Anna has a blue boat.", "never stated": ""}[
+        story
+    ]
     verdict = judge(
-        'Tom asks, "Who has the red kite?" "The red kite belongs to Anna," says Tom.', told
+        'Tom asks, "Who has the red kite?" "The red kite belongs to Anna," says Tom.', story_text
     )
     assert (verdict.sentences, verdict.grammatical) == (2, 2)
     assert (verdict.claims, verdict.backed) == (1, 0)

@@ -92,14 +92,14 @@ def test_demo_prompts_hold_no_unknown_words(metadata):
 def test_chat_template_asks_in_the_words_of_the_stories(metadata):
     jinja2 = pytest.importorskip("jinja2")
     template = jinja2.Template(metadata["tokenizer.chat_template"])
-    told = {"role": "user", "content": "Mara has a red kite."}
+    statement = {"role": "user", "content": "Mara has a red kite."}
     asked = {"role": "user", "content": "Who has the red kite?"}
     replied = {"role": "assistant", "content": "The red kite belongs to Mara."}
-    assert template.render(messages=[told]) == "Mara has a red kite."
-    assert template.render(messages=[told, asked], add_generation_prompt=True) == (
+    assert template.render(messages=[statement]) == "Mara has a red kite."
+    assert template.render(messages=[statement, asked], add_generation_prompt=True) == (
         'Mara has a red kite. The reader asks, "Who has the red kite?" The story says, "'
     )
-    assert template.render(messages=[told, asked, replied]) == (
+    assert template.render(messages=[statement, asked, replied]) == (
         'Mara has a red kite. The reader asks, "Who has the red kite?" '
         'The story says, "The red kite belongs to Mara."'
     )

@@ -1,4 +1,4 @@
-"""What the CI service is told: it cannot be run here, but its tools can read it."""
+"""The configuration of the CI service: it cannot be run here, but its tools can read it."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_it_says_why(make_context: Make) -> None:
         gc.collect()
 
 
-def test_events_tell_what_came_and_went(make_context: Make) -> None:
+def test_events_report_what_was_stored_and_dropped(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=512, n_seq_max=2)
     cell = ctx.native.block_bytes()
     cache = PrefixCache(ctx, block_size=SIZE, ram_bytes=50 * SIZE * cell)

@@ -97,7 +97,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def failed(capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line that a failure is told in."""
+    """Return the one line that reports a failure."""
     text = capsys.readouterr().err
     assert text.startswith("fetch.py: ")
     assert text.count("\n") == 1

@@ -161,7 +161,7 @@ def test_greedy_text_is_the_same_from_a_fork(real_model: LlamaModel) -> None:
         assert list(ctx.generate(head[-1:], 16)) == forked
 
 
-def test_embeddings_tell_what_is_alike(real_model: LlamaModel) -> None:
+def test_similar_texts_have_similar_embeddings(real_model: LlamaModel) -> None:
     texts = ("A cat sleeps on the sofa.", "A kitten naps on the couch.", "Taxes rise next year.")
     with LlamaContext(real_model, n_ctx=512, n_seq_max=4, embeddings=True) as ctx:
         if ctx.memory_kind != "none":

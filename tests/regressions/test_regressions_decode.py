@@ -194,7 +194,7 @@ def test_unequal_sequences_in_one_batch_keep_their_windows(
             try:
                 ctx.decode(batch)
             except DecodeError:
-                # No room, or poisoned since: what is left is what the positions say.
+                # No room, or needs removal since: what is left is what the positions say.
                 for seq, tokens, _ in used:
                     end = ctx.kv_cache_seq_pos_max(seq) + 1
                     held[seq] = [*held[seq], *tokens.tolist()][:end]

@@ -1,4 +1,4 @@
-"""Regressions of states: what went wrong once, and shall not again."""
+"""Regressions of states: failures that happened, and must not again."""
 
 from __future__ import annotations
 

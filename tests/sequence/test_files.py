@@ -53,7 +53,7 @@ def test_a_sequence_of_which_nothing_was_evaluated(make_context: Make, tmp_path:
         assert loaded.n_evaluated == 0
 
 
-def test_files_that_are_none(make_context: Make, tmp_path: Path) -> None:
+def test_invalid_files_raise(make_context: Make, tmp_path: Path) -> None:
     ctx = make_context("llama", n_seq_max=2)
     sequence = LlamaSequence(ctx, [5, 6, 7])
     sequence.evaluate()

@@ -80,7 +80,7 @@ class PartialProgram(Program):
             ref.cells[seq] = [*kept.cells]
             ref.tokens[seq] = None if kept.tokens is None else [*kept.tokens]
             ref.state[seq] = next(ref._keys)
-            ref._settle(seq)
+            ref._apply_pending(seq)
 
         if not kept.state.is_valid:
             before = self.ctx.sequences()

@@ -66,7 +66,7 @@ print(sorted(seen), left)
 """
 
 
-def test_kill_9_at_random_moments_leaves_the_old_file_or_the_new_one(
+def test_kill_9_leaves_the_old_file_or_the_new_one(
     two: tuple[SequenceState, SequenceState], tmp_path: Path
 ) -> None:
     folder = tmp_path / "target"

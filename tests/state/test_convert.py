@@ -167,13 +167,13 @@ def test_values_that_another_type_cannot_hold_are_refused(
         with pytest.raises(StateDamaged, match="NaN"):
             with_values(source, float(value))
 
-    def poison(_: Any, tensors: Any) -> None:
+    def spoil(_: Any, tensors: Any) -> None:
         key = "attention.layers.0.k"
         data = np.array(tensors[key].data)
         data.reshape(-1)[-4:] = 0xFF
         tensors[key] = replace(tensors[key], data=data)
 
-    damaged = SequenceState.from_bytes(forged(state.to_bytes(), poison))
+    damaged = SequenceState.from_bytes(forged(state.to_bytes(), spoil))
     with refused(target, StateDamaged):
         target.restore_sequence(damaged, 0, convert=True)
 

@@ -128,9 +128,7 @@ def test_every_truncation_is_found(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_behind_the_end_are_found(
-    kind: str, make_context: ContextFactory, tmp_path: Path
-) -> None:
+def test_bytes_after_the_end_raise(kind: str, make_context: ContextFactory, tmp_path: Path) -> None:
     ctx = make_context("llama")
     data = saved(ctx, kind, tmp_path / "a")
     load = loader(ctx, kind, tmp_path / "a")

@@ -177,7 +177,7 @@ def test_an_empty_sequence_empties(
 def test_a_resting_sequence_whose_window_cells_were_all_reused(
     model: Callable[..., LlamaModel], make_context: ContextFactory, tmp_path: Path
 ) -> None:
-    """The two halves then end differently, which is no damage: its next token sees none of them."""
+    """The two parts then end differently, which is no damage: its next token sees none of them."""
     tiny = model("gemma3", n_swa=1)
     options = {"swa_full": False, "n_ctx": 1024, "n_ubatch": 32}
     ctx, other = make_context(tiny, **options), make_context(tiny, **options)

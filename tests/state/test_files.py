@@ -95,7 +95,7 @@ def test_a_description_reads_the_header_alone(make_context: ContextFactory, tmp_
     ctx.save_context(tmp_path / "all")
     info = describe_state(str(tmp_path / "all"))
     assert (info.kind, info.n_tokens, info.has_tokens) == ("context", 25, False)
-    # Everything behind the table of checksums may be damaged.
+    # Everything after the table of checksums may be damaged.
     data = bytearray((tmp_path / "a").read_bytes())
     start = 8 + int.from_bytes(data[:8], "little") + 16 * 7
     data[start:] = bytes(len(data) - start)

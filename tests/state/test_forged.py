@@ -185,7 +185,7 @@ def test_what_makes_no_sense_is_damaged(
 # What can be read, but does not fit the context.
 UNFIT: dict[str, tuple[str, Edit, type[StateError] | type[NoKvCacheSlot]]] = {
     "last position": ("llama", put(P, [*range(11), 2**31 - 1]), StateDamaged),
-    "halves": ("gemma3", put("window.positions", [*range(11), 12]), StateDamaged),
+    "parts": ("gemma3", put("window.positions", [*range(11), 12]), StateDamaged),
     "no window": ("gemma3", put("window.positions", HERE + 1), StateDamaged),
     "states": ("jamba", put("recurrent.positions", [3]), StateDamaged),
     "attention": ("jamba", put(P, HERE * 2), StateDamaged),
@@ -200,7 +200,7 @@ UNFIT: dict[str, tuple[str, Edit, type[StateError] | type[NoKvCacheSlot]]] = {
 
 
 def apart(base: str, window: str) -> Edit:
-    """Both halves end alike, and the window holds a position that the other half does not."""
+    """Both parts end alike, and the window holds a position that the other part does not."""
 
     def edit(_: Text, tensors: Tensors) -> None:
         ints(tensors, base, [0, *range(2, 13)])
@@ -213,15 +213,15 @@ def apart(base: str, window: str) -> Edit:
 def test_a_window_with_positions_of_its_own_is_damaged(
     shift: int, make_context: ContextFactory
 ) -> None:
-    """A shift that fits the positions of one half would take cells of the other below 0."""
+    """A shift that fits the positions of one part would take cells of the other below 0."""
     ctx = make_context("gemma3")
     ctx.decode(WORDS[:12], seq_id=1)
     one, whole = ctx.sequence_state(1).to_bytes(), ctx.context_state().to_bytes()
     bad = forged(one, apart(P, "window.positions"))
-    with refused(ctx, StateDamaged, match="positions which its attention half"):
+    with refused(ctx, StateDamaged, match="positions which its attention part"):
         ctx.restore_sequence(SequenceState.from_bytes(bad), 1)
     bad = forged(whole, apart("attention.0.positions", "window.0.positions"))
-    with refused(ctx, StateDamaged, match="positions which its attention half"):
+    with refused(ctx, StateDamaged, match="positions which its attention part"):
         ctx.restore_context(ContextState.from_bytes(bad))
     ctx.kv_cache_seq_add(1, 6, 12, 4)
     ctx.kv_cache_seq_add(1, 10, 16, shift)

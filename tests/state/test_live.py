@@ -42,7 +42,7 @@ def test_a_restored_sequence_has_no_logits_and_others_keep_theirs(
             ctx.logits()
 
 
-def test_a_state_that_is_taken_during_decodes_is_of_one_moment(
+def test_a_state_taken_during_decodes_is_consistent(
     make_context: ContextFactory, tmp_path: Path
 ) -> None:
     """Tokens go in one by one: whatever is saved is a prefix of what is there in the end."""

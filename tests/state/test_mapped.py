@@ -24,13 +24,13 @@ def cut(path: Path) -> None:
 
 
 def facts(state: SequenceState | ContextState) -> list[str]:
-    """All that is told without keys and values."""
-    told = [repr(state), repr(state.metadata), repr(state.fingerprint), str(state.n_tokens)]
+    """All that is known without keys and values."""
+    facts = [repr(state), repr(state.metadata), repr(state.fingerprint), str(state.n_tokens)]
     if isinstance(state, SequenceState):
-        told += [repr(state.tokens), repr(state.positions), str(state.first), str(len(state))]
+        facts += [repr(state.tokens), repr(state.positions), str(state.first), str(len(state))]
     else:
-        told += [repr(state.tokens), repr(dict(state.firsts))]
-    return told
+        facts += [repr(state.tokens), repr(dict(state.firsts))]
+    return facts
 
 
 def test_facts_do_not_lie_in_the_file(make_context: ContextFactory, tmp_path: Path) -> None:

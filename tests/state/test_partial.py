@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @forgetful
-def test_a_sequence_goes_back_to_every_moment_that_was_taken(case: Case, bench: MakeBench) -> None:
+def test_a_sequence_goes_back_to_every_state_that_was_taken(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     taken = {}
     for more in (3, 17, 41, 38):

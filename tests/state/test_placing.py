@@ -1,4 +1,4 @@
-"""Where a restored sequence lands among the cells of others, and that the books are right then."""
+"""Where a restored sequence lands among others, and that llama.cpp's sets are right then."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_holes_are_filled_where_a_run_would_make_the_cache_longer(
     assert max(cells_of(ctx, 3)) == 249
     assert np.array_equal(ctx.get_state(1), held)
     check_books(ctx)
-    # A short one lies in a run behind them: no more cells are computed over for that.
+    # A short one lies in a run after them: no more cells are computed over for that.
     ctx.clear_kv_cache_seq(3)
     source.clear_kv_cache_seq(0, 50)
     ctx.set_state(source.get_state(0), 3)

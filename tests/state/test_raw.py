@@ -209,7 +209,7 @@ def test_a_negative_position_is_refused(make_context: ContextFactory) -> None:
         ctx.set_state(state, 1)
 
 
-def test_halves_that_end_differently_are_refused(make_context: ContextFactory) -> None:
+def test_parts_that_end_differently_are_refused(make_context: ContextFactory) -> None:
     ctx = make_context("jamba")
     ctx.decode(WORDS[:12])
     state = ctx.get_state(0)

@@ -148,14 +148,14 @@ for room in range(0, 4000, 25):
         libc.free(at)
     try:
         ctx.set_state(state, 1)
-        went = True
+        succeeded = True
     except (MemoryError, InternalError):  # ggml asserts that it has got memory
-        went = False
+        succeeded = False
         failed += 1
     resource.setrlimit(resource.RLIMIT_AS, everything)
     for at in eaten[:n].tolist():
         libc.free(at)
-    if went:
+    if succeeded:
         break
     assert ctx.get_state(1).tobytes() == before, room
 assert failed > 3, failed

@@ -148,7 +148,7 @@ def test_files_with_right_checksums_are_refused_too(
     ctx.save_sequence(one, 0)
     ctx.save_context(all_)
 
-    def poison(text: Any, tensors: Any) -> None:
+    def spoil(text: Any, tensors: Any) -> None:
         values = [key for key in tensors if key.rsplit(".")[-1] in ("k", "v", "v_trans", "r", "s")]
         assert values
         key = values[-1]
@@ -157,7 +157,7 @@ def test_files_with_right_checksums_are_refused_too(
         tensors[key] = replace(tensors[key], data=data)
 
     for path in (one, all_):
-        path.write_bytes(forged(path.read_bytes(), poison))
+        path.write_bytes(forged(path.read_bytes(), spoil))
     before = ctx.get_state().tobytes()
     for load in (
         lambda: ctx.load_sequence(one, 0),

@@ -66,7 +66,7 @@ def rows(folder: Path) -> int:
         return int(n)
 
 
-def test_killed_at_any_moment_nothing_is_lost_but_what_was_being_written(tmp_path: Path) -> None:
+def test_kill_9_loses_only_what_was_being_written(tmp_path: Path) -> None:
     dice = random.Random(1)
     n_checked = 0
     for round_ in range(4):
@@ -97,7 +97,7 @@ def test_killed_at_any_moment_nothing_is_lost_but_what_was_being_written(tmp_pat
     assert len(list((tmp_path / "owners").iterdir())) == 0
 
 
-def test_the_bound_holds_over_all_processes_at_every_moment(tmp_path: Path) -> None:
+def test_the_bound_always_holds_over_all_processes(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(running("write", tmp_path, i)) for i in range(3)]
         for writer in writers:

@@ -57,7 +57,7 @@ class Ledger:
         """Of the last token of the last decode, shape (n_vocab,)."""
 
     def forward(self, words: Ints, positions: Ints, old: Cells) -> tuple[Floats, Cells]:
-        """Logits of shape (n_tokens, n_vocab), and `old` with the new cells behind it."""
+        """Logits of shape (n_tokens, n_vocab), and `old` with the new cells after it."""
         raise NotImplementedError
 
     def decode(self, seq: int, tokens: Sequence[int] | NDArray[np.integer]) -> Floats:

@@ -99,7 +99,7 @@ def minimax_m3(sizes: Sizes, n_vocab: int) -> Blueprint:
 
 
 def deepseek4(sizes: Sizes, n_vocab: int) -> Blueprint:
-    """A window of raw cells, and compressed ones for what lies behind it."""
+    """A window of raw cells, and compressed ones for what is older."""
     ratios = [(0, 0, 4, 128)[layer % 4] for layer in range(sizes.n_layer)]
     n, groups, rank = sizes.n_embd, 2, 16
     plan = base("deepseek4", sizes)
@@ -143,13 +143,13 @@ def deepseek4(sizes: Sizes, n_vocab: int) -> Blueprint:
         )
         plan.tensors[f"{prefix}attn_q_b.weight"] = matrix(n, Q_RANK)
         plan.tensors[f"{prefix}attn_output_b.weight"] = matrix(n, groups * rank, 2.0)
-        for half in ("attn", "ffn"):
+        for part in ("attn", "ffn"):
             plan.add(
                 prefix,
                 **{
-                    f"hc_{half}_fn": matrix(mixed, STREAMS * n),
-                    f"hc_{half}_base": bias(mixed),
-                    f"hc_{half}_scale": norm(3),
+                    f"hc_{part}_fn": matrix(mixed, STREAMS * n),
+                    f"hc_{part}_base": bias(mixed),
+                    f"hc_{part}_scale": norm(3),
                 },
             )
         if ratios[layer]:
@@ -201,14 +201,14 @@ def qwen4exp(sizes: Sizes, n_vocab: int) -> Blueprint:
         output_hc_up=matrix(STREAMS * n, rank),
     )
     for layer, prefix in blocks(sizes):
-        for half in ("attn", "ffn"):
+        for part in ("attn", "ffn"):
             plan.add(
                 prefix,
                 **{
-                    f"hc_{half}_norm": norm(STREAMS, n),
-                    f"hc_{half}_down": matrix(rank, STREAMS * n),
-                    f"hc_{half}_up": matrix(STREAMS * n, rank),
-                    f"hc_{half}_inject": matrix(STREAMS, STREAMS * n),
+                    f"hc_{part}_norm": norm(STREAMS, n),
+                    f"hc_{part}_down": matrix(rank, STREAMS * n),
+                    f"hc_{part}_up": matrix(STREAMS * n, rank),
+                    f"hc_{part}_inject": matrix(STREAMS, STREAMS * n),
                 },
             )
         if layer % 2:

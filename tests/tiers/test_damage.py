@@ -52,7 +52,7 @@ def test_flipped_and_cut_files_are_misses(
 
 @pytest.mark.parametrize("name", ["llama", "jamba", "gemma3"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_blocks_with_values_that_would_poison_a_context_are_misses(
+def test_blocks_with_values_that_are_not_finite_are_misses(
     name: str, value: float, make_context: Make, fresh_logits: Fresh
 ) -> None:
     """Sealed as they should be: nothing but their values is wrong."""

@@ -125,7 +125,7 @@ cdef class Decoding(Batch):
         return 0
 
     cdef int check_wanted(self, int64_t start) except -1:
-        """Stop between two parts, where nothing is half done."""
+        """Stop between two parts, where nothing is unfinished."""
         if self.abort_flag.is_wanted():
             raise DecodeAborted(
                 f"the decode was aborted; {start} tokens of this call were decoded before and stay", 2,

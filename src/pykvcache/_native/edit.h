@@ -17,7 +17,7 @@ class edit_key {
 // As in probe.h: the context's lock is held, ids and ranges are valid, an open end is 0 or the largest
 // position. What returns int32_t returns CAUGHT where something was thrown.
 
-// A recurrent state does not know where its sequence began; told here, kept through moves.
+// A recurrent state does not know where its sequence began: set here, kept through moves.
 void    set_first(edit_key, memory * m, llama_seq_id seq, llama_pos first);
 int32_t clear_cells(edit_key, memory * m, bool data) noexcept;
 int32_t remove_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept;  // 0: refused

@@ -46,7 +46,7 @@ struct guard_state {
     int  depth = 0;
     bool caught = false;  // whether there is a text to forget
     bool refused = false; // whether ggml was refused memory: its assertion says something else
-    bool muted = false;   // while something is tried whose failure is told elsewhere
+    bool muted = false;   // while something is tried whose failure is reported elsewhere
 };
 // Constant at first and trivial at the end: reading it needs no hidden call.
 inline thread_local guard_state guard;

@@ -12,7 +12,7 @@ namespace pykv {
 
 namespace {
 
-// Behind the name of the architecture. None of these is ever 0 in a model that works.
+// Keys, without the name of the architecture that they begin with. None of these is ever 0 in a model that works.
 constexpr const char * DIVISORS[] = {
     ".attention.output_group_count", ".experts_per_group", ".ssm.group_count", ".ssm.time_step_rank", ".wkv.head_size",
 };

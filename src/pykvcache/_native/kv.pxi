@@ -99,7 +99,7 @@ def read_regions(list regions, func):
 
 
 cdef class Arrays(Cells):
-    """The tensors behind the cells."""
+    """The tensors of the cells."""
 
     cdef int part_of(self, str part) except -1:
         if part not in _PARTS:

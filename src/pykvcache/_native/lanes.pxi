@@ -43,7 +43,7 @@ cdef class Tokens:
         return self.array[begin:min(end, self.n)]
 
     def append(self, values):
-        """Put tokens behind the last one."""
+        """Append tokens."""
         cdef vector[int32_t] more
         cdef Py_ssize_t count
         if not _plain_ints(values, more):
@@ -56,7 +56,7 @@ cdef class Tokens:
             self.frozen = None
 
     def append_one(self, int32_t token):
-        """Put one token behind the last one."""
+        """Append one token."""
         self.reserve(self.n + 1)
         self.put(token)
 

@@ -62,7 +62,7 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
     uint32_t owned_alone(const memory*, llama_seq_id)
 
 
-cdef extern from "probe_partial.h" namespace "pykv" nogil:
+cdef extern from "part_edit.h" namespace "pykv" nogil:
     bool window_has_room(const memory*, llama_seq_id, uint32_t n)
 
 

@@ -31,9 +31,9 @@ struct char_set {
 enum class op : uint8_t {
     one,    // a character of `set`
     run,    // `min` to `max` characters of `set`, as many as possible
-    split,  // go on behind; if that fails, at `to`
+    split,  // go on with the next; if that fails, at `to`
     jump,   // to `to`
-    head,   // of a loop over a group: its body behind, its exit at `to`
+    head,   // of a loop over a group: its body comes next, its exit at `to`
     look,   // the following up to `done` is (not, if `negative`) ahead; then at `to`
     end,    // of the text
     done,

@@ -142,20 +142,15 @@ cdef class Memory(Handle):
         cdef int32_t s = _seq(src, self.n_seq_max), d = _seq(dst, self.n_seq_max)
         cdef int32_t a = 0, b = 0, lo = 0, hi = 0
         cdef bint whole
-        if operation == "copy_cache":
-            if p1 is None:
-                raise TypeError("size must be an integer, not None: copy_kv_cache_seq copies all")
-            _p1(p1, "size")
         _range(p0, p1, &a, &b)
         self.lock_write()
         try:
             self.need_memory(operation)
             if s == d:
                 return
-            if not self.selects(s, a, b):
+            if a >= b or not lib.extent(self.mem, s, lo, hi) or not self.selects(s, a, b, lo, hi):
                 self.remove_from(d, self.seqs.removal_of(d, 0, INT32_MAX), 0, INT32_MAX)
                 return
-            lib.extent(self.mem, s, lo, hi)
             whole = a <= lo and b > hi
             if not whole:
                 self.check_partial_copy(operation, s, a, b)
@@ -172,13 +167,21 @@ cdef class Memory(Handle):
         finally:
             self.lock.leave()
 
-    cdef bint selects(self, int32_t seq, int32_t a, int32_t b) noexcept:
-        """Whether the sequence holds anything in ``[a, b)``."""
-        cdef int32_t lo = 0, hi = 0
-        if a >= b or not lib.extent(self.mem, seq, lo, hi) or b <= lo or a > hi:
+    def copy_cache(self, src, dst, size):
+        """Make dst hold the positions below `size` of src, which must be a number."""
+        _seq(src, self.n_seq_max)
+        _seq(dst, self.n_seq_max)
+        if size is None:
+            raise TypeError("size must be an integer, not None: copy_kv_cache_seq copies all")
+        _p1(size, "size")
+        self.seq_cp(src, dst, 0, size, "copy_cache")
+
+    cdef bint selects(self, int32_t seq, int32_t a, int32_t b, int32_t lo, int32_t hi) noexcept:
+        """Whether a sequence that holds positions from lo to hi holds any in ``[a, b)``."""
+        if b <= lo or a > hi:
             return False
         # Of a recurrent state only the last position has a cell.
-        return self.seqs.whole_only() or (a <= lo and b > hi) or lib.holds(self.mem, seq, a, b)
+        return (a <= lo and b > hi) or self.seqs.whole_only() or lib.holds(self.mem, seq, a, b)
 
     cdef int check_partial_copy(self, str operation, int32_t s, int32_t a, int32_t b) except -1:
         cdef int32_t next_pos

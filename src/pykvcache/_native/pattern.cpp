@@ -164,7 +164,7 @@ private:
     uint32_t read_escape(char_set & set) {
         constexpr uint32_t MANY = UINT32_MAX;
         if (++at >= text.size()) {
-            refuse("nothing behind a backslash", at);
+            refuse("nothing after a backslash", at);
         }
         const char32_t c = text[at++];
         char_set       named;
@@ -353,7 +353,7 @@ private:
 
 program read_pattern(const std::u32string & pattern) {
     const node all = reader(pattern).read();
-    // A match of nothing is known only where all are: std::regex_iterator looks again behind one.
+    // A match of nothing is known only where all are: std::regex_iterator looks again after one.
     if (shortest(all) == 0 && all.what != shape::look) {
         refuse("may match nothing", 0);
     }

@@ -140,7 +140,7 @@ removal removal_of(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p
         if (p0 != 0 || p1 != POS_END) {
             return REMOVE_NOTHING;
         }
-        // A sequence that only the window or the recurrent half knows is cured by removing it.
+        // A sequence that only the window or the recurrent part knows is cured by removing it.
         const bool cells_only = m->base && !m->recurrent && m->kind != MEMORY_OTHER;
         return cells_only && (!m->swa || cells_of(m->swa, seq).empty()) ? REMOVE_EMPTY : REMOVE_WHOLE;
     }

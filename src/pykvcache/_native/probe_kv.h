@@ -87,7 +87,7 @@ bool dequantize(ggml_type type, const void * src, float * dst, int64_t n) noexce
 bool quantize(ggml_type type, const float * src, void * dst, int64_t n) noexcept;
 // Bytes of n values of a type that is a whole number of blocks, or 0.
 size_t bytes_of(int type, int64_t n);
-// Values per block, or 0 for what is no type.
+// Values per block, or 0 for an unknown type.
 int64_t block_of(int type);
 
 }  // namespace pykv

@@ -58,7 +58,7 @@ struct path {
     bool joined = false;  // a part of each head comes from elsewhere
 };
 
-// What was found behind the keys that a node stores.
+// How the keys that a node stores were made.
 struct origin {
     key_rope rope;
     int      turns = 0;      // rotations
@@ -199,7 +199,7 @@ key_rope rope_of(ggml_cgraph * nodes, const llama_context * ctx, const ggml_tens
     }
     rope.known = known;
     if (found.turns == 1 && rope.joined) {
-        // The rotated part stands behind the other one where llama.cpp knows of it.
+        // The rotated part comes after the other one where llama.cpp knows of it.
         rope.known = rope.known && h.n_lora_kv > 0;
         rope.facts.offset = int32_t(h.n_embd_head_k(il)) - rope.facts.n_rot;
     }

@@ -110,7 +110,7 @@ struct walk {
         }
         for (size_t s = 0; part.part == PART_WINDOW && s < whole.size(); ++s) {
             if (!std::includes(whole[s].begin(), whole[s].end(), held[s].begin(), held[s].end())) {
-                throw fault{STATE_DAMAGED, "has a window that holds positions which its attention half does not"};
+                throw fault{STATE_DAMAGED, "has a window that holds positions which its attention part does not"};
             }
         }
     }
@@ -238,7 +238,7 @@ struct walk {
                 const bool left = part.part == PART_WINDOW && last[s] < ends[s] &&
                                   !in_window(m, ends[s], ends[s] + 1);
                 if (last[s] != ends[s] && !left) {
-                    throw fault{STATE_DAMAGED, "has halves that do not end at the same position"};
+                    throw fault{STATE_DAMAGED, "has parts that do not end at the same position"};
                 }
             }
         }
@@ -311,7 +311,7 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
         return result;
     }
     const llama_kv_cache * cache = part == PART_WINDOW ? m->swa : m->base;
-    // A half may have no layer, and then no types either.
+    // A part may have no layer, and then no types either.
     const auto layers = cache ? cache->get_layer_ids() : std::vector<uint32_t>{};
     if (layers.empty()) {
         return result;

@@ -10,7 +10,7 @@ cdef dict _NO_SHIFT = {
     lib.SHIFT_PARTIAL: "llama.cpp cannot rotate quantised keys of which RoPE turns a part; "
                        "create the context with type_k='f16'",
     lib.SHIFT_OTHERWISE: "llama.cpp would rotate keys of this model in another way than its graph does",
-    lib.SHIFT_SCALED: "RoPE changes the length of this model's keys, in each half by another factor",
+    lib.SHIFT_SCALED: "RoPE changes the length of this model's keys, in each part by another factor",
 }
 
 # Other types of K would do.

@@ -14,7 +14,7 @@
 #include "llama.h"
 #include "prefix_versions.h"
 #include "probe.h"
-#include "probe_partial.h"
+#include "part_edit.h"
 #include "probe_state.h"
 
 namespace pykv {

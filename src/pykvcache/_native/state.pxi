@@ -133,7 +133,7 @@ cdef class State(Arrays):
             self.lock.leave()
 
     def take_state(self, seq_id):
-        """Return a state, and (sequence, first position) of what is in it, of one moment."""
+        """Return a state, and (sequence, first position) of what is in it, both from one hold of the lock."""
         cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef int32_t lo = 0, hi = 0
         cdef Plan plan

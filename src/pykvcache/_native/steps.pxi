@@ -1,4 +1,4 @@
-# Decodes that keep the books of sequences: what is held and by what name is noted in the same hold of
+# Decodes that keep the ledgers of sequences: what is held and by what name is noted in the same hold of
 # the lock, so that no other thread can change the memory between a decode and what is known of it.
 
 cdef class Context(Decoding):

@@ -38,7 +38,7 @@ class owned_mutex {
 struct abort_flag {
     std::atomic<bool> running{false};
     std::atomic<bool> wanted{false};
-    std::atomic<bool> armed{false};  // off while a pending shift is applied: half of one is damage
+    std::atomic<bool> armed{false};  // off while a pending shift is applied: a part of one is damage
 
     void begin() {
         wanted = false;

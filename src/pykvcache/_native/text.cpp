@@ -238,7 +238,7 @@ void text_vocab::tokenize(const char * text, size_t size, bool add_special, bool
             if (one.token >= 0) {
                 out.push_back(one.token);
             } else {
-                // It stands behind a special token or at the start: llama.cpp, too, begins it anew.
+                // It comes after a special token or at the start: llama.cpp, too, begins it anew.
                 append(text + one.begin, one.end - one.begin, false, out);
             }
         }

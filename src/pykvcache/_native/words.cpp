@@ -1,7 +1,7 @@
 // How text is cut into words before a BPE vocabulary sees it, in time that grows with the text.
 //
 // llama.cpp's unicode.cpp is compiled here, inside the library `llama`, with two functions under
-// other names: what went through std::regex goes through matcher.h, and bytes that are no Unicode
+// other names: matcher.h takes the place of std::regex, and bytes that are not Unicode
 // cost no exception each. The splitters that llama.cpp wrote by hand stay in use; at each character
 // they look whether they are to go on.
 #include <algorithm>

@@ -53,7 +53,7 @@ class Stage:
     n_fork: int
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    told: list[int] = field(default_factory=list)
+    tokens_so_far: list[int] = field(default_factory=list)
     """The story so far; sequence 0 holds it without its last token."""
 
     def tokens(self, text: str, *, first: bool = False) -> list[int]:
@@ -90,19 +90,19 @@ def tell(stage: Stage) -> None:
     prompt = stage.tokens(stage.script.prompt, first=True)
     with Meter(stage.ctx) as meter:
         story = _story(stage, prompt)
-    stage.told = prompt + story
+    stage.tokens_so_far = prompt + story
     stage.screen.given("", stage.text(prompt), stage.text(story))
     stage.screen.figures(
         f"{meter.tokens} tokens evaluated in {time_of(meter.seconds)}: "
         f"{len(prompt)} of the prompt, {meter.tokens - len(prompt)} of the story"
     )
-    held = _held(stage.ctx, 0, stage.told)
+    held = _held(stage.ctx, 0, stage.tokens_so_far)
     stage.fresh.calibrate(held)
     difference = stage.fresh.difference(stage.ctx.logits(), held)
     stage.rows.append(Row("prompt and story", meter.tokens, len(held), meter.seconds, [difference]))
-    if stage.told == held:
+    if stage.tokens_so_far == held:
         # All of it is held only when the model ended it once more.
-        stage.told = held + stage.tokens(stage.script.scene)[:1]
+        stage.tokens_so_far = held + stage.tokens(stage.script.scene)[:1]
 
 
 def _story(stage: Stage, prompt: list[int]) -> list[int]:
@@ -124,17 +124,19 @@ def _story(stage: Stage, prompt: list[int]) -> list[int]:
 def fork(stage: Stage) -> None:
     """Continue the story in several ways, then do the same without forks."""
     stage.screen.heading("2  Fork: one story, four continuations")
-    ctx, told = stage.ctx, stage.told
+    ctx, tokens_so_far = stage.ctx, stage.tokens_so_far
     row = Row(f"{len(WAYS)} forks, {stage.n_fork} tokens each")
     meter = Meter(ctx)
     texts = []
-    lead = "... " + " ".join(stage.text(told).split()[-3:])
+    lead = "... " + " ".join(stage.text(tokens_so_far).split()[-3:])
     for seq, (name, how) in enumerate(WAYS.items(), start=1):
         with meter:
             ctx.copy_kv_cache_seq(0, seq)
             sampler = _sampler(stage, how)
-            new = list(ctx.generate(told[-1:], stage.n_fork, sampler, seq))
-        row.differences.append(stage.fresh.difference(ctx.logits(), _held(ctx, seq, told + new)))
+            new = list(ctx.generate(tokens_so_far[-1:], stage.n_fork, sampler, seq))
+        row.differences.append(
+            stage.fresh.difference(ctx.logits(), _held(ctx, seq, tokens_so_far + new))
+        )
         texts.append(stage.text(new))
         stage.screen.given(name, lead, texts[-1].replace("\n", " "))
 
@@ -145,12 +147,13 @@ def fork(stage: Stage) -> None:
             with anew:
                 naive.clear_kv_cache()
                 sampler = _sampler(stage, how)
-                new = list(naive.generate(told, stage.n_fork, sampler))
+                new = list(naive.generate(tokens_so_far, stage.n_fork, sampler))
             same += stage.text(new) == text
     row.tokens, row.seconds, row.tokens_anew = meter.tokens, meter.seconds, anew.tokens
     stage.rows.append(row)
     stage.screen.figures(
-        f"the {len(told) - 1} tokens before the fork were evaluated once: {meter.tokens} tokens in "
+        f"the {len(tokens_so_far) - 1} tokens before the fork were evaluated once: "
+        f"{meter.tokens} tokens in "
         f"{time_of(meter.seconds)}; evaluating them for each takes {anew.tokens} tokens and "
         f"{time_of(anew.seconds)}, and {same} of {len(WAYS)} texts are the same"
     )
@@ -161,18 +164,18 @@ def fork(stage: Stage) -> None:
 def rewind(stage: Stage) -> None:
     """Ask something, take question and answer back, ask something else."""
     stage.screen.heading("3  Rewind: take a question back, ask another")
-    ctx, start = stage.ctx, len(stage.told) - 1
+    ctx, start = stage.ctx, len(stage.tokens_so_far) - 1
     ctx.copy_kv_cache_seq(0, SPARE)
     first, second = (stage.tokens(question) for question in stage.script.questions)
-    answer = list(ctx.generate(stage.told[-1:] + first, 12, None, 0))
+    answer = list(ctx.generate(stage.tokens_so_far[-1:] + first, 12, None, 0))
     stage.screen.given("", one_line(stage.text(first)), answer_of(stage.text(answer)))
     taken_back = ctx.kv_cache_seq_pos_max(0) + 1 - start
     with Meter(ctx) as meter:
         rewound = ctx.clear_kv_cache_seq(0, start)
         if not rewound:
             ctx.copy_kv_cache_seq(SPARE, 0)
-        answer = list(ctx.generate(stage.told[-1:] + second, 12, None, 0))
-    held = _held(ctx, 0, stage.told + second + answer)
+        answer = list(ctx.generate(stage.tokens_so_far[-1:] + second, 12, None, 0))
+    held = _held(ctx, 0, stage.tokens_so_far + second + answer)
     difference = stage.fresh.difference(ctx.logits(), held)
     stage.screen.given("", one_line(stage.text(second)), answer_of(stage.text(answer)))
     if rewound:
@@ -184,7 +187,7 @@ def rewind(stage: Stage) -> None:
         name = "return to a copy, ask again"
     stage.screen.figures(f"{how}; {meter.tokens} evaluated in {time_of(meter.seconds)}")
     stage.rows.append(Row(name, meter.tokens, len(held), meter.seconds, [difference]))
-    stage.told = held
+    stage.tokens_so_far = held
     ctx.kv_cache_seq_keep(0)
 
 
@@ -202,12 +205,16 @@ def move(stage: Stage) -> None:
         row.note = "refused"
         stage.notes.append(f"refused: {error.reason}")
         return
-    row.tokens, row.seconds, row.tokens_anew = meter.tokens, meter.seconds, len(stage.told) + 1
-    row.differences.append(stage.fresh.difference(ctx.logits(), [*stage.told, token]))
+    row.tokens, row.seconds, row.tokens_anew = (
+        meter.tokens,
+        meter.seconds,
+        len(stage.tokens_so_far) + 1,
+    )
+    row.differences.append(stage.fresh.difference(ctx.logits(), [*stage.tokens_so_far, token]))
 
 
 def fill_and_shift(stage: Stage) -> None:
-    """Fill a small cache, drop what lies behind the prompt, close the gap, go on."""
+    """Fill a small cache, drop what comes after the prompt, close the gap, go on."""
     stage.screen.heading("4  Shift: a full cache goes on")
     with stage.fresh.context(max(256, stage.ctx.n_ctx // 4)) as ctx:
         _Full(stage, ctx).play()
@@ -286,7 +293,7 @@ class _Full:
         row.tokens, row.seconds, row.tokens_anew = meter.tokens, meter.seconds, len(self.held)
         stage.screen.figures(
             f"NoKvCacheSlot at {full + 1} tokens: dropped {self.drop} after the prompt and moved "
-            f"the rest down in {time_of(meter.seconds)}; the last position went from {full} to "
+            f"the rest down in {time_of(meter.seconds)}; the last position moved from {full} to "
             f"{ctx.kv_cache_seq_pos_max(0)}"
         )
         self.compare(row, before, token, logits)

@@ -25,7 +25,7 @@ class Screen:
 
     def legend(self) -> None:
         """Say how the model's own words are marked."""
-        self.line("What the model writes stands in [brackets] behind what it was given.")
+        self.line("What the model writes stands in [brackets] after what it was given.")
 
     def given(self, label: str, given: str, written: str) -> None:
         """Write text of the model after text that it was given."""

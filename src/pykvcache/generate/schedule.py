@@ -36,7 +36,7 @@ class Schedule:
 
     Within a step those that run are pinned: the pool parks none of them for somebody else. Between
     two steps they are idle like any other sequence. Whoever moves from one list to the other stands
-    in both for a moment: an interrupt loses nobody.
+    in both for a while: an interrupt loses nobody.
     """
 
     def __init__(

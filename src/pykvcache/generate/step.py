@@ -112,8 +112,10 @@ class Stepper:
                 self._advance(share.handle, row, made)
         schedule.pool.count_step(*(h._cells for h in schedule.running))
         # Who waits could not come before; nothing has changed since, and no prompt was evaluated.
-        settled = (schedule.running, schedule.waiting) == before and len(self._rows) == len(shares)
-        if settled or not schedule.waiting:
+        unchanged = (schedule.running, schedule.waiting) == before and len(self._rows) == len(
+            shares
+        )
+        if unchanged or not schedule.waiting:
             self._regroup()
         return made
 
@@ -199,7 +201,7 @@ class Stepper:
     # Through ------------------------------------------------------------------------------------
 
     def _decode(self, shares: list[Share]) -> list[Row | None] | None:
-        """Decode; None, and nothing done, where a sequence was changed this very moment."""
+        """Decode; None, and nothing done, where a sequence was changed meanwhile."""
         self._check_room(len(self._rows))
         prompts = [s for s in shares if s.end - s.handle._cells.ledger.n_evaluated > 1]
         for share in shares:

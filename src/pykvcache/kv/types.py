@@ -80,11 +80,11 @@ class RecurrentState:
     Attributes
     ----------
     position
-        The last token that went into the states; -1 for none.
+        The last token that the states contain; -1 for none.
     layers
         One entry per recurrent layer.
     first
-        The first token that went into them.
+        The first token that they contain.
     """
 
     position: int

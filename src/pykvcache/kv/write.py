@@ -26,9 +26,9 @@ def as_parts(native: lib.Context, arrays: SequenceKV[Any]) -> list[Part]:
     layout = native.state_layout("write_kv")
     edges = {part["part"]: native.hadamard(part["part"]) for part in layout}
     layouts = {part.part: part for part in layouts_from_native(layout, edges)}
-    for name, half in (("window", arrays.window), ("recurrent", arrays.recurrent)):
-        if (half is None) == (name in layouts):
-            needs = "needs a" if half is None else "has no"
+    for name, given in (("window", arrays.window), ("recurrent", arrays.recurrent)):
+        if (given is None) == (name in layouts):
+            needs = "needs a" if given is None else "has no"
             raise StateError(f"a {native.memory_kind} memory {needs} {name} part")
     if "attention" not in layouts and (len(arrays.positions) or len(arrays.layers)):
         raise StateError(f"a {native.memory_kind} memory has no attention layers")
@@ -38,11 +38,11 @@ def as_parts(native: lib.Context, arrays: SequenceKV[Any]) -> list[Part]:
             parts.append(_recurrent(arrays.recurrent, part))
         else:
             parts.append(_attention(native, arrays if name == "attention" else arrays.window, part))
-    _check_halves(native, arrays, layouts)
+    _check_parts(native, arrays, layouts)
     return parts
 
 
-def _check_halves(
+def _check_parts(
     native: lib.Context, arrays: SequenceKV[Any], layouts: dict[str, PartLayout]
 ) -> None:
     """Refuse parts of different tokens: what the next one sees must be there in each."""
@@ -73,34 +73,34 @@ def _check_halves(
         )
 
 
-def _attention(native: lib.Context, half: SequenceKV | None, layout: PartLayout) -> Part:
-    if not isinstance(half, SequenceKV):
-        raise TypeError(f"window must be a SequenceKV, not {type(half).__name__}")
-    if not isinstance(half.layers, Sequence) or not all(
-        isinstance(layer, LayerKV) for layer in half.layers
+def _attention(native: lib.Context, arrays: SequenceKV | None, layout: PartLayout) -> Part:
+    if not isinstance(arrays, SequenceKV):
+        raise TypeError(f"window must be a SequenceKV, not {type(arrays).__name__}")
+    if not isinstance(arrays.layers, Sequence) or not all(
+        isinstance(layer, LayerKV) for layer in arrays.layers
     ):
         raise TypeError("layers must be a sequence of LayerKV")
-    positions = _positions(half, layout)
+    positions = _positions(arrays, layout)
     n, n_layers = len(positions), sum(rows.what == "k" for rows in layout.rows)
-    if len(half.layers) != n_layers:
+    if len(arrays.layers) != n_layers:
         raise StateError(
-            f"{len(half.layers)} layers given, the cache has {n_layers}",
+            f"{len(arrays.layers)} layers given, the cache has {n_layers}",
             what="layers",
-            value=len(half.layers),
+            value=len(arrays.layers),
             limit=n_layers,
         )
-    ext = None if half.extended is None else np.asarray(half.extended, np.int32)
+    ext = None if arrays.extended is None else np.asarray(arrays.extended, np.int32)
     tensors: list[Bytes] = []
     part = Part(layout, positions, ext, ())
     for i, rows in enumerate(layout.rows):
-        layer = half.layers[i % n_layers]
+        layer = arrays.layers[i % n_layers]
         what = f"{layout.part} layers[{i % n_layers}]"
         _same_layer(layer.layer, rows.layer, what)
         shape = n, rows.n_head, rows.head_dim
         given, what = (
             (layer.keys, f"{what}.keys") if rows.what == "k" else (layer.values, f"{what}.values")
         )
-        if rows.what == "k" and not half.rope:
+        if rows.what == "k" and not arrays.rope:
             given = _floats(given, shape, what).astype(np.float32)
             facts = native.rope(rows.layer)
             given = rotate(given, positions, facts, undo=False, operation="write_kv")
@@ -114,17 +114,17 @@ def _attention(native: lib.Context, half: SequenceKV | None, layout: PartLayout)
     return Part(layout, positions, ext, tuple(tensors))
 
 
-def _positions(half: SequenceKV, layout: PartLayout) -> npt.NDArray[np.int32]:
-    positions = np.asarray(half.positions)
+def _positions(arrays: SequenceKV, layout: PartLayout) -> npt.NDArray[np.int32]:
+    positions = np.asarray(arrays.positions)
     if positions.ndim != 1 or positions.dtype.kind not in "iu":
         raise StateError("positions must be a vector of integers")
     if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < 2**31 - 1:
         raise StateError("positions must be in [0, 2147483647)")
-    if (half.extended is None) == layout.extended:
-        needs = "needs" if half.extended is None else "has no"
+    if (arrays.extended is None) == layout.extended:
+        needs = "needs" if arrays.extended is None else "has no"
         raise StateError(f"this memory {needs} extended positions (M-RoPE)")
-    if half.extended is not None:
-        extended = np.asarray(half.extended)
+    if arrays.extended is not None:
+        extended = np.asarray(arrays.extended)
         if extended.shape != (len(positions), 3) or extended.dtype.kind not in "iu":
             raise StateError(
                 f"extended must hold integers of shape ({len(positions)}, 3), "

@@ -182,7 +182,7 @@ class PrefixCache(TierMethods):
 
     @property
     def events(self) -> EventLog:
-        """What came and went: iterate over it, or subscribe to it."""
+        """What was stored and dropped: iterate over it, or subscribe to it."""
         return self._events
 
     # Sequences ------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """Blocks went: evicted, or cleared with their namespace."""
+    """Blocks were dropped: evicted, or cleared with their namespace."""
 
     block_hashes: tuple[bytes, ...]
     medium: str = "CPU"

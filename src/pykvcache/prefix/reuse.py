@@ -65,7 +65,7 @@ class CacheStats:
     max_ram_bytes
         The budget.
     stored, removed
-        Blocks that came and went.
+        Blocks that were stored and dropped.
     tiers
         Of each tier, the nearest first.
     """

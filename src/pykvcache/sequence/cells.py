@@ -168,7 +168,7 @@ class SequenceCells:
     def _emptied(self) -> None:
         self.ledger.holds(0)
         self.ledger.shifted_at = None
-        # Other tokens may come where these stood.
+        # Other tokens may take their place.
         self.points.drop_after(0)
 
     # Rewinding --------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class SequenceCells:
                 stop = self.next_stop(n)
             end = min(end, stop)
             if not self._decode(end, want_row and end == n):
-                self._begin(n, want_row)  # somebody changed it by hand, this very moment
+                self._begin(n, want_row)  # somebody changed it by hand meanwhile
             elif self.needs_points and is_prompt and end == stop:
                 self.checkpoint()
         if want_row:  # without them nobody has waited for the end of the computation

@@ -136,7 +136,7 @@ class EditMethods:
     ) -> None:
         """Drop the tokens ``[begin, end)`` and close the gap (context shift).
 
-        Those behind the gap keep the keys and values that they were given while the dropped ones
+        Those after the gap keep the keys and values that they were given while the dropped ones
         were seen; keys are rotated to their new places. `logits` evaluates the last token again,
         over what is held now.
 

@@ -50,14 +50,14 @@ class Ledger(lib.Tokens):
         return self.n_evaluated + len(self.stale)
 
     def append(self, tokens: IntArray) -> None:
-        """Put tokens behind the last one."""
+        """Append tokens."""
         complete = self.n_evaluated == len(self)
         super().append(tokens)
         if complete and len(self.stale):
             self.claim()
 
     def append_one(self, token: int) -> None:
-        """Put one token behind the last one."""
+        """Append one token."""
         complete = self.n_evaluated == len(self)
         super().append_one(token)
         if complete and len(self.stale):

@@ -32,7 +32,7 @@ class SequencePool(lib.Turns):
         self._ctx = weakref.ref(ctx)
         # Who has which id; who was used last stands last.
         self._lent: OrderedDict[int, weakref.ref[Member]] = OrderedDict()
-        # Everybody alive, parked ones too.
+        # All that exist, parked ones too.
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
         self._idle = IdleCost()
         #: Called with the first token, the end and the seconds of each evaluation.

@@ -196,7 +196,7 @@ class SequenceState(Saved):
         StateLayoutMismatch
             They do not belong to one model and one layout.
         StateError
-            Positions of one do not lie behind those of the one before.
+            Positions of one do not come after those of the one before.
         UnsupportedOperation
             The memory is not plain attention.
         """

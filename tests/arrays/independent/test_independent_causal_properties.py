@@ -216,7 +216,7 @@ class Pair:
     def remove_middle(self, seq: int, begin: int, length: int) -> None:
         end = begin + length
         if self.seed.is_broken(seq) and self.seed.last(seq) >= end:
-            return  # whether a window that misses tokens already may be moved is not settled
+            return  # whether a window that misses tokens already may be moved is not decided
         before = self.snapshot()
         self.shifts.clear()
         try:

@@ -71,7 +71,7 @@ class Expected:
 
 
 class Runners:
-    """A model runner with three slots, and the policy told slot by slot."""
+    """A model runner with three slots, and the policy slot by slot."""
 
     def __init__(self, kind: str, multi_user: bool) -> None:
         self.kind, self.multi_user = kind, multi_user

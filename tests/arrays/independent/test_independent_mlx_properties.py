@@ -60,7 +60,7 @@ class Single:
 
     def update(self, n: int, window: int | None, return_array: bool) -> None:
         if self.keep or (window is not None and self.limit is not None and window > self.limit):
-            window = None  # what a window does to kept tokens, or beyond a ring, is not settled
+            window = None  # what a window does to kept tokens, or beyond a ring, is not decided
         new = list(range(self.clock, self.clock + n))
         self.clock += n
         rows = feed(self.cache, [new, [-token for token in new]], window, return_array)
@@ -372,6 +372,6 @@ def attend(q: Any, k: Any, v: Any, visible: Any) -> Any:
     return weights / weights.sum(-1, keepdims=True) @ v
 
 
-def test_the_kit_tells_tokens_apart() -> None:
+def test_the_kit_distinguishes_tokens() -> None:
     tokens = [[3, 1], [-2, 5]]
     np.testing.assert_array_equal(tokens_in(keys_of(tokens), values_of(tokens)), tokens)

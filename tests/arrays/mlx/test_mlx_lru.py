@@ -263,7 +263,7 @@ def test_stats_by_type():
     ),
     size=st.integers(1, 4),
 )
-def test_every_fetch_is_a_true_prefix(steps, size):
+def test_every_fetch_is_a_prefix(steps, size):
     """LRUPromptCache against plain lists: a fetch holds exactly the tokens it says."""
     lru = LRUPromptCache(max_size=size)
     for insert, tokens in steps:

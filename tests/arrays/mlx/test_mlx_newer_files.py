@@ -42,7 +42,7 @@ def written(path, layers, metadata=None):
 
 
 def buffers(*rows, room=8):
-    """Keys and values in buffers with spare room behind them."""
+    """Keys and values in buffers with spare room after them."""
     return [np.concatenate([a, np.zeros((*a.shape[:2], room, a.shape[3]), a.dtype)], 2)
             for a in kv(*rows)]  # fmt: skip
 

@@ -83,7 +83,7 @@ def test_quantized_triples_are_words_scales_and_biases():
 
 
 def test_update_quantized_continues_what_is_stored():
-    """QuantizedKVCache: update_quantized stores behind; growth step 256."""
+    """QuantizedKVCache: update_quantized appends; growth step 256."""
     x = some(600)
     parts, whole = QuantizedKVCache(), QuantizedKVCache()
     for n in range(0, 600, 100):

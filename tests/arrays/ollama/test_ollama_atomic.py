@@ -32,7 +32,7 @@ def assert_twins(cache: Any, other: Any, sequences: tuple[int, ...] = (0, 1)) ->
         assert forward(cache, [70], [seq], [12]) == forward(other, [70], [seq], [12])
 
 
-# Settled: KvCacheFull happens before any defragmentation.
+# Decided: KvCacheFull happens before any defragmentation.
 def test_full_cache_is_not_defragmented() -> None:
     cache = CausalCache()
     cache.init(np.float32, 1, 10, 10)
@@ -48,7 +48,7 @@ def test_full_cache_is_not_defragmented() -> None:
     assert_twins(cache, other, (0, 1, 2))
 
 
-# Settled: KvCacheFull happens before anything is evicted.
+# Decided: KvCacheFull happens before anything is evicted.
 def test_full_cache_evicts_nothing() -> None:
     cache = SWACache(2)
     cache.init(np.float32, 1, 16, 4)
@@ -66,7 +66,7 @@ def test_full_cache_evicts_nothing() -> None:
     assert not other.can_resume(0, 2)
 
 
-# Settled: a pass that was refused leaves get() as it was, and put goes to the pass before.
+# Decided: a pass that was refused leaves get() as it was, and put goes to the pass before.
 def test_get_and_put_go_on_with_the_pass_before_a_refused_one() -> None:
     cache = CausalCache()
     cache.init(np.float32, 1, 4, 4)
@@ -97,7 +97,7 @@ def refused(kind: str) -> tuple[Any, tuple[int, int]]:
     return cache, (4, 9)
 
 
-# Settled: every refused remove leaves the cache exactly as it was.
+# Decided: every refused remove leaves the cache exactly as it was.
 @pytest.mark.parametrize("kind", ["no shift_fn", "window", "chunks", "shared"])
 def test_refused_remove_changes_nothing(kind: str) -> None:
     cache, span = refused(kind)
@@ -105,12 +105,12 @@ def test_refused_remove_changes_nothing(kind: str) -> None:
     with pytest.raises(RuntimeError):
         cache.remove(0, *span)
     assert_twins(cache, other)
-    # What the caller is told to do after an error works.
+    # What the caller has to do after an error works.
     cache.remove(0, 0)
     assert seen(cache, 0, 0) == [0.5]
 
 
-# Settled: a raising shift_fn propagates; other sequences are intact and remove(seq, 0) recovers.
+# Decided: a raising shift_fn propagates; other sequences are intact and remove(seq, 0) recovers.
 @pytest.mark.parametrize("failing_call", [0, 1, 2, 3])
 def test_raising_shift_fn_changes_nothing(failing_call: int) -> None:
     calls = []
@@ -160,7 +160,7 @@ def test_shift_fn_must_return_keys(wrong: Any, error: type) -> None:
     assert_twins(cache, other)
 
 
-# Settled: what lies over dropped tokens is NotSupported, and the message says what is missing.
+# Decided: what lies over dropped tokens is NotSupported, and the message says what is missing.
 def test_window_refusal_says_what_is_missing() -> None:
     cache, span = refused("window")
     with pytest.raises(NotSupported, match="attends back to 2, but the tokens below 3"):

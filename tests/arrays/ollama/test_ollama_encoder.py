@@ -145,7 +145,7 @@ def test_encoder_remove_forgets_an_item_in_the_range(
     assert cache.encoder_cached is cached
 
 
-# A.4 EncoderCache: reserve does not touch metadata; settled: put then stores nothing.
+# A.4 EncoderCache: reserve does not touch metadata; decided: put then stores nothing.
 def test_encoder_reserve_pass_changes_nothing() -> None:
     cache = stored(2)
     cache.start_forward([5], [0], reserve=True, multimodal=[0])
@@ -188,7 +188,7 @@ def test_encoder_cannot_copy_and_can_always_resume() -> None:
     assert cache.encoder_cached
 
 
-# A.4 EncoderCache and settled: permuted_v applies to V.
+# A.4 EncoderCache and decided: permuted_v applies to V.
 def test_encoder_permutes_v() -> None:
     cache = made(permuted_v=True)
     value = np.arange(24.0).reshape(4, 2, 3)

@@ -92,7 +92,7 @@ def test_reserve_spans_the_cache_and_changes_nothing() -> None:
     assert forward(cache, [2], [0], [2]) == forward(other, [2], [0], [2])
 
 
-# A.1 reserve; settled: put in a reserve pass allocates and stores nothing.
+# A.1 reserve; decided: put in a reserve pass allocates and stores nothing.
 def test_put_in_a_reserve_pass_stores_nothing() -> None:
     cache = causal(capacity=6, max_batch=4)
     forward(cache, [7, 7, 7, 7], [0] * 4, range(4), reserve=True)

@@ -294,7 +294,7 @@ def test_order_of_calls_is_checked() -> None:
             cache.set_layer(layer)
 
 
-# Settled: negative ids and positions are refused, ids may exceed max_sequences.
+# Decided: negative ids and positions are refused, ids may exceed max_sequences.
 @pytest.mark.parametrize(
     ("positions", "sequences", "error", "message"),
     [

@@ -57,7 +57,7 @@ def test_input_cache_splits_the_cells_between_slots() -> None:
     InputCache(None, 50, 3, 16, False, np.float32).close()
 
 
-# A.4b NewInputCache: a context below the batch is an error; settled: so are zero slots.
+# A.4b NewInputCache: a context below the batch is an error; decided: so are zero slots.
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -79,7 +79,7 @@ def test_input_cache_refuses_bad_sizes(arguments: Any, error: type) -> None:
 
 
 # A.4b NewInputCache: kv type f16 unless asked; the quantised ones have no NumPy dtype.
-def test_input_cache_stores_f16_unless_told_otherwise() -> None:
+def test_input_cache_stores_f16_by_default() -> None:
     cache = CausalCache()
     InputCache(cache, 48, 3, 16)
     assert cache.dtype == np.float16
@@ -269,7 +269,7 @@ def test_no_free_slot_is_an_error_that_changes_nothing(multi_user: bool) -> None
     assert policy.load_slot(tokens(1, 2, 3))[0].id == 1
 
 
-# Settled: the caller's prompt is never changed; an empty one is an error.
+# Decided: the caller's prompt is never changed; an empty one is an error.
 def test_prompt_is_never_changed() -> None:
     policy = InputCache(CausalCache(add_shift), 8, 1, 4, False, np.float32)
     prompt = tokens(1, 2, 3, 4, 5, 6)

@@ -184,7 +184,7 @@ def test_wrapper_unwinds_when_a_foreign_cache_fails(reserve: bool) -> None:
     assert seen(second.inner, 1, 1) == [0.5, 1]
 
 
-# Settled: the wrapper passes multimodal on.
+# Decided: the wrapper passes multimodal on.
 def test_wrapper_passes_multimodal_on() -> None:
     encoder, foreign = EncoderCache(), Foreign()
     wrapper = WrapperCache(encoder, foreign)
@@ -258,7 +258,7 @@ def test_wrapper_remove_stops_at_the_first_error() -> None:
     assert "remove" not in [name for name, _ in last.calls]
 
 
-# Settled: set_causal is part of the protocol; here it goes to every cache.
+# Decided: set_causal is part of the protocol; here it goes to every cache.
 def test_wrapper_set_causal_reaches_every_cache() -> None:
     wrapper = WrapperCache(CausalCache(), SWACache(1), EncoderCache())
     wrapper.init(np.float32, 1, 16, 4)

@@ -235,7 +235,7 @@ class placing {
 
     open_cells                open;
     llama_seq_id              seq;
-    llama_kv_cells::seq_set_t alone;  // a cell's sequences, where it is no other's
+    llama_kv_cells::seq_set_t alone;  // the sequences of a cell that no other holds
     std::vector<cell_record>  records;
     std::vector<cell_use>     use;
     std::vector<uint32_t>     targets, entered;  // ascending; of records, and of cells that were empty

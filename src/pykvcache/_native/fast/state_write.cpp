@@ -24,7 +24,7 @@ std::vector<live_cell> cells_to_write(const memory * m, memory_part part, llama_
             continue;
         }
         const llama_pos pos = cells.pos_get(i);
-        // What no later query can see stays behind.
+        // What no later query can see is left out.
         if (part != PART_WINDOW || !llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, last)) {
             result.push_back({pos, i});
         }

@@ -42,7 +42,7 @@ def grown_capacity(capacity: int, needed: int, limit: int | None = None) -> int:
 def grow(buffer: NDArray[Any], axis: int, first: int, last: int, capacity: int) -> NDArray[Any]:
     """Return a buffer of `capacity` along `axis` that begins with ``buffer[first:last]``.
 
-    What lies behind is uninitialised: it must be written before it is shown.
+    What comes after is uninitialised: it must be written before it is shown.
     """
     shape = list(buffer.shape)
     shape[axis] = capacity
@@ -54,7 +54,7 @@ def grow(buffer: NDArray[Any], axis: int, first: int, last: int, capacity: int) 
 class TokenPair:
     """Keys and values of one layer, `(batch, n_kv_heads, n_tokens, head_dim)` each.
 
-    The tokens are ``keys[:, :, start:length]``; room behind them grows on demand. Head
+    The tokens are ``keys[:, :, start:length]``; room after them grows on demand. Head
     sizes and dtypes of keys and values may differ. Given arrays become the buffers
     without a copy: hand over only what nobody else holds.
     """
@@ -93,7 +93,7 @@ class TokenPair:
     def copied(
         cls, keys: NDArray[Any], values: NDArray[Any], limit: int | None = None
     ) -> TokenPair:
-        """Copy `keys` and `values` into buffers with some room behind them."""
+        """Copy `keys` and `values` into buffers with some room after them."""
         n = keys.shape[2]
         capacity = grown_capacity(0, n, limit)
         return cls(grow(keys, 2, 0, n, capacity), grow(values, 2, 0, n, capacity), 0, n)
@@ -159,7 +159,7 @@ class TokenPair:
         *,
         exact: bool = False,
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Store `keys` and `values` behind the others; return views of all of them.
+        """Store `keys` and `values` after the others; return views of all of them.
 
         A buffer grows to at most `limit` tokens, or what is needed; a new one has no room to
         spare if it shall be `exact`.

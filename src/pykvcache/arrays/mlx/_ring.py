@@ -25,12 +25,12 @@ def ordered(
     Parameters
     ----------
     pair : TokenPair
-        Rows ``[0, keep)`` hold the first tokens; the ring behind them was last written at
+        Rows ``[0, keep)`` hold the first tokens; the ring after them was last written at
         ``index - 1``, or is not rotated if `index` is the number of rows.
     drop : int
-        Leave out this many of the oldest tokens behind the kept ones.
+        Leave out this many of the oldest tokens after the kept ones.
     more : (keys, values), optional
-        Put these behind.
+        Append these.
     """
     rows = pair.length
     keep = min(keep, rows)
@@ -52,7 +52,7 @@ def ring_mask(
     """Return which tokens `n` new ones may see after a ring made room, from old to new.
 
     `(n, min(stored, max_size - 1) + n)`: room is made for one token, the others come on top.
-    The first `keep` stay visible to all behind them.
+    The first `keep` stay visible to all after them.
     """
     offset = min(stored, max(max_size - 1, 0))
     mask = create_causal_mask(n, offset, max(max_size, 1) if window_size is None else window_size)

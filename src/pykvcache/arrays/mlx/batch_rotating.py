@@ -383,7 +383,7 @@ class BatchRotatingKVCache(BatchCache, row_class=RotatingKVCache):
         elif not rotated and (index == 0 or (offset < max_size and index != offset)):
             raise CacheValueError(f"a ring that is not rotated holds `index` columns; got {given}")
         if not rotated:
-            self._pair.length = index  # what lies behind was trimmed
+            self._pair.length = index  # what comes after was trimmed
         self._max_size, self._offset, self._index = max_size, offset, index
         self._set_rows(padding, row_offset)
 

@@ -21,7 +21,7 @@ __all__ = ["RotatingKVCache"]
 class RotatingKVCache(SingleCache):
     """The first `keep` and the newest tokens, `max_size` in all.
 
-    It follows mlx-lm's ``RotatingKVCache``: single tokens overwrite the oldest one behind
+    It follows mlx-lm's ``RotatingKVCache``: single tokens overwrite the oldest one after
     the kept ones, in the order of the ring; several at once put the ring in order, leave
     ``max_size - 1`` and add themselves, so that each of them finds its whole window. What
     was kept stays visible in every mask (mlx-lm's masks roll or window it away).
@@ -62,7 +62,7 @@ class RotatingKVCache(SingleCache):
 
     @property
     def rotated(self) -> bool:
-        """Whether the oldest token behind the kept ones is not the first row behind them."""
+        """Whether the oldest token after the kept ones is not the first row after them."""
         return self._index < self._pair.length
 
     @property
@@ -146,10 +146,10 @@ class RotatingKVCache(SingleCache):
             return None
         mask: NDArray[np.bool_] = ring_mask(1, stored, limit, window, self._kept)[0]
         if stored >= limit:
-            # The new token takes the row of the oldest one behind the kept ones.
+            # The new token takes the row of the oldest one after the kept ones.
             row = self._index if self._index < limit else self._kept
-            behind = mask[self._kept :]
-            mask[self._kept :] = np.roll(behind, row - self._kept + 1)
+            ring = mask[self._kept :]
+            mask[self._kept :] = np.roll(ring, row - self._kept + 1)
         return mask
 
     @property

@@ -94,7 +94,7 @@ class ConcatenateKVCache(KVCache):
 
     It follows mlx-lm's class of this name, good for a few large blocks or as a reference:
     a token costs a copy of everything stored. There `trim` only moves the offset, so the
-    next update lands behind the tokens that were trimmed; here they are gone. Saved files
+    next update lands after the tokens that were trimmed; here they are gone. Saved files
     load as `KVCache`.
     """
 

@@ -91,7 +91,7 @@ class CheckpointRing:
         return int(self._pos[place]), held
 
     def prune_after(self, pos: SupportsIndex) -> None:
-        """Drop the checkpoints above `pos`, to which the state went back."""
+        """Drop the checkpoints above `pos`, to which the state was taken back."""
         position = as_int("pos", pos)
         self._pos[self._pos > position] = -1
         self._renumber(position)

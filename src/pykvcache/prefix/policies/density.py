@@ -166,7 +166,7 @@ class HitDensity(Policy):
         if len(parent.children) > 3:
             return 1
         for other in parent.children.values():
-            # What the prompt before had more, say a block that was not full, is no other branch.
+            # What the prompt before had more, say a block that was not full, is not another branch.
             short = other.n_blocks <= max(1, run.start // 20)
             passed = other.state is not None and other.state.passed
             if other is not run and not (passed and short):

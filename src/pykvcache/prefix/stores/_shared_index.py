@@ -139,7 +139,7 @@ class SharedIndex:
         """Remove what processes have left that died while they wrote."""
         for token in self.owner.others():
             self.owner.is_alive(token)  # removes the lock files of the dead
-        # Files before rows: what lies on the disk is counted at every moment.
+        # Files before rows: what lies on the disk is always counted.
         for token, path in self._files.temporaries():
             if not self.owner.is_alive(token):
                 with contextlib.suppress(OSError):

@@ -52,7 +52,7 @@ class StoreCounters:
         Blocks that `BlockStore.put` stored; blocks that were there already, or are being
         written by somebody else.
     removed : int
-        Blocks that went to make room, or through `trim` and `discard`.
+        Blocks that were dropped to make room, or through `trim` and `discard`.
     bytes_read, bytes_written : int
         Their sizes.
     too_large : int
@@ -152,7 +152,7 @@ class BlockStore(ABC):
         Returns
         -------
         int
-            Length of the leading run. The blocks may be gone a moment later.
+            Length of the leading run. The blocks may be gone right after.
         """
 
     @abstractmethod

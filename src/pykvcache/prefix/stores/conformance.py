@@ -139,7 +139,7 @@ class StoreConformance:
             store.put([(key, data)])
             buffer = bytearray(b"x" * (len(data) + 50))
             _check(store.get_into([key], [buffer]) == 1, "get_into reads nothing")
-            _check(buffer == data + b"x" * 50, "get_into writes behind the block")
+            _check(buffer == data + b"x" * 50, "get_into writes past the block")
 
     def test_a_buffer_that_is_too_short_ends_the_run(self) -> None:
         blocks = chain(3)

@@ -196,7 +196,7 @@ class Envelope:
         key : bytes
             Key of the block that is wanted.
         sealed : Buffer
-            What a store gave, perhaps with other bytes behind it.
+            What a store gave, perhaps with other bytes after it.
 
         Returns
         -------

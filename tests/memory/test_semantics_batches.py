@@ -1,4 +1,4 @@
-"""What is settled about batches, failures and aborts, the same on every memory."""
+"""Batches, failures and aborts: the same on every memory."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def abort_one(b: Bench, seq: int) -> list[int]:
 
 
 @every_case
-def test_an_aborted_decode_leaves_the_truth_or_asks_for_removal(
+def test_an_aborted_decode_leaves_right_positions_or_asks_for_removal(
     case: Case, bench: MakeBench
 ) -> None:
     size = 20 if case.info.has_encoder else 1
@@ -217,7 +217,7 @@ def test_an_aborted_decode_leaves_the_truth_or_asks_for_removal(
     with pytest.raises(IndexError):
         b.ctx.logits()
     if not case.info.can_remove_partial:
-        # Its state cannot be told from the tokens: nothing but removal is possible, or all is well
+        # Its state does not follow from the tokens: nothing but removal is possible, or all is well
         # because the abort came between two parts.
         try:
             b.ctx.decode([7], seq_id=0)

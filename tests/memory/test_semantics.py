@@ -1,4 +1,4 @@
-"""What is settled for every memory class and mode: one meaning, whatever llama.cpp does."""
+"""One meaning for every memory class and mode, whatever llama.cpp does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is settled about whole sequences: copies, removals, and what a state cannot do."""
+"""The meaning of whole sequences: copies, removals, and what a state cannot do."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-// One half of a memory at a time.
+// Changing one part of a memory at a time.
 #include <limits>
 
 #include "edit.h"
 #include "probe_memory.h"
-#include "probe_partial.h"
+#include "part_edit.h"
 
 namespace pykv {
 

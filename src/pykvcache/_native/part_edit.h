@@ -1,4 +1,4 @@
-// Changing one half of a memory alone, which llama.h cannot: for states of the half that forgets.
+// Changing one part of a memory alone, which llama.h cannot: for states of the part that forgets.
 #pragma once
 
 #include "probe.h"

@@ -157,11 +157,24 @@ def generated(rows: Rows) -> str:
     return f"{table(head, first)}\n\n{table(last, second)}"
 
 
+def tiered(rows: Rows) -> str:
+    """Write group 10: times of first tokens, then what writing and slow tiers cost."""
+    lines = []
+    for row in rows.values():
+        scale = {"s": 1e3, "ratio": 1.0}[row.unit]
+        for who in row.samples or row.errors:
+            name = row.name if who == "pykvcache" else f"{row.name}: {who}"
+            figure = spread(row.samples[who], scale) if who in row.samples else row.errors[who]
+            lines.append([name, figure])
+    return table(["ms; ratios as they are", "pykvcache"], lines)
+
+
 WRITERS: dict[str, Callable[[Rows], str]] = {
     "calls": calls,
     "throughput": lambda rows: plain(rows.values(), 1),
     "generate": generated,
     "prefix": prefix,
+    "tiers": tiered,
     "state": lambda rows: (
         plain([r for r in rows.values() if r.unit == "bytes/s"], 1e-9) + "\n\n" + counting(rows)
     ),

@@ -155,7 +155,7 @@ def install_ours(name: str = OURS, *settings: str) -> Path:
     """Install the wheel into an environment of its own; return the wheel."""
     built, stamp = wheel(name, *settings), BUILD / name / ".installed"
     if not stamp.exists() or stamp.stat().st_mtime < built.stat().st_mtime:
-        pip(python_of(name), "install", "--quiet", "--force-reinstall", f"{built}[state]")
+        pip(python_of(name), "install", "--quiet", "--force-reinstall", f"{built}[state,redis]")
         stamp.touch()
     return built
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from benchmarks import target_generate as generate
 from benchmarks import target_portable as portable
 from benchmarks import target_states as states
+from benchmarks import target_tiers as tiers
 from benchmarks.harness import AGAIN, Row
 from benchmarks.verdicts import US, Rows, Verdict, below, least, medians, span, worst_of
 
@@ -54,6 +55,10 @@ def judge(groups: dict[str, Rows]) -> list[Verdict]:
         states.restore,
         states.copies,
         states.files,
+        tiers.folder,
+        tiers.redis,
+        tiers.slow,
+        tiers.writing,
         batch,
         portable.speed,
         portable.size,

@@ -120,6 +120,13 @@ GROUPS = {
         "choosing a token. The rest is ours alone, one thread: a busy sequence that lies above 8,000 cells of 16 idle ones, in its first 8 steps and "
         "after they were parked and its cells moved down by themselves (medians of steps); edits of a `LlamaSequence`, the best of 7."
     ),
+    "tiers": (
+        "30M model, 2 threads, ours alone. First token: from the prompt to the logits after it, where all of it but the last token "
+        "lies in a tier: in the cache's own memory, in a folder whose pages the system holds or has dropped (POSIX_FADV_DONTNEED), "
+        "in Redis on loopback. Its memory is emptied each time; it knows how long evaluating takes. "
+        "*beside evaluating alone*: a folder that waits before each answer, and for each byte, against no tier. "
+        "llama.cpp's own session file and xllamacpp's slots stand in the group before this one (*file*, *RAM cache*)."
+    ),
     "prefix": (
         "30M model, 2 threads, a prompt that shares its first tokens with an earlier one, and 16 of "
         "its own. First token: from the request to the likeliest next token. *cold* evaluates all; "

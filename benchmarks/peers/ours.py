@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from benchmarks.peers.ours_many import Many
+from benchmarks.peers.ours_tiers import Tiered
 from benchmarks.peers.primitives import Answer, Rows
 from benchmarks.peers.worker import serve
 from pykvcache import (
@@ -25,7 +25,7 @@ from pykvcache import (
 )
 
 
-class Ours(Many):
+class Ours(Tiered):
     """The public API, as a user calls it."""
 
     STATEMENTS: ClassVar[dict[str, str]] = {

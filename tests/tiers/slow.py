@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING
 
 from pykvcache.prefix.stores import BlockStore
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class SlowStore(BlockStore):

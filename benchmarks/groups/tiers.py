@@ -1,0 +1,103 @@
+"""Group 10: time to the first token of a prompt that a tier has; writing behind; slow tiers."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from benchmarks.harness import Contestant, Plan, Row, few, interleave, show
+from benchmarks.models import BUILD, medium
+from benchmarks.settings import open_all
+
+TITLE = "a cache that outlives the process"
+OURS = "pykvcache"
+LENGTHS = (256, 1024, 4096)
+#: Seconds per request and bytes per second of folders that are made slow.
+SLOW = ((0.0, 1e9), (0.001, 1e8), (0.02, 3e7), (0.1, 1e7), (0.5, 1e6), (3.0, 1e5))
+
+
+def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
+    """Measure the 30M model with two threads."""
+    ours = {OURS: contestants[OURS]}
+    open_all(ours, medium(), n_ctx=8704, n_seq_max=4, threads=2)
+    folder = BUILD / "tier"
+    rows = []
+    with redis_server() as url:
+        for n in LENGTHS[: 2 if plan.quick else 3]:
+            rows += first_tokens(ours[OURS], n, str(folder), url, plan)
+    ours[OURS].ask("tier", where=str(folder), n=LENGTHS[1])
+    for latency, bandwidth in SLOW[:: 2 if plan.quick else 1]:
+        ask = partial(
+            ours[OURS].ask, "tier_slow", latency=latency, bandwidth=bandwidth, n=LENGTHS[1]
+        )
+        name = f"{latency * 1e3:.0f} ms a request, {bandwidth / 1e6:g} MB/s"
+        rows.append(interleave(f"beside evaluating alone: {name}", "ratio", {OURS: ask}, few(plan)))
+        show(rows[-1], 1, "")
+    sides = {
+        "written behind": partial(ours[OURS].ask, "tier_write", n=1024, steps=64, busy=True),
+        "no tier": partial(ours[OURS].ask, "tier_write", n=1024, steps=64, busy=False),
+    }
+    rows.append(interleave("a token while blocks are written", "s", sides, plan))
+    show(rows[-1], 1e6, "us")
+    shutil.rmtree(folder, ignore_errors=True)
+    return rows
+
+
+def first_tokens(ours: Contestant, n: int, folder: str, url: str | None, plan: Plan) -> list[Row]:
+    """Measure each tier at one length."""
+    rows = []
+    evaluate = interleave(
+        f"first token, evaluated, {n}",
+        "s",
+        {OURS: partial(ours.ask, "tier", where=None, n=n)},
+        few(plan),
+    )
+    rows.append(evaluate)
+    tiers: dict[str, tuple[str | None, bool]] = {
+        "RAM": (None, False),
+        "folder, page cache": (folder, False),
+        "folder, cold": (folder, True),
+        "Redis": (url, False),
+    }
+    for name, (where, cold) in tiers.items():
+        row = Row(f"first token, {name}, {n}", "s")
+        if name == "Redis" and url is None:
+            row.errors[OURS] = "neither valkey-server nor redis-server is on PATH"
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            ours.ask("tier", where=where, n=n)
+            ask = partial(ours.ask, "tier_first", n=n, cold=cold)
+            row = interleave(row.name, "s", {OURS: ask}, plan, note=["evaluated"])
+        rows.append(row)
+        show(row, 1e3, "ms")
+    ours.ask("tier_close")
+    return rows
+
+
+@contextlib.contextmanager
+def redis_server() -> Iterator[str | None]:
+    """Run a server on loopback; None where there is none."""
+    path = shutil.which("valkey-server") or shutil.which("redis-server")
+    if path is None:
+        yield None
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command: list[Any] = [path, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(500):
+            with socket.socket() as client:
+                if client.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            process.poll()
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,62 @@
+"""The targets that are about tiers of a prefix cache."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.harness import Row
+from benchmarks.verdicts import US, Rows, Verdict, span
+
+#: How many times faster than evaluating 4,096 tokens.
+FOLDER, REDIS = 300.0, 60.0
+#: A slow tier beside evaluating alone; a token while blocks are written beside none.
+SLOWEST, WRITING = 1.05, 1.02
+
+
+def first_token(groups: dict[str, Rows], what: str, factor: float, key: str) -> Verdict:
+    """So many times faster than evaluating."""
+    text = f"first token after 4,096 known tokens, {what}: at least {factor:.0f} times faster"
+    rows = groups.get("tiers", {})
+    loaded = rows.get(f"first token, {what}, 4096")
+    alone = rows.get("first token, evaluated, 4096")
+    if loaded is None or alone is None or not loaded.samples or not alone.samples:
+        return Verdict(key, text, "-", None)
+    base = statistics.median(alone.samples[US])
+    ratios = [base / one for one in loaded.samples[US]]
+    return Verdict(key, text, span(ratios, "times", 0), statistics.median(ratios) >= factor)
+
+
+def folder(groups: dict[str, Rows]) -> Verdict:
+    """Judge a folder whose pages the system holds."""
+    return first_token(groups, "folder, page cache", FOLDER, "tier_folder")
+
+
+def redis(groups: dict[str, Rows]) -> Verdict:
+    """Judge a server on loopback."""
+    return first_token(groups, "Redis", REDIS, "tier_redis")
+
+
+def slow(groups: dict[str, Rows]) -> Verdict:
+    """Never slower than evaluating, but for 5 percent."""
+    text = f"tiers of any speed: at most {SLOWEST} of evaluating alone"
+    rows = groups.get("tiers", {})
+    found = {
+        name.partition(": ")[2]: row.samples[US]
+        for name, row in rows.items()
+        if row.unit == "ratio" and row.samples
+    }
+    if not found:
+        return Verdict("tier_slow", text, "-", None)
+    worst = max(found, key=lambda name: statistics.median(found[name]))
+    figure = f"{span(found[worst], '', 2)} at worst ({worst}), of {len(found)}"
+    return Verdict("tier_slow", text, figure, statistics.median(found[worst]) <= SLOWEST)
+
+
+def writing(groups: dict[str, Rows]) -> Verdict:
+    """Let a decode not feel what is written behind it."""
+    text = f"a token while blocks are written behind: at most {WRITING} of without"
+    row: Row | None = groups.get("tiers", {}).get("a token while blocks are written")
+    ratios = row.ratios("written behind", "no tier") if row is not None else []
+    if not ratios:
+        return Verdict("tier_writing", text, "-", None)
+    return Verdict("tier_writing", text, span(ratios, "", 3), statistics.median(ratios) <= WRITING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -94,11 +95,11 @@ class Place:
         self.empty.mkdir()
         self.smoke = shutil.copy(SMOKE, self.empty)
 
-    def run(self, *arguments: str, **more: str) -> str:
+    def run(self, *arguments: str, qemu: str = "", **more: str) -> str:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "LLAMA_CPP"))}
         env["PATH"] = os.pathsep.join([str(self.python.parent), env["PATH"]])
         done = subprocess.run(
-            [str(self.python), *arguments],
+            [*(["qemu-x86_64", "-cpu", qemu] if qemu else []), str(self.python), *arguments],
             cwd=self.empty, env=env | more, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -118,6 +119,30 @@ def place(tmp_path: Path) -> Place:
 def test_the_wheel_works_elsewhere(place: Place, wheel: Path) -> None:
     place.run("-m", "pip", "install", "--quiet", str(wheel))
     place.try_it()
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="what auditwheel says of a wheel")
+
+
+@linux
+def test_the_wheel_is_for_others_and_small(wheel: Path) -> None:
+    """auditwheel gave it the tag, and had no library to add: see the names above."""
+    assert "-manylinux_" in wheel.name or "-musllinux_" in wheel.name
+    assert wheel.stat().st_size < 15e6
+
+
+@linux
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86-64")
+@pytest.mark.parametrize(("processor", "copy"), [("Nehalem", "sse42"), ("Haswell", "haswell")])
+def test_the_wheel_works_on_an_older_processor(
+    place: Place, wheel: Path, processor: str, copy: str
+) -> None:
+    if not shutil.which("qemu-x86_64"):
+        pytest.skip("no qemu-x86_64: apt-get install qemu-user")
+    place.run("-m", "pip", "install", "--quiet", str(wheel))
+    ask = "import pykvcache; print(pykvcache.system_info()['cpu'])"
+    assert place.run("-c", ask, qemu=processor).strip() == copy
+    assert "works" in place.run(str(place.smoke), qemu=processor)
 
 
 def test_the_sdist_builds_without_a_download(place: Place, sdist: Path) -> None:

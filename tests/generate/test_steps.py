@@ -91,7 +91,7 @@ def test_nothing_is_decoded_after_cells_that_changed(make_context: Make) -> None
     ledger = lib.Tokens(np.array(words(1, 12), np.int32))
     assert native.decode_pending(ledger, 1, 11, False) == (True, None)
     lane = lib.Lane(ledger, Sampler(temperature=0).native, 5, frozenset(), False, False)
-    group = lib.Group([lane], ["owner"], [1])
+    ledger.seq_id = 1
     rows = lib.Rows(4, 1)
     rows.add(ledger.token_at(11), 11, 1, True)
     looks: list[Any] = []
@@ -100,11 +100,12 @@ def test_nothing_is_decoded_after_cells_that_changed(make_context: Make) -> None
     before = ctx.tokens_evaluated
     assert native.decode_pending(ledger, 1, 12, True) == (False, None)
     assert native.decode_shares(rows, [(ledger, 1, 12, 0)]) is None
-    assert native.step(group, looks) is None
+    assert native.step([lane], ["owner"], looks) is None
+    assert native.not_ready([lane], ["owner"]) == ["owner"]
     assert (ctx.tokens_evaluated, len(ledger), lane.tokens) == (before, 12, [])
     ledger.version = native.prefix_version(1)
-    made = native.step(group, looks)
-    assert made == [("owner", lane.tokens[0])]
+    made = native.step([lane], ["owner"], looks)
+    assert made == ([("owner", lane.tokens[0])], [])
     assert ledger.tokens.tolist() == [*words(1, 12), *lane.tokens]
     assert ledger.n_evaluated == 12
     with pytest.raises(ValueError, match="pending"):

@@ -5,7 +5,10 @@ cdef object _now = time.perf_counter
 
 
 cdef class Tokens:
-    """Tokens in memory that grows, and how many of them a context's memory holds, by what name."""
+    """Tokens in memory that grows, and how many of them a context's memory holds, by what name.
+
+    `seq_id` is the sequence that holds them, -1 for none.
+    """
 
     cdef object array
     cdef int32_t* data
@@ -13,6 +16,10 @@ cdef class Tokens:
     cdef object frozen
     cdef public Py_ssize_t n_evaluated
     cdef public uint64_t version
+    cdef public int32_t seq_id
+
+    def __cinit__(self, *args):
+        self.seq_id = -1
 
     def __init__(self, values=(), Py_ssize_t n_evaluated=0):
         self.append(values)
@@ -161,23 +168,3 @@ cdef class Lane:
             return False
         self.ledger.put(token)
         return True
-
-
-@cython.final
-cdef class Group:
-    """Lanes whose sequences wait for one token each; ``owners`` are handed back with the tokens."""
-
-    cdef list lanes
-    cdef list owners
-    cdef vector[int32_t] ids
-
-    def __cinit__(self, list lanes not None, list owners not None, list seq_ids not None):
-        if not len(lanes) == len(owners) == len(seq_ids):
-            raise ValueError("a lane has one owner and one sequence id")
-        for lane in lanes:
-            if type(lane) is not Lane:
-                raise TypeError(f"a Lane is expected, not {type(lane).__name__}")
-        self.lanes = list(lanes)
-        self.owners = list(owners)
-        for seq_id in seq_ids:
-            self.ids.push_back(_seq(seq_id, MAX_SEQ))

@@ -308,6 +308,7 @@ class Sampler:
 @disjoint_base
 class Tokens:
     n_evaluated: int
+    seq_id: int
     version: int
     def __init__(self, values: _Ints = ..., n_evaluated: int = ...) -> None: ...
     def __len__(self) -> int: ...
@@ -346,10 +347,6 @@ class Lane:
     def tokens(self) -> list[int]: ...
     def take(self, ctx: Decoding, row: _Floats) -> int | None: ...
 
-@final
-class Group:
-    def __new__(cls, lanes: list[Lane], owners: list[Any], seq_ids: list[int]) -> Self: ...
-
 @disjoint_base
 class Context(Decoding):
     def decode_pending(
@@ -358,7 +355,15 @@ class Context(Decoding):
     def decode_shares(
         self, rows: Rows, shares: list[tuple[Tokens, int, int, int]]
     ) -> list[_Floats | None] | None: ...
-    def step(self, group: Group, looks: list[Any]) -> list[tuple[Any, int]] | None: ...
+    def not_ready(self, lanes: list[Lane], owners: list[_T]) -> list[_T]: ...
+    def step(
+        self,
+        lanes: list[Lane],
+        owners: list[_T],
+        looks: list[_T],
+        rows: Rows | None = None,
+        shares: list[tuple[Tokens, int, int, int]] | None = None,
+    ) -> tuple[list[tuple[_T, int]], list[_Floats | None]] | None: ...
 
 @disjoint_base
 class Turns:

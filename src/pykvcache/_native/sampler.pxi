@@ -111,7 +111,8 @@ cdef class Sampler:
 
     def reset(self):
         """Forget the tokens that were accepted; the seed and the grammar start again."""
-        if (lib.sampler_reset(self.it.grammar) == lib.CAUGHT or lib.sampler_reset(self.it.penalties) == lib.CAUGHT
+        if (lib.sampler_reset(self.it.grammar) == lib.CAUGHT
+                or lib.sampler_reset(self.it.penalties) == lib.CAUGHT
                 or lib.sampler_reset(self.it.choice) == lib.CAUGHT):
             raise _caught_error("reset")
 

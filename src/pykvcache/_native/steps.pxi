@@ -46,62 +46,107 @@ cdef class Context(Decoding):
         ``shares`` are tuples of tokens, sequence id, how many are held afterwards, and the index in
         the batch whose logits are wanted, or -1.
         """
-        cdef Tokens ledger
         cdef int32_t width
-        cdef list found = []
+        cdef list found
         self.lock_write()
         try:
-            for ledger, seq_id, _, _ in shares:
-                if not self.is_as_noted(ledger, _seq(seq_id, self.n_seq_max)):
-                    return None
+            if not self.are_as_noted(shares):
+                return None
             try:
                 self.load_rows(rows, False)
                 width = <int32_t>rows.width
                 self.check_batch(<Py_ssize_t>self.token.size(), width, False)
                 self.run_parts(<int64_t>self.token.size(), width)
-                for ledger, seq_id, end, row in shares:
-                    self.note_held(ledger, seq_id, end)
-                    found.append(self.any_row(row) if row >= 0 else None)
-                return found
+                return self.note_shares(shares, 0)
             except BaseException:
-                for ledger, seq_id, _, _ in shares:
-                    self.note_left(ledger, seq_id)
+                self.note_shares_left(shares)
                 raise
         finally:
             self.lock.leave()
 
-    def step(self, Group group not None, list looks not None):
-        """Decode, choose and append one token for each lane of a group.
+    def not_ready(self, list lanes not None, list owners not None):
+        """Return the owners whose lanes cannot take part in a `step` as they are."""
+        cdef list pairs = _pairs(lanes, owners)
+        self.lock_read()
+        try:
+            return [owner for lane, owner in pairs if not self.is_ready(<Lane>lane)]
+        finally:
+            self.lock.leave()
 
-        Returns (owner, token) for each token; None, and nothing done, where a sequence was changed or
-        this takes more than one plain decode. Owners whose lanes are worth a look go to ``looks``.
+    def step(self, list lanes not None, list owners not None, list looks not None, Rows rows=None,
+             list shares=None):
+        """Decode, choose and append one token for each lane; decode parts of others beside them.
+
+        Returns (owner, token) for each token, and rows of logits as `decode_shares` does; None, and
+        nothing done, where a sequence is not what was noted or this takes more than one plain decode.
+        Owners whose lanes are worth a look go to ``looks``.
         """
-        cdef Py_ssize_t i, n = len(group.lanes)
+        cdef Py_ssize_t i, n, total
         cdef Tokens ledger
+        cdef list found
+        # Lists of this call alone: others may change theirs while the decode runs.
+        pairs = _pairs(lanes, owners)
+        lanes = [lane for lane, _ in pairs]
+        owners = [owner for _, owner in pairs]
+        shares = [] if shares is None else list(shares)
+        n = total = len(lanes)
+        if rows is not None:
+            total += rows.n
         self.lock_write()
         try:
-            if not self.is_ready(group, n):
+            if not self.is_plain(total, rows) or not self.are_as_noted(shares):
                 return None
+            for i in range(n):
+                if not self.is_ready(<Lane>lanes[i]):
+                    return None
             try:
-                self.make_room(n, 1)
+                self.make_room(total, 1)
                 for i in range(n):
-                    ledger = (<Lane>group.lanes[i]).ledger
+                    ledger = (<Lane>lanes[i]).ledger
                     ledger.reserve(ledger.n + 1)
                     self.token[i] = ledger.data[ledger.n - 1]
-                    self.put_row(i, <int32_t>(ledger.n - 1), group.ids[i], True)
-                self.check_batch(n, 1, False)
-                self.run_parts(n, 1)
+                    self.put_row(i, <int32_t>(ledger.n - 1), ledger.seq_id, True)
+                for i in range(n, total):
+                    self.token[i] = rows.tokens[i - n]
+                    self.put_row(i, rows.positions[i - n], rows.seq_ids[i - n], rows.flags[i - n] != 0)
+                self.check_batch(total, 1, False)
+                self.run_parts(total, 1)
                 for i in range(n):
-                    ledger = (<Lane>group.lanes[i]).ledger
-                    self.note_held(ledger, group.ids[i], ledger.n)
-                self.find_rows(group, n)
+                    ledger = (<Lane>lanes[i]).ledger
+                    self.note_held(ledger, ledger.seq_id, ledger.n)
+                found = self.note_shares(shares, n)
+                self.find_rows(lanes, n)
             except BaseException:
                 for i in range(n):
-                    self.note_left((<Lane>group.lanes[i]).ledger, group.ids[i])
+                    ledger = (<Lane>lanes[i]).ledger
+                    self.note_left(ledger, ledger.seq_id)
+                self.note_shares_left(shares)
                 raise
-            return self.choose_all(group, n, looks)
+            return self.choose_all(lanes, owners, n, looks), found
         finally:
             self.lock.leave()
+
+    cdef bint are_as_noted(self, list shares) except -1:
+        cdef Tokens ledger
+        for ledger, seq_id, _, _ in shares:
+            if not self.is_as_noted(ledger, _seq(seq_id, self.n_seq_max)):
+                return False
+        return True
+
+    cdef list note_shares(self, list shares, Py_ssize_t before):
+        """Note what shares of a batch hold now; the logits of those that want them."""
+        cdef Tokens ledger
+        cdef list found = []
+        for ledger, seq_id, end, row in shares:
+            self.note_held(ledger, seq_id, end)
+            found.append(self.any_row(before + row) if row >= 0 else None)
+        return found
+
+    cdef int note_shares_left(self, list shares) except -1:
+        cdef Tokens ledger
+        for ledger, seq_id, _, _ in shares:
+            self.note_left(ledger, seq_id)
+        return 0
 
     cdef void put_row(self, Py_ssize_t i, int32_t pos, int32_t seq, bint flag) noexcept:
         self.pos[i] = pos
@@ -123,24 +168,25 @@ cdef class Context(Decoding):
         """After a decode that failed: what the memory holds now."""
         return self.note_held(ledger, seq, 0 if self.broken else min(self.seqs.next_pos(seq), ledger.n))
 
-    cdef bint is_ready(self, Group group, Py_ssize_t n) except -1:
-        """Whether a step can be one call, over sequences that nobody changed."""
-        cdef Tokens ledger
-        cdef Py_ssize_t i
-        if (self.embeddings or not self.causal or self.kind == lib.MEMORY_NONE
+    cdef bint is_plain(self, Py_ssize_t n, Rows rows) noexcept:
+        """Whether a batch is one call, and its rows are logits."""
+        if (n < 1 or self.embeddings or not self.causal or self.kind == lib.MEMORY_NONE
                 or not self.effective.gives_logits):
             return False
-        if n < 1 or n > (self.n_ubatch if lib.windowed(self.mem) else self.n_batch):
-            return False
-        for i in range(n):
-            ledger = (<Lane>group.lanes[i]).ledger
-            if ledger.n < 1 or ledger.n_evaluated != ledger.n - 1 or ledger.n > INT32_MAX:
-                return False
-            if group.ids[i] >= <int32_t>self.n_seq_max or not self.is_as_noted(ledger, group.ids[i]):
-                return False
-        return True
+        # A window takes one token of each sequence at once, or many of one.
+        if lib.windowed(self.mem):
+            return n <= self.n_ubatch and (rows is None or rows.n == 0)
+        return n <= self.n_batch and (rows is None or rows.width == 1)
 
-    cdef int find_rows(self, Group group, Py_ssize_t n) except -1:
+    cdef bint is_ready(self, Lane lane) noexcept:
+        """Whether a sequence waits for one token, and nobody has changed it."""
+        cdef Tokens ledger = lane.ledger
+        return (0 <= ledger.seq_id < <int32_t>self.n_seq_max
+                and 1 <= ledger.n < INT32_MAX and ledger.n_evaluated == ledger.n - 1
+                and (ledger.n <= self.n_ctx_seq or self.kind == lib.MEMORY_RECURRENT)
+                and self.is_as_noted(ledger, ledger.seq_id))
+
+    cdef int find_rows(self, list lanes, Py_ssize_t n) except -1:
         """Have everything ready that a choice needs, so that nothing can fail but the choice."""
         cdef Py_ssize_t i
         cdef Lane lane
@@ -149,7 +195,7 @@ cdef class Context(Decoding):
         self.codes.resize(n)
         self.chosen.resize(n)
         for i in range(n):
-            lane = <Lane>group.lanes[i]
+            lane = <Lane>lanes[i]
             self.choosers[i] = &lane.sampler.it
             self.logit_rows[i] = lib.logits_ith(self.ctx, <int32_t>i)
             if self.logit_rows[i] == NULL:
@@ -158,7 +204,7 @@ cdef class Context(Decoding):
             lane.row = self.copy_row(self.logit_rows[i], self.n_vocab) if lane.keeps_rows else None
         return 0
 
-    cdef list choose_all(self, Group group, Py_ssize_t n, list looks):
+    cdef list choose_all(self, list lanes, list owners, Py_ssize_t n, list looks):
         """Let each lane choose from its row; the interpreter's lock is free meanwhile."""
         cdef Py_ssize_t i, begin = 0, end
         cdef Lane lane
@@ -175,15 +221,26 @@ cdef class Context(Decoding):
                     if self.codes[end - 1] == lib.CAUGHT:
                         break  # what was caught is known until the next is
             for i in range(begin, end):
-                lane = <Lane>group.lanes[i]
+                lane = <Lane>lanes[i]
                 try:
                     if lane.chose(self, self.codes[i], self.chosen[i], lane.row, now):
-                        made.append((group.owners[i], self.chosen[i]))
+                        made.append((owners[i], self.chosen[i]))
                     if lane.is_worth_a_look():
-                        looks.append(group.owners[i])
+                        looks.append(owners[i])
                 except BaseException as error:
                     failure = error  # the other tokens are chosen, too
             begin = end
         if failure is not None:
             raise failure
         return made
+
+
+cdef list _pairs(list lanes, list owners):
+    """Lanes with their owners, checked."""
+    cdef list pairs = list(zip(lanes, owners))
+    if len(pairs) != len(lanes) or len(pairs) != len(owners):
+        raise ValueError(f"{len(lanes)} lanes have {len(owners)} owners")
+    for lane, _ in pairs:
+        if type(lane) is not Lane:
+            raise TypeError(f"a Lane is expected, not {type(lane).__name__}")
+    return pairs

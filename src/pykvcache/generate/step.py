@@ -26,8 +26,9 @@ class Share(NamedTuple):
 class Stepper:
     """Makes a batch of what is pending, decodes it and hands the logits out.
 
-    As long as the same requests run and nobody else touches their sequences, a step is one call of
-    the compiled layer: it verifies that by one number, decodes, chooses and appends.
+    Those whose sequences wait for one token and were touched by nobody go into one call of the
+    compiled layer, which verifies that, decodes, chooses and appends; Python collects the parts of
+    prompts that are decoded beside them. Where nothing joins or leaves, the call is the whole step.
     """
 
     def __init__(self, schedule: Schedule, n_chunk: int) -> None:
@@ -39,45 +40,52 @@ class Stepper:
         self.aborted = False  # whether a handle was, of those that wait perhaps
         self._rows = lib.Rows(max(16, schedule.max_sequences), 1)
         self._looks: list[GenerationHandle] = []  # those whose last token is to be looked at
-        self._group: lib.Group | None = None
-        self._cells: tuple[SequenceCells, ...] = ()  # of the group
-        self._turns = 0  # of the pool, when the group was known to be true
+        # Those that made the last step and will make the next one, if nothing comes between.
+        self._owners: list[GenerationHandle] = []
+        self._lanes: list[lib.Lane] = []
+        self._cells: tuple[SequenceCells, ...] = ()
+        self._n_waiting = 0
+        self._turns = 0  # of the pool, after the last step
 
     def step(self) -> list[tuple[GenerationHandle, int]]:
         """Make one decode; return the tokens that came of it."""
-        pool = self._schedule.pool
+        schedule = self._schedule
         if self._looks:
             self._look()
-        # Nobody had the pool since the last step but this one.
-        if self._group is not None and not self.aborted and pool.turns == self._turns + 1:
-            made = self._step_together(self._group)
+        if self._owners and not self.aborted and len(schedule.waiting) == self._n_waiting:
+            made = self._step_together()
             if made is not None:
-                self._turns = pool.turns
                 return made
-        self._group = None
-        with self._schedule.pinned():
+        self._owners = []
+        with schedule.pinned():
             made = self._step()
-        self._turns = pool.turns
+        self._turns = schedule.pool.turns
         return made
 
-    def _step_together(self, group: lib.Group) -> list[tuple[GenerationHandle, int]] | None:
+    def _step_together(self) -> list[tuple[GenerationHandle, int]] | None:
         """Make a step where nothing has changed; None, and nothing done, where something has."""
-        looks = self._looks
+        pool, looks = self._schedule.pool, self._looks
         try:
-            made = self._native.step(group, looks)
+            found = self._native.step(self._lanes, self._owners, looks)
         except NoKvCacheSlot:
             return None
         except BaseException:
-            self._group = None
-            looks[:] = self._schedule.running
+            looks[:] = self._owners
+            self._owners = []
             raise
-        if made is not None:
-            self._schedule.pool.count_step(*self._cells)
-            if looks:
-                self._look()
-                if self._group is None and not self._schedule.waiting:
-                    self._regroup()
-        return made
+        if found is None:
+            return None
+        if pool.turns != self._turns + 1:
+            # Others were used between the steps: these were used last.
+            for cells in self._cells:
+                pool.touch(cells.live_id)
+        pool.count_step(*self._cells)
+        if looks:
+            self._look()
+            if not self._owners and not self._schedule.waiting:
+                self._regroup()
+        self._turns = pool.turns
+        return found[0]
 
     def _look(self) -> None:
         """See to requests whose last token may be the end; also after an interrupt."""
@@ -85,7 +93,7 @@ class Stepper:
             handle = self._looks[-1]
             handle._look()
             if handle._finish is not None:
-                self._group = None
+                self._owners = []
                 self._schedule.remove(handle)
             self._looks.pop()
 
@@ -95,21 +103,20 @@ class Stepper:
         made: list[tuple[GenerationHandle, int]] = []
         schedule.admit()
         before = schedule.running.copy(), schedule.waiting.copy()
-        rows = None
-        while rows is None:
+        together, done = True, False
+        while not done:
             if not schedule.running:
                 return made
             try:
-                shares = self._collect(made)
-                if not shares:
+                ready = self._ready() if together else []
+                shares = self._collect([h for h in schedule.running if h not in ready], made, ready)
+                if not shares and not ready:
                     return made
-                rows = self._decode(shares)
+                done = self._decode(ready, shares, made)
+                together = False  # they did not fit in one call, or were changed this very moment
             except NoKvCacheSlot:
                 if not schedule.make_room():
                     self._end(schedule.running[0], "full")
-        for share, row in zip(shares, rows, strict=True):
-            if row is not None:
-                self._advance(share.handle, row, made)
         schedule.pool.count_step(*(h._cells for h in schedule.running))
         # Who waits could not come before; nothing has changed since, and no prompt was evaluated.
         unchanged = (schedule.running, schedule.waiting) == before and len(self._rows) == len(
@@ -119,34 +126,40 @@ class Stepper:
             self._regroup()
         return made
 
+    def _ready(self) -> list[GenerationHandle]:
+        """Return who waits for one token, and was touched by nobody."""
+        able = [handle for handle in self._schedule.running if not handle._siblings]
+        others = self._native.not_ready([handle._lane for handle in able], able)
+        ready = [handle for handle in able if handle not in others] if others else able
+        for handle in ready:
+            self._schedule.pool.touch(handle._cells.live_id)
+        return ready[: self._n_batch]
+
     def _regroup(self) -> None:
         """Let the next step be one call, if those that run wait for a token each and no more."""
         running = self._schedule.running
         for handle in running:
-            cells = handle._cells
-            if (
-                len(cells.ledger) - cells.ledger.n_evaluated != 1
-                or len(cells.ledger.stale)
-                or cells.seq_id is None
-                or handle._siblings
-            ):
+            ledger = handle._cells.ledger
+            if len(ledger) - ledger.n_evaluated != 1 or ledger.seq_id < 0 or handle._siblings:
                 return
-        if running:
-            self._cells = tuple(handle._cells for handle in running)
-            self._group = lib.Group(
-                [handle._lane for handle in running],
-                list(running),
-                [cells.live_id for cells in self._cells],
-            )
+        self._owners = list(running)
+        self._lanes = [handle._lane for handle in running]
+        self._cells = tuple(handle._cells for handle in running)
+        self._n_waiting = len(self._schedule.waiting)
 
     # In -----------------------------------------------------------------------------------------
 
-    def _collect(self, made: list[tuple[GenerationHandle, int]]) -> list[Share]:
+    def _collect(
+        self,
+        handles: list[GenerationHandle],
+        made: list[tuple[GenerationHandle, int]],
+        ready: list[GenerationHandle],
+    ) -> list[Share]:
         """Fill the batch: first who generates, one token each, then parts of prompts."""
         self._rows.clear()
         schedule, shares, prompts = self._schedule, [], []
-        room = self._n_batch
-        for handle in list(schedule.running):
+        room = self._n_batch - len(ready)
+        for handle in handles:
             cells = handle._cells
             ledger = cells.ledger
             n = len(ledger)
@@ -200,26 +213,43 @@ class Stepper:
 
     # Through ------------------------------------------------------------------------------------
 
-    def _decode(self, shares: list[Share]) -> list[Row | None] | None:
-        """Decode; None, and nothing done, where a sequence was changed meanwhile."""
-        self._check_room(len(self._rows))
+    def _decode(
+        self,
+        ready: list[GenerationHandle],
+        shares: list[Share],
+        made: list[tuple[GenerationHandle, int]],
+    ) -> bool:
+        """Decode and hand out tokens; False, and nothing done, where that cannot be done so."""
+        self._check_room(len(self._rows) + len(ready))
         prompts = [s for s in shares if s.end - s.handle._cells.ledger.n_evaluated > 1]
         for share in shares:
             share.handle._cells.row = None
+        parts: list[tuple[lib.Tokens, int, int, int]]
+        parts = [(s.handle._cells.ledger, s.handle._cells.live_id, s.end, s.row) for s in shares]
         try:
-            rows = self._native.decode_shares(
-                self._rows,
-                [(s.handle._cells.ledger, s.handle._cells.live_id, s.end, s.row) for s in shares],
-            )
+            if ready:
+                lanes = [handle._lane for handle in ready]
+                found = self._native.step(lanes, ready, self._looks, self._rows, parts)
+            else:
+                rows = self._native.decode_shares(self._rows, parts)
+                found = None if rows is None else ([], rows)
         except BaseException:
+            self._looks[:] = ready
             for share in shares:
                 share.handle._cells.failed()
             raise
-        if rows is not None:
-            for share in prompts:
-                if share.handle._cells.needs_points:
-                    share.handle._cells.checkpoint()
-        return rows
+        if found is None:
+            return False
+        tokens, rows = found
+        for share in prompts:
+            if share.handle._cells.needs_points:
+                share.handle._cells.checkpoint()
+        made += tokens
+        self._look()
+        for share, row in zip(shares, rows, strict=True):
+            if row is not None:
+                self._advance(share.handle, row, made)
+        return True
 
     def _check_room(self, n: int) -> None:
         """Know before computing: a window that looks for room in vain may lose cells by it."""
@@ -311,7 +341,7 @@ class Stepper:
                 one._sequence.close()
         handle._siblings = []
         handle._end(reason, error)
-        self._group = None
+        self._owners = []
         self._schedule.remove(handle)
 
     def abort_all(self, error: DecodeAborted) -> None:

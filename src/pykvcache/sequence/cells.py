@@ -92,12 +92,13 @@ class SequenceCells:
         return self.live_id
 
     def _own(self, seq_id: int) -> None:
-        self.seq_id = seq_id
+        self.seq_id = self.ledger.seq_id = seq_id
         self._finalizer = weakref.finalize(self, self.pool.drop, seq_id)
         self._finalizer.atexit = False
 
     def _disown(self) -> None:
         assert self._finalizer is not None
+        self.ledger.seq_id = -1
         self._finalizer.detach()
         self.pool.give_back(self.live_id)
         self.seq_id = None

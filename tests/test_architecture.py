@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # Lowest first. A module imports from lines below its own only; a name may be a file or a folder,
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
-    {"errors", "enums", "_integers", "_drawing"},
+    {"errors", "enums", "_integers", "_closing", "_drawing"},
     {"_native", "arrays", "prefix/stores"},
     {"_convert"},
     {"batch", "_jinja", "_grammar"},
@@ -47,6 +47,7 @@ ONLY = {
     "_drawing": set(),
     "enums": set(),
     "_integers": set(),
+    "_closing": set(),
     "arrays": {"errors", "_integers"},
     "_native": {"errors", "_integers"},
     "prefix/stores": {"errors", "_integers"},

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._closing import Closing
 from pykvcache._native import lib
 from pykvcache._params import check_params
 from pykvcache.decoding import DecodeMethods
@@ -42,6 +41,7 @@ class LlamaContext(
     PictureMethods,
     KvMethods,
     LlamaFileMethods,
+    Closing,
 ):
     """A context of a model: it decodes tokens and holds what it has seen in its memory.
 
@@ -198,17 +198,6 @@ class LlamaContext(
     def is_closed(self) -> bool:
         """Whether the context was closed, or belongs to the process before a fork."""
         return self._native.is_closed
-
-    def __enter__(self) -> LlamaContext:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = " (closed)" if self.is_closed else ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 from pykvcache._chat import render, special_token_texts
+from pykvcache._closing import Closing
 from pykvcache._convert import (
     IntArray,
     TokenInput,
@@ -32,7 +32,7 @@ _LOAD_MODES = {m.name.lower(): m for m in LoadMode}
 _SPLIT_MODES = {m.name.lower(): m for m in SplitMode}
 
 
-class LlamaModel(ModelFacts):
+class LlamaModel(ModelFacts, Closing):
     """Weights and vocabulary of a GGUF file (``llama_model_load_from_file``).
 
     A model is read-only: any number of contexts and threads may share it. It lives
@@ -307,17 +307,6 @@ class LlamaModel(ModelFacts):
     def is_closed(self) -> bool:
         """Whether the model was closed, or belongs to the process before a fork."""
         return self._native.is_closed
-
-    def __enter__(self) -> LlamaModel:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = " (closed)" if self.is_closed else ""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from types import TracebackType
-from typing import TYPE_CHECKING
 
+from pykvcache._closing import Closing
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ClosedError, DecodeAborted
 from pykvcache.generate.handle import GenerationHandle
@@ -15,13 +14,10 @@ from pykvcache.generate.step import Stepper
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.sequence.pool import pool_of
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 __all__ = ["Driving"]
 
 
-class Driving:
+class Driving(Closing):
     """The part of `BatchGenerator` that makes steps; not made by itself."""
 
     def __init__(
@@ -121,17 +117,6 @@ class Driving:
         with self._pool.hold():
             self._stepper.close()
         self._wake()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._ctx.is_closed:

@@ -6,11 +6,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import SupportsIndex
 
 import numpy as np
 
+from pykvcache._closing import Closing
 from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ClosedError
@@ -42,7 +42,7 @@ _caches: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[PrefixCache]] = (
 )
 
 
-class PrefixCache(TierMethods):
+class PrefixCache(TierMethods, Closing):
     """Sequences of one context that begin with the longest prefix that is known.
 
     `sequence` takes a prompt. What a sequence in use has of it is forked, token by token; what
@@ -365,17 +365,6 @@ class PrefixCache(TierMethods):
     def is_closed(self) -> bool:
         """Whether it, or its context, was closed."""
         return self._closed or self._ctx.is_closed
-
-    def __enter__(self) -> PrefixCache:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self.is_closed:

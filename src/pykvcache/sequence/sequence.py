@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._closing import Closing
 from pykvcache._convert import TokenInput, as_int
 from pykvcache._drawing.html import bar_html
 from pykvcache.context import LlamaContext
@@ -24,15 +24,12 @@ from pykvcache.sequence.saved import load_sequence, save_sequence
 from pykvcache.sequence.text import Stop, StopInput
 from pykvcache.state.saved import Path
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 __all__ = ["LlamaSequence"]
 
 _ON_FULL = ("raise", "stop", "shift")
 
 
-class LlamaSequence(EditMethods):
+class LlamaSequence(EditMethods, Closing):
     """Tokens of one context that are evaluated when their logits are needed.
 
     Nobody counts positions, ids or cells. Edits change the tokens at once and the memory later:
@@ -274,17 +271,6 @@ class LlamaSequence(EditMethods):
             if not self._closed:
                 self._cells.release()  # first: after an interrupt the next close goes on
                 self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a LlamaSequence belongs to a context: use fork() or save()")

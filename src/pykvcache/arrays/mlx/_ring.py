@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.arrays.mlx.masks import create_causal_mask
 
-__all__ = ["ordered", "ring_mask", "roll_columns"]
+__all__ = ["RingTrim", "ordered", "ring_mask", "roll_columns"]
+
+
+class RingTrim:
+    """`trim` of caches whose columns lie in a ring, which goes back only while it is not full."""
+
+    _pair: TokenPair
+    _offset: int
+    _index: int
+
+    def is_trimmable(self) -> bool:
+        """Tell whether nothing was dropped yet."""
+        raise NotImplementedError
+
+    def trim(self, n: SupportsIndex) -> int:
+        """Drop the newest `n` tokens, or as many as there are; 0 if not trimmable."""
+        dropped = min(as_int("n", n, minimum=0), self._offset)
+        if not self.is_trimmable():
+            return 0
+        self._pair.length -= dropped
+        self._offset -= dropped
+        self._index -= dropped
+        return dropped
 
 
 def ordered(

@@ -12,7 +12,7 @@ from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx._base import Arrays, meta_ints, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.arrays.mlx._merge import BatchCache
-from pykvcache.arrays.mlx._ring import ordered, roll_columns
+from pykvcache.arrays.mlx._ring import RingTrim, ordered, roll_columns
 from pykvcache.arrays.mlx._rows import (
     Counts,
     Rows,
@@ -30,7 +30,7 @@ from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, 
 __all__ = ["BatchRotatingKVCache"]
 
 
-class BatchRotatingKVCache(BatchCache, row_class=RotatingKVCache):
+class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
     """A ring of `max_size` columns, one row per sequence, padded on the left.
 
     It follows mlx-lm's ``BatchRotatingKVCache``, with its flaws put right: the flag
@@ -215,16 +215,6 @@ class BatchRotatingKVCache(BatchCache, row_class=RotatingKVCache):
     def is_trimmable(self) -> bool:
         """Tell whether nothing was dropped yet and no padding waits for `finalize`."""
         return self._offset < self._max_size and self._ends is None
-
-    def trim(self, n: SupportsIndex) -> int:
-        """Drop the newest `n` columns, or as many as there are; 0 if not trimmable."""
-        dropped = min(as_int("n", n, minimum=0), self._offset)
-        if not self.is_trimmable():
-            return 0
-        self._pair.length -= dropped
-        self._offset -= dropped
-        self._index -= dropped
-        return dropped
 
     def make_mask(
         self,

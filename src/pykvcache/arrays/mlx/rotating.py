@@ -12,13 +12,13 @@ from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx._base import Arrays, Mask, meta_ints, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.arrays.mlx._merge import SingleCache
-from pykvcache.arrays.mlx._ring import ordered, ring_mask
+from pykvcache.arrays.mlx._ring import RingTrim, ordered, ring_mask
 from pykvcache.errors import CacheValueError
 
 __all__ = ["RotatingKVCache"]
 
 
-class RotatingKVCache(SingleCache):
+class RotatingKVCache(RingTrim, SingleCache):
     """The first `keep` and the newest tokens, `max_size` in all.
 
     It follows mlx-lm's ``RotatingKVCache``: single tokens overwrite the oldest one after
@@ -111,16 +111,6 @@ class RotatingKVCache(SingleCache):
     def is_trimmable(self) -> bool:
         """Tell whether nothing was dropped yet: fewer than `max_size` tokens were seen."""
         return self._offset < self._max_size
-
-    def trim(self, n: SupportsIndex) -> int:
-        """Drop the newest `n` tokens, or as many as there are; 0 if not trimmable."""
-        dropped = min(as_int("n", n, minimum=0), self._offset)
-        if not self.is_trimmable():
-            return 0
-        self._pair.length -= dropped
-        self._offset -= dropped
-        self._index -= dropped
-        return dropped
 
     def make_mask(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -148,7 +149,9 @@ def test_close_waits_for_a_decode_and_what_follows_is_closed(make_context: Any) 
                 while True:
                     ctx.clear_kv_cache()
                     ctx.decode(words(500))
-                    ctx.logits()
+                    # The other thread may have cleared what this one decoded, logits and all.
+                    with contextlib.suppress(IndexError):
+                        ctx.logits()
             except ClosedError:
                 ended.append("closed")
 

@@ -28,7 +28,7 @@ from support.models import make_model
 from .kit import differ, with_keys, words
 
 # Of mamba: far below what is refused, and the state that comes of it is more than its cube.
-LARGE = 1e12
+LARGE = 1e15
 
 
 def spoil(
@@ -66,6 +66,29 @@ def overflow(ctx: LlamaContext, seq: int) -> None:
         for layer in arrays.recurrent.layers
     ]
     ctx.write_kv(replace(arrays, recurrent=replace(arrays.recurrent, layers=layers)), seq)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("how", ["remove", "keep", "copy"])
+def test_what_comes_after_it_in_its_place_is_right(make_context: Any, name: str, how: str) -> None:
+    # A new recurrent state is 0 times what lay there, and that was NaN.
+    ctx, twin = make_context(name), make_context(name)
+    ctx.decode(words(12))
+    overflow(ctx, 1)
+    ctx.decode([5], seq_id=1)
+    with pytest.raises(OutputNotFinite):
+        ctx.logits()
+    if how == "remove":
+        ctx.clear_kv_cache_seq(1)
+    elif how == "keep":
+        ctx.kv_cache_seq_keep(0)
+    else:
+        ctx.copy_kv_cache_seq(0, 1)
+        ctx.clear_kv_cache_seq(1)
+    twin.decode(words(12))
+    for one in (ctx, twin):
+        one.decode([5, 6], seq_id=1)
+    assert differ(ctx.logits(), twin.logits()) == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -165,3 +188,5 @@ def test_a_request_whose_logits_are_no_numbers_ends_alone(
         for _ in range(2):
             with pytest.raises(OutputNotFinite):
                 sequence.logits()
+        sequence.truncate(1)
+        assert np.isfinite(sequence.logits()).all()

@@ -44,6 +44,8 @@ int32_t state_place(edit_key, memory * m, bool v_trans, llama_seq_id seq, const 
 int32_t state_read(edit_key, memory * m, llama_seq_id seq, bool partial, const std::vector<state_piece> & pieces) noexcept;
 // Remove the sequence from the window and the recurrent part; the attention part keeps it.
 int32_t drop_parts(edit_key, memory * m, llama_seq_id seq) noexcept;
+// Make the recurrent states zero that no sequence holds: a new one begins with 0 times what lies there.
+int32_t zero_free_states(edit_key, memory * m) noexcept;
 // Remove the positions from `from` on from the attention part.
 int32_t cut_attention(edit_key, memory * m, llama_seq_id seq, llama_pos from) noexcept;
 

@@ -151,6 +151,8 @@ cdef class Lane:
     cdef bint chose(self, Decoding ctx, int32_t code, int32_t token, object row, object now) except -1:
         """Note what a choice came to; whether that is a token, which has its place by then."""
         if code != lib.CHOSEN:
+            if code == lib.CHOICE_NAN or code == lib.CHOICE_INFINITE:
+                ctx.seqs.suspect()
             self.error = self.sampler.problem(code, False)
             return False
         if ctx.model.vocab_type != 0 and lib.llama_vocab_is_eog(ctx.model.vocab, token):

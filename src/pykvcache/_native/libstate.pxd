@@ -120,6 +120,7 @@ cdef extern from "sequences.h" namespace "pykv" nogil:
         bool is_version(llama_seq_id, uint64_t id)
         bool row_is_held(size_t row)
         bool was_restored()
+        void suspect()
         llama_pos row_pos(size_t row)
         bool rows_are_whole(llama_seq_id)
         void forget_rows()

@@ -69,6 +69,7 @@ cdef class Outputs(Partials):
         PyBuffer_Release(&view)
         if place < 0:
             return row
+        self.seqs.suspect()
         if what == "logits" or self.pooling_type == 0:
             i = self.outputs[self.find_output(i, what)]
             whose = f"token {i} of the last decode"

@@ -1,6 +1,9 @@
 // Changing one part of a memory at a time.
 #include <limits>
 
+#include <algorithm>
+#include <vector>
+
 #include "edit.h"
 #include "probe_memory.h"
 #include "part_edit.h"
@@ -60,6 +63,28 @@ int32_t cut_attention(edit_key, memory * m, llama_seq_id seq, llama_pos from) no
     return guarded_void([&] {
         if (m->base) {
             m->base->seq_rm(seq, from, -1);
+        }
+    });
+}
+
+int32_t zero_free_states(edit_key, memory * m) noexcept {
+    return guarded_void([&] {
+        const auto *         part = m->recurrent;
+        std::vector<uint8_t> zeros;
+        const auto           zero = [&](ggml_tensor * t, uint32_t cell, int64_t n) {
+            const size_t row = ggml_row_size(t->type, n);
+            zeros.resize(std::max(zeros.size(), row));
+            ggml_backend_tensor_set(t, zeros.data(), cell * row, row);
+        };
+        for (uint32_t cell = 0; part && cell < part->cells.size(); ++cell) {
+            for (size_t il = 0; part->cells[cell].is_empty() && il < part->r_l.size(); ++il) {
+                if (part->r_l[il]) {
+                    zero(part->r_l[il], cell, m->hparams->n_embd_r());
+                }
+                if (part->s_l[il]) {
+                    zero(part->s_l[il], cell, m->hparams->n_embd_s());
+                }
+            }
         }
     });
 }

@@ -40,6 +40,7 @@ void sequence_facts::close() noexcept {
 // Nothing at `from` or later is what it was.
 void sequence_facts::removed(llama_seq_id seq, llama_pos from) noexcept {
     ++changes;
+    freed = true;
     versions.changed(seq, from);
     rows.removed(seq, from);
 }
@@ -75,6 +76,7 @@ void sequence_facts::restored(llama_seq_id seq, const llama_pos * firsts) noexce
 
 void sequence_facts::cleared() noexcept {
     ++changes;
+    freed = true;
     versions.all_changed();
     rows.cleared();
     damaged.reset();
@@ -326,6 +328,12 @@ int32_t sequence_facts::decode(const llama_batch & batch, bool is_first) noexcep
     }
     if (guarded_void([&] { rows.reserve(batch); }) == CAUGHT) {
         return NOTHING_DONE;
+    }
+    if (suspected && freed) {
+        if (zero_free_states({}, mem) == CAUGHT) {
+            return NOTHING_DONE;
+        }
+        freed = false;
     }
     for (llama_seq_id s = 0; whole && s < n_seq_max; ++s) {
         states[s] = state_cell(mem, s);

@@ -72,6 +72,9 @@ class sequence_facts {
     bool rows_are_whole(llama_seq_id seq) const { return rows.is_whole(seq); }
     void forget_rows() noexcept { rows.forget(); }
 
+    // NaN came out of this memory: what held it is made zero once nobody holds it.
+    void suspect() noexcept { suspected = true; }
+
     // Changes ---------------------------------------------------------------------------------------
 
     // A call that may change cells begins: what was seen of them is stale, whatever it does.
@@ -132,6 +135,7 @@ class sequence_facts {
     bool                        whole = false;
     bool                        streams = false;
     bool                        pending = false;
+    bool                        suspected = false, freed = false;
     uint64_t                    changes = 0;
     std::bitset<N_SEQ>          damaged, last_damaged;
     std::array<uint64_t, N_SEQ> input_keys{};

@@ -71,3 +71,36 @@ def test_what_is_wrong_with_a_state_is_always_an_attribute() -> None:
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) in wanted:
                 named = {keyword.arg for keyword in node.keywords}
                 assert named & {"what", None}, f"{path.name}:{node.lineno}"
+
+
+PACKAGE = Path(errors.__file__).parents[1]
+# What stands in these texts is a name, another error or a path, and not a number that is off.
+NAMES_ONLY = {"_fingerprint.py", "_grammar.py", "cli/talk.py"}
+
+
+def numbers_in_texts(path: Path) -> list[str]:
+    """Errors of ours that are raised with something in their text, and with no fact."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        call = node.exc if isinstance(node, ast.Raise) else None
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            continue
+        kind = getattr(errors, call.func.id, None)
+        if not isinstance(kind, type) or len(call.args) != 1 or call.keywords:
+            continue
+        text = call.args[0]
+        values = text.values if isinstance(text, ast.JoinedStr) else []
+        if any(isinstance(value, ast.FormattedValue) for value in values):
+            found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(text)}")
+    return found
+
+
+def test_what_a_text_says_is_an_attribute_too() -> None:
+    """Of every error of the binding; those of the array caches are plain ValueErrors."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = path.relative_to(PACKAGE).as_posix()
+        if place.startswith(("arrays/", "errors/", "kv/bridge")) or place in NAMES_ONLY:
+            continue
+        found += [one for one in numbers_in_texts(path) if "native.memory_kind" not in one]
+    assert [one for one in found if "extended positions (M-RoPE)" not in one] == []

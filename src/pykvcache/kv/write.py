@@ -119,7 +119,13 @@ def _positions(arrays: SequenceKV, layout: PartLayout) -> npt.NDArray[np.int32]:
     if positions.ndim != 1 or positions.dtype.kind not in "iu":
         raise StateError("positions must be a vector of integers")
     if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < 2**31 - 1:
-        raise StateError("positions must be in [0, 2147483647)")
+        wrong = int(positions.min()) if positions.min() < 0 else int(positions.max())
+        raise StateError(
+            f"position {wrong} is not in [0, 2147483647)",
+            what="positions",
+            value=wrong,
+            limit=2**31 - 2,
+        )
     if (arrays.extended is None) == layout.extended:
         needs = "needs" if arrays.extended is None else "has no"
         raise StateError(f"this memory {needs} extended positions (M-RoPE)")
@@ -128,10 +134,19 @@ def _positions(arrays: SequenceKV, layout: PartLayout) -> npt.NDArray[np.int32]:
         if extended.shape != (len(positions), 3) or extended.dtype.kind not in "iu":
             raise StateError(
                 f"extended must hold integers of shape ({len(positions)}, 3), "
-                f"not {extended.dtype} of shape {extended.shape}"
+                f"not {extended.dtype} of shape {extended.shape}",
+                what="extended",
+                value=extended.shape,
+                limit=(len(positions), 3),
             )
         if extended.size and not -1 <= int(extended.min()) <= int(extended.max()) < 2**31 - 1:
-            raise StateError("extended positions must be in [-1, 2147483647)")
+            wrong = int(extended.min()) if extended.min() < -1 else int(extended.max())
+            raise StateError(
+                f"extended position {wrong} is not in [-1, 2147483647)",
+                what="extended",
+                value=wrong,
+                limit=2**31 - 2,
+            )
     return positions.astype(np.int32)
 
 

@@ -244,7 +244,12 @@ class EditMethods:
         wrong = (tokens < 0) | (tokens >= n_vocab)
         if wrong.any():
             at = int(wrong.argmax())
-            raise InvalidBatch(f"token {tokens[at]} (at {at}) is outside [0, {n_vocab})")
+            raise InvalidBatch(
+                f"token {tokens[at]} (at {at}) is outside [0, {n_vocab})",
+                index=at,
+                value=int(tokens[at]),
+                limit=n_vocab,
+            )
         return tokens
 
     def _within(self, value: SupportsIndex, what: str, lo: int, hi: int | None = None) -> int:
@@ -254,6 +259,8 @@ class EditMethods:
         if not lo <= n <= limit:
             raise PositionError(
                 f"{what} is {n}: it must be in [{lo}, {limit}], and the sequence has "
-                f"{len(self)} tokens"
+                f"{len(self)} tokens",
+                value=n,
+                limit=lo if n < lo else limit,
             )
         return n

@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from pykvcache import LlamaBatch, LlamaContext, LlamaModel, Sampler, UnsupportedOperation
+from pykvcache import (
+    BatchGenerator,
+    LlamaBatch,
+    LlamaContext,
+    LlamaModel,
+    Sampler,
+    UnsupportedOperation,
+)
 from support.models import EXACT, MODELS, ModelInfo
 
 FIRST = np.arange(5, 17)
@@ -185,6 +192,40 @@ def generate(stage: Stage) -> bytes:
     ).encode()
 
 
+def compact(stage: Stage) -> bytes:
+    ctx = stage.ctx
+    ctx.decode(NEXT, seq_id=2)
+    ctx.decode(FIRST, seq_id=3)
+    ctx.clear_kv_cache_seq(2)  # below it
+    return repr(ctx.kv_cache_compact()).encode()
+
+
+def blocks(stage: Stage) -> bytes:
+    native, n = stage.ctx.native, len(FIRST)
+    rest = None if stage.ctx.memory_kind == "attention" else native.get_partial_state(0)
+    block = np.empty(native.block_bytes() * n, np.uint8)
+    if not len(block) or not native.get_block(0, 0, n, block):
+        raise UnsupportedOperation("blocks", "this memory has none")
+    native.set_blocks(1, [(block, n, n)], rest)
+    return block.tobytes()
+
+
+def batch_generator(stage: Stage) -> bytes:
+    generator = BatchGenerator(stage.ctx)
+    asked = [generator.submit([7, 8 + i], max_tokens=3) for i in range(2)]
+    generator.run()
+    for one in asked:
+        if one.error is not None:
+            raise one.error
+    return repr([one.tokens.tolist() for one in asked]).encode()
+
+
+def long_text(stage: Stage) -> bytes:
+    # As long as it has to be for signals to be heard.
+    tokens = stage.model.tokenize("abc defg  hi " * 400)
+    return repr([len(tokens), stage.model.detokenize(tokens)]).encode()
+
+
 def text(stage: Stage) -> bytes:
     tokens = stage.model.tokenize("abc defg<s>hi", parse_special=True)
     said = stage.model.detokenize(tokens)
@@ -221,6 +262,10 @@ OPERATIONS: dict[str, Callable[[Stage], bytes | None]] = {
         write_kv,
         sample,
         generate,
+        compact,
+        blocks,
+        batch_generator,
+        long_text,
         text,
     )
 }

@@ -48,7 +48,7 @@ lint: $(VENV)/.dev $(VENV)/.built ## ruff, mypy, cython-lint, codespell, stubtes
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/cython-lint src
 	$(BIN)/codespell
 	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest pykvcache
+	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml pykvcache
 
 format: $(VENV)/.dev ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

@@ -105,7 +105,8 @@ class EventPublisher:
             raise ImportError(
                 f"EventPublisher needs zmq: pip install 'pykvcache[zmq]' ({error})"
             ) from error
-        self._zmq, self._pack = zmq, msgpack.packb
+        self._zmq: Any = zmq
+        self._pack = msgpack.packb
         self._topic, self._rank = topic.encode(), data_parallel_rank
         self._waiting: deque[CacheEvent] = deque(maxlen=MAX_WAITING)
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=MAX_REPLAY)

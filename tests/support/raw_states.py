@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._native import lib
+
 
 class Run(NamedTuple):
     """A run of bytes: the records of cells, or rows of one layer."""
@@ -49,6 +51,8 @@ def runs(ctx: Any, state: npt.NDArray[np.uint8], *, whole: bool) -> Iterator[Run
                 yield Run(part, "cells", 0, n, start, at - start)
             word()
             assert word() == layout["n_layer"]
+            if lib.state_file_versions[0] >= 4 and not recurrent:
+                assert (word(), word()) == ctx.native.hadamard(part)
             for what, layer, kind, _, row_bytes, *_ in layout["rows"]:
                 if what != "ple":
                     assert word() == kind

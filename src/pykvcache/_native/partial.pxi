@@ -138,7 +138,8 @@ cdef class Partials(Blocks):
             return 0
         if (not lib.extent(self.mem, seq, lo, hi) or lo != state.first
                 or lib.last_before(self.mem, seq, state.pos + 1) != state.pos
-                or lib.n_held(self.mem, seq) < <size_t>(state.pos - state.first + 1)):
+                # Without a hole, also after the state's position: cells there would count for one before it.
+                or lib.n_held(self.mem, seq) < <size_t>(hi - lo + 1)):
             raise PartialStateError(
                 f"sequence {seq} does not hold the positions {state.first} to {state.pos} "
                 "that the partial state goes with", seq, state.pos)

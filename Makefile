@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # What the tests need of other projects.
-EXTRAS := cli,arrays,state,redis,obstore,crypto,zmq
+EXTRAS := cli,arrays,state,redis,obstore,crypto,zmq,prometheus
 
 # Of `make fuzz`: other seeds are other calls and programs.
 SEED ?= 1

@@ -63,7 +63,7 @@ EXTRAS = {
     "_drawing": {"matplotlib"},
     "demo": {"rich"},
     "generate": {"rich"},
-    "prefix": {"zmq", "msgpack"},
+    "prefix": {"zmq", "msgpack", "prometheus_client"},
     "prefix/stores": {"xxhash", "cryptography", "redis", "obstore"},
     "simulate": {"matplotlib"},
     "state": {"xxhash"},

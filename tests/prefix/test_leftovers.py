@@ -85,3 +85,18 @@ def test_namespaces_that_hold_nothing_cost_nothing(make_context: Make) -> None:
     for i in range(50):
         cache.sequence(words(1, 20), namespace=f"tenant {i}").close()
     assert len(cache._ram.tree._roots) <= 1
+
+
+def test_tokens_that_a_block_holds_are_not_kept_twice(make_context: Make) -> None:
+    """A chat that goes on: what came after its last full block is in the next block then."""
+    ctx = make_context("llama", n_seq_max=2)
+    cache = PrefixCache(ctx, block_size=8, policy="lru")
+    chat = words(1, 100)
+    for n in range(5, 100, 11):
+        with cache.sequence(chat[:n]) as sequence:
+            assert sequence.reuse.evaluated == (11 if n > 5 else 5)
+            sequence.evaluate()
+    tree = cache.tree()
+    assert sum(node.n_tokens for node in tree) == 93
+    with cache.sequence([*chat[:40], 5]) as sequence:
+        assert sequence.reuse.evaluated == 1

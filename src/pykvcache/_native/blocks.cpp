@@ -26,7 +26,7 @@ class block_writer : public piece_writer {
         }
         put(n);
         if (n > 0) {
-            records(part);
+            records(part, room(n * cell_bytes(part)));
             before = part.extended ? CELL_EXT_BYTES : 0;
         }
         return n;
@@ -44,13 +44,23 @@ class block_writer : public piece_writer {
     }
 
   private:
-    void records(const state_part & part) {
+    // All at once: field by field they take as long as copying a tenth of the rows.
+    void records(const state_part & part, uint8_t * to) {
+        const uint32_t     n_ids = 1;
         const llama_seq_id seq = 0;
         llama_pos          pos = 0;
+        const auto         put = [&to](const void * from, size_t n) {
+            std::memcpy(to, from, n);
+            to += n;
+        };
         for (const block_part & block : blocks) {
-            for (uint32_t i = 0; i < block.used; ++i) {
-                const uint8_t * ext = part.extended ? block.data + i * CELL_EXT_BYTES : nullptr;
-                put_cell(part, pos++, ext, &seq, 1);
+            for (uint32_t i = 0; i < block.used; ++i, ++pos) {
+                put(&pos, sizeof(pos));
+                put(&n_ids, sizeof(n_ids));
+                if (part.extended) {
+                    put(block.data + i * CELL_EXT_BYTES, CELL_EXT_BYTES);
+                }
+                put(&seq, sizeof(seq));
             }
         }
     }

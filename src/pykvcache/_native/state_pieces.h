@@ -19,14 +19,18 @@ class piece_writer : public state_output<piece_writer> {
   public:
     explicit piece_writer(joined_state & out) : out(out) {}
 
-    void bytes(const void * data, size_t n) {
+    void bytes(const void * data, size_t n) { std::memcpy(room(n), data, n); }
+
+    // n bytes to write to, until there are more.
+    uint8_t * room(size_t n) {
         if (!run) {
             run = true;
             parts.push_back({nullptr, 0});
         }
-        const auto * from = static_cast<const uint8_t *>(data);
-        out.own.insert(out.own.end(), from, from + n);
+        const size_t at = out.own.size();
+        out.own.resize(at + n);
         parts.back().size += n;
+        return out.own.data() + at;
     }
 
     void refer(const uint8_t * data, size_t n) {

@@ -35,6 +35,7 @@ class BeginMethods:
     _needs_rest: bool
     _block_size: int
     _sums: ReuseReport
+    _hits: int
 
     def _begin(self, sequence: CachedSequence) -> None:
         """Let a sequence of which nothing was evaluated begin with what is known."""
@@ -90,6 +91,7 @@ class BeginMethods:
         names = ("n_tokens", "live", "ram", "disk", "remote", "evaluated")
         sums = {name: getattr(self._sums, name) + sign * getattr(one, name) for name in names}
         self._sums = ReuseReport(**sums)
+        self._hits += sign * (one.evaluated < one.n_tokens)
 
     def _put(self, cells: SequenceCells, found: Found) -> None:
         """Let a sequence begin parked, on blocks that it shares with the cache."""

@@ -20,6 +20,7 @@ from pykvcache.prefix.digests import digests, end_bytes, least_seconds
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
 from pykvcache.prefix.exits import close_at_exit
 from pykvcache.prefix.options import as_namespace, as_seconds, as_tiers
+from pykvcache.prefix.outline import OutlineMethods
 from pykvcache.prefix.pins import Pin, Pins
 from pykvcache.prefix.policies import DEFAULT, Policy
 from pykvcache.prefix.ram import RamTier
@@ -42,7 +43,7 @@ _caches: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[PrefixCache]] = (
 )
 
 
-class PrefixCache(TierMethods, Closing):
+class PrefixCache(TierMethods, OutlineMethods, Closing):
     """Sequences of one context that begin with the longest prefix that is known.
 
     `sequence` takes a prompt. What a sequence in use has of it is forked, token by token; what
@@ -164,7 +165,7 @@ class PrefixCache(TierMethods, Closing):
         self._dropped: deque[Run] = deque()
         self._pins = Pins(self._ram.tree)
         self._sums = ReuseReport()
-        self._requests = 0
+        self._requests = self._hits = 0
         self._closed = False
         if len(self._tiers):
             close_at_exit(self)
@@ -330,6 +331,7 @@ class PrefixCache(TierMethods, Closing):
                 stored=ram.stored,
                 removed=ram.removed,
                 tiers=self._tiers.stats(),
+                hits=self._hits,
             )
 
     def flush(self, seconds: float | None = None) -> bool:

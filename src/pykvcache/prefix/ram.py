@@ -149,7 +149,15 @@ class RamTier:
             self.tree.remove(run)
             raise
         self.stored += run.n_blocks
+        if run.parent is not None:
+            self._forget_begun(run.parent, run.tokens)
         return run
+
+    def _forget_begun(self, run: Run, tokens: bytes) -> None:
+        """Forget the tails of a run that its new blocks begin with, where those serve as well."""
+        for tail in self.tails_at(run):
+            if tail.rest is None and tail.row is None and tokens.startswith(tail.tokens):
+                self._forget((run, tail.tokens))
 
     def add_checkpoint(self, tokens: bytes, namespace: str, rest: Any, saved: int) -> None:
         """Keep the state of the other parts at the end of some full blocks."""
@@ -250,6 +258,10 @@ class RamTier:
         for run, n in match.parts():
             blocks += run.payloads[:n]
         return blocks
+
+    def tails_at(self, run: Run) -> list[Tail]:
+        """Return the tails that hang on the end of a run."""
+        return list(self._tails_at.get(run, {}).values())
 
     def _to_checkpoint(self, found: Found, run: Run) -> None:
         point = next((part.checkpoint for part in run.path() if part.checkpoint is not None), None)

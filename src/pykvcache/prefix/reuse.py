@@ -68,6 +68,8 @@ class CacheStats:
         Blocks that were stored and dropped.
     tiers
         Of each tier, the nearest first.
+    hits
+        Of the requests, those of which anything was known.
     """
 
     requests: int
@@ -84,3 +86,4 @@ class CacheStats:
     stored: int
     removed: int
     tiers: tuple[TierStats, ...] = ()
+    hits: int = 0

@@ -353,6 +353,10 @@ class BlockTree:
         if run.namespace is not None:
             self._roots.setdefault(run.namespace, run)
 
+    def roots(self) -> Iterator[Run]:
+        """Yield the roots of all namespaces that keep anything."""
+        yield from list(self._roots.values())
+
     def _forget_root(self, root: Run) -> None:
         if root.namespace is None:
             return

@@ -1,0 +1,157 @@
+"""A tree of tokens: each run of them a bar as long as it has tokens, what follows to its right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pykvcache._drawing.canvas import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Bar", "draw_tree"]
+
+_MOST_ROWS = 120
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One run of tokens; those before others come first."""
+
+    depth: int
+    start: int
+    length: int
+    uses: int
+    is_framed: bool
+    is_hatched: bool
+    is_marked: bool
+    text: str
+    group: str
+
+
+def rows_of(bars: Sequence[Bar]) -> list[tuple[int, int]]:
+    """Return the first row of each bar and the number of its rows: as many as leaves follow it."""
+    rows: list[tuple[int, int]] = [(0, 0)] * len(bars)
+    open_bars: list[int] = []
+    n_leaves = 0
+
+    def close(down_to: int) -> None:
+        nonlocal n_leaves
+        while len(open_bars) > down_to:
+            at = open_bars.pop()
+            first = rows[at][0]
+            n_leaves = max(n_leaves, first + 1)  # nothing followed: a leaf of its own
+            rows[at] = first, n_leaves - first
+
+    group = None
+    for at, bar in enumerate(bars):
+        close(0 if bar.group != group else bar.depth)
+        group = bar.group
+        rows[at] = n_leaves, 1
+        open_bars.append(at)
+    close(0)
+    return rows
+
+
+def draw_tree(bars: Sequence[Bar], title: str) -> Figure:
+    """Draw bars from left to right by token, branches below each other."""
+    rows = rows_of(bars)
+    n_rows = max((first + n for first, n in rows), default=1)
+    shown = [(bar, row) for bar, row in zip(bars, rows, strict=True) if row[0] < _MOST_ROWS]
+    n_rows = min(n_rows, _MOST_ROWS)
+    figure = new_figure(9, 1.4 + 0.24 * max(n_rows, 2))
+    axes = figure.subplots()
+    end = max((bar.start + bar.length for bar, _ in shown), default=1)
+    most = max((bar.uses for bar, _ in shown), default=0)
+    for bar, (first, n) in shown:
+        _draw(axes, bar, first, min(n, _MOST_ROWS - first), end, most)
+    groups: dict[str, list[int]] = {}
+    for bar, (first, n) in shown:
+        if bar.depth == 0:
+            groups.setdefault(bar.group, []).extend((first, min(first + n, n_rows)))
+    if any(groups):  # names, not the default alone
+        places = [(min(rows) + max(rows)) / 2 - 0.5 for rows in groups.values()]
+        axes.set_yticks(places, [repr(name) for name in groups])
+    else:
+        axes.set_yticks([])
+    if not shown:
+        axes.text(0.5, 0.5, "nothing is kept", ha="center", transform=axes.transAxes)
+    if len(shown) < len(bars):
+        title += f"; {len(bars) - len(shown):,} of {len(bars):,} parts are not shown"
+    axes.set(xlabel="token", title=title, xlim=(0, end), ylim=(n_rows - 0.4, -0.6))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    _explain(figure, [bar for bar, _ in shown])
+    return figure
+
+
+def _shade(uses: int, most: int) -> str:
+    """Return a colour: the darker, the more often used."""
+    share = 0.0 if not most else uses / most
+    red, green, blue = (round(a + (b - a) * share) for a, b in ((222, 33), (235, 113), (247, 181)))
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def _draw(axes: Axes, bar: Bar, first: int, n: int, end: int, most: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(
+        Rectangle(
+            (bar.start, first - 0.45),
+            bar.length,
+            n - 0.1,
+            facecolor=_shade(bar.uses, most),
+            edgecolor="C3" if bar.is_framed else "white",
+            linewidth=1.4 if bar.is_framed else 0.6,
+            hatch="////" if bar.is_hatched else None,
+        )
+    )
+    if bar.is_marked:
+        axes.plot(bar.start + bar.length, first + n / 2 - 0.5, "k>", markersize=4, clip_on=False)
+    room = int(bar.length / end * 105)  # letters of this size in the whole width
+    if room >= 4:
+        text = bar.text if len(bar.text) <= room else bar.text[: room - 1] + "…"
+        middle = first + n / 2 - 0.5
+        dark = most and bar.uses > 0.6 * most
+        plain = _printable(text).replace("$", r"\$")
+        axes.text(
+            bar.start + end * 0.004,
+            middle,
+            plain,
+            fontsize=7,
+            va="center",
+            color="white" if dark else "0.2",
+            clip_on=True,
+            family="DejaVu Sans",
+        )
+
+
+def _printable(text: str) -> str:
+    """Return a text with a dot for what the font does not have."""
+    from matplotlib.font_manager import findfont, get_font
+
+    known = get_font(findfont("DejaVu Sans")).get_charmap()
+    return "".join(letter if ord(letter) in known and letter >= " " else "·" for letter in text)
+
+
+def _explain(figure: Figure, bars: Sequence[Bar]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    most = max((bar.uses for bar in bars), default=0)
+    handles: list[Patch | Line2D] = [Patch(color=_shade(0, 1), label="not used again")]
+    if most:
+        handles.append(Patch(color=_shade(1, 1), label=f"used {most} times"))
+    if any(bar.is_framed for bar in bars):
+        handles.append(Patch(facecolor="white", edgecolor="C3", label="held"))
+    if any(bar.is_hatched for bar in bars):
+        handles.append(
+            Patch(facecolor=_shade(0, 1), edgecolor="white", hatch="////", label="after last block")
+        )
+    if any(bar.is_marked for bar in bars):
+        handles.append(
+            Line2D([], [], color="k", marker=">", linestyle="", markersize=4, label="checkpoint")
+        )
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)

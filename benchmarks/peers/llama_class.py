@@ -9,7 +9,8 @@ from typing import Any
 import llama_cpp
 from llama_cpp.llama_cache import LlamaRAMCache
 
-from benchmarks.peers.primitives import Answer
+from benchmarks.peers.primitives import Answer, NotThereError
+from benchmarks.peers.prompts import play
 from benchmarks.peers.worker import Worker
 from benchmarks.peers.workload import TEMPERATURE, TOP_K, workload
 
@@ -102,3 +103,27 @@ class LlamaClass(Worker):
         next(llm.generate(mine, temp=0.0))
         first = time.perf_counter() - start
         return {"ready": ready, "first": first, "evaluated": self.evaluated}
+
+    def do_reuse(self, work: str, ram_mib: int, quick: bool = False) -> Answer:
+        """Play a workload with `Llama`, its prefix match and a RAM cache of so many bytes."""
+        if ram_mib < 0:
+            raise NotThereError("evaluation of everything is ours")
+        llm = self.llama()
+        llm.reset()
+        cache = LlamaRAMCache(capacity_bytes=ram_mib << 20)
+        llm.set_cache(cache)
+
+        def ask(prompt: list[int], n: int) -> tuple[list[int], int]:
+            self.evaluated = 0
+            llm.create_completion(prompt, max_tokens=n, temperature=0.0)
+            made = [int(token) for token in llm.input_ids[len(prompt) : llm.n_tokens]]
+            return made, max(1, self.evaluated - len(made))
+
+        begin = time.perf_counter()
+        answer = play(work, ask, quick)
+        answer["seconds"] = time.perf_counter() - begin
+        answer["bytes"] = sum(
+            state.llama_state_size + state.scores.nbytes for state in cache.cache_state.values()
+        )
+        llm.set_cache(None)
+        return answer

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from benchmarks.peers.ours_reuse import Reuse
 from benchmarks.peers.ours_tiers import Tiered
 from benchmarks.peers.primitives import Answer, Rows
 from benchmarks.peers.worker import serve
@@ -25,7 +26,7 @@ from pykvcache import (
 )
 
 
-class Ours(Tiered):
+class Ours(Reuse, Tiered):
     """The public API, as a user calls it."""
 
     STATEMENTS: ClassVar[dict[str, str]] = {

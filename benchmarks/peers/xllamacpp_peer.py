@@ -23,6 +23,7 @@ from typing import Any
 import xllamacpp
 
 from benchmarks.peers.primitives import Answer, NotThereError
+from benchmarks.peers.prompts import play
 from benchmarks.peers.worker import Worker, serve
 from benchmarks.peers.workload import TEMPERATURE, TOP_K, workload
 
@@ -196,6 +197,24 @@ class XLlamaCpp(Worker):
             self.cached = (n, self.serve({**self.options, "n_seq_max": 1}, ram_mib=1024))
             self.complete(self.tokens(0, n), 1, self.cached[1], cache_prompt=True)
         return self.cached[1]
+
+    def do_reuse(self, work: str, ram_mib: int, quick: bool = False) -> Answer:
+        """Play a workload on a new server with so much RAM for prompts that lost their slot."""
+        if ram_mib < 0:
+            raise NotThereError("evaluation of everything is ours")
+        server = self.serve(self.options, ram_mib=ram_mib)
+        begin = time.perf_counter()
+
+        def ask(prompt: list[int], n: int) -> tuple[list[int], int]:
+            request = {"prompt": prompt, "max_tokens": n, "cache_prompt": True, **SAMPLING}
+            answer = server.handle_completions({**request, "return_tokens": True})
+            if "timings" not in answer:
+                raise ValueError(f"no timings: {answer}")
+            made = answer.get("tokens") or answer["choices"][0].get("tokens") or []
+            return made, int(answer["timings"]["prompt_n"])
+
+        answer = play(work, ask, quick)
+        return {**answer, "seconds": time.perf_counter() - begin}
 
     # States -------------------------------------------------------------------------------
 

@@ -1,0 +1,87 @@
+"""Group 10: prompts that share beginnings, one after the other: what is evaluated again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from benchmarks.harness import Answer, Contestant, Plan, Row, interleave, leave_out, show
+from benchmarks.models import STORIES, medium
+from benchmarks.settings import open_all, open_one
+from benchmarks.setup import OURS
+
+TITLE = "reuse of prompts that share beginnings"
+PLENTY = 1024
+SMALL = 8
+PEERS = (OURS, "llama-cpp-python", "xllamacpp")
+NOTES = ("ideal", "total", "distinct", "seconds", "bytes", "cell_bytes")
+
+
+def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
+    """Play the workloads; then what single steps take."""
+    who = {name: contestants[name] for name in PEERS if name in contestants}
+    open_all(who, STORIES, n_ctx=4096, n_seq_max=4, threads=2)
+    rows = []
+    once = Plan(1, 1, 1, plan.quick)
+    for work in ("chat", "tree"):
+        for name, ram in (("plenty of RAM", PLENTY), (f"{SMALL} MiB", SMALL)):
+            sides = {
+                peer: partial(c.ask, "reuse", work=work, ram_mib=ram, quick=plan.quick)
+                for peer, c in who.items()
+            }
+            rows.append(counted(f"{work}, {name}", sides, once))
+    rows += [*alone(who[OURS], plan), *steps(who[OURS], plan)]
+    leave_out(rows, "C", "has no cache of prompts")
+    leave_out(rows, "cyllama", "has no cache of prompts")
+    return rows
+
+
+def counted(name: str, sides: Mapping[str, Any], plan: Plan) -> Row:
+    """Count tokens: the same each time, so that one run without a warm-up will do."""
+    row = Row(name, "tokens")
+    for who, side in sides.items():
+        answer: Answer = side()
+        if "error" in answer:
+            row.errors[who] = answer["error"]
+            continue
+        row.samples[who] = [float(answer["evaluated"])]
+        for key in NOTES:
+            if key in answer:
+                row.notes.setdefault(key, {})[who] = answer[key]
+    show(row, 1, "tokens")
+    return row
+
+
+def alone(ours: Contestant, plan: Plan) -> list[Row]:
+    """Prompts that share nothing, with a cache and without, by turns."""
+    sides = {
+        how: partial(ours.ask, "reuse", work="alone", ram_mib=ram, quick=plan.quick)
+        for how, ram in (("with a cache", PLENTY), ("without", -1))
+    }
+    row = interleave("nothing shared", "s", sides, plan)
+    show(row, 1e3, "ms", base="without")
+    return [row]
+
+
+def steps(ours: Contestant, plan: Plan) -> list[Row]:
+    """Putting 4,096 tokens back from blocks or one state, and finding them among 100,000 blocks."""
+    n = 512 if plan.quick else 4096
+    opened = open_one(ours, medium(), n_ctx=8704, n_seq_max=2, threads=2)
+    if "error" not in opened:
+        ours.ask("fill", n=n)
+    back = Row(f"restore, {n}", "s")
+    for _ in range(plan.samples):
+        answer = ours.ask("restore_blocks", n=n)
+        if "error" in answer:
+            back.errors[OURS] = answer["error"]
+            break
+        for how in ("blocks", "whole"):
+            back.samples.setdefault(how, []).append(float(answer[how]))
+    show(back, 1e3, "ms", base="whole")
+    size = 2_000 if plan.quick else 100_000
+    look = interleave(
+        f"lookup, {size}", "s", {OURS: partial(ours.ask, "lookup", n_blocks=size)}, plan
+    )
+    show(look, 1e6, "us")
+    return [back, look]

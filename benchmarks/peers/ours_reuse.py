@@ -1,0 +1,82 @@
+"""Our prefix cache on prompts that share beginnings."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.primitives import Answer
+from benchmarks.peers.prompts import play
+from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache, Sampler
+from pykvcache.prefix.blocks import token_bytes
+from pykvcache.prefix.tree import BlockTree
+
+
+class Reuse:
+    """The requests of the group."""
+
+    model: LlamaModel | None
+    ctx: LlamaContext | None
+
+    def do_reuse(self, work: str, ram_mib: int, quick: bool = False) -> Answer:
+        """Play a workload with a cache; without memory for it (-1) evaluate everything."""
+        assert self.ctx is not None
+        ctx = self.ctx
+        cache = PrefixCache(ctx, ram_bytes=ram_mib << 20) if ram_mib >= 0 else None
+
+        def ask(prompt: list[int], n: int) -> tuple[list[int], int]:
+            with LlamaSequence(ctx, prompt) if cache is None else cache.sequence(prompt) as one:
+                return list(one.generate(n, sampler=Sampler(temperature=0))), (
+                    len(prompt) if cache is None else one.reuse.evaluated
+                )
+
+        begin = time.perf_counter()
+        answer = play(work, ask, quick)
+        answer["seconds"] = time.perf_counter() - begin
+        answer["cell_bytes"] = ctx.native.block_bytes()
+        if cache is not None:
+            answer["bytes"] = cache.stats().ram_bytes
+            cache.close()
+        return answer
+
+    def do_restore_blocks(self, n: int, block_size: int = 64, slices: int = 9) -> Answer:
+        """Seconds to put back sequence 0 into sequence 1, from one state and from blocks."""
+        assert self.ctx is not None
+        native = self.ctx.native
+        blocks = []
+        for first in range(0, n, block_size):
+            block: Any = np.empty(native.block_bytes() * block_size, np.uint8)
+            assert native.get_block(0, first, block_size, block)
+            blocks.append((block, block_size, block_size))
+        state = native.get_state(0, None)
+        times: dict[str, list[float]] = {"whole": [], "blocks": []}
+        for _ in range(slices + 1):
+            for how, took in times.items():
+                native.seq_rm(1, None, None)
+                begin = time.perf_counter()
+                if how == "whole":
+                    native.set_state(1, [state], None)
+                else:
+                    native.set_blocks(1, blocks, None)
+                took.append(time.perf_counter() - begin)
+        native.seq_rm(1, None, None)
+        return {how: sorted(took[1:])[len(took) // 2 - 1] for how, took in times.items()}
+
+    def do_lookup(self, n_blocks: int = 100_000, slices: int = 200) -> Answer:
+        """Seconds to look up a prompt of 4,096 tokens among many blocks of 64."""
+        draw = np.random.default_rng(0)
+        tree = BlockTree(64, max_bytes=2 * n_blocks)
+        prompts = [token_bytes(draw.integers(0, 32_000, 4096)) for _ in range(n_blocks // 64 + 1)]
+        for prompt in prompts:
+            tree.insert(prompt, 1)
+        assert tree.n_blocks >= n_blocks
+        took = []
+        for i in range(slices):
+            ids = np.frombuffer(prompts[i * 7 % len(prompts)], np.uint32).copy()
+            begin = time.perf_counter()
+            match = tree.match(token_bytes(ids))
+            took.append(time.perf_counter() - begin)
+            assert match.n_blocks == 64
+        return {"seconds": sorted(took)[slices // 2]}

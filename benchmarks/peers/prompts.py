@@ -1,0 +1,100 @@
+"""Prompts that share beginnings: a chat of many sessions, and a tree of agents. Standard library only."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from benchmarks.peers.primitives import Answer
+
+__all__ = ["WORK", "play"]
+
+#: Answers one prompt: returns what was generated, and how many of its tokens were evaluated.
+Ask = Callable[[list, int], "tuple[list, int]"]
+
+N_VOCAB = 500  # of ids that are words in every vocabulary here; the first ones are special
+
+
+def words(draw: random.Random, n: int) -> list:
+    """Return tokens of a prompt."""
+    return [draw.randrange(260, 260 + N_VOCAB) for _ in range(n)]
+
+
+class Known:
+    """What was evaluated until now, and so need not be again."""
+
+    def __init__(self) -> None:
+        self.texts: list = []
+        self.ideal = self.total = self.evaluated = 0
+        self.distinct: set = set()
+
+    def take(self, prompt: list, answer: list, evaluated: int) -> None:
+        """Count one prompt."""
+        best = max((common(prompt, text) for text in self.texts), default=0)
+        self.ideal += max(1, len(prompt) - best)
+        self.total += len(prompt)
+        self.evaluated += evaluated
+        text = prompt + answer
+        self.texts.append(text)
+        self.distinct.update(hash(tuple(text[: i + 1])) for i in range(len(text)))
+
+
+def common(a: list, b: list) -> int:
+    """Return how many leading tokens agree."""
+    n = 0
+    for x, y in zip(a, b):  # noqa: B905 - old interpreters
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+def chat(ask: Ask, known: Known, sessions: int, turns: int) -> None:
+    """Each session in its turn: 198 common tokens, then questions of 45 or 46, answers of 39."""
+    draw = random.Random(1)
+    system = words(draw, 198)
+    texts = [list(system) for _ in range(sessions)]
+    for turn in range(turns):
+        for i in range(sessions):
+            texts[i] += words(draw, 46 if (turn + i) % 8 in (2, 5, 7) else 45)
+            answer, evaluated = ask(texts[i], 39)
+            known.take(texts[i], answer, evaluated)
+            texts[i] = texts[i] + answer
+
+
+def tree(ask: Ask, known: Known, branches: int, depth: int) -> None:
+    """An agent's steps, level by level: 800 common tokens, each step 40 more than that before it."""
+    draw = random.Random(2)
+    level = [words(draw, 800)]
+    for _ in range(depth):
+        level = [text + words(draw, 40) for text in level for _ in range(branches)]
+        draw.shuffle(level)
+        for text in level:
+            known.take(text, *ask(text, 1))
+
+
+def alone(ask: Ask, known: Known, n: int) -> None:
+    """Prompts that share nothing: 450 tokens each, answers of 16."""
+    draw = random.Random(3)
+    for i in range(n):
+        prompt = [260 + i, *words(draw, 449)]
+        known.take(prompt, *ask(prompt, 16))
+
+
+WORK = {
+    "chat": lambda ask, known, quick: chat(ask, known, *((6, 3) if quick else (16, 6))),
+    "tree": lambda ask, known, quick: tree(ask, known, *((3, 2) if quick else (4, 3))),
+    "alone": lambda ask, known, quick: alone(ask, known, 4 if quick else 12),
+}
+
+
+def play(work: str, ask: Ask, quick: bool) -> Answer:
+    """Send the prompts of a workload one after the other, and count."""
+    known = Known()
+    WORK[work](ask, known, quick)
+    return {
+        "evaluated": known.evaluated,
+        "ideal": known.ideal,
+        "total": known.total,
+        "distinct": len(known.distinct),
+    }

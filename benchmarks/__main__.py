@@ -23,7 +23,7 @@ from benchmarks.models import BUILD, ROOT
 from benchmarks.settings import EQUAL
 
 GROUPS = (
-    *("calls", "throughput", "generate", "prefix", "tiers", "state"),
+    *("calls", "throughput", "generate", "prefix", "tiers", "reuse", "state"),
     *("arrays", "footprint", "growth", "portable"),
 )
 

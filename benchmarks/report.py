@@ -15,6 +15,7 @@ from benchmarks.writing import number, spread, table
 
 CALLED = ("C", "thin", "llama-cpp-python", "cyllama")
 DECODED = ("C", "llama-cpp-python", "cyllama")
+REUSED = ("pykvcache", "llama-cpp-python", "xllamacpp")
 COUNTED = ("pykvcache", "llama-cpp-python", "cyllama")
 
 
@@ -169,6 +170,31 @@ def tiered(rows: Rows) -> str:
     return table(["ms; ratios as they are", "pykvcache"], lines)
 
 
+def reused(rows: Rows) -> str:
+    """Write the tokens evaluated by each, and beside them what was new; then the times."""
+    lines = []
+    for row in rows.values():
+        if row.unit != "tokens":
+            continue
+        new = row.notes.get("ideal", {})
+        total = max(row.notes.get("total", {"": 0}).values())
+        line = [row.name, f"{total:,}"]
+        for who in REUSED:
+            if who in row.samples:
+                line.append(f"{row.samples[who][0]:,.0f} ({new.get(who, 0):,})")
+            else:
+                line.append("-")
+        lines.append(line)
+    times = [
+        [row.name, who, spread(values, 1e3)]
+        for row in rows.values()
+        if row.unit == "s"
+        for who, values in row.samples.items()
+    ]
+    first = table(["tokens evaluated (new)", "of all prompts", *REUSED], lines)
+    return first + "\n\n" + table(["", "", "ms"], times)
+
+
 WRITERS: dict[str, Callable[[Rows], str]] = {
     "calls": calls,
     "throughput": lambda rows: plain(rows.values(), 1),
@@ -184,6 +210,7 @@ WRITERS: dict[str, Callable[[Rows], str]] = {
         for unit, scale, base in (("bytes", 2**-10, "C"), ("s", 1e3, "numpy"))
     ),
     "growth": grown,
+    "reuse": reused,
     "portable": in_pairs,
 }
 

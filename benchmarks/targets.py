@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from benchmarks import target_generate as generate
 from benchmarks import target_portable as portable
+from benchmarks import target_reuse as reuse
 from benchmarks import target_states as states
 from benchmarks import target_tiers as tiers
 from benchmarks.harness import AGAIN, Row
@@ -60,6 +61,12 @@ def judge(groups: dict[str, Rows]) -> list[Verdict]:
         tiers.slow,
         tiers.writing,
         batch,
+        reuse.enough,
+        reuse.stored_once,
+        reuse.small,
+        reuse.restore,
+        reuse.lookup,
+        reuse.alone,
         portable.speed,
         portable.size,
         portable.import_time,

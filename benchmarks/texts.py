@@ -163,6 +163,15 @@ GROUPS = {
         "A copy or a removal cannot: there a few sequences make a few calls, with the clock's own cost. "
         "*first call after a decode* is that one call alone, with caches full of the decode."
     ),
+    "reuse": (
+        "Story model, 4,096 cells, 4 slots, 2 threads. *chat*: 16 sessions of 6 turns, each in its turn: 198 tokens that all "
+        "begin with, questions of 45 or 46 tokens, answers of 39 (greedy). *tree*: an agent's steps, 3 levels of 4 branches: 800 tokens, "
+        "40 more per step, one token of answer. Counted are the tokens of prompts that are evaluated; *new* is what no cache can know: a "
+        "contestant's own answers make its prompts, so that it differs a little. llama-cpp-python counts what its cache holds "
+        "with the scores in it; xllamacpp is llama-server with `cache_ram_mib`. Then ours alone: 12 prompts of 450 tokens "
+        "that share nothing, with a cache and without; putting 4,096 tokens of the 30M model back from 64 blocks and from one state; "
+        "finding 4,096 tokens among 100,000 blocks of 64."
+    ),
     "portable": (
         "The wheel of `make wheel` (ggml's CPU code once per instruction set, the best chosen at import) beside the one that was compiled "
         "for this processor: one thread, 30M model, one token behind 32 others and a prompt of 128, by the thread's own time. "

@@ -1,4 +1,4 @@
-"""Group 10: prompts that share beginnings, one after the other: what is evaluated again."""
+"""Group 11: prompts that share beginnings, one after the other: what is evaluated again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def counted(name: str, sides: Mapping[str, Any], plan: Plan) -> Row:
 
 
 def alone(ours: Contestant, plan: Plan) -> list[Row]:
-    """Prompts that share nothing, with a cache and without, by turns."""
+    """Play prompts that share nothing, with a cache and without, by turns."""
     sides = {
         how: partial(ours.ask, "reuse", work="alone", ram_mib=ram, quick=plan.quick)
         for how, ram in (("with a cache", PLENTY), ("without", -1))
@@ -65,7 +65,7 @@ def alone(ours: Contestant, plan: Plan) -> list[Row]:
 
 
 def steps(ours: Contestant, plan: Plan) -> list[Row]:
-    """Putting 4,096 tokens back from blocks or one state, and finding them among 100,000 blocks."""
+    """Put 4,096 tokens back from blocks or one state, and find them among 100,000 blocks."""
     n = 512 if plan.quick else 4096
     opened = open_one(ours, medium(), n_ctx=8704, n_seq_max=2, threads=2)
     if "error" not in opened:

@@ -27,10 +27,12 @@ class Reuse:
         cache = PrefixCache(ctx, ram_bytes=ram_mib << 20) if ram_mib >= 0 else None
 
         def ask(prompt: list[int], n: int) -> tuple[list[int], int]:
-            with LlamaSequence(ctx, prompt) if cache is None else cache.sequence(prompt) as one:
-                return list(one.generate(n, sampler=Sampler(temperature=0))), (
-                    len(prompt) if cache is None else one.reuse.evaluated
-                )
+            greedy = Sampler(temperature=0)
+            if cache is None:
+                with LlamaSequence(ctx, prompt) as plain:
+                    return list(plain.generate(n, sampler=greedy)), len(prompt)
+            with cache.sequence(prompt) as one:
+                return list(one.generate(n, sampler=greedy)), one.reuse.evaluated
 
         begin = time.perf_counter()
         answer = play(work, ask, quick)

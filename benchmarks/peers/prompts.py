@@ -1,4 +1,4 @@
-"""Prompts that share beginnings: a chat of many sessions, and a tree of agents. Standard library only."""
+"""Prompts that share beginnings: chats of many sessions, a tree of agents; no other library."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from benchmarks.peers.primitives import Answer
 __all__ = ["WORK", "play"]
 
 #: Answers one prompt: returns what was generated, and how many of its tokens were evaluated.
-Ask = Callable[[list, int], "tuple[list, int]"]
+Tokens = list[int]
+Ask = Callable[[Tokens, int], tuple[Tokens, int]]
 
 N_VOCAB = 500  # of ids that are words in every vocabulary here; the first ones are special
 
 
-def words(draw: random.Random, n: int) -> list:
+def words(draw: random.Random, n: int) -> Tokens:
     """Return tokens of a prompt."""
     return [draw.randrange(260, 260 + N_VOCAB) for _ in range(n)]
 
@@ -24,11 +25,11 @@ class Known:
     """What was evaluated until now, and so need not be again."""
 
     def __init__(self) -> None:
-        self.texts: list = []
+        self.texts: list[Tokens] = []
         self.ideal = self.total = self.evaluated = 0
-        self.distinct: set = set()
+        self.distinct: set[int] = set()
 
-    def take(self, prompt: list, answer: list, evaluated: int) -> None:
+    def take(self, prompt: Tokens, answer: Tokens, evaluated: int) -> None:
         """Count one prompt."""
         best = max((common(prompt, text) for text in self.texts), default=0)
         self.ideal += max(1, len(prompt) - best)
@@ -39,10 +40,10 @@ class Known:
         self.distinct.update(hash(tuple(text[: i + 1])) for i in range(len(text)))
 
 
-def common(a: list, b: list) -> int:
+def common(a: Tokens, b: Tokens) -> int:
     """Return how many leading tokens agree."""
     n = 0
-    for x, y in zip(a, b):  # noqa: B905 - old interpreters
+    for x, y in zip(a, b, strict=False):
         if x != y:
             break
         n += 1
@@ -50,7 +51,7 @@ def common(a: list, b: list) -> int:
 
 
 def chat(ask: Ask, known: Known, sessions: int, turns: int) -> None:
-    """Each session in its turn: 198 common tokens, then questions of 45 or 46, answers of 39."""
+    """Send each session in its turn: 198 common tokens, questions of 45 or 46, answers of 39."""
     draw = random.Random(1)
     system = words(draw, 198)
     texts = [list(system) for _ in range(sessions)]
@@ -63,7 +64,7 @@ def chat(ask: Ask, known: Known, sessions: int, turns: int) -> None:
 
 
 def tree(ask: Ask, known: Known, branches: int, depth: int) -> None:
-    """An agent's steps, level by level: 800 common tokens, each step 40 more than that before it."""
+    """Send an agent's steps, level by level: 800 common tokens, each step 40 more."""
     draw = random.Random(2)
     level = [words(draw, 800)]
     for _ in range(depth):
@@ -74,7 +75,7 @@ def tree(ask: Ask, known: Known, branches: int, depth: int) -> None:
 
 
 def alone(ask: Ask, known: Known, n: int) -> None:
-    """Prompts that share nothing: 450 tokens each, answers of 16."""
+    """Send prompts that share nothing: 450 tokens each, answers of 16."""
     draw = random.Random(3)
     for i in range(n):
         prompt = [260 + i, *words(draw, 449)]

@@ -102,5 +102,6 @@ class CacheCollector:
 
     def _counted(self, stats: CacheStats, field: str) -> int:
         """Return a count that never falls: who waits for others may be given more later."""
-        value = self._highest[field] = max(self._highest.get(field, 0), getattr(stats, field))
+        value: int = max(self._highest.get(field, 0), getattr(stats, field))
+        self._highest[field] = value
         return value

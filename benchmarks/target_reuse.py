@@ -1,0 +1,87 @@
+"""The targets that are about prompts which share beginnings."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.harness import Row
+from benchmarks.verdicts import US, Rows, Verdict, span
+
+SERVER = "xllamacpp"
+
+
+def noted(row: Row, what: str) -> float:
+    """Return a note of ours."""
+    return float(row.notes[what][US])
+
+
+def enough(groups: dict[str, Rows]) -> Verdict:
+    """At most 2 % over ideal with plenty of memory."""
+    text = "prompts that share beginnings, plenty of RAM: at most 2 % over what is new"
+    found = {
+        name: row.samples[US][0] / noted(row, "ideal")
+        for name, row in groups.get("reuse", {}).items()
+        if name.endswith("plenty of RAM") and US in row.samples
+    }
+    if not found:
+        return Verdict("reuse_enough", text, "-", None)
+    figure = ", ".join(f"{name}: {value:.3f} of the ideal" for name, value in found.items())
+    return Verdict("reuse_enough", text, figure, max(found.values()) <= 1.02)
+
+
+def stored_once(groups: dict[str, Rows]) -> Verdict:
+    """At most 1.05 of the bytes without duplicates."""
+    text = "the same, chat: at most 1.05 of the bytes of its different tokens"
+    row = groups.get("reuse", {}).get("chat, plenty of RAM")
+    if row is None or US not in row.samples:
+        return Verdict("reuse_bytes", text, "-", None)
+    least = noted(row, "distinct") * noted(row, "cell_bytes")
+    share = noted(row, "bytes") / least
+    figure = f"{share:.3f}: {noted(row, 'bytes') / 2**20:.1f} of {least / 2**20:.1f} MiB"
+    for who, taken in row.notes["bytes"].items():
+        if who != US:
+            figure += f"; {who} {taken / 2**20:.1f} MiB"
+    return Verdict("reuse_bytes", text, figure, share <= 1.05)
+
+
+def small(groups: dict[str, Rows]) -> Verdict:
+    """At least 40 % fewer than llama-server at 8 MiB."""
+    text = "the same at 8 MiB: at least 40 % fewer tokens evaluated than llama-server"
+    row = groups.get("reuse", {}).get("chat, 8 MiB")
+    if row is None or US not in row.samples or SERVER not in row.samples:
+        return Verdict("reuse_small", text, "-", None)
+    ours, theirs = row.samples[US][0], row.samples[SERVER][0]
+    figure = f"{100 * (1 - ours / theirs):.0f} % fewer: {ours:,.0f} and {theirs:,.0f}"
+    return Verdict("reuse_small", text, figure, ours <= 0.6 * theirs)
+
+
+def restore(groups: dict[str, Rows]) -> Verdict:
+    """At most 1.2 times a whole state."""
+    text = "restore of 4,096 tokens from 64 blocks: at most 1.2 times a whole state"
+    row = groups.get("reuse", {}).get("restore, 4096")
+    if row is None or "blocks" not in row.samples:
+        return Verdict("reuse_restore", text, "-", None)
+    ratios = row.ratios("blocks", "whole")
+    figure = f"{span(ratios, 'times', 2)}; {span(row.samples['blocks'], 'ms', 2, 1e3)}"
+    return Verdict("reuse_restore", text, figure, statistics.median(ratios) <= 1.2)
+
+
+def lookup(groups: dict[str, Rows]) -> Verdict:
+    """At most 50 microseconds."""
+    text = "lookup of 4,096 tokens among 100,000 blocks: at most 50 us"
+    row = groups.get("reuse", {}).get("lookup, 100000")
+    if row is None or US not in row.samples:
+        return Verdict("reuse_lookup", text, "-", None)
+    return Verdict(
+        "reuse_lookup", text, span(row.samples[US], "us", 1, 1e6), row.median(US) <= 5e-5
+    )
+
+
+def alone(groups: dict[str, Rows]) -> Verdict:
+    """At least 0.99 of the same without a cache."""
+    text = "prompts that share nothing: at least 0.99 of the throughput without a cache"
+    row = groups.get("reuse", {}).get("nothing shared")
+    if row is None or "without" not in row.samples:
+        return Verdict("reuse_alone", text, "-", None)
+    ratios = row.ratios("without", "with a cache")
+    return Verdict("reuse_alone", text, span(ratios, "", 3), statistics.median(ratios) >= 0.99)

@@ -63,8 +63,8 @@ def test_no_simple_policy_is_close_everywhere() -> None:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_default_is_within_a_point_everywhere(name: str) -> None:
     report = compare(workload(name, 4000), [*SIMPLE, DEFAULT], SHARES)
-    # While it learns, nobody knows what comes: of 102 places two are a little below.
-    assert min(report.margins()) > -1.7, margin_table([report])
+    # While it learns, nobody knows what comes: of 102 places three are a little below.
+    assert min(report.margins()) > -1.3, margin_table([report])
     assert sum(margin < -1 for margin in report.margins()) <= 2
 
 

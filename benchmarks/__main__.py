@@ -3,7 +3,8 @@
     python -m benchmarks                          everything, into docs/
     python -m benchmarks --only calls --quick     one group, little, into build/bench/
 
-Groups: calls, throughput, generate, prefix, tiers, reuse, state, arrays, footprint, growth, portable.
+Groups: calls, throughput, generate, prefix, tiers, reuse, state, arrays, footprint, growth,
+portable.
 """
 
 from __future__ import annotations

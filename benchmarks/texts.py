@@ -193,7 +193,9 @@ REASONS: dict[str, str] = {
     "throughput": "on the story model the interpreter's code and objects leave the processor's caches between two decodes "
     "of 0.2 ms, and fetching them again takes 4 to 5 us of each step; the 1 to 2 % of other rows are not explained. "
     "llama-cpp-python has both, too, and single rows of the very same C program are as far apart",
-    "together": "batches, sampling and books take what the line about a step says; on a model whose decode takes a millisecond that is some percent",
+    "together": "steps take what the line about a step says, a request that joins, is forked or ends takes about 0.1 ms once; where a "
+    "decode takes a millisecond both are some percent",
+    "step": "the interpreter's code and objects leave the processor's caches during a decode, and choosing a token is part of a step",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
     "copies": "1 MiB stays in the processor's caches, where finding the cells counts; a load into an empty sequence makes "
     "two tree nodes per cell in llama.cpp's lists of cells (50 ns each): for cells of 2 KiB as long as copying them, which the second "

@@ -65,14 +65,16 @@ class IdleCost:
     ) -> None:
         if ctx.memory_kind == "recurrent":
             return
-        members = ctx.cells().members
-        busy = members[:, [c.seq_id for c in running if c.seq_id is not None]].any(axis=1)
-        idle = int((~busy).sum())
-        if idle >= PADDING:
-            for cells in list(idle_members(running)):
-                assert cells.seq_id is not None
-                if int((members[:, cells.seq_id] & ~busy).sum()):
-                    cells.park()
+        # Without anybody to park, who holds which cell need not be known.
+        candidates = list(idle_members(running))
+        if candidates:
+            members = ctx.cells().members
+            busy = members[:, [c.seq_id for c in running if c.seq_id is not None]].any(axis=1)
+            if int((~busy).sum()) >= PADDING:
+                for cells in candidates:
+                    assert cells.seq_id is not None
+                    if int((members[:, cells.seq_id] & ~busy).sum()):
+                        cells.park()
         table = ctx.cells()
         if len(table) and int(table.cell.max()) + 1 - len(table) >= PADDING:
             # Where cells cannot move (a plain build), decodes are slower, and as right.

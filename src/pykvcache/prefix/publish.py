@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import deque
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
@@ -99,8 +100,9 @@ class EventPublisher:
         data_parallel_rank: int | None = None,
     ) -> None:
         try:
-            import msgpack
             import zmq
+
+            msgpack: Any = import_module("msgpack")  # which has no types
         except ImportError as error:
             raise ImportError(
                 f"EventPublisher needs zmq: pip install 'pykvcache[zmq]' ({error})"

@@ -37,6 +37,7 @@ from pykvcache import (
     BatchGenerator,
     BufferBytes,
     CacheView,
+    CellHistory,
     CellTable,
     CheckpointPolicy,
     ContextState,
@@ -83,6 +84,7 @@ GIVEN += (SequenceKV, CacheView, Fingerprint, GenerationHandle)
 """Made by methods of others, and kept."""
 PLAIN = (CellTable, LayerKV, LayerState, MemoryInfo, PerfData, RecurrentState, SequenceRange)
 PLAIN += (StateInfo, CheckpointPolicy, LlamaStateFile, ReuseReport, BufferBytes, Device)
+PLAIN += (CellHistory,)
 """Records, which check nothing themselves."""
 FUNCTIONS = (describe_state, devices, embedded_model_path, from_caches, system_info, to_caches)
 PROTOCOL: list[Callable[[Any], Any]] = [

@@ -216,6 +216,9 @@ class Fuzz(Arguments):
             args = [self.one(LlamaContext)]
             if kind is BatchGenerator and rng.random() < 0.3:
                 args = [self.one(PrefixCache)]
+            if kind is PrefixCache:
+                # At most one option that may be wrong: with more, few caches would be made.
+                named = dict(rng.sample(list(named.items()), min(len(named), 1)))
         if kind is LlamaBatch and rng.random() < 0.5:
             args, named = self.arguments(LlamaBatch.from_arrays)
             made = self.call("from_arrays", LlamaBatch.from_arrays, args, named)

@@ -172,5 +172,14 @@ def test_a_file_that_is_not_a_chat_ends_the_chat(
     (tmp_path / "text").write_text("not a talk")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     assert main(["chat", "-s", str(tmp_path / "text")]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "text: " in error
     assert (tmp_path / "text").read_text() == "not a talk"
+
+
+def test_a_session_that_cannot_be_kept_ends_the_chat_before_a_word_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "-s", str(tmp_path / "none" / "talk.kv")]) == 2
+    assert "there is no folder" in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,21 @@ def test_what_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFix
         assert capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert main(["cache", "trim", str(tmp_path), "much"]) == 2
+
+
+def test_a_server_that_does_not_answer_is_not_an_empty_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("redis", reason="pip install 'pykvcache[redis]'")
+    for command in (["ls"], ["du"], ["verify"], ["clear", "--yes"]):
+        assert main(["cache", *command, "redis://127.0.0.1:1/0"]) == 1, command
+        assert "did not answer" in capsys.readouterr().err
+
+
+def test_nothing_is_cleared_where_nobody_can_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "blocks").mkdir()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["cache", "clear", str(tmp_path)]) == 2
+    assert "--yes" in capsys.readouterr().err

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -124,14 +127,23 @@ def clear_all(where: str, yes: bool) -> None:
     """Remove every block."""
     with _open(where) as store:
         if not yes:
+            if not sys.stdin.isatty():
+                raise click.UsageError("nobody is there to ask: --yes removes all blocks")
             click.confirm(f"Remove all blocks of {where}?", abort=True)
         click.echo(f"{len(store.trim(0)):,} blocks removed")
 
 
-def _open(where: str) -> BlockStore:
+@contextmanager
+def _open(where: str) -> Iterator[BlockStore]:
+    """Open a store; what was asked of it has to have been answered when the body ends."""
     from pykvcache.prefix.stores import tools
 
-    return tools.open_existing(where)
+    with tools.open_existing(where) as store:
+        yield store
+        # To a cache a dead server is an empty one; to somebody who looks it must not be.
+        count = store.counters
+        if count.failed or count.timed_out or count.skipped or count.denied:
+            raise click.ClickException(f"{where} did not answer, or not everything")
 
 
 def _ago(then: float) -> str:

@@ -72,6 +72,9 @@ def chat(
     """
     from pykvcache import LlamaContext, Sampler
 
+    if session is not None and not os.path.isdir(folder := os.path.dirname(session) or "."):
+        # Known now: the first answer would be the one that cannot be kept.
+        raise click.UsageError(f"--session {session}: there is no folder {folder}")
     with (
         load_model(model) as loaded,
         LlamaContext(

@@ -11,7 +11,7 @@ import click
 from pykvcache.cli.talk import Figures, Talk
 from pykvcache.cli.terminal import note
 from pykvcache.context import LlamaContext
-from pykvcache.errors import KvCacheError
+from pykvcache.errors import KvCacheError, StateError
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
 
@@ -44,7 +44,10 @@ class Commands:
     def begin(self) -> None:
         """Go on with the session's file, or begin a talk."""
         if self._session is not None and os.path.exists(self._session):
-            self._load(self._session)
+            try:
+                self._load(self._session)
+            except StateError as error:
+                raise click.ClickException(f"{self._session}: {error}") from error
             return
         messages = [] if self._system is None else [{"role": "system", "content": self._system}]
         self._branches[self._name] = Talk(LlamaSequence(self._ctx), messages)

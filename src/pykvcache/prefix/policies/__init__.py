@@ -16,8 +16,8 @@ from pykvcache.prefix.policies.simple import FIFO, LFU, LRU, CostAware
 __all__ = ["DEFAULT", "POLICIES", "ByPriority", "Policy", "make_policy"]
 
 _EXPERTS: Final[dict[str, Callable[[], Policy]]] = {
-    "s3fifo": S3FIFO,
     "hit-density": HitDensity,
+    "s3fifo": S3FIFO,
     "lru": LRU,
     "lfu": LFU,
     "slru": SLRU,

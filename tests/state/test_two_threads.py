@@ -159,7 +159,7 @@ for room in range(0, 4000, 25):
         break
     assert ctx.get_state(1).tobytes() == before, room
 assert failed > 3, failed
-if not went:  # llama.cpp's reader needs a copy of what was there
+if not succeeded:  # llama.cpp's reader needs a copy of what was there
     ctx.set_state(state, 1)
 assert ctx.sequence_state(1).to_bytes() == content
 print("well", failed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.reuse import CacheStats
@@ -68,7 +68,7 @@ class CacheCollector:
             ) from error
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, not {type(name).__name__}")
-        self._core = prometheus_client.core
+        self._core: Any = prometheus_client.core
         self._cache = weakref.ref(cache)
         self._name = name
         self._highest: dict[str, int] = {}

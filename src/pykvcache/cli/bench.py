@@ -21,9 +21,20 @@ __all__ = ["bench"]
 @click.command(short_help="Measure what the cache saves with a model, here.")
 @model_option
 @click.option(
-    "-n", "--tokens", type=number(64, 2**20), default=512, show_default=True, help="Of the prompt."
+    "-n",
+    "--tokens",
+    type=number(64, 2**20),
+    default=512,
+    show_default=True,
+    help="Tokens of the prompt.",
 )
-@click.option("--repeat", type=number(1, 100), default=3, show_default=True, help="Median of.")
+@click.option(
+    "--repeat",
+    type=number(1, 100),
+    default=3,
+    show_default=True,
+    help="How many runs; the median is shown.",
+)
 @cache_type_options
 @threads_option
 @click.option("--json", "as_json", is_flag=True, help="Write a JSON object (seconds, bytes).")

@@ -51,6 +51,7 @@ Ctrl-D the chat.
     show_default=True,
     help="Tokens per answer.",
 )
+@click.option("--stop", multiple=True, help="Text that ends an answer; may be given several times.")
 @sampling_options
 @n_ctx_option
 @cache_type_options
@@ -60,6 +61,7 @@ def chat(
     session: str | None,
     system: str | None,
     max_tokens: int,
+    stop: tuple[str, ...],
     n_ctx: int,
     type_k: Any,
     type_v: Any,
@@ -96,7 +98,7 @@ def chat(
                 if commands.is_over:
                     break
             else:
-                commands.answer(line, max_tokens, sampler)
+                commands.answer(line, max_tokens, sampler, stop)
         commands.end()
 
 

@@ -64,11 +64,13 @@ class Commands:
 
     # Turns ----------------------------------------------------------------------------------
 
-    def answer(self, line: str, max_tokens: int, sampler: Sampler) -> None:
+    def answer(
+        self, line: str, max_tokens: int, sampler: Sampler, stop: tuple[str, ...] = ()
+    ) -> None:
         """Let the model answer, as it generates; Ctrl-C ends the answer."""
         figures = Figures()
         try:
-            for piece in self.talk.say(line, max_tokens, sampler, figures):
+            for piece in self.talk.say(line, max_tokens, sampler, figures, stop):
                 click.echo(piece, nl=False)
         except KeyboardInterrupt:
             figures.finish = "interrupted"

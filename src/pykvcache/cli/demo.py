@@ -12,7 +12,7 @@ __all__ = ["demo"]
 @click.command(short_help="Fork, rewind and shift a story; each result is checked.")
 @model_option
 @click.option(
-    "--seed", type=number(0, 2**32 - 2), default=1, show_default=True, help="Of sampling."
+    "--seed", type=number(0, 2**32 - 2), default=1, show_default=True, help="Of all sampling."
 )
 @click.option(
     "--n-ctx", type=number(256, 2**20), default=1024, show_default=True, help="Cells of the cache."

@@ -65,7 +65,14 @@ class Talk:
 
     # Turns ----------------------------------------------------------------------------------
 
-    def say(self, text: str, max_tokens: int, sampler: Sampler, figures: Figures) -> Iterator[str]:
+    def say(
+        self,
+        text: str,
+        max_tokens: int,
+        sampler: Sampler,
+        figures: Figures,
+        stop: tuple[str, ...] = (),
+    ) -> Iterator[str]:
         """Take what the user says, and yield the answer; ``figures`` tells what it took.
 
         Where the cache is too small for the whole talk, its oldest turns are dropped first.
@@ -82,8 +89,8 @@ class Talk:
             raise
         before, evaluated = len(self.sequence), self.context.tokens_evaluated
         figures.n_prompt = before
-        stop = () if self.has_template else ("\n",)
-        stream = self.sequence.stream(max_tokens, sampler, stop=stop, on_full="stop")
+        ends = stop if self.has_template else (*stop, "\n")
+        stream = self.sequence.stream(max_tokens, sampler, stop=ends, on_full="stop")
         self.messages.append({"role": "assistant", "content": ""})
         try:
             self.sequence.evaluate()

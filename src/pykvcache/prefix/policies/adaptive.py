@@ -173,6 +173,7 @@ class Adaptive(Policy):
         self._leader = name
         policy = self._policy = self._experts[name]()
         self.whole, self.declines = policy.whole, policy.declines
+        policy.max_notes = self.max_notes
         policy.resize(self._max_bytes)
         if name in self._shadows:
             policy.learn_from(self._shadows[name].policy)
@@ -189,6 +190,7 @@ class Adaptive(Policy):
     def resize(self, max_bytes: int) -> None:
         """Learn the budget."""
         self._max_bytes = max_bytes
+        self._policy.max_notes = self.max_notes
         self._policy.resize(max_bytes)
 
     def added(self, run: Run) -> None:

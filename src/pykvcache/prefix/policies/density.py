@@ -214,7 +214,10 @@ class HitDensity(Policy):
         life.key, life.start = run.key(first), run.start + first
         self._forget(self._ghosts.pop(life.key, None))
         self._ghosts[life.key] = life
-        while len(self._ghosts) > self._ghosts_per_leaf * (len(self._leaves) + 64):
+        most = self._ghosts_per_leaf * (len(self._leaves) + 64)
+        if self.max_notes is not None:
+            most = min(most, self.max_notes // _GHOST_BYTES)
+        while len(self._ghosts) > most:
             self._forget(self._ghosts.popitem(last=False)[1])
 
     def _forget(self, ghost: _Life | None) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -96,8 +97,9 @@ def redis_server() -> Iterator[str | None]:
             with socket.socket() as client:
                 if client.connect_ex(("127.0.0.1", port)) == 0:
                     break
-            process.poll()
+            time.sleep(0.01)
         yield f"redis://127.0.0.1:{port}/0"
     finally:
         process.kill()
+        process.wait()
         process.wait()

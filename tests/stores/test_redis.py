@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -250,8 +251,10 @@ def test_tls(tmp_path: Path) -> None:
 
 
 def test_a_unix_socket_and_the_name_valkey(tmp_path: Path) -> None:
-    path = f"/tmp/pykvcache-{free_port()}.sock"  # such names are short
-    with redis_server(tmp_path, "--unixsocket", path) as running:
+    with (
+        tempfile.TemporaryDirectory() as short,  # a socket's name has room for 100 characters
+        redis_server(tmp_path, "--unixsocket", path := os.path.join(short, "s")) as running,
+    ):
         with RedisStore(f"unix://{path}", timeout=30, connect_timeout=30) as store:
             assert store.put(BLOCKS) == 12
         with open_store(running.url.replace("redis", "valkey")) as store:

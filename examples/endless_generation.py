@@ -9,7 +9,8 @@ Usage: python examples/endless_generation.py [model.gguf]
 
 import sys
 
-from pykvcache import LlamaContext, LlamaModel, NoKvCacheSlot, Sampler, embedded_model_path
+from pykvcache import LlamaContext, LlamaModel, Sampler, embedded_model_path
+from pykvcache.errors import NoKvCacheSlot
 
 PROMPT = "Once upon a time there was a little village. This is the story of Lucy and Tom.\n"
 NEXT_SCENE = "\nThe next morning Tom walks to the mill."

@@ -7,14 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pykvcache import (
-    LlamaContext,
-    LlamaModel,
-    SequenceState,
-    StateDamaged,
-    describe_state,
-    embedded_model_path,
-)
+from pykvcache import LlamaContext, LlamaModel, SequenceState, describe_state, embedded_model_path
+from pykvcache.errors import StateDamaged
 
 STORY = (
     "Once upon a time there was a little village by the sea. "

@@ -24,11 +24,11 @@ from pykvcache import (
     LlamaModel,
     LlamaSequence,
     PrefixCache,
-    ReuseReport,
     embedded_model_path,
 )
 from pykvcache._drawing.cells import SHARED
 from pykvcache.errors import UnsupportedOperation
+from pykvcache.prefix.reuse import ReuseReport
 
 
 def boxes(axes) -> list[tuple[float, float, float, str]]:

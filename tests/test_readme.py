@@ -59,7 +59,7 @@ def test_make_targets_exist() -> None:
 
 def test_errors_that_are_named_exist() -> None:
     for name in re.findall(r"`(\w+(?:Error|TooLarge|Slot))`", README + OPERATIONS):
-        assert hasattr(pykvcache, name) or name == "TypeError", name
+        assert hasattr(pykvcache.errors, name) or name == "TypeError", name
 
 
 def test_position_queries_answer_where_other_methods_raise() -> None:
@@ -74,5 +74,5 @@ def test_position_queries_answer_where_other_methods_raise() -> None:
         more |= {"get_state": (), "state_size": (), "get_partial_state": (), "kv": ()}
         more |= {"sequence_state": ()}
         for name, rest in more.items():
-            with pytest.raises(pykvcache.SequenceIdError):
+            with pytest.raises(pykvcache.errors.SequenceIdError):
                 getattr(ctx, name)(99, *rest)

@@ -15,15 +15,9 @@ from benchmarks.peers.ours_reuse import Reuse
 from benchmarks.peers.ours_tiers import Tiered
 from benchmarks.peers.primitives import Answer, Rows
 from benchmarks.peers.worker import serve
-from pykvcache import (
-    FlashAttention,
-    GgmlType,
-    LayerKV,
-    LlamaBatch,
-    LlamaContext,
-    LlamaModel,
-    SequenceKV,
-)
+from pykvcache import LlamaBatch, LlamaContext, LlamaModel
+from pykvcache.enums import FlashAttention, GgmlType
+from pykvcache.kv import LayerKV, SequenceKV
 
 
 class Ours(Reuse, Tiered):

@@ -12,7 +12,8 @@ import numpy as np
 from benchmarks.peers.primitives import Answer
 from benchmarks.peers.worker import Worker
 from benchmarks.peers.workload import TEMPERATURE, TOP_K, Request, workload
-from pykvcache import BatchGenerator, GenerationHandle, LlamaContext, LlamaSequence, Sampler
+from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
+from pykvcache.generate import GenerationHandle
 
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
 

@@ -3,6 +3,20 @@
 Load a GGUF with `LlamaModel`, decode with `LlamaContext`, and fork, rewind, shift
 and clear its sequences. Nothing that is passed in can end the process, and after
 every call that succeeds the next logits are right for what the sequence holds.
+
+What is made or called by hand is here; the rest is in its modules:
+
+=================  ==================================================================
+`errors`           every exception
+`enums`            the choices of options, which are also taken as text
+`state`            states of sequences and contexts: in memory, in files
+`kv`               keys, values and recurrent states as arrays
+`arrays`           array caches, which need no model
+`generate`         what a `BatchGenerator` hands out
+`introspection`    what a context tells of its cells and buffers
+`prefix`           of a prefix cache: reports, stores, policies
+`simulate`         policies of eviction on traces of requests
+=================  ==================================================================
 """
 
 from __future__ import annotations
@@ -14,275 +28,83 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from pykvcache import errors
-from pykvcache.errors import (
-    CacheDTypeError,
-    CacheFullError,
-    CacheKeyError,
-    CacheLayerError,
-    CacheOrderError,
-    CacheValueError,
-    ChatTemplateError,
-    ClosedError,
-    ContextCreateError,
-    DecodeAborted,
-    DecodeError,
-    GrammarError,
-    InternalError,
-    InvalidBatch,
-    KvCacheConversionError,
-    KvCacheError,
-    KvCacheFull,
-    ModelLoadError,
-    NoKvCacheSlot,
-    NoSlot,
-    NotSupported,
-    OutputNotFinite,
-    P0TooLarge,
-    P1TooLarge,
-    PartialStateError,
-    PositionError,
-    ReprocessInputs,
-    SeqIdTooLarge,
-    SequenceIdError,
-    SharedCellsError,
-    StaleViewError,
-    StateDamaged,
-    StateError,
-    StateFileError,
-    StateFileNotFound,
-    StateFormatError,
-    StateLayoutMismatch,
-    StateModelMismatch,
-    StateTrailingBytes,
-    StateTruncated,
-    StateVersionError,
-    StoreError,
-    UnsupportedError,
-    UnsupportedOperation,
-)
+from pykvcache.errors import KvCacheError
 
 if TYPE_CHECKING:
-    from pykvcache._devices import Device, DeviceKind, devices
+    from pykvcache import arrays, enums, kv, state
+    from pykvcache._devices import Device, devices
     from pykvcache._models import embedded_model_path
     from pykvcache._native.lib import system_info
     from pykvcache.batch import LlamaBatch
     from pykvcache.context import LlamaContext
-    from pykvcache.enums import (
-        AttentionType,
-        AttentionTypeName,
-        FlashAttention,
-        FlashAttentionName,
-        GgmlType,
-        GgmlTypeName,
-        LoadMode,
-        LoadModeName,
-        MemoryKind,
-        MemoryPart,
-        PoolingType,
-        PoolingTypeName,
-        RopeScalingType,
-        RopeScalingTypeName,
-        RopeType,
-        SplitMode,
-        SplitModeName,
-    )
-    from pykvcache.facts import PerfData
-    from pykvcache.generate import BatchGenerator, GenerationHandle
-    from pykvcache.introspection import BufferBytes, CellTable, MemoryInfo, SequenceRange
-    from pykvcache.kv import (
-        CacheView,
-        LayerKV,
-        LayerState,
-        RecurrentState,
-        SequenceKV,
-        from_caches,
-        to_caches,
-    )
+    from pykvcache.generate import BatchGenerator
     from pykvcache.model import LlamaModel
     from pykvcache.pictures import CellHistory
     from pykvcache.prefix.cache import PrefixCache
-    from pykvcache.prefix.reuse import ReuseReport
     from pykvcache.prefix.stores import FolderStore, ObjectStore, RedisStore
     from pykvcache.sampling import Sampler
     from pykvcache.sequence import CheckpointPolicy, LlamaSequence
-    from pykvcache.state import (
-        ContextState,
-        Fingerprint,
-        LlamaStateFile,
-        PartialState,
-        SequenceState,
-        StateInfo,
-        describe_state,
-    )
+    from pykvcache.state import SequenceState, describe_state
 
 try:
     __version__ = version("pykvcache")
 except PackageNotFoundError:
     __version__ = "0+unbuilt"
 
-# Where each public name lives. Loaded on first use: pykvcache.arrays needs NumPy
-# only, and must import where the compiled layer was never built.
+# Where each public name lives; a module lives in itself. Loaded on first use: pykvcache.arrays
+# needs NumPy only, and must import where the compiled layer was never built.
 _HOMES = {
-    "AttentionType": "enums",
-    "AttentionTypeName": "enums",
     "BatchGenerator": "generate",
-    "BufferBytes": "introspection",
-    "CacheView": "kv",
     "CellHistory": "pictures",
-    "CellTable": "introspection",
     "CheckpointPolicy": "sequence",
-    "ContextState": "state",
-    "Fingerprint": "state",
     "Device": "_devices",
-    "DeviceKind": "_devices",
-    "FlashAttention": "enums",
-    "FlashAttentionName": "enums",
     "FolderStore": "prefix.stores",
-    "GenerationHandle": "generate",
-    "GgmlType": "enums",
-    "GgmlTypeName": "enums",
-    "LayerKV": "kv",
-    "LayerState": "kv",
     "LlamaBatch": "batch",
     "LlamaContext": "context",
     "LlamaModel": "model",
     "LlamaSequence": "sequence",
-    "LlamaStateFile": "state",
-    "LoadMode": "enums",
-    "LoadModeName": "enums",
-    "MemoryInfo": "introspection",
-    "MemoryKind": "enums",
-    "MemoryPart": "enums",
     "ObjectStore": "prefix.stores",
-    "PartialState": "state",
-    "PerfData": "facts",
-    "PoolingType": "enums",
-    "PoolingTypeName": "enums",
     "PrefixCache": "prefix.cache",
-    "RecurrentState": "kv",
     "RedisStore": "prefix.stores",
-    "ReuseReport": "prefix.reuse",
-    "RopeScalingType": "enums",
-    "RopeScalingTypeName": "enums",
-    "RopeType": "enums",
     "Sampler": "sampling",
-    "SequenceKV": "kv",
-    "SequenceRange": "introspection",
     "SequenceState": "state",
-    "SplitMode": "enums",
-    "SplitModeName": "enums",
-    "StateInfo": "state",
+    "arrays": "",
     "describe_state": "state",
     "devices": "_devices",
     "embedded_model_path": "_models",
-    "from_caches": "kv",
+    "enums": "",
+    "kv": "",
+    "state": "",
     "system_info": "_native.lib",
-    "to_caches": "kv",
 }
 
-# Written out, errors included, so that type checkers see what is exported.
+# Written out, so that type checkers see what is exported.
 __all__ = [
-    "AttentionType",
-    "AttentionTypeName",
     "BatchGenerator",
-    "BufferBytes",
-    "CacheDTypeError",
-    "CacheFullError",
-    "CacheKeyError",
-    "CacheLayerError",
-    "CacheOrderError",
-    "CacheValueError",
-    "CacheView",
     "CellHistory",
-    "CellTable",
-    "ChatTemplateError",
     "CheckpointPolicy",
-    "ClosedError",
-    "ContextCreateError",
-    "ContextState",
-    "DecodeAborted",
-    "DecodeError",
     "Device",
-    "DeviceKind",
-    "Fingerprint",
-    "FlashAttention",
-    "FlashAttentionName",
     "FolderStore",
-    "GenerationHandle",
-    "GgmlType",
-    "GgmlTypeName",
-    "GrammarError",
-    "InternalError",
-    "InvalidBatch",
-    "KvCacheConversionError",
     "KvCacheError",
-    "KvCacheFull",
-    "LayerKV",
-    "LayerState",
     "LlamaBatch",
     "LlamaContext",
     "LlamaModel",
     "LlamaSequence",
-    "LlamaStateFile",
-    "LoadMode",
-    "LoadModeName",
-    "MemoryInfo",
-    "MemoryKind",
-    "MemoryPart",
-    "ModelLoadError",
-    "NoKvCacheSlot",
-    "NoSlot",
-    "NotSupported",
     "ObjectStore",
-    "OutputNotFinite",
-    "P0TooLarge",
-    "P1TooLarge",
-    "PartialState",
-    "PartialStateError",
-    "PerfData",
-    "PoolingType",
-    "PoolingTypeName",
-    "PositionError",
     "PrefixCache",
-    "RecurrentState",
     "RedisStore",
-    "ReprocessInputs",
-    "ReuseReport",
-    "RopeScalingType",
-    "RopeScalingTypeName",
-    "RopeType",
     "Sampler",
-    "SeqIdTooLarge",
-    "SequenceIdError",
-    "SequenceKV",
-    "SequenceRange",
     "SequenceState",
-    "SharedCellsError",
-    "SplitMode",
-    "SplitModeName",
-    "StaleViewError",
-    "StateDamaged",
-    "StateError",
-    "StateFileError",
-    "StateFileNotFound",
-    "StateFormatError",
-    "StateInfo",
-    "StateLayoutMismatch",
-    "StateModelMismatch",
-    "StateTrailingBytes",
-    "StateTruncated",
-    "StateVersionError",
-    "StoreError",
-    "UnsupportedError",
-    "UnsupportedOperation",
     "__version__",
+    "arrays",
     "describe_state",
     "devices",
     "embedded_model_path",
+    "enums",
     "errors",
-    "from_caches",
+    "kv",
+    "state",
     "system_info",
-    "to_caches",
 ]
 
 _UNBUILT = (
@@ -326,12 +148,12 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'pykvcache' has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"pykvcache.{home}")
+        module = importlib.import_module(f"pykvcache.{home or name}")
     except ImportError:
         if _MISSING is None:
             raise
         raise ImportError(_MISSING) from None
-    value = globals()[name] = getattr(module, name)
+    value = globals()[name] = getattr(module, name) if home else module
     return value
 
 

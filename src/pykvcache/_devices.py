@@ -5,21 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from pykvcache._convert import as_float
 from pykvcache._native import lib
+from pykvcache.enums import DeviceKind
 
-__all__ = ["Device", "DeviceKind", "devices"]
+__all__ = ["Device", "devices"]
 
-# Spelled out: stubtest takes a Literal of several names for another type than the runtime's.
-DeviceKind: TypeAlias = (
-    Literal["cpu"]
-    | Literal["gpu"]
-    | Literal["integrated-gpu"]
-    | Literal["accelerator"]
-    | Literal["meta"]
-)
 _KINDS: tuple[DeviceKind, ...] = ("cpu", "gpu", "integrated-gpu", "accelerator", "meta")
 #: Layers are put on these.
 _TAKES_LAYERS = ("gpu", "integrated-gpu")

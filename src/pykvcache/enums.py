@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 __all__ = [
     "AttentionType",
     "AttentionTypeName",
+    "DeviceKind",
     "FlashAttention",
     "FlashAttentionName",
     "GgmlType",
@@ -77,6 +78,14 @@ MemoryKind: TypeAlias = (
 )
 #: The parts of a memory that `LlamaContext.cells` shows.
 MemoryPart: TypeAlias = Literal["attention"] | Literal["window"] | Literal["recurrent"]
+#: What a `Device` is.
+DeviceKind: TypeAlias = (
+    Literal["cpu"]
+    | Literal["gpu"]
+    | Literal["integrated-gpu"]
+    | Literal["accelerator"]
+    | Literal["meta"]
+)
 
 
 class GgmlType(IntEnum):

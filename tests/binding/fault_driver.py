@@ -19,14 +19,8 @@ from typing import Any
 import numpy as np
 
 from binding.fault_operations import FIRST, MODELS, NEXT, OPERATIONS, Stage, fill, options, prepare
-from pykvcache import (
-    InvalidBatch,
-    KvCacheError,
-    LlamaContext,
-    LlamaModel,
-    SequenceIdError,
-    UnsupportedOperation,
-)
+from pykvcache import KvCacheError, LlamaContext, LlamaModel
+from pykvcache.errors import InvalidBatch, SequenceIdError, UnsupportedOperation
 from support.models import RIGHT, make_model
 
 Row = Any

@@ -13,14 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pykvcache import (
-    BatchGenerator,
-    LlamaBatch,
-    LlamaContext,
-    LlamaModel,
-    Sampler,
-    UnsupportedOperation,
-)
+from pykvcache import BatchGenerator, LlamaBatch, LlamaContext, LlamaModel, Sampler
+from pykvcache.errors import UnsupportedOperation
 from support.models import EXACT, MODELS, ModelInfo
 
 FIRST = np.arange(5, 17)

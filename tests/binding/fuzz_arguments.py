@@ -15,22 +15,16 @@ from binding import fuzz_plausible as right
 from binding import fuzz_values as values
 from pykvcache import (
     CheckpointPolicy,
-    ContextState,
-    Fingerprint,
     KvCacheError,
-    LayerKV,
-    LayerState,
     LlamaBatch,
     LlamaContext,
     LlamaModel,
-    PartialState,
-    RecurrentState,
     Sampler,
-    SequenceKV,
     SequenceState,
-    to_caches,
 )
 from pykvcache.arrays import KVCache, RotatingKVCache
+from pykvcache.kv import LayerKV, LayerState, RecurrentState, SequenceKV, to_caches
+from pykvcache.state import ContextState, Fingerprint, PartialState
 
 NAMED_ONLY = {"n_ctx", "n_threads", "n_threads_batch", "capacity", "max_tokens", "grammar"}
 """Parameters that never get a random number: it could take gigabytes or minutes."""

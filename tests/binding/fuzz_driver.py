@@ -35,44 +35,38 @@ from binding import fuzz_plausible as right
 from binding.fuzz_arguments import Arguments
 from pykvcache import (
     BatchGenerator,
-    BufferBytes,
-    CacheView,
     CellHistory,
-    CellTable,
     CheckpointPolicy,
-    ContextState,
     Device,
-    Fingerprint,
-    GenerationHandle,
-    InternalError,
-    InvalidBatch,
     KvCacheError,
-    LayerKV,
-    LayerState,
     LlamaBatch,
     LlamaContext,
     LlamaModel,
     LlamaSequence,
-    LlamaStateFile,
-    MemoryInfo,
-    PartialState,
-    PerfData,
     PrefixCache,
-    RecurrentState,
-    ReuseReport,
     Sampler,
-    SequenceKV,
-    SequenceRange,
     SequenceState,
-    StateInfo,
     describe_state,
     devices,
     embedded_model_path,
-    from_caches,
     system_info,
+)
+from pykvcache.errors import InternalError, InvalidBatch
+from pykvcache.facts import PerfData
+from pykvcache.generate import GenerationHandle
+from pykvcache.introspection import BufferBytes, CellTable, MemoryInfo, SequenceRange
+from pykvcache.kv import (
+    CacheView,
+    LayerKV,
+    LayerState,
+    RecurrentState,
+    SequenceKV,
+    from_caches,
     to_caches,
 )
+from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.sequence import Generation, TextGeneration
+from pykvcache.state import ContextState, Fingerprint, LlamaStateFile, PartialState, StateInfo
 from support.models import RIGHT, make_model
 
 BUILTIN = (TypeError, ValueError, IndexError)

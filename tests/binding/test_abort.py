@@ -9,7 +9,8 @@ import pytest
 
 from binding.conftest import Child, assert_quiet, needs_timers
 from binding.kit import differ, lengths, words
-from pykvcache import DecodeAborted, DecodeError, InvalidBatch, LlamaBatch
+from pykvcache import LlamaBatch
+from pykvcache.errors import DecodeAborted, DecodeError, InvalidBatch
 from support.models import RIGHT
 from support.stopping import stop_soon
 
@@ -130,7 +131,8 @@ def test_a_signal_handler_stops_a_decode_between_its_parts(child: Child, model: 
     code = """
 import signal, sys
 import numpy as np
-from pykvcache import DecodeAborted, LlamaBatch, LlamaContext, LlamaModel
+from pykvcache import LlamaBatch, LlamaContext, LlamaModel
+from pykvcache.errors import DecodeAborted
 ctx = LlamaContext(LlamaModel(sys.argv[1]), n_ctx=8192, n_batch=64, n_threads=1)
 said = []
 signal.signal(signal.SIGALRM, lambda *_: said.append(ctx.abort()))

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import ContextCreateError, FlashAttention, LlamaContext
+from pykvcache import LlamaContext
+from pykvcache.enums import FlashAttention
+from pykvcache.errors import ContextCreateError
 
 QUANTIZED = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 

@@ -17,9 +17,9 @@ from support.sanitizer import SANITIZED
 
 pytest.importorskip("jinja2")
 
-from pykvcache import ChatTemplateError
 from pykvcache._jinja import render as limits
 from pykvcache._jinja.render import render_template
+from pykvcache.errors import ChatTemplateError
 
 TESTS = Path(__file__).parents[1]
 
@@ -28,7 +28,7 @@ TESTS = Path(__file__).parents[1]
 CHILD = """
 import resource, sys
 from support import hostile_templates
-from pykvcache import ChatTemplateError
+from pykvcache.errors import ChatTemplateError
 from pykvcache._jinja import render as limits
 name, deep, steps, size, room = sys.argv[1], *map(int, sys.argv[2:])
 limits.MAX_STEPS, limits.MAX_SIZE = steps, size

@@ -20,8 +20,8 @@ from support.conversations import CONVERSATIONS, NOW, TOKENS, Conversation
 
 pytest.importorskip("jinja2")
 
-from pykvcache import ChatTemplateError
 from pykvcache._chat import render
+from pykvcache.errors import ChatTemplateError
 
 DIGESTS = Path(__file__).with_name("chat_digests.json")
 TEMPLATES = Path(__file__).parents[2] / "vendor" / "llama.cpp" / "models" / "templates"

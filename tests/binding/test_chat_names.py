@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import ChatTemplateError
+from pykvcache.errors import ChatTemplateError
 
 pytest.importorskip("jinja2")
 

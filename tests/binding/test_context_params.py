@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 from binding.kit import resident_bytes
-from pykvcache import (
-    ContextCreateError,
-    GgmlType,
-    KvCacheError,
-    LlamaContext,
-    LlamaModel,
-    PoolingType,
-)
+from pykvcache import KvCacheError, LlamaContext, LlamaModel
+from pykvcache.enums import GgmlType, PoolingType
+from pykvcache.errors import ContextCreateError
 from support.models import MODELS
 
 SIZES = [

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from binding.test_lifecycle import OPTIONS
-from pykvcache import ClosedError, LlamaContext
+from pykvcache import LlamaContext
+from pykvcache.errors import ClosedError
 
 
 def test_models_and_contexts_cannot_be_pickled_or_copied_deeply(model: Any) -> None:

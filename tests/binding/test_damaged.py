@@ -17,7 +17,8 @@ import pytest
 
 from binding.conftest import Child, assert_quiet
 from binding.test_hostile import CALLS, SEED, run
-from pykvcache import ContextCreateError, LlamaContext, LlamaModel, ModelLoadError
+from pykvcache import LlamaContext, LlamaModel
+from pykvcache.errors import ContextCreateError, ModelLoadError
 from support.models import MODELS, make_model, write_gguf
 from test_quantized_weights import quantized
 
@@ -122,7 +123,8 @@ def test_a_tensor_that_the_loader_does_not_miss_is_missed(tmp_path: Path, side: 
 ON_WORKERS = """
 import sys
 WHY = "binary_op"
-from pykvcache import InternalError, LlamaContext, LlamaModel
+from pykvcache import LlamaContext, LlamaModel
+from pykvcache.errors import InternalError
 model = LlamaModel(sys.argv[1])
 other = LlamaContext(LlamaModel(sys.argv[2]), n_ctx=256, n_threads=4)
 for n_threads in (1, 2, 4, 20):  # 20: more than have a place of their own to tell where they are

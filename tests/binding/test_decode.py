@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from binding.kit import differ, lengths, words
-from pykvcache import DecodeError, InvalidBatch, LlamaBatch, NoKvCacheSlot, UnsupportedOperation
+from pykvcache import LlamaBatch
+from pykvcache.errors import DecodeError, InvalidBatch, NoKvCacheSlot, UnsupportedOperation
 from support.models import RIGHT, WRONG
 
 CACHES = ["llama", "gemma3", "qwen2vl", "t5"]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from binding.kit import HELD, fill, lengths, words
-from pykvcache import (
+from pykvcache import LlamaBatch
+from pykvcache.errors import (
     DecodeError,
     InvalidBatch,
-    LlamaBatch,
     PositionError,
     SeqIdTooLarge,
     SequenceIdError,

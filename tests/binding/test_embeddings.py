@@ -10,13 +10,8 @@ import numpy as np
 import pytest
 
 from binding.kit import differ, words
-from pykvcache import (
-    DecodeError,
-    InvalidBatch,
-    LlamaBatch,
-    SequenceIdError,
-    UnsupportedOperation,
-)
+from pykvcache import LlamaBatch
+from pykvcache.errors import DecodeError, InvalidBatch, SequenceIdError, UnsupportedOperation
 from support.models import RIGHT, make_model
 
 POOLINGS = ["mean", "cls", "last"]

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 START = """
 import gc, os, signal, sys, threading, time, warnings
 import numpy as np
-from pykvcache import ClosedError, LlamaContext, LlamaModel, Sampler
+from pykvcache import LlamaContext, LlamaModel, Sampler
+from pykvcache.errors import ClosedError
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks with threads
 model = LlamaModel(sys.argv[1])
 ctx = LlamaContext(model, n_ctx=4096, n_threads=2)

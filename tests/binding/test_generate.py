@@ -10,14 +10,8 @@ import numpy as np
 import pytest
 
 from binding.kit import lengths, with_keys, words
-from pykvcache import (
-    InvalidBatch,
-    LlamaContext,
-    LlamaModel,
-    NoKvCacheSlot,
-    Sampler,
-    SequenceIdError,
-)
+from pykvcache import LlamaContext, LlamaModel, Sampler
+from pykvcache.errors import InvalidBatch, NoKvCacheSlot, SequenceIdError
 from support.models import EXACT, make_model
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from gguf import TokenType
 
-from pykvcache import Sampler, UnsupportedOperation
+from pykvcache import Sampler
 from pykvcache._grammar import check_grammar
-from pykvcache.errors import GrammarError
+from pykvcache.errors import GrammarError, UnsupportedOperation
 from support.vocab import VOCABS
 
 from .vocab_kit import load_vocab, with_tokens

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pykvcache import GrammarError, KvCacheError, Sampler, UnsupportedOperation
+from pykvcache import KvCacheError, Sampler
+from pykvcache.errors import GrammarError, UnsupportedOperation
 
 GOOD = "root ::= [0-9]+\n# a comment with é\n"
 

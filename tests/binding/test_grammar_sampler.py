@@ -11,7 +11,8 @@ import pytest
 
 from binding.conftest import Child
 from binding.kit import words
-from pykvcache import DecodeError, Sampler, UnsupportedOperation
+from pykvcache import Sampler
+from pykvcache.errors import DecodeError, UnsupportedOperation
 from support.sanitizer import SANITIZED
 
 DIGITS = "root ::= [0-9]+"

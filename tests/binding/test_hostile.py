@@ -22,8 +22,22 @@ from binding.conftest import TESTS
 from binding.fuzz_arguments import MADE
 from binding.fuzz_driver import FUNCTIONS, GIVEN, KINDS, MEMBERS, PLAIN
 from binding.fuzz_plausible import NAMED
-from pykvcache import BatchGenerator, LlamaSequence, PartialState, PrefixCache
+from pykvcache import (
+    BatchGenerator,
+    LlamaContext,
+    LlamaSequence,
+    PrefixCache,
+    facts,
+    generate,
+    introspection,
+    kv,
+    state,
+)
+from pykvcache.generate import RequestTimes
+from pykvcache.prefix import reuse
+from pykvcache.prefix.reuse import CacheStats
 from pykvcache.prefix.stores.base import BlockStore
+from pykvcache.state import PartialState
 from support.models import make_model
 from support.sanitizer import SLOWER
 
@@ -76,17 +90,19 @@ def test_hostile_calls_end_in_documented_exceptions(
 
 
 def test_the_driver_knows_every_public_class_and_function() -> None:
-    public = {name: getattr(pykvcache, name) for name in pykvcache.__all__ if name[0] != "_"}
+    homes = (pykvcache, facts, generate, introspection, kv, reuse, state)
+    public = [getattr(home, name) for home in homes for name in home.__all__ if name[0] != "_"]
     known = {*KINDS, *GIVEN, *PLAIN, *FUNCTIONS}
-    # Stores know no llama.cpp: tests/stores attacks them.
-    left_out = (BaseException, enum.Enum, BlockStore)
+    # Stores know no llama.cpp: tests/stores attacks them. Figures are handed out, and never taken.
+    left_out = (BaseException, enum.Enum, BlockStore, RequestTimes, CacheStats)
     # The choices of options can be "called", too.
     wanted = {
         one
-        for one in public.values()
+        for one in public
         if callable(one)
         and get_origin(one) is None
         and not (isinstance(one, type) and issubclass(one, left_out))
+        and not (one is not LlamaContext and one in LlamaContext.__mro__)
     }
     assert wanted == known
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from gguf import TokenType
 
-from pykvcache import LlamaModel, ModelLoadError, UnsupportedOperation
+from pykvcache import LlamaModel
+from pykvcache.errors import ModelLoadError, UnsupportedOperation
 from support.vocab import VOCABS, Vocab
 
 from .vocab_kit import load_vocab, write_vocab
@@ -24,7 +25,7 @@ import sys, pykvcache
 try:
     one = pykvcache.LlamaModel(sys.argv[1], vocab_only=True)
     one.tokenize("a hello \\n")
-except pykvcache.ModelLoadError as error:
+except pykvcache.errors.ModelLoadError as error:
     print(error)
 """
 

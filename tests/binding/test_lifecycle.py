@@ -12,14 +12,8 @@ from typing import Any
 import pytest
 
 from binding.kit import differ, resident_bytes, words
-from pykvcache import (
-    ClosedError,
-    ContextCreateError,
-    InvalidBatch,
-    LlamaContext,
-    LlamaModel,
-    Sampler,
-)
+from pykvcache import LlamaContext, LlamaModel, Sampler
+from pykvcache.errors import ClosedError, ContextCreateError, InvalidBatch
 from support.models import EXACT, RIGHT, make_model
 
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 4, "n_threads": 1, **EXACT}

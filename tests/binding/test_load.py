@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from binding.conftest import Child
-from pykvcache import KvCacheError, LlamaModel, ModelLoadError
+from pykvcache import KvCacheError, LlamaModel
+from pykvcache.errors import ModelLoadError
 from support.models import make_model
 
 
@@ -96,7 +97,7 @@ def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path, child: Child
     code = (
         "import sys, pykvcache\n"
         "try: pykvcache.LlamaModel(sys.argv[1])\n"
-        "except pykvcache.ModelLoadError: print('refused')"
+        "except pykvcache.errors.ModelLoadError: print('refused')"
     )
     done = child(code, fifo, timeout=20)
     assert done.stdout == "refused\n", done.stderr

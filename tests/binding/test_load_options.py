@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pykvcache import LlamaModel, LoadMode, SplitMode
+from pykvcache import LlamaModel
+from pykvcache.enums import LoadMode, SplitMode
 from support.models import make_model
 
 

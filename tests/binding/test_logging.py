@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from binding.conftest import Child, assert_quiet
-from pykvcache import LlamaContext, LlamaModel, ModelLoadError
+from pykvcache import LlamaContext, LlamaModel
+from pykvcache.errors import ModelLoadError
 from support.models import make_model
 
 

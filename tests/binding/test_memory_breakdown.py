@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pykvcache import BufferBytes, ClosedError
+from pykvcache.errors import ClosedError
+from pykvcache.introspection import BufferBytes
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "bert"])

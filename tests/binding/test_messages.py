@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 
 from binding.kit import words
-from pykvcache import (
-    LlamaBatch,
-    LlamaContext,
-    LlamaModel,
-    Sampler,
-    SequenceState,
-    UnsupportedOperation,
-    describe_state,
-)
+from pykvcache import LlamaBatch, LlamaContext, LlamaModel, Sampler, SequenceState, describe_state
+from pykvcache.errors import UnsupportedOperation
 
 # Order of arguments --------------------------------------------------------------------
 

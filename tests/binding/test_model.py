@@ -10,14 +10,9 @@ import numpy as np
 import pytest
 
 from binding.kit import with_keys
-from pykvcache import (
-    ClosedError,
-    ContextCreateError,
-    LlamaContext,
-    LlamaModel,
-    RopeType,
-    UnsupportedOperation,
-)
+from pykvcache import LlamaContext, LlamaModel
+from pykvcache.enums import RopeType
+from pykvcache.errors import ClosedError, ContextCreateError, UnsupportedOperation
 from support.models import MODELS, make_model
 
 LLAMA_METADATA = {

@@ -12,17 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import (
-    BatchGenerator,
-    LayerState,
-    LlamaBatch,
-    LlamaContext,
-    LlamaModel,
-    LlamaSequence,
-    OutputNotFinite,
-    Sampler,
-)
+from pykvcache import BatchGenerator, LlamaBatch, LlamaContext, LlamaModel, LlamaSequence, Sampler
 from pykvcache._native import lib
+from pykvcache.errors import OutputNotFinite
+from pykvcache.kv import LayerState
 from support.models import make_model
 
 from .kit import differ, with_keys, words

@@ -8,13 +8,9 @@ import numpy as np
 import pytest
 
 from binding.kit import differ, words
-from pykvcache import (
-    ClosedError,
-    InvalidBatch,
-    LlamaBatch,
-    PerfData,
-    UnsupportedOperation,
-)
+from pykvcache import LlamaBatch
+from pykvcache.errors import ClosedError, InvalidBatch, UnsupportedOperation
+from pykvcache.facts import PerfData
 from support.models import MODELS
 
 # Logits -------------------------------------------------------------------------------

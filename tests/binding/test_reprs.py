@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from binding.kit import words
-from pykvcache import LayerKV, LayerState, RecurrentState, SequenceKV
+from pykvcache.kv import LayerKV, LayerState, RecurrentState, SequenceKV
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "qwen2vl"])

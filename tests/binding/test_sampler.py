@@ -10,14 +10,8 @@ import numpy as np
 import pytest
 
 from binding.kit import with_keys, words
-from pykvcache import (
-    ClosedError,
-    LlamaContext,
-    LlamaModel,
-    ModelLoadError,
-    OutputNotFinite,
-    Sampler,
-)
+from pykvcache import LlamaContext, LlamaModel, Sampler
+from pykvcache.errors import ClosedError, ModelLoadError, OutputNotFinite
 from support.models import make_model
 
 NAN, INF = float("nan"), float("inf")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from binding.kit import words
-from pykvcache import DecodeError, LlamaContext, Sampler
+from pykvcache import LlamaContext, Sampler
+from pykvcache.errors import DecodeError
 
 OPEN: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 NAN, INF = math.nan, math.inf

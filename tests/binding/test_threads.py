@@ -15,7 +15,7 @@ import pytest
 
 from binding.conftest import Child, assert_quiet
 from binding.kit import differ, lengths, words
-from pykvcache import ClosedError
+from pykvcache.errors import ClosedError
 from support.models import RIGHT
 from support.sanitizer import SLOWER
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from gguf import TokenType
 
-from pykvcache import LlamaModel, ModelLoadError, UnsupportedOperation
+from pykvcache import LlamaModel
+from pykvcache.errors import ModelLoadError, UnsupportedOperation
 from support import pretokenizers
 from support.vocab import VOCABS, Vocab
 

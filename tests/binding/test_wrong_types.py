@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from binding.kit import words
-from pykvcache import LayerKV, RecurrentState, SequenceKV, StateError, from_caches, to_caches
+from pykvcache.errors import StateError
+from pykvcache.kv import LayerKV, RecurrentState, SequenceKV, from_caches, to_caches
 
 NONE = SequenceKV(np.empty(0, np.int32), [])
 

@@ -14,14 +14,8 @@ import numpy as np
 import pytest
 
 from kv.kit import different
-from pykvcache import (
-    LlamaBatch,
-    LlamaContext,
-    LlamaModel,
-    StateLayoutMismatch,
-    UnsupportedOperation,
-    devices,
-)
+from pykvcache import LlamaBatch, LlamaContext, LlamaModel, devices
+from pykvcache.errors import StateLayoutMismatch, UnsupportedOperation
 from support.models import EXACT, MODELS, make_model
 
 WORDS = np.random.default_rng(5).integers(5, 250, 48).astype(np.int32)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Case
-from pykvcache import BatchGenerator, GenerationHandle, LlamaContext, LlamaSequence, Sampler
+from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
+from pykvcache.generate import GenerationHandle
 
 Make = Callable[..., LlamaContext]
 SERVED = tuple(case for case in CASES if case.name != "t5")

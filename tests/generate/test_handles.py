@@ -11,17 +11,19 @@ import pytest
 
 from pykvcache import (
     BatchGenerator,
+    LlamaContext,
+    LlamaModel,
+    LlamaSequence,
+    Sampler,
+    embedded_model_path,
+)
+from pykvcache.errors import (
     ClosedError,
     DecodeAborted,
     DecodeError,
     InvalidBatch,
-    LlamaContext,
-    LlamaModel,
-    LlamaSequence,
     NoKvCacheSlot,
-    Sampler,
     UnsupportedOperation,
-    embedded_model_path,
 )
 from support.models import EXACT
 

@@ -17,14 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import (
-    BatchGenerator,
-    ClosedError,
-    GenerationHandle,
-    LlamaContext,
-    LlamaSequence,
-    Sampler,
-)
+from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
+from pykvcache.errors import ClosedError
+from pykvcache.generate import GenerationHandle
 
 Make = Callable[..., LlamaContext]
 Found = list[tuple[list[int], str, list[list[int]], str | None]]

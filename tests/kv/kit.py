@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache import LlamaContext, LlamaModel, SequenceKV
+from pykvcache import LlamaContext, LlamaModel
+from pykvcache.kv import SequenceKV
 
 N = 50
 

@@ -8,15 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import (
-    LayerKV,
-    LlamaContext,
-    LlamaModel,
-    NoKvCacheSlot,
-    SequenceIdError,
-    SequenceKV,
-    StateError,
-)
+from pykvcache import LlamaContext, LlamaModel
+from pykvcache.errors import NoKvCacheSlot, SequenceIdError, StateError
+from pykvcache.kv import LayerKV, SequenceKV
 from support.models import EXACT, RIGHT, make_model
 
 WORDS = np.random.default_rng(3).integers(5, 300, 60).astype(np.int32)

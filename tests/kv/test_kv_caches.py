@@ -10,16 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import (
-    LlamaContext,
-    LlamaModel,
-    RecurrentState,
-    SequenceKV,
-    from_caches,
-    to_caches,
-)
+from pykvcache import LlamaContext, LlamaModel
 from pykvcache.arrays import ArraysCache, FlatKVCache, KVCache, RotatingKVCache
 from pykvcache.errors import CacheValueError
+from pykvcache.kv import RecurrentState, SequenceKV, from_caches, to_caches
 from support.models import EXACT, MODELS, RIGHT, make_model
 
 from .kit import N, different, next_logits, words

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import LlamaContext, LlamaModel, SequenceKV, StateError, UnsupportedOperation
+from pykvcache import LlamaContext, LlamaModel
+from pykvcache.errors import StateError, UnsupportedOperation
+from pykvcache.kv import SequenceKV
 from support.models import EXACT, MODELS, RIGHT, make_model
 
 from .kit import N, different, next_logits, words

@@ -11,8 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pykvcache import GgmlType, LlamaContext, LlamaModel, SequenceKV, UnsupportedOperation
+from pykvcache import LlamaContext, LlamaModel
 from pykvcache._native import lib
+from pykvcache.enums import GgmlType
+from pykvcache.errors import UnsupportedOperation
+from pykvcache.kv import SequenceKV
 from support.blueprint import Tensor
 from support.models import EXACT, MODELS, make_model, write_gguf
 from support.numpy_llama import LedgerLlama

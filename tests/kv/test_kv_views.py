@@ -12,15 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import (
-    CacheView,
-    ClosedError,
-    LlamaContext,
-    LlamaModel,
-    StaleViewError,
-    UnsupportedOperation,
-)
+from pykvcache import LlamaContext, LlamaModel
 from pykvcache._native import lib
+from pykvcache.errors import ClosedError, StaleViewError, UnsupportedOperation
+from pykvcache.kv import CacheView
 from support.models import EXACT, MODELS, make_model
 
 from .kit import different, pairs, words

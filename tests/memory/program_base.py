@@ -13,15 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from memory.kit import Case, Logits, apart
 from memory.reference import BROKEN, DONE, Reference, Verdict
-from pykvcache import (
+from pykvcache import LlamaContext
+from pykvcache.errors import (
     DecodeError,
     InvalidBatch,
-    LlamaContext,
     NoKvCacheSlot,
     PositionError,
-    SequenceKV,
     UnsupportedOperation,
 )
+from pykvcache.kv import SequenceKV
 from support.numpy_llama import LedgerLlama
 
 N_SEQ = 4

@@ -11,7 +11,8 @@ from hypothesis.stateful import Bundle, initialize, precondition, rule
 from memory.kit import apart
 from memory.program_base import N_SEQ, ProgramBase
 from memory.reference import DONE, END, REFUSED, UNSUPPORTED, Saved, Verdict
-from pykvcache import LlamaBatch, SequenceKV
+from pykvcache import LlamaBatch
+from pykvcache.kv import SequenceKV
 from support.ledger import Cells
 
 SEQ = st.integers(0, N_SEQ - 1)

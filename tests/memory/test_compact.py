@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Bench, Case
-from pykvcache import UnsupportedOperation
+from pykvcache.errors import UnsupportedOperation
 from support.builds import fast_only
 
 pytestmark = fast_only("no function of llama.cpp moves cells")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from memory.kit import CASES, SHIFTABLE, Bench, Case
-from pykvcache import PositionError, UnsupportedOperation
+from pykvcache.errors import PositionError, UnsupportedOperation
 
 MakeBench = Callable[..., Bench]
 shiftable_case = pytest.mark.parametrize("case", SHIFTABLE, ids=str)

@@ -12,14 +12,8 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Bench, Case
-from pykvcache import (
-    ContextCreateError,
-    InvalidBatch,
-    LlamaBatch,
-    LlamaContext,
-    NoKvCacheSlot,
-    UnsupportedOperation,
-)
+from pykvcache import LlamaBatch, LlamaContext
+from pykvcache.errors import ContextCreateError, InvalidBatch, NoKvCacheSlot, UnsupportedOperation
 
 MakeBench = Callable[..., Bench]
 bounded_case = pytest.mark.parametrize("case", [c for c in CASES if c.info.bounded], ids=str)

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from memory.ledger_kit import Twin
-from pykvcache import LlamaContext, PositionError
+from pykvcache import LlamaContext
+from pykvcache.errors import PositionError
 from support.builds import PLAIN
 from support.models import WRONG, make_model
 from support.numpy_llama import LedgerLlama

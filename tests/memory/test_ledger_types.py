@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from memory.ledger_kit import Twin
-from pykvcache import LlamaContext, LlamaModel, UnsupportedOperation
+from pykvcache import LlamaContext, LlamaModel
+from pykvcache.errors import UnsupportedOperation
 from support.ledger import END
 from support.models import make_model
 

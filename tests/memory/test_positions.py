@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from memory.kit import apart
-from pykvcache import LlamaBatch, LlamaContext, LlamaModel, PositionError
+from pykvcache import LlamaBatch, LlamaContext, LlamaModel
+from pykvcache.errors import PositionError
 from support.models import EXACT, RIGHT, make_model
 from support.raw_states import runs
 

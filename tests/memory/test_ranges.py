@@ -11,14 +11,8 @@ from typing import Any
 import pytest
 
 from memory.kit import CASES, Bench
-from pykvcache import (
-    LlamaContext,
-    P0TooLarge,
-    P1TooLarge,
-    PositionError,
-    SeqIdTooLarge,
-    SequenceIdError,
-)
+from pykvcache import LlamaContext
+from pykvcache.errors import P0TooLarge, P1TooLarge, PositionError, SeqIdTooLarge, SequenceIdError
 
 MakeBench = Callable[..., Bench]
 Call = Callable[[LlamaContext, Any, Any], object]

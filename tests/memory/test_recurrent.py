@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from memory.kit import WHOLE_ONLY, Bench, Case
-from pykvcache import LlamaBatch, PositionError, SequenceIdError, UnsupportedOperation
+from pykvcache import LlamaBatch
+from pykvcache.errors import PositionError, SequenceIdError, UnsupportedOperation
 
 MakeBench = Callable[..., Bench]
 whole_case = pytest.mark.parametrize("case", WHOLE_ONLY, ids=str)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Bench, Case
-from pykvcache import (
-    LlamaContext,
+from pykvcache import LlamaContext
+from pykvcache.errors import (
     P0TooLarge,
     P1TooLarge,
     PositionError,

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Bench, Case, apart
-from pykvcache import (
+from pykvcache import KvCacheError, LlamaBatch, LlamaContext
+from pykvcache.errors import (
     DecodeAborted,
     DecodeError,
     InvalidBatch,
-    KvCacheError,
-    LlamaBatch,
-    LlamaContext,
     NoKvCacheSlot,
     PositionError,
     SequenceIdError,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from memory.kit import CASES, WHOLE_ONLY, Bench, Case
-from pykvcache import UnsupportedOperation
+from pykvcache.errors import UnsupportedOperation
 
 MakeBench = Callable[..., Bench]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from memory.kit import Bench, Case, apart
-from pykvcache import LlamaBatch, NoKvCacheSlot, UnsupportedOperation
+from pykvcache import LlamaBatch
+from pykvcache.errors import NoKvCacheSlot, UnsupportedOperation
 from support.models import MODELS
 
 MakeBench = Callable[..., Bench]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from memory.kit import Bench, Case, apart
-from pykvcache import UnsupportedOperation
+from pykvcache.errors import UnsupportedOperation
 from support.models import MODELS
 
 MakeBench = Callable[..., Bench]

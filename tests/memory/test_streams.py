@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, SHIFTABLE, Bench, Case
-from pykvcache import LlamaBatch, LlamaContext, NoKvCacheSlot, SequenceIdError, UnsupportedOperation
+from pykvcache import LlamaBatch, LlamaContext
+from pykvcache.errors import NoKvCacheSlot, SequenceIdError, UnsupportedOperation
 
 MakeBench = Callable[..., Bench]
 STREAMS = [case for case in CASES if not case.unified]

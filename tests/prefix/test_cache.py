@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Case, Logits, apart
-from pykvcache import (
-    ClosedError,
-    LlamaContext,
-    LlamaSequence,
-    PrefixCache,
-    ReuseReport,
-    UnsupportedOperation,
-)
+from pykvcache import LlamaContext, LlamaSequence, PrefixCache
+from pykvcache.errors import ClosedError, UnsupportedOperation
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
+from pykvcache.prefix.reuse import ReuseReport
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]

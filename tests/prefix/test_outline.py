@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pykvcache import ClosedError, LlamaContext, PrefixCache
+from pykvcache import LlamaContext, PrefixCache
+from pykvcache.errors import ClosedError
 
 Make = Callable[..., LlamaContext]
 

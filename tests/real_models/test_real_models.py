@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
 
-from pykvcache import ContextCreateError, LlamaBatch, LlamaContext, UnsupportedOperation
+from pykvcache import LlamaBatch, LlamaContext
+from pykvcache.errors import ContextCreateError, UnsupportedOperation
 
 Logits = NDArray[np.float32]
 

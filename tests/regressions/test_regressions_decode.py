@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pykvcache import DecodeAborted, DecodeError, InvalidBatch, LlamaBatch, LlamaContext
+from pykvcache import LlamaBatch, LlamaContext
+from pykvcache.errors import DecodeAborted, DecodeError, InvalidBatch
 from support.models import RIGHT
 
 MakeContext = Callable[..., LlamaContext]

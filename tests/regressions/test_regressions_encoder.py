@@ -11,13 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pykvcache import (
-    ContextCreateError,
-    KvCacheError,
-    LlamaBatch,
-    LlamaContext,
-    LlamaModel,
-)
+from pykvcache import KvCacheError, LlamaBatch, LlamaContext, LlamaModel
+from pykvcache.errors import ContextCreateError
 from support.models import make_model
 
 MakeContext = Callable[..., LlamaContext]

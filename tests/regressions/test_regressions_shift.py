@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache import LlamaBatch, LlamaContext, LlamaModel, UnsupportedOperation
+from pykvcache import LlamaBatch, LlamaContext, LlamaModel
+from pykvcache.errors import UnsupportedOperation
 from support.blueprint import norm
 from support.models import EXACT, MODELS, RIGHT, make_model, write_gguf
 

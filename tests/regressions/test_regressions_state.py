@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from pykvcache import NoKvCacheSlot
+from pykvcache.errors import NoKvCacheSlot
 
 if TYPE_CHECKING:
     from conftest import ContextFactory

@@ -12,11 +12,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from pykvcache import (
+from pykvcache import LlamaBatch, LlamaContext, LlamaModel
+from pykvcache.errors import (
     KvCacheConversionError,
-    LlamaBatch,
-    LlamaContext,
-    LlamaModel,
     P0TooLarge,
     P1TooLarge,
     SeqIdTooLarge,

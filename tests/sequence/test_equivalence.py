@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Case, Logits, apart
-from pykvcache import LlamaContext, LlamaSequence, UnsupportedOperation
+from pykvcache import LlamaContext, LlamaSequence
+from pykvcache.errors import UnsupportedOperation
 from sequence.programs import Program
 
 SERVED = tuple(case for case in CASES if case.name != "t5")

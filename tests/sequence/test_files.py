@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Case, Logits, apart
-from pykvcache import (
-    LlamaContext,
-    LlamaSequence,
-    SequenceState,
-    StateError,
-    StateModelMismatch,
-    UnsupportedOperation,
-)
+from pykvcache import LlamaContext, LlamaSequence, SequenceState
+from pykvcache.errors import StateError, StateModelMismatch, UnsupportedOperation
 
 Make = Callable[..., LlamaContext]
 SAVED = tuple(c for c in CASES if c.has_states and c.name != "t5")

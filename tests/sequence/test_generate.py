@@ -8,16 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from pykvcache import (
-    InvalidBatch,
-    LlamaContext,
-    LlamaModel,
-    LlamaSequence,
-    NoKvCacheSlot,
-    PositionError,
-    Sampler,
-    embedded_model_path,
-)
+from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded_model_path
+from pykvcache.errors import InvalidBatch, NoKvCacheSlot, PositionError
 
 Make = Callable[..., LlamaContext]
 PROMPT = "Once upon a time"

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from memory.kit import Logits, apart
-from pykvcache import ClosedError, LlamaContext, LlamaSequence, Sampler, UnsupportedOperation
+from pykvcache import LlamaContext, LlamaSequence, Sampler
+from pykvcache.errors import ClosedError, UnsupportedOperation
 from support.builds import PLAIN
 
 Make = Callable[..., LlamaContext]

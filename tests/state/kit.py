@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES as ALL_CASES
-from pykvcache import LlamaContext, StateError
+from pykvcache import LlamaContext
+from pykvcache.errors import StateError
 from pykvcache.state.container import Tensor, pack, parse
 
 CASES = [pytest.param(case, id=str(case)) for case in ALL_CASES if case.info.has_states]

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from memory.kit import CASES, Bench
-from pykvcache import LlamaContext, PartialState, PartialStateError, StateError
+from pykvcache import LlamaContext
+from pykvcache.errors import PartialStateError, StateError
+from pykvcache.state import PartialState
 
 MakeBench = Callable[..., Bench]
 # The window of a small cache reuses its cells after 256 tokens.

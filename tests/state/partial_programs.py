@@ -11,7 +11,8 @@ from hypothesis.stateful import Bundle, MultipleResults, invariant, multiple, ru
 from memory.program_base import N_SEQ, World
 from memory.programs import SEQ, Program
 from memory.reference import DONE, FULL, UNSUPPORTED, Cell, Verdict
-from pykvcache import PartialState, PartialStateError
+from pykvcache.errors import PartialStateError
+from pykvcache.state import PartialState
 
 
 def replaced(name: str, arguments: tuple[Any, ...]) -> Collection[int]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pykvcache import SequenceState, StateFileError
+from pykvcache import SequenceState
 from pykvcache._native import lib
+from pykvcache.errors import StateFileError
 from pykvcache.state import atomic
 from state.kit import WORDS, refused
 
@@ -82,7 +83,8 @@ def test_kill_9_leaves_the_old_file_or_the_new_one(
 
 FULL = """
 import resource, signal, sys
-from pykvcache import SequenceState, StateFileError
+from pykvcache import SequenceState
+from pykvcache.errors import StateFileError
 state = SequenceState.load(sys.argv[1])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 size = len(state.to_bytes())
@@ -157,7 +159,8 @@ def test_blocks_are_claimed_where_the_system_can(tmp_path: Path) -> None:
 
 NOBODY = """
 import os, sys
-from pykvcache import SequenceState, StateFileError, describe_state
+from pykvcache import SequenceState, describe_state
+from pykvcache.errors import StateFileError
 state = SequenceState.load(sys.argv[1], mapped=False)
 if os.getuid() == 0:
     os.setgid(65534)

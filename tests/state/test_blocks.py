@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Bench, Case
-from pykvcache import (
-    LlamaContext,
-    NoKvCacheSlot,
-    StateDamaged,
-    StateLayoutMismatch,
-    UnsupportedOperation,
-)
+from pykvcache import LlamaContext
+from pykvcache.errors import NoKvCacheSlot, StateDamaged, StateLayoutMismatch, UnsupportedOperation
 
 MakeBench = Callable[..., Bench]
 WITH_STATES = tuple(case for case in CASES if case.has_states and case.name != "t5")

@@ -11,8 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from memory.kit import apart
-from pykvcache import LlamaContext, SequenceState, StateDamaged, StateError, StateLayoutMismatch
+from pykvcache import LlamaContext, SequenceState
 from pykvcache._codec import as_floats, rotated
+from pykvcache.errors import StateDamaged, StateError, StateLayoutMismatch
 from pykvcache.state.layout import Part
 from state.kit import WORDS, forged, next_logits, refused
 from support.models import RIGHT

@@ -9,7 +9,8 @@ import pytest
 
 from memory.kit import apart
 from memory.ledger_kit import Twin
-from pykvcache import SequenceState, StateError, StateLayoutMismatch, UnsupportedOperation
+from pykvcache import SequenceState
+from pykvcache.errors import StateError, StateLayoutMismatch, UnsupportedOperation
 from state.kit import WORDS, next_logits, refused
 from support.models import RIGHT, make_model
 

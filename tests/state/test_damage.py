@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from pykvcache import (
-    ContextState,
-    LlamaContext,
-    SequenceState,
+from pykvcache import LlamaContext, SequenceState, describe_state
+from pykvcache.errors import (
     StateDamaged,
     StateError,
     StateFormatError,
     StateTrailingBytes,
     StateTruncated,
     StateVersionError,
-    describe_state,
 )
+from pykvcache.state import ContextState
 from pykvcache.state.container import parse
 from state.kit import WORDS, refused
 

@@ -11,7 +11,8 @@ import pytest
 
 from memory.kit import Case, apart
 from memory.ledger_kit import Twin
-from pykvcache import ContextState, LlamaBatch, LlamaContext, LlamaModel, SequenceState
+from pykvcache import LlamaBatch, LlamaContext, LlamaModel, SequenceState
+from pykvcache.state import ContextState
 from state.kit import CASES, WORDS, cells_of, next_logits
 from support.models import RIGHT, make_model
 

@@ -16,15 +16,9 @@ import numpy as np
 import pytest
 
 import pykvcache.state
-from pykvcache import (
-    ContextState,
-    SequenceState,
-    StateDamaged,
-    StateError,
-    StateInfo,
-    StateVersionError,
-    describe_state,
-)
+from pykvcache import SequenceState, describe_state
+from pykvcache.errors import StateDamaged, StateError, StateVersionError
+from pykvcache.state import ContextState, StateInfo
 from state.kit import WORDS, Tensors, Text, forged
 
 if TYPE_CHECKING:
@@ -126,7 +120,8 @@ def test_both_checksums_mapped_or_not(
 WITHOUT = """
 import sys
 sys.modules["xxhash"] = None
-from pykvcache import SequenceState, StateVersionError, describe_state
+from pykvcache import SequenceState, describe_state
+from pykvcache.errors import StateVersionError
 state = SequenceState.load(sys.argv[1])
 assert describe_state(sys.argv[1]).checksum == "sha256"
 state.save(sys.argv[3])

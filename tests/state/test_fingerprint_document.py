@@ -11,7 +11,8 @@ import gguf
 import numpy as np
 import pytest
 
-from pykvcache import LlamaModel, StateLayoutMismatch
+from pykvcache import LlamaModel
+from pykvcache.errors import StateLayoutMismatch
 from state.kit import WORDS
 from support.models import MODELS, make_model, write_gguf
 

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from pykvcache import (
-    ContextState,
+from pykvcache import SequenceState, describe_state
+from pykvcache.errors import (
     NoKvCacheSlot,
-    SequenceState,
     StateDamaged,
     StateError,
     StateFormatError,
     StateLayoutMismatch,
     StateVersionError,
-    describe_state,
 )
+from pykvcache.state import ContextState
 from pykvcache.state.container import Tensor
 from state.kit import WORDS, Tensors, Text, forged, ints, refused
 

@@ -12,7 +12,8 @@ import pytest
 
 from binding.test_abort import aborted
 from memory.kit import apart
-from pykvcache import ClosedError, SequenceState, UnsupportedOperation
+from pykvcache import SequenceState
+from pykvcache.errors import ClosedError, UnsupportedOperation
 from state.kit import CASES, WORDS, next_logits
 from support.models import RIGHT
 

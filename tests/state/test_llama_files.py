@@ -17,14 +17,13 @@ import numpy as np
 import pytest
 
 from memory.kit import Case
-from pykvcache import (
+from pykvcache import LlamaContext, SequenceState
+from pykvcache._native import lib
+from pykvcache.errors import (
     ClosedError,
-    LlamaContext,
-    LlamaStateFile,
     NoKvCacheSlot,
     PositionError,
     SequenceIdError,
-    SequenceState,
     StateDamaged,
     StateError,
     StateFileError,
@@ -37,7 +36,7 @@ from pykvcache import (
     StateVersionError,
     UnsupportedOperation,
 )
-from pykvcache._native import lib
+from pykvcache.state import LlamaStateFile
 from state.kit import CASES, WORDS, cells_of, next_logits, refused
 from support.builds import SOURCES
 

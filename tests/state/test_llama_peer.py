@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from memory.kit import Case
-from pykvcache import LlamaContext, LlamaModel, LlamaStateFile, embedded_model_path
+from pykvcache import LlamaContext, LlamaModel, embedded_model_path
+from pykvcache.state import LlamaStateFile
 from state.kit import CASES, WORDS, next_logits
 from support.builds import SOURCES
 from support.models import make_model

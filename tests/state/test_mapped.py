@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from pykvcache import ContextState, SequenceState
+from pykvcache import SequenceState
+from pykvcache.state import ContextState
 from state.kit import WORDS, cells_of, next_logits
 
 if TYPE_CHECKING:

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from pykvcache import (
-    LlamaModel,
+from pykvcache import LlamaModel, SequenceState, describe_state
+from pykvcache.errors import (
     NoKvCacheSlot,
     SequenceIdError,
-    SequenceState,
     StateFileError,
     StateFileNotFound,
     StateLayoutMismatch,
     StateModelMismatch,
     UnsupportedOperation,
-    describe_state,
 )
 from state.kit import WORDS, next_logits, refused
 from test_quantized_weights import quantized

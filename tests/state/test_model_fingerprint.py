@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from pykvcache import LlamaContext, LlamaModel, ModelLoadError, StateModelMismatch
+from pykvcache import LlamaContext, LlamaModel
+from pykvcache.errors import ModelLoadError, StateModelMismatch
 from state.kit import WORDS
 from support.models import MODELS, make_model, write_gguf
 from test_quantized_weights import quantized

@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 
 from memory.kit import Bench, Case, apart
-from pykvcache import (
-    DecodeAborted,
-    LlamaBatch,
-    PartialState,
-    UnsupportedOperation,
-)
+from pykvcache import LlamaBatch
+from pykvcache.errors import DecodeAborted, UnsupportedOperation
+from pykvcache.state import PartialState
 from state.partial_kit import (
     FORGETFUL,
     LONG,

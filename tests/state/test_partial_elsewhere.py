@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from memory.kit import Case, apart
-from pykvcache import LlamaBatch, PartialStateError
+from pykvcache import LlamaBatch
+from pykvcache.errors import PartialStateError
 from state.partial_kit import FORGETFUL, TAGGED, MakeBench
 
 FIRST, N = 7, 12

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from memory.kit import Case
-from pykvcache import (
+from pykvcache import LlamaContext
+from pykvcache.errors import (
     ClosedError,
-    LlamaContext,
     NoKvCacheSlot,
-    PartialState,
     PartialStateError,
     SequenceIdError,
     UnsupportedOperation,
 )
+from pykvcache.state import PartialState
 from state.partial_kit import (
     LONG,
     RECURRENT,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Case
-from pykvcache import StateDamaged, StateLayoutMismatch
+from pykvcache.errors import StateDamaged, StateLayoutMismatch
 from state.kit import WORDS
 from support.raw_states import runs
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from pykvcache import LlamaContext, NoKvCacheSlot
+from pykvcache import LlamaContext
+from pykvcache.errors import NoKvCacheSlot
 from state.kit import WORDS, next_logits
 from support.builds import PLAIN, fast_only
 from support.models import RIGHT

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from memory.kit import apart
-from pykvcache import LlamaContext, NoKvCacheSlot, SequenceState
+from pykvcache import LlamaContext, SequenceState
+from pykvcache.errors import NoKvCacheSlot
 from state.kit import CASES, WORDS, next_logits, refused
 from support.models import MODELS, RIGHT
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from pykvcache import (
-    LlamaContext,
+from pykvcache import LlamaContext
+from pykvcache.errors import (
     NoKvCacheSlot,
     PositionError,
     SequenceIdError,

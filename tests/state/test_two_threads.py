@@ -90,7 +90,8 @@ def test_scattered_cells(make_context: ContextFactory, model: ModelFactory) -> N
 CHILD = """
 import resource, sys, threading
 import numpy as np
-from pykvcache import InternalError, LlamaContext, LlamaModel
+from pykvcache import LlamaContext, LlamaModel
+from pykvcache.errors import InternalError
 from pykvcache.kv import LayerKV, SequenceKV
 ctx = LlamaContext(LlamaModel(sys.argv[1]), n_ctx=1024, n_seq_max=2, n_threads=1,
                    type_k="f32", type_v="f32", flash_attn="enabled")

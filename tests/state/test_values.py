@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Case
-from pykvcache import LayerKV, LayerState, StateDamaged, StateError
 from pykvcache._native import lib
+from pykvcache.errors import StateDamaged, StateError
+from pykvcache.kv import LayerKV, LayerState
 from state.kit import WORDS, forged
 from support.raw_states import runs
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Case, Logits, apart
-from pykvcache import LlamaContext, PrefixCache, ReuseReport
+from pykvcache import LlamaContext, PrefixCache
 from pykvcache.errors import ClosedError, StoreError
+from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 
 Make = Callable[..., LlamaContext]

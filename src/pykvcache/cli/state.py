@@ -51,7 +51,7 @@ def verify(file: str, model: str, restore: bool) -> None:
     With --restore also whether the model takes it. llama.cpp's own files have no checksum: of
     those only the structure can be checked.
     """
-    from pykvcache import LlamaStateFile
+    from pykvcache.state import LlamaStateFile
 
     if _llama_facts(file) is not None:
         LlamaStateFile.load(file)
@@ -147,8 +147,8 @@ def _facts(file: str) -> dict[str, Any]:
 
 def _llama_facts(file: str) -> dict[str, Any] | None:
     """Return the facts of a file of llama.cpp; None of any other."""
-    from pykvcache import LlamaStateFile
     from pykvcache.errors import StateFormatError
+    from pykvcache.state import LlamaStateFile
 
     try:
         found = LlamaStateFile.load(file)
@@ -164,7 +164,8 @@ def _llama_facts(file: str) -> dict[str, Any] | None:
 
 
 def _load(file: str) -> Any:
-    from pykvcache import ContextState, SequenceState, describe_state
+    from pykvcache import SequenceState, describe_state
+    from pykvcache.state import ContextState
 
     whole = describe_state(file).kind == "context"
     return ContextState.load(file) if whole else SequenceState.load(file)
@@ -172,7 +173,7 @@ def _load(file: str) -> Any:
 
 def _user_data(file: str) -> tuple[Any, Any]:
     """Return the token ids and the metadata that go with a sequence."""
-    from pykvcache import LlamaStateFile
+    from pykvcache.state import LlamaStateFile
 
     if _llama_facts(file) is not None:
         tokens = LlamaStateFile.load(file).tokens

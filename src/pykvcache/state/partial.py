@@ -102,7 +102,8 @@ class PartialStateMethods:
         Examples
         --------
         >>> import pytest
-        >>> from pykvcache import LlamaContext, LlamaModel, UnsupportedOperation
+        >>> from pykvcache import LlamaContext, LlamaModel
+        >>> from pykvcache.errors import UnsupportedOperation
         >>> from pykvcache import embedded_model_path
         >>> with LlamaModel(embedded_model_path()) as model, LlamaContext(model) as ctx:
         ...     with pytest.raises(UnsupportedOperation, match="needs none"):

@@ -42,7 +42,7 @@ from support.models import make_model
 from support.sanitizer import SLOWER
 
 MODELS = ["llama", "gemma3", "qwen2vl", "mamba", "jamba", "bert", "t5", "lfm2_swa"]
-CALLS = int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "3000"))
+CALLS = int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "2000"))
 SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
 
 
@@ -74,7 +74,7 @@ def test_hostile_calls_end_in_documented_exceptions(
     counts = json.loads(done.stdout.splitlines()[-1])
     # The rest came back empty-handed: nobody was closed.
     assert sum(counts["called"].values()) > 0.9 * CALLS
-    assert counts["checked contexts"] > CALLS // 1000
+    assert counts["checked contexts"] >= CALLS // 1000
     # Not every memory gives everything.
     given = {"llama": {*GIVEN} - {PartialState}, "lfm2_swa": {PartialState}}
     kinds = [*KINDS, *given.get(name, ())]

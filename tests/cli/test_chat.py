@@ -136,6 +136,25 @@ def test_a_talk_in_a_file(ctx: LlamaContext, tmp_path: Path) -> None:
         Talk.load(ctx, str(tmp_path / "other.kv"))
 
 
+def test_an_answer_ends_with_the_quote_that_the_template_opened() -> None:
+    """The embedded model's template: the next turn finds all of the talk, and no quote twice."""
+    with (
+        LlamaModel(embedded_model_path()) as model,
+        LlamaContext(model, n_ctx=512, type_k="f32", type_v="f32", flash_attn="disabled") as ctx,
+    ):
+        talk = Talk(LlamaSequence(ctx))
+        assert (
+            turn(talk, "Lucy has a red kite. Tom is a baker. Who is the baker?", 40).finish
+            == "stop"
+        )
+        assert talk.messages[-1]["content"] == "The baker is Tom."
+        before = len(talk.sequence)
+        assert turn(talk, "Who has the red kite?", 40).reused >= before - 1
+        assert talk.messages[-1]["content"] == "The red kite belongs to Lucy."
+        assert talk.text == model.apply_chat_template(talk.messages, add_generation_prompt=False)
+        assert_right(talk)
+
+
 def chat(*args: str, lines: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pykvcache", "chat", "-t", "0", "-n", "16", *args]
     return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120)
@@ -154,13 +173,16 @@ def test_a_chat_survives_a_restart(tmp_path: Path) -> None:
 def test_commands_of_the_chat() -> None:
     lines = (
         "Lucy has a kite.\n/fork there\nTom has a dog.\n/branches\n/switch main\n/rewind\n"
-        "/stats\n/nothing\n/save\n/switch nowhere\n/fork there\n/rewind x\n/help\n/exit\nnot said\n"
+        "/stats\n/nothing\n/save\n/switch nowhere\n/fork there\n/rewind x\n/rewind 9\n"
+        "/load nofile\n/help\n/exit\nnot said\n"
     )
     done = chat(lines=lines)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\* there: 2 turns", done.stdout, re.M)
     assert "1 turn taken back: 0 turns left" in done.stderr
-    for wrong in ("/nothing", "/save FILE", "nowhere", "there already", "a number of turns"):
+    wrongs = ["/nothing", "/save FILE", "nowhere", "there already", "a number of turns"]
+    wrongs += ["there are 0 turns to take back", "(No such file or directory: nofile)"]
+    for wrong in wrongs:
         assert wrong in done.stderr
     assert "/rewind [N]" in done.stdout
     assert "not said" not in done.stdout
@@ -183,3 +205,30 @@ def test_a_session_that_cannot_be_kept_ends_the_chat_before_a_word_is_said(
 ) -> None:
     assert main(["chat", "-s", str(tmp_path / "none" / "talk.kv")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder nobody can write to")
+def test_a_folder_that_cannot_be_written_ends_the_chat_before_a_word_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["chat", "-s", "/proc/talk.kv"]) == 1
+    assert "no file can be made in /proc" in capsys.readouterr().err
+
+
+def test_a_turn_that_cannot_be_kept_does_not_end_the_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "talks"
+    folder.mkdir()
+    lines = iter(["Lucy has a kite.\n", "Tom has a dog.\n", ""])
+
+    class Typing(io.StringIO):
+        def readline(self, *_: int) -> str:  # type: ignore[override]
+            line = next(lines)
+            folder.rmdir() if line.startswith("Lucy") else folder.mkdir(exist_ok=True)
+            return line
+
+    monkeypatch.setattr(sys, "stdin", Typing())
+    assert main(["chat", "-t", "0", "-n", "8", "-s", str(folder / "talk.kv")]) == 0
+    assert capsys.readouterr().err.count("this turn is not kept: No such file or directory") == 1
+    assert (folder / "talk.kv").exists()

@@ -137,6 +137,25 @@ def test_state_info_and_verify(saved: Path, capsys: Capture) -> None:
     assert main(["state", "verify", str(saved)]) == 1
 
 
+@pytest.mark.parametrize("command", [["info"], ["verify"], ["cut", "-n", "1"], ["convert"]])
+def test_what_is_not_a_state_is_named(command: list[str], tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "text.txt").write_text("not a state")
+    out = [str(tmp_path / "out.kv")] if command[0] in ("cut", "convert") else []
+    assert main(["state", command[0], str(tmp_path / "text.txt"), *out, *command[1:]]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"pykvcache: {tmp_path / 'text.txt'}: ")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out.kv").exists()
+
+
+def test_a_conversion_that_changes_nothing_is_wrong_usage(saved: Path, capsys: Capture) -> None:
+    same = saved.with_name("same.kv")
+    for options in ([], ["--type-k", "f16"], ["--type-k", "f16", "--type-v", "f16"]):
+        assert main(["state", "convert", str(saved), str(same), *options]) == 2
+        assert "would stay as it is" in capsys.readouterr().err
+        assert not same.exists()
+
+
 def test_state_cut_is_a_prefix(saved: Path, capsys: Capture) -> None:
     cut = saved.with_name("cut.kv")
     out_of(capsys, "state", "cut", str(saved), str(cut), "-n", "6")

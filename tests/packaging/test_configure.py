@@ -46,13 +46,6 @@ def refusal(tmp_path: Path, *options: str, **more: str) -> str:
     return line
 
 
-def test_a_source_dir_that_is_not_llama_cpp(tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong"
-    wrong.mkdir()
-    line = refusal(tmp_path / "build", LLAMA_CPP_SOURCE_DIR=str(wrong))
-    assert f"LLAMA_CPP_SOURCE_DIR={wrong} is not a llama.cpp source tree" in line
-
-
 def other_llama_cpp(folder: Path, header: str, old: str, new: str) -> Path:
     """The pinned sources by links, but for one word in one header."""
     if not (SOURCES / header).is_file():
@@ -69,20 +62,30 @@ def other_llama_cpp(folder: Path, header: str, old: str, new: str) -> Path:
     return folder
 
 
-def test_a_llama_cpp_whose_states_are_not_known(tmp_path: Path) -> None:
+def test_what_cannot_be_built_is_said_in_one_line(tmp_path: Path) -> None:
+    """One build folder, in which the compilers are looked for once."""
+    build, wrong = tmp_path / "build", tmp_path / "wrong"
+    wrong.mkdir()
+    said = refusal(build, LLAMA_CPP_SOURCE_DIR=str(wrong))
+    assert f"LLAMA_CPP_SOURCE_DIR={wrong} is not a llama.cpp source tree" in said
+
     header, line = "include/llama.h", "#define LLAMA_STATE_SEQ_VERSION "
-    other = other_llama_cpp(tmp_path / "other", header, line, line + "9")
-    said = refusal(tmp_path / "build", LLAMA_CPP_SOURCE_DIR=str(other))
-    assert f"the llama.cpp in {other} writes states of version '9" in said
+    states = other_llama_cpp(tmp_path / "states", header, line, line + "9")
+    said = refusal(build, LLAMA_CPP_SOURCE_DIR=str(states))
+    assert f"the llama.cpp in {states} writes states of version '9" in said
     assert "3 and 4 are known here" in said
 
-
-def test_a_llama_cpp_whose_private_members_are_others(tmp_path: Path) -> None:
-    other = other_llama_cpp(tmp_path / "other", "src/llama-kv-cells.h", "seq_pos", "by_seq")
-    said = refusal(tmp_path / "build", LLAMA_CPP_SOURCE_DIR=str(other))
-    assert f"the llama.cpp in {other} is not one that this version fits (error: " in said
+    members = other_llama_cpp(tmp_path / "members", "src/llama-kv-cells.h", "seq_pos", "by_seq")
+    said = refusal(build, LLAMA_CPP_SOURCE_DIR=str(members))
+    assert f"the llama.cpp in {members} is not one that this version fits (error: " in said
     assert "seq_pos" in said
     assert "-DPYKVCACHE_PLAIN=ON" in said
+
+    copies = "-DPYKVCACHE_CPU_COPIES=haswell;i486"
+    said = refusal(build, copies, LLAMA_CPP_SOURCE_DIR=str(SOURCES))
+    if "needs GCC on x86-64 Linux" not in said:
+        assert "PYKVCACHE_CPU_COPIES names 'i486'" in said
+        assert said.endswith("skylakex, alderlake, haswell, sse42")
 
 
 @pytest.mark.parametrize("variable", ["CC", "CXX"])
@@ -91,14 +94,6 @@ def test_no_compiler(tmp_path: Path, variable: str) -> None:
     name = {"CC": "C", "CXX": "C++"}[variable]
     assert line.startswith(f"pykvcache: no working {name} compiler found")
     assert f"{variable}='/nonexistent/compiler'" in line
-
-
-def test_a_copy_of_no_known_instruction_set(tmp_path: Path) -> None:
-    names = "-DPYKVCACHE_CPU_COPIES=haswell;i486"
-    line = refusal(tmp_path, names, LLAMA_CPP_SOURCE_DIR=str(SOURCES))
-    if "needs GCC on x86-64 Linux" not in line:
-        assert "PYKVCACHE_CPU_COPIES names 'i486'" in line
-        assert line.endswith("skylakex, alderlake, haswell, sse42")
 
 
 def configured(tree: Path, arguments: str) -> dict[str, str]:

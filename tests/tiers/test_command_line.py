@@ -98,8 +98,19 @@ def test_a_server_that_does_not_answer_is_not_an_empty_one(
 ) -> None:
     pytest.importorskip("redis", reason="pip install 'pykvcache[redis]'")
     for command in (["ls"], ["du"], ["verify"], ["clear", "--yes"]):
-        assert main(["cache", *command, "redis://127.0.0.1:1/0"]) == 1, command
-        assert "did not answer" in capsys.readouterr().err
+        assert main(["cache", *command, "redis://:secret@127.0.0.1:1/0"]) == 1, command
+        said = capsys.readouterr().err
+        assert "did not answer" in said
+        assert "refused" in said, "the cause"
+        assert "secret" not in said
+
+
+def test_a_file_is_not_a_folder_of_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("not a cache")
+    assert main(["cache", "ls", str(tmp_path / "text.txt")]) == 1
+    assert "this is a file" in capsys.readouterr().err
 
 
 def test_nothing_is_cleared_where_nobody_can_be_asked(

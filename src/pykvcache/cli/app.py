@@ -15,6 +15,7 @@ from pykvcache.cli.demo import demo
 from pykvcache.cli.generate import generate
 from pykvcache.cli.info import info
 from pykvcache.cli.state import state
+from pykvcache.cli.terminal import one_line
 from pykvcache.cli.tokenize import tokenize
 
 __all__ = ["app", "run"]
@@ -63,10 +64,10 @@ def run(argv: Sequence[str]) -> int:
         return USAGE
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else "pykvcache"
-        _report(f"{where}: {_one_line(error.format_message())} (see {where} --help)")
+        _report(f"{where}: {one_line(error)} (see {where} --help)")
         return USAGE
     except click.ClickException as error:
-        _report(f"pykvcache: {_one_line(error.format_message())}")
+        _report(f"pykvcache: {one_line(error)}")
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
@@ -76,15 +77,8 @@ def run(argv: Sequence[str]) -> int:
         return FAILURE
     except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         # Every error of the package is one of these; the first line says what happened.
-        text = (str(error) or type(error).__name__).splitlines()[0]
-        if isinstance(error, OSError) and error.strerror and error.filename:
-            text = f"{error.strerror}: {error.filename}"
-        _report(f"pykvcache: {text}")
+        _report(f"pykvcache: {one_line(error)}")
         return FAILURE
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split()).rstrip(".")
 
 
 def _report(text: str) -> None:

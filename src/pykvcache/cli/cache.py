@@ -143,7 +143,10 @@ def _open(where: str) -> Iterator[BlockStore]:
         # To a cache a dead server is an empty one; to somebody who looks it must not be.
         count = store.counters
         if count.failed or count.timed_out or count.skipped or count.denied:
-            raise click.ClickException(f"{where} did not answer, or not everything")
+            # Addresses may hold a password.
+            place = re.sub(r"(://[^/@]*):[^/@]*@", r"\1:***@", where)
+            why = f" ({count.last_error})" if count.last_error else ""
+            raise click.ClickException(f"{place} did not answer, or not everything{why}")
 
 
 def _ago(then: float) -> str:

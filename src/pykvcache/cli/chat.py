@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from typing import Any
 
 import click
@@ -74,9 +75,8 @@ def chat(
     """
     from pykvcache import LlamaContext, Sampler
 
-    if session is not None and not os.path.isdir(folder := os.path.dirname(session) or "."):
-        # Known now: the first answer would be the one that cannot be kept.
-        raise click.UsageError(f"--session {session}: there is no folder {folder}")
+    if session is not None:
+        _check_folder(session)
     with (
         load_model(model) as loaded,
         LlamaContext(
@@ -100,6 +100,19 @@ def chat(
             else:
                 commands.answer(line, max_tokens, sampler, stop)
         commands.end()
+
+
+def _check_folder(session: str) -> None:
+    """Refuse a file that cannot be written before a word is said that could not be kept."""
+    folder = os.path.dirname(session) or "."
+    if not os.path.isdir(folder):
+        raise click.UsageError(f"--session {session}: there is no folder {folder}")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise click.ClickException(
+            f"--session {session}: no file can be made in {folder} ({error.strerror})"
+        ) from None
 
 
 def _read() -> str | None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import click
 
 from pykvcache.cli.talk import Figures, Talk
-from pykvcache.cli.terminal import note
+from pykvcache.cli.terminal import naming, note, one_line
 from pykvcache.context import LlamaContext
-from pykvcache.errors import KvCacheError, StateError
+from pykvcache.errors import KvCacheError
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
 
@@ -44,10 +44,7 @@ class Commands:
     def begin(self) -> None:
         """Go on with the session's file, or begin a talk."""
         if self._session is not None and os.path.exists(self._session):
-            try:
-                self._load(self._session)
-            except StateError as error:
-                raise click.ClickException(f"{self._session}: {error}") from error
+            self._load(self._session)
             return
         messages = [] if self._system is None else [{"role": "system", "content": self._system}]
         self._branches[self._name] = Talk(LlamaSequence(self._ctx), messages)
@@ -80,7 +77,10 @@ class Commands:
         click.echo()
         self._report(figures)
         if self._session is not None:
-            self.talk.save(self._session)
+            try:
+                self.talk.save(self._session)
+            except OSError as error:  # the talk goes on; the next turn may be kept
+                note(f"(this turn is not kept: {one_line(error)})")
 
     def _report(self, figures: Figures) -> None:
         generating = figures.seconds - figures.first
@@ -119,8 +119,8 @@ class Commands:
             if word not in known:
                 raise ValueError(f"there is no /{word}: /help lists what there is")
             known[word](rest)
-        except (KvCacheError, OSError, ValueError) as error:
-            note(f"({error})")
+        except (KvCacheError, OSError, ValueError, click.ClickException) as error:
+            note(f"({one_line(error)})")
 
     def _rewind(self, words: list[str]) -> None:
         try:
@@ -129,6 +129,8 @@ class Commands:
             raise ValueError("/rewind takes a number of turns") from None
         if n < 1:
             raise ValueError("/rewind takes back at least 1 turn")
+        if n > (there := len(self.talk.turns)):
+            raise ValueError(f"there {'is' if there == 1 else 'are'} {_turns(there)} to take back")
         gone = self.talk.rewind(n)
         note(
             f"({_turns(gone)} taken back: {_turns(len(self.talk.turns))} left, "
@@ -166,7 +168,8 @@ class Commands:
         note(f"({path}: {_turns(len(self.talk.turns))}, {size:,} bytes)")
 
     def _load(self, path: str) -> None:
-        talk = Talk.load(self._ctx, path)
+        with naming(path):
+            talk = Talk.load(self._ctx, path)
         if self._name in self._branches:
             self.talk.sequence.close()
         self._branches[self._name] = talk

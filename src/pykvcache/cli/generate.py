@@ -18,6 +18,7 @@ from pykvcache.cli.options import (
     sampling_options,
     threads_option,
 )
+from pykvcache.cli.talk import closing
 from pykvcache.cli.terminal import load_model, note, shown, watched
 
 __all__ = ["generate"]
@@ -94,6 +95,7 @@ def generate(
             messages.append({"role": "user", "content": text})
             rendered = loaded.apply_chat_template(messages)
             given = loaded.tokenize(rendered, add_special=False, parse_special=True)
+            stop += closing(rendered)
         with LlamaContext(
             loaded,
             n_ctx=n_ctx,

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pykvcache.cli.options import CACHE_TYPES, model_option, number
-from pykvcache.cli.terminal import load_model, table
+from pykvcache.cli.terminal import load_model, naming, table
 
 __all__ = ["state"]
 
@@ -34,7 +34,8 @@ def state() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Write a JSON object.")
 def info(file: str, as_json: bool) -> None:
     """Show what a file holds, from its header alone; llama.cpp's own files, too."""
-    facts = _llama_facts(file) or _facts(file)
+    with naming(file):
+        facts = _llama_facts(file) or _facts(file)
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False, indent=1))
     else:
@@ -53,15 +54,16 @@ def verify(file: str, model: str, restore: bool) -> None:
     """
     from pykvcache.state import LlamaStateFile
 
-    if _llama_facts(file) is not None:
-        LlamaStateFile.load(file)
-        what = "well formed (llama.cpp's files have no checksum)"
-    else:
-        _load(file)
-        what = "intact"
-    if restore:
-        _restored(file, model).close()
-        what += ", and the model takes it"
+    with naming(file):
+        if _llama_facts(file) is not None:
+            LlamaStateFile.load(file)
+            what = "well formed (llama.cpp's files have no checksum)"
+        else:
+            _load(file)
+            what = "intact"
+        if restore:
+            _restored(file, model).close()
+            what += ", and the model takes it"
     click.echo(f"{file}: {what}")
 
 
@@ -82,10 +84,13 @@ def cut(file: str, out: str, tokens: int) -> None:
     """
     from pykvcache import SequenceState
 
-    sequence = SequenceState.load(file, mapped=False)
+    with naming(file):
+        sequence = SequenceState.load(file, mapped=False)
     if tokens > len(sequence):
         raise click.UsageError(f"{tokens} tokens asked for: the file holds {len(sequence)}")
-    size = sequence[:tokens].save(out)
+    with naming(file):
+        part = sequence[:tokens]
+    size = part.save(out)
     click.echo(f"{out}: {tokens} of {len(sequence)} tokens, {size:,} bytes")
 
 
@@ -111,13 +116,20 @@ def convert(
 ) -> None:
     """Write a sequence's state in another form, or with other types of keys and values.
 
-    Needs the model that the state belongs to: it is put into a context and written from there.
+    --to, --type-k and --type-v say what to change; without them a file of llama.cpp becomes one
+    of pykvcache. Needs the model of the state, which is put into a context and written from there.
     """
     import os
 
     if os.path.exists(out) and os.path.samefile(file, out):
         raise click.UsageError("OUT is FILE: give it another name")
-    with _restored(file, model, type_k, type_v) as ctx:
+    with naming(file):
+        if to == "pykvcache" and _has_types(file, type_k, type_v):
+            raise click.UsageError(
+                f"{file} would stay as it is: say what to change by --to, --type-k or --type-v"
+            )
+        ctx = _restored(file, model, type_k, type_v)
+    with ctx:
         tokens, metadata = _user_data(file)
         if to == "llama.cpp":
             size = ctx.save_llama_file(out, 0, tokens)
@@ -161,6 +173,16 @@ def _llama_facts(file: str) -> dict[str, Any] | None:
         "token_ids": len(found.tokens) > 0,
         "state_bytes": len(found.state),
     }
+
+
+def _has_types(file: str, type_k: str | None, type_v: str | None) -> bool:
+    """Tell whether a file is one of pykvcache, with these types of keys and values."""
+    from pykvcache import describe_state
+
+    if _llama_facts(file) is not None:
+        return False
+    types = describe_state(file).types
+    return all(wanted in (None, types.get(part)) for part, wanted in (("k", type_k), ("v", type_v)))
 
 
 def _load(file: str) -> Any:

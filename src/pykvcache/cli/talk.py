@@ -13,10 +13,20 @@ from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.state import describe_state
 
-__all__ = ["Figures", "Talk"]
+__all__ = ["Figures", "Talk", "closing"]
 
 #: In the metadata of a saved talk.
 FORMAT = "pykvcache.chat"
+
+
+#: What a template may open for an answer, and what the answer ends with then.
+_QUOTES = {'"': '"', "\u201c": "\u201d", "\u00ab": "\u00bb", "`": "`"}
+
+
+def closing(prompt: str) -> tuple[str, ...]:
+    """Return the quote that ends an answer, where a prompt ends with one that opens it."""
+    quote = _QUOTES.get(prompt[-1:])
+    return () if quote is None else (quote,)
 
 
 @dataclass
@@ -89,18 +99,23 @@ class Talk:
             raise
         before, evaluated = len(self.sequence), self.context.tokens_evaluated
         figures.n_prompt = before
-        ends = stop if self.has_template else (*stop, "\n")
+        ends = (*stop, *closing(self.text)) if self.has_template else (*stop, "\n")
         stream = self.sequence.stream(max_tokens, sampler, stop=ends, on_full="stop")
         self.messages.append({"role": "assistant", "content": ""})
+        said: list[str] = []
         try:
             self.sequence.evaluate()
             figures.first = time.perf_counter() - start
             figures.reused = before - (self.context.tokens_evaluated - evaluated)
-            yield from stream
+            for piece in stream:
+                said.append(piece)
+                yield piece
         finally:
             tokens = self.sequence.tokens[before:]
             answer = self.context.model.detokenize(tokens)
-            self.messages[-1]["content"] = answer
+            # The text that ended it is among the tokens, and not part of what was said.
+            is_whole = stream.finish_reason == "stop"
+            self.messages[-1]["content"] = "".join(said) if is_whole else answer
             self.text += answer
             figures.generated = len(tokens)
             figures.finish = stream.finish_reason or "interrupted"

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 import click
 
 from pykvcache.context import LlamaContext
+from pykvcache.errors import StateError
 from pykvcache.model import LlamaModel
 
-__all__ = ["load_model", "note", "shown", "table", "watched"]
+__all__ = ["load_model", "naming", "note", "one_line", "shown", "table", "watched"]
 
 #: Shorter than this, a bar would only flicker.
 FEW_TOKENS, SMALL_FILE, POLL = 256, 1 << 28, 0.05
@@ -21,6 +22,26 @@ FEW_TOKENS, SMALL_FILE, POLL = 256, 1 << 28, 0.05
 def note(text: str) -> None:
     """Write a remark, dim where there is a terminal."""
     click.secho(text, dim=True, err=True)
+
+
+def one_line(error: BaseException) -> str:
+    """Return what an error says: its first line, or the system's reason and the file."""
+    if isinstance(error, click.ClickException):
+        return " ".join(error.format_message().split()).rstrip(".")
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename}"
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Let what is wrong with a state in the body name its file."""
+    try:
+        yield
+    except StateError as error:
+        if isinstance(error, OSError) or file in str(error):
+            raise
+        raise click.ClickException(f"{file}: {error}") from error
 
 
 def shown() -> bool:

@@ -39,6 +39,9 @@ KEY_SIZE = 32
 #: The longest that a lease may last, in seconds.
 MAX_LEASE = 3600.0
 
+# Of the text of an error: a server's may be pages.
+_LONGEST = 300
+
 
 @dataclasses.dataclass
 class StoreCounters:
@@ -69,6 +72,8 @@ class StoreCounters:
         Blocks that were read and then refused: damaged, truncated, foreign or forged.
     rebuilt, swept : int
         Times that an index was made again from the files; leftovers that were removed.
+    last_error : str
+        What the last of ``full``, ``denied``, ``failed`` and ``timed_out`` said; empty before.
     """
 
     hits: int = 0
@@ -89,21 +94,27 @@ class StoreCounters:
     swept: int = 0
 
     def __post_init__(self) -> None:
+        self.last_error = ""
         self._after_fork()
         watch_forks(self)
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
 
-    def add(self, **changes: int) -> None:
+    def add(self, *, error: BaseException | None = None, **changes: int) -> None:
         """Add to counters by name; any thread may.
 
         Parameters
         ----------
+        error : BaseException, optional
+            What went wrong.
         **changes
             By how much each counter grows.
         """
         with self._lock:
+            if error is not None:
+                text = " ".join(str(error).split())
+                self.last_error = (text or type(error).__name__)[:_LONGEST]
             for name, change in changes.items():
                 setattr(self, name, getattr(self, name) + change)
 

@@ -372,13 +372,13 @@ class FolderStore(BlockStore):
         number = getattr(error, "errno", None)
         is_full = number in _FULL or "disk is full" in str(error)
         if is_full:
-            self.counters.add(full=1)
+            self.counters.add(full=1, error=error)
         elif number in _DENIED or "readonly" in str(error):
-            self.counters.add(denied=1)
+            self.counters.add(denied=1, error=error)
         elif isinstance(error, TimeoutError) or "locked" in str(error):
-            self.counters.add(timed_out=1)
+            self.counters.add(timed_out=1, error=error)
         else:
-            self.counters.add(failed=1)
+            self.counters.add(failed=1, error=error)
         return is_full
 
     def close(self) -> None:

@@ -271,15 +271,19 @@ class ObjectStore(BlockStore):
         except (errors.NotFoundError, FileNotFoundError):
             self._breaker.succeeded()
             return None
-        except (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError):
-            self.counters.add(denied=1)
+        except (
+            errors.PermissionDeniedError,
+            errors.UnauthenticatedError,
+            PermissionError,
+        ) as error:
+            self.counters.add(denied=1, error=error)
         except (errors.BaseError, OSError, ValueError, RuntimeError) as error:
             text = str(error).lower()
             if "no space" in text or "storage full" in text:
-                self.counters.add(full=1)
+                self.counters.add(full=1, error=error)
                 return None
             late = "timed out" in text or "timedout" in text
-            self.counters.add(**{"timed_out" if late else "failed": 1})
+            self.counters.add(**{"timed_out" if late else "failed": 1}, error=error)
         else:
             self._breaker.succeeded()
             return result

@@ -331,22 +331,22 @@ class RedisStore(BlockStore):
                 pipeline.execute_command(*command)
             answers: list[Any] = pipeline.execute(raise_on_error=not errors)
             return answers
-        except (redis.exceptions.NoPermissionError, redis.ReadOnlyError):
+        except (redis.exceptions.NoPermissionError, redis.ReadOnlyError) as error:
             self._writes.failed()
-            self.counters.add(denied=1)
-        except redis.exceptions.OutOfMemoryError:
+            self.counters.add(denied=1, error=error)
+        except redis.exceptions.OutOfMemoryError as error:
             self._writes.failed()
-            self.counters.add(full=1)
-        except (redis.TimeoutError, TimeoutError):
+            self.counters.add(full=1, error=error)
+        except (redis.TimeoutError, TimeoutError) as error:
             answered = False
-            self.counters.add(timed_out=1)
+            self.counters.add(timed_out=1, error=error)
         except (redis.ConnectionError, OSError, EOFError) as error:
             # A server that loads its data answers, and is of no use for a while.
             answered = False
             denied = isinstance(error, redis.AuthenticationError)
-            self.counters.add(**{"denied" if denied else "failed": 1})
-        except (redis.RedisError, ValueError, UnicodeError):
-            self.counters.add(failed=1)
+            self.counters.add(**{"denied" if denied else "failed": 1}, error=error)
+        except (redis.RedisError, ValueError, UnicodeError) as error:
+            self.counters.add(failed=1, error=error)
         finally:
             self._deadline.until = float("inf")
             if answered:

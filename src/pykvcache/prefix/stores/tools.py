@@ -47,7 +47,7 @@ def open_existing(where: str) -> BlockStore:
 
     Raises
     ------
-    FileNotFoundError
+    FileNotFoundError, NotADirectoryError
         There is no such folder.
     StoreError
         The address is of no known kind, or cannot be used.
@@ -55,6 +55,8 @@ def open_existing(where: str) -> BlockStore:
     if "://" in where:
         return open_store(where)
     path = os.path.abspath(os.path.expanduser(where))
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise NotADirectoryError(20, "this is a file; the blocks of a cache are in a folder", path)
     if not os.path.isdir(path):
         raise FileNotFoundError(2, "no such folder", path)
     if not os.path.isdir(os.path.join(path, "blocks")):

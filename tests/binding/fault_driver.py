@@ -4,6 +4,8 @@ Run by test_faults.py under the preloaded allocator of support/faults.c:
 
     python -m binding.fault_driver llama --folder DIR --journal FILE [--points 3] [--only shift]
 
+``--hidden`` treats the memory of the CPU as that of a device.
+
 After each failure the context holds what it held before, or what the operation makes, or says what
 to do; and cleared it is as good as new.
 """
@@ -20,6 +22,7 @@ import numpy as np
 
 from binding.fault_operations import FIRST, MODELS, NEXT, OPERATIONS, Stage, fill, options, prepare
 from pykvcache import KvCacheError, LlamaContext, LlamaModel
+from pykvcache._native import lib
 from pykvcache.errors import InvalidBatch, SequenceIdError, UnsupportedOperation
 from support.models import RIGHT, make_model
 
@@ -168,7 +171,9 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("--points", type=int)
     parser.add_argument("--only", default=",".join(OPERATIONS))
+    parser.add_argument("--hidden", action="store_true", help="as if the cells lay on a device")
     asked = parser.parse_args()
+    lib.hide_host(asked.hidden)
     driver = Driver(asked.name, asked.folder, asked.journal, asked.points)
     for name in asked.only.split(","):
         driver.run(name)

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,11 @@ from support.sanitizer import SLOWER
 
 ALL = os.environ.get("PYKVCACHE_FAULTS") == "all"
 MODELS = ["llama", "jamba"] + ALL * ["gemma3", "t5", "mamba", "bert", "deepseek4", "lfm2_swa"]
+# Of a device: where its memory is read and written.
+ON_A_DEVICE = [
+    *("get_state", "get_whole", "set_state", "set_whole", "restore", "partial", "write_kv"),
+    *([] if PLAIN else ["compact"]),
+]
 # The plain build does not compact.
 NOT_ON_LLAMA = {"encode", "partial"} | ({"compact"} if PLAIN else set())
 
@@ -42,14 +48,14 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_failed_allocation_is_an_error_and_no_more(
-    name: str, faults: Path, model_folder: Path, tmp_path: Path
-) -> None:
+def run_with_faults(
+    name: str, faults: Path, model_folder: Path, tmp_path: Path, more: list[str]
+) -> dict[str, Any]:
+    """Run the driver; return its counts."""
     make_model(name, model_folder)
     journal = tmp_path / "journal"
     command = [sys.executable, "-m", "binding.fault_driver", name, "--folder", str(model_folder)]
-    command += ["--journal", str(journal)] + ([] if ALL else ["--points", "2"])
+    command += ["--journal", str(journal), *more] + ([] if ALL else ["--points", "2"])
     done = subprocess.run(
         command,
         env=os.environ
@@ -60,9 +66,27 @@ def test_a_failed_allocation_is_an_error_and_no_more(
         check=False,
     )
     assert done.returncode == 0, f"{journal.read_text()}\n{done.stderr[-3000:]}"
-    counts = json.loads(done.stdout)
+    counts: dict[str, Any] = json.loads(done.stdout)
+    return counts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_failed_allocation_is_an_error_and_no_more(
+    name: str, faults: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    counts = run_with_faults(name, faults, model_folder, tmp_path, [])
     assert counts["raised"] > 0.8 * counts["runs"]
     if name == "llama":
         assert set(counts["tried"]) == set(OPERATIONS) - NOT_ON_LLAMA
     assert {"create", "load", "text"} <= set(counts["tried"])
     assert counts["tried"]["create"] > 500, "the preloaded allocator counts nothing"
+
+
+@pytest.mark.parametrize("name", MODELS[: 6 if ALL else 1])
+def test_a_failed_transfer_to_a_device_changes_nothing(
+    name: str, faults: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    more = ["--hidden", "--only", ",".join(ON_A_DEVICE)]
+    counts = run_with_faults(name, faults, model_folder, tmp_path, more)
+    assert counts["raised"] > 0.5 * counts["runs"]
+    assert len(counts["tried"]) >= len(ON_A_DEVICE) - 2

@@ -1,4 +1,4 @@
-# What ggml computes on; servers of ggml's RPC, which tests use as a device.
+# What ggml computes on, and how often it was asked; servers of ggml's RPC, which tests use as a device.
 
 
 def devices():
@@ -51,3 +51,14 @@ def rpc_serve(bytes endpoint not None):
     with nogil:
         code = lib.rpc_serve(where)
     _rpc_done(code, "rpc_serve")
+
+
+def transfers():
+    """Return what was asked of devices since the process began: reads, writes, bytes of each; for tests."""
+    cdef lib.transfer_counts n = lib.transfers()
+    return n.reads, n.writes, n.bytes_read, n.bytes_written
+
+
+def hide_host(bint hidden):
+    """Treat all tensors as if they lay in the memory of a device, or no longer; for tests."""
+    lib.hide_host(hidden)

@@ -36,7 +36,7 @@ int64_t move_cells_down(edit_key, memory * m, uint32_t n_seq_max) noexcept;
 int32_t flush(edit_key, llama_context * ctx, const memory * m) noexcept;
 
 // Make a sequence hold a state that was found to fit, all or nothing: 1; or 0 where that takes
-// llama.cpp's own reader: memories with more than cells, tensors elsewhere, no room beside the rest.
+// llama.cpp's own reader: memories with more than cells, no room beside the rest.
 // `two`: a second thread may help.
 int32_t state_place(edit_key, memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
                     const std::vector<state_piece> & pieces, bool two) noexcept;

@@ -122,23 +122,6 @@ inline const float * embeddings_seq(llama_context * ctx, llama_seq_id seq) noexc
     return guarded<const float *>(nullptr, [&] { return llama_get_embeddings_seq(ctx, seq); });
 }
 
-inline size_t state_size(llama_context * ctx) noexcept {
-    return guarded<size_t>(0, [&] { return llama_state_get_size(ctx); });
-}
-inline size_t state_get_data(llama_context * ctx, uint8_t * dst, size_t size) noexcept {
-    return guarded<size_t>(0, [&] { return llama_state_get_data(ctx, dst, size); });
-}
-
-// Of what of a sequence cannot be rewound: its window, its recurrent state.
-inline size_t partial_state_size(llama_context * ctx, llama_seq_id seq) noexcept {
-    return guarded<size_t>(0, [&] { return llama_state_seq_get_size_ext(ctx, seq, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY); });
-}
-inline size_t partial_state_get_data(llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq) noexcept {
-    return guarded<size_t>(0, [&] {
-        return llama_state_seq_get_data_ext(ctx, dst, size, seq, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
-    });
-}
-
 inline int32_t read_vocab(const llama_vocab * vocab, text_vocab & out) noexcept {
     return guarded_void([&] { out = text_vocab(vocab); });
 }

@@ -43,10 +43,6 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     const float* logits_ith(llama_context*, int32_t i)
     const float* embeddings_ith(llama_context*, int32_t i)
     const float* embeddings_seq(llama_context*, llama_seq_id)
-    size_t state_size(llama_context*)
-    size_t state_get_data(llama_context*, uint8_t* dst, size_t size)
-    size_t partial_state_size(llama_context*, llama_seq_id)
-    size_t partial_state_get_data(llama_context*, uint8_t* dst, size_t size, llama_seq_id)
     int32_t read_vocab(const llama_vocab*, text_vocab& out)
     int32_t tokenize(const text_vocab&, const char* text, size_t size, bool add_special,
                      bool parse_special, token_list& out, bool (*stops)(void*) noexcept nogil, void* who)
@@ -83,6 +79,13 @@ cdef extern from "devices.h" namespace "pykv" nogil:
     ggml_backend_dev_t device_named(const char* name)
     int32_t rpc_connect(const char* endpoint)
     int32_t rpc_serve(const char* endpoint)
+
+
+cdef extern from "transfers.h" namespace "pykv" nogil:
+    ctypedef struct transfer_counts:
+        uint64_t reads, writes, bytes_read, bytes_written
+    transfer_counts transfers()
+    void hide_host(bool hidden)
 
 
 cdef extern from "probe_buffers.h" namespace "pykv" nogil:

@@ -57,6 +57,7 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
     cdef cppclass seq_state:
         size_t size
     seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id)
+    seq_state* written_state_new(const memory*, llama_seq_id, bool partial)
     void seq_state_delete(seq_state*)
     int32_t seq_state_write(const seq_state*, uint8_t* dst, bool two)
     uint32_t owned_alone(const memory*, llama_seq_id)

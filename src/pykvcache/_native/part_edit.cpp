@@ -7,6 +7,7 @@
 #include "edit.h"
 #include "probe_memory.h"
 #include "part_edit.h"
+#include "transfers.h"
 
 namespace pykv {
 
@@ -69,23 +70,32 @@ int32_t cut_attention(edit_key, memory * m, llama_seq_id seq, llama_pos from) no
 
 int32_t zero_free_states(edit_key, memory * m) noexcept {
     return guarded_void([&] {
-        const auto *         part = m->recurrent;
+        const auto * part = m->recurrent;
+        if (!part) {
+            return;
+        }
         std::vector<uint8_t> zeros;
-        const auto           zero = [&](ggml_tensor * t, uint32_t cell, int64_t n) {
-            const size_t row = ggml_row_size(t->type, n);
-            zeros.resize(std::max(zeros.size(), row));
-            ggml_backend_tensor_set(t, zeros.data(), cell * row, row);
-        };
-        for (uint32_t cell = 0; part && cell < part->cells.size(); ++cell) {
-            for (size_t il = 0; part->cells[cell].is_empty() && il < part->r_l.size(); ++il) {
-                if (part->r_l[il]) {
-                    zero(part->r_l[il], cell, m->hparams->n_embd_r());
+        tensor_writes        writes;
+        const auto           zero = [&](ggml_tensor * t, int64_t n) {
+            const size_t row = t ? ggml_row_size(t->type, n) : 0;
+            for (uint32_t cell = 0, end; t && cell < part->cells.size(); cell = end + 1) {
+                for (end = cell; end < part->cells.size() && part->cells[end].is_empty();) {
+                    ++end;
                 }
-                if (part->s_l[il]) {
-                    zero(part->s_l[il], cell, m->hparams->n_embd_s());
+                if (zeros.size() < (end - cell) * row) {
+                    writes.run();  // before what they read is moved
+                    zeros.resize((end - cell) * row);
+                }
+                if (end > cell) {
+                    writes.add(t, cell * row, (end - cell) * row, zeros.data());
                 }
             }
+        };
+        for (size_t il = 0; il < part->r_l.size(); ++il) {
+            zero(part->r_l[il], m->hparams->n_embd_r());
+            zero(part->s_l[il], m->hparams->n_embd_s());
         }
+        writes.run();
     });
 }
 

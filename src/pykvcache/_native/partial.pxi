@@ -49,21 +49,15 @@ cdef class Partials(Blocks):
     def get_partial_state(self, seq_id):
         """Copy the part of a sequence that cannot be rewound."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
-        cdef size_t size, got
         cdef Partial state
+        cdef Plan plan
         cdef uint8_t[::1] data
         self.lock_read()
         try:
             self.has_partial("get_partial_state")
             self.readable("get_partial_state", seq)
-            size = lib.partial_state_size(self.ctx, seq)
-            if size == 0:
-                raise self.fail("state_seq_get_size_ext")
-            data = np.empty(size, np.uint8)
-            with nogil:
-                got = lib.partial_state_get_data(self.ctx, &data[0], size, seq)
-            if got != size:
-                raise self.fail("state_seq_get_data_ext")
+            plan = self.plan(seq, True)
+            data = self.read_state(plan, np.empty(plan.size, np.uint8))
             state = Partial.__new__(Partial)
             state.context = weakref.ref(self)
             state.memory_kind = self.memory_kind

@@ -5,6 +5,7 @@
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
+#include "transfers.h"
 
 namespace pykv {
 
@@ -23,11 +24,6 @@ class scratch {
     std::vector<char> room = std::vector<char>(4 * ggml_tensor_overhead());
     ggml_context_ptr  ctx{ggml_init({room.size(), room.data(), true})};
 };
-
-bool is_host(const ggml_tensor * t) {
-    const ggml_tensor * owner = t->view_src ? t->view_src : t;
-    return owner->buffer && ggml_backend_buffer_is_host(owner->buffer);
-}
 
 // K or V of the stream of a sequence: (value, head, cell), or (cell, head, value) where it is transposed.
 const ggml_tensor * stream_tensor(ggml_context * ctx, const llama_kv_cache * cache, uint32_t il, int which,
@@ -52,6 +48,8 @@ live_tensor attention_tensor(const memory * m, const llama_kv_cache * cache, uin
     const bool transposed = is_transposed(t, which);
     live_tensor live{};
     live.data = static_cast<const char *>(t->data);
+    live.owner = t->view_src ? t->view_src : t;
+    live.offset = t->view_src ? t->view_offs : 0;
     live.type = t->type;
     live.host = is_host(t);
     live.transposed = transposed;
@@ -74,6 +72,8 @@ live_tensor state_tensor(const memory * m, uint32_t il, int which) {
         return live;
     }
     live.data = static_cast<const char *>(t->data);
+    live.owner = t->view_src ? t->view_src : t;
+    live.offset = t->view_src ? t->view_offs : 0;
     live.type = t->type;
     live.host = is_host(t);
     live.n_head = 1;
@@ -84,29 +84,15 @@ live_tensor state_tensor(const memory * m, uint32_t il, int which) {
 }
 
 // One run of bytes per run of neighbouring cells, from `offset` on.
-void read_runs(const ggml_tensor * t, size_t offset, size_t stride, const std::vector<live_cell> & cells, uint8_t *& dst) {
+void read_runs(tensor_reads & reads, const ggml_tensor * t, size_t offset, size_t stride, const std::vector<live_cell> & cells,
+               uint8_t *& dst) {
     for (size_t i = 0; i < cells.size();) {
         size_t n = 1;
         while (i + n < cells.size() && cells[i + n].cell == cells[i].cell + n) {
             ++n;
         }
-        ggml_backend_tensor_get(t, dst, offset + cells[i].cell * stride, n * stride);
+        reads.add(t, offset + cells[i].cell * stride, n * stride, dst);
         dst += n * stride;
-        i += n;
-    }
-}
-
-// One run of bytes per run of neighbouring cells that stay neighbours.
-void move_runs(const ggml_tensor * t, size_t offset, size_t stride, const std::vector<cell_move> & moves,
-               std::vector<uint8_t> & buffer) {
-    for (size_t i = 0; i < moves.size();) {
-        size_t n = 1;
-        while (i + n < moves.size() && moves[i + n].from == moves[i].from + n && moves[i + n].to == moves[i].to + n) {
-            ++n;
-        }
-        buffer.resize(n * stride);
-        ggml_backend_tensor_get(t, buffer.data(), offset + moves[i].from * stride, n * stride);
-        ggml_backend_tensor_set(const_cast<ggml_tensor *>(t), buffer.data(), offset + moves[i].to * stride, n * stride);
         i += n;
     }
 }
@@ -185,22 +171,25 @@ live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which
 int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
                   const std::vector<live_cell> & cells, uint8_t * dst) noexcept {
     return guarded_void([&] {
+        tensor_reads reads;
         if (part == PART_RECURRENT) {
             const ggml_tensor * t = state_source(m, il, which);
-            read_runs(t, 0, state_tensor(m, il, which).cell_stride, cells, dst);
+            read_runs(reads, t, 0, state_tensor(m, il, which).cell_stride, cells, dst);
+            reads.run();
             return;
         }
         const scratch ctx;
         const ggml_tensor * t = stream_tensor(ctx.get(), cache_of(m, part), il, which, seq);
-        if (!is_transposed(t, which)) {
-            read_runs(t, 0, t->nb[2], cells, dst);
-            return;
+        const bool transposed = is_transposed(t, which);
+        if (!transposed) {
+            read_runs(reads, t, 0, t->nb[2], cells, dst);
         }
-        for (int64_t head = 0; head < t->ne[1]; ++head) {
+        for (int64_t head = 0; transposed && head < t->ne[1]; ++head) {
             for (int64_t value = 0; value < t->ne[2]; ++value) {
-                read_runs(t, size_t(head) * t->nb[1] + size_t(value) * t->nb[2], t->nb[0], cells, dst);
+                read_runs(reads, t, size_t(head) * t->nb[1] + size_t(value) * t->nb[2], t->nb[0], cells, dst);
             }
         }
+        reads.run();
     });
 }
 
@@ -211,13 +200,32 @@ void move_rows(const memory * m, memory_part part, uint32_t il, int which, llama
     const bool transposed = is_transposed(t, which);
     const size_t stride = transposed ? t->nb[0] : t->nb[2];
     const int64_t n_head = transposed ? t->ne[1] : 1, n_value = transposed ? t->ne[2] : 1;
-    std::vector<uint8_t> buffer;
-    for (int64_t head = 0; head < n_head; ++head) {
-        for (int64_t value = 0; value < n_value; ++value) {
-            const size_t start = size_t(head) * t->nb[1] + size_t(value) * (transposed ? t->nb[2] : 0);
-            move_runs(t, start, stride, moves, buffer);
+    // Neighbours that stay neighbours, from which move on and how many.
+    std::vector<std::pair<size_t, size_t>> runs;
+    for (size_t i = 0; i < moves.size(); ++i) {
+        if (i > 0 && moves[i].from == moves[i - 1].from + 1 && moves[i].to == moves[i - 1].to + 1) {
+            ++runs.back().second;
+        } else {
+            runs.push_back({i, 1});
         }
     }
+    const auto all = [&](auto & copies, auto bytes, uint32_t cell_move::*cell) {
+        for (int64_t head = 0; head < n_head; ++head) {
+            for (int64_t value = 0; value < n_value; ++value) {
+                const size_t start = size_t(head) * t->nb[1] + size_t(value) * (transposed ? t->nb[2] : 0);
+                for (const auto & [from, n] : runs) {
+                    copies.add(t, start + moves[from].*cell * stride, n * stride, bytes);
+                    bytes += n * stride;
+                }
+            }
+        }
+        copies.run();
+    };
+    std::vector<uint8_t> buffer(size_t(n_head * n_value) * moves.size() * stride);
+    tensor_reads         reads;
+    all(reads, buffer.data(), &cell_move::from);
+    tensor_writes writes;
+    all(writes, static_cast<const uint8_t *>(buffer.data()), &cell_move::to);
 }
 
 bool has_extended(const memory * m) { return m->base && m->base->has_cell_ext(); }

@@ -19,6 +19,8 @@ struct live_tensor {
     bool         transposed;  // values of V with the cells innermost
     int64_t      n_head, head_dim;
     size_t       cell_stride, head_stride, value_stride;  // value_stride is a block's for block types
+    const ggml_tensor * owner;  // the tensor that this is a part of, and from which byte on
+    size_t              offset;
 };
 
 // A cell of a sequence, in order of position.

@@ -1,11 +1,9 @@
-// The walk over a state's bytes, and the reader that hands them to llama.cpp.
+// The walk over a state's bytes.
 #include <algorithm>
 #include <cstring>
 
-#include "edit.h"
 #include "guarded.h"
 #include "llama-arch.h"
-#include "llama-io.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
 #include "probe_state.h"
@@ -249,25 +247,6 @@ struct walk {
     }
 };
 
-// The reader that llama.cpp asks for the next bytes.
-class piece_reader : public llama_io_read_i {
-  public:
-    explicit piece_reader(const std::vector<state_piece> & pieces) : in(pieces) {}
-
-    void read(void * dst, size_t size) override { in.read(dst, size); }
-
-    void read_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
-        in.take(size, [&](const uint8_t * from, uint64_t step) {
-            ggml_backend_tensor_set(tensor, from, offset, step);
-            offset += step;
-        });
-    }
-
-    size_t n_bytes() override { return in.tell(); }
-
-    cursor in;
-};
-
 }  // namespace
 
 std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial) {
@@ -344,24 +323,6 @@ state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llam
         }
         return STATE_FITS;
     });
-}
-
-int32_t state_read(edit_key, memory * m, llama_seq_id seq, bool partial, const std::vector<state_piece> & pieces) noexcept {
-    return guarded_void([&] {
-        piece_reader io(pieces);
-        if (seq >= 0) {
-            io.in.skip(SEQ_HEAD_BYTES);
-        } else {
-            io.in.skip(io.in.get<uint32_t>());
-        }
-        m->mem->state_read(io, seq, partial ? LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY : 0);
-    });
-}
-
-void seq_state_delete(seq_state * state) noexcept { delete state; }
-
-int32_t seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept {
-    return guarded_void([&] { state->write(dst, two); });
 }
 
 }  // namespace pykv

@@ -92,7 +92,7 @@ state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llam
                         const std::vector<state_piece> & pieces, std::vector<state_block> & blocks,
                         fault & found) noexcept;
 
-// What a state of one sequence is going to hold; valid until the memory changes.
+// What a state is going to hold; valid until the memory changes.
 class seq_state {
   public:
     virtual ~seq_state() = default;
@@ -102,6 +102,8 @@ class seq_state {
 };
 
 seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq) noexcept;  // null: caught
+// The same as llama.cpp writes it, of a whole context (seq -1) too, or of what of a sequence cannot be rewound.
+seq_state * written_state_new(const memory * m, llama_seq_id seq, bool partial) noexcept;
 void        seq_state_delete(seq_state * state) noexcept;
 int32_t     seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept;
 

@@ -3,12 +3,13 @@
 
 #include <cstring>
 
-#include "ggml-backend.h"
 #include "llama-io.h"
+#include "transfers.h"
 
 namespace pykv {
 
-// Copies what is written; with NULL it only counts.
+// Copies what is written; with NULL it only counts. llama.cpp's own one reads the tensors in its destructor,
+// where what a device throws ends the process.
 class state_writer : public llama_io_write_i {
   public:
     explicit state_writer(uint8_t * dst) : dst(dst) {}
@@ -21,15 +22,19 @@ class state_writer : public llama_io_write_i {
     }
     void write_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
         if (dst) {
-            ggml_backend_tensor_get(tensor, dst + done, offset, size);
+            reads.add(tensor, offset, size, dst + done);
         }
         done += size;
     }
     size_t n_bytes() override { return done; }
 
+    // Before this, rows that lie in the memory of a device may be missing.
+    void finish() { reads.run(); }
+
   private:
-    uint8_t * dst;
-    size_t    done = 0;
+    uint8_t *    dst;
+    size_t       done = 0;
+    tensor_reads reads;
 };
 
 }  // namespace pykv

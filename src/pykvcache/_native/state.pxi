@@ -60,7 +60,7 @@ cdef class Pieces:
 cdef class Plan:
     """What a state that is about to be written has in it; made and used in one hold of the lock."""
 
-    cdef lib.seq_state* one  # NULL for a whole context, which llama.cpp writes
+    cdef lib.seq_state* one
     cdef size_t size
 
     def __dealloc__(self):
@@ -172,25 +172,24 @@ cdef class State(Arrays):
             raise UnsupportedOperation(operation, "the cells depend on the encoder's input")
         return 0
 
-    cdef Plan plan(self, int32_t seq):
+    cdef Plan plan(self, int32_t seq, bint partial=False):
+        """What of a sequence, or with -1 of the context; `partial`: what of it cannot be rewound."""
         cdef Plan plan = Plan.__new__(Plan)
-        if seq < 0:
-            plan.size = lib.state_size(self.ctx)
+        if seq < 0 or partial:
+            plan.one = lib.written_state_new(self.mem, seq, partial)
         else:
             plan.one = lib.seq_state_new(self.mem, self.v_trans(), seq)
-            plan.size = plan.one.size if plan.one != NULL else 0
-        if plan.size == 0:
+        if plan.one == NULL:
             raise self.fail_to_read("state_get_size")
+        plan.size = plan.one.size
         return plan
 
     cdef object read_state(self, Plan plan, uint8_t[::1] out):
-        cdef bint done, two = self.two_threads()
+        cdef bint two = self.two_threads()
+        cdef int32_t code
         with nogil:
-            if plan.one != NULL:
-                done = lib.seq_state_write(plan.one, &out[0], two) != lib.CAUGHT
-            else:
-                done = lib.state_get_data(self.ctx, &out[0], plan.size) == plan.size
-        if not done:
+            code = lib.seq_state_write(plan.one, &out[0], two)
+        if code == lib.CAUGHT:
             raise self.fail_to_read("state_get_data")
         return np.asarray(out)
 

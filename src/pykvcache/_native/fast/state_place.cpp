@@ -15,6 +15,7 @@
 #include "probe_state.h"
 #include "state_cursor.h"
 #include "state_layout.h"
+#include "transfers.h"
 
 namespace pykv {
 
@@ -68,8 +69,9 @@ class placing {
         }
     }
 
-    // Choose cells among the free ones and those that only this sequence holds.
-    bool choose() {
+    // Choose cells among the free ones and those that only this sequence holds; of a device the free ones
+    // alone, because it may fail in the middle.
+    bool choose(bool host) {
         const uint32_t size = open.cells.size();
         const auto     n = uint32_t(records.size());
         use.resize(size);
@@ -81,7 +83,9 @@ class placing {
                 use[i] = FREE;
             }
         };
-        if (open.held(seq).size() > size / 4) {
+        if (!host) {
+            // What the sequence holds stays as it is until all is there.
+        } else if (open.held(seq).size() > size / 4) {
             // A walk over many cells is faster than one over the nodes of a few less.
             for (uint32_t i = 0; i < size; ++i) {
                 free_own(i);
@@ -150,17 +154,20 @@ class placing {
 
     void copy(cursor & in, const rows_target & rows) const {
         const live_tensor & t = rows.tensor;
-        auto *              data = reinterpret_cast<uint8_t *>(const_cast<char *>(t.data));
         in.skip(rows.block.offset - in.tell());
-        if (!t.transposed) {
-            copy_runs(in, data, t.cell_stride);
+        if (t.host) {
+            auto * data = reinterpret_cast<uint8_t *>(const_cast<char *>(t.data));
+            runs_of(t, [&](size_t at, size_t n) { in.read(data + at, n); });
             return;
         }
-        for (int64_t head = 0; head < t.n_head; ++head) {
-            for (int64_t value = 0; value < t.head_dim; ++value) {
-                copy_runs(in, data + size_t(head) * t.head_stride + size_t(value) * t.value_stride, t.cell_stride);
-            }
-        }
+        tensor_writes writes;
+        runs_of(t, [&](size_t at, size_t n) {
+            in.take(n, [&](const uint8_t * from, uint64_t step) {
+                writes.add(t.owner, t.offset + at, step, from);
+                at += step;
+            });
+        });
+        writes.run();
     }
 
     void commit() noexcept {
@@ -214,13 +221,26 @@ class placing {
         }
     }
 
-    void copy_runs(cursor & in, uint8_t * data, size_t stride) const {
+    // Call put(offset, bytes) for each run of a tensor's bytes that the cells are, in the order of a state.
+    template <class Put> void runs_of(const live_tensor & t, Put && put) const {
+        if (!t.transposed) {
+            cell_runs(t.cell_stride, 0, put);
+            return;
+        }
+        for (int64_t head = 0; head < t.n_head; ++head) {
+            for (int64_t value = 0; value < t.head_dim; ++value) {
+                cell_runs(t.cell_stride, size_t(head) * t.head_stride + size_t(value) * t.value_stride, put);
+            }
+        }
+    }
+
+    template <class Put> void cell_runs(size_t stride, size_t first, Put && put) const {
         for (size_t k = 0; k < targets.size();) {
             size_t n = 1;
             while (k + n < targets.size() && targets[k + n] == targets[k] + n) {
                 ++n;
             }
-            in.read(data + targets[k] * stride, n * stride);
+            put(first + targets[k] * stride, n * stride);
             k += n;
         }
     }
@@ -247,7 +267,7 @@ class placing {
 // Whether rows can be copied to a tensor as they are.
 bool fits(const state_block & block, const live_tensor & t) {
     const uint64_t row = block.size / block.n_cells;
-    if (!t.data || !t.host || t.transposed != (block.kind == BLOCK_V_TRANS)) {
+    if (!t.data || t.transposed != (block.kind == BLOCK_V_TRANS)) {
         return false;
     }
     return t.transposed ? uint64_t(t.n_head * t.head_dim) * t.cell_stride == row : t.cell_stride == row;
@@ -263,10 +283,12 @@ bool place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_b
     cursor                                            cells_in(pieces);
     uint64_t                                          n_bytes = 0;
     bool                                              early = true;
+    bool                                              all_host = true;
     for (const state_part & part : state_parts(m, v_trans, false)) {
         auto & cache = *(part.part == PART_WINDOW ? m->swa : m->base);
         caches.push_back(std::make_unique<placing>(cache, seq));
         placing & to = *caches.back();
+        bool      host = true;
         for (const state_block & block : blocks) {
             if (block.part != part.part) {
                 continue;
@@ -279,11 +301,13 @@ bool place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_b
             if (!fits(block, rows.back().second.tensor)) {
                 return false;
             }
+            host = host && rows.back().second.tensor.host;
             n_bytes += block.size;
         }
-        if (!to.choose()) {
+        if (!to.choose(host)) {
             return false;
         }
+        all_host = all_host && host;
         early = early && !to.overwrites();
     }
     const auto prepare = [&] {
@@ -302,7 +326,7 @@ bool place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_b
     if (!early) {
         prepare();
     }
-    with_copy_threads(two && n_bytes >= WORTH_A_THREAD, jobs, [&] { early ? prepare() : void(); }, copy);
+    with_copy_threads(two && all_host && n_bytes >= WORTH_A_THREAD, jobs, [&] { early ? prepare() : void(); }, copy);
     for (const auto & to : caches) {
         to->commit();
     }

@@ -135,6 +135,7 @@ void walked_state::write(uint8_t * dst, bool two) const {
         if (part.part == PART_RECURRENT) {
             state_writer io(out.at);
             m->recurrent->state_write(io, seq, 0);
+            io.finish();
             out.at += io.n_bytes();
             continue;
         }

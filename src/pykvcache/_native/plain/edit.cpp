@@ -5,8 +5,6 @@
 #include "edit.h"
 #include "probe_memory.h"
 #include "probe_private.h"
-#include "probe_state_io.h"
-#include "state_layout.h"
 
 namespace pykv {
 
@@ -30,29 +28,6 @@ void divide(llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1
         }
     }
 }
-
-class llama_state : public seq_state {
-  public:
-    llama_state(const memory * m, llama_seq_id seq) : m(m), seq(seq) {
-        state_writer io(nullptr);
-        m->mem->state_write(io, seq, 0);
-        size = SEQ_HEAD_BYTES + io.n_bytes();
-    }
-
-    void write(uint8_t * dst, bool) const override {
-        byte_writer head(dst);
-        visit_head(head, seq, nullptr);
-        state_writer io(head.at);
-        m->mem->state_write(io, seq, 0);
-        if (io.n_bytes() + SEQ_HEAD_BYTES != size) {
-            throw std::logic_error("a state has another size than was counted");
-        }
-    }
-
-  private:
-    const memory * m;
-    llama_seq_id   seq;
-};
 
 }  // namespace
 
@@ -90,7 +65,7 @@ bool    can_compact(const memory *) { return false; }
 int64_t move_cells_down(edit_key, memory *, uint32_t) noexcept { return 0; }
 
 seq_state * seq_state_new(const memory * m, bool, llama_seq_id seq) noexcept {
-    return guarded<seq_state *>(nullptr, [&] { return new llama_state(m, seq); });
+    return written_state_new(m, seq, false);
 }
 
 // llama.cpp's reader clears the sequence first: replace() takes a copy of what was there.

@@ -1,0 +1,96 @@
+// States through llama.cpp's own writer and reader.
+#include <stdexcept>
+
+#include "edit.h"
+#include "guarded.h"
+#include "llama-arch.h"
+#include "probe_memory.h"
+#include "probe_state_io.h"
+#include "state_cursor.h"
+#include "state_layout.h"
+
+namespace pykv {
+
+namespace {
+
+// The reader that llama.cpp asks for the next bytes. As in llama.cpp's own one, tensors come last.
+class piece_reader : public llama_io_read_i {
+  public:
+    explicit piece_reader(const std::vector<state_piece> & pieces) : in(pieces) {}
+
+    void read(void * dst, size_t size) override { in.read(dst, size); }
+
+    void read_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
+        in.take(size, [&](const uint8_t * from, uint64_t step) {
+            writes.add(tensor, offset, step, from);
+            offset += step;
+        });
+    }
+
+    size_t n_bytes() override { return in.tell(); }
+
+    cursor        in;
+    tensor_writes writes;
+};
+
+class head_output : public state_output<head_output> {
+  public:
+    explicit head_output(llama_io_write_i & io) : io(io) {}
+
+    void bytes(const void * data, size_t n) { io.write(data, n); }
+
+  private:
+    llama_io_write_i & io;
+};
+
+class written_state : public seq_state {
+  public:
+    written_state(const memory * m, llama_seq_id seq, bool partial) : m(m), seq(seq), partial(partial) { size = put(nullptr); }
+
+    void write(uint8_t * dst, bool) const override {
+        if (put(dst) != size) {
+            throw std::logic_error("a state has another size than was counted");
+        }
+    }
+
+  private:
+    size_t put(uint8_t * dst) const {
+        state_writer io(dst);
+        head_output  head(io);
+        visit_head(head, seq, llm_arch_name(m->arch));
+        m->mem->state_write(io, seq, partial ? LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY : 0);
+        io.finish();
+        return io.n_bytes();
+    }
+
+    const memory * m;
+    llama_seq_id   seq;
+    bool           partial;
+};
+
+}  // namespace
+
+seq_state * written_state_new(const memory * m, llama_seq_id seq, bool partial) noexcept {
+    return guarded<seq_state *>(nullptr, [&] { return new written_state(m, seq, partial); });
+}
+
+void seq_state_delete(seq_state * state) noexcept { delete state; }
+
+int32_t seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept {
+    return guarded_void([&] { state->write(dst, two); });
+}
+
+int32_t state_read(edit_key, memory * m, llama_seq_id seq, bool partial, const std::vector<state_piece> & pieces) noexcept {
+    return guarded_void([&] {
+        piece_reader io(pieces);
+        if (seq >= 0) {
+            io.in.skip(SEQ_HEAD_BYTES);
+        } else {
+            io.in.skip(io.in.get<uint32_t>());
+        }
+        m->mem->state_read(io, seq, partial ? LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY : 0);
+        io.writes.run();
+    });
+}
+
+}  // namespace pykv

@@ -1,0 +1,202 @@
+"""What lies in the memory of a device is asked for in few requests, and is the same bytes.
+
+Without a device the CPU's memory is treated as one: what is asked for, and in how many requests, is
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kv.kit import different
+from pykvcache import LlamaContext
+from pykvcache._native import lib
+from pykvcache.errors import NoKvCacheSlot
+from support.builds import PLAIN, fast_only
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory
+
+FLASH = {"type_k": "f16", "type_v": "f16", "flash_attn": "enabled"}
+SHAPES = [
+    pytest.param("llama", {}, id="transposed"),
+    pytest.param("llama", FLASH, id="rows"),
+    pytest.param("llama_h64", {"type_k": "q8_0"}, id="quantised-transposed"),
+    pytest.param("llama", FLASH | {"kv_unified": False, "n_ctx": 1024}, id="streams"),
+    pytest.param("gemma3", {"swa_full": False, "n_ctx": 512}, id="window"),
+    pytest.param("qwen2vl", {}, id="mrope"),
+    pytest.param("jamba", {}, id="hybrid"),
+    pytest.param("mamba", {}, id="recurrent"),
+]
+shapes = pytest.mark.parametrize(("name", "options"), SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def _hidden() -> Iterator[None]:
+    lib.hide_host(True)
+    yield
+    lib.hide_host(False)
+
+
+def asked(work: Callable[[], Any]) -> tuple[int, int]:
+    """How many times devices were read and written meanwhile."""
+    before = lib.transfers()
+    work()
+    after = lib.transfers()
+    return after[0] - before[0], after[1] - before[1]
+
+
+def scattered(ctx: LlamaContext, n: int = 24, seed: int = 3) -> None:
+    """Three sequences whose cells alternate, with holes where a fourth one was."""
+    tokens = np.random.default_rng(seed).integers(5, 250, (n, 4)).astype(np.int32)
+    for row in tokens:
+        for seq_id in range(4):
+            ctx.decode([row[seq_id]], seq_id=seq_id)
+    ctx.clear_kv_cache_seq(3)
+
+
+def contents(ctx: LlamaContext) -> list[bytes]:
+    """Everything that can be read of a context."""
+    found = [ctx.get_state().tobytes(), *(ctx.get_state(s).tobytes() for s in range(3))]
+    if ctx.memory_kind != "attention":
+        found += [ctx.native.get_partial_state(s).content.tobytes() for s in range(3)]
+    if ctx.memory_kind != "recurrent":
+        block = np.empty(ctx.native.block_bytes() * 20, np.uint8)
+        assert ctx.native.get_block(1, 2, 20, block)
+        found.append(block.tobytes())
+    return found
+
+
+@shapes
+def test_what_is_read_is_what_the_cpu_reads(
+    name: str, options: dict[str, Any], make_context: ContextFactory
+) -> None:
+    ctx = make_context(name, **options)
+    scattered(ctx)
+    hidden, arrays = contents(ctx), [ctx.kv(s) for s in range(3)]
+    lib.hide_host(False)
+    assert contents(ctx) == hidden
+    for seq_id in range(3):
+        assert different(ctx.kv(seq_id), arrays[seq_id]) == []
+
+
+@shapes
+def test_what_is_written_is_what_the_cpu_writes(
+    name: str, options: dict[str, Any], make_context: ContextFactory
+) -> None:
+    ctx, other = (make_context(name, **options) for _ in range(2))
+    for one in (ctx, other):
+        scattered(one)
+    # Into the holes, over what is there, of fewer cells and of more.
+    short = make_context(name, **options)
+    short.decode(np.arange(9, 20, dtype=np.int32))
+    for state, seq_id in (
+        (short.sequence_state(0), 3),
+        (ctx.sequence_state(0), 1),
+        (short.sequence_state(0), 0),
+    ):
+        before = [ctx.get_state(s).tobytes() for s in range(4) if s != seq_id]
+        ctx.restore_sequence(state, seq_id)
+        assert ctx.sequence_state(seq_id).to_bytes() == state.to_bytes()
+        assert [ctx.get_state(s).tobytes() for s in range(4) if s != seq_id] == before
+    other.set_state(ctx.get_state())
+    ctx.write_kv(other.kv(1), 2)
+    lib.hide_host(False)
+    assert different(ctx.kv(2), other.kv(1)) == []
+    for seq_id in (0, 1, 3):
+        assert ctx.get_state(seq_id).tobytes() == other.get_state(seq_id).tobytes()
+
+
+@fast_only("llama.cpp's reader places cells")
+@pytest.mark.parametrize("options", [{}, FLASH], ids=["transposed", "rows"])
+def test_each_tensor_is_asked_for_once(
+    options: dict[str, Any], make_context: ContextFactory
+) -> None:
+    """However the cells are scattered; a write over cells of others reads them first."""
+    ctx = make_context("llama", **options)
+    scattered(ctx)
+    tensors = 2 * ctx.model.n_layer
+    state, kv, whole = ctx.get_state(0), ctx.kv(0), ctx.get_state()
+    saved = ctx.sequence_state(0)
+    block = np.empty(ctx.native.block_bytes() * 20, np.uint8)
+    for read in (
+        lambda: ctx.get_state(0),
+        lambda: ctx.get_state(),
+        lambda: ctx.sequence_state(1),
+        lambda: ctx.context_state(),
+        lambda: ctx.kv(2),
+        lambda: ctx.native.get_block(1, 2, 20, block),
+    ):
+        assert asked(read) == (tensors, 0)
+    for write in (
+        lambda: ctx.set_state(state, 3),
+        lambda: ctx.set_state(state, 3),
+        lambda: ctx.restore_sequence(saved, 1),
+        lambda: ctx.write_kv(kv, 2),
+    ):
+        n_read, n_written = asked(write)
+        assert n_written == tensors
+        assert n_read <= tensors
+    n_read, n_written = asked(lambda: ctx.set_state(whole))
+    # What was there is read, to be put back if the new state does not go in.
+    assert n_read <= 2 * tensors
+    assert n_written <= tensors
+    ctx.clear_kv_cache_seq(0)
+    n_read, n_written = asked(lambda: ctx.kv_cache_compact())
+    assert n_read <= 2 * tensors
+    assert n_written == tensors
+
+
+def test_states_of_no_cells_are_asked_for_in_few_requests(make_context: ContextFactory) -> None:
+    ctx = make_context("mamba", n_seq_max=4)
+    scattered(ctx)
+    tensors = 2 * ctx.model.n_layer
+    state = ctx.get_state(0)
+    assert asked(lambda: ctx.get_state(0)) == (tensors, 0)
+    assert asked(lambda: ctx.native.get_partial_state(0)) == (tensors, 0)
+    # What was there is read first.
+    assert asked(lambda: ctx.set_state(state, 1)) == (tensors, tensors)
+    assert asked(lambda: ctx.set_state(state, 3)) == (0, tensors)
+
+
+def test_the_cpu_is_asked_for_nothing(make_context: ContextFactory) -> None:
+    ctx = make_context("llama", **FLASH)
+    scattered(ctx)
+    lib.hide_host(False)
+    if ctx.memory_info.buffer_types != ("CPU",):
+        pytest.skip("the cells lie on a device")
+    assert asked(lambda: ctx.set_state(ctx.get_state(0), 1)) == (0, 0)
+
+
+@pytest.mark.skipif(PLAIN, reason="the plain build: llama.cpp's reader places cells")
+def test_a_full_device_takes_a_state_in_the_place_of_another(
+    make_context: ContextFactory,
+) -> None:
+    """Beside what a sequence holds where there is room, else over it."""
+    ctx = make_context("llama", n_ctx=256, n_seq_max=2, **FLASH)
+    tokens = np.random.default_rng(4).integers(5, 250, 200).astype(np.int32)
+    ctx.decode(tokens[:100])
+    first = ctx.get_state(0)
+    ctx.clear_kv_cache_seq(0)
+    ctx.decode(tokens)
+    ctx.set_state(first, 0)  # 100 cells beside 200 do not fit
+    assert ctx.get_state(0).tobytes() == first.tobytes()
+    ctx.set_state(first, 1)
+    ctx.set_state(first, 0)
+    assert ctx.n_cells_used == 200
+    ctx.decode(tokens[:50], seq_id=1)
+    before = ctx.get_state().tobytes()
+    with pytest.raises(NoKvCacheSlot):
+        ctx.set_state(make_long(make_context, tokens), 0)
+    assert ctx.get_state().tobytes() == before
+
+
+def make_long(make_context: ContextFactory, tokens: np.ndarray[Any, Any]) -> Any:
+    """A state of 200 cells of a context of the same kind."""
+    other = make_context("llama", n_ctx=256, n_seq_max=2, **FLASH)
+    other.decode(tokens)
+    return other.get_state(0)

@@ -43,19 +43,22 @@ class Driving(Closing):
         Returns
         -------
         list of (GenerationHandle, int)
-            The tokens that came of it; empty where nothing is left to do, or only parts of
-            prompts were evaluated.
+            The tokens that came of it; empty where nothing is left to do, only parts of prompts
+            were evaluated, or all wait for what another process evaluates.
 
         Raises
         ------
         DecodeAborted
             `LlamaContext.abort` was called meanwhile: nothing is lost, the next step goes on.
         """
-        with self._pool as pool:
-            self._check_open()
-            if pool.depth > 1:
-                raise RuntimeError("step() was called in the middle of a step")
-            made = self._stepper.step()
+        is_waiting = True
+        while is_waiting:
+            with self._pool as pool:
+                self._check_open()
+                if pool.depth > 1:
+                    raise RuntimeError("step() was called in the middle of a step")
+                made = self._stepper.step()
+            is_waiting = not made and self._schedule.await_tiers()
         self._wake()
         return made
 

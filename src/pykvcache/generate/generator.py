@@ -193,6 +193,7 @@ class BatchGenerator(Driving):
             if limit:
                 handles[0]._siblings = handles[1:]
                 self._schedule.add(handles[0])
+                self._schedule.seek(handles[0])
             for handle in handles if not limit else ():
                 handle._end("length")
         self._wake()
@@ -221,14 +222,14 @@ class BatchGenerator(Driving):
 
     def _new(self, prompt: str | TokenInput | None) -> LlamaSequence:
         if self._cache is not None:
-            return self._cache.sequence(prompt)
+            return self._cache._new(prompt)
         return LlamaSequence(self._ctx, prompt)
 
     def _beside(self, sequence: LlamaSequence) -> LlamaSequence:
         """Return an empty sequence for another sample; it shares with whom the first one does."""
         cache = self._cache
         if cache is not None and isinstance(sequence, CachedSequence) and sequence in cache._open:
-            return cache.sequence(None, namespace=sequence.namespace)
+            return cache._new(None, sequence.namespace)
         return LlamaSequence(self._ctx)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ class Schedule:
         self.waiting: list[GenerationHandle] = []
         self.running: list[GenerationHandle] = []
         self._stage = Stage()
+        self._sought: list[CachedSequence] = []
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
@@ -78,7 +80,11 @@ class Schedule:
             if head in self.running:
                 del self.waiting[i]
                 continue
-            if self._waits_for_prefix(head):
+            cached = self._cached(head)
+            if cached is not None and cached._pending is not None and not self._is_ready(cached):
+                i += 1
+                continue
+            if self._waits_for_prefix(head) or (cached is not None and not self._is_ready(cached)):
                 i += 1
                 continue
             if self.running and not self._fits(head):
@@ -89,22 +95,80 @@ class Schedule:
                 i = self.waiting.index(head)
                 continue
             # Running before it is attached: what it needs then is parked for it.
-            if self.cache is not None and isinstance(head._sequence, CachedSequence):
-                self.cache._renew(head._sequence)
+            if cached is not None and self.cache is not None:
+                self.cache._renew(cached)
             head._cells.stage = self._stage
             insort(self.running, head, key=rank)
             del self.waiting[i]
 
+    def _cached(self, handle: GenerationHandle) -> CachedSequence | None:
+        """Return the sequence of a request, if it is one of the cache."""
+        sequence = handle._sequence
+        return sequence if self.cache is not None and isinstance(sequence, CachedSequence) else None
+
+    # Tiers: a request waits for them without standing in anybody's way ----------------------------
+
+    def _seeking(self) -> list[CachedSequence]:
+        """Return the sequences for which tiers are being searched."""
+        self._sought = [one for one in self._sought if one._pending is not None]
+        return self._sought
+
+    def seek(self, handle: GenerationHandle) -> None:
+        """Let the tiers be searched for a new request, unless it waits for another one."""
+        cached = self._cached(handle)
+        if cached is not None and not self._waits_for_prefix(handle):
+            self._is_ready(cached)
+
+    def _is_ready(self, cached: CachedSequence) -> bool:
+        """Whether a request need not wait for tiers; as many are searched for as can run."""
+        cache = self.cache
+        if cache is None or not cache.has_tiers:
+            return True
+        if cached._is_searched:
+            return cache._is_ready(cached)
+        if len(self._seeking()) >= self.max_sequences:
+            return False
+        cache._renew(cached)  # others may have evaluated it since it came
+        cache._seek(cached)
+        self._sought.append(cached)
+        return cache._is_ready(cached)
+
+    @property
+    def is_arrival(self) -> bool:
+        """Whether a request need not wait for tiers any more."""
+        cache = self.cache
+        return cache is not None and any(not cache._patience(one) for one in self._seeking())
+
+    def await_tiers(self) -> bool:
+        """Wait a moment where nobody runs, and tiers are being searched; without the lock.
+
+        Returns
+        -------
+        bool
+            Whether somebody may run now.
+        """
+        cache, seeking = self.cache, self._seeking()
+        if self.running or cache is None or not seeking:
+            return False
+        seconds = min(cache._patience(one) for one in seeking)
+        if (pending := seeking[0]._pending) is not None:
+            fetch = pending[0]
+            event = fetch.done if fetch.looked.is_set() else fetch.looked
+            event.wait(min(seconds, 0.005))
+        return seconds < math.inf
+
     def _waits_for_prefix(self, head: GenerationHandle) -> bool:
-        """Whether one that runs is evaluating what this one begins with."""
+        """Whether one that runs, or is looked for, evaluates what this one begins with."""
         if self.cache is None or not isinstance(head._sequence, CachedSequence):
             return False
         mine = head._cells.ledger
-        for other in self.running:
-            theirs = other._cells.ledger
+        running = [(other._sequence, other._cells.ledger) for other in self.running]
+        seeking = [(other, other._cells.ledger) for other in self._seeking()]
+        for sequence, theirs in (*running, *seeking):
             if (
-                isinstance(other._sequence, CachedSequence)
-                and other._sequence.namespace == head._sequence.namespace
+                isinstance(sequence, CachedSequence)
+                and sequence is not head._sequence
+                and sequence.namespace == head._sequence.namespace
                 and len(theirs) - theirs.n_evaluated > 1
             ):
                 same = common_prefix(theirs.part(0, len(theirs)), mine.part(0, len(mine)))

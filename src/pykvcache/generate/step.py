@@ -52,7 +52,12 @@ class Stepper:
         schedule = self._schedule
         if self._looks:
             self._look()
-        if self._owners and not self.aborted and len(schedule.waiting) == self._n_waiting:
+        if (
+            self._owners
+            and not self.aborted
+            and len(schedule.waiting) == self._n_waiting
+            and not schedule.is_arrival
+        ):
             made = self._step_together()
             if made is not None:
                 return made

@@ -76,9 +76,12 @@ class BeginMethods:
         cells = sequence._cells
         if cells.seq_id is not None or sequence not in self._open:
             return
-        live = self._nearest(cells.ledger, sequence._namespace, sequence)[1]
-        if live <= cells.ledger.n_evaluated:
-            return
+        known, space = cells.ledger.n_evaluated, sequence._namespace
+        if self._nearest(cells.ledger, space, sequence)[1] <= known:
+            tokens = token_bytes(cells.ledger.part(0, len(cells.ledger)).view(np.uint32))
+            found = self._ram.find(tokens, space, needs_rest=self._needs_rest, is_use=False)
+            if found.n <= known:
+                return
         run, sequence._held_run = sequence._held_run, None
         if run is not None:
             self._ram.tree.release(run)

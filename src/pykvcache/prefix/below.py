@@ -24,6 +24,7 @@ from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.prefix.tiers.ends import End, end_key
 from pykvcache.prefix.tiers.fetch import Fetch, Wanted
 from pykvcache.prefix.tiers.leases import lease_seconds
+from pykvcache.prefix.tiers.notices import place
 from pykvcache.prefix.tiers.speeds import PATIENCE, EvaluationTime, load_wait
 from pykvcache.prefix.tiers.stack import Tiers
 from pykvcache.sequence.cells import Row, SequenceCells
@@ -53,6 +54,11 @@ class TierMethods(BeginMethods, KeepMethods):
     _keep_logits: bool
 
     _root_name: Callable[[str], bytes]
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there are stores below its memory."""
+        return len(self._tiers) > 0
 
     # Up -----------------------------------------------------------------------------------------
 
@@ -97,8 +103,7 @@ class TierMethods(BeginMethods, KeepMethods):
         if lease is None or lease.follows is None or self._pool.lock._is_owned():
             return fetch
         fetch.follow()
-        again = Fetch(fetch.tiers, fetch.wanted)
-        again.lease = lease
+        again = fetch.again()
         again.start()
         return again
 
@@ -109,7 +114,12 @@ class TierMethods(BeginMethods, KeepMethods):
     def _evaluated(self, sequence: CachedSequence) -> None:
         """Give the tiers what others wait for, as soon as the prompt is evaluated."""
         search, sequence._search = sequence._search, None
-        lease = search.lease if search is not None else None
+        if search is None:
+            return
+        if sequence._pending is not None or not search.looked.is_set():
+            sequence._pending = None
+            search.abandon()
+        lease = search.lease
         if lease is None or not lease.held:
             return
         if sequence in self._open and not sequence.is_closed:
@@ -121,22 +131,68 @@ class TierMethods(BeginMethods, KeepMethods):
         fetch = sequence._search = self._follow(fetch, evaluation)
         until = self._until(fetch, evaluation)
         fetch.looked.wait(max(0.0, until - time.monotonic()))
-        is_hopeless = False
-        if not fetch.done.is_set() and fetch.looked.is_set():
-            patience = load_wait(fetch.estimate, evaluation)
-            is_hopeless = patience is None and self._tiers.give_up(fetch)
-            if patience:
-                fetch.done.wait(max(0.0, until - time.monotonic()))
-        if is_hopeless:
-            fetch.cancel()
-            return
+        if fetch.looked.is_set() and load_wait(fetch.estimate, evaluation):
+            fetch.done.wait(max(0.0, until - time.monotonic()))
         with self._pool.hold():
-            if sequence not in self._open or sequence.is_closed:
-                return
-            if fetch.done.is_set():
-                self._arrived(sequence, fetch)
-            else:
-                sequence._cells.incoming = Meeting(self, sequence, fetch)
+            self._settle(sequence, fetch, evaluation)
+
+    def _settle(self, sequence: CachedSequence, fetch: Fetch, evaluation: float) -> None:
+        """Let a sequence begin with what has come of a search, and meet the rest."""
+        if sequence not in self._open or sequence.is_closed:
+            return
+        if fetch.done.is_set():
+            self._arrived(sequence, fetch)
+        elif (
+            fetch.looked.is_set()
+            and load_wait(fetch.estimate, evaluation) is None
+            and self._tiers.give_up(fetch)
+        ):
+            fetch.cancel()
+        else:
+            sequence._cells.incoming = Meeting(self, sequence, fetch)
+
+    # Requests that wait without standing in anybody's way -----------------------------------------
+
+    def _seek(self, sequence: CachedSequence) -> None:
+        """Begin to look for a prompt, once; `_is_ready` says when to wait no longer."""
+        if not sequence._is_searched:
+            sequence._is_searched = True
+            sequence._pending = self._search(sequence)
+            if sequence._pending is not None:
+                sequence._search = sequence._pending[0]
+
+    def _is_ready(self, sequence: CachedSequence) -> bool:
+        """Whether a request need not wait for the tiers any more; it begins with what has come."""
+        self._seek(sequence)
+        if sequence._pending is None:
+            return True
+        fetch, evaluation = sequence._pending
+        if self._patience(sequence) > 0:
+            return False
+        lease = fetch.lease if fetch.looked.is_set() and not fetch.was_followed else None
+        if lease is not None and lease.follows is not None:
+            again = fetch.again()
+            again.after = fetch
+            sequence._pending = again, evaluation
+            sequence._search = again
+            again.start()
+            return False
+        sequence._pending = None
+        self._settle(sequence, fetch, evaluation)
+        return True
+
+    def _patience(self, sequence: CachedSequence) -> float:
+        """Return for how many seconds a request should wait at most; 0 where that is over."""
+        if sequence._pending is None:
+            return 0.0
+        fetch, evaluation = sequence._pending
+        if fetch.after is not None:
+            return math.inf  # somebody else evaluates: as long as their lease lasts
+        if fetch.done.is_set():
+            return 0.0
+        if fetch.looked.is_set() and not load_wait(fetch.estimate, evaluation):
+            return 0.0
+        return max(0.0, self._until(fetch, evaluation) - time.monotonic())
 
     def _arrived(self, sequence: CachedSequence, fetch: Fetch) -> None:
         """Let a new sequence begin with what has come, where that is more than it has."""
@@ -164,7 +220,9 @@ class TierMethods(BeginMethods, KeepMethods):
             return None
         return row
 
-    def _promote(self, tokens: bytes, space: str, got: Gathered, begin: int) -> None:
+    def _promote(
+        self, tokens: bytes, space: str, got: Gathered, begin: int, *, saved: int = 0
+    ) -> None:
         """Keep in memory what came, as far as the budget allows."""
         if not self._ram.max_bytes:
             return
@@ -184,7 +242,9 @@ class TierMethods(BeginMethods, KeepMethods):
             tail = Tail(text, got.end.cells, got.rest, self._checked_row(got.end.row))
             self._ram.add_tail(tokens[: 4 * got.n], space, tail)
         elif got.rest is not None:
-            self._ram.add_checkpoint(tokens[: 4 * got.n], space, got.rest, len(got.loaded) * size)
+            self._ram.add_checkpoint(
+                tokens[: 4 * got.n], space, got.rest, saved or len(got.loaded) * size
+            )
 
     def _account(self, sequence: CachedSequence, got: Gathered, *, ram: int) -> None:
         """Say in the sequence's report, and in the cache's sums, where tokens came from."""
@@ -232,7 +292,7 @@ class TierMethods(BeginMethods, KeepMethods):
                 return known[i]
             return self._read(cells.live_id, i * size, size) if cells.seq_id is not None else None
 
-        self._tiers.write(names, block, space)
+        self._tiers.write(names, block, space, lambda i: place(names, tokens, size, i))
         if cells.seq_id is None:
             return
         places = self._places(sequence, n)

@@ -14,7 +14,6 @@ from pykvcache._closing import Closing
 from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ClosedError
-from pykvcache.prefix.below import TierMethods
 from pykvcache.prefix.blocks import root_name, token_bytes
 from pykvcache.prefix.digests import digests, end_bytes, least_seconds
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
@@ -23,6 +22,7 @@ from pykvcache.prefix.options import as_namespace, as_seconds, as_tiers
 from pykvcache.prefix.outline import OutlineMethods
 from pykvcache.prefix.pins import Pin, Pins
 from pykvcache.prefix.policies import DEFAULT, Policy
+from pykvcache.prefix.prefetch import PrefetchMethods, Queue
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.reuse import CacheStats, ReuseReport
 from pykvcache.prefix.runs import Run
@@ -43,7 +43,7 @@ _caches: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[PrefixCache]] = (
 )
 
 
-class PrefixCache(TierMethods, OutlineMethods, Closing):
+class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
     """Sequences of one context that begin with the longest prefix that is known.
 
     `sequence` takes a prompt. What a sequence in use has of it is forked, token by token; what
@@ -157,6 +157,7 @@ class PrefixCache(TierMethods, OutlineMethods, Closing):
             max(self._ram.max_bytes // 2, 64 << 20)
             if queue_bytes is None
             else as_int(queue_bytes, "queue_bytes", 0, 2**62),
+            self._events.add,
         )
         _caches[context] = weakref.ref(self)
         if len(self._tiers):
@@ -164,6 +165,7 @@ class PrefixCache(TierMethods, OutlineMethods, Closing):
         self._open: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
         self._dropped: deque[Run] = deque()
         self._pins = Pins(self._ram.tree)
+        self._prefetches = Queue()
         self._sums = ReuseReport()
         self._requests = self._hits = 0
         self._closed = False
@@ -204,22 +206,28 @@ class PrefixCache(TierMethods, OutlineMethods, Closing):
             Whose prefixes to share; default: the cache's.
         """
         with self._pool.hold():
-            self._check_open()
-            self._reap()
-            space = self._namespace if namespace is None else as_namespace(namespace)
-            cells = SequenceCells(self._pool, Ledger(), self._points)
-            sequence = CachedSequence._made(self._ctx, cells)
-            sequence._cache, sequence._namespace = self, space
-            sequence._held_run, sequence._reuse = None, ReuseReport()
-            if prompt is not None:
-                sequence.append(prompt)
-            self._begin(sequence)
-            self._open.add(sequence)
-            self._requests += 1
-            self._sum(sequence._reuse)
+            sequence = self._new(prompt, namespace)
+            sequence._is_searched = True
             search = self._search(sequence)
         if search is not None:
             self._await(sequence, *search)
+        return sequence
+
+    def _new(self, prompt: str | TokenInput | None, namespace: str | None = None) -> CachedSequence:
+        """As `sequence`, of which the tiers are not asked; the pool's lock is held."""
+        self._check_open()
+        self._reap()
+        space = self._namespace if namespace is None else as_namespace(namespace)
+        cells = SequenceCells(self._pool, Ledger(), self._points)
+        sequence = CachedSequence._made(self._ctx, cells)
+        sequence._cache, sequence._namespace = self, space
+        sequence._held_run, sequence._reuse = None, ReuseReport()
+        if prompt is not None:
+            sequence.append(prompt)
+        self._begin(sequence)
+        self._open.add(sequence)
+        self._requests += 1
+        self._sum(sequence._reuse)
         return sequence
 
     def _joined(self, sequence: CachedSequence) -> None:
@@ -310,6 +318,7 @@ class PrefixCache(TierMethods, OutlineMethods, Closing):
                     sequence._held_run = None
                     self._open.discard(sequence)
             if space is None:
+                self._tiers.forget_notices()
                 self._events.add(AllBlocksCleared())
 
     def stats(self) -> CacheStats:
@@ -359,6 +368,7 @@ class PrefixCache(TierMethods, OutlineMethods, Closing):
                     if not sequence.is_closed:
                         self._keep(sequence)
             self._closed = True
+            self._prefetches.cancel()
             self._ram.clear(None)
             self._open.clear()
         self._tiers.close()

@@ -36,7 +36,9 @@ class BlockStored:
     block_size
         Tokens per block.
     medium
-        Where they are: ``"CPU"``, ``"DISK"`` or ``"EXTERNAL"``.
+        Where they are: ``"CPU"`` is the cache's memory, ``"DISK"`` a tier of this machine,
+        ``"EXTERNAL"`` any other tier. Of tiers a cache tells what it wrote to them or took from
+        them, once; several caches that share one tell it each.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -49,7 +51,10 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """Blocks were dropped: evicted, or cleared with their namespace."""
+    """Blocks were dropped: evicted, or cleared with their namespace.
+
+    That a tier has lost blocks is noticed when they are looked for, or with what is written next.
+    """
 
     block_hashes: tuple[bytes, ...]
     medium: str = "CPU"
@@ -69,8 +74,9 @@ CacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 class EventLog:
     """The last events of a cache: iterate to take them out, or subscribe to be called.
 
-    A callback is called while the cache is locked, in the thread that caused the event: it should
-    note the event and return. What it raises is logged, and goes no further.
+    A callback is called while the cache is locked, in the thread that caused the event; of events
+    that are about tiers, in any thread. It should note the event and return. What it raises is
+    logged, and goes no further.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ from pykvcache.prefix.tiers.ends import End
 from pykvcache.prefix.tiers.fetch import Fetch
 from pykvcache.prefix.tiers.tier import Tier
 
-__all__ = ["Block", "Gathered", "gather"]
+__all__ = ["Block", "Gathered", "gather", "is_good", "rest_of"]
 
 #: Bytes of cells, how many cells they are, how many of them count.
 Block = tuple[npt.NDArray[np.uint8], int, int]
@@ -76,7 +76,7 @@ def gather(
     """
     wanted = fetch.wanted
     size = wanted.block_size
-    rest = _rest_of(native, fetch) if wanted.needs_rest else None
+    rest = rest_of(native, fetch) if wanted.needs_rest else None
     with fetch.lock:
         last, found = fetch.reach(n_front), fetch.end
         if wanted.needs_rest:
@@ -114,7 +114,8 @@ def gather(
     )
 
 
-def _rest_of(native: lib.Context, fetch: Fetch) -> lib.Partial | None:
+def rest_of(native: lib.Context, fetch: Fetch) -> lib.Partial | None:
+    """Return the state of other parts in the end of a search; one that is wrong is removed."""
     with fetch.lock:
         found = fetch.end
     if found is None or found[1].rest is None:
@@ -147,7 +148,7 @@ def _n_good(
     except NoKvCacheSlot:
         raise
     except KvCacheError:
-        good = [_is_good(native, block, rest) for block in new]
+        good = [is_good(native, block, rest) for block in new]
     names = fetch.wanted.names
     for i, (is_good, (_, tier)) in enumerate(zip(good, loaded, strict=False)):
         if not is_good:
@@ -161,7 +162,8 @@ def _n_good(
     return good.index(False) if False in good else 0
 
 
-def _is_good(native: lib.Context, block: Block, rest: lib.Partial | None) -> bool:
+def is_good(native: lib.Context, block: Block, rest: lib.Partial | None) -> bool:
+    """Whether the memory may have a block; ``rest``: beside which state of other parts."""
     try:
         native.check_blocks([block], rest)
     except NoKvCacheSlot:

@@ -116,6 +116,10 @@ class RamTier:
         lent = sum(size for _, size in self._lent.copy().values()) if self._lent else 0
         return self._fixed_bytes + self._tail_bytes + lent + self._beside()
 
+    def block_cost(self, cell_bytes: int) -> int:
+        """Return what a block takes of the budget."""
+        return (cell_bytes + 4) * self.block_size + BLOCK_BYTES
+
     def fit(self) -> None:
         """Evict until the budget is kept."""
         self.tree.fit()
@@ -137,7 +141,7 @@ class RamTier:
 
         ``read(first, n)`` gives the bytes of n cells. None where nothing is new, or kept.
         """
-        size = cell_bytes * self.block_size + self.block_size * 4 + BLOCK_BYTES
+        size = self.block_cost(cell_bytes)
         run = self.tree.insert(tokens, size, namespace)
         if run is None:
             return None

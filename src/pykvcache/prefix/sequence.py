@@ -47,6 +47,8 @@ class CachedSequence(LlamaSequence):
     _reuse: ReuseReport
     _held_run: Run | None
     _search: Fetch | None = None
+    _is_searched = False
+    _pending: tuple[Fetch, float] | None = None  # the search that a request still waits for
 
     @property
     def reuse(self) -> ReuseReport:

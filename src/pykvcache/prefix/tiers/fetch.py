@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from pykvcache.prefix.tiers.ends import END_OVERHEAD, End, end_key
 from pykvcache.prefix.tiers.leases import Lease
+from pykvcache.prefix.tiers.notices import place
 from pykvcache.prefix.tiers.tier import GROUP_BYTES, Tier
 
 __all__ = ["Fetch", "Wanted"]
@@ -105,6 +106,11 @@ class Fetch:
         How many blocks each tier is to give.
     front
         Blocks before this one are not needed any more.
+    after
+        A search that found somebody else evaluating what is missing: this one begins when that
+        has come, or is given up.
+    was_followed
+        Whether somebody else was waited for already.
     """
 
     tiers: Sequence[Tier]
@@ -116,7 +122,10 @@ class Fetch:
     seconds: float = 0.0
     lease: Lease | None = None
     to_load: dict[Tier, int] = field(default_factory=dict)
+    after: Fetch | None = None
+    was_followed: bool = False
     is_cancelled: bool = False
+    is_abandoned: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     looked: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
@@ -138,14 +147,21 @@ class Fetch:
         """Let the thread stop after what it is reading."""
         self.is_cancelled = True
 
+    def abandon(self) -> None:
+        """As `cancel`, and nobody will evaluate what is missing: a lease is given back."""
+        self.is_abandoned = self.is_cancelled = True
+        if (after := self.after) is not None:
+            after.is_abandoned = True
+        if self.done.is_set() and self.lease is not None:
+            self.lease.release()
+
     def run(self) -> None:
         """Search, and read from the back."""
         try:
-            spans = self._look()
-            wanted = self.wanted
-            if self.seconds and self.n_blocks is not None and self.n_blocks < len(wanted.names):
-                self.lease = Lease(self.tiers, wanted.names[self.n_blocks], self.seconds)
-            self._find_end(spans)
+            if self.after is not None:
+                self.after.follow()
+                self.began, self.after = time.monotonic(), None
+            wanted, spans = self.wanted, self.look()
             depth = self.n_blocks or 0
             if wanted.needs_rest:
                 depth = self.end[0] // wanted.block_size if self.end is not None else 0
@@ -156,6 +172,16 @@ class Fetch:
         finally:
             self.looked.set()
             self.done.set()
+            if self.is_abandoned and self.lease is not None:
+                self.lease.release()
+
+    def look(self) -> list[Span]:
+        """Find out what is there, take a lease of what is missing, and read the deepest end."""
+        wanted, spans = self.wanted, self._look()
+        if self.seconds and self.n_blocks is not None and self.n_blocks < len(wanted.names):
+            self.lease = Lease(self.tiers, wanted.names[self.n_blocks], self.seconds)
+        self._find_end()
+        return spans
 
     def _look(self) -> list[Span]:
         """Find out who has which blocks: each tier goes on where the one above ends."""
@@ -170,7 +196,7 @@ class Fetch:
             self.n_blocks = at
         return spans
 
-    def _find_end(self, spans: list[Span]) -> None:
+    def _find_end(self) -> None:
         """Find the deepest end that is right."""
         ends = list(self.wanted.ends(self.n_blocks or 0))
         for _ in range(_MAX_TRIES):
@@ -227,7 +253,6 @@ class Fetch:
         other.join()
 
     def _read(self, groups: deque[Span]) -> None:
-        size = self.wanted.block_bytes
         while not self.is_cancelled:
             try:
                 group = groups.popleft()
@@ -235,17 +260,36 @@ class Fetch:
                 return
             if group.end <= self.front:
                 return
-            found = group.tier.get(self.wanted.names[group.begin : group.end], size)
-            with self.lock:
-                for i, content in enumerate(found):
-                    if len(content) == size:
-                        self.blocks[group.begin + i] = (content, group.tier)
+            self.read(group)
+
+    def read(self, span: Span) -> None:
+        """Read consecutive blocks of one tier, as far as they are there and right."""
+        wanted, tier, begin = self.wanted, span.tier, span.begin
+        size = wanted.block_bytes
+        names = wanted.names[begin : span.end]
+        found = tier.get(names, size)
+        right = [i for i, content in enumerate(found) if len(content) == size]
+        with self.lock:
+            for i in right:
+                self.blocks[begin + i] = (found[i], tier)
+        tier.notices.stored(
+            place(wanted.names, wanted.tokens, wanted.block_size, begin + i) for i in right
+        )
+        if len(right) < len(found):
+            # Whoever wrote it had the right to, and it is none of ours.
+            tier.discard([names[i] for i in range(len(found)) if i not in right], refused=True)
 
     def follow(self) -> None:
         """Wait for somebody else who evaluates what is missing."""
         lease, names, at = self.lease, self.wanted.names, self.n_blocks or 0
         if lease is not None and (tier := lease.follows) is not None:
-            lease.wait(lambda: tier.contains(names[at : at + 1]) > 0)
+            lease.wait(lambda: tier.contains(names[at : at + 1]) > 0, lambda: self.is_abandoned)
+
+    def again(self) -> Fetch:
+        """Return the same search once more, for after somebody else has evaluated."""
+        again = Fetch(self.tiers, self.wanted)
+        again.lease, again.was_followed = self.lease, True
+        return again
 
     # For who evaluates --------------------------------------------------------------------------
 

@@ -43,18 +43,22 @@ class Lease:
                 break
             self.held.append(tier)
 
-    def wait(self, is_there: Callable[[], bool]) -> None:
+    def wait(
+        self, is_there: Callable[[], bool], is_over: Callable[[], bool] = lambda: False
+    ) -> None:
         """Wait until the other one has released it or died, for as long as it may be held.
 
         Parameters
         ----------
         is_there
             Whether the block has come.
+        is_over
+            Whether nobody waits any more.
         """
         tier, pause = self.follows, _FIRST
         until = time.monotonic() + self.seconds
         looks = 0
-        while tier is not None and time.monotonic() < until:
+        while tier is not None and time.monotonic() < until and not is_over():
             time.sleep(pause)
             pause = min(_LONGEST, 1.5 * pause)
             looks += 1

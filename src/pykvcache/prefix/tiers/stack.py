@@ -6,9 +6,11 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from pykvcache.prefix.events import CacheEvent
 from pykvcache.prefix.stores import BlockStore, Envelope, open_store
 from pykvcache.prefix.tiers.fetch import Fetch, Wanted
 from pykvcache.prefix.tiers.leases import Lease
+from pykvcache.prefix.tiers.notices import Place
 from pykvcache.prefix.tiers.speeds import load_wait
 from pykvcache.prefix.tiers.tier import Tier, TierStats
 from pykvcache.prefix.tiers.writing import Chain, WriteBehind
@@ -35,14 +37,22 @@ class Tiers:
         What is put around the blocks.
     queue_bytes
         Most bytes that may wait to be written, per tier.
+    sink
+        Takes events of what the tiers have.
     """
 
-    def __init__(self, stores: Iterable[TierInput], envelope: Envelope, queue_bytes: int) -> None:
+    def __init__(
+        self,
+        stores: Iterable[TierInput],
+        envelope: Envelope,
+        queue_bytes: int,
+        sink: Callable[[CacheEvent], object] = lambda _: None,
+    ) -> None:
         self.tiers: list[Tier] = []
         try:
             for store in stores:
                 owned = not isinstance(store, BlockStore)
-                self.tiers.append(Tier(open_store(store), envelope, owned=owned))
+                self.tiers.append(Tier(open_store(store), envelope, owned=owned, sink=sink))
         except BaseException:
             self.close(0)
             raise
@@ -77,6 +87,7 @@ class Tiers:
         keys: Sequence[bytes],
         content: Callable[[int], object | None],
         namespace: str,
+        block: Callable[[int], Place] | None = None,
     ) -> None:
         """Queue what a tier is not known to have.
 
@@ -88,6 +99,8 @@ class Tiers:
             Gives the bytes of key i; None where there are none to be had.
         namespace
             Whose they are.
+        block
+            Gives the place of key i, where these are full blocks.
         """
         made: dict[int, object | None] = {}
         for tier, writer in zip(self.tiers, self.writers, strict=True):
@@ -104,6 +117,8 @@ class Tiers:
                 if (data := made[i]) is not None:
                     size += memoryview(data).nbytes  # type: ignore[arg-type]
                     chain.items.append((keys[i], data))  # type: ignore[arg-type]
+                    if block is not None:
+                        chain.blocks[keys[i]] = block(i)
             writer.offer(chain)
 
     def release(self, lease: Lease) -> None:
@@ -143,6 +158,11 @@ class Tiers:
         """Let the threads write what waits and end; nobody waits for them."""
         for writer in self.writers:
             writer.retire()
+
+    def forget_notices(self) -> None:
+        """Forget which events were sent: what is used from now on is said again."""
+        for tier in self.tiers:
+            tier.notices.forget()
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return the figures of every tier."""

@@ -6,13 +6,15 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pykvcache.prefix.events import CacheEvent
 from pykvcache.prefix.stores.base import BlockStore
 from pykvcache.prefix.stores.envelope import Envelope
 from pykvcache.prefix.stores.sealed import SealedStore
+from pykvcache.prefix.tiers.notices import LOOK, Notices, Place
 from pykvcache.prefix.tiers.speeds import TwoTerms
 
 if TYPE_CHECKING:
@@ -90,13 +92,23 @@ class Tier:
         What is put around them.
     owned
         Whether to close the store.
+    sink
+        Takes events of what is there, and what is not any more.
     """
 
-    def __init__(self, store: BlockStore, envelope: Envelope, *, owned: bool) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        envelope: Envelope,
+        *,
+        owned: bool,
+        sink: Callable[[CacheEvent], object] = lambda _: None,
+    ) -> None:
         self.sealed = SealedStore(store, envelope)
         self.medium = store.medium
         self.n_probes = max(0, store.n_probes)
         self.owned = owned
+        self.notices = Notices(self.medium, sink)
         self.speed = TwoTerms(*_SPEED.get(self.medium, _SPEED["remote"]))
         self.read = self.read_bytes = self.written = self.written_bytes = 0
         self.refused = self.raised = self.too_slow = 0
@@ -113,14 +125,16 @@ class Tier:
         """Return how many of the leading keys are there."""
         if not keys:
             return 0
-        began = time.perf_counter()
+        began, failures = time.perf_counter(), self._failures()
         try:
-            return max(0, min(len(keys), int(self.sealed.contains(keys))))
+            n = max(0, min(len(keys), int(self.sealed.contains(keys))))
         except Exception as error:
             self._raised(error)
-            return 0
-        finally:
-            self.speed.note(1, 0, time.perf_counter() - began)
+            n = 0
+        self.speed.note(1, 0, time.perf_counter() - began)
+        if n < len(keys) and self._failures() == failures:
+            self.notices.removed(keys[n : n + 1])
+        return n
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is there; only so many are asked for as is cheap."""
@@ -134,7 +148,7 @@ class Tier:
 
     def get(self, keys: Sequence[bytes], size: int) -> list[memoryview]:
         """Return the contents of the leading run that is right, ``size`` bytes at most."""
-        began = time.perf_counter()
+        began, failures = time.perf_counter(), self._failures()
         try:
             found = self.sealed.get(keys, [size] * len(keys))
         except Exception as error:
@@ -146,6 +160,8 @@ class Tier:
             self.read += len(found)
             self.read_bytes += n_bytes
         self.note_known(keys[: len(found)])
+        if len(found) < len(keys) and self._failures() == failures:
+            self.notices.removed(keys[len(found) : len(found) + 1])
         return found
 
     def estimate(self, n_bytes: int) -> float:
@@ -183,8 +199,18 @@ class Tier:
             while len(self._known) > KNOWN:
                 self._known.popitem(last=False)
 
-    def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """Store what is not there yet."""
+    def put(
+        self, items: Sequence[tuple[bytes, Buffer]], blocks: Mapping[bytes, Place] | None = None
+    ) -> None:
+        """Store what is not there yet.
+
+        Parameters
+        ----------
+        items
+            Keys and contents.
+        blocks
+            The places of those that are full blocks, for events.
+        """
         keys = [key for key, _ in items]
         there = self.present(keys)
         new = [item for item, known in zip(items, there, strict=True) if not known]
@@ -199,6 +225,28 @@ class Tier:
             self.written_bytes += size * n // max(1, len(new))
         # What was not stored is offered again after a while, not at each turn.
         self.note_known(keys)
+        if blocks:
+            there = self.present(keys) if n < len(new) else [True] * len(keys)
+            self.notices.stored(
+                blocks[key]
+                for key, is_there in zip(keys, there, strict=True)
+                if is_there and key in blocks
+            )
+        self._look_around()
+
+    def _look_around(self) -> None:
+        """Find out what has gone of what was said to be there; a store that is full evicts."""
+        while self.n_probes >= LOOK:
+            failures = self._failures()
+            keys = self.notices.oldest()
+            there = self.present(keys)
+            if self._failures() != failures or False not in there:
+                return
+            gone = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
+            self.notices.removed(gone)
+            with self._lock:
+                for key in gone:
+                    self._known.pop(key, None)
 
     def discard(self, keys: Sequence[bytes], *, refused: bool = False) -> None:
         """Remove blocks; ``refused``: because of what is in them."""
@@ -210,6 +258,7 @@ class Tier:
             self.sealed.discard(keys)
         except Exception as error:
             self._raised(error)
+        self.notices.removed(keys)
 
     def lease(self, key: bytes, seconds: float) -> bool:
         """Return whether this process is the one to evaluate what is missing."""
@@ -233,6 +282,11 @@ class Tier:
                 self.sealed.close()
             except Exception as error:
                 self._raised(error)
+
+    def _failures(self) -> int:
+        """Return how often the store gave no answer: then nothing is known to be gone."""
+        counters = self.sealed.counters
+        return self.raised + counters.failed + counters.timed_out + counters.skipped
 
     def _raised(self, error: Exception) -> None:
         """Note what no store should do: one that somebody else wrote may raise."""

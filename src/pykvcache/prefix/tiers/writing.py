@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pykvcache.prefix.tiers.notices import Place
 from pykvcache.prefix.tiers.tier import Tier
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Chain:
         Keys to remove instead.
     written
         Keys of what the thread has taken.
+    blocks
+        The places of those that are full blocks.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -46,6 +49,7 @@ class Chain:
     leases: list[bytes] = field(default_factory=list)
     removes: list[bytes] = field(default_factory=list)
     written: list[bytes] = field(default_factory=list)
+    blocks: dict[bytes, Place] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
@@ -96,7 +100,13 @@ class WriteBehind:
             self.n_items += len(taken)
             if taken or chain.leases or chain.removes:
                 self._queue.append(
-                    Chain(taken, chain.namespace, list(chain.leases), list(chain.removes))
+                    Chain(
+                        taken,
+                        chain.namespace,
+                        list(chain.leases),
+                        list(chain.removes),
+                        blocks=chain.blocks,
+                    )
                 )
                 self._start()
                 self._changed.notify_all()
@@ -178,7 +188,7 @@ class WriteBehind:
             if chain.removes:
                 self.tier.discard(chain.removes)
             if items:
-                self.tier.put(items)
+                self.tier.put(items, chain.blocks)
             if is_last:
                 self._finish(chain)
 

@@ -1,0 +1,174 @@
+"""What is said of tiers: which blocks came to a folder or a server, and which have gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from pykvcache import LlamaContext, PrefixCache
+from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from pykvcache.prefix.publish import as_map
+from pykvcache.prefix.stores import FolderStore, MemoryStore
+from pykvcache.prefix.tiers import notices
+from pykvcache.prefix.tiers.notices import Notices, Place
+from tiers.test_tiers import SIZE, WAIT, words
+
+Make = Callable[..., LlamaContext]
+
+
+def below(events: Sequence[CacheEvent]) -> list[CacheEvent]:
+    """The events that are not about the cache's memory."""
+    return [event for event in events if getattr(event, "medium", "CPU") != "CPU"]
+
+
+def names(events: Sequence[CacheEvent], medium: str) -> set[bytes]:
+    """What somebody who hears all events believes to be there."""
+    there: set[bytes] = set()
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            there.clear()
+        elif event.medium == medium:
+            (there.update if isinstance(event, BlockStored) else there.difference_update)(
+                event.block_hashes
+            )
+    return there
+
+
+@pytest.mark.parametrize(("where", "medium"), [("folder", "DISK"), ("memory", "EXTERNAL")])
+def test_a_tier_says_what_came_once_and_with_its_tokens(
+    where: str, medium: str, make_context: Make, tmp_path: Path
+) -> None:
+    tier = FolderStore(tmp_path) if where == "folder" else MemoryStore()
+    prompt = words(1, 45)
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[tier], **WAIT)
+    for _ in range(2):
+        with cache.sequence(prompt) as sequence:
+            sequence.logits()
+        assert cache.flush(30)
+    events = list(cache.events)
+    (stored,) = below(events)
+    in_memory = next(event for event in events if isinstance(event, BlockStored))
+    assert isinstance(stored, BlockStored)
+    assert stored.medium == medium
+    assert stored.block_hashes == in_memory.block_hashes
+    assert stored.token_ids == tuple(prompt[:40])
+    assert stored.parent_block_hash is None
+    assert stored.block_size == SIZE
+    assert as_map(stored)["medium"] == medium
+    # A longer prompt: what is new, after the block that is known.
+    with cache.sequence(prompt + words(2, 20)) as sequence:
+        sequence.logits()
+    assert cache.flush(30)
+    (more,) = below(list(cache.events))
+    assert isinstance(more, BlockStored)
+    assert more.parent_block_hash == stored.block_hashes[-1]
+    assert more.token_ids == tuple((prompt + words(2, 20))[40:64])
+    cache.close()
+
+
+def test_what_another_process_left_is_said_when_it_is_taken(make_context: Make) -> None:
+    store, prompt = MemoryStore(), words(1, 45)
+    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store]) as cache:
+        cache.sequence(prompt).evaluate()
+    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT) as cache:
+        assert cache.sequence(prompt).reuse.remote == 44
+        said = below(list(cache.events))
+        assert len(names(said, "EXTERNAL")) == 5
+        tokens = [token for event in said for token in event.token_ids]  # type: ignore[union-attr]
+        assert sorted(tokens) == sorted(prompt[:40])
+
+
+def test_what_goes_is_said_whoever_removed_it(make_context: Make, tmp_path: Path) -> None:
+    """Damaged here; removed by somebody else; evicted to make room."""
+    prompt = words(1, 45)
+    store = FolderStore(tmp_path)
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT)
+    heard: list[CacheEvent] = []
+    cache.events.subscribe(heard.append)
+    with cache.sequence(prompt) as sequence:
+        sequence.logits()
+    assert cache.flush(30)
+    stored = next(event for event in below(heard) if isinstance(event, BlockStored))
+    cache._ram.clear(None)
+    damaged, gone = stored.block_hashes[3], stored.block_hashes[1]
+    path = next(tmp_path.glob(f"blocks/*/{damaged.hex()}*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    cache.sequence(prompt).close()
+    assert names(heard, "DISK") == {*stored.block_hashes} - {damaged}
+    with FolderStore(tmp_path) as other:
+        assert other.discard([gone]) == 1
+    cache._ram.clear(None)
+    cache.sequence(prompt).close()
+    assert gone not in names(heard, "DISK")
+    # Removed elsewhere, and nobody looks for it: noticed with the next write.
+    with FolderStore(tmp_path) as other:
+        assert other.discard([stored.block_hashes[0]]) == 1
+    with cache.sequence(words(2, 20)) as sequence:
+        sequence.logits()
+    assert cache.flush(30)
+    assert len(names(heard, "DISK")) == 4
+    assert stored.block_hashes[0] not in names(heard, "DISK")
+    cache.close()
+
+
+def test_a_store_that_gives_no_answer_has_lost_nothing(make_context: Make) -> None:
+    class Failing(MemoryStore):
+        is_out = False
+
+        def contains(self, keys: Sequence[bytes]) -> int:
+            if self.is_out:
+                self.counters.add(timed_out=1)
+                return 0
+            return super().contains(keys)
+
+    store = Failing()
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT)
+    with cache.sequence(words(1, 45)) as sequence:
+        sequence.logits()
+    assert cache.flush(30)
+    cache._ram.clear(None)
+    store.is_out = True
+    cache.sequence(words(1, 45)).close()
+    assert len(names(list(cache.events), "EXTERNAL")) == 5
+    cache.close()
+
+
+def test_after_a_clear_what_is_used_is_said_again(make_context: Make) -> None:
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[MemoryStore()], **WAIT)
+    with cache.sequence(words(1, 45)) as sequence:
+        sequence.logits()
+    assert cache.flush(30)
+    cache.clear()
+    assert not names(list(cache.events), "EXTERNAL")
+    assert cache.sequence(words(1, 45)).reuse.remote == 44
+    assert len(names(list(cache.events), "EXTERNAL")) == 5
+    cache.close()
+
+
+def test_a_callback_may_call_the_cache(make_context: Make) -> None:
+    """From the thread that writes, too, while others hold the cache's lock."""
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[MemoryStore()], **WAIT)
+    seen: list[int] = []
+    cache.events.subscribe(lambda _: seen.append(cache.stats().requests))
+    for seed in range(8):
+        with cache.sequence(words(seed, 45)) as sequence:
+            sequence.logits()
+    assert cache.flush(30)
+    assert len(seen) >= 16
+    cache.close()
+
+
+def test_the_list_of_what_was_said_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "MAX_BLOCKS", 4)
+    heard: list[CacheEvent] = []
+    said = Notices("disk", heard.append)
+    keys = [bytes([i]) * 32 for i in range(9)]
+    said.stored(Place(key, None, bytes(8)) for key in keys)
+    assert names(heard, "DISK") == {*keys[5:]}
+    said.stored([Place(keys[5], None, bytes(8))])
+    assert len(heard) == 10, "what was said is not said again"
+    said.stored([Place(keys[0], None, bytes(8))])
+    assert names(heard, "DISK") == {keys[7], keys[8], keys[5], keys[0]}
+    assert isinstance(heard[-1], BlockRemoved)

@@ -1,0 +1,160 @@
+"""Reading ahead: what a tier has of a prompt comes to memory, and nothing else changes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from memory.kit import Case, Logits, apart
+from pykvcache import LlamaContext, PrefixCache
+from pykvcache.errors import ClosedError
+from pykvcache.prefix import prefetch
+from pykvcache.prefix.stores import MemoryStore
+from tiers.slow import SlowStore
+from tiers.test_damage import Raising, write
+from tiers.test_tiers import SERVED, SIZE, WAIT, words
+
+Make = Callable[..., LlamaContext]
+Fresh = Callable[..., Logits]
+
+
+@pytest.mark.parametrize("case", SERVED[::2], ids=str)
+def test_a_prompt_is_in_memory_before_it_is_asked_for(
+    case: Case, make_context: Make, fresh_logits: Fresh
+) -> None:
+    prompt, store = words(1, 45), MemoryStore()
+    with PrefixCache(
+        make_context(case.name, **case.options), block_size=SIZE, tiers=[store]
+    ) as cache:
+        cache.sequence(prompt).evaluate()
+    ctx = make_context(case.name, **case.options)
+    cache = PrefixCache(ctx, block_size=SIZE, tiers=[store], tier_seconds=0)
+    one = cache.prefetch(prompt)
+    assert one.wait(30)
+    assert one.is_done
+    read = cache.stats().tiers[0].read
+    sequence = cache.sequence(prompt)
+    report = sequence.reuse
+    assert report.remote == 0
+    assert report.ram >= (44 if ctx.memory_kind == "attention" else 40)
+    assert one.n_tokens >= report.ram
+    assert apart(sequence.logits(), fresh_logits(case.name, prompt)) < case.tolerance
+    again = cache.prefetch(prompt)
+    assert again.wait(30)
+    assert again.n_tokens <= 45 % SIZE
+    assert cache.stats().tiers[0].read <= read + 1, "blocks in memory are not read again"
+    cache.close()
+
+
+def test_no_more_is_read_than_memory_has_room_for(make_context: Make) -> None:
+    prompt, store, ctx = words(1, 160), MemoryStore(), make_context("llama")
+    write(ctx, store, prompt)
+    block = ctx.native.block_bytes() * SIZE
+    cache = PrefixCache(
+        make_context("llama"), block_size=SIZE, ram_bytes=8 * block, tiers=[store], **WAIT
+    )
+    one = cache.prefetch(prompt)
+    assert one.wait(30)
+    stats = cache.stats()
+    assert stats.ram_bytes <= 8 * block
+    assert 0 < one.n_tokens <= 8 * SIZE
+    assert stats.tiers[0].read_bytes <= 9 * block
+    assert cache.sequence(prompt).reuse.evaluated == 1
+    cache.close()
+    # Without memory there is nothing to bring it to.
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, ram_bytes=0, tiers=[store], **WAIT)
+    assert cache.prefetch(prompt).is_done
+    cache.close()
+
+
+def test_what_is_wrong_in_a_tier_is_a_counter(make_context: Make, fresh_logits: Fresh) -> None:
+    prompt, store = words(1, 45), MemoryStore()
+    ctx = make_context("llama")
+    write(ctx, store, prompt)
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT)
+    with PrefixCache(ctx, block_size=SIZE, **WAIT) as other:
+        names = next(iter_names(other, prompt))
+    sealed = cache._tiers.tiers[0].sealed
+    (content,) = sealed.get([names[3]], [1 << 20])
+    bad = np.frombuffer(content, np.uint8).copy()
+    bad[: len(bad) // 4 * 4].view(np.float32)[5] = np.nan
+    store.discard([names[3]])
+    sealed.put([(names[3], bad)])
+    one = cache.prefetch(prompt)
+    assert one.wait(30)
+    assert one.n_tokens == 3 * SIZE
+    assert cache.flush(30)
+    assert cache.stats().tiers[0].refused == 1
+    assert store.contains([names[3]]) == 0, "it is removed, and written again"
+    with cache.sequence(prompt) as sequence:
+        assert apart(sequence.logits(), fresh_logits("llama", prompt)) < 1e-3
+    cache.close()
+    raising = Raising(OSError("no"))
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[raising], **WAIT)
+    assert cache.prefetch(prompt).wait(30)
+    cache.close()
+
+
+def iter_names(cache: PrefixCache, prompt: list[int]):  # type: ignore[no-untyped-def]
+    with cache.sequence(prompt) as sequence:
+        sequence.evaluate()
+    yield next(iter(cache.events)).block_hashes  # type: ignore[union-attr]
+
+
+def test_it_can_be_cancelled_and_the_cache_be_closed_and_dropped(make_context: Make) -> None:
+    slow = SlowStore(MemoryStore(), latency=20.0)
+    write(make_context("llama"), slow.store, words(1, 45))
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[slow], **WAIT)
+    several = [cache.prefetch(words(1, 45 - i)) for i in range(3)]
+    assert not several[0].wait(0)
+    several[0].cancel()
+    cache.close()
+    slow.closing.set()
+    assert all(one.wait(30) for one in several)
+    assert [one.n_tokens for one in several] == [0, 0, 0]
+    with pytest.raises(ClosedError):
+        cache.prefetch([5, 6])
+    slow = SlowStore(slow.store, latency=20.0)
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[slow], **WAIT)
+    one, last = (cache.prefetch(words(1, 45)) for _ in range(2))
+    del cache
+    slow.closing.set()
+    assert one.wait(30)
+    assert last.wait(30)
+
+
+def test_many_are_given_up_and_wrong_arguments_raise(
+    make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "MAX_WAITING", 2)
+    slow = SlowStore(MemoryStore(), latency=20.0)
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[slow], **WAIT)
+    several = [cache.prefetch(words(1, 45)) for _ in range(4)]
+    assert [one.is_done for one in several] == [False, False, True, True]
+    with pytest.raises(TypeError):
+        cache.prefetch(words(1, 45), namespace=3)  # type: ignore[arg-type]
+    with pytest.raises((TypeError, ValueError)):
+        cache.prefetch([10**9])
+    with pytest.raises(ValueError, match="seconds"):
+        several[0].wait(-1)
+    slow.closing.set()
+    assert all(one.wait(30) for one in several)
+    assert "done" in repr(several[0])
+    cache.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
+def test_a_forked_child_does_not_wait(make_context: Make) -> None:
+    slow = SlowStore(MemoryStore(), latency=20.0)
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[slow], **WAIT)
+    one = cache.prefetch(words(1, 45))
+    one._pid = -1  # as in a child
+    before = threading.active_count()
+    assert one.wait() is False
+    assert threading.active_count() == before
+    slow.closing.set()
+    cache.close()

@@ -64,3 +64,14 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_six_steps_are_six() -> None:
     steps = ARCHITECTURE.split("## Add a C function in six steps")[1].split("\n## ")[0]
     assert re.findall(r"^(\d+)\. ", steps, re.MULTILINE) == list("123456")
+
+
+def test_the_three_calls_go_where_the_table_says() -> None:
+    table = ARCHITECTURE.split("### Three calls from Python to C")[1].split("\n### ")[0]
+    steps = re.findall(r"`([\w:]+)` in `([\w./]+)`", table)
+    assert len(steps) > 20
+    for name, file in steps:
+        folder = PACKAGE if file.endswith(".py") else PACKAGE / "_native"
+        text = (folder / file).read_text(encoding="utf-8")
+        begin = r"^[ \t]*(?:def|cdef|inline|int32_t|state_fault)"
+        assert re.search(rf"{begin}\b[^\n.=(]*\b{name}\(", text, re.MULTILINE), (name, file)

@@ -1,4 +1,4 @@
-"""Logits and embeddings that are no numbers are never handed out: one error says where."""
+"""Logits and embeddings that are not finite are never handed out: one error says where."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def spoilt_mamba(model_folder: Path, folder: Path) -> Path:
 
 
 def overflow(ctx: LlamaContext, seq: int) -> None:
-    """Give a sequence a recurrent state that is accepted and whose next logits are no numbers."""
+    """Give a sequence a recurrent state that is accepted and whose next logits are not finite."""
     arrays = ctx.kv(0)
     assert arrays.recurrent is not None
     layers = [

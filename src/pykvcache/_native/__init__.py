@@ -6,7 +6,7 @@ import importlib
 
 
 def _is_main_interpreter() -> bool:
-    """Tell whether this is the process's first interpreter; True where nobody can say."""
+    """Tell whether this is the process's first interpreter; True where that cannot be found out."""
     for name in ("_interpreters", "_xxsubinterpreters"):  # from 3.13; up to 3.12
         try:
             module = importlib.import_module(name)

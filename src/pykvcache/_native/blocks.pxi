@@ -41,7 +41,7 @@ cdef class Blocks(State):
                 result.append(streams if whole else _one_stream(streams))
             return result
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef tuple split_stream(
             self, lib.state_part part, uint32_t stream, vector[lib.state_block]& blocks, Pieces pieces,
@@ -102,7 +102,7 @@ cdef class Blocks(State):
             pieces.pieces.swap(joined.pieces)
             self.set_pieces(seq, pieces, firsts)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef int take_arrays(
             self, lib.state_part part, list streams, bint whole, vector[lib.cell_arrays]& given,
@@ -158,7 +158,7 @@ cdef class Blocks(State):
             self.has_states("blocks")
             return lib.block_cell_bytes(self.mem, self.v_trans())
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def get_block(self, seq_id, first, n, uint8_t[::1] out not None):
         """Copy the cells at positions ``[first, first + n)``; False if they are not all there."""
@@ -180,12 +180,12 @@ cdef class Blocks(State):
                 raise _caught_error("blocks")
             return code == 1
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def set_blocks(self, seq_id, list blocks not None, Partial rest=None):
         """Make a sequence hold the cells of (block, its cells, how many count), from position 0 on.
 
-        `rest` is the state of the other parts after the last of these cells. Whoever calls vouches
+        `rest` is the state of the other parts after the last of these cells. The caller guarantees
         that all belong together; all or nothing as `set_state`.
         """
         cdef Pieces pieces = Pieces([])
@@ -196,7 +196,7 @@ cdef class Blocks(State):
             self.join_blocks(blocks, rest, pieces, joined)
             self.set_pieces(seq, pieces, None)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def check_blocks(self, list blocks not None, Partial rest=None):
         """Raise what `set_blocks` would because of the bytes; changes nothing."""
@@ -208,7 +208,7 @@ cdef class Blocks(State):
             self.join_blocks(blocks, rest, pieces, joined)
             self.check(pieces, 0, False, found)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef int join_blocks(
             self, list blocks, Partial rest, Pieces pieces, lib.joined_state& joined) except -1:

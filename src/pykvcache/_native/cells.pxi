@@ -19,7 +19,7 @@ cdef class Cells(Memory):
             if lib.memory_breakdown(self.ctx, found) == lib.CAUGHT:
                 raise self.fail_to_read("memory_breakdown")
         finally:
-            self.lock.leave()
+            self.lock.unlock()
         return [(_text(found[i].name), found[i].model, found[i].context, found[i].compute)
                 for i in range(found.size())]
 
@@ -46,7 +46,7 @@ cdef class Cells(Memory):
                 "buffer_types": tuple(_texts(lib.buffer_types(self.mem))),
             }
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef int default_part(self) noexcept:
         return lib.PART_RECURRENT if self.kind == lib.MEMORY_RECURRENT else lib.PART_ATTENTION
@@ -58,7 +58,7 @@ cdef class Cells(Memory):
         try:
             return lib.n_used(self.mem, <lib.memory_part>self.default_part())
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def cells(self, part):
         """Return (stream, cell, pos, members) of the used cells of one part."""
@@ -82,7 +82,7 @@ cdef class Cells(Memory):
                 i = self.fill_cells(which, n, streams, indices, positions, members)
             return streams[:i], indices[:i], positions[:i], members[:i].view(np.bool_)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef uint32_t fill_cells(
             self, int which, uint32_t n, int32_t[::1] streams, int32_t[::1] indices,
@@ -111,7 +111,7 @@ cdef class Cells(Memory):
                     found[s] = (lo, hi, lib.n_held(self.mem, s))
             return found
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def compact(self):
         """Move cells down to the lowest ones; the number of cells that moved."""
@@ -128,7 +128,7 @@ cdef class Cells(Memory):
             self.raise_caught(lib.CAUGHT if moved == lib.CAUGHT else 0, "compact")
             return moved
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def prefix_version(self, seq_id):
         """Name what a sequence holds now; the name stays true while none of it is changed."""
@@ -137,7 +137,7 @@ cdef class Cells(Memory):
         try:
             return self.seqs.name_version(seq)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def holds_prefix(self, seq_id, uint64_t version):
         """Tell whether a sequence still holds all that it held when it was named."""
@@ -146,7 +146,7 @@ cdef class Cells(Memory):
         try:
             return not self.broken and self.seqs.is_version(seq, version)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def can_resume(self, seq_id, pos):
         """Tell whether a decode at pos, after removing from pos on, would be right."""
@@ -167,7 +167,7 @@ cdef class Cells(Memory):
                 return False
             return bool(lib.window_intact(self.mem, seq, p))
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def copy_prefix(self, src, dst, n):
         """Make dst hold the positions below n of src, and nothing else."""
@@ -211,4 +211,4 @@ cdef class Cells(Memory):
             if follows:
                 self.raise_caught(self.seqs.shift(seq, b, INT32_MAX, a - b), "seq_add")
         finally:
-            self.lock.leave()
+            self.lock.unlock()

@@ -47,9 +47,9 @@ cdef class Decoding(Batch):
             self.flags[n - 1] = 1
             self.run_parts(n, 1)
             # In the same hold of the lock: another thread may decode right after it.
-            return self.checked_row(-1, <int32_t>n) if want_row else None
+            return self.logit_row(-1, True, <int32_t>n) if want_row else None
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def decode_batch(self, Rows rows not None):
         """Decode tokens of several sequences, in parts where they are more than n_batch."""
@@ -62,7 +62,7 @@ cdef class Decoding(Batch):
             self.check_batch(<Py_ssize_t>self.token.size(), width, False)
             self.run_parts(<int64_t>self.token.size(), width)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef int run_parts(self, int64_t n, int32_t width) except -1:
         """Decode the checked arrays in as few calls as the context allows."""
@@ -91,7 +91,7 @@ cdef class Decoding(Batch):
             raise
         finally:
             self.abort_flag.end()
-            # Last: a log handler is a program of somebody else's, and may raise anything.
+            # Last: a user's log handler may raise anything.
             _drain_log()
         return 0
 
@@ -201,7 +201,7 @@ cdef class Decoding(Batch):
                 self.outputs.push_back(<int32_t>i)
             self.from_encoder = self.model.has_decoder and self.model.has_encoder
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef int encode_failed(self, int32_t code) except -1:
         if code == lib.CAUGHT:

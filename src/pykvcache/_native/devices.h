@@ -36,7 +36,7 @@ inline int32_t device_list(std::vector<device_facts> & out) noexcept {
     });
 }
 
-// NULL: there is none of this name.
+// NULL if no device has this name.
 inline ggml_backend_dev_t device_named(const char * name) noexcept {
     return guarded<ggml_backend_dev_t>(nullptr, [&] { return ggml_backend_dev_by_name(name); });
 }

@@ -11,7 +11,7 @@
 namespace pykv {
 
 // Claim the blocks of a new file; 0, or the error where there is no room. A file system that cannot
-// do it is none, and is not asked to pretend: posix_fallocate() would write into every block.
+// do it does nothing, rather than posix_fallocate(), which would write into every block.
 inline int claim_blocks(int fd, int64_t size) noexcept {
 #ifdef __linux__
     // Not again after EINTR: where signals undo it (tmpfs of older kernels), a timer's would for ever.

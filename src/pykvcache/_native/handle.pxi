@@ -2,7 +2,7 @@
 
 @cython.no_gc_clear  # __dealloc__ frees the context before the model that it points into
 cdef class Handle:
-    """Own a ``llama_context``; methods run between lock_read() or lock_write(), and leave()."""
+    """Own a ``llama_context``; methods run between lock_read() or lock_write(), and lock.unlock()."""
 
     cdef lib.llama_context* ctx
     # What is known of the sequences, and the only way to change them; `mem` only reads.
@@ -14,8 +14,8 @@ cdef class Handle:
     cdef readonly Model model
     cdef int generation
     cdef bint closed
-    cdef bint parked
-    # Buffers over memory of the context that are in use, and whether close() left them the rest.
+    cdef bint stopped
+    # How many buffers over the context's memory are in use: close() frees it only after the last of them.
     cdef int exports
     cdef object __weakref__
     cdef bint broken
@@ -85,7 +85,7 @@ cdef class Handle:
     def __dealloc__(self):
         # Threads do not survive a fork, and may still run while the process ends:
         # what cannot be freed safely is left to the system.
-        if self.generation == _generation and not self.parked:
+        if self.generation == _generation and not self.stopped:
             self.free()
 
     cdef void free(self) noexcept:
@@ -100,14 +100,14 @@ cdef class Handle:
 
     cdef void free_late(self) noexcept:
         """Free what close() had to leave, once no buffer is in use."""
-        if self.closed and self.exports == 0 and self.generation == _generation and not self.parked:
+        if self.closed and self.exports == 0 and self.generation == _generation and not self.stopped:
             self.free()
 
     cdef int lock_write(self) except -1:
         """Take the lock for a call that changes cells: not in a state that nobody knows."""
         self.lock_read()
         if self.broken:
-            self.lock.leave()
+            self.lock.unlock()
             self.check_usable()
         self.seqs.begin()
         return 0
@@ -115,23 +115,23 @@ cdef class Handle:
     cdef int lock_read(self) except -1:
         """Take the lock for a call that only reads.
 
-        The GIL is given up only when there is somebody to wait for.
+        The GIL is released only when another thread holds the lock.
         """
         self.check_process()
-        if not self.lock.try_enter():
+        if not self.lock.try_lock():
             if self.lock.is_mine():
                 raise RuntimeError("a callback of this context called the context itself")
             with nogil:
-                self.lock.enter()
+                self.lock.lock()
         if self.closed:
-            self.lock.leave()
+            self.lock.unlock()
             raise ClosedError("the context is closed")
         return 0
 
     cdef int check_process(self) except -1:
         if self.generation != _generation:
             raise ClosedError("this context belongs to the process before fork(); open a new one")
-        if self.parked:
+        if self.stopped:
             raise ClosedError("the interpreter is shutting down")
         return 0
 
@@ -176,28 +176,28 @@ cdef class Handle:
         if self.generation != _generation:
             self.closed = True
             return
-        if self.closed or self.parked:
+        if self.closed or self.stopped:
             return
-        if not self.lock.try_enter():
+        if not self.lock.try_lock():
             if self.lock.is_mine():
                 raise RuntimeError("a callback of this context called close()")
             with nogil:
-                self.lock.enter()
+                self.lock.lock()
         try:
             self.closed = True
             if self.exports == 0:
                 self.free()
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
-    def park(self):
+    def stop(self):
         """Stop for good, at interpreter exit: no thread may decode while libraries unload."""
-        if self.generation != _generation or self.closed or self.parked or self.lock.is_mine():
+        if self.generation != _generation or self.closed or self.stopped or self.lock.is_mine():
             return
         self.abort_flag.ask()
         with nogil:
-            self.lock.enter()
-        self.parked = True
+            self.lock.lock()
+        self.stopped = True
 
     def is_eog(self, int32_t token):
         """Call ``llama_vocab_is_eog``; the model may have been closed meanwhile."""
@@ -207,7 +207,7 @@ cdef class Handle:
                 return False
             return bool(lib.llama_vocab_is_eog(self.model.vocab, token))
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     @property
     def flash_attn(self):
@@ -250,7 +250,7 @@ cdef class Handle:
             self.effective.n_threads = n
             self.effective.n_threads_batch = nb
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def perf(self):
         """Return ``llama_perf_context`` as a tuple."""
@@ -259,7 +259,7 @@ cdef class Handle:
         try:
             d = lib.llama_perf_context(self.ctx)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
         return d.t_load_ms, d.t_p_eval_ms, d.t_eval_ms, d.n_p_eval, d.n_eval, d.n_reused
 
     def perf_reset(self):
@@ -268,7 +268,7 @@ cdef class Handle:
         try:
             lib.llama_perf_context_reset(self.ctx)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
 
 cdef int _fill_context_params(lib.llama_context_params* p, dict d) except -1:

@@ -68,7 +68,7 @@ std::string header_problem(const char * path) noexcept {
     guarded_void([&] {
         const std::unique_ptr<gguf_context, void (*)(gguf_context *)> header(
             gguf_init_from_file(path, {/*no_alloc=*/true, /*ctx=*/nullptr}), gguf_free);
-        if (header) {  // what is none is refused by the load, with llama.cpp's own words
+        if (header) {  // other files are refused by the load, with llama.cpp's own words
             problem = find_problem(header.get());
             problem = problem.empty() ? vocab_problem(header.get()) : problem;
         }

@@ -44,7 +44,7 @@ std::string unescape(const char * token) {
     return out;
 }
 
-// From a byte that begins tokens and is none, the longest token is none: it would be looked for for ever.
+// From a byte that begins tokens without being one, no token may match: the search would never end.
 std::string find_gap(const gguf_context * header, int64_t tokens) {
     std::bitset<256> begins, whole;
     for (size_t i = 0; i < gguf_get_arr_n(header, tokens); ++i) {

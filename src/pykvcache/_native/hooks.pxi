@@ -44,11 +44,11 @@ cdef object _live = weakref.WeakSet()
 
 
 @atexit.register
-def _park_all():
+def _stop_all():
     with nogil:
         lib.loads.finish()
     for context in list(_live):
-        context.park()
+        context.stop()
 
 
 cdef int _sync_log() except -1:

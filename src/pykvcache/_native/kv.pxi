@@ -95,7 +95,7 @@ def read_regions(list regions, func):
             arrays.append(np.asarray(memory))
         return func(*arrays)
     finally:
-        owner.lock.leave()
+        owner.lock.unlock()
 
 
 cdef class Arrays(Cells):
@@ -126,7 +126,7 @@ cdef class Arrays(Cells):
                     (b.type, b.n_head, b.head_dim) if b.data != NULL else None))
             return result
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def hadamard(self, str part not None):
         """Return the edges of the matrices that K and V are multiplied by; 0 for none."""
@@ -137,7 +137,7 @@ cdef class Arrays(Cells):
             facts = lib.part_hadamard(self.mem, which)
             return facts.keys, facts.values
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def rope(self, uint32_t layer):
         """Return how the graph rotates the keys of a layer; None where there are none, or not turned.
@@ -159,7 +159,7 @@ cdef class Arrays(Cells):
             result["freq_factors"] = np.array([factors[i] for i in range(factors.size())], np.float32)
             return result
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def rope_settings(self, uint32_t layer):
         """Return what could be read of a layer's rotation, known or not; None where it has no keys.
@@ -173,7 +173,7 @@ cdef class Arrays(Cells):
                 return None
             return self.settings_of(lib.rope_at(self.mem, layer))
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def rope_beside_copies(self, uint32_t layer, bint everywhere):
         """Return `rope_settings` as they are read while graphs store copies; for tests.
@@ -187,7 +187,7 @@ cdef class Arrays(Cells):
                 return None
             return self.settings_of(lib.rope_beside_copies(self.ctx, self.mem, layer, everywhere))
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef dict settings_of(self, const lib.key_rope& rope):
         cdef vector[float] factors = lib.rope_factors(rope)
@@ -210,7 +210,7 @@ cdef class Arrays(Cells):
                 view[i] = lib.in_window(self.mem, positions[i], next_pos)
             return seen.view(np.bool_)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def take(self, seq_id, bint copy):
         """Return what a sequence holds: per part (part, positions, extended or None, layers).
@@ -253,7 +253,7 @@ cdef class Arrays(Cells):
                 parts.append((name, positions, extended, self.layers_of(part, seq, cells, copy)))
             return parts
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef int check_readable(self, int32_t seq) except -1:
         if self.kind == lib.MEMORY_OTHER or lib.picks_blocks(self.mem):

@@ -256,9 +256,9 @@ cdef extern from "probe_values.h" namespace "pykv" nogil:
 
 cdef extern from "sync.h" namespace "pykv" nogil:
     cdef cppclass owned_mutex:
-        bool try_enter()
-        void enter()
-        void leave()
+        bool try_lock()
+        void lock()
+        void unlock()
         bool is_mine()
     cdef cppclass abort_flag:
         void begin()

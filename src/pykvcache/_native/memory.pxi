@@ -32,7 +32,7 @@ cdef class Memory(Handle):
         try:
             return lib.n_stream(self.mem)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def can_shift(self):
         """Tell whether seq_add can be right on this memory; no lock, since it never changes."""
@@ -72,7 +72,7 @@ cdef class Memory(Handle):
                 return lib.first_kept(self.mem, <int32_t>n)
             return hi if lib.extent(self.mem, <int32_t>n, lo, hi) else -1
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     # Removal -------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ cdef class Memory(Handle):
                 self.broken = False
             self.raise_caught(code, "clear")
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef int remove_from(self, int32_t seq, lib.removal what, int32_t p0, int32_t p1) except -1:
         return self.raise_refused(self.seqs.remove(seq, what, p0, p1), seq, "seq_rm")
@@ -123,7 +123,7 @@ cdef class Memory(Handle):
                 self.remove_from(s, self.seqs.removal_of(s, a, b), a, b)
             return True
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def seq_keep(self, seq_id):
         """Remove every other sequence, in every stream and part."""
@@ -133,7 +133,7 @@ cdef class Memory(Handle):
             self.need_memory("kv_cache_seq_keep")
             self.raise_refused(self.seqs.keep(seq), seq, "seq_keep")
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     # Copy ----------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ cdef class Memory(Handle):
                 # A removal clears the source's compressed rows at once, before a pending copy.
                 self.apply_pending()
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def copy_cache(self, src, dst, size):
         """Make dst hold the positions below `size` of src, which must be a number."""
@@ -228,7 +228,7 @@ cdef class Memory(Handle):
                 self.raise_problem(problem, f"adding {delta}", where, to, p0, p1)
             self.raise_caught(self.seqs.shift(seq, a, b, <int32_t>by), "seq_add")
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def seq_div(self, seq_id, p0, p1, d):
         """Divide the positions in ``[p0, p1)`` by d, rotating K the right way."""
@@ -248,7 +248,7 @@ cdef class Memory(Handle):
                 self.raise_problem(problem, f"dividing by {by}", where, where // by, p0, p1)
             self.raise_caught(self.seqs.divide(seq, a, b, by), "seq_div")
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef int begin_move(self, str operation, int32_t seq, int32_t a, int32_t b) except -1:
         """0 when there is nothing to move; refusals that hold for any delta come first."""
@@ -305,7 +305,7 @@ cdef class Memory(Handle):
             self.check_usable()
             self.apply_pending()
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef int apply_pending(self) except -1:
         """Apply what is pending, where no abort() can stop it half-way."""

@@ -13,7 +13,7 @@ cdef class Outputs(Partials):
     cdef list kept_logits
     cdef list kept_embeddings
     cdef bint from_encoder
-    # Why there are none, where there are none.
+    # Why there are no outputs, where there are none.
     cdef str no_outputs
 
     cdef void forget_outputs(self, str why):
@@ -57,18 +57,12 @@ cdef class Outputs(Partials):
         PyBuffer_Release(&view)
         return result
 
-    cdef object finite(self, object row, str what, object i, int32_t n_decoded):
-        """The row, if it is one of numbers: NaN is nobody's logit, and no embedding."""
-        cdef Py_buffer view
-        cdef int64_t place
-        cdef float value = 0
-        PyObject_GetBuffer(row, &view, PyBUF_SIMPLE)
-        place = lib.first_not_finite(<const float*>view.buf, view.len // sizeof(float), what == "logits")
-        if place >= 0:
-            value = (<const float*>view.buf)[place]
-        PyBuffer_Release(&view)
+    cdef int check_finite(
+            self, const float* row, int32_t n, str what, object i, int32_t n_decoded) except -1:
+        """Raise where a row is not finite: NaN says nothing, as a logit or in an embedding."""
+        cdef int64_t place = lib.first_not_finite(row, n, what == "logits")
         if place < 0:
-            return row
+            return 0
         self.seqs.suspect()
         if what == "logits" or self.pooling_type == 0:
             i = self.outputs[self.find_output(i, what)]
@@ -77,9 +71,9 @@ cdef class Outputs(Partials):
             whose = f"sequence {i}"
         stay = f"; what this call decoded stays, tokens: {n_decoded}" if n_decoded else ""
         raise OutputNotFinite(
-            f"the {what} of {whose} are no numbers: place {place} is {value}. The model's arithmetic "
+            f"the {what} of {whose} are not finite: place {place} is {row[place]}. The model's arithmetic "
             f"overflowed: its weights, a state or written keys and values are too large{stay}",
-            what, i, place, value, n_decoded=n_decoded)
+            what, i, place, row[place], n_decoded=n_decoded)
 
     cdef int find_output(self, object i, str what) except -1:
         """Place of batch index i (from the end of the outputs if negative) in the outputs."""
@@ -120,22 +114,31 @@ cdef class Outputs(Partials):
                 f"{self.seqs.row_pos(place)} any more, after what it held before it then")
         return place
 
-    cdef object row(self, int place, bint embeddings):
+    cdef object row(self, int place, str what, bint check, object i, int32_t n_decoded):
+        """A copy of a row of outputs, or None; `check`: raise where it is not finite."""
+        cdef bint embeddings = what == "embeddings"
         cdef list kept = self.kept_embeddings if embeddings else self.kept_logits
-        cdef int32_t i
+        cdef int32_t n = self.n_embd_out if embeddings else self.n_vocab
+        cdef const float[::1] view
+        cdef const float* row
         if kept is not None and place < len(kept):
-            return None if kept[place] is None else kept[place].copy()
-        i = self.outputs[place] - self.part_start
-        if embeddings:
-            return self.copy_row(lib.embeddings_ith(self.ctx, i), self.n_embd_out)
-        return self.copy_row(lib.logits_ith(self.ctx, i), self.n_vocab)
+            if kept[place] is None:
+                return None
+            view = kept[place]
+            row = &view[0]
+        elif embeddings:
+            row = lib.embeddings_ith(self.ctx, self.outputs[place] - self.part_start)
+        else:
+            row = lib.logits_ith(self.ctx, self.outputs[place] - self.part_start)
+        if row != NULL and check:
+            self.check_finite(row, n, what, i, n_decoded)
+        return self.copy_row(row, n)
 
-    cdef object checked_row(self, object i, int32_t n_decoded=0):
-        """The logits of batch index i, or the reason why there are none, or none to hand out."""
-        return self.finite(self.any_row(i), "logits", i, n_decoded)
+    cdef object logit_row(self, object i, bint check, int32_t n_decoded=0):
+        """A copy of the logits of batch index i; raise where there are none, or they are not finite.
 
-    cdef object any_row(self, object i):
-        """The same for a sampler, which looks at each logit itself."""
+        Without `check` for a sampler, which looks at each logit itself.
+        """
         if self.kind == lib.MEMORY_NONE and not self.model.is_diffusion:
             raise UnsupportedOperation("logits", "this model gives embeddings only")
         if self.from_encoder:
@@ -145,7 +148,7 @@ cdef class Outputs(Partials):
         if not self.effective.gives_logits:
             raise UnsupportedOperation(
                 "logits", "with embeddings=True this model computes no logits", "context")
-        result = self.row(place, False)
+        result = self.row(place, "logits", check, i, n_decoded)
         if result is None:
             raise IndexError(f"token {i} of the last decode has no logits")
         return result
@@ -155,9 +158,9 @@ cdef class Outputs(Partials):
         self.lock_read()
         try:
             self.check_usable()
-            return self.checked_row(i)
+            return self.logit_row(i, True)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def token_embeddings(self, i):
         """Copy one row of embeddings."""
@@ -171,17 +174,18 @@ cdef class Outputs(Partials):
                 raise UnsupportedOperation(
                     "embeddings", "they are pooled: see seq_embeddings(), or use pooling_type='none'",
                     "context")
-            result = self.row(self.find_output(i, "embeddings"), True)
+            result = self.row(self.find_output(i, "embeddings"), "embeddings", True, i, 0)
             if result is None:
                 raise IndexError(f"token {i} of the last decode has no embeddings")
-            return self.finite(result, "embeddings", i, 0)
+            return result
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def seq_embeddings(self, seq_id):
         """Copy the pooled embedding of a sequence."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef int32_t n = self.n_embd_out if self.pooling_type != 4 else self.model.facts.n_cls_out
+        cdef const float* row
         self.lock_read()
         try:
             self.check_usable()
@@ -190,17 +194,18 @@ cdef class Outputs(Partials):
                     "seq_embeddings", "create the context with embeddings=True and a pooling_type", "context")
             if self.outputs.size() == 0:
                 raise self.none_there("embeddings")
-            result = self.copy_row(lib.embeddings_seq(self.ctx, seq), n)
-            if result is None:
+            row = lib.embeddings_seq(self.ctx, seq)
+            if row == NULL:
                 raise IndexError(f"sequence {seq} was not in the last decode")
             if not self.seqs.rows_are_whole(seq):
                 raise IndexError(
                     f"the embeddings of sequence {seq} are gone: it no longer holds what was decoded")
-            return self.finite(result, "embeddings", seq, 0)
+            self.check_finite(row, n, "embeddings", seq, 0)
+            return self.copy_row(row, n)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
 
 def first_not_finite(const float[::1] row not None, bint is_logits):
-    """Return the first place of a row that is no number, or -1, for tests."""
+    """Return the first place of a row that is not finite, or -1; for tests."""
     return lib.first_not_finite(&row[0] if row.shape[0] else NULL, row.shape[0], is_logits)

@@ -68,7 +68,7 @@ cdef class Partials(Blocks):
             state.version = self.seqs.name_version(seq)
             return state
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def make_partial_state(self, uint8_t[::1] content not None, first, pos):
         """Return a state from the bytes of one that another context of this layout took.
@@ -92,12 +92,12 @@ cdef class Partials(Blocks):
             state.version = 0  # the name of nothing: it goes with no sequence by itself
             return state
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def set_partial_state(self, Partial state not None, seq_id=None):
         """Make a sequence hold what it held when the state was taken, or change nothing.
 
-        With `seq_id` another sequence, whose caller vouches that its tokens up to the state's
+        With `seq_id` another sequence; the caller guarantees that its tokens up to the state's
         position are the very same, computed in the same way.
         """
         cdef int32_t seq = state.seq_id if seq_id is None else _seq(seq_id, self.n_seq_max)
@@ -123,7 +123,7 @@ cdef class Partials(Blocks):
             else:
                 self.put_part(state, seq)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef int check_prefix_is_there(self, Partial state, int32_t seq) except -1:
         """Refuse a sequence whose attention part lacks a cell that the state was made beside."""

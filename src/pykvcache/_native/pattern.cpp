@@ -206,7 +206,7 @@ private:
                 ++at;
                 const uint32_t last = read_in_brackets(set);
                 if (first > last || last == UINT32_MAX) {
-                    refuse("a range that is none", at);
+                    refuse("a range that runs backwards", at);
                 }
                 set.add(first, last);
             }

@@ -137,7 +137,7 @@ std::vector<live_cell> part_cells(const memory * m, memory_part part, llama_seq_
     const auto & cells = cache->get_cells(seq);
     const llama_pos last = cells.seq_pos_max(seq);
     for (const auto & [pos, cell] : held_cells(cells, seq)) {
-        // What the window has passed is no longer part of the sequence, there or not.
+        // Cells that the window has passed do not belong to the sequence any more, even if they are still there.
         if (part == PART_WINDOW && llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, last)) {
             continue;
         }

@@ -95,7 +95,7 @@ cdef class State(Arrays):
                 result.append(layout)
             return result
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef bint v_trans(self) noexcept:
         return not self.effective.flash_attn
@@ -114,7 +114,7 @@ cdef class State(Arrays):
             self.readable("state_size", seq)
             return self.plan(seq).size
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def get_state(self, seq_id, uint8_t[::1] out):
         """Copy a sequence's cells, or with None all (``llama_state_get_data``)."""
@@ -130,7 +130,7 @@ cdef class State(Arrays):
                 raise ValueError(f"out has {out.shape[0]} bytes: the state has {plan.size}")
             return self.read_state(plan, np.asarray(out)[:plan.size])
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def take_state(self, seq_id):
         """Return a state, and (sequence, first position) of what is in it, both from one hold of the lock."""
@@ -148,7 +148,7 @@ cdef class State(Arrays):
                     firsts.append((s, lo))
             return state, firsts
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef int readable(self, str operation, int32_t seq) except -1:
         """Refuse where bytes could not say what the memory holds; then apply what is pending."""
@@ -230,7 +230,7 @@ cdef class State(Arrays):
         try:
             self.set_pieces(seq, pieces, firsts)
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef int set_pieces(self, int32_t seq, Pieces pieces, list firsts) except -1:
         cdef int32_t begin[MAX_SEQ]

@@ -1,4 +1,4 @@
-// The layout of llama.cpp's state bytes, described once. Whoever writes, counts, checks or reads a state
+// The layout of llama.cpp's state bytes, described once. All code that writes, counts, checks or reads a state
 // goes through these functions; docs/state-format.md shows the same layout as text. Packed, little-endian.
 //
 // A visitor is what the bytes come from or go to:

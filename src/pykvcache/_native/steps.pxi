@@ -33,12 +33,12 @@ cdef class Context(Decoding):
                 self.check_batch(n, 1, False)
                 self.run_parts(n, 1)
                 self.note_held(ledger, seq, end)
-                return True, self.checked_row(-1, <int32_t>n) if want_row else None
+                return True, self.logit_row(-1, True, <int32_t>n) if want_row else None
             except BaseException:
                 self.note_left(ledger, seq)
                 raise
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def decode_shares(self, Rows rows not None, list shares not None):
         """Decode a batch of several sequences; return rows of logits, or None as above.
@@ -62,7 +62,7 @@ cdef class Context(Decoding):
                 self.note_shares_left(shares)
                 raise
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def not_ready(self, list lanes not None, list owners not None):
         """Return the owners whose lanes cannot take part in a `step` as they are."""
@@ -71,7 +71,7 @@ cdef class Context(Decoding):
         try:
             return [owner for lane, owner in pairs if not self.is_ready(<Lane>lane)]
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     def step(self, list lanes not None, list owners not None, list looks not None, Rows rows=None,
              list shares=None):
@@ -124,7 +124,7 @@ cdef class Context(Decoding):
                 raise
             return self.choose_all(lanes, owners, n, looks), found
         finally:
-            self.lock.leave()
+            self.lock.unlock()
 
     cdef bint are_as_noted(self, list shares) except -1:
         cdef Tokens ledger
@@ -139,7 +139,7 @@ cdef class Context(Decoding):
         cdef list found = []
         for ledger, seq_id, end, row in shares:
             self.note_held(ledger, seq_id, end)
-            found.append(self.any_row(before + row) if row >= 0 else None)
+            found.append(self.logit_row(before + row, False) if row >= 0 else None)
         return found
 
     cdef int note_shares_left(self, list shares) except -1:

@@ -9,21 +9,21 @@
 namespace pykv {
 
 // A mutex that knows its owner, so that a call from one of the context's own
-// callbacks is refused instead of waiting for itself for ever.
+// callbacks is refused instead of a deadlock.
 class owned_mutex {
   public:
-    bool try_enter() {
+    bool try_lock() {
         if (!mutex.try_lock()) {
             return false;
         }
         owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
         return true;
     }
-    void enter() {
+    void lock() {
         mutex.lock();
         owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
     }
-    void leave() {
+    void unlock() {
         owner.store(std::thread::id(), std::memory_order_relaxed);
         mutex.unlock();
     }

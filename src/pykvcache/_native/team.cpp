@@ -283,7 +283,7 @@ void run_team(team_work & work, int n_threads) {
     worker * team[MAX_TEAM];
     pool &   p = workers();
     const int n = gather(p, team, n_threads < MAX_TEAM ? n_threads : MAX_TEAM);
-    // Whoever spins where others wait for the processor keeps it from those it waits for.
+    // A thread that spins while others wait for a processor keeps it from the threads that it waits for.
     const bool crowded = p.busy.fetch_add(n, std::memory_order_relaxed) + n > processors;
     work.n_threads = n;
     work.spin_ns = crowded ? 0 : p.spin_ns;

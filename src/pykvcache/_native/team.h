@@ -22,7 +22,7 @@ class alignas(LINE) turnstile {
     uint32_t now() const { return value.load(std::memory_order_acquire); }
     // Spin for `spin_ns`, then sleep.
     void wait_while(uint32_t old, int64_t spin_ns);
-    // Whoever waits goes on.
+    // Wake the threads that wait.
     void set(uint32_t next) {
         set_quietly(next);
         wake();

@@ -20,7 +20,7 @@ struct fragment {
 
 struct token_list {
     std::vector<llama_token> tokens;
-    std::string              problem;  // why there are none: what the vocabulary lacks
+    std::string              problem;  // why there are no tokens: what the vocabulary lacks
 };
 
 class text_vocab {

@@ -41,7 +41,7 @@ namespace {
 
 constexpr uint32_t REPLACEMENT = 0xFFFD;
 
-// How many bytes at `at` are a character; 0 if they are none.
+// The number of bytes of the character at `at`; 0 if they are not a character.
 size_t read_character(const std::string & text, size_t at, uint32_t & cpt) {
     const auto    byte = [&](size_t i) { return static_cast<uint8_t>(text[at + i]); };
     const uint8_t lead = byte(0);

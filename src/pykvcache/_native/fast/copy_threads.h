@@ -12,7 +12,7 @@ namespace pykv {
 // Less is done before a thread has started.
 constexpr size_t WORTH_A_THREAD = size_t(4) << 20;
 
-// Numbers that are given out once each, to whoever asks.
+// Hands out the numbers below n, each to one thread.
 class counter {
   public:
     explicit counter(size_t n) : n(n) {}
@@ -29,7 +29,7 @@ class counter {
 };
 
 // Call `work` on this thread after `first`, and meanwhile on another if there may be one and the
-// system gives one. It takes numbers of `jobs` until there are none. What either throws is thrown here,
+// system gives one. It takes numbers from `jobs` until all are taken. What either throws is thrown here,
 // when both have ended.
 template <class First, class Work> void with_copy_threads(bool two, counter & jobs, First && first, Work && work) {
     std::exception_ptr failed;

@@ -22,15 +22,15 @@ bool is_cells_only(const memory * m) { return m->kind == MEMORY_ATTENTION || m->
 llama_pos begin_of(llama_pos p0) { return p0 ? p0 : -1; }
 llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
 
-// Take the sequence out of its cells in [p0, p1); what nobody holds any more is free.
+// Remove the sequence from its cells in [p0, p1); a cell that no sequence holds any more becomes free.
 void take_out(llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1) {
-    open_cells open(cache, seq);
-    auto &     held = open.held(seq);
-    const auto first = from(held, p0);
-    const auto end = from(held, p1);
-    leaving    leave(open, seq);
+    open_cells   open(cache, seq);
+    auto &       held = open.held(seq);
+    const auto   first = from(held, p0);
+    const auto   end = from(held, p1);
+    cell_release release(open, seq);
     for (auto it = first; it != end; ++it) {
-        leave.cell(it->second);
+        release(it->second);
     }
     held.erase(first, end);
 }
@@ -48,8 +48,8 @@ cell_set part_of(const cell_set & held, llama_pos p0, llama_pos p1) {
     return part;
 }
 
-// Let `dst` hold these cells instead of what it held.
-void enter(llama_kv_cache & cache, llama_seq_id dst, cell_set & cells) {
+// Make `dst` hold these cells instead of what it held.
+void assign(llama_kv_cache & cache, llama_seq_id dst, cell_set & cells) {
     take_out(cache, dst, 0, POS_END);
     open_cells open(cache, dst);
     for (const auto & held : cells) {
@@ -80,7 +80,7 @@ template <class F> void move(llama_kv_cache & cache, llama_seq_id seq, llama_pos
     }
     in_order = in_order && (end == held.end() || before < *end);
     if (in_order) {
-        // No node changes its place: only its key, which is no const object, does.
+        // The order of nodes stays; only their keys change, and no key was made as a const object.
         for (auto it = first; it != end; ++it) {
             const_cast<llama_pos &>(it->first) = moved(it->first);
         }
@@ -128,9 +128,9 @@ int32_t copy_cells(edit_key, memory * m, llama_seq_id src, llama_seq_id dst, lla
         cell_set base = part_of(held_cells(*m->base, src), p0, p1), window;
         if (m->swa) {
             window = part_of(held_cells(*m->swa, src), p0, p1);
-            enter(*m->swa, dst, window);
+            assign(*m->swa, dst, window);
         }
-        enter(*m->base, dst, base);
+        assign(*m->base, dst, base);
     });
 }
 

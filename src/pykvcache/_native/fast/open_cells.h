@@ -42,13 +42,13 @@ struct open_cells {
     llama_kv_cells::seq_set_t & members(uint32_t i) { return (cells.*member(opened::seq()))[i]; }
 };
 
-// Takes a sequence out of cells, one by one; what nobody holds any more is free.
-class leaving {
+// Removes a sequence from cells, one by one; a cell that no sequence holds any more becomes free.
+class cell_release {
   public:
-    leaving(open_cells & open, llama_seq_id seq) : open(open), seq(seq), hint(open.used().end()) {}
+    cell_release(open_cells & open, llama_seq_id seq) : open(open), seq(seq), hint(open.used().end()) {}
 
-    // `taken`: somebody else is about to hold it.
-    void cell(uint32_t i, bool taken = false) noexcept {
+    // `taken`: another sequence is about to hold the cell, so it does not become free.
+    void operator()(uint32_t i, bool taken = false) noexcept {
         auto & members = open.members(i);
         members.reset(seq);
         if (taken || members.any()) {

@@ -1,4 +1,4 @@
-// A sequence's state, read without llama.cpp's search: that one enters cells one by one into two
+// A sequence's state, read without llama.cpp's search: that one inserts cells one by one into two
 // trees and clears the destination first. Here everything that can fail is done aside, so that
 // what the sequence held before needs no copy, and is often overwritten where it lies.
 #include <algorithm>
@@ -41,8 +41,8 @@ class placing {
     placing(const placing &) = delete;
     placing & operator=(const placing &) = delete;
     ~placing() {
-        for (size_t k = 0; k < n_entered; ++k) {
-            open.used().erase(entered[k]);
+        for (size_t k = 0; k < n_added; ++k) {
+            open.used().erase(added[k]);
         }
     }
 
@@ -138,17 +138,17 @@ class placing {
         }
         for (const uint32_t i : targets) {
             if (open.pos(i) == -1) {
-                entered.push_back(i);
+                added.push_back(i);
             }
         }
         auto & used = open.used();
-        auto   hint = entered.empty() ? used.end() : used.lower_bound(entered.front());
-        for (const uint32_t i : entered) {
+        auto   hint = added.empty() ? used.end() : used.lower_bound(added.front());
+        for (const uint32_t i : added) {
             while (hint != used.end() && *hint < i) {
                 ++hint;
             }
             hint = std::next(used.emplace_hint(hint, i));
-            ++n_entered;
+            ++n_added;
         }
     }
 
@@ -171,9 +171,9 @@ class placing {
     }
 
     void commit() noexcept {
-        n_entered = 0;
+        n_added = 0;
         if (!same) {
-            leave();
+            release_old();
         }
         for (size_t k = 0; k < targets.size(); ++k) {
             const uint32_t i = targets[k];
@@ -245,11 +245,11 @@ class placing {
         }
     }
 
-    // Take the sequence out of the cells that it held.
-    void leave() noexcept {
-        leaving out(open, seq);
+    // Remove the sequence from the cells that it held.
+    void release_old() noexcept {
+        cell_release release(open, seq);
         for (const auto & held_cell : open.held(seq)) {
-            out.cell(held_cell.second, use[held_cell.second] == TARGET);
+            release(held_cell.second, use[held_cell.second] == TARGET);
         }
     }
 
@@ -258,8 +258,9 @@ class placing {
     llama_kv_cells::seq_set_t alone;  // the sequences of a cell that no other holds
     std::vector<cell_record>  records;
     std::vector<cell_use>     use;
-    std::vector<uint32_t>     targets, entered;  // ascending; of records, and of cells that were empty
-    size_t                    n_entered = 0;  // in llama.cpp's set before anything is sure
+    std::vector<uint32_t>     targets, added;  // ascending; of records, and of cells that were empty
+    // How many of `added` are in llama.cpp's set of used cells; the destructor takes them out again.
+    size_t                    n_added = 0;
     cell_set                  held;
     bool                      same = false;  // the very cells, at the very positions
 };

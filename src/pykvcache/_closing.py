@@ -17,7 +17,7 @@ class Closing:
     __slots__ = ()
 
     def close(self) -> None:
-        """Give back what is held; twice does nothing."""
+        """Free what is held; a second call does nothing."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Looking into a context's memory, so that nobody needs to guess."""
+"""Looking into a context's memory: kind, cells, positions, bytes."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class KvCacheMethods:
         self._native.remove(seq_id, p0, p1)
 
     def clear_kv_cache(self) -> None:
-        """Forget everything, metadata and data (``llama_memory_clear``)."""
+        """Remove all cells and zero their data (``llama_memory_clear``)."""
         self._native.clear(True)
 
     def kv_cache_seq_keep(self, seq_id: SupportsIndex) -> None:
@@ -196,7 +196,7 @@ class KvCacheMethods:
     def kv_cache_compact(self) -> int:
         """Move cells down to the lowest free ones, so that decodes look at fewer cells.
 
-        llama.cpp attends over all cells up to the highest that is used, whoever holds it: a
+        llama.cpp attends over all cells up to the highest used one, in whichever sequence: a
         sequence in high cells is as slow as a full cache, also when the others are gone.
         Nothing is computed, and nothing changes but speed: positions, forks, logits and partial
         states stay what they are. Shifts and copies that are pending are applied first.

@@ -70,7 +70,7 @@ class LlamaModel(ModelFacts, Closing):
     ModelLoadError
         The file is missing, unreadable, damaged, not a GGUF, or the load was cancelled.
     ValueError
-        A device that is not there or takes no layers, or shares that are none.
+        A device that does not exist or takes no layers, or shares that are not positive numbers.
 
     Examples
     --------

@@ -26,7 +26,7 @@ VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
 
 
 class Exhausted(Exception):
-    """The template goes beyond a bound. No ValueError: filters catch those."""
+    """The template exceeds a bound. Not a ValueError, because filters catch those."""
 
     def __init__(self, message: str, limit: int) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class Exhausted(Exception):
 
 
 class Extent(NamedTuple):
-    """What a walk over a value found."""
+    """What a walk over a value has counted."""
 
     size: int
     """At least the bytes of the value's text."""
@@ -126,7 +126,7 @@ class Budget:
             raise Exhausted(f"it needs more than {self.max_size} bytes", self.max_size)
 
     def _look(self) -> None:
-        """Let go of everything that nothing else holds, newest first: lists before their items."""
+        """Release what nothing else refers to, newest first: lists before their items."""
         large, self._large = self._large, {}
         self.step(len(large) >> 2)
         kept = []
@@ -168,7 +168,7 @@ class Budget:
         self.step(1 + (len(text) * (16 + min(len(needle), 128)) >> 14))
 
     def close(self) -> None:
-        """Let go of everything, in the middle of cycles that are collected later."""
+        """Release everything, also inside reference cycles that are collected later."""
         self._large.clear()
 
     def enter(self) -> None:

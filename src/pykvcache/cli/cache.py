@@ -140,7 +140,7 @@ def _open(where: str) -> Iterator[BlockStore]:
 
     with tools.open_existing(where) as store:
         yield store
-        # To a cache a dead server is an empty one; to somebody who looks it must not be.
+        # A cache treats a dead server as an empty one; this command must not.
         count = store.counters
         if count.failed or count.timed_out or count.skipped or count.denied:
             # Addresses may hold a password.

@@ -45,7 +45,7 @@ def naming(file: str) -> Iterator[None]:
 
 
 def shown() -> bool:
-    """Tell whether somebody watches stderr."""
+    """Tell whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 

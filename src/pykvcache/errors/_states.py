@@ -79,7 +79,7 @@ class StateLayoutMismatch(StateError):
 
 
 class PartialStateError(StateError):
-    """A partial state is of another context, or its sequence is no longer what it was then.
+    """A partial state is of another context, or its sequence has changed since it was taken.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Who makes the steps of a `BatchGenerator`: whoever waits for tokens, or a thread of its own."""
+"""Run the steps of a `BatchGenerator`, in the thread that waits for tokens or in one of its own."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Driving(Closing):
             self._changed.wait(0.05)
 
     def _take_turn(self) -> bool:
-        """Make a step, unless somebody else does."""
+        """Make a step, unless another thread does."""
         me = threading.get_ident()
         try:
             with self._changed:

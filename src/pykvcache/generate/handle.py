@@ -53,7 +53,7 @@ class Driver(Protocol):
     """What a handle needs of the `BatchGenerator` that makes its tokens."""
 
     def _wait_for(self, handle: GenerationHandle, i: int) -> int | None:
-        """Return token i of a handle, making steps where nobody does; None where it ended."""
+        """Return token i of a handle, making steps if no other thread does; None where it ended."""
 
     def _end_aborted(self) -> None:
         """Let the next step end what was aborted."""
@@ -166,7 +166,7 @@ class GenerationHandle:
         self._driver._end_aborted()
 
     def wait(self) -> GenerationHandle:
-        """Wait until it has ended, driving the generator if nobody does; raises its error."""
+        """Wait until it has ended, making steps if no other thread does; raises its error."""
         for _ in self:
             pass
         return self
@@ -198,7 +198,7 @@ class GenerationHandle:
     # For the generator ------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """See what the last tokens are: the end, perhaps. What is interrupted begins again."""
+        """Look at the last tokens, which may be the end. After an interrupt it begins again."""
         try:
             self._read()
         except BaseException:

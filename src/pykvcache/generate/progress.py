@@ -1,4 +1,4 @@
-"""A progress bar for many requests, where somebody is there to see it."""
+"""A progress bar for many requests, where stderr is a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who runs, who waits, and who leaves when cells or ids run out."""
+"""Which requests run, wait, or are parked when cells or ids run out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Schedule:
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Pin those that run, and those that come to run, while this is open."""
+        """Pin the sequences of running requests, and of those that start, while this is open."""
         self._stage.is_on = True
         try:
             yield
@@ -73,7 +73,7 @@ class Schedule:
         insort(self.waiting, handle, key=rank)
 
     def admit(self) -> None:
-        """Let those run that go first and fit."""
+        """Start the waiting requests that are first in order and fit."""
         i = 0
         while i < len(self.waiting):
             head = self.waiting[i]
@@ -158,7 +158,7 @@ class Schedule:
         return seconds < math.inf
 
     def _waits_for_prefix(self, head: GenerationHandle) -> bool:
-        """Whether one that runs, or is looked for, evaluates what this one begins with."""
+        """Whether a request that runs, or is searched for, evaluates the prefix of this one."""
         if self.cache is None or not isinstance(head._sequence, CachedSequence):
             return False
         mine = head._cells.ledger
@@ -189,13 +189,13 @@ class Schedule:
         return needed + HEADROOM * len(self.running) <= free
 
     def suspend(self, handle: GenerationHandle) -> None:
-        """Park one that runs; it goes on when there is room again."""
+        """Park a running request; it continues when there is room again."""
         self.add(handle)
         self._stop(handle)
         handle._cells.park()
 
     def make_room(self) -> bool:
-        """Let somebody leave: the idle first, then who came last; False if one is left alone."""
+        """Park one request: an idle one first, then the newest; False if only one is left."""
         if self.pool.make_room(self.running[0]._cells):
             return True
         if len(self.running) < 2:
@@ -204,7 +204,7 @@ class Schedule:
         return True
 
     def remove(self, handle: GenerationHandle) -> None:
-        """Forget one that has ended; what is its own is freed."""
+        """Remove a request that has ended, and free what it owned."""
         self._stop(handle)
         if handle in self.waiting:
             self.waiting.remove(handle)

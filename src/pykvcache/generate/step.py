@@ -93,7 +93,7 @@ class Stepper:
         return found[0]
 
     def _look(self) -> None:
-        """See to requests whose last token may be the end; also after an interrupt."""
+        """Look at requests whose last token may be the end; also after an interrupt."""
         while self._looks:
             handle = self._looks[-1]
             handle._look()
@@ -132,7 +132,7 @@ class Stepper:
         return made
 
     def _ready(self) -> list[GenerationHandle]:
-        """Return who waits for one token, and was touched by nobody."""
+        """Return the requests that wait for one token and were not changed from outside."""
         able = [handle for handle in self._schedule.running if not handle._siblings]
         others = self._native.not_ready([handle._lane for handle in able], able)
         ready = [handle for handle in able if handle not in others] if others else able
@@ -257,7 +257,7 @@ class Stepper:
         return True
 
     def _check_room(self, n: int) -> None:
-        """Know before computing: a window that looks for room in vain may lose cells by it."""
+        """Find out before computing: a window that searches for room in vain may lose cells."""
         ctx = self._schedule.ctx
         if ctx.kv_unified and ctx.memory_kind != "recurrent" and ctx.n_cells_used + n > ctx.n_ctx:
             raise NoKvCacheSlot(f"no room in the cache for {n} more tokens", 1)
@@ -300,7 +300,7 @@ class Stepper:
         if other.seq_id is not None or other.state is not None:
             other.release()
         if not np.array_equal(mine.ledger.part(0, n), other.ledger.part(0, len(other.ledger))):
-            return False  # somebody edited the prompt meanwhile
+            return False  # the prompt was edited meanwhile
         mine.fork_into(other, n)
         return True
 
@@ -350,7 +350,7 @@ class Stepper:
         self._schedule.remove(handle)
 
     def abort_all(self, error: DecodeAborted) -> None:
-        """End all that run, after an aborted decode that nobody waits for."""
+        """End all running requests, after an aborted decode that no caller waits for."""
         for handle in list(self._schedule.running):
             self._end(handle, "aborted", error)
 

@@ -194,7 +194,7 @@ class SequenceKV(Generic[A]):
         )
 
 
-# A repr says what is there, whatever somebody put there.
+# A repr must work whatever was put there.
 
 
 def _shown(array: object) -> str:

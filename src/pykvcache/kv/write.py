@@ -45,7 +45,7 @@ def as_parts(native: lib.Context, arrays: SequenceKV[Any]) -> list[Part]:
 def _check_parts(
     native: lib.Context, arrays: SequenceKV[Any], layouts: dict[str, PartLayout]
 ) -> None:
-    """Refuse parts of different tokens: what the next one sees must be there in each."""
+    """Refuse parts that hold different tokens: each must have what the next token sees."""
     last = int(arrays.positions.max(initial=-1))
     recurrent, window = arrays.recurrent, arrays.window
     if recurrent is not None and "attention" in layouts and recurrent.position != last:

@@ -63,7 +63,7 @@ class TierMethods(BeginMethods, KeepMethods):
     # Up -----------------------------------------------------------------------------------------
 
     def _search(self, sequence: CachedSequence) -> tuple[Fetch, float] | None:
-        """Begin to look for what memory does not know of a prompt; None where that is no use.
+        """Begin to fetch from the tiers what memory lacks of a prompt; None if that cannot help.
 
         Returns
         -------

@@ -47,9 +47,9 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
     """Sequences of one context that begin with the longest prefix that is known.
 
     `sequence` takes a prompt. What a sequence in use has of it is forked, token by token; what
-    earlier ones evaluated comes from blocks in memory, each stored once whoever shares it.
-    Closing a sequence gives the cache what it evaluated. Windows, recurrent and hybrid memories
-    keep checkpoints at the ends of blocks and prompts.
+    earlier ones evaluated comes from blocks in memory, each stored once however many sequences
+    share it. Closing a sequence gives the cache what it evaluated. Windows, recurrent and hybrid
+    memories keep checkpoints at the ends of blocks and prompts.
 
     Parameters
     ----------
@@ -253,7 +253,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._dropped.append(run)
 
     def _reap(self) -> None:
-        """Release what sequences held that were dropped in the middle of something."""
+        """Release what sequences held that were garbage collected during another call."""
         while self._dropped:
             self._ram.tree.release(self._dropped.popleft())
 
@@ -273,7 +273,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
     def pin(
         self, tokens: str | TokenInput, *, ttl: float | None = None, namespace: str | None = None
     ) -> Pin:
-        """Keep what is known of a prefix, whatever the policy thinks of it.
+        """Keep what is known of a prefix, whatever the policy would evict.
 
         Parameters
         ----------
@@ -344,7 +344,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             )
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait until the tiers have what waits to be written; False where that takes longer.
+        """Wait until what is queued is written to the tiers; False if that takes longer.
 
         Parameters
         ----------

@@ -16,7 +16,7 @@ _PER_THREAD, _PER_DEVICE = 1e11, 5e14
 def digests(ctx: LlamaContext) -> tuple[bytes, bytes, bytes]:
     """Return what blocks depend on: the model, the rotation of keys, the layout of a block.
 
-    How many cells and sequences a context has is no part of it: tomorrow's may have others.
+    The numbers of cells and sequences are left out: a later context may have others.
     """
     fingerprint = ctx._fingerprint
     parts = [

@@ -1,4 +1,4 @@
-"""The end of the interpreter: caches that nobody closed give their tiers what they have."""
+"""At interpreter exit, caches that were not closed write what they have to their tiers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["close_at_exit"]
 
 
 class Closable(Protocol):
-    """What is closed."""
+    """An object with a `close` method."""
 
     def close(self) -> None:
         """Write what waits."""

@@ -1,4 +1,4 @@
-"""What memory and tiers have of a prompt, put together; what is not right is left out."""
+"""Put together what memory and tiers have of a prompt; damaged blocks are left out."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class KeepMethods:
             return  # a cache that cannot keep something goes without it
 
     def _is_known(self, cells: SequenceCells, n: int, space: str) -> bool:
-        """Whether a parked sequence would bring nothing that is not there."""
+        """Whether everything that a parked sequence holds is stored already."""
         tokens = token_bytes(cells.ledger.part(0, n).view(np.uint32))
         return self._ram.find(tokens, space, needs_rest=self._needs_rest, is_use=False).n >= n
 

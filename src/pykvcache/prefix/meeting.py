@@ -43,7 +43,7 @@ class Meeting:
         self._fetch = fetch
 
     def cancel(self) -> None:
-        """Let the search end: the sequence goes its own way."""
+        """End the search: the sequence has changed, and needs it no longer."""
         self._fetch.cancel()
 
     def meet(self, cells: SequenceCells) -> int | None:

@@ -13,7 +13,7 @@ __all__ = ["as_namespace", "as_seconds", "as_tiers"]
 
 
 def as_namespace(namespace: str) -> str:
-    """Return a namespace; TypeError for what is no text."""
+    """Return a namespace; TypeError for anything but a string."""
     if not isinstance(namespace, str):
         raise TypeError(f"namespace must be a str, not {type(namespace).__name__}")
     return namespace

@@ -24,7 +24,7 @@ _LINES = 200  # of what is printed
 
 @dataclass(frozen=True)
 class TreeNode:
-    """Tokens that are kept together, after those of the nodes before.
+    """A node of the outline: tokens that are kept together, after those of its parents.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class TreeNode:
 
 @dataclass(frozen=True)
 class CacheTree:
-    """The nodes of a cache at one time: those before others first. ``print`` shows them."""
+    """The nodes of a cache at one time, parents first. ``print`` shows them."""
 
     nodes: tuple[TreeNode, ...]
     block_size: int

@@ -1,4 +1,4 @@
-"""Prefixes that are kept, whatever the policy thinks of them."""
+"""Prefixes that are kept, whatever the policy would evict."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pin:
         return self._until is not None and self._until <= now
 
     def release(self) -> None:
-        """Let it go; twice does nothing."""
+        """Release the prefix; a second call does nothing."""
         with self._pool.hold():
             self._pins.release(self)
 
@@ -59,7 +59,7 @@ class Pins:
         return pin
 
     def release(self, pin: Pin) -> None:
-        """Let go of what a pin holds."""
+        """Release what a pin holds."""
         run, pin._run = pin._run, None
         if run is not None and pin in self._pins:
             del self._pins[pin]

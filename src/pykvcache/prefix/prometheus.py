@@ -101,7 +101,7 @@ class CacheCollector:
             yield gauge
 
     def _counted(self, stats: CacheStats, field: str) -> int:
-        """Return a count that never falls: who waits for others may be given more later."""
+        """Return a count that never falls: a waiting sequence may get tokens elsewhere later."""
         value: int = max(self._highest.get(field, 0), getattr(stats, field))
         self._highest[field] = value
         return value

@@ -63,7 +63,7 @@ def _low(name: bytes) -> int:
 
 
 class EventPublisher:
-    """Send what enters and leaves a cache to whoever subscribes, from a thread of its own.
+    """Send a cache's events to subscribers, from a thread of its own.
 
     A cache never waits for it: where nobody reads, messages are dropped, and the gap in the
     sequence numbers tells.

@@ -1,4 +1,4 @@
-"""The blocks in memory: a tree of full blocks, and what comes after the last full one."""
+"""The blocks that a cache keeps in memory: a tree of full blocks, and the tails after them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ __all__ = ["Found", "RamTier", "Tail"]
 
 Buffer = npt.NDArray[np.uint8]
 
-#: What a run of the tree and a block cost beside their bytes, and an empty cache: measured with
-#: tracemalloc (tests/prefix/test_budget.py).
+#: Overhead in bytes of a run, of a block, and of an empty cache: measured with tracemalloc
+#: (tests/prefix/test_budget.py).
 RUN_BYTES, BLOCK_BYTES, FIXED_BYTES = 1_200, 230, 1 << 16
 
 
 @dataclass(eq=False)
 class Tail:
-    """Tokens after the last full block of a prompt, fewer than a block's."""
+    """The tokens of a prompt after its last full block, always fewer than a block holds."""
 
     tokens: bytes
     buffer: Buffer
-    rest: Any  # the state of the other parts, where the memory has any
+    rest: Any  # the partial state (window, recurrent), where the memory has such parts
     row: npt.NDArray[np.float32] | None
 
     @property
     def nbytes(self) -> int:
-        """Everything that it keeps."""
+        """Bytes of everything that it keeps."""
         rest = self.rest.nbytes if self.rest is not None else 0
         row = self.row.nbytes if self.row is not None else 0
         return len(self.tokens) + self.buffer.nbytes + rest + row + RUN_BYTES
@@ -44,23 +44,23 @@ class Tail:
 
 @dataclass
 class Found:
-    """The longest beginning of some tokens that is in memory."""
+    """The longest prefix of some tokens that is in memory."""
 
     n: int = 0
     blocks: list[tuple[Buffer, int, int]] = field(default_factory=list)  # buffer, cells, how many
     rest: Any = None
     run: Run | None = None
     row: npt.NDArray[np.float32] | None = None
-    #: How many tokens stand in memory, of which the missing state makes fewer usable.
+    #: How many tokens have blocks in memory; `n` is less where the partial state is missing.
     n_known: int = 0
     nearest: bytes = b""  # tokens after n_known in the nearest known prompt
 
 
 class RamTier:
-    """Full blocks in a `BlockTree`, tails beside them, both within one budget.
+    """Keep full blocks in a `BlockTree` and tails beside it, within one budget.
 
-    Tails count towards the budget with at most a quarter of it, least recently used first. What
-    left while a parked sequence is made of it counts until that sequence lets go of it.
+    Tails may take a quarter of the budget; the least recently used is dropped first. A block that
+    is evicted while a parked sequence still uses it counts until that sequence releases it.
 
     Parameters
     ----------
@@ -69,13 +69,13 @@ class RamTier:
     max_bytes
         The budget.
     policy
-        What goes first.
+        What is evicted first.
     root
-        Gives the root's name of a namespace.
+        Returns the name of a namespace's root.
     on_remove
-        Called with the names of blocks that leave.
-    beside
-        Returns what else the budget has to pay for.
+        Called with the names of the blocks that are evicted.
+    other_bytes
+        Returns how many bytes of the budget something else takes.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class RamTier:
         policy: str | Policy,
         root: Callable[[str], bytes],
         on_remove: Callable[[list[bytes]], None],
-        beside: Callable[[], int] = lambda: 0,
+        other_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self.block_size = block_size
         self.max_bytes = max_bytes
         self._on_remove = on_remove
         self._tails: OrderedDict[tuple[Run, bytes], Tail] = OrderedDict()
         self._tails_at: dict[Run, dict[bytes, Tail]] = {}
-        self._lent: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._in_use: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._tail_bytes = 0
         self._fixed_bytes = min(FIXED_BYTES, max_bytes // 16)
-        self._beside = beside
+        self._more_bytes = other_bytes
         self.stored = self.removed = self.n_checkpoints = 0
         self.tree = BlockTree(
             block_size,
@@ -109,12 +109,12 @@ class RamTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept, accounts included."""
+        """Bytes that are kept, overhead included."""
         return self.tree.used_bytes
 
     def _other_bytes(self) -> int:
-        lent = sum(size for _, size in self._lent.copy().values()) if self._lent else 0
-        return self._fixed_bytes + self._tail_bytes + lent + self._beside()
+        in_use = sum(size for _, size in self._in_use.copy().values()) if self._in_use else 0
+        return self._fixed_bytes + self._tail_bytes + in_use + self._more_bytes()
 
     def block_cost(self, cell_bytes: int) -> int:
         """Return what a block takes of the budget."""
@@ -124,22 +124,22 @@ class RamTier:
         """Evict until the budget is kept."""
         self.tree.fit()
 
-    def _lend(self, things: Iterable[Any]) -> None:
-        """Count what leaves now for as long as somebody else holds it."""
+    def _count_while_used(self, things: Iterable[Any]) -> None:
+        """Count what is dropped for as long as something else refers to it."""
         for thing in things:
             key = id(thing)
             with contextlib.suppress(TypeError):  # None, or nothing that can be watched
-                watch = weakref.ref(thing, lambda _, key=key: self._lent.pop(key, None))  # type: ignore[misc]
-                self._lent[key] = watch, thing.nbytes
+                watch = weakref.ref(thing, lambda _, key=key: self._in_use.pop(key, None))  # type: ignore[misc]
+                self._in_use[key] = watch, thing.nbytes
 
-    # In -----------------------------------------------------------------------------------------
+    # Storing -------------------------------------------------------------------------------------
 
     def add(
         self, tokens: bytes, namespace: str, cell_bytes: int, read: Callable[[int, int], Buffer]
     ) -> Run | None:
-        """Keep the full blocks of some tokens; returns the new run.
+        """Store the full blocks of some tokens; return the new run, or None if nothing was stored.
 
-        ``read(first, n)`` gives the bytes of n cells. None where nothing is new, or kept.
+        ``read(first, n)`` returns the bytes of n cells.
         """
         size = self.block_cost(cell_bytes)
         run = self.tree.insert(tokens, size, namespace)
@@ -158,13 +158,13 @@ class RamTier:
         return run
 
     def _forget_begun(self, run: Run, tokens: bytes) -> None:
-        """Forget the tails of a run that its new blocks begin with, where those serve as well."""
+        """Drop the tails of a run that its new blocks contain."""
         for tail in self.tails_at(run):
             if tail.rest is None and tail.row is None and tokens.startswith(tail.tokens):
                 self._forget((run, tail.tokens))
 
     def add_checkpoint(self, tokens: bytes, namespace: str, rest: Any, saved: int) -> None:
-        """Keep the state of the other parts at the end of some full blocks."""
+        """Store the partial state (window, recurrent) at the end of some full blocks."""
         match = self.tree.match(tokens, namespace)
         if match.n_blocks * self.tree.step != len(tokens) or match.run.is_root:
             return
@@ -175,16 +175,16 @@ class RamTier:
             self.n_checkpoints += 1
 
     def add_tail(self, tokens: bytes, namespace: str, tail: Tail) -> None:
-        """Keep what comes after the last full block of some tokens."""
+        """Store what comes after the last full block of some tokens."""
         match = self.tree.match(tokens, namespace)
         if match.n_blocks * self.tree.step + len(tail.tokens) != len(tokens):
             return  # the blocks before it are not kept
         run = self.tree.end_of(match)
-        for text, other in list(self._tails_at.get(run, {}).items()):
-            if tail.tokens.startswith(text):
-                self._forget((run, text))
-            elif other.rest is None and text.startswith(tail.tokens):
-                return  # the longer one serves as well
+        for tokens_of, other in list(self._tails_at.get(run, {}).items()):
+            if tail.tokens.startswith(tokens_of):
+                self._forget((run, tokens_of))
+            elif other.rest is None and tokens_of.startswith(tail.tokens):
+                return  # the longer one contains it
         if tail.nbytes <= self.max_bytes // 4:
             if run.is_root:
                 self.tree.hold(run)
@@ -197,26 +197,26 @@ class RamTier:
 
     def _forget(self, key: tuple[Run, bytes]) -> None:
         tail = self._tails.pop(key)
-        run, text = key
+        run, tokens = key
         here = self._tails_at[run]
-        del here[text]
+        del here[tokens]
         if not here:
             del self._tails_at[run]
         if run.namespace is not None:
             self.tree.release(run)
         self._tail_bytes -= tail.nbytes
-        self._lend((tail.buffer, tail.rest, tail.row))
+        self._count_while_used((tail.buffer, tail.rest, tail.row))
 
     def _removing(self, run: Run, first: int) -> None:
         if run.is_checkpoint:
-            # Without a state it was never in: the budget had no room for it.
+            # A checkpoint without a state was never counted: the budget had no room for it.
             self.n_checkpoints -= run.payloads[0] is not None
-            self._lend(run.payloads)
+            self._count_while_used(run.payloads)
             return
-        for text in list(self._tails_at.get(run, ())):
-            self._forget((run, text))
-        self._lend(run.payloads[first:])
-        # Without bytes they were never in: the budget had no room for them.
+        for tokens in list(self._tails_at.get(run, ())):
+            self._forget((run, tokens))
+        self._count_while_used(run.payloads[first:])
+        # Blocks without bytes were never stored: the budget had no room for them.
         names = [
             name
             for name, payload in zip(run.names[first:], run.payloads[first:], strict=True)
@@ -226,15 +226,15 @@ class RamTier:
         if names:
             self._on_remove(names)
 
-    # Out ----------------------------------------------------------------------------------------
+    # Finding -------------------------------------------------------------------------------------
 
     def find(
         self, tokens: bytes, namespace: str, *, needs_rest: bool, is_use: bool = True
     ) -> Found:
-        """Return the longest usable beginning; counts as a use of it, or does not.
+        """Return the longest usable prefix; with ``is_use`` it counts as used.
 
-        ``needs_rest``: whether the memory has parts that blocks do not hold: then only the places
-        of checkpoints are usable.
+        ``needs_rest``: the memory has parts that blocks do not hold (window, recurrent), so that
+        only prefixes that end at a checkpoint are usable.
         """
         if is_use:
             match = self.tree.lookup(tokens, namespace)
@@ -256,7 +256,7 @@ class RamTier:
         return found
 
     def full_blocks(self, tokens: bytes, namespace: str) -> list[Buffer]:
-        """Return the bytes of the full blocks of some tokens that are there; counts as no use."""
+        """Return the bytes of the full blocks of some tokens; they do not count as used."""
         match = self.tree.match(tokens, namespace)
         blocks: list[Buffer] = []
         for run, n in match.parts():
@@ -264,7 +264,7 @@ class RamTier:
         return blocks
 
     def tails_at(self, run: Run) -> list[Tail]:
-        """Return the tails that hang on the end of a run."""
+        """Return the tails after the end of a run."""
         return list(self._tails_at.get(run, {}).values())
 
     def _to_checkpoint(self, found: Found, run: Run) -> None:
@@ -275,10 +275,10 @@ class RamTier:
         found.rest = point.payloads[0] if point is not None else None
 
     def _exact_tail(self, found: Found, run: Run, after: bytes) -> None:
-        """Take a whole tail with its state, where the tokens go on with it."""
+        """Add a whole tail with its partial state, where it matches the next tokens."""
         best = None
-        for text, tail in self._tails_at.get(run, {}).items():
-            if after.startswith(text) and (not best or len(text) > len(best.tokens)):
+        for tokens, tail in self._tails_at.get(run, {}).items():
+            if after.startswith(tokens) and (not best or len(tokens) > len(best.tokens)):
                 best = tail
         if best is None:
             return
@@ -292,18 +292,18 @@ class RamTier:
         self._tails.move_to_end((run, best.tokens))
 
     def _begun_block(self, found: Found, run: Run, after: bytes) -> None:
-        """Take the first cells of the block, or tail, that agrees longest with what comes."""
-        best, n, whole, text = None, 0, 0, b""
+        """Add the first cells of the block, or tail, that shares the most tokens with `after`."""
+        best, n, whole, nearest = None, 0, 0, b""
         for child in run.children.values():
             block = child.tokens[: self.tree.step]
             same = common_tokens(block, after)
-            if same > n or not text:
-                best, n, whole, text = child.payloads[0], same, self.block_size, block
+            if same > n or not nearest:
+                best, n, whole, nearest = child.payloads[0], same, self.block_size, block
         tail_key = None
         for block, tail in self._tails_at.get(run, {}).items():
             same = common_tokens(block, after)
-            if same > n or not text:
-                best, n, whole, text = tail.buffer, same, len(block) // 4, block
+            if same > n or not nearest:
+                best, n, whole, nearest = tail.buffer, same, len(block) // 4, block
                 tail_key = (run, block)
         if best is not None and n:
             found.blocks.append((best, whole, n))
@@ -313,18 +313,18 @@ class RamTier:
                 self._tails.move_to_end(tail_key)
                 if n == whole:
                     found.row = self._tails[tail_key].row
-        found.nearest = text[4 * n :]
+        found.nearest = nearest[4 * n :]
 
     def clear(self, namespace: str | None) -> None:
-        """Forget a namespace, or all."""
+        """Drop a namespace, or all of them."""
         for key in list(self._tails):
             if namespace is None or key[0].namespace == namespace:
-                self._forget(key)  # those after blocks go with them
+                self._forget(key)  # tails after blocks are dropped with these
         self.tree.clear(namespace)
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
-    """Return how many leading tokens of two texts of tokens are equal."""
+    """Return how many leading tokens are equal; both are int32 tokens as bytes."""
     n = min(len(a), len(b)) // 4
     if a[: 4 * n] == b[: 4 * n]:
         return n

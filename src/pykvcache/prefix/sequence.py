@@ -27,10 +27,10 @@ class Owner(Protocol):
         """Take note of a new sequence, a fork of one that is known."""
 
     def _let_go(self, run: Run) -> None:
-        """Release what a dropped sequence held, when nobody is in the middle of something."""
+        """Release what a dropped sequence held, once no other call is running."""
 
     def _evaluated(self, sequence: CachedSequence) -> None:
-        """Give others what they wait for."""
+        """Give other processes the blocks that they wait for."""
 
     def _give(self, sequence: CachedSequence) -> None:
         """Take over what a sequence evaluated, before it closes."""

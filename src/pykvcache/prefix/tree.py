@@ -238,7 +238,7 @@ class BlockTree:
         self._keep_root(run)
 
     def release(self, run: Run) -> None:
-        """Let go of a run; now counts as the last use of it and of all before it."""
+        """Release a run; now counts as the last use of it and of all before it."""
         if run.held < 1:
             raise ValueError("the run is not held")
         run.held -= 1

@@ -147,11 +147,11 @@ class SequenceCells:
     # What is certain --------------------------------------------------------------------------
 
     def note(self) -> None:
-        """Remember what the memory holds now, to find out whether somebody else changes it."""
+        """Remember what the memory holds now, to find out later whether others changed it."""
         self.ledger.version = self._native.prefix_version(self.live_id)
 
     def _verify(self) -> None:
-        """Drop what was changed by hand, or lost by a decode of somebody else that failed."""
+        """Drop what was changed by hand, or lost when a decode of another sequence failed."""
         n, last = self.n_held, self._native.seq_pos(self.live_id, True)
         is_mine = n and self._native.holds_prefix(self.live_id, self.ledger.version)
         if is_mine and (
@@ -251,7 +251,7 @@ class SequenceCells:
                 stop = self.next_stop(n)
             end = min(end, stop)
             if not self._decode(end, want_row and end == n):
-                self._begin(n, want_row)  # somebody changed it by hand meanwhile
+                self._begin(n, want_row)  # it was changed by hand meanwhile
             elif self.needs_points and is_prompt and end == stop:
                 self.checkpoint()
         if want_row:  # without them nobody has waited for the end of the computation

@@ -8,7 +8,7 @@ __all__ = ["Incoming"]
 
 
 class Incoming(Protocol):
-    """Cells that somebody loads; `SequenceCells` is asked before each part that is evaluated."""
+    """Cells that are being loaded; `SequenceCells` is asked before each part that is evaluated."""
 
     def meet(self, cells: Any) -> int | None:
         """Put what has come where it belongs; return where to ask again, None for nowhere."""

@@ -25,7 +25,7 @@ class SequencePool(lib.Turns):
     """Lends the ids of one context, least recently used first back; one per context.
 
     Everything that touches a LlamaSequence takes a turn (``with pool``). Ids that hold something
-    and were not lent belong to whoever works with them by hand, and are left alone.
+    and were not lent are being used by hand, and are left alone.
     """
 
     def __init__(self, ctx: LlamaContext) -> None:
@@ -109,7 +109,7 @@ class SequencePool(lib.Turns):
         return None
 
     def _is_lent(self, seq_id: int) -> bool:
-        """Whether somebody has an id; who was interrupted while taking it has not."""
+        """Whether a sequence has an id; one that was interrupted while taking it does not."""
         ref = self._lent.get(seq_id)
         cells = None if ref is None else ref()
         return ref is not None and (cells is None or cells.seq_id == seq_id)

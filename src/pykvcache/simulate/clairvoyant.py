@@ -39,7 +39,7 @@ def most_hits(trace: Trace, n_blocks: int) -> Result:
     leave first, and what stays is a tree.
     """
     kept: dict[int, int] = {}  # block: the prompt that uses it next
-    # (-next use, -depth, block); entries that are no longer true are skipped when met.
+    # (-next use, -depth, block); outdated entries are skipped when popped.
     farthest: list[tuple[int, int, int]] = []
     hits, never = 0, len(trace.prompts)
     for ids, following, length in zip(trace.prompts, next_uses(trace), trace.lengths, strict=True):

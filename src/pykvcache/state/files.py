@@ -44,7 +44,7 @@ def write_ints(name: str, values: IntArray) -> Tensor:
 def read_ints(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> IntArray:
     """Return a copy of int32 values; -1 stands for any length.
 
-    What a state is asked for all the time is not left in a file that somebody may cut.
+    What a state needs all the time is not left in a file that another program may truncate.
     """
     tensor = _find(tensors, name)
     fits = len(tensor.shape) == len(shape) and all(

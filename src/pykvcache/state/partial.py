@@ -123,7 +123,7 @@ class PartialStateMethods:
         Raises
         ------
         PartialStateError
-            The state is of another context, or the sequence is no longer what it was at or below
+            The state is of another context, or the sequence has changed at or below
             ``state.pos`` (see `PartialState.is_valid`). Nothing was changed.
         NoKvCacheSlot
             Other sequences hold too much of the window's cache. Nothing was changed.

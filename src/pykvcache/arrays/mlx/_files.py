@@ -179,7 +179,7 @@ def flattened(
 ) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     """Return the arrays and texts of a file with these class names and states."""
     arrays: dict[str, NDArray[Any]] = {}
-    others: list[tuple[str, str]] = []  # what are no arrays by themselves, and what they are
+    others: list[tuple[str, str]] = []  # values that are not arrays, and their types
     mambas: list[str] = []
 
     def named(key: str, name: str) -> str:

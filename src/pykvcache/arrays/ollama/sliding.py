@@ -22,7 +22,7 @@ class SWAMemCache(CausalCache):
     At the start of a batch, each sequence drops what lies more than `memory_size` below its
     lowest position in the batch, or, if it is not in the batch, below its next position. What is
     kept beyond the window lets a sequence be resumed further back (``can_resume``). A cache
-    whose `capacity` is no larger than the memory drops nothing at all. With several sequences
+    whose `capacity` is not larger than the memory drops nothing at all. With several sequences
     the memory is at least ``window_size + 1``.
 
     Parameters

@@ -20,7 +20,7 @@ _TRIALS = (2, 4)
 
 
 class Adaptive(Policy):
-    """Decides as the one of some policies that would have found most of the last prompts.
+    """Follow the policy, of several, that would have found most of the recent prompts.
 
     Each of them, an expert, has a shadow: a tree of 4 bytes per block without keys and values,
     that is sent the same prompts and evicts as that expert would in the whole budget. What the
@@ -67,13 +67,13 @@ class Adaptive(Policy):
 
     @property
     def leader(self) -> str:
-        """The name of the expert that decides now."""
+        """The name of the policy that decides now."""
         return self._leader
 
     # What the shadows are sent --------------------------------------------------------------
 
     def asked(self, tokens: bytes, step: int, start_key: int) -> None:
-        """Let all experts look the prompt up, and see who found most lately."""
+        """Let all policies look the prompt up, and see which found most recently."""
         if len(self._experts) < 2:
             return
         keys = block_keys(tokens, step, start_key)
@@ -169,7 +169,7 @@ class Adaptive(Policy):
             self._change(best)
 
     def _change(self, name: str) -> None:
-        """Let another expert decide: it learns of all runs that are there."""
+        """Let another policy decide: it is told of all runs in the tree."""
         self._leader = name
         policy = self._policy = self._experts[name]()
         self.whole, self.declines = policy.whole, policy.declines
@@ -239,7 +239,7 @@ class Adaptive(Policy):
         self._policy.evictable(run)
 
     def victim(self) -> Run | None:
-        """Return what the expert chooses that decides now."""
+        """Return what the policy chooses that decides now."""
         self._is_full = True
         if not self._has_begun:
             self._begin()

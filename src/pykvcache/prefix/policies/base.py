@@ -13,7 +13,7 @@ __all__ = ["ByPriority", "Policy"]
 
 
 class Policy:
-    """Says which blocks leave first. `BlockTree` calls it; subclasses override what they need.
+    """Decide which blocks are evicted first; a subclass overrides what it needs of these calls.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Policy:
         Parameters
         ----------
         tokens
-            All of it, as the tree has them; a rest that is no full block may follow.
+            All of it, as the tree has them; a rest shorter than a block may follow.
         step
             Bytes of the tokens of one block.
         start_key
@@ -75,7 +75,7 @@ class Policy:
         """Give the head, which is new, the history of the tail that it was cut from."""
 
     def removing(self, run: Run, n_blocks: int) -> None:
-        """Learn that so many of its last blocks leave now."""
+        """Learn that so many of its last blocks are evicted now."""
 
     def evictable(self, run: Run) -> None:
         """Learn that its last block may go from now on, until it is held or followed by others."""
@@ -85,7 +85,7 @@ class Policy:
         raise NotImplementedError
 
 
-# Of all heaps: a run that moves to another one is no longer valid in the first.
+# Of all heaps: when a run moves to another heap, its entry in the first becomes invalid.
 _stamps = count()
 
 

@@ -120,7 +120,7 @@ class HitDensity(Policy):
             self._next = self._now + min(max(self._now // 4, 16), 256)
 
     def added(self, run: Run) -> None:
-        """Begin a life; a run that was here before goes on where it left."""
+        """Begin a life; a run that comes back keeps the history that it had."""
         self._tick(run.last_use)
         life = run.state = _Life(self._turn(run), 0)
         ghost = self._ghosts.pop(run.key(0), None)
@@ -154,7 +154,7 @@ class HitDensity(Policy):
 
     @property
     def n_bytes(self) -> int:  # type: ignore[override]
-        """What the chances take, and the lives of runs that left."""
+        """Bytes of the statistics, and of the lives of runs that were evicted."""
         tables = _TABLE_BYTES if self.max_notes is None else min(_TABLE_BYTES, self.max_notes)
         return tables + _GHOST_BYTES * len(self._ghosts)
 
@@ -194,13 +194,13 @@ class HitDensity(Policy):
         self._begin(old)
 
     def evictable(self, run: Run) -> None:
-        """Add it to those that may be drawn."""
+        """Add the run to those that may be drawn."""
         if run.state.place < 0:
             run.state.place = len(self._leaves)
             self._leaves.append(run)
 
     def removing(self, run: Run, n_blocks: int) -> None:
-        """Remember what leaves, to see whether it comes back."""
+        """Remember what is evicted, to see whether it comes back."""
         if run.is_checkpoint:
             return
         life = run.state

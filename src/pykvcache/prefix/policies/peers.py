@@ -42,10 +42,10 @@ class MlxLm(_WholePrompts):
 
 
 class LlamaServer(_WholePrompts):
-    """As llama-server's prompt cache: a prompt that is loaded is taken out and stored anew."""
+    """As llama-server's prompt cache: a prompt that is loaded is taken out and stored again."""
 
     def used(self, run: Run) -> None:
-        """Store it anew, if a prompt ends here."""
+        """Store the prompt again, if one ends here."""
         if run.state >= 0:
             run.state = run.last_use
         super().used(run)

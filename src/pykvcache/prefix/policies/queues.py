@@ -1,4 +1,4 @@
-"""Policies of two queues, against prompts that come once: slru and s3fifo."""
+"""Policies of two queues, against prompts that come only once: slru and s3fifo."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class SLRU(Policy):
         self._clock = 0
 
     def resize(self, max_bytes: int) -> None:
-        """Protect a share of the budget."""
+        """Give the protected queue its share of the budget."""
         self._limit = self.protected_share * max_bytes
         self._demote()
 
     def added(self, run: Run) -> None:
-        """Put it on probation."""
+        """Put a new run into the queue on probation."""
         self._clock += 1
         run.state = self._clock
 
@@ -43,14 +43,14 @@ class SLRU(Policy):
         self.used(run)
 
     def adopt(self, runs: Sequence[Run]) -> None:
-        """Protect what was used before."""
+        """Put a run that was used before into the protected queue."""
         for run in runs:
             self.added(run)
             if run.uses:
                 self.used(run)
 
     def used(self, run: Run) -> None:
-        """Protect it."""
+        """Put a used run into the protected queue."""
         self._clock += 1
         run.state = self._clock
         if run in self._protected:
@@ -78,14 +78,14 @@ class SLRU(Policy):
             self._protected.move_to_end(tail, last=False)
 
     def removing(self, run: Run, n_blocks: int) -> None:
-        """Count its bytes no longer."""
+        """Subtract the bytes of blocks that are evicted."""
         if run in self._protected:
             self._bytes -= n_blocks * run.block_bytes
             if n_blocks == run.n_blocks:
                 del self._protected[run]
 
     def evictable(self, run: Run) -> None:
-        """Note where it stands."""
+        """Add the run to the queue that it belongs to."""
         self._enter(run)
 
     def _enter(self, run: Run) -> None:
@@ -152,7 +152,7 @@ class S3FIFO(Policy):
         return 120 * len(self._ghosts)
 
     def used(self, run: Run) -> None:
-        """Count up to three."""
+        """Count the use, up to three."""
         uses, in_main, place = run.state
         run.state = (min(uses + 1, 3), in_main, place)
 
@@ -174,7 +174,7 @@ class S3FIFO(Policy):
             self._ghost_bytes -= self._ghosts.popitem(last=False)[1]
 
     def evictable(self, run: Run) -> None:
-        """Enter its queue."""
+        """Append the run to its queue."""
         _, in_main, place = run.state
         (self._main if in_main else self._small).push(run, place)
 

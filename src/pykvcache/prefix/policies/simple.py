@@ -52,16 +52,16 @@ class CostAware(ByPriority):
         self._floor = 0.0
 
     def added(self, run: Run) -> None:
-        """Start from the floor."""
+        """Begin with the floor as priority."""
         run.state = self._floor
 
     def used(self, run: Run) -> None:
-        """Start from today's floor."""
+        """Begin with the floor of now as priority."""
         run.state = self._floor
         super().used(run)
 
     def split(self, head: Run, tail: Run) -> None:
-        """Share the floor."""
+        """Give the head the floor of its tail."""
         head.state = tail.state
 
     def priority(self, run: Run) -> float:

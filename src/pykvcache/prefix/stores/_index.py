@@ -197,7 +197,7 @@ class Index:
         for shard in shards:
             first = bytes.fromhex(shard)
             with self.transaction():
-                # Whoever renames a file has written its row before: the order matters.
+                # A file is renamed only after its row was written: the order matters.
                 sql = "SELECT key, owner FROM blocks WHERE key >= ? AND key < ?"
                 end = first + b"\xff" * 32
                 rows = dict(self._execute(sql, [first, end]).fetchall())

@@ -35,7 +35,7 @@ def _try_lock(descriptor: int, *, exclusive: bool) -> bool:
 
 @contextlib.contextmanager
 def shared_or_exclusive(path: str, *, exclusive: bool, seconds: float) -> Iterator[None]:
-    """Hold a file's lock; TimeoutError where somebody else keeps it for that long."""
+    """Hold a file's lock; TimeoutError where another process keeps it for that long."""
     descriptor = os.open(path, _FLAGS, 0o666)
     try:
         end = time.monotonic() + seconds

@@ -26,7 +26,7 @@ _FEW = 5000
 class SharedIndex:
     """Run transactions on the index of a folder; not for two threads at once.
 
-    Whoever writes holds the folder's lock shared, whoever replaces the index holds it alone: so
+    A writer holds the folder's lock shared, a process that replaces the index holds it alone: so
     nobody writes into an index that is not there any more.
     """
 
@@ -94,7 +94,7 @@ class SharedIndex:
         stack.enter_context(lock)
 
     def _replace(self) -> None:
-        """Make the index again from the files, unless somebody else just has."""
+        """Make the index again from the files, unless another process just did."""
         with shared_or_exclusive(self._lock_path, exclusive=True, seconds=WAIT):
             with contextlib.suppress(*FAILURES):
                 index = Index(self._path, WAIT, create=False)

@@ -268,7 +268,7 @@ class BlockStore(ABC):
         return True
 
     def release(self, key: bytes) -> None:  # noqa: B027 (may be left out)
-        """End a lease of this object; somebody else's stays."""
+        """End a lease that this object holds; those of others stay."""
 
     def close(self) -> None:  # noqa: B027 (may be left out)
         """Finish pending work and give back what is open. Later calls are misses."""

@@ -54,7 +54,7 @@ class Rejection(enum.Enum):
     FOREIGN = "foreign"
     """Whole, and of another key, model or layout."""
     FORGED = "forged"
-    """Not written by somebody who has the secret."""
+    """Not written with the secret."""
     LOCKED = "locked"
     """Written with a secret, and this reader has none."""
     UNVERIFIABLE = "unverifiable"
@@ -145,7 +145,7 @@ class Envelope:
     def name(self, key: bytes) -> bytes:
         """Return the key under which a block lies in the store: with a secret, its HMAC.
 
-        Without that, whoever can list a store could find out which prompts are known.
+        Without that, anyone who can list a store could find out which prompts are known.
         """
         check_keys([key])
         if not self._secret:

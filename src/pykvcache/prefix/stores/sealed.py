@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SealedStore"]
 
-#: Whoever has what these need can read them: they stay where they are.
+#: A reader with the right extras or secret can read them: they are not removed.
 _READABLE_BY_OTHERS = {Rejection.LOCKED, Rejection.UNVERIFIABLE}
 
 

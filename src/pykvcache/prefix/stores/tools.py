@@ -1,4 +1,4 @@
-"""What one wants to know of a store, and do with it, without a model."""
+"""Inspect and repair a store without a model: the functions behind ``pykvcache cache``."""
 
 from __future__ import annotations
 

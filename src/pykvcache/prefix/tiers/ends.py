@@ -47,7 +47,7 @@ class End:
     cells
         Their bytes.
     rest
-        State of the parts that no block holds; None where there are none.
+        State of the parts that blocks do not hold; None where the memory has no such parts.
     first, pos
         First and last position that the rest is of.
     row

@@ -87,8 +87,8 @@ class Span:
 class Fetch:
     """One search; `start` lets a thread make it, which never touches a memory.
 
-    What has come can be read at any time under `lock`. It comes from the back, so that whoever
-    evaluates from the front meets it.
+    What was loaded can be read at any time under `lock`. It is loaded from the back, so that it
+    meets an evaluation from the front.
 
     Attributes
     ----------
@@ -280,7 +280,7 @@ class Fetch:
             tier.discard([names[i] for i in range(len(found)) if i not in right], refused=True)
 
     def follow(self) -> None:
-        """Wait for somebody else who evaluates what is missing."""
+        """Wait for another process that evaluates what is missing."""
         lease, names, at = self.lease, self.wanted.names, self.n_blocks or 0
         if lease is not None and (tier := lease.follows) is not None:
             lease.wait(lambda: tier.contains(names[at : at + 1]) > 0, lambda: self.is_abandoned)

@@ -29,7 +29,7 @@ class Lease:
     held
         The tiers that gave it to this process.
     follows
-        The tier in which somebody else has it; None where nobody does.
+        The tier in which another process has it; None where no process has.
     """
 
     def __init__(self, tiers: Sequence[Tier], key: bytes, seconds: float) -> None:
@@ -46,7 +46,7 @@ class Lease:
     def wait(
         self, is_there: Callable[[], bool], is_over: Callable[[], bool] = lambda: False
     ) -> None:
-        """Wait until the other one has released it or died, for as long as it may be held.
+        """Wait until the other process has released it or died, as long as a lease may be held.
 
         Parameters
         ----------
@@ -68,7 +68,7 @@ class Lease:
                 return
 
     def release(self) -> None:
-        """Give it back where it is held."""
+        """Release the lease, if this process holds it."""
         held, self.held = self.held, []
         for tier in held:
             tier.release(self.key)

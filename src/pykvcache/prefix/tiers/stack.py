@@ -96,7 +96,7 @@ class Tiers:
         keys
             Keys of a chain, the first one first.
         content
-            Gives the bytes of key i; None where there are none to be had.
+            Returns the bytes of key i, or None where they are not available.
         namespace
             Whose they are.
         block
@@ -139,7 +139,7 @@ class Tiers:
             writer.cancel(namespace)
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait until everything is written; False where that takes longer."""
+        """Wait until everything is written; False if that takes longer than the timeout."""
         until = None if seconds is None else time.monotonic() + seconds
         left = (None if until is None else max(0.0, until - time.monotonic()) for _ in self.writers)
         return all([writer.flush(one) for writer, one in zip(self.writers, left, strict=True)])

@@ -289,7 +289,7 @@ class Tier:
         return self.raised + counters.failed + counters.timed_out + counters.skipped
 
     def _raised(self, error: Exception) -> None:
-        """Note what no store should do: one that somebody else wrote may raise."""
+        """Note an exception that a store should not raise: one from outside this package may."""
         self.raised += 1
         if not self._is_logged:
             self._is_logged = True

@@ -123,7 +123,7 @@ class WriteBehind:
                     chain.items = []
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait until everything is written; False where that takes longer."""
+        """Wait until everything is written; False if that takes longer than the timeout."""
         if os.getpid() != self._pid:
             return False
         with self._changed:
@@ -150,7 +150,7 @@ class WriteBehind:
         return done
 
     def retire(self) -> None:
-        """Take nothing more; the thread closes the tier once everything is written."""
+        """Accept no more blocks; the thread closes the tier once everything is written."""
         with self._changed:
             self._closed = self._retired = True
             if self._thread is None:

@@ -150,6 +150,18 @@ def test_minus_infinity_says_that_a_token_cannot_come() -> None:
     assert lib.first_not_finite(row[:0], True) == -1
 
 
+def test_every_place_of_a_row_is_looked_at() -> None:
+    bits = (0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF)
+    bad = np.array(bits, np.uint32).view(np.float32)
+    for n in (1, 2, 15, 16, 17, 31, 32, 33, 100):
+        row = np.full(n, 3.4e38, np.float32)  # the largest exponent that is finite
+        assert lib.first_not_finite(row, True) == -1
+        for place in range(n):
+            row[place] = bad[(n + place) % len(bad)]
+            assert lib.first_not_finite(row, True) == place
+            row[place] = -3.4e38
+
+
 def test_a_state_that_overflows_raises_and_harms_nobody(make_context: Any) -> None:
     ctx, twin = make_context("mamba"), make_context("mamba")
     for one in (ctx, twin):

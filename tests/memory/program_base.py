@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import note
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
+from conftest import ENCODER_INPUT
 from memory.kit import Case, Logits, apart
 from memory.reference import BROKEN, DONE, Reference, Verdict
 from pykvcache import LlamaContext
@@ -22,7 +24,9 @@ from pykvcache.errors import (
     UnsupportedOperation,
 )
 from pykvcache.kv import SequenceKV
+from support.models import make_model
 from support.numpy_llama import LedgerLlama
+from support.numpy_variants import LEDGERS, LedgerT5, make_ledger
 
 N_SEQ = 4
 BITS = 1 << np.arange(N_SEQ)
@@ -39,6 +43,24 @@ class World:
     steps: int = 0
     """In which a method of the context was called."""
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @classmethod
+    def of(
+        cls,
+        case: Case,
+        make_context: Callable[..., LlamaContext],
+        fresh: Callable[[list[int]], Logits],
+        model_folder: Path,
+    ) -> World:
+        """The world of a memory, with a NumPy ledger where there is one for its model."""
+        ledger = None
+        if case.info.arch in LEDGERS:
+            ledger = make_ledger(make_model(case.name, model_folder))
+            if isinstance(ledger, LedgerT5):
+                ledger.encode(ENCODER_INPUT)
+        return cls(
+            case, lambda: make_context(case.name, n_seq_max=N_SEQ, **case.options), fresh, ledger
+        )
 
 
 class ProgramBase(RuleBasedStateMachine):

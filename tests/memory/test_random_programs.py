@@ -16,14 +16,11 @@ import pytest
 from hypothesis import Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from conftest import ENCODER_INPUT
 from memory.kit import CASES, Case, Logits
-from memory.program_base import N_SEQ, World
+from memory.program_base import World
 from memory.programs import Program
 from memory.reference import DONE
 from pykvcache import LlamaContext
-from support.models import make_model
-from support.numpy_variants import LEDGERS, LedgerT5, make_ledger
 
 ALL = (*CASES, Case("bert"))
 SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
@@ -66,12 +63,6 @@ def test_a_random_program_does_what_the_reference_says(
     fresh_logits: Callable[..., Logits],
     model_folder: Path,
 ) -> None:
-    ledger = None
-    if case.info.arch in LEDGERS:
-        ledger = make_ledger(make_model(case.name, model_folder))
-        if isinstance(ledger, LedgerT5):
-            ledger.encode(ENCODER_INPUT)
-
     def fresh(tokens: list[int]) -> Logits:
         if case.info.has_memory:
             return fresh_logits(case.name, tokens)
@@ -79,9 +70,7 @@ def test_a_random_program_does_what_the_reference_says(
             ctx.decode(tokens)
             return ctx.seq_embeddings()
 
-    world = World(
-        case, lambda: make_context(case.name, n_seq_max=N_SEQ, **case.options), fresh, ledger
-    )
+    world = World.of(case, make_context, fresh, model_folder)
     # Programs may end early, so the steps are counted, and rounds go on until they are enough.
     for part in range(STEPS):
 

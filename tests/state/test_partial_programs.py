@@ -11,13 +11,11 @@ from hypothesis import Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from memory.kit import Case, Logits
-from memory.program_base import N_SEQ, World
+from memory.program_base import World
 from memory.reference import DONE
 from pykvcache import LlamaContext
 from state.partial_kit import FORGETFUL
 from state.partial_programs import PartialProgram
-from support.models import make_model
-from support.numpy_variants import LEDGERS, make_ledger
 
 STEPS = 4 * settings().max_examples
 SETTINGS = settings(max_examples=8, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])
@@ -30,14 +28,8 @@ def test_partial_states_in_random_programs(
     fresh_logits: Callable[..., Logits],
     model_folder: Path,
 ) -> None:
-    ledger = None
-    if case.info.arch in LEDGERS:
-        ledger = make_ledger(make_model(case.name, model_folder))
-    world = World(
-        case,
-        lambda: make_context(case.name, n_seq_max=N_SEQ, **case.options),
-        lambda tokens: fresh_logits(case.name, tokens),
-        ledger,
+    world = World.of(
+        case, make_context, lambda tokens: fresh_logits(case.name, tokens), model_folder
     )
     for part in range(STEPS):
 

@@ -11,7 +11,7 @@ from pykvcache._codec import as_floats, as_rows
 from pykvcache.enums import GgmlType
 from pykvcache.errors import StateDamaged, StateError, StateLayoutMismatch
 from pykvcache.state.buffers import ByteArray
-from pykvcache.state.layout import Part, PartLayout, Rows
+from pykvcache.state.layout import Part, PartLayout, Rows, need_equal
 
 __all__ = ["fit"]
 
@@ -41,14 +41,7 @@ def fit(part: Part, target: PartLayout, *, convert: bool) -> Part:
 
 def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
     for what in ("part", "n_layer", "extended"):
-        found, wanted = getattr(layout, what), getattr(target, what)
-        if found != wanted:
-            raise StateLayoutMismatch(
-                f"{what} is {found!r} in the state, {wanted!r} here",
-                what=what,
-                value=found,
-                limit=wanted,
-            )
+        need_equal(what, getattr(layout, what), getattr(target, what))
     if len(layout.rows) != len(target.rows):
         raise StateLayoutMismatch(
             f"the state has {len(layout.rows)} tensors in its {layout.part} part: "
@@ -59,14 +52,8 @@ def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
         )
     for rows, wanted in zip(layout.rows, target.rows, strict=True):
         for what in ("what", "layer", "n_embd", "n_head", "head_dim"):
-            a, b = getattr(rows, what), getattr(wanted, what)
-            if a != b:
-                raise StateLayoutMismatch(
-                    f"{what} of layer {wanted.layer} is {a!r} in the state, {b!r} here",
-                    what=f"{what} of layer {wanted.layer}",
-                    value=a,
-                    limit=b,
-                )
+            name = f"{what} of layer {wanted.layer}"
+            need_equal(name, getattr(rows, what), getattr(wanted, what))
         if rows.type == wanted.type and rows.rotation == wanted.rotation:
             if rows.row_bytes != wanted.row_bytes:
                 raise StateLayoutMismatch(

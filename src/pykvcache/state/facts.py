@@ -13,6 +13,7 @@ import numpy as np
 
 from pykvcache._native import lib
 from pykvcache.errors import StateDamaged, StateLayoutMismatch, StateModelMismatch
+from pykvcache.state.layout import need_equal
 
 __all__ = ["Fingerprint", "fingerprint_of"]
 
@@ -91,14 +92,7 @@ class Fingerprint:
                 limit=here.model,
             )
         for what in ("memory", "causal", "adapters"):
-            found, wanted = getattr(self, what), getattr(here, what)
-            if found != wanted:
-                raise StateLayoutMismatch(
-                    f"{what} is {found!r} in the state, {wanted!r} here",
-                    what=what,
-                    value=found,
-                    limit=wanted,
-                )
+            need_equal(what, getattr(self, what), getattr(here, what))
         if self.rope_digest != here.rope_digest:
             differ = [
                 f"{name} is {self.rope.get(name)} in the state, {here.rope.get(name)} here"

@@ -9,13 +9,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache.errors import StateLayoutMismatch
 from pykvcache.state.buffers import ByteArray
 
-__all__ = ["Part", "PartLayout", "Rows", "layouts_from_native"]
+__all__ = ["Part", "PartLayout", "Rows", "layouts_from_native", "need_equal"]
 
 IntArray = npt.NDArray[np.int32]
 #: sequences of cells: those of cell i are ids[offsets[i]:offsets[i + 1]]
 Members = tuple[IntArray, IntArray]
+
+
+def need_equal(what: str, found: object, wanted: object) -> None:
+    """Raise `StateLayoutMismatch` where a state differs from this context in one fact."""
+    if found != wanted:
+        raise StateLayoutMismatch(
+            f"{what} is {found!r} in the state, {wanted!r} here",
+            what=what,
+            value=found,
+            limit=wanted,
+        )
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,9 @@ class Schedule:
     def remove(self, handle: GenerationHandle) -> None:
         """Remove a request that has ended, and free what it owned."""
         self._stop(handle)
+        cached = self._cached(handle)
+        if cached is not None and self.cache is not None:
+            self.cache._leave(cached)
         if handle in self.waiting:
             self.waiting.remove(handle)
         if handle._owns:

@@ -113,11 +113,11 @@ class TierMethods(BeginMethods, KeepMethods):
 
     def _evaluated(self, sequence: CachedSequence) -> None:
         """Give the tiers what others wait for, as soon as the prompt is evaluated."""
+        self._leave(sequence)
         search, sequence._search = sequence._search, None
         if search is None:
             return
-        if sequence._pending is not None or not search.looked.is_set():
-            sequence._pending = None
+        if not search.looked.is_set():
             search.abandon()
         lease = search.lease
         if lease is None or not lease.held:
@@ -180,6 +180,12 @@ class TierMethods(BeginMethods, KeepMethods):
         sequence._pending = None
         self._settle(sequence, fetch, evaluation)
         return True
+
+    def _leave(self, sequence: CachedSequence) -> None:
+        """End the search of a request that has ended; others may take a lease."""
+        if sequence._pending is not None:
+            sequence._pending[0].abandon()
+            sequence._pending = sequence._search = None
 
     def _patience(self, sequence: CachedSequence) -> float:
         """Return for how many seconds a request should wait at most; 0 where that is over."""

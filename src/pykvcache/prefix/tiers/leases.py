@@ -12,13 +12,16 @@ __all__ = ["Lease", "lease_seconds"]
 #: Evaluations that take less are made by everybody.
 LEAST_SECONDS = 0.25
 
+#: No lease is shorter: the first estimates of a process are too low.
+SHORTEST = 2.0
+
 # How often who waits looks again: at first, and at most.
 _FIRST, _LONGEST = 0.01, 0.1
 
 
 def lease_seconds(evaluation: float) -> float:
     """Return for how long to hold a lease for an evaluation that takes so many seconds; or 0."""
-    return min(3600.0, max(2.0, 3 * evaluation)) if evaluation >= LEAST_SECONDS else 0.0
+    return min(3600.0, max(SHORTEST, 3 * evaluation)) if evaluation >= LEAST_SECONDS else 0.0
 
 
 class Lease:

@@ -1,0 +1,189 @@
+"""Many requests over tiers: a prefix that they share is loaded or evaluated once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from memory.kit import Logits
+from pykvcache import BatchGenerator, LlamaContext, PrefixCache
+from pykvcache.prefix.stores import FolderStore, MemoryStore
+from pykvcache.prefix.tiers import leases
+from support.models import make_model
+from tiers.slow import SlowStore
+from tiers.test_damage import write
+from tiers.test_leases import line, say
+from tiers.test_processes import spawn
+from tiers.test_tiers import SIZE, WAIT, words
+
+Make = Callable[..., LlamaContext]
+Fresh = Callable[..., Logits]
+SHARED = words(1, 80)
+
+
+def prompts(n: int) -> list[list[int]]:
+    return [SHARED + words(10 + i, 9) for i in range(n)]
+
+
+class Gate(SlowStore):
+    """A store that answers when the test says so, and counts what it gave."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store, latency=60.0)
+        self.given: list[bytes] = []
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[bytearray]) -> int:  # type: ignore[override]
+        n = super().get_into(keys, buffers)
+        self.given += keys[:n]
+        return n
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+@pytest.mark.parametrize("where", ["in a tier", "nowhere"])
+def test_requests_that_begin_alike_load_or_evaluate_it_once(
+    where: str, name: str, make_context: Make, fresh_logits: Fresh
+) -> None:
+    gate = Gate(MemoryStore())
+    if where == "in a tier":
+        write(make_context(name), gate.store, SHARED)
+    ctx = make_context(name, n_ctx=1024)
+    cache = PrefixCache(ctx, block_size=SIZE, tiers=[gate], **WAIT)
+    generator = BatchGenerator(cache, n_chunk=32)
+    handles = [generator.submit(prompt, 2) for prompt in prompts(6)]
+    assert cache.stats().evaluated == 6 * 89, "nobody has waited yet"
+    gate.closing.set()
+    generator.run()
+    for prompt, handle in zip(prompts(6), handles, strict=True):
+        assert handle.tokens[0] == int(fresh_logits(name, prompt).argmax())
+    assert len(gate.given) == len(set(gate.given)), "a block was loaded twice"
+    # Nine tokens of each, and one more per answer; without its state, up to a block before them.
+    own = 6 * (9 + 1 + (0 if name == "llama" else SIZE))
+    if where == "in a tier":
+        assert len(gate.given) >= 80 // SIZE
+        assert ctx.tokens_evaluated <= own + SIZE
+    else:
+        assert ctx.tokens_evaluated <= own + 80
+    cache.close()
+
+
+def test_a_request_that_waits_for_a_tier_stands_in_nobodys_way(make_context: Make) -> None:
+    gate = Gate(MemoryStore())
+    write(make_context("llama"), gate.store, SHARED)
+    cache = PrefixCache(make_context("llama", n_ctx=1024), block_size=SIZE, tiers=[gate], **WAIT)
+    generator = BatchGenerator(cache)
+    other = generator.submit(words(5, SIZE - 1), 40)  # too short for a block: nothing to look for
+    slow = generator.submit(SHARED, 3)
+    for i in range(10):
+        assert generator.step() != []
+        assert len(other.tokens) == i + 1
+    assert len(slow.tokens) == 0
+    gate.closing.set()
+    generator.run()
+    assert len(other.tokens) > 10
+    assert len(slow.tokens) == 3
+    assert slow._sequence.reuse.remote == 79  # type: ignore[attr-defined]
+    cache.close()
+
+
+@pytest.mark.parametrize("how", ["abort", "close"])
+def test_when_the_first_one_leaves_the_next_one_looks(
+    how: str, make_context: Make, fresh_logits: Fresh
+) -> None:
+    gate = Gate(MemoryStore())
+    write(make_context("llama"), gate.store, SHARED)
+    cache = PrefixCache(make_context("llama", n_ctx=1024), block_size=SIZE, tiers=[gate], **WAIT)
+    generator = BatchGenerator(cache)
+    mine = cache._new(prompts(1)[0])
+    handles = [generator.submit(mine, 2), *(generator.submit(one, 2) for one in prompts(4)[1:])]
+    assert mine._pending is not None
+    if how == "abort":
+        handles[0].abort()
+    else:
+        mine.close()
+    gate.closing.set()
+    generator.run()
+    for prompt, handle in zip(prompts(4)[1:], handles[1:], strict=True):
+        assert handle.tokens[0] == int(fresh_logits("llama", prompt).argmax())
+    assert handles[0].finish_reason == ("aborted" if how == "abort" else "error")
+    cache.close()
+
+
+def test_a_generator_is_closed_while_tiers_are_searched(make_context: Make) -> None:
+    gate = Gate(MemoryStore())
+    cache = PrefixCache(make_context("llama", n_ctx=1024), block_size=SIZE, tiers=[gate], **WAIT)
+    generator = BatchGenerator(cache)
+    generator.start()
+    handles = [generator.submit(prompt, 2) for prompt in prompts(3)]
+    generator.close()
+    assert [handle.finish_reason for handle in handles] == ["aborted"] * 3
+    gate.closing.set()
+    cache.close()
+    assert threading.active_count() < 100
+
+
+def test_as_many_searches_as_requests_may_run(make_context: Make) -> None:
+    gate = Gate(MemoryStore())
+    cache = PrefixCache(make_context("llama", n_ctx=1024), block_size=SIZE, tiers=[gate], **WAIT)
+    generator = BatchGenerator(cache, 2)
+    handles = [generator.submit(words(20 + i, 30), 1) for i in range(12)]
+    looking = sum(one.name == "pykvcache-fetch" for one in threading.enumerate())
+    assert looking <= 2 + 1
+    gate.closing.set()
+    generator.run()
+    assert all(len(handle.tokens) == 1 for handle in handles)
+    cache.close()
+
+
+def test_who_waits_for_another_process_and_leaves_keeps_no_lease(
+    make_context: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(leases, "LEAST_SECONDS", 0.0)
+    store, other = FolderStore(tmp_path), FolderStore(tmp_path)
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT)
+    with cache.sequence(SHARED) as sequence:
+        assert sequence._search is not None
+        assert sequence._search.lease is not None
+        first = sequence._search.lease.key
+    assert cache.flush(30)
+    name = cache._tiers.tiers[0].sealed.envelope.name(first)
+    assert other.lease(name, 60)  # another process evaluates
+    generator = BatchGenerator(cache)
+    handle = generator.submit(SHARED, 2)
+    short = generator.submit(words(5, SIZE - 1), 3)
+    while not len(short.tokens):
+        generator.step()
+    pending = handle._sequence._pending  # type: ignore[attr-defined]
+    assert pending is not None
+    while pending[0].after is None:
+        generator.step()
+        pending = handle._sequence._pending  # type: ignore[attr-defined]
+    assert len(handle.tokens) == 0
+    handle.abort()
+    generator.run()
+    assert len(short.tokens) == 3
+    assert pending[0].done.wait(30)
+    other.release(name)
+    assert other.lease(name, 60)
+    cache.close()
+
+
+def test_batches_of_two_processes_evaluate_a_prefix_once(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    path = make_model("llama", model_folder)
+    processes = [spawn("batch", path, str(tmp_path / "tier"), 1, 1200) for _ in range(2)]
+    try:
+        for process in processes:
+            assert line(process)["ready"]
+        for process in processes:
+            say(process)
+        evaluated = [line(process)["evaluated"] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    # Four requests each, of nine tokens of their own; what ends in a block is evaluated, too.
+    assert sum(evaluated) <= 1200 + 2 * 4 * (9 + 8)

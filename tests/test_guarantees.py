@@ -14,7 +14,7 @@ DOCUMENT = TESTS.parent / "docs" / "guarantees.md"
 
 LEFT = ["ids", "what", "why"]
 
-# How many hazards each part of the audit has. What was found since (N) has numbers from 1.
+# How many hazards each part of the audit has. What was found since has numbers with an N.
 AUDIT = {"M": 39, "D": 40, "S": 34, "C": 25, "V": 8, "L": 3, "T": 5, "F": 2}
 
 
@@ -89,7 +89,8 @@ def test_every_hazard_is_in_one_entry() -> None:
     assert [name for name, n in (proved + left).items() if n > 1] == []
     named = set(proved) | set(left)
     found_since = {name for name in named if name[0] == "N"}
-    assert found_since == {f"N{n + 1}" for n in range(len(found_since))}
+    # Their numbers may have gaps: they are given out before the entries are written.
+    assert {f"N{n + 1}" for n in range(81)} <= found_since
     wanted = {f"{part}{n + 1}" for part, size in AUDIT.items() for n in range(size)}
     assert named - found_since == wanted
 

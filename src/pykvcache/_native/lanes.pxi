@@ -2,18 +2,20 @@
 # the choice of a token and its place in the sequence, so none of it can be interrupted half-way.
 
 cdef object _now = time.perf_counter
+cdef uint64_t _n_writers = 0
 
 
 cdef class Tokens:
     """Tokens in memory that grows, and how many of them a context's memory holds, by what name.
 
-    `seq_id` is the sequence that holds them, -1 for none.
+    `seq_id` is the sequence that holds them, -1 for none. `writer` names who put the last chosen one.
     """
 
     cdef object array
     cdef int32_t* data
     cdef Py_ssize_t n, room
     cdef object frozen
+    cdef uint64_t edits, writer
     cdef public Py_ssize_t n_evaluated
     cdef public uint64_t version
     cdef public int32_t seq_id
@@ -31,11 +33,15 @@ cdef class Tokens:
     @property
     def tokens(self):
         """All tokens, read-only; later edits do not change an array that was handed out."""
-        if self.frozen is None:
+        cdef uint64_t edits = self.edits
+        frozen = self.frozen
+        if frozen is None:
             frozen = self.part(0, self.n).copy()
             frozen.flags.writeable = False
-            self.frozen = frozen
-        return self.frozen
+            # Another thread may have put a token there while NumPy copied.
+            if edits == self.edits:
+                self.frozen = frozen
+        return frozen
 
     def token_at(self, Py_ssize_t i):
         """Return one token."""
@@ -51,16 +57,22 @@ cdef class Tokens:
 
     def append(self, values):
         """Append tokens."""
+        self.replace(self.n, values)
+
+    def replace(self, Py_ssize_t begin, values):
+        """Put tokens in the place of those from `begin` on: all of it or, interrupted, nothing."""
         cdef vector[int32_t] more
         cdef Py_ssize_t count
         if not _plain_ints(values, more):
             _plain_ints(np.ascontiguousarray(values, _INT32), more)
         count = <Py_ssize_t>more.size()
+        begin = max(0, min(begin, self.n))
+        self.reserve(begin + count)
         if count:
-            self.reserve(self.n + count)
-            memcpy(self.data + self.n, more.data(), count * sizeof(int32_t))
-            self.n += count
-            self.frozen = None
+            memcpy(self.data + begin, more.data(), count * sizeof(int32_t))
+        if count or begin < self.n:
+            self.n = begin + count
+            self.changed()
 
     def append_one(self, int32_t token):
         """Append one token."""
@@ -70,12 +82,16 @@ cdef class Tokens:
     def cut(self, Py_ssize_t n):
         """Keep the first n tokens."""
         self.n = max(0, min(n, self.n))
-        self.frozen = None
+        self.changed()
 
     cdef void put(self, int32_t token) noexcept:
         """Put one token where there is room."""
         self.data[self.n] = token
         self.n += 1
+        self.changed()
+
+    cdef void changed(self) noexcept:
+        self.edits += 1
         self.frozen = None
 
     cdef int reserve(self, Py_ssize_t n) except -1:
@@ -95,12 +111,58 @@ cdef class Tokens:
         return 0
 
 
-@cython.final
-cdef class Lane:
-    """One request: its tokens, its sampler, and what has come of it."""
+cdef class Writer:
+    """Appends what a sampler chooses to a sequence; of several of one sequence the newest goes on."""
 
     cdef readonly Tokens ledger
     cdef Sampler sampler
+    cdef uint64_t name
+    cdef readonly Py_ssize_t n_written
+    cdef readonly int32_t last
+
+    def __cinit__(self, Tokens ledger not None, Sampler sampler not None, *args):
+        global _n_writers
+        _n_writers += 1
+        self.name = _n_writers
+        self.ledger = ledger
+        self.sampler = sampler
+
+    @property
+    def is_overtaken(self):
+        """Whether another one has written since this one did."""
+        return self.was_overtaken()
+
+    cdef bint was_overtaken(self) noexcept:
+        return self.n_written > 0 and self.ledger.writer != self.name
+
+    def write(self, Decoding ctx not None, const float[::1] row not None):
+        """Choose a token from logits and append it; False, and nothing appended, for one that ends."""
+        cdef int32_t code, token = 0, n = self.sampler.check_row(ctx, row)
+        self.ledger.reserve(self.ledger.n + 1)
+        code = self.sampler.it.choose(&row[0], n, self.sampler.candidates, token)
+        if code != lib.CHOSEN:
+            raise self.sampler.problem(code, False)
+        self.sampler.n_vocab = n
+        if _is_end(ctx, token):
+            return False
+        self.put(token)
+        return True
+
+    cdef void put(self, int32_t token) noexcept:
+        self.ledger.put(token)
+        self.ledger.writer = self.name
+        self.n_written += 1
+        self.last = token
+
+
+cdef bint _is_end(Decoding ctx, int32_t token) noexcept:
+    return ctx.model.vocab_type != 0 and lib.llama_vocab_is_eog(ctx.model.vocab, token)
+
+
+@cython.final
+cdef class Lane(Writer):
+    """One request: its tokens, its sampler, and what has come of it."""
+
     cdef frozenset stops
     cdef Py_ssize_t most
     cdef bint watched, keeps_rows
@@ -113,8 +175,6 @@ cdef class Lane:
 
     def __cinit__(self, Tokens ledger not None, Sampler sampler not None, Py_ssize_t most,
                   frozenset stops not None, bint watched, bint keeps_rows):
-        self.ledger = ledger
-        self.sampler = sampler
         self.most = most
         self.stops = stops
         self.watched = watched
@@ -155,7 +215,7 @@ cdef class Lane:
                 ctx.seqs.suspect()
             self.error = self.sampler.problem(code, False)
             return False
-        if ctx.model.vocab_type != 0 and lib.llama_vocab_is_eog(ctx.model.vocab, token):
+        if _is_end(ctx, token):
             self.is_over = True
             return False
         try:
@@ -168,5 +228,5 @@ cdef class Lane:
             # The sampler has moved on, and the token is lost.
             self.error = error
             return False
-        self.ledger.put(token)
+        self.put(token)
         return True

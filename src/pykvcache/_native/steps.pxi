@@ -181,7 +181,7 @@ cdef class Context(Decoding):
     cdef bint is_ready(self, Lane lane) noexcept:
         """Whether a sequence waits for one token, and nobody has changed it."""
         cdef Tokens ledger = lane.ledger
-        return (0 <= ledger.seq_id < <int32_t>self.n_seq_max
+        return (not lane.was_overtaken() and 0 <= ledger.seq_id < <int32_t>self.n_seq_max
                 and 1 <= ledger.n < INT32_MAX and ledger.n_evaluated == ledger.n - 1
                 and (ledger.n <= self.n_ctx_seq or self.kind == lib.MEMORY_RECURRENT)
                 and self.is_as_noted(ledger, ledger.seq_id))

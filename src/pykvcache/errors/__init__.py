@@ -64,6 +64,7 @@ __all__ = [
     "NoSlot",
     "NotSupported",
     "OutputNotFinite",
+    "OvertakenError",
     "P0TooLarge",
     "P1TooLarge",
     "PartialStateError",
@@ -248,6 +249,10 @@ class ClosedError(KvCacheError, ValueError):
 
 class StaleViewError(KvCacheError, ReferenceError):
     """A view of a live cache was read after a call that may have changed the cells."""
+
+
+class OvertakenError(KvCacheError, RuntimeError):
+    """Another generation has gone on with the sequence of this one, which ends here."""
 
 
 class InternalError(KvCacheError, RuntimeError):

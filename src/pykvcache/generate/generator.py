@@ -134,7 +134,8 @@ class BatchGenerator(Driving):
         ----------
         prompt
             Text, token ids, or a LlamaSequence, whose own tokens grow; nobody should edit it
-            meanwhile.
+            meanwhile. Of several generations of one sequence (`LlamaSequence.generate`, another
+            generator's) the newest goes on: an older request ends with `OvertakenError`.
         max_tokens
             Tokens to generate at most.
         sampler
@@ -159,6 +160,8 @@ class BatchGenerator(Driving):
             The prompt does not fit the cache alone.
         InvalidBatch, ValueError, TypeError
             An argument is wrong, or the prompt has no tokens. Other requests go on.
+        UnsupportedOperation
+            A stop string, and the model has no vocabulary.
         """
         limit = as_int(max_tokens, "max_tokens", 0, 2**31 - 1)
         count = as_int(n, "n", 1, 2**16)
@@ -169,6 +172,7 @@ class BatchGenerator(Driving):
         elif not isinstance(sampler, Sampler):
             raise TypeError(f"sampler must be a Sampler, not {type(sampler).__name__}")
         stops = Stop.of(stop, self._ctx.model.n_vocab)
+        stops.check_text(self._ctx.model)
         with self._pool.hold():
             self._check_open()
             sequence = self._sequence(prompt)

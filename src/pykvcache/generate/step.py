@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pykvcache._native import lib
-from pykvcache.errors import ClosedError, DecodeAborted, NoKvCacheSlot
+from pykvcache.errors import ClosedError, DecodeAborted, NoKvCacheSlot, OvertakenError
 from pykvcache.generate.handle import FinishReason, GenerationHandle
 from pykvcache.generate.schedule import Schedule
 from pykvcache.sequence.cells import Row, SequenceCells
@@ -171,6 +171,10 @@ class Stepper:
             if handle._sequence.is_closed:
                 error = ClosedError("the sequence was closed meanwhile")
                 self._end(handle, "error", error, alone=True)
+                continue
+            if handle._lane.is_overtaken:
+                newer = OvertakenError("another generation has gone on with this sequence")
+                self._end(handle, "error", newer, alone=True)
                 continue
             if not n:
                 lost = ValueError("the sequence has no tokens any more")

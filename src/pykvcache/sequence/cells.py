@@ -109,6 +109,8 @@ class SequenceCells:
         try:
             self.with_room(put_back)
         except BaseException:
+            # After an interrupt it may stand there already; an id is free where nothing does.
+            self._native.seq_rm(self.live_id, None, None)
             self._disown()
             raise
         self.state = None

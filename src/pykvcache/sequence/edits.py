@@ -96,8 +96,9 @@ class EditMethods:
         with self._held():
             tokens = self._as_tokens(more)
             if len(tokens):
-                self._cells.ledger.append(tokens)
+                # First: after an interrupt logits must not be those of other tokens.
                 self._cells.row = None
+                self._cells.ledger.append(tokens)
 
     def truncate(self, n: SupportsIndex) -> None:
         """Keep the first n tokens.
@@ -110,8 +111,8 @@ class EditMethods:
         with self._held():
             n = self._within(n, "n", 0)
             if n < len(self):
-                self._cells.ledger.truncate(n)
                 self._cells.row = None
+                self._cells.ledger.truncate(n)
 
     def sync(self, tokens: str | TokenInput) -> int:
         """Become these tokens: keep the longest common prefix, drop the rest, append the rest.
@@ -126,9 +127,8 @@ class EditMethods:
             ledger = self._cells.ledger
             kept = common_prefix(ledger.part(0, len(ledger)), wanted)
             if kept < len(ledger) or kept < len(wanted):
-                ledger.truncate(kept)
-                ledger.append(wanted[kept:])
                 self._cells.row = None
+                ledger.become(kept, wanted[kept:])
             return kept
 
     def discard(
@@ -161,10 +161,10 @@ class EditMethods:
             begin = self._within(begin, "begin", 0, end)
             if begin < end:
                 self._discard(begin, end, reevaluate)
-                self._cells.row = None
 
     def _discard(self, begin: int, end: int, reevaluate: bool) -> None:
         cells, ledger = self._cells, self._cells.ledger
+        cells.row = None
         if ledger.n_evaluated > end:
             cells.attach()
             cells.rewind(ledger.n_evaluated)
@@ -178,9 +178,7 @@ class EditMethods:
             except UnsupportedOperation as error:
                 if not reevaluate:
                     raise UnsupportedOperation("discard", error.reason) from None
-        rest = ledger.part(end, len(ledger)).copy()
-        ledger.truncate(begin)
-        ledger.append(rest)
+        ledger.become(begin, ledger.part(end, len(ledger)).copy())
 
     def fork(self, n: SupportsIndex | None = None) -> Self:
         """Return a new sequence of the first n tokens, which shares what was evaluated.
@@ -230,10 +228,6 @@ class EditMethods:
 
     def _evaluated(self) -> None:
         """Everything is evaluated: called with the lock held; sequences of a cache tell it."""
-
-    def _append_one(self, token: int) -> None:
-        self._cells.ledger.append_one(token)
-        self._cells.row = None
 
     def _as_tokens(self, more: str | TokenInput, *, empty: bool = False) -> IntArray:
         if isinstance(more, str):

@@ -30,6 +30,8 @@ class Ledger(lib.Tokens):
     never touches the memory: what it holds too much waits in `stale`, and counts again when the
     same tokens come back. From `shifted_at` on (if not None) they never do: those were computed
     with others before them. `version` names what the memory held when that was noted.
+
+    An interrupted edit was made or not: the tokens change in one call of the compiled layer.
     """
 
     __slots__ = ("shifted_at", "stale")
@@ -51,15 +53,13 @@ class Ledger(lib.Tokens):
 
     def append(self, tokens: IntArray) -> None:
         """Append tokens."""
-        complete = self.n_evaluated == len(self)
-        super().append(tokens)
-        if complete and len(self.stale):
-            self.claim()
+        self.become(len(self), tokens)
 
-    def append_one(self, token: int) -> None:
-        """Append one token."""
-        complete = self.n_evaluated == len(self)
-        super().append_one(token)
+    def become(self, n: int, tokens: IntArray) -> None:
+        """Keep the first n tokens, and append others."""
+        self._forget(n)
+        complete = self.n_evaluated == n
+        self.replace(n, tokens)
         if complete and len(self.stale):
             self.claim()
 
@@ -73,17 +73,20 @@ class Ledger(lib.Tokens):
 
     def truncate(self, n: int) -> None:
         """Keep the first n tokens."""
+        self._forget(n)
+        self.cut(n)
+
+    def _forget(self, n: int) -> None:
+        """Count no more than n of the tokens that are held as evaluated."""
         if n < self.n_evaluated:
             gone = self.part(n, self.n_evaluated).copy()
+            # In this order: too much that is said to be held is found out, too little is not.
             self.stale = np.concatenate([gone, self.stale]) if len(self.stale) else gone
             self.n_evaluated = n
-        self.cut(n)
 
     def delete(self, begin: int, end: int) -> None:
         """Take tokens out of the middle; the caller has seen to `n_evaluated` and `stale`."""
-        rest = self.part(end, len(self)).copy()
-        self.cut(begin)
-        super().append(rest)
+        self.replace(begin, self.part(end, len(self)).copy())
 
     def holds(self, n: int) -> None:
         """Take note that the memory holds the first n tokens and nothing else."""

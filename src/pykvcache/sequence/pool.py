@@ -71,6 +71,8 @@ class SequencePool(lib.Turns):
             Who must not be parked for it.
         """
         seq_id = self._free_id()
+        if seq_id is None and self._bury():
+            seq_id = self._free_id()
         if seq_id is None:
             victim = next(self.idle_members((cells, *keep)), None)
             if victim is None:
@@ -132,6 +134,8 @@ class SequencePool(lib.Turns):
         """Free cells that are not needed now; False if nobody has any to give."""
         if not self.ctx.kv_unified:
             return False  # a stream of cells is its sequence's own
+        if self._bury():
+            return True
         for other in self.idle_members((cells,)):
             if other.trim():
                 return True
@@ -178,6 +182,13 @@ class SequencePool(lib.Turns):
                     self.reap()
             finally:
                 self.lock.release()
+
+    def _bury(self) -> bool:
+        """Free what collected sequences held whose `drop` was interrupted; tell whether any did."""
+        lost = [i for i, ref in self._lent.items() if ref() is None and i not in self.dropped]
+        self.dropped.extend(lost)
+        self.reap()
+        return bool(lost)
 
     def reap(self) -> None:
         """Free the cells and ids of collected sequences."""

@@ -167,7 +167,21 @@ class LlamaSequence(EditMethods, Closing):
         ------
         ValueError, TypeError
             An argument is wrong; raised by the call itself.
+        UnsupportedOperation
+            A stop string, and the model has no vocabulary; raised by the call itself.
         """
+        return self._generation(max_tokens, sampler, stop, on_full, n_keep, as_text=False)
+
+    def _generation(
+        self,
+        max_tokens: SupportsIndex,
+        sampler: Sampler | None,
+        stop: StopInput,
+        on_full: OnFull,
+        n_keep: SupportsIndex,
+        *,
+        as_text: bool,
+    ) -> Generation:
         if sampler is None:
             sampler = Sampler(temperature=0)
         elif not isinstance(sampler, Sampler):
@@ -175,13 +189,16 @@ class LlamaSequence(EditMethods, Closing):
         if on_full not in _ON_FULL:
             raise ValueError(f"on_full is {on_full!r}: it must be one of {', '.join(_ON_FULL)}")
         self._check_open()
+        stops = Stop.of(stop, self._context.model.n_vocab)
+        stops.check_text(self._context.model, always=as_text)
         return Generation(
             self,
             as_int(max_tokens, "max_tokens", 0, 2**31 - 1),
             sampler,
-            Stop.of(stop, self._context.model.n_vocab),
+            stops,
             on_full,
             as_int(n_keep, "n_keep", 0, 2**31 - 1),
+            as_text=as_text,
         )
 
     def stream(
@@ -197,9 +214,16 @@ class LlamaSequence(EditMethods, Closing):
 
         Whole characters only, and nothing of a stop string: the text ends before it. Bytes at
         the very end that are not a character become U+FFFD.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An argument is wrong; raised by the call itself.
+        UnsupportedOperation
+            The model has no vocabulary; raised by the call itself.
         """
         return TextGeneration(
-            self.generate(max_tokens, sampler, stop=stop, on_full=on_full, n_keep=n_keep)
+            self._generation(max_tokens, sampler, stop, on_full, n_keep, as_text=True)
         )
 
     # Life -----------------------------------------------------------------------------------

@@ -5,11 +5,14 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, cast
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, cast
 
 from pykvcache._convert import as_int
 
-__all__ = ["Stop", "StopInput", "TextStream"]
+if TYPE_CHECKING:
+    from pykvcache.model import LlamaModel
+
+__all__ = ["Stop", "StopInput", "TextRules", "TextState", "TextStream"]
 
 #: What ends a generation: a string, a token id, or several of both.
 StopInput = str | SupportsIndex | Iterable[str | SupportsIndex]
@@ -53,62 +56,90 @@ class Stop:
                 tokens.add(as_int(item, "a stop token", 0, n_vocab - 1))
         return cls(tuple(dict.fromkeys(strings)), frozenset(tokens))
 
+    def check_text(self, model: LlamaModel, *, always: bool = False) -> None:
+        """Raise UnsupportedOperation where there is text to make, and tokens have none."""
+        if self.strings or always:
+            model.token_to_piece(0)
+
     def __bool__(self) -> bool:
         return bool(self.strings or self.tokens)
 
 
-class TextStream:
-    """Turns the bytes of tokens into text as soon as it is certain.
+class TextState(NamedTuple):
+    """Where a text stands: bytes and characters that were not given out, and the stop that came."""
+
+    rest: bytes = b""
+    held: str = ""
+    stopped: str | None = None
+
+
+class TextRules:
+    """How the bytes of tokens become text; keeps nothing, so that an interrupt leaves no half step.
 
     Held back are the beginning of a character whose other bytes may follow, and what may be the
     beginning of a stop string.
     """
 
-    __slots__ = ("_decoder", "_held", "_longest", "_strings", "stopped")
+    __slots__ = ("_longest", "strings")
 
     def __init__(self, strings: Sequence[str] = ()) -> None:
-        self._strings = tuple(strings)
-        self._longest = max(map(len, self._strings), default=0)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
-        self.stopped: str | None = None
+        self.strings = tuple(strings)
+        self._longest = max(map(len, self.strings), default=0)
 
-    def feed(self, piece: bytes) -> str:
-        """Take the bytes of one token; return the text that is certain now.
+    def after(
+        self, state: TextState, piece: bytes, *, final: bool = False
+    ) -> tuple[str, TextState]:
+        """Return the text that is certain with some more bytes, and where it stands then.
 
         Once a stop string is complete, `stopped` names it: the text before it is returned, and
-        nothing after it.
+        nothing after it. With ``final``, what was held back is returned, too, and bytes that never
+        became a character are U+FFFD.
         """
-        if self.stopped is not None:
-            return ""
-        return self._give(self._decoder.decode(piece))
-
-    def finish(self) -> str:
-        """Return what was held back; bytes that never became a character are U+FFFD."""
-        if self.stopped is not None:
-            return ""
-        text = self._give(self._decoder.decode(b"", final=True))
-        rest, self._held = self._held, ""
-        return text if self.stopped is not None else text + rest
-
-    def _give(self, new: str) -> str:
-        if not self._strings:
-            return new
-        text = self._held + new
-        found = [(at, s) for s in self._strings if (at := text.find(s)) >= 0]
+        if state.stopped is not None:
+            return "", state
+        data = state.rest + piece
+        new, used = codecs.utf_8_decode(data, "replace", final)
+        rest = data[used:]
+        if not self.strings:
+            return new, TextState(rest)
+        text = state.held + new
+        found = [(at, s) for s in self.strings if (at := text.find(s)) >= 0]
         if found:
             # The first to begin; of several that begin together, the shortest was complete first.
-            at, self.stopped = min(found, key=lambda hit: (hit[0], len(hit[1])))
-            self._held = ""
-            return text[:at]
-        keep = self._suspicious(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            at, stopped = min(found, key=lambda hit: (hit[0], len(hit[1])))
+            return text[:at], TextState(rest, "", stopped)
+        certain = len(text) if final else len(text) - self._suspicious(text)
+        return text[:certain], TextState(rest, text[certain:])
 
     def _suspicious(self, text: str) -> int:
         """Length of the longest end of the text that begins a stop string."""
         for n in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-n:]
-            if any(s.startswith(end) for s in self._strings):
+            if any(s.startswith(end) for s in self.strings):
                 return n
         return 0
+
+
+class TextStream:
+    """Turns the bytes of tokens into text as soon as it is certain: `TextRules`, and a state."""
+
+    __slots__ = ("_rules", "_state")
+
+    def __init__(self, strings: Sequence[str] = ()) -> None:
+        self._rules = TextRules(strings)
+        self._state = TextState()
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended it; None before."""
+        return self._state.stopped
+
+    def feed(self, piece: bytes) -> str:
+        """Take the bytes of one token; return the text that is certain now."""
+        text, self._state = self._rules.after(self._state, piece)
+        return text
+
+    def finish(self) -> str:
+        """Return what was held back; bytes that never became a character are U+FFFD."""
+        text, self._state = self._rules.after(self._state, b"", final=True)
+        return text

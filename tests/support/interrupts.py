@@ -1,0 +1,76 @@
+"""KeyboardInterrupt wherever CPython looks for signals in some of our code."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+_LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+_instructions: dict[CodeType, dict[int, str]] = {}
+
+
+class InterruptAnywhere:
+    """Raise KeyboardInterrupt at the n-th place; with n below 1 only count the places.
+
+    A place is the instruction that follows a call of compiled code, the beginning of a function, or
+    the end of a round of a loop, in a file of one of `folders`. (`sys.setprofile` would not tell of
+    calls of Cython's functions.)
+    """
+
+    def __init__(self, at: int, folders: tuple[str, ...] = ("/generate/", "/sequence/")) -> None:
+        self.at = at
+        self.seen = 0
+        self._folders = folders
+        self._last: dict[FrameType, int] = {}
+        self._entered: set[FrameType] = set()
+
+    def run(self, call: Callable[[], object]) -> bool:
+        """Call; return whether it was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+            self._last.clear()
+            self._entered.clear()
+        return False
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_back is not None:
+            self._entered.add(frame.f_back)
+        name = frame.f_code.co_filename
+        if "pykvcache" not in name or not any(folder in name for folder in self._folders):
+            return None
+        frame.f_trace_lines = False
+        frame.f_trace_opcodes = True
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "return":
+            self._last.pop(frame, None)
+            self._entered.discard(frame)
+        elif event == "opcode":
+            last = self._last.get(frame)
+            self._last[frame] = frame.f_lasti
+            called = frame in self._entered
+            self._entered.discard(frame)
+            name = "" if last is None else self._name(frame.f_code, last)
+            # A function in Python looks at its beginning, not at its end.
+            if name.startswith(_LOOKS) and not (called and name.startswith("CALL")):
+                self.seen += 1
+                if self.seen == self.at:
+                    raise KeyboardInterrupt
+        return self._step
+
+    @staticmethod
+    def _name(code: CodeType, at: int) -> str:
+        names = _instructions.get(code)
+        if names is None:
+            names = _instructions[code] = {i.offset: i.opname for i in dis.get_instructions(code)}
+        return names.get(at, "")

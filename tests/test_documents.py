@@ -61,6 +61,13 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert (path.parent / target).exists(), target
 
 
+def test_every_picture_is_on_a_page() -> None:
+    pages = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("docs/**/*.md"))
+    pictures = [path.name for path in (ROOT / "docs" / "pictures").iterdir()]
+    assert len(pictures) >= 4
+    assert [name for name in pictures if f"pictures/{name})" not in pages] == []
+
+
 def test_six_steps_are_six() -> None:
     steps = ARCHITECTURE.split("## Add a C function in six steps")[1].split("\n## ")[0]
     assert re.findall(r"^(\d+)\. ", steps, re.MULTILINE) == list("123456")

@@ -1,4 +1,4 @@
-"""docs/kv-arrays.md: its code runs, and its figures are those that the tests hold."""
+"""docs/kv-arrays.md: its figures are those that the tests hold."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ from pathlib import Path
 from .test_kv_values import BOUND
 
 TEXT = (Path(__file__).parents[2] / "docs" / "kv-arrays.md").read_text(encoding="utf-8")
-
-
-def test_the_code_runs() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", TEXT, re.M | re.S)
-    assert len(blocks) == 2
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "kv-arrays.md", "exec"), names)
 
 
 def test_the_bounds_are_those_that_are_tested() -> None:

@@ -82,3 +82,13 @@ def test_the_three_calls_go_where_the_table_says() -> None:
         text = (folder / file).read_text(encoding="utf-8")
         begin = r"^[ \t]*(?:def|cdef|inline|int32_t|state_fault)"
         assert re.search(rf"{begin}\b[^\n.=(]*\b{name}\(", text, re.MULTILINE), (name, file)
+
+
+def test_the_chain_of_classes_is_as_long_as_decisions_says() -> None:
+    text = "\n".join(p.read_text(encoding="utf-8") for p in (PACKAGE / "_native").glob("*.pxi"))
+    bases = dict(re.findall(r"^cdef class (\w+)\((\w+)\)", text, re.MULTILINE))
+    chain = ["Context"]
+    while chain[-1] in bases:
+        chain.append(bases[chain[-1]])
+    assert (chain[-1], len(chain)) == ("Handle", 11)
+    assert "a chain of eleven classes" in (ROOT / "docs" / "decisions.md").read_text("utf-8")

@@ -1,4 +1,4 @@
-// The largest number among values, as bits: those of floats of one sign are in the order of the
+// Whether any of many values is too large, by their bits: those of floats of one sign are in the order of the
 // numbers, with infinity and NaN above all.
 #include "probe_values.h"
 
@@ -12,24 +12,40 @@ namespace {
 
 constexpr uint32_t LARGEST_F16 = 0x7bff;
 
-// What the compiler makes vectors of: no early end, one type.
-template <class T> uint32_t largest_bits(const uint8_t * data, size_t n) {
-    constexpr T magnitude = std::numeric_limits<T>::max() >> 1;
-    T           top = 0;
-    for (size_t i = 0; i < n; ++i) {
+// What the compiler makes vectors of: no early end, one type, and as many sums as keep a core busy.
+template <class T> bool any_above(const uint8_t * data, size_t n, uint32_t limit) {
+    constexpr T      SIGN = T(T(1) << (8 * sizeof(T) - 1)), MAGNITUDE = T(~SIGN);
+    constexpr size_t WIDTH = 64 / sizeof(T);
+    const auto excess_of = [&](size_t i) {
         T bits;
         std::memcpy(&bits, data + i * sizeof(T), sizeof(T));
-        top = std::max<T>(top, bits & magnitude);
+        return T(T(limit) - T(bits & MAGNITUDE));  // below 0 where it is larger
+    };
+    T      found[WIDTH] = {};
+    size_t i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) {
+        for (size_t k = 0; k < WIDTH; ++k) {
+            found[k] |= excess_of(i + k);
+        }
     }
-    return top;
+    for (; i < n; ++i) {
+        found[0] |= excess_of(i);
+    }
+    T any = 0;
+    for (const T f : found) {
+        any |= f;
+    }
+    return any & SIGN;
 }
 
-uint32_t largest_scale(const uint8_t * data, size_t n, size_t unit) {
-    uint32_t top = 0;
+bool any_scale_above(const uint8_t * data, size_t n, size_t unit, uint32_t limit) {
+    bool above = false;
     for (size_t i = 0; i < n; ++i) {
-        top = std::max(top, largest_bits<uint16_t>(data + i * unit, 1));
+        uint16_t bits;
+        std::memcpy(&bits, data + i * unit, sizeof(bits));
+        above |= uint32_t(bits & 0x7fff) > limit;
     }
-    return top;
+    return above;
 }
 
 // Blocks begin with a scale in f16, and those of some types go on with a minimum.
@@ -55,11 +71,11 @@ value_check::value_check(ggml_type type, uint64_t n, bool flash) : type(type), u
 void value_check::look(const uint8_t * data, size_t n) {
     switch (type) {
         case GGML_TYPE_F32:
-            top = std::max(top, largest_bits<uint32_t>(data, n));
+            above |= any_above<uint32_t>(data, n, limit);
             break;
         case GGML_TYPE_F16:
         case GGML_TYPE_BF16:
-            top = std::max(top, largest_bits<uint16_t>(data, n));
+            above |= any_above<uint16_t>(data, n, limit);
             break;
         case GGML_TYPE_Q8_0:
         case GGML_TYPE_Q5_1:
@@ -67,9 +83,9 @@ void value_check::look(const uint8_t * data, size_t n) {
         case GGML_TYPE_Q4_1:
         case GGML_TYPE_Q4_0:
         case GGML_TYPE_IQ4_NL:
-            top = std::max(top, largest_scale(data, n, unit));
+            above |= any_scale_above(data, n, unit, limit);
             if (has_minimum(type)) {
-                top = std::max(top, largest_scale(data + sizeof(uint16_t), n, unit));
+                above |= any_scale_above(data + sizeof(uint16_t), n, unit, limit);
             }
             break;
         default:

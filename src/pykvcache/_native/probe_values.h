@@ -21,7 +21,7 @@ class value_check {
     value_check(ggml_type type, uint64_t n, bool flash);
 
     void take(const uint8_t * data, size_t size);
-    bool fits() const { return top <= limit; }
+    bool fits() const { return !above; }
 
   private:
     void look(const uint8_t * data, size_t n_units);
@@ -29,7 +29,7 @@ class value_check {
     ggml_type                type;
     size_t                   unit;       // bytes of a value, or of a block of them
     uint32_t                 limit = 0;  // of the bits, without their sign, of values or of scales of blocks
-    uint32_t                 top = 0;
+    bool                     above = false;  // whether one is larger
     std::array<uint8_t, 256> rest{};  // a unit that lies in two pieces
     size_t                   n_rest = 0;
 };

@@ -66,12 +66,14 @@ HAS_VULKAN := $(shell command -v glslc >/dev/null && \
 DEVICE_ARGS := --config-settings=build-dir=build/device --config-settings=cmake.define.GGML_RPC=ON \
                $(if $(HAS_VULKAN),--config-settings=cmake.define.GGML_VULKAN=ON \
                --config-settings=cmake.define.Vulkan_INCLUDE_DIR=$(VULKAN_INCLUDE))
-DEVICE_TESTS ?= tests/devices
+# All but those of the array caches, which never see the compiled layer. Mesa's device is slow.
+DEVICE_TESTS ?= tests --ignore tests/arrays --ignore tests/packaging
+VULKAN_TESTS ?= tests/devices
 
-test-device: $(VENV)-device/.built ## sequences in the memory of devices: another process over RPC, and Vulkan
+test-device: $(VENV)-device/.built ## every test with all layers in another process (RPC), and on Vulkan what is of devices
 	$(VENV)-device/bin/python -m pytest -n auto --device rpc $(DEVICE_TESTS)
 ifeq ($(HAS_VULKAN),ON)
-	GGML_VK_VISIBLE_DEVICES=0 $(VENV)-device/bin/python -m pytest -v tests/devices
+	GGML_VK_VISIBLE_DEVICES=0 $(VENV)-device/bin/python -m pytest -n auto --device own $(VULKAN_TESTS)
 else
 	@echo "Vulkan is left out: apt-get install mesa-vulkan-drivers libvulkan-dev glslc spirv-headers (Vulkan 1.4;"
 	@echo "newer headers elsewhere: VULKAN_INCLUDE=folder), and make clean"
@@ -187,9 +189,9 @@ $(VENV)-wheel/.built: pyproject.toml $(NATIVE)
 $(VENV)-device/.built: pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv $(VENV)-device
 	$(VENV)-device/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(VENV)-device/bin/python -m pip install --quiet --group build --group test
+	$(VENV)-device/bin/python -m pip install --quiet --group build --group test --group package
 	PATH="$(abspath $(VENV)-device/bin):$$PATH" $(VENV)-device/bin/python -m pip install --quiet \
-	    --no-build-isolation --editable ".[cli,arrays,state]" $(DEVICE_ARGS)
+	    --no-build-isolation --editable ".[$(EXTRAS)]" $(DEVICE_ARGS)
 	@touch $@
 
 $(VENV)-arrays/.ready: pyproject.toml

@@ -59,6 +59,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what cannot be on a device, with its reason."""
+    for item in items if config.getoption("--device") else []:
+        for mark in item.iter_markers("not_on_a_device"):
+            item.add_marker(pytest.mark.skip(reason=f"on a device: {mark.kwargs['reason']}"))
+
+
 # A server ends with the process that asks, not before: models are freed at its very end.
 _servers: list[subprocess.Popen[bytes]] = []
 _SERVER = """

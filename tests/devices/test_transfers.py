@@ -6,6 +6,7 @@ the same.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import pytest
 from kv.kit import different
 from pykvcache import LlamaContext
 from pykvcache._native import lib
-from pykvcache.errors import NoKvCacheSlot
+from pykvcache.errors import NoKvCacheSlot, UnsupportedOperation
 from support.builds import PLAIN, fast_only
 
 if TYPE_CHECKING:
@@ -109,6 +110,16 @@ def test_what_is_written_is_what_the_cpu_writes(
     assert different(ctx.kv(2), other.kv(1)) == []
     for seq_id in (0, 1, 3):
         assert ctx.get_state(seq_id).tobytes() == other.get_state(seq_id).tobytes()
+
+
+def test_a_view_is_refused_by_the_name_of_the_device(make_context: ContextFactory) -> None:
+    ctx = make_context("llama")
+    ctx.decode([5, 6])
+    (where,) = ctx.memory_info.buffer_types
+    with pytest.raises(
+        UnsupportedOperation, match=re.escape(f"layer 0 lies in the memory of a device ({where})")
+    ):
+        ctx.kv(0, copy=False)
 
 
 @fast_only("llama.cpp's reader places cells")

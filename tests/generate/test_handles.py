@@ -201,6 +201,7 @@ def test_what_fills_the_cache_alone_ends_full(stories: LlamaModel) -> None:
             assert len(one.tokens) == 257 - n
 
 
+@pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
 def test_an_aborted_decode_loses_nothing(ctx: LlamaContext, make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=1024, n_seq_max=2)
     prompt = np.random.default_rng(1).integers(5, 56, 900, dtype=np.int32)

@@ -293,7 +293,8 @@ cdef class Arrays(Cells):
                     layer += [t.type, _region(self, t, n, first, step)]
                 else:
                     raise UnsupportedOperation(
-                        "kv", f"layer {il} lies in the memory of a device: read a copy, with copy=True",
+                        "kv", f"layer {il} lies in the memory of a device ({_text(lib.buffer_of(t))}): "
+                        "read a copy, with copy=True",
                         "context")
             layers.append(tuple(layer))
         return layers

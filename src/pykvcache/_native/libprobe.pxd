@@ -231,6 +231,7 @@ cdef extern from "probe_kv.h" namespace "pykv" nogil:
     bool in_window(const memory*, llama_pos pos, llama_pos next)
     hadamard_facts part_hadamard(const memory*, memory_part) except +
     live_tensor tensor_at(const memory*, memory_part, uint32_t il, int which, llama_seq_id) except +
+    string buffer_of(const live_tensor&) except +
     int32_t read_rows(const memory*, memory_part, uint32_t il, int which, llama_seq_id,
                       const vector[live_cell]&, uint8_t* dst)
     bool has_extended(const memory*)

@@ -168,6 +168,8 @@ live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which
                                   : attention_tensor(m, cache_of(m, part), il, which, seq);
 }
 
+std::string buffer_of(const live_tensor & t) { return ggml_backend_buffer_name(t.owner->buffer); }
+
 int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
                   const std::vector<live_cell> & cells, uint8_t * dst) noexcept {
     return guarded_void([&] {

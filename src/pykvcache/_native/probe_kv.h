@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "probe.h"
@@ -60,6 +61,9 @@ hadamard_facts         part_hadamard(const memory * m, memory_part part);
 
 // `which`: keys 0, values 1; of a recurrent part the two states, r 0 and s 1.
 live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq);
+
+// What a tensor lies in, as ggml calls it.
+std::string buffer_of(const live_tensor & t);
 
 // Copy the rows of cells, in their order; of transposed values one row per value. CAUGHT on failure.
 int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import ClosedError
 from pykvcache.generate import GenerationHandle
+from support.interrupts import InterruptAnywhere
 
 Make = Callable[..., LlamaContext]
 Found = list[tuple[list[int], str, list[list[int]], str | None]]
@@ -31,24 +33,6 @@ PLACES = int(os.environ.get("PYKVCACHE_FUZZ_PLACES", "15"))
 def words(seed: int, n: int) -> list[int]:
     found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
     return found
-
-
-class Interrupt:
-    """Raise KeyboardInterrupt where CPython looks for signals: at calls, and after those of C."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-        self.seen = 0
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        name = frame.f_code.co_filename
-        if event not in ("call", "c_return") or "pykvcache" not in name:
-            return
-        if "/generate/" not in name and "/sequence/" not in name:
-            return
-        self.seen += 1
-        if self.seen == self.left:
-            raise KeyboardInterrupt
 
 
 def submit(generator: BatchGenerator, ctx: LlamaContext) -> list[GenerationHandle]:
@@ -69,51 +53,41 @@ def found(handles: list[GenerationHandle]) -> Found:
     ]
 
 
-def run(generator: BatchGenerator, interrupt: Interrupt | None = None) -> int:
-    """Run to the end, over interrupts; return how many there were."""
-    times = 0
-    while generator.n_running or generator.n_waiting:
-        try:
-            sys.setprofile(interrupt)
-            try:
-                generator.run(progress=False)
-            finally:
-                sys.setprofile(None)
-        except KeyboardInterrupt:
-            times += 1
-    return times
+def run(generator: BatchGenerator) -> None:
+    """Make steps to the end."""
+    generator.run(progress=False)
 
 
-def program(ctx: LlamaContext, interrupt: Interrupt | None) -> tuple[Found, int]:
+def program(ctx: LlamaContext, interrupt: InterruptAnywhere | None) -> Found:
     generator = BatchGenerator(ctx, n_chunk=16)
     handles = submit(generator, ctx)
-    times = run(generator, interrupt)
+    if interrupt is not None:
+        interrupt.run(partial(run, generator))
+    run(generator)
     result = found(handles)
     for handle in handles:
         handle.sequence.close()
     assert not ctx.n_cells_used
-    return result, times
+    return result
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
 def test_an_interrupt_anywhere_loses_nothing(name: str, make_context: Make) -> None:
     ctx = make_context(name, n_ctx=256, n_seq_max=3)
-    wanted, _ = program(ctx, None)
-    counting = Interrupt(-1)
-    assert program(ctx, counting)[0] == wanted
+    wanted = program(ctx, None)
+    counting = InterruptAnywhere(0)
+    assert program(ctx, counting) == wanted
     assert counting.seen > 500
     rng = np.random.default_rng(1)
     places = range(1, counting.seen + 1)
     chosen = rng.choice(places, PLACES, replace=False) if PLACES else places
     for place in chosen:
-        result, times = program(ctx, Interrupt(int(place)))
-        assert result == wanted, place
-        assert times <= 1
+        assert program(ctx, InterruptAnywhere(int(place))) == wanted, place
 
 
 def test_ctrl_c_in_run(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=512, n_seq_max=3)
-    wanted, _ = program(ctx, None)
+    wanted = program(ctx, None)
     generator = BatchGenerator(ctx, n_chunk=16)
     handles = submit(generator, ctx)
     main = threading.main_thread().ident
@@ -149,16 +123,11 @@ def test_ctrl_c_in_run(make_context: Make) -> None:
 def test_another_thread_goes_on_after_an_interrupt(make_context: Make) -> None:
     """Who was interrupted drives no more: whoever waits for a token does."""
     ctx = make_context("llama", n_ctx=512, n_seq_max=3)
-    wanted, _ = program(ctx, None)
-    for place in (40, 95, 150):
+    wanted = program(ctx, None)
+    for place in (80, 190, 300):
         generator = BatchGenerator(ctx, n_chunk=16)
         handles = submit(generator, ctx)
-        sys.setprofile(Interrupt(place))
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                generator.run(progress=False)
-        finally:
-            sys.setprofile(None)
+        assert InterruptAnywhere(place).run(partial(run, generator))
         thread = threading.Thread(target=handles[1].wait)
         thread.start()
         thread.join(60)
@@ -205,7 +174,7 @@ def test_a_dropped_generator_ends_its_thread(make_context: Make) -> None:
 
 def test_two_event_loops_read_one_handle(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=512, n_seq_max=3)
-    wanted, _ = program(ctx, None)
+    wanted = program(ctx, None)
     generator = BatchGenerator(ctx, n_chunk=16)
     handles = submit(generator, ctx)
     seen: dict[int, list[list[int]]] = {0: [], 1: []}

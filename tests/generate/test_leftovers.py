@@ -97,6 +97,19 @@ def test_a_dropped_generator_holds_no_sequence(make_context: Make) -> None:
     assert sequence.is_parked
 
 
+def test_a_sequence_whose_request_ended_frees_its_cells_when_it_is_dropped(
+    make_context: Make,
+) -> None:
+    ctx = make_context("llama")
+    generator = BatchGenerator(ctx)
+    for n in (1, 2):
+        handles = [generator.submit(LlamaSequence(ctx, words(i, 9)), 5) for i in range(n)]
+        generator.run()
+        assert len(ctx.sequences()) == n
+        del handles
+        assert not ctx.sequences()
+
+
 def test_a_prompt_that_lost_its_tokens_ends_its_request_alone(make_context: Make) -> None:
     ctx = make_context("llama")
     generator = BatchGenerator(ctx)

@@ -61,7 +61,7 @@ class Stepper:
             made = self._step_together()
             if made is not None:
                 return made
-        self._owners = []
+        self._ungroup()
         with schedule.pinned():
             made = self._step()
         self._turns = schedule.pool.turns
@@ -76,7 +76,7 @@ class Stepper:
             return None
         except BaseException:
             looks[:] = self._owners
-            self._owners = []
+            self._ungroup()
             raise
         if found is None:
             return None
@@ -98,7 +98,7 @@ class Stepper:
             handle = self._looks[-1]
             handle._look()
             if handle._finish is not None:
-                self._owners = []
+                self._ungroup()
                 self._schedule.remove(handle)
             self._looks.pop()
 
@@ -151,6 +151,10 @@ class Stepper:
         self._lanes = [handle._lane for handle in running]
         self._cells = tuple(handle._cells for handle in running)
         self._n_waiting = len(self._schedule.waiting)
+
+    def _ungroup(self) -> None:
+        """Let the next step look at everything; nobody who has ended is kept for it."""
+        self._owners, self._lanes, self._cells = [], [], ()
 
     # In -----------------------------------------------------------------------------------------
 
@@ -350,7 +354,7 @@ class Stepper:
                 one._sequence.close()
         handle._siblings = []
         handle._end(reason, error)
-        self._owners = []
+        self._ungroup()
         self._schedule.remove(handle)
 
     def abort_all(self, error: DecodeAborted) -> None:

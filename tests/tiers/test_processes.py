@@ -22,8 +22,12 @@ TESTS = Path(__file__).parents[1]
 Fresh = Callable[..., Logits]
 
 
-def spawn(task: str, model: Path, tiers: str, seed: int, n: int) -> subprocess.Popen[bytes]:
+def spawn(
+    task: str, model: Path, tiers: str, seed: int, n: int, **options: str
+) -> subprocess.Popen[bytes]:
+    """Start a worker; the options are some of `PrefixCache`."""
     command = [sys.executable, "-m", "tiers.worker", task, str(model), tiers, str(seed), str(n)]
+    command.append(json.dumps(options))
     env = os.environ | {"PYTHONPATH": str(TESTS), "GGML_NO_BACKTRACE": "1"}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stdin=pipe, env=env)

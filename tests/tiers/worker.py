@@ -1,6 +1,6 @@
-"""What the processes of the tests run: ``python -m tiers.worker TASK MODEL TIERS SEED [N]``.
+"""What the processes of the tests run: ``python -m tiers.worker TASK MODEL TIERS SEED N MORE``.
 
-TIERS are separated by commas. Each line that is printed is JSON.
+TIERS are separated by commas, MORE is JSON for the cache. Each line that is printed is JSON.
 """
 
 from __future__ import annotations
@@ -86,13 +86,11 @@ def hold(cache: PrefixCache, seed: int, n: int) -> None:
 
 
 if __name__ == "__main__":
-    task, path, tiers, seed, n = sys.argv[1:]
+    task, path, tiers, seed, n, options = sys.argv[1:]
     model = LlamaModel(path)
     context = LlamaContext(model, n_ctx=2048, n_threads=1, **EXACT)
     tasks = {"once": once, "forever": forever, "together": together, "hold": hold, "batch": batch}
     run = tasks[task]
-    run(
-        PrefixCache(context, block_size=8, tier_seconds=20, tiers=tiers.split(",")),
-        int(seed),
-        int(n),
-    )
+    where = tiers.split(",")
+    more = json.loads(options)
+    run(PrefixCache(context, block_size=8, tier_seconds=20, tiers=where, **more), int(seed), int(n))

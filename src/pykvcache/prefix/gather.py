@@ -150,8 +150,8 @@ def _n_good(
     except KvCacheError:
         good = [is_good(native, block, rest) for block in new]
     names = fetch.wanted.names
-    for i, (is_good, (_, tier)) in enumerate(zip(good, loaded, strict=False)):
-        if not is_good:
+    for i, (is_right, (_, tier)) in enumerate(zip(good, loaded, strict=False)):
+        if not is_right:
             tier.discard([names[n_front + i]], refused=True)
             with fetch.lock:
                 fetch.blocks.pop(n_front + i, None)

@@ -73,7 +73,9 @@ class SealedStore(BlockStore):
         """Those of the store inside."""
         return self.store.n_probes
 
-    def get(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[memoryview]:
+    def get(
+        self, keys: Sequence[bytes], sizes: Sequence[int], *, exact: bool = False
+    ) -> list[memoryview]:
         """Return the contents of the leading run that is there and right, without a second copy.
 
         Parameters
@@ -82,24 +84,33 @@ class SealedStore(BlockStore):
             Keys of 32 bytes, in the order of their chain.
         sizes : sequence of int
             How long each content may be at most, in bytes.
+        exact : bool
+            Whether none can be longer: one that is was damaged, and is removed.
         """
         names = self._names(keys)
         buffers = [fresh(size + self.envelope.overhead) for size in sizes]
         for buffer in buffers:
             # The memory may have held this very block, and would complete one that was cut.
             buffer[:16] = buffer[-16:] = bytes(16)
+        too_large = self.counters.too_large
         n_read = self.store.get_into(names, buffers)
+        if exact and n_read < len(names) and self.counters.too_large > too_large:
+            self._reject(names[n_read], Rejection.TRUNCATED)
         found: list[memoryview] = []
         for key, name, buffer in zip(keys, names, buffers[:n_read], strict=False):
             content = self.envelope.open(key, buffer)
             if isinstance(content, Rejection):
-                self.rejections[content] += 1
-                self.counters.add(rejected=1)
-                if content not in _READABLE_BY_OTHERS:
-                    self.store.discard([name])
+                self._reject(name, content)
                 break
             found.append(content)
         return found
+
+    def _reject(self, name: bytes, why: Rejection) -> None:
+        """Count a block that is not taken, and remove it."""
+        self.rejections[why] += 1
+        self.counters.add(rejected=1)
+        if why not in _READABLE_BY_OTHERS:
+            self.store.discard([name])
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Copy the contents of the leading run that is there and right into the buffers."""

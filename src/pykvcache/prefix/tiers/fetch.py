@@ -267,7 +267,7 @@ class Fetch:
         wanted, tier, begin = self.wanted, span.tier, span.begin
         size = wanted.block_bytes
         names = wanted.names[begin : span.end]
-        found = tier.get(names, size)
+        found = tier.get(names, size, exact=True)
         right = [i for i, content in enumerate(found) if len(content) == size]
         with self.lock:
             for i in right:

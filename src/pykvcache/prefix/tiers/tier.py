@@ -146,11 +146,11 @@ class Tier:
             there = []
         return (there + [False] * len(keys))[: len(keys)]
 
-    def get(self, keys: Sequence[bytes], size: int) -> list[memoryview]:
-        """Return the contents of the leading run that is right, ``size`` bytes at most."""
+    def get(self, keys: Sequence[bytes], size: int, *, exact: bool = False) -> list[memoryview]:
+        """Return the contents of the leading run that is right; ``size``: at most, or exactly."""
         began, failures = time.perf_counter(), self._failures()
         try:
-            found = self.sealed.get(keys, [size] * len(keys))
+            found = self.sealed.get(keys, [size] * len(keys), exact=exact)
         except Exception as error:
             self._raised(error)
             return []
@@ -161,7 +161,10 @@ class Tier:
             self.read_bytes += n_bytes
         self.note_known(keys[: len(found)])
         if len(found) < len(keys) and self._failures() == failures:
-            self.notices.removed(keys[len(found) : len(found) + 1])
+            gone = keys[len(found)]
+            self.notices.removed([gone])
+            with self._lock:
+                self._known.pop(gone, None)  # it is written again
         return found
 
     def estimate(self, n_bytes: int) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pykvcache._convert import as_bool
+from pykvcache.errors import ArgumentError
 
 if TYPE_CHECKING:
     from pykvcache._native import lib
@@ -30,9 +31,11 @@ class _Copier:
         """Return a value made of Python's own plain types."""
         self.nodes += 1
         if self.nodes > MAX_VALUES:
-            raise ValueError(f"{name} holds more than {MAX_VALUES} values")
+            raise ArgumentError(
+                f"{name} holds more than {MAX_VALUES} values", what=name, limit=MAX_VALUES
+            )
         if depth > MAX_DEPTH:
-            raise ValueError(f"{name} is nested deeper than {MAX_DEPTH}")
+            raise ArgumentError(f"{name} is nested deeper than {MAX_DEPTH}", name, depth, MAX_DEPTH)
         if isinstance(value, np.generic):
             value = value.item()
         if value is None or isinstance(value, bool):

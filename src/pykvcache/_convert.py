@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._integers import as_int
+from pykvcache.errors import ArgumentError
 
 __all__ = [
     "IntArray",
@@ -55,7 +56,9 @@ def as_float(value: object, what: str, lo: float, hi: float) -> float:
     except OverflowError:  # an integer past 1e308
         number = math.inf
     if not math.isfinite(number) or not lo <= number <= hi:
-        raise ValueError(f"{what} is {value!r}: it must be in [{lo:g}, {hi:g}]")
+        raise ArgumentError(
+            f"{what} is {value!r}: it must be in [{lo:g}, {hi:g}]", what, value, (lo, hi)
+        )
     return number
 
 
@@ -105,10 +108,16 @@ def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:
     if array.dtype.kind not in "iu":
         raise TypeError(f"{what} must have an integer dtype, not {array.dtype}")
     if array.ndim != 1:
-        raise ValueError(f"{what} must have one dimension, not {array.ndim}")
+        raise ArgumentError(
+            f"{what} must have one dimension, not {array.ndim}", what, array.ndim, 1
+        )
     if array.dtype != np.int32:
         if array.size and (int(array.max()) > INT32.max or int(array.min()) < INT32.min):
-            raise ValueError(f"{what} hold values that do not fit an int32")
+            raise ArgumentError(
+                f"{what} hold values that do not fit an int32",
+                what=what,
+                limit=(int(INT32.min), int(INT32.max)),
+            )
         return np.ascontiguousarray(array, dtype=np.int32)
     return np.ascontiguousarray(array)
 
@@ -126,4 +135,9 @@ def choose(value: str | int, kind: type[E], what: str, names: Mapping[str, E]) -
             return kind(value)
     else:
         raise TypeError(f"{what} must be a string or a {kind.__name__}, not {type(value).__name__}")
-    raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(sorted(names))}")
+    raise ArgumentError(
+        f"{what} is {value!r}: it must be one of {', '.join(sorted(names))}",
+        what,
+        value,
+        tuple(sorted(names)),
+    )

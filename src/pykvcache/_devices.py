@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pykvcache._convert import as_float
 from pykvcache._native import lib
 from pykvcache.enums import DeviceKind
+from pykvcache.errors import ArgumentError
 
 __all__ = ["Device", "devices"]
 
@@ -76,14 +77,21 @@ def chosen(names: object) -> list[bytes] | None:
         if not isinstance(name, str):
             raise TypeError(f"devices must hold names, not {type(name).__name__}: {name!r}")
         if name not in able:
-            what = "a device that takes no layers" if name in kinds else "no device of this build"
+            why = "a device that takes no layers" if name in kinds else "no device of this build"
             hint = f"it must be one of {', '.join(able)}" if able else "leave it out"
-            raise ValueError(f"devices names {name!r}, {what}: {hint}")
+            raise ArgumentError(
+                f"devices names {name!r}, {why}: {hint}", "devices", name, tuple(able)
+            )
         if name.encode() in found:
-            raise ValueError(f"devices names {name!r} twice")
+            raise ArgumentError(f"devices names {name!r} twice", "devices", name)
         found.append(name.encode())
     if len(found) > lib.max_devices():
-        raise ValueError(f"devices has {len(found)} names: llama.cpp takes {lib.max_devices()}")
+        raise ArgumentError(
+            f"devices has {len(found)} names: llama.cpp takes {lib.max_devices()}",
+            "devices",
+            len(found),
+            lib.max_devices(),
+        )
     return found
 
 
@@ -95,10 +103,21 @@ def shares(split: Sequence[float] | None, names: list[bytes] | None) -> list[flo
         raise TypeError(f"tensor_split must be a sequence of numbers, not {type(split).__name__}")
     values = [as_float(value, "tensor_split", 0.0, 1e30) for value in split]
     if not names:
-        raise ValueError("tensor_split needs devices: one share for each that is named there")
+        raise ArgumentError(
+            "tensor_split needs devices: one share for each that is named there", "devices"
+        )
     if len(values) != len(names):
-        raise ValueError(f"tensor_split has {len(values)} shares for {len(names)} devices")
+        raise ArgumentError(
+            f"tensor_split has {len(values)} shares for {len(names)} devices",
+            "tensor_split",
+            len(values),
+            len(names),
+        )
     largest = max(values)
     if largest <= 0 or not math.isfinite(1 / largest):
-        raise ValueError(f"tensor_split is {values!r}: one share at least must be above 0")
+        raise ArgumentError(
+            f"tensor_split is {values!r}: one share at least must be above 0",
+            "tensor_split",
+            values,
+        )
     return [value / largest for value in values]

@@ -39,7 +39,12 @@ def check_grammar(text: str) -> None:
     except UnicodeEncodeError as error:
         raise _fault(text, error.start, "this is not a Unicode character") from None
     if size > BYTES_MAX:
-        raise GrammarError(f"the grammar has {size} bytes: the limit is {BYTES_MAX}")
+        raise GrammarError(
+            f"the grammar has {size} bytes: the limit is {BYTES_MAX}",
+            what="bytes",
+            value=size,
+            limit=BYTES_MAX,
+        )
     if "\0" in text:
         raise _fault(text, text.index("\0"), "it must not hold NUL")
     rules = depth = 0
@@ -54,9 +59,15 @@ def check_grammar(text: str) -> None:
         elif kind == "close":
             depth -= 1
         if depth > NESTING_MAX:
-            raise _fault(text, found.start(), f"more than {NESTING_MAX} nested parentheses")
+            raise _fault(
+                text,
+                found.start(),
+                f"more than {NESTING_MAX} nested parentheses",
+                depth,
+                NESTING_MAX,
+            )
         if rules > RULES_MAX:
-            raise _fault(text, found.start(), f"more than {RULES_MAX} rules")
+            raise _fault(text, found.start(), f"more than {RULES_MAX} rules", rules, RULES_MAX)
 
 
 def _check_repeat(text: str, found: re.Match[str]) -> None:
@@ -66,10 +77,20 @@ def _check_repeat(text: str, found: re.Match[str]) -> None:
     low, high = _bound(bounds[0]), _bound(bounds[-1])
     if max(low, high) > REPEAT_MAX:
         raise _fault(
-            text, found.start(), f"{_short(found[0])} repeats more than {REPEAT_MAX} times"
+            text,
+            found.start(),
+            f"{_short(found[0])} repeats more than {REPEAT_MAX} times",
+            found[0],
+            REPEAT_MAX,
         )
     if bounds[-1] and high < low:
-        raise _fault(text, found.start(), f"the minimum of {_short(found[0])} is above its maximum")
+        raise _fault(
+            text,
+            found.start(),
+            f"the minimum of {_short(found[0])} is above its maximum",
+            low,
+            high,
+        )
 
 
 def _bound(digits: str) -> int:
@@ -81,7 +102,11 @@ def _short(text: str) -> str:
     return text if len(text) <= 20 else f"{text[:18]}.."
 
 
-def _fault(text: str, at: int, why: str) -> GrammarError:
+def _fault(
+    text: str, at: int, why: str, value: object = None, limit: object = None
+) -> GrammarError:
     line = text.count("\n", 0, at) + 1
     column = at - text.rfind("\n", 0, at)
-    return GrammarError(f"the grammar: line {line}, column {column}: {why}", line, column)
+    return GrammarError(
+        f"the grammar: line {line}, column {column}: {why}", line, column, value=value, limit=limit
+    )

@@ -7,6 +7,8 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from pykvcache.errors import ArgumentError, DetailedError
+
 __all__ = ["as_index", "as_int"]
 
 
@@ -31,7 +33,7 @@ def as_int(
     what: str,
     lo: int | None = None,
     hi: int | None = None,
-    error: type[ValueError] = ValueError,
+    error: type[DetailedError] = ArgumentError,
 ) -> int:
     """Return an integer in ``[lo, hi]``, None for no limit; `error` names value and limit."""
     number = value if type(value) is int else as_index(value, what)
@@ -43,5 +45,8 @@ def as_int(
             if lo is None
             else f"in [{lo}, {hi}]"
         )
-        raise error(f"{what} is {number}: it must be {limit}")
+        passed = hi if lo is None or number >= lo else lo
+        raise error(
+            f"{what} is {number}: it must be {limit}", what=what, value=number, limit=passed
+        )
     return number

@@ -132,7 +132,7 @@ def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
     n_batch = min(params["n_batch"], n_ctx)
     if n_batch < params["n_seq_max"]:
         raise ContextCreateError(
-            f"n_batch is {n_batch} (at most n_ctx, {n_ctx}): it must not be below "
+            f"n_batch is {n_batch}, as n_ctx allows: it must not be below "
             f"n_seq_max, {params['n_seq_max']}",
             "n_batch",
             n_batch,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pykvcache._convert import IntArray, TokenInput, as_bool, as_int, as_token_array
 from pykvcache._native import lib
-from pykvcache.errors import InternalError
+from pykvcache.errors import ArgumentError, InternalError
 
 __all__ = ["LlamaBatch"]
 
@@ -98,7 +98,7 @@ class LlamaBatch:
         p = as_int(pos, "pos", 0, INT32_MAX)
         seqs = [as_int(s, "sequence id", 0, INT32_MAX) for s in _ids(seq_ids)]
         if not seqs:
-            raise ValueError("a token must belong to at least one sequence")
+            raise ArgumentError("a token must belong to at least one sequence", "seq_ids", 0, 1)
         _done(self._rows.add(t, p, seqs, as_bool(logits, "logits")))
 
     def add_sequence(
@@ -185,15 +185,20 @@ def _ids(seq_ids: SupportsIndex | Sequence[SupportsIndex]) -> Sequence[SupportsI
     if isinstance(seq_ids, SupportsIndex) and not isinstance(seq_ids, np.ndarray):
         return [seq_ids]
     if len(seq_ids) > SEQUENCES_MAX:
-        raise ValueError(
-            f"a token belongs to at most {SEQUENCES_MAX} sequences, not {len(seq_ids)}"
+        raise ArgumentError(
+            f"a token belongs to at most {SEQUENCES_MAX} sequences, not {len(seq_ids)}",
+            "seq_ids",
+            len(seq_ids),
+            SEQUENCES_MAX,
         )
     return list(seq_ids)
 
 
 def _column(values: IntArray, n: int, what: str) -> IntArray:
     if len(values) != n:
-        raise ValueError(f"{what} holds {len(values)} values for {n} tokens")
+        raise ArgumentError(
+            f"{what} holds {len(values)} values for {n} tokens", what, len(values), n
+        )
     return values
 
 
@@ -205,8 +210,11 @@ def _sequences(seq_ids: Any, n: int) -> IntArray:
         if array.dtype.kind not in "iu":
             raise TypeError(f"seq_ids must have an integer dtype, not {array.dtype}")
         if array.shape[0] != n or not 1 <= array.shape[1] <= SEQUENCES_MAX:
-            raise ValueError(
-                f"seq_ids has shape {array.shape}: ({n}, k) is expected, k in [1, {SEQUENCES_MAX}]"
+            raise ArgumentError(
+                f"seq_ids has shape {array.shape}: ({n}, k) is expected, k in [1, {SEQUENCES_MAX}]",
+                "seq_ids",
+                array.shape,
+                (n, SEQUENCES_MAX),
             )
         flat = as_token_array(array.ravel(), "seq_ids")
         return np.array(flat.reshape(array.shape), np.int32)
@@ -221,5 +229,7 @@ def _flags(logits: Any, n: int) -> npt.NDArray[np.int8]:
     if array.dtype.kind not in "biu":
         raise TypeError(f"logits must be booleans, not {array.dtype}")
     if array.shape != (n,):
-        raise ValueError(f"logits has shape {array.shape}: ({n},) is expected")
+        raise ArgumentError(
+            f"logits has shape {array.shape}: ({n},) is expected", "logits", array.shape, (n,)
+        )
     return np.array(array != 0, np.int8)

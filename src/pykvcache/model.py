@@ -24,6 +24,7 @@ from pykvcache._model_facts import ModelFacts
 from pykvcache._model_file import readable_path
 from pykvcache._native import lib
 from pykvcache.enums import LoadMode, LoadModeName, SplitMode, SplitModeName
+from pykvcache.errors import ArgumentError
 
 __all__ = ["LlamaModel"]
 
@@ -292,7 +293,7 @@ class LlamaModel(ModelFacts, Closing):
         """
         source = template if template is not None else self.chat_template
         if source is None:
-            raise ValueError("the model has no chat template: pass template=...")
+            raise ArgumentError("the model has no chat template: pass template=...", "template")
         given = {"messages": messages, "tools": tools, "documents": documents}
         tokens = special_token_texts(self._native)
         return render(source, given, {**tokens, **variables}, add_generation_prompt)

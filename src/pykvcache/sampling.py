@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pykvcache._convert import as_bool, as_float, as_int
 from pykvcache._grammar import check_grammar
 from pykvcache._native import lib
+from pykvcache.errors import ArgumentError
 
 if TYPE_CHECKING:
     from pykvcache.model import LlamaModel
@@ -102,12 +103,12 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
     ) -> None:
         native_model = None if model is None else _native(model, "model", lib.Model)
         if grammar is not None and model is None:
-            raise ValueError("a grammar needs model=: it is made for one vocabulary")
+            raise ArgumentError("a grammar needs model=: it is made for one vocabulary", "model")
         for what, text in (("grammar", grammar), ("grammar_root", grammar_root)):
             if text is not None and not isinstance(text, str):
                 raise TypeError(f"{what} must be a str, not {type(text).__name__}")
         if "\0" in grammar_root:
-            raise ValueError("grammar_root must not hold NUL")
+            raise ArgumentError("grammar_root must not hold NUL", "grammar_root", grammar_root)
         if grammar is not None:
             check_grammar(grammar)
         self._model = model
@@ -280,7 +281,9 @@ def _logits(
     if source.dtype != np.float32:
         raise TypeError(f"logits must be float32, not {source.dtype}: use astype(np.float32)")
     if source.ndim != 1 or not 1 <= len(source) <= INT32_MAX:
-        raise ValueError(f"logits have shape {source.shape}: (n_vocab,) is expected")
+        raise ArgumentError(
+            f"logits have shape {source.shape}: (n_vocab,) is expected", "logits", source.shape
+        )
     as_int(i, "i (of an array: leave it out)", -1, -1)
     # A copy: another thread may change the array meanwhile.
     return None, np.array(source, np.float32)

@@ -4,10 +4,11 @@
 cdef const int32_t* _ints(values, Py_ssize_t n, Pieces owner) except? NULL:
     """Pointer to n contiguous int32; ValueError for another number of them."""
     if values is None:
-        raise ValueError(f"no integers given: {n} needed")
+        raise ArgumentError(f"no integers given: {n} needed", value=0, limit=n)
     cdef const int32_t[::1] view = values
     if view.shape[0] != n:
-        raise ValueError(f"{view.shape[0]} integers given: {n} needed")
+        raise ArgumentError(
+            f"{view.shape[0]} integers given: {n} needed", value=view.shape[0], limit=n)
     owner.views.append(view)
     return &view[0] if n else NULL
 
@@ -139,7 +140,7 @@ cdef class Blocks(State):
                 raise StateLayoutMismatch(f"{len(rows)} tensors given: this part has {kinds.size()}")
             for k in range(kinds.size()):
                 if rows[k] is None:
-                    raise ValueError(f"tensor {k} is not given")
+                    raise ArgumentError(f"tensor {k} is not given", what="tensor", value=k)
                 bytes_of_rows = rows[k]
                 if <uint64_t>bytes_of_rows.shape[0] != kinds[k].row_bytes * cells.n:
                     raise StateLayoutMismatch(
@@ -170,7 +171,8 @@ cdef class Blocks(State):
             self.readable("blocks", seq)
             v_trans = self.v_trans()
             if lib.block_cell_bytes(self.mem, v_trans) * count > <size_t>out.shape[0]:
-                raise ValueError(f"out has {out.shape[0]} bytes: {n} cells need more")
+                raise ArgumentError(
+                    f"out has {out.shape[0]} bytes: {n} cells need more", what="out", value=out.shape[0], limit=n)
             if self.kind == lib.MEMORY_RECURRENT:
                 raise UnsupportedOperation("blocks", "recurrent memory has no cells per token")
             with nogil:

@@ -65,7 +65,8 @@ cdef inline long long _int(object value, str what, long long lo, long long hi) e
     cdef int overflow = 0
     cdef long long n = _index(value, what, &overflow)
     if overflow or n < lo or n > hi:
-        raise ValueError(f"{what} is {value}: it must be in [{lo}, {hi}]")
+        raise ArgumentError(
+            f"{what} is {value}: it must be in [{lo}, {hi}]", what=what, value=value, limit=lo if value < lo else hi)
     return n
 
 
@@ -74,5 +75,6 @@ cdef inline int32_t _token(object value, long long n_vocab) except -1:
     cdef int overflow = 0
     cdef long long n = _index(value, "token", &overflow)
     if overflow or n < 0 or n >= n_vocab:
-        raise IndexError(f"token {value} is outside [0, {n_vocab})")
+        raise OutOfRangeError(
+            f"token {value} is outside [0, {n_vocab})", what="token", value=value, limit=n_vocab - 1)
     return <int32_t>n

@@ -86,7 +86,7 @@ def read_regions(list regions, func):
     try:
         for region in regions:
             if region.owner is not owner:
-                raise ValueError("the regions are of different contexts")
+                raise ArgumentError("the regions are of different contexts", what="regions")
             if region.epoch != owner.seqs.epoch():
                 raise StaleViewError("the cache was changed since this view was made: make a new one")
             memory = Memory3D.__new__(Memory3D)
@@ -103,7 +103,8 @@ cdef class Arrays(Cells):
 
     cdef int part_of(self, str part) except -1:
         if part not in _PARTS:
-            raise ValueError(f"part is {part!r}: it must be one of {', '.join(_PARTS)}")
+            raise ArgumentError(
+                f"part is {part!r}: it must be one of {', '.join(_PARTS)}", what="part", value=part, limit=tuple(_PARTS))
         return _PARTS[part]
 
     def tensors(self, str part not None):
@@ -330,7 +331,9 @@ def dequantize(int ggml_type, const uint8_t[::1] data not None):
     cdef float[::1] view
     cdef bint done
     if size == 0 or data.shape[0] % size != 0:
-        raise ValueError(f"{data.shape[0]} bytes are not whole blocks of type {ggml_type}")
+        raise ArgumentError(
+            f"{data.shape[0]} bytes are not whole blocks of type {ggml_type}",
+            what="bytes", value=data.shape[0], limit=ggml_type)
     n = data.shape[0] // size * lib.block_of(ggml_type)
     result = np.empty(n, np.float32)
     if n == 0:
@@ -339,7 +342,7 @@ def dequantize(int ggml_type, const uint8_t[::1] data not None):
     with nogil:
         done = lib.dequantize(<lib.ggml_type>ggml_type, &data[0], &view[0], n)
     if not done:
-        raise ValueError(f"ggml cannot convert type {ggml_type} to float32")
+        raise ArgumentError(f"ggml cannot convert type {ggml_type} to float32", what="type", value=ggml_type)
     return result
 
 
@@ -352,13 +355,14 @@ def quantize(int ggml_type, const float[::1] values not None):
     if n == 0:
         return np.empty(0, np.uint8)
     if size == 0:
-        raise ValueError(f"{n} values are not whole blocks of type {ggml_type}")
+        raise ArgumentError(
+            f"{n} values are not whole blocks of type {ggml_type}", what="values", value=n, limit=ggml_type)
     if not np.isfinite(values).all():
-        raise ValueError("the values hold NaN or infinity")
+        raise ArgumentError("the values hold NaN or infinity", what="values")
     result = np.empty(size, np.uint8)
     view = result
     with nogil:
         done = lib.quantize(<lib.ggml_type>ggml_type, &values[0], &view[0], n)
     if not done:
-        raise ValueError(f"ggml cannot convert float32 to type {ggml_type}")
+        raise ArgumentError(f"ggml cannot convert float32 to type {ggml_type}", what="type", value=ggml_type)
     return result

@@ -46,7 +46,8 @@ cdef class Tokens:
     def token_at(self, Py_ssize_t i):
         """Return one token."""
         if i < 0 or i >= self.n:
-            raise IndexError(f"there is no token {i}: there are {self.n}")
+            raise OutOfRangeError(
+                f"there is no token {i}: there are {self.n}", what="token", value=i, limit=self.n - 1)
         return self.data[i]
 
     def part(self, Py_ssize_t begin, Py_ssize_t end):

@@ -36,6 +36,7 @@ import weakref
 import numpy as np
 
 from pykvcache.errors import (
+    ArgumentError,
     ClosedError,
     ContextCreateError,
     DecodeAborted,
@@ -45,6 +46,7 @@ from pykvcache.errors import (
     InvalidBatch,
     ModelLoadError,
     NoKvCacheSlot,
+    OutOfRangeError,
     OutputNotFinite,
     P0TooLarge,
     P1TooLarge,

@@ -83,13 +83,16 @@ cdef class Model:
             for name in params["devices"]:
                 devices.push_back(lib.device_named(<bytes?>name))
                 if devices.back() == NULL:
-                    raise ValueError(f"devices names {name!r}: there is no such device")
+                    raise ArgumentError(
+                        f"devices names {name!r}: there is no such device", what="devices", value=name)
             devices.push_back(NULL)
             p.devices = devices.data()
         if params["tensor_split"] is not None:
             split.resize(lib.llama_max_devices(), 0)  # llama.cpp copies all of it
             if len(params["tensor_split"]) > <Py_ssize_t>split.size():
-                raise ValueError(f"tensor_split has more than {split.size()} shares")
+                raise ArgumentError(
+                    f"tensor_split has more than {split.size()} shares",
+                    what="tensor_split", value=len(params["tensor_split"]), limit=split.size())
             for i, share in enumerate(params["tensor_split"]):
                 split[<size_t>i] = <float>share
             p.tensor_split = split.data()
@@ -271,7 +274,9 @@ cdef class Model:
     cdef int check_text(self, bytes text) except -1:
         self.check_vocab()
         if len(text) > INT32_MAX - 16:
-            raise ValueError(f"text of {len(text)} bytes is too long: the limit is {INT32_MAX - 16}")
+            raise ArgumentError(
+                f"text of {len(text)} bytes is too long: the limit is {INT32_MAX - 16}",
+                what="text", value=len(text), limit=INT32_MAX - 16)
         return 0
 
     def detokenize(
@@ -290,7 +295,9 @@ cdef class Model:
         for i in range(n):
             token = tokens[i]
             if token < 0 or token >= self.n_vocab:
-                raise IndexError(f"token {token} (at {i}) is outside [0, {self.n_vocab})")
+                raise OutOfRangeError(
+                    f"token {token} (at {i}) is outside [0, {self.n_vocab})",
+                    what=f"tokens[{i}]", value=token, limit=self.n_vocab - 1)
             copy.push_back(token)
         cdef shared_ptr[lib.llama_model] keep = self.ref
         with nogil:
@@ -300,7 +307,8 @@ cdef class Model:
         if code == lib.CAUGHT:
             raise box[0] or _caught_error("detokenize")
         if not code:
-            raise ValueError(f"the text of {n} tokens is too long: the limit is {limit} bytes")
+            raise ArgumentError(
+                f"the text of {n} tokens is too long: the limit is {limit} bytes", what="tokens", value=n, limit=limit)
         return out.data()[:out.size()]
 
     def detokenize_whole(self, const int32_t[::1] tokens not None, bint remove_special, bint unparse_special):

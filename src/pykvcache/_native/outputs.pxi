@@ -93,8 +93,9 @@ cdef class Outputs(Partials):
             else:
                 b = middle
         if overflow or a == n or self.outputs[a] != index:
-            raise IndexError(
-                f"token {i} of the last decode has no {what}: {n} of its tokens asked for them")
+            raise OutOfRangeError(
+                f"token {i} of the last decode has no {what}: {n} of its tokens asked for them",
+                what=what, value=i, limit=n)
         return self.check_held(<int>a, i, what)
 
     cdef object none_there(self, str what):
@@ -108,10 +109,12 @@ cdef class Outputs(Partials):
     cdef int check_held(self, int place, object i, str what) except -1:
         if not self.seqs.row_is_held(place):
             if self.seqs.was_restored():
-                raise IndexError(f"the {what} of the last decode are gone: {_RESTORED}")
-            raise IndexError(
+                raise OutOfRangeError(
+                    f"the {what} of the last decode are gone: {_RESTORED}", what=what, value=i)
+            raise OutOfRangeError(
                 f"the {what} of token {i} of the last decode are gone: no sequence holds it at position "
-                f"{self.seqs.row_pos(place)} any more, after what it held before it then")
+                f"{self.seqs.row_pos(place)} any more, after what it held before it then",
+                what=what, value=i, limit=self.seqs.row_pos(place))
         return place
 
     cdef object row(self, int place, str what, bint check, object i, int32_t n_decoded):
@@ -142,7 +145,7 @@ cdef class Outputs(Partials):
         if self.kind == lib.MEMORY_NONE and not self.model.is_diffusion:
             raise UnsupportedOperation("logits", "this model gives embeddings only")
         if self.from_encoder:
-            raise IndexError("there are no logits: encode() gives none, decode() does")
+            raise OutOfRangeError("there are no logits: encode() gives none, decode() does", what="logits")
         place = self.find_output(i, "logits")
         # llama.cpp has a buffer for them all the same, with zeros or old embeddings in it.
         if not self.effective.gives_logits:
@@ -150,7 +153,7 @@ cdef class Outputs(Partials):
                 "logits", "with embeddings=True this model computes no logits", "context")
         result = self.row(place, "logits", check, i, n_decoded)
         if result is None:
-            raise IndexError(f"token {i} of the last decode has no logits")
+            raise OutOfRangeError(f"token {i} of the last decode has no logits", what="logits", value=i)
         return result
 
     def logits(self, i):
@@ -176,7 +179,8 @@ cdef class Outputs(Partials):
                     "context")
             result = self.row(self.find_output(i, "embeddings"), "embeddings", True, i, 0)
             if result is None:
-                raise IndexError(f"token {i} of the last decode has no embeddings")
+                raise OutOfRangeError(
+                    f"token {i} of the last decode has no embeddings", what="embeddings", value=i)
             return result
         finally:
             self.lock.unlock()
@@ -196,10 +200,12 @@ cdef class Outputs(Partials):
                 raise self.none_there("embeddings")
             row = lib.embeddings_seq(self.ctx, seq)
             if row == NULL:
-                raise IndexError(f"sequence {seq} was not in the last decode")
+                raise OutOfRangeError(
+                    f"sequence {seq} was not in the last decode", what="sequence", value=seq)
             if not self.seqs.rows_are_whole(seq):
-                raise IndexError(
-                    f"the embeddings of sequence {seq} are gone: it no longer holds what was decoded")
+                raise OutOfRangeError(
+                    f"the embeddings of sequence {seq} are gone: it no longer holds what was decoded",
+                    what="sequence", value=seq)
             self.check_finite(row, n, "embeddings", seq, 0)
             return self.copy_row(row, n)
         finally:

@@ -110,7 +110,7 @@ cdef class Rows:
 
     def __cinit__(self, Py_ssize_t room, Py_ssize_t width):
         if room < 0 or room > INT32_MAX or width < 1 or width > MAX_SEQ:
-            raise ValueError("no batch has this shape")
+            raise ArgumentError("no batch has this shape")
         self.move(room, width)
 
     def __len__(self):
@@ -315,7 +315,7 @@ def _rows_of(Py_ssize_t n, Py_ssize_t width, bytes data not None):
     cdef Rows rows = Rows(n, width)
     cdef const char* at = data
     if len(data) != rows.block.size:
-        raise ValueError("these are not the rows of a batch")
+        raise ArgumentError("these are not the rows of a batch")
     # With no room to spare the columns lie one after the other, as they were joined.
     memcpy(rows.block.data, at, len(data))
     rows.n = n

@@ -37,7 +37,7 @@ cdef class Sampler:
         s = _settings(params)
         if params["grammar"] is not None:
             if model is None:
-                raise ValueError("a grammar needs a model")
+                raise ArgumentError("a grammar needs a model", what="model")
             self.parse(params["grammar"].encode(), params["grammar_root"].encode())
         if s.penalty_last_n and (s.repeat_penalty != 1 or s.frequency_penalty or s.presence_penalty):
             self.it.penalties = _made(lib.sampler_penalties(s))
@@ -136,7 +136,7 @@ cdef class Sampler:
                 lib.llama_sampler_free(ahead)
                 if lib.caught_memory():
                     raise _caught_error("accept")
-                raise ValueError(f"the grammar does not allow token {t} here")
+                raise ArgumentError(f"the grammar does not allow token {t} here", what="token", value=t)
         if self.it.penalties != NULL and lib.sampler_accept(self.it.penalties, t) == lib.CAUGHT:
             if ahead != NULL:
                 lib.llama_sampler_free(ahead)
@@ -190,17 +190,20 @@ cdef class Sampler:
     cdef int check_model(self, Model model, Py_ssize_t n) except -1:
         if self.it.grammar != NULL:
             if model is not None and model is not self.model:
-                raise ValueError("the sampler's grammar was made for another model")
+                raise ArgumentError("the sampler's grammar was made for another model", what="model")
             if n != self.model.n_vocab:
-                raise ValueError(
-                    f"{n} logits given: the grammar's model has {self.model.n_vocab} tokens")
+                raise ArgumentError(
+                    f"{n} logits given: the grammar's model has {self.model.n_vocab} tokens",
+                    what="logits", value=n, limit=self.model.n_vocab)
         return self.check_bias(n)
 
     cdef int check_bias(self, Py_ssize_t n) except -1:
         if self.last_bias >= n:
             for token in self.params["logit_bias"]:
                 if token >= n:
-                    raise IndexError(f"logit_bias names token {token}: it is outside [0, {n})")
+                    raise OutOfRangeError(
+                        f"logit_bias names token {token}: it is outside [0, {n})",
+                        what="logit_bias", value=token, limit=n - 1)
         return 0
 
     cdef object problem(self, int32_t code, bint is_callers):

@@ -127,7 +127,9 @@ cdef class State(Arrays):
             if out is None:
                 return self.read_state(plan, np.empty(plan.size, np.uint8))
             if <size_t>out.shape[0] < plan.size:
-                raise ValueError(f"out has {out.shape[0]} bytes: the state has {plan.size}")
+                raise ArgumentError(
+                    f"out has {out.shape[0]} bytes: the state has {plan.size}",
+                    what="out", value=out.shape[0], limit=plan.size)
             return self.read_state(plan, np.asarray(out)[:plan.size])
         finally:
             self.lock.unlock()

@@ -19,7 +19,9 @@ cdef class Context(Decoding):
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         cdef Py_ssize_t i, begin = ledger.n_evaluated, n = end - begin
         if begin < 0 or n < 1 or end > ledger.n:
-            raise ValueError(f"no tokens [{begin}, {end}) are pending of {ledger.n}")
+            raise ArgumentError(
+                f"no tokens [{begin}, {end}) are pending of {ledger.n}",
+                what="tokens", value=(begin, end), limit=ledger.n)
         self.lock_write()
         try:
             if not self.is_as_noted(ledger, seq):
@@ -199,7 +201,7 @@ cdef class Context(Decoding):
             self.choosers[i] = &lane.sampler.it
             self.logit_rows[i] = lib.logits_ith(self.ctx, <int32_t>i)
             if self.logit_rows[i] == NULL:
-                raise IndexError(f"token {i} of the last decode has no logits")
+                raise OutOfRangeError(f"token {i} of the last decode has no logits", what="logits", value=i)
             lane.sampler.check_model(self.model, self.n_vocab)
             lane.row = self.copy_row(self.logit_rows[i], self.n_vocab) if lane.keeps_rows else None
         return 0
@@ -239,7 +241,8 @@ cdef list _pairs(list lanes, list owners):
     """Lanes with their owners, checked."""
     cdef list pairs = list(zip(lanes, owners))
     if len(pairs) != len(lanes) or len(pairs) != len(owners):
-        raise ValueError(f"{len(lanes)} lanes have {len(owners)} owners")
+        raise ArgumentError(
+            f"{len(lanes)} lanes have {len(owners)} owners", what="owners", value=len(owners), limit=len(lanes))
     for lane, _ in pairs:
         if type(lane) is not Lane:
             raise TypeError(f"a Lane is expected, not {type(lane).__name__}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -11,7 +11,9 @@ from numpy.typing import DTypeLike, NDArray
 from pykvcache import _integers
 from pykvcache.errors import CacheDTypeError, CacheValueError
 
-__all__ = ["MOST", "as_float_dtype", "as_int", "as_ints", "as_storable"]
+__all__ = ["MOST", "as_float_dtype", "as_int", "as_ints", "as_kind", "as_storable", "check_size"]
+
+T = TypeVar("T")
 
 MOST = 2**31 - 1
 """Tokens, cells or places that any one array may have."""
@@ -47,11 +49,18 @@ def as_ints(name: str, values: Iterable[SupportsIndex]) -> NDArray[np.int64]:
     """
     if isinstance(values, np.ndarray):
         if values.ndim != 1:
-            raise CacheValueError(f"{name} has shape {values.shape}; one dimension is needed")
+            raise CacheValueError(
+                f"{name} has shape {values.shape}; one dimension is needed", name, values.shape, 1
+            )
         if values.dtype.kind not in "iu" and values.size:
             raise TypeError(f"{name} must hold integers, not {values.dtype}")
         if values.dtype.kind == "u" and values.size and int(values.max()) >= 2**63:
-            raise CacheValueError(f"{name} holds {values.max()}; it must be below 2**63")
+            raise CacheValueError(
+                f"{name} holds {values.max()}; it must be below 2**63",
+                name,
+                int(values.max()),
+                2**63 - 1,
+            )
         return values.astype(np.int64)
     items: list[Any] = list(values)
     if not {int}.issuperset(map(type, items)):
@@ -59,7 +68,23 @@ def as_ints(name: str, values: Iterable[SupportsIndex]) -> NDArray[np.int64]:
     try:
         return np.array(items, np.int64)
     except OverflowError:
-        raise CacheValueError(f"{name} holds a number outside int64") from None
+        raise CacheValueError(
+            f"{name} holds a number outside int64", what=name, limit=2**63 - 1
+        ) from None
+
+
+def as_kind(name: str, one: object, kind: type[T]) -> T:
+    """Return `one`; raise `CacheDTypeError` unless it is of this class."""
+    if not isinstance(one, kind):
+        found, wanted = type(one).__name__, kind.__name__
+        raise CacheDTypeError(f"{name} is a {found}; expected a {wanted}", name, found, wanted)
+    return one
+
+
+def check_size(what: str, found: int, expected: int) -> None:
+    """Raise `CacheValueError` unless two counts or lengths are the same."""
+    if found != expected:
+        raise CacheValueError(f"{what}: {found}; expected {expected}", what, found, expected)
 
 
 def as_float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
@@ -74,10 +99,17 @@ def as_float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     try:
         found = np.dtype(name)
     except (TypeError, ValueError):
-        raise CacheDTypeError(f"dtype is {dtype!r}, which NumPy does not know") from None
+        raise CacheDTypeError(
+            f"dtype is {dtype!r}, which NumPy does not know", "dtype", dtype
+        ) from None
     # np.dtype(None) is float64, which nobody means.
     if dtype is None or found not in (np.float16, np.float32, np.float64):
-        raise CacheDTypeError(f"dtype is {dtype!r}; float16, float32 or float64 is needed")
+        raise CacheDTypeError(
+            f"dtype is {dtype!r}; float16, float32 or float64 is needed",
+            "dtype",
+            dtype,
+            ("float16", "float32", "float64"),
+        )
     return found
 
 
@@ -95,12 +127,19 @@ def as_storable(name: str, array: Any, dtype: np.dtype[Any] | None = None) -> ND
     try:
         given = np.asarray(array)
     except ValueError as error:
-        raise CacheDTypeError(f"{name} is not an array: {error}") from None
+        raise CacheDTypeError(
+            f"{name} is not an array: {error}", name, type(array).__name__
+        ) from None
     # "V" is the kind of bfloat16 and its like, which other packages add, and of raw bytes.
     if (
         given.dtype.kind not in "fiuV"
         or given.dtype.type is np.void
         or (dtype is not None and not np.can_cast(given.dtype, dtype, "same_kind"))
     ):
-        raise CacheDTypeError(f"{name} has dtype {given.dtype}; numbers like {dtype} are needed")
+        raise CacheDTypeError(
+            f"{name} has dtype {given.dtype}; numbers like {dtype} are needed",
+            name,
+            str(given.dtype),
+            None if dtype is None else str(dtype),
+        )
     return given

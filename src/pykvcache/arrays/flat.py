@@ -107,7 +107,10 @@ class FlatKVCache:
         for name, array in (("k", k), ("v", v)):
             if array.shape != (self.entry_size,):
                 raise CacheValueError(
-                    f"{name} has shape {array.shape}; ({self.entry_size},) is needed"
+                    f"{name} has shape {array.shape}; ({self.entry_size},) is needed",
+                    name,
+                    array.shape,
+                    (self.entry_size,),
                 )
         self._store(index, k, v, 1)
 
@@ -136,7 +139,10 @@ class FlatKVCache:
         if k.ndim != 1 or v.shape != k.shape or rest or count == 0:
             raise CacheValueError(
                 f"k has shape {k.shape} and v {v.shape}; "
-                f"both must be (n * {self.entry_size},) with n at least 1"
+                f"both must be (n * {self.entry_size},) with n at least 1",
+                "k and v",
+                (k.shape, v.shape),
+                self.entry_size,
             )
         self._store(index, k, v, count)
 
@@ -149,7 +155,11 @@ class FlatKVCache:
             A layer got nothing since the last ``advance``.
         """
         if not all(self._pending):
-            raise CacheOrderError(f"nothing was appended to layer {self._pending.index(0)}")
+            raise CacheOrderError(
+                f"nothing was appended to layer {self._pending.index(0)}",
+                "layer",
+                self._pending.index(0),
+            )
         self._len += self._pending[0]
         self._pending = [0] * self._num_layers
 
@@ -247,7 +257,12 @@ class FlatKVCache:
     def _layer(self, layer: SupportsIndex) -> int:
         index = as_int("layer", layer)
         if not 0 <= index < self._num_layers:
-            raise CacheLayerError(f"layer is {index}; the cache has {self._num_layers} layers")
+            raise CacheLayerError(
+                f"layer is {index}; the cache has {self._num_layers} layers",
+                "layer",
+                index,
+                self._num_layers - 1,
+            )
         return index
 
     def _storable(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
@@ -258,11 +273,16 @@ class FlatKVCache:
 
     def _store(self, layer: int, k: NDArray[Any], v: NDArray[Any], count: int) -> None:
         if self._pending[layer]:
-            raise CacheOrderError(f"layer {layer} has its tokens already; call advance() first")
+            raise CacheOrderError(
+                f"layer {layer} has its tokens already; call advance() first", "layer", layer
+            )
         pending = max(self._pending)
         if pending not in (0, count):
             raise CacheOrderError(
-                f"layer {layer} gets {count} tokens and another layer got {pending}"
+                f"layer {layer} gets {count} tokens and another layer got {pending}",
+                f"tokens of layer {layer}",
+                count,
+                pending,
             )
         end = self._len + count
         if end > self.capacity:
@@ -277,7 +297,7 @@ class FlatKVCache:
         try:
             return np.empty(shape, self._dtype)
         except ValueError:  # more than an address can reach, which is not yet a MemoryError
-            raise CacheValueError(f"no array can have the shape {shape}") from None
+            raise CacheValueError(f"no array can have the shape {shape}", "shape", shape) from None
 
     def _view(self, which: int, layer: SupportsIndex) -> NDArray[Any]:
         index = self._layer(layer)

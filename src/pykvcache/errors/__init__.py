@@ -18,7 +18,14 @@ from pykvcache.errors._arrays import (
     NotSupported,
     ReprocessInputs,
 )
-from pykvcache.errors._base import CacheFullError, KvCacheError, UnsupportedError
+from pykvcache.errors._base import (
+    ArgumentError,
+    CacheFullError,
+    DetailedError,
+    KvCacheError,
+    OutOfRangeError,
+    UnsupportedError,
+)
 from pykvcache.errors._decode import (
     DecodeAborted,
     DecodeError,
@@ -42,6 +49,7 @@ from pykvcache.errors._states import (
 )
 
 __all__ = [
+    "ArgumentError",
     "CacheDTypeError",
     "CacheFullError",
     "CacheKeyError",
@@ -53,6 +61,7 @@ __all__ = [
     "ContextCreateError",
     "DecodeAborted",
     "DecodeError",
+    "DetailedError",
     "GrammarError",
     "InternalError",
     "InvalidBatch",
@@ -63,6 +72,7 @@ __all__ = [
     "NoKvCacheSlot",
     "NoSlot",
     "NotSupported",
+    "OutOfRangeError",
     "OutputNotFinite",
     "OvertakenError",
     "P0TooLarge",
@@ -93,7 +103,10 @@ __all__ = [
 # Users meet all of them in this module.
 for _error in (
     KvCacheError,
+    ArgumentError,
     CacheFullError,
+    DetailedError,
+    OutOfRangeError,
     UnsupportedError,
     CacheDTypeError,
     CacheKeyError,
@@ -188,7 +201,7 @@ class SequenceIdError(KvCacheError, IndexError):
         return type(self), (self.seq_id, self.n_seq_max, str(self))
 
 
-class PositionError(KvCacheError, ValueError):
+class PositionError(DetailedError, ValueError):
     """A position, or a range of positions, cannot be meant.
 
     Attributes
@@ -202,27 +215,29 @@ class PositionError(KvCacheError, ValueError):
         where it is negative.
     """
 
+    value: int | None
+    limit: int | None
+
     def __init__(
         self,
         message: str,
         p0: int | None = None,
         p1: int | None = None,
         *,
+        what: str | None = None,
         value: int | None = None,
         limit: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, what, value, limit)
         self.p0 = p0
         self.p1 = p1
-        self.value = value
-        self.limit = limit
 
 
-class SharedCellsError(KvCacheError, RuntimeError):
+class SharedCellsError(DetailedError, RuntimeError):
     """Cells that another sequence shares would be moved with this one."""
 
 
-class GrammarError(KvCacheError, ValueError):
+class GrammarError(DetailedError, ValueError):
     """A grammar cannot be parsed or used.
 
     Attributes
@@ -231,19 +246,25 @@ class GrammarError(KvCacheError, ValueError):
         Where in the text, counted from 1; ``None`` where it is not one place.
     """
 
-    def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        message: str,
+        line: int | None = None,
+        column: int | None = None,
+        *,
+        what: str | None = None,
+        value: object = None,
+        limit: object = None,
+    ) -> None:
+        super().__init__(message, what=what, value=value, limit=limit)
         self.line = line
         self.column = column
-
-    def __reduce__(self) -> tuple[type, tuple[str, int | None, int | None]]:
-        return type(self), (str(self), self.line, self.column)
 
 
 # Life cycle --------------------------------------------------------------------------
 
 
-class ClosedError(KvCacheError, ValueError):
+class ClosedError(DetailedError, ValueError):
     """The object was closed, or belongs to the process before a fork."""
 
 
@@ -286,21 +307,5 @@ class ChatTemplateError(KvCacheError, ValueError):
 # Stores of blocks ---------------------------------------------------------------------
 
 
-class StoreError(KvCacheError, ValueError):
-    """A store of blocks cannot be made or asked like this. What disks and servers do never raises.
-
-    Attributes
-    ----------
-    value : object
-        What was given.
-    limit : object
-        What can be, where there is a limit.
-    """
-
-    def __init__(self, message: str, *, value: object = None, limit: object = None) -> None:
-        super().__init__(message)
-        self.value = value
-        self.limit = limit
-
-    def __reduce__(self) -> tuple[type, tuple[str], dict[str, object]]:
-        return type(self), (str(self),), {"value": self.value, "limit": self.limit}
+class StoreError(DetailedError, ValueError):
+    """A store of blocks cannot be made or asked so. What disks and servers do never raises."""

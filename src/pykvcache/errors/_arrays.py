@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pykvcache.errors._base import CacheFullError, KvCacheError, UnsupportedError
+from pykvcache.errors._base import CacheFullError, DetailedError, KvCacheError, UnsupportedError
 
 __all__ = [
     "CacheDTypeError",
@@ -38,11 +38,11 @@ class KvCacheFull(CacheFullError):
         self.batch = batch
 
 
-class NotSupported(UnsupportedError):
+class NotSupported(DetailedError, UnsupportedError):
     """An array cache of this kind cannot do what was asked; nothing was changed."""
 
 
-class NoSlot(CacheFullError):
+class NoSlot(DetailedError, CacheFullError):
     """Every slot of an ``InputCache`` is in use; nothing was changed."""
 
 
@@ -63,24 +63,24 @@ class ReprocessInputs(KvCacheError, RuntimeError):
         return type(self), (self.inputs,)
 
 
-class CacheValueError(KvCacheError, ValueError):
+class CacheValueError(DetailedError, ValueError):
     """A number, a shape or a saved state does not fit an array cache; nothing was changed."""
 
 
-class CacheDTypeError(KvCacheError, TypeError):
+class CacheDTypeError(DetailedError, TypeError):
     """An array has a dtype that an array cache cannot store; nothing was changed."""
 
 
-class CacheKeyError(KvCacheError, KeyError):
+class CacheKeyError(DetailedError, KeyError):
     """Nothing is stored under this key."""
 
     # KeyError shows the repr of its argument, which suits keys and not sentences.
     __str__ = Exception.__str__
 
 
-class CacheLayerError(KvCacheError, IndexError):
+class CacheLayerError(DetailedError, IndexError):
     """A layer is not one of an array cache's; nothing was changed."""
 
 
-class CacheOrderError(KvCacheError, RuntimeError):
+class CacheOrderError(DetailedError, RuntimeError):
     """A method of an array cache was called before or after its turn; nothing was changed."""

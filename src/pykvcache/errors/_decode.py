@@ -87,6 +87,8 @@ class NoKvCacheSlot(DecodeError, CacheFullError):
         Tokens (of a state: cells) that were to be placed.
     n_free, n_cells : int or None
         Cells that are free, and that there are for this sequence; ``None`` where not known.
+    n_seq_max : int or None
+        Sequence ids that there are, where an id is what is not free.
     """
 
     def __init__(
@@ -97,12 +99,14 @@ class NoKvCacheSlot(DecodeError, CacheFullError):
         n_tokens: int | None = None,
         n_free: int | None = None,
         n_cells: int | None = None,
+        n_seq_max: int | None = None,
         **facts: Any,
     ) -> None:
         super().__init__(message, code, **facts)
         self.n_tokens = n_tokens
         self.n_free = n_free
         self.n_cells = n_cells
+        self.n_seq_max = n_seq_max
 
 
 class DecodeAborted(DecodeError):

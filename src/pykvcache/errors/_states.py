@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pykvcache.errors._base import KvCacheError
+from pykvcache.errors._base import DetailedError
 
 __all__ = [
     "PartialStateError",
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-class StateError(KvCacheError, ValueError):
+class StateError(DetailedError, ValueError):
     """A saved state, or arrays that become one, cannot be used; the destination is as it was.
 
     Attributes
@@ -30,24 +30,6 @@ class StateError(KvCacheError, ValueError):
         What the state has of that, and what it may have, or what this context has; ``None`` where
         there is no such number or word.
     """
-
-    # Of StateFileError, too, whose facts are those of OSError.
-    what: str | None = None
-    value: object = None
-    limit: object = None
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        what: str | None = None,
-        value: object = None,
-        limit: object = None,
-    ) -> None:
-        super().__init__(message)
-        self.what = what
-        self.value = value
-        self.limit = limit
 
 
 class StateTruncated(StateError):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, SupportsIndex, overload
 
 from pykvcache._convert import TokenInput, as_int
 from pykvcache.context import LlamaContext
-from pykvcache.errors import NoKvCacheSlot
+from pykvcache.errors import ArgumentError, NoKvCacheSlot
 from pykvcache.generate.driving import Driving
 from pykvcache.generate.handle import GenerationHandle
 from pykvcache.prefix.cache import PrefixCache
@@ -206,21 +206,25 @@ class BatchGenerator(Driving):
     def _sequence(self, prompt: str | TokenInput | LlamaSequence) -> LlamaSequence:
         if isinstance(prompt, LlamaSequence):
             if prompt.context is not self._ctx:
-                raise ValueError("the sequence belongs to another context")
+                raise ArgumentError("the sequence belongs to another context", "prompt")
             prompt._check_open()
             known = [*self._schedule.running, *self._schedule.waiting]
             if any(handle._sequence is prompt for handle in known):
-                raise ValueError("the sequence is being generated already")
+                raise ArgumentError("the sequence is being generated already", "prompt")
             sequence = prompt
         else:
             sequence = self._new(prompt)
         if not len(sequence):
-            raise ValueError("the prompt has no tokens: there is nothing to evaluate")
+            raise ArgumentError(
+                "the prompt has no tokens: there is nothing to evaluate", "prompt", 0, 1
+            )
         if len(sequence) > self._ctx.n_ctx_seq and self._ctx.memory_kind != "recurrent":
             raise NoKvCacheSlot(
                 f"the prompt has {len(sequence)} tokens, and one sequence has room for "
                 f"{self._ctx.n_ctx_seq}",
                 1,
+                n_tokens=len(sequence),
+                n_cells=self._ctx.n_ctx_seq,
             )
         return sequence
 

@@ -268,7 +268,14 @@ class Stepper:
         """Find out before computing: a window that searches for room in vain may lose cells."""
         ctx = self._schedule.ctx
         if ctx.kv_unified and ctx.memory_kind != "recurrent" and ctx.n_cells_used + n > ctx.n_ctx:
-            raise NoKvCacheSlot(f"no room in the cache for {n} more tokens", 1)
+            free = max(ctx.n_ctx - ctx.n_cells_used, 0)
+            raise NoKvCacheSlot(
+                f"no room in the cache for {n} more tokens",
+                1,
+                n_tokens=n,
+                n_free=free,
+                n_cells=ctx.n_ctx,
+            )
 
     # Out ----------------------------------------------------------------------------------------
 

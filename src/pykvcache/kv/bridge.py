@@ -45,7 +45,12 @@ def to_caches(arrays: SequenceKV[Any], window_size: SupportsIndex | None = None)
     found: list[tuple[int, KVCache | RotatingKVCache | ArraysCache]] = []
     _consecutive(arrays.positions, 0, "positions")
     if arrays.recurrent and arrays.recurrent.first:
-        raise CacheValueError(f"a state that begins at {arrays.recurrent.first} must begin at 0")
+        raise CacheValueError(
+            f"a state that begins at {arrays.recurrent.first} must begin at 0",
+            "recurrent",
+            arrays.recurrent.first,
+            0,
+        )
     for layer in arrays.layers:
         cache = KVCache()
         if len(arrays):
@@ -53,7 +58,9 @@ def to_caches(arrays: SequenceKV[Any], window_size: SupportsIndex | None = None)
         found.append((layer.layer, cache))
     if arrays.window is not None:
         if window_size is None:
-            raise CacheValueError("window_size is needed: this sequence has a window part")
+            raise CacheValueError(
+                "window_size is needed: this sequence has a window part", "window_size"
+            )
         found += _windows(arrays.window, length, as_int(window_size, "window_size", 1))
     for state in arrays.recurrent.layers if arrays.recurrent else ():
         slots = ArraysCache(2)
@@ -69,7 +76,10 @@ def _windows(window: SequenceKV, length: int, size: int) -> list[tuple[int, Rota
     _consecutive(window.positions, length - rows, "positions of the window")
     if rows != min(length, size):
         raise CacheValueError(
-            f"the window holds {rows} of {length} tokens: it is not one of {size}"
+            f"the window holds {rows} of {length} tokens: it is not one of {size}",
+            "window_size",
+            size,
+            (rows, length),
         )
     found = []
     for layer in window.layers:
@@ -127,9 +137,15 @@ def from_caches(
         else:
             full.append(_layer(cache, np.arange(cache.offset), index))
     if len(lengths) > 1:
-        raise CacheValueError(f"the caches hold different numbers of tokens: {sorted(lengths)}")
+        raise CacheValueError(
+            f"the caches hold different numbers of tokens: {sorted(lengths)}",
+            "caches",
+            sorted(lengths),
+        )
     if not lengths:
-        raise CacheValueError("recurrent caches do not tell how many tokens they hold: n_tokens")
+        raise CacheValueError(
+            "recurrent caches do not tell how many tokens they hold: n_tokens", "n_tokens"
+        )
     length = lengths.pop()
     # Recurrent layers alone have no cells that could tell positions.
     positions = np.arange(length if full or window else 0, dtype=np.int32)
@@ -142,17 +158,26 @@ def _ring_order(ring: RotatingKVCache) -> npt.NDArray[np.int64]:
     """Return the rows of a ring from old to new, `max_size` at most."""
     keep, size, offset, index = (int(text) for text in ring.meta_state)
     if keep and offset > size:
-        raise CacheValueError("a ring that keeps its first tokens is not a window of llama.cpp's")
+        raise CacheValueError(
+            "a ring that keeps its first tokens is not a window of llama.cpp's", "keep", keep, 0
+        )
     rows = ring.state[0].shape[2] if ring.state else 0
     return np.roll(np.arange(rows), -index if index < rows else 0)[-size:]
 
 
 def _layer(cache: KVCache | RotatingKVCache, order: npt.NDArray[np.int64], index: int) -> LayerKV:
     if not cache.state:
-        raise CacheValueError(f"caches[{index}] is empty: its number of heads is not known")
+        raise CacheValueError(
+            f"caches[{index}] is empty: its number of heads is not known", f"caches[{index}]", 0, 1
+        )
     keys, values = cache.state
     if keys.shape[0] != 1:
-        raise CacheValueError(f"caches[{index}] holds a batch of {keys.shape[0]}, not one sequence")
+        raise CacheValueError(
+            f"caches[{index}] holds a batch of {keys.shape[0]}, not one sequence",
+            f"caches[{index}]",
+            keys.shape[0],
+            1,
+        )
     return LayerKV(
         np.ascontiguousarray(keys[0].transpose(1, 0, 2)[order]),
         np.ascontiguousarray(values[0].transpose(1, 0, 2)[order]),
@@ -164,7 +189,12 @@ def _to_heads(rows: Any) -> npt.NDArray[Any]:
     """(tokens, heads, dim) as (1, heads, tokens, dim), copied."""
     array = np.array(rows)
     if array.dtype.kind != "f":
-        raise CacheValueError(f"keys and values must be floats, not {array.dtype}")
+        raise CacheValueError(
+            f"keys and values must be floats, not {array.dtype}",
+            "keys and values",
+            str(array.dtype),
+            "floats",
+        )
     return np.ascontiguousarray(array.transpose(1, 0, 2)[None])
 
 
@@ -172,11 +202,21 @@ def _flat(slot: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
     if slot is None:
         return np.empty(0, np.float32)
     if slot.shape[0] != 1:
-        raise CacheValueError(f"a slot holds a batch of {slot.shape[0]}, not one sequence")
+        raise CacheValueError(
+            f"a slot holds a batch of {slot.shape[0]}, not one sequence", "slot", slot.shape[0], 1
+        )
     flat: npt.NDArray[Any] = slot.reshape(-1).copy()
     return flat
 
 
 def _consecutive(positions: npt.NDArray[np.int32], first: int, what: str) -> None:
-    if not np.array_equal(positions, first + np.arange(len(positions))):
-        raise CacheValueError(f"{what} must be {first}, {first + 1}, ... without a gap")
+    expected = first + np.arange(len(positions))
+    wrong = np.flatnonzero(positions != expected)
+    if wrong.size:
+        found, limit = int(positions[wrong[0]]), int(expected[wrong[0]])
+        raise CacheValueError(
+            f"{what} must be {first}, {first + 1}, ... without a gap, and have {found} for {limit}",
+            what,
+            found,
+            limit,
+        )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pykvcache._codec import NATURAL, as_floats, as_stored
 from pykvcache._convert import as_bool
 from pykvcache._native import lib
-from pykvcache.errors import ClosedError, UnsupportedOperation
+from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation
 from pykvcache.kv.rope import rotate
 from pykvcache.kv.types import LayerKV, LayerState, RecurrentState, SequenceKV
 from pykvcache.kv.view import CacheView
@@ -94,7 +94,9 @@ class KvMethods:
         """
         copy, rope, wanted = as_bool(copy, "copy"), as_bool(rope, "rope"), _wanted(dtype)
         if not copy and (not rope or wanted not in (None, "stored")):
-            raise ValueError("with copy=False nothing is computed: leave out dtype and rope")
+            raise ArgumentError(
+                "with copy=False nothing is computed: leave out dtype and rope", "copy", copy
+            )
         found = {
             part: (positions, extended, layers)
             for part, positions, extended, layers in self._native.take(seq_id, copy)
@@ -194,7 +196,12 @@ def _wanted(dtype: Any) -> str | np.dtype[Any] | None:
         return "stored"
     wanted: np.dtype[Any] = np.dtype(dtype)
     if wanted != np.float32:
-        raise ValueError(f"dtype is {dtype!r}: it must be None, float32 or 'stored'")
+        raise ArgumentError(
+            f"dtype is {dtype!r}: it must be None, float32 or 'stored'",
+            "dtype",
+            dtype,
+            ("float32", "stored"),
+        )
     return wanted
 
 

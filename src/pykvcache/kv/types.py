@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._drawing.norms import draw_norms
-from pykvcache.errors import UnsupportedOperation
+from pykvcache.errors import ArgumentError, OutOfRangeError, UnsupportedOperation
 from pykvcache.kv.view import CacheView
 
 __all__ = ["Array", "LayerKV", "LayerState", "RecurrentState", "SequenceKV"]
@@ -225,14 +225,21 @@ def _taken(layer: LayerKV[Any], index: npt.NDArray[np.intp]) -> LayerKV[Any]:
 def _indices(tokens: npt.ArrayLike, n: int) -> npt.NDArray[np.intp]:
     wanted = np.asarray(tokens)
     if wanted.ndim != 1:
-        raise ValueError(f"tokens must be a vector: {wanted.ndim} dimensions given")
+        raise ArgumentError(
+            f"tokens must be a vector: {wanted.ndim} dimensions given", "tokens", wanted.ndim, 1
+        )
     if wanted.size and wanted.dtype.kind not in "biu":
         raise TypeError(f"tokens must be indices or a mask, not {wanted.dtype}")
     if wanted.dtype.kind == "b":
         if len(wanted) != n:
-            raise IndexError(f"the mask has {len(wanted)} entries: the sequence holds {n} tokens")
+            raise OutOfRangeError(
+                f"the mask has {len(wanted)} entries: the sequence holds {n} tokens",
+                "tokens",
+                len(wanted),
+                n,
+            )
         return np.flatnonzero(wanted)
     for index in (wanted.min(), wanted.max()) if wanted.size else ():
         if not -n <= int(index) < n:
-            raise IndexError(f"token {index} is outside [0, {n})")
+            raise OutOfRangeError(f"token {index} is outside [0, {n})", "tokens", int(index), n)
     return wanted.astype(np.intp)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._native import lib
+from pykvcache.errors import ArgumentError
 
 __all__ = ["CacheView"]
 
@@ -102,13 +103,15 @@ class CacheView(np.lib.mixins.NDArrayOperatorsMixin):
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
         if copy is False:
-            raise ValueError("an array over a live cache would outlive it: only copies are given")
+            raise ArgumentError(
+                "an array over a live cache would outlive it: only copies are given", "copy", copy
+            )
         return self.copy().astype(dtype or self.dtype, copy=False)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         out = kwargs.get("out", ())
         if any(isinstance(target, CacheView) for target in out):
-            raise ValueError("views of a cache are read-only")
+            raise ArgumentError("views of a cache are read-only", "out")
         known = (CacheView, np.ndarray, np.generic, int, float, complex, list, tuple)
         if not all(isinstance(value, known) for value in inputs):
             return NotImplemented

@@ -29,7 +29,7 @@ def as_parts(native: lib.Context, arrays: SequenceKV[Any]) -> list[Part]:
     for name, given in (("window", arrays.window), ("recurrent", arrays.recurrent)):
         if (given is None) == (name in layouts):
             needs = "needs a" if given is None else "has no"
-            raise StateError(f"a {native.memory_kind} memory {needs} {name} part")
+            raise StateError(f"a {native.memory_kind} memory {needs} {name} part", what=name)
     if "attention" not in layouts and (len(arrays.positions) or len(arrays.layers)):
         raise StateError(f"a {native.memory_kind} memory has no attention layers")
     parts = []
@@ -128,7 +128,7 @@ def _positions(arrays: SequenceKV, layout: PartLayout) -> npt.NDArray[np.int32]:
         )
     if (arrays.extended is None) == layout.extended:
         needs = "needs" if arrays.extended is None else "has no"
-        raise StateError(f"this memory {needs} extended positions (M-RoPE)")
+        raise StateError(f"this memory {needs} extended positions (M-RoPE)", what="extended")
     if arrays.extended is not None:
         extended = np.asarray(arrays.extended)
         if extended.shape != (len(positions), 3) or extended.dtype.kind not in "iu":

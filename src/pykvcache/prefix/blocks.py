@@ -9,6 +9,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pykvcache.errors import ArgumentError
+
 __all__ = ["NAME_SIZE", "block_names", "root_name", "token_bytes"]
 
 #: Bytes of a name.
@@ -49,9 +51,19 @@ def root_name(
     """
     for what, digest in (("model", model), ("rope", rope), ("layout", layout)):
         if len(digest) != NAME_SIZE:
-            raise ValueError(f"{what} has {len(digest)} bytes: a SHA-256 digest has {NAME_SIZE}")
+            raise ArgumentError(
+                f"{what} has {len(digest)} bytes: a SHA-256 digest has {NAME_SIZE}",
+                what,
+                len(digest),
+                NAME_SIZE,
+            )
     if not 1 <= block_size < 2**31:
-        raise ValueError(f"block_size is {block_size}: it must be in [1, {2**31})")
+        raise ArgumentError(
+            f"block_size is {block_size}: it must be in [1, {2**31})",
+            "block_size",
+            block_size,
+            2**31 - 1,
+        )
     salt = namespace.encode("utf-8", "surrogatepass")
     head = struct.pack("<IQ", block_size, len(salt))
     return hashlib.sha256(_FORMAT + model + rope + layout + head + salt).digest()
@@ -94,9 +106,14 @@ def token_bytes(tokens: ArrayLike) -> bytes:
     if array.dtype.kind not in "iu":
         raise TypeError(f"tokens are of type {array.dtype}, not integers")
     if array.ndim != 1:
-        raise ValueError(f"tokens have {array.ndim} dimensions, not 1")
+        raise ArgumentError(f"tokens have {array.ndim} dimensions, not 1", "tokens", array.ndim, 1)
     if array.dtype.str not in ("<u4", "|u1"):
         least, most = array.min().item(), array.max().item()
         if least < 0 or most >= 2**32:
-            raise ValueError(f"token {least if least < 0 else most} is not in [0, {2**32})")
+            raise ArgumentError(
+                f"token {least if least < 0 else most} is not in [0, {2**32})",
+                "tokens",
+                least if least < 0 else most,
+                2**32 - 1,
+            )
     return array.astype("<u4", copy=False).tobytes()

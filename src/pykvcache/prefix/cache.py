@@ -13,7 +13,7 @@ import numpy as np
 from pykvcache._closing import Closing
 from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ClosedError
+from pykvcache.errors import ArgumentError, ClosedError
 from pykvcache.prefix.blocks import root_name, token_bytes
 from pykvcache.prefix.digests import digests, end_bytes, least_seconds
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
@@ -146,7 +146,9 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         known = _caches.get(context)
         other: PrefixCache | None = known() if known is not None else None
         if other is not None and not other.is_closed:
-            raise ValueError("the context has a PrefixCache already: close() that one first")
+            raise ArgumentError(
+                "the context has a PrefixCache already: close() that one first", "ctx"
+            )
         self._tier_seconds = (
             None if tier_seconds is None else as_seconds(tier_seconds, "tier_seconds", 3600)
         )

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 
+from pykvcache.errors import ArgumentError
 from pykvcache.prefix.stores import BlockStore
 from pykvcache.prefix.tiers.stack import TierInput
 
@@ -24,7 +25,7 @@ def as_seconds(value: float, name: str, most: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is a number, not {type(value).__name__}")
     if not 0 <= value <= most:
-        raise ValueError(f"{name} is {value}: it must be in [0, {most}]")
+        raise ArgumentError(f"{name} is {value}: it must be in [0, {most}]", name, value, most)
     return float(value)
 
 

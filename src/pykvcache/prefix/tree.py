@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 
+from pykvcache.errors import ArgumentError
 from pykvcache.prefix.match import Match, common_blocks
 from pykvcache.prefix.policies import Policy, make_policy
 from pykvcache.prefix.runs import Run
@@ -52,7 +53,9 @@ class BlockTree:
         other_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         if block_size < 1:
-            raise ValueError(f"block_size is {block_size}: it must be at least 1")
+            raise ArgumentError(
+                f"block_size is {block_size}: it must be at least 1", "block_size", block_size, 1
+            )
         self.block_size = block_size
         self.step = block_size * _TOKEN_BYTES
         self.policy = make_policy(policy)
@@ -76,7 +79,9 @@ class BlockTree:
     @max_bytes.setter
     def max_bytes(self, value: int) -> None:
         if value < 0:
-            raise ValueError(f"max_bytes is {value}: it must be at least 0")
+            raise ArgumentError(
+                f"max_bytes is {value}: it must be at least 0", "max_bytes", value, 0
+            )
         self._max_bytes = value
         self.policy.max_notes = value // 16 if self._run_bytes else None
         self.policy.resize(value)
@@ -172,7 +177,9 @@ class BlockTree:
             return None
         first = tokens[: self.step]
         if first in run.children:
-            raise ValueError("the block is known already: insert() finds out where new ones begin")
+            raise ArgumentError(
+                "the block is known already: insert() finds out where new ones begin", "run"
+            )
         self._keep_root(run)
         new = Run(
             run,
@@ -240,7 +247,7 @@ class BlockTree:
     def release(self, run: Run) -> None:
         """Release a run; now counts as the last use of it and of all before it."""
         if run.held < 1:
-            raise ValueError("the run is not held")
+            raise ArgumentError("the run is not held", "run")
         run.held -= 1
         if run.parent is None:  # a root, or cleared meanwhile
             self._forget_root(run)
@@ -272,10 +279,14 @@ class BlockTree:
     def remove(self, run: Run, n_blocks: int | None = None) -> None:
         """Remove the last blocks of a run, all by default; nothing may follow or hold it."""
         if not run.is_evictable:
-            raise ValueError(f"{run} is held, followed by others, or no longer in the tree")
+            raise ArgumentError(
+                f"{run} is held, followed by others, or no longer in the tree", "run", repr(run)
+            )
         n = run.n_blocks if n_blocks is None else n_blocks
         if not 1 <= n <= run.n_blocks:
-            raise ValueError(f"{n} blocks cannot be removed from {run}")
+            raise ArgumentError(
+                f"{n} blocks cannot be removed from {run}", "n_blocks", n, run.n_blocks
+            )
         self._drop(run, n)
         parent = run.parent
         if run.n_blocks == 0 and parent is not None:

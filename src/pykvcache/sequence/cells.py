@@ -273,6 +273,8 @@ class SequenceCells:
                 f"the sequence has {n} tokens, and one sequence has room for {ctx.n_ctx_seq} "
                 f"(n_ctx is {ctx.n_ctx}): nothing was evaluated",
                 1,
+                n_tokens=n,
+                n_cells=ctx.n_ctx_seq,
             )
 
     def _decode(self, end: int, want_row: bool) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pykvcache._native import lib
+from pykvcache.errors import ArgumentError
 
 __all__ = ["Checkpoint", "CheckpointPolicy", "Checkpoints"]
 
@@ -45,7 +46,9 @@ class CheckpointPolicy:
         for name in ("max_bytes", "spacing"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
-                raise ValueError(f"{name} is {value!r}: it must be an integer of 0 or more")
+                raise ArgumentError(
+                    f"{name} is {value!r}: it must be an integer of 0 or more", name, value, 0
+                )
 
     def next_stop(self, begin: int, end: int) -> int:
         """Where to pause an evaluation of ``[begin, end)`` for a checkpoint; at most ``end``."""

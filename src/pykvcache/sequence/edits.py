@@ -10,7 +10,13 @@ import numpy.typing as npt
 from pykvcache._convert import IntArray, TokenInput, as_bool, as_int, as_token_array
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ClosedError, InvalidBatch, PositionError, UnsupportedOperation
+from pykvcache.errors import (
+    ArgumentError,
+    ClosedError,
+    InvalidBatch,
+    PositionError,
+    UnsupportedOperation,
+)
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.discarding import discard
 from pykvcache.sequence.ledger import Ledger, common_prefix
@@ -220,7 +226,9 @@ class EditMethods:
 
     def _row(self) -> npt.NDArray[np.float32]:
         if not len(self):
-            raise ValueError("the sequence has no tokens: there is nothing to evaluate")
+            raise ArgumentError(
+                "the sequence has no tokens: there is nothing to evaluate", "tokens", 0, 1
+            )
         row = self._cells.evaluate(want_row=True)
         assert row is not None
         self._evaluated()
@@ -254,6 +262,7 @@ class EditMethods:
             raise PositionError(
                 f"{what} is {n}: it must be in [{lo}, {limit}], and the sequence has "
                 f"{len(self)} tokens",
+                what=what,
                 value=n,
                 limit=lo if n < lo else limit,
             )

@@ -149,7 +149,10 @@ class Generation(Iterator[int]):
         gone = (n - self._n_keep) // 2
         if gone < 1:
             raise NoKvCacheSlot(
-                f"the cache is full with {n} tokens, of which n_keep={self._n_keep} are kept", 1
+                f"the cache is full with {n} tokens, of which n_keep={self._n_keep} are kept",
+                1,
+                n_tokens=n + 1,
+                n_cells=n,
             )
         self._sequence.discard(self._n_keep, self._n_keep + gone, reevaluate=True)
 

@@ -92,6 +92,7 @@ class SequencePool(lib.Turns):
                 f"no sequence id is free: {self.ctx.n_seq_max} exist, and those that are in use "
                 "cannot be parked",
                 1,
+                n_seq_max=self.ctx.n_seq_max,
             )
         return seq_id
 

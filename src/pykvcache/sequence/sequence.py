@@ -12,7 +12,7 @@ from pykvcache._closing import Closing
 from pykvcache._convert import TokenInput, as_int
 from pykvcache._drawing.html import bar_html
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ClosedError, UnsupportedOperation
+from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import CheckpointPolicy
@@ -187,7 +187,12 @@ class LlamaSequence(EditMethods, Closing):
         elif not isinstance(sampler, Sampler):
             raise TypeError(f"sampler must be a Sampler, not {type(sampler).__name__}")
         if on_full not in _ON_FULL:
-            raise ValueError(f"on_full is {on_full!r}: it must be one of {', '.join(_ON_FULL)}")
+            raise ArgumentError(
+                f"on_full is {on_full!r}: it must be one of {', '.join(_ON_FULL)}",
+                "on_full",
+                on_full,
+                tuple(_ON_FULL),
+            )
         self._check_open()
         stops = Stop.of(stop, self._context.model.n_vocab)
         stops.check_text(self._context.model, always=as_text)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, cast
 
 from pykvcache._convert import as_int
+from pykvcache.errors import ArgumentError
 
 if TYPE_CHECKING:
     from pykvcache.model import LlamaModel
@@ -48,7 +49,9 @@ class Stop:
         for item in items:
             if isinstance(item, str):
                 if not item:
-                    raise ValueError("a stop string is empty: it would end every generation")
+                    raise ArgumentError(
+                        "a stop string is empty: it would end every generation", "stop", item
+                    )
                 strings.append(item)
             elif isinstance(item, bytes) or not hasattr(item, "__index__"):
                 raise TypeError(f"stop must be strings or token ids, not {type(item).__name__}")

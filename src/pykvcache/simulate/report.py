@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
+from pykvcache.errors import ArgumentError
 from pykvcache.prefix.policies import DEFAULT, POLICIES
 from pykvcache.simulate.clairvoyant import BOUND, most_hits
 from pykvcache.simulate.replay import Result, replay
@@ -55,7 +56,12 @@ class Report:
         """
         others = [self.results[name] for name in SIMPLE if name in self.results]
         if policy not in self.results or not others:
-            raise ValueError(f"{policy} and a policy of {', '.join(SIMPLE)} were not both replayed")
+            raise ArgumentError(
+                f"{policy} and a policy of {', '.join(SIMPLE)} were not both replayed",
+                "policy",
+                policy,
+                tuple(SIMPLE),
+            )
         return [
             100 * (mine.hit_rate - max(other.hit_rate for other in theirs))
             for mine, *theirs in zip(self.results[policy], *others, strict=True)
@@ -111,9 +117,14 @@ def compare(
     names = [*(POLICIES if policies is None else policies)]
     for name in names:
         if name not in POLICIES:
-            raise ValueError(f"there is no policy {name!r}: known are {', '.join(POLICIES)}")
+            raise ArgumentError(
+                f"there is no policy {name!r}: known are {', '.join(POLICIES)}",
+                "policies",
+                name,
+                tuple(POLICIES),
+            )
     if any(not share > 0 for share in shares):
-        raise ValueError(f"a size is not above 0: {min(shares)}")
+        raise ArgumentError(f"a size is not above 0: {min(shares)}", "shares", min(shares), 0)
     names.append(BOUND)
     unique = trace.n_unique()
     sizes = [max(int(share * unique), 1) for share in shares]

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pykvcache.errors import ArgumentError
+
 __all__ = ["Trace", "read_trace"]
 
 _BLOCK_SIZES = [2**n for n in range(15)]
@@ -112,14 +114,23 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
         if size is not None:
             sizes[size] += 1
     if not prompts:
-        raise ValueError(f"{os.fspath(path)} has no prompts: lines with hash_ids or block_hashes")
+        raise ArgumentError(
+            f"{os.fspath(path)} has no prompts: lines with hash_ids or block_hashes",
+            "path",
+            os.fspath(path),
+        )
     if len(sizes) > 1:
-        raise ValueError(f"{os.fspath(path)} has several sizes of blocks: {sorted(sizes)}")
+        raise ArgumentError(
+            f"{os.fspath(path)} has several sizes of blocks: {sorted(sizes)}",
+            "block_size",
+            sorted(sizes),
+            os.fspath(path),
+        )
     name = os.path.basename(path).removesuffix(".gz").removesuffix(".jsonl")
     size = block_size or next(iter(sizes), None) or _guess_block_size(prompts, lengths)
     if size is None or size < 1:
-        what = "lengths do not tell block_size" if size is None else f"block_size is {size}"
-        raise ValueError(f"{os.fspath(path)}: {what}")
+        why = "lengths do not tell block_size" if size is None else f"block_size is {size}"
+        raise ArgumentError(f"{os.fspath(path)}: {why}", "block_size", size, os.fspath(path))
     return Trace.from_ids(name, prompts, lengths, size)
 
 
@@ -137,9 +148,9 @@ def _prompt(line: str, where: str) -> tuple[list[Hashable], int, int | None] | N
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
+        raise ArgumentError(f"{where} is not JSON: {error}", "line", where) from None
     if not isinstance(row, Mapping):
-        raise ValueError(f"{where} is not an object")
+        raise ArgumentError(f"{where} is not an object", "line", where)
     if "hash_ids" in row:
         ids, length, size = row["hash_ids"], _number(row, "input_length", where, 0), None
     elif row.get("type") == "Lookup":
@@ -148,14 +159,21 @@ def _prompt(line: str, where: str) -> tuple[list[Hashable], int, int | None] | N
     else:
         return None
     if not isinstance(ids, list) or not all(isinstance(x, int | str) for x in ids):
-        raise ValueError(f"{where}: the ids of blocks are not a list of numbers or strings")
+        raise ArgumentError(
+            f"{where}: the ids of blocks are not a list of numbers or strings", "line", where
+        )
     return ids, length, size
 
 
 def _number(row: Mapping[str, Any], name: str, where: str, least: int) -> int:
     value = row.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{where}: {name} is {value!r}, not an integer from {least} on")
+        raise ArgumentError(
+            f"{where}: {name} is {value!r}, not an integer from {least} on",
+            f"{where}: {name}",
+            value,
+            least,
+        )
     return value
 
 

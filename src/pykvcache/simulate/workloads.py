@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Final
 
+from pykvcache.errors import ArgumentError
 from pykvcache.simulate.traces import Trace
 
 __all__ = ["WORKLOADS", "workload"]
@@ -251,6 +252,11 @@ def workload(name: str, n_prompts: int = 4000, seed: int = 1) -> Trace:
         If there is no such workload.
     """
     if name not in WORKLOADS:
-        raise ValueError(f"there is no workload {name!r}: known are {', '.join(WORKLOADS)}")
+        raise ArgumentError(
+            f"there is no workload {name!r}: known are {', '.join(WORKLOADS)}",
+            "name",
+            name,
+            tuple(WORKLOADS),
+        )
     prompts = WORKLOADS[name](_Draw(seed))
     return Trace.from_ids(name, [next(prompts) for _ in range(n_prompts)])

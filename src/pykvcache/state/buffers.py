@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache.errors import ArgumentError
+
 __all__ = ["ByteArray", "as_bytes"]
 
 ByteArray = npt.NDArray[np.uint8]
@@ -23,9 +25,9 @@ def as_bytes(buffer: Any, what: str, *, writable: bool = False, order: str = "")
     if "O" in view.format:
         raise TypeError(f"{what} holds Python objects, not bytes")
     if not view.c_contiguous:
-        raise ValueError(f"{what} must be C-contiguous")
+        raise ArgumentError(f"{what} must be C-contiguous", what)
     if writable and view.readonly:
-        raise ValueError(f"{what} is read-only")
+        raise ArgumentError(f"{what} is read-only", what)
     if view.nbytes == 0:
         return np.empty(0, np.uint8)
     flat: npt.NDArray[Any] = np.frombuffer(view, np.uint8)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from pykvcache.errors import (
+    ArgumentError,
     StateDamaged,
     StateFormatError,
     StateTrailingBytes,
@@ -79,9 +80,12 @@ def pack(metadata: Mapping[str, str], tensors: Sequence[Tensor], checksum: str) 
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     if len(header) > _MAX_HEADER:
-        raise ValueError(
+        raise ArgumentError(
             f"the header has {len(header)} bytes: at most {_MAX_HEADER} can be read again, "
-            "metadata belongs there as far as it is small"
+            "metadata belongs there as far as it is small",
+            "header",
+            len(header),
+            _MAX_HEADER,
         )
     start = struct.pack("<Q", len(header)) + header
     data = [t.data.reshape(-1).data for t in tensors]
@@ -102,7 +106,7 @@ def open_file(path: str, *, mapped: bool) -> ByteArray:
             data = np.empty(size, np.uint8)
             if file.readinto(data.data) != size:
                 raise StateTruncated(
-                    f"{path} became shorter while it was read", what="bytes", limit=size
+                    f"{path} became shorter while it was read", what=str(path), limit=size
                 )
             return data
     except OSError as error:
@@ -189,7 +193,7 @@ def _tensors(data: ByteArray, start: int, entries: Mapping[str, Any]) -> dict[st
             if start + end > len(data):
                 raise StateTruncated(
                     f"the state ends after {len(data)} bytes, within {name}",
-                    what="bytes",
+                    what=f"bytes of {name}",
                     value=len(data),
                     limit=start + end,
                 )

@@ -115,6 +115,6 @@ def _store(values: Floats, rows: Rows) -> ByteArray:
     # The scale of a block is an f16, so blocks have a limit too.
     if not np.isfinite(as_floats(stored, rows.type, 0)).all():
         raise StateError(
-            f"the state holds values that are too large for {_name(rows)}", what="values"
+            f"the state holds values that are too large for {_name(rows)}", what=_name(rows)
         )
     return stored.reshape(len(values), rows.row_bytes)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache.errors import StateLayoutMismatch
+from pykvcache.errors import ArgumentError, StateLayoutMismatch
 from pykvcache.state.buffers import ByteArray
 
 __all__ = ["Part", "PartLayout", "Rows", "layouts_from_native", "need_equal"]
@@ -125,7 +125,7 @@ PARTS = ("attention", "window", "recurrent")
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError(f"{value!r} is not a count")
+        raise ArgumentError(f"{value!r} is not a count", "count", value)
     return value
 
 

@@ -180,7 +180,7 @@ class LlamaStateFile:
         if end > len(data):
             raise StateTruncated(
                 f"the file ends after {len(data)} bytes, within its {words[2]} tokens",
-                what="bytes",
+                what=f"bytes of {words[2]} tokens",
                 value=len(data),
                 limit=end,
             )
@@ -249,7 +249,7 @@ def _unpacked(packed: IntArray) -> tuple[IntArray, int]:
         nonlocal at
         if n_bytes > len(data) - at:
             raise StateDamaged(
-                f"llama-server's tokens end within {what}", what="tokens", value=len(data)
+                f"llama-server's tokens end within {what}", what=what, value=len(data)
             )
         at += n_bytes
         return data[at - n_bytes : at]

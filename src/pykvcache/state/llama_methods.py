@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import SupportsIndex
 
 from pykvcache._convert import TokenInput, as_path
-from pykvcache.errors import StateFormatError, StateLayoutMismatch, StateModelMismatch
+from pykvcache.errors import (
+    ArgumentError,
+    StateFormatError,
+    StateLayoutMismatch,
+    StateModelMismatch,
+)
 from pykvcache.state.llama_files import LlamaStateFile
 from pykvcache.state.methods import StateMethods
 from pykvcache.state.saved import Path
@@ -66,7 +71,12 @@ class LlamaFileMethods(StateMethods):
             if part.layout.part == "recurrent" and held:
                 held = int(part.positions[0]) - firsts[0][1] + 1
             if len(file.tokens) != held:
-                raise ValueError(f"{len(file.tokens)} tokens given: the sequence holds {held}")
+                raise ArgumentError(
+                    f"{len(file.tokens)} tokens given: the sequence holds {held}",
+                    "tokens",
+                    len(file.tokens),
+                    held,
+                )
         return file.save(name, sync=sync)
 
     def load_llama_file(
@@ -112,9 +122,9 @@ class LlamaFileMethods(StateMethods):
         name = as_path(path, order="load_llama_file(path, seq_id)")
         file = LlamaStateFile.load(name, mapped=mapped)
         if (file.kind == "context") != (seq_id is None):
-            what = "pass no seq_id" if file.kind == "context" else "pass its new seq_id"
+            hint = "pass no seq_id" if file.kind == "context" else "pass its new seq_id"
             raise StateFormatError(
-                f"the file holds a {file.kind}: {what}", what="kind", value=file.kind
+                f"the file holds a {file.kind}: {hint}", what="kind", value=file.kind
             )
         foreign = file.tokens[file.tokens >= max(self._model.n_vocab, 1)]
         if foreign.size or (file.tokens < (-1 if file.n_media else 0)).any():

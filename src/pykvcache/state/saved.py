@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pykvcache._convert import as_bool, as_path
 from pykvcache.enums import GgmlType
-from pykvcache.errors import StateDamaged, StateFormatError
+from pykvcache.errors import ArgumentError, StateDamaged, StateFormatError
 from pykvcache.state.atomic import write_atomically
 from pykvcache.state.buffers import as_bytes
 from pykvcache.state.checksums import best_checksum, find_checksum
@@ -239,7 +239,9 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 def _check_nested(value: object, depth: int) -> None:
     """Refuse keys that JSON would turn into text, and what a full stack could not read again."""
     if depth > _MAX_DEPTH:
-        raise ValueError(f"it is nested deeper than {_MAX_DEPTH}")
+        raise ArgumentError(
+            f"it is nested deeper than {_MAX_DEPTH}", what="depth", limit=_MAX_DEPTH
+        )
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pykvcache._convert import TokenInput, as_int, as_token_array
-from pykvcache.errors import StateDamaged, StateError, StateLayoutMismatch, UnsupportedOperation
+from pykvcache.errors import (
+    ArgumentError,
+    StateDamaged,
+    StateError,
+    StateLayoutMismatch,
+    UnsupportedOperation,
+)
 from pykvcache.state.container import Container, Tensor
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.files import layouts_of, read_ints, read_part, write_ints, write_part
@@ -58,8 +64,11 @@ class SequenceState(Saved):
         self._tokens = None if tokens is None else as_token_array(tokens)
         if self._tokens is not None:
             if len(self._tokens) != self.n_tokens:
-                raise ValueError(
-                    f"{len(self._tokens)} tokens given: the sequence holds {self.n_tokens}"
+                raise ArgumentError(
+                    f"{len(self._tokens)} tokens given: the sequence holds {self.n_tokens}",
+                    "tokens",
+                    len(self._tokens),
+                    self.n_tokens,
                 )
             self._tokens = self._tokens.copy()
             self._tokens.flags.writeable = False
@@ -73,7 +82,9 @@ class SequenceState(Saved):
             return range(0)
         last = int(part.positions[0])
         if not 0 <= first <= last:
-            raise ValueError(f"a sequence that ends at {last} cannot begin at {first}")
+            raise ArgumentError(
+                f"a sequence that ends at {last} cannot begin at {first}", "first", first, last
+            )
         return range(first, last + 1)
 
     @cached_property
@@ -137,7 +148,9 @@ class SequenceState(Saved):
             raise TypeError(f"a state is cut by slices, not by {type(which).__name__}")
         start, stop, step = which.indices(len(self))
         if step != 1:
-            raise ValueError(f"the step of a slice of a state is {step}: it must be 1")
+            raise ArgumentError(
+                f"the step of a slice of a state is {step}: it must be 1", "step", step, 1
+            )
         stop = max(start, stop)
         if (start, stop) == (0, len(self)):
             return self
@@ -202,7 +215,7 @@ class SequenceState(Saved):
         """
         states = list(states)
         if not states:
-            raise ValueError("there is nothing to join")
+            raise ArgumentError("there is nothing to join", "states", 0, 1)
         for state in states:
             if not isinstance(state, SequenceState):
                 raise TypeError(f"only SequenceStates can be joined, not {type(state).__name__}")

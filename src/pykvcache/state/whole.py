@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._convert import TokenInput, as_int, as_token_array
-from pykvcache.errors import SequenceIdError, StateDamaged
+from pykvcache.errors import ArgumentError, SequenceIdError, StateDamaged
 from pykvcache.state.container import Container, Tensor
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.files import json_of, layouts_of, read_ints, read_part, write_ints, write_part
@@ -62,7 +62,12 @@ class ContextState(Saved):
         for seq, given in self._tokens.items():
             n = self._count(seq)
             if len(given) != n:
-                raise ValueError(f"{len(given)} tokens given for sequence {seq}: it holds {n}")
+                raise ArgumentError(
+                    f"{len(given)} tokens given for sequence {seq}: it holds {n}",
+                    f"tokens of sequence {seq}",
+                    len(given),
+                    n,
+                )
             given.flags.writeable = False
 
     @property

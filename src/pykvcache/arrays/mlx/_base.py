@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int
+from pykvcache.arrays._checks import as_int, check_size
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.errors import CacheValueError, NotSupported
 
@@ -77,7 +77,10 @@ class BaseCache(ABC):
     def meta_state(self, meta: Sequence[Any]) -> None:
         if len(meta):
             raise CacheValueError(
-                f"a {type(self).__name__} has no meta state; expected 0 values, got {len(meta)}"
+                f"a {type(self).__name__} has no meta state; expected 0 values, got {len(meta)}",
+                "meta_state",
+                len(meta),
+                0,
             )
 
     def from_serialized(self, state: Sequence[Any], meta: Sequence[Any]) -> None:
@@ -136,7 +139,9 @@ class BaseCache(ABC):
 
     def to_quantized(self, group_size: SupportsIndex = 64, bits: SupportsIndex = 4) -> BaseCache:
         """Return a ``QuantizedKVCache`` with this content; most kinds cannot."""
-        raise NotSupported(f"a {type(self).__name__} cannot be quantized")
+        raise NotSupported(
+            f"a {type(self).__name__} cannot be quantized", "to_quantized", type(self).__name__
+        )
 
     def _rows(self) -> int | None:
         """Return the rows of a batch; None for one sequence, or where it is not known yet."""
@@ -206,8 +211,7 @@ def state_pair(state: Sequence[Any], limit: int | None = None) -> TokenPair:
     """
     if len(state) == 0:
         return TokenPair()
-    if len(state) != 2:
-        raise CacheValueError(f"a state has 2 arrays, keys and values; got {len(state)}")
+    check_size("arrays of a state, keys and values", len(state), 2)
     keys, values = state
     empty = TokenPair()
     # Zero tokens are what mlx-lm saves after a full trim.
@@ -222,12 +226,19 @@ def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int
     if len(meta) != len(names):
         raise CacheValueError(
             f"the meta state of a {owner} is {len(names)} values ({', '.join(names)}); "
-            f"got {len(meta)}"
+            f"got {len(meta)}",
+            f"meta_state of a {owner}",
+            len(meta),
+            names,
         )
     numbers = []
     for name, text in zip(names, meta, strict=True):
         if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 19):
-            raise CacheValueError(f"{name} of a {owner} is {text!r}; expected a number as text")
+            raise CacheValueError(
+                f"{name} of a {owner} is {text!r}; expected a number as text",
+                f"{name} of a {owner}",
+                text,
+            )
         numbers.append(int(text))
     return numbers
 

@@ -66,7 +66,12 @@ def plain_values(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -
         what = texts.get(f"{key[:-2]}.1")
         array = arrays.get(place)
         if array is None or what not in ("scalar", "string", "none"):
-            raise CacheValueError(f"{place!r} is said to be {what!r}, which it cannot be")
+            raise CacheValueError(
+                f"{place!r} is said to be {what!r}, which it cannot be",
+                place,
+                what,
+                ("scalar", "string", "none"),
+            )
         if what == "none":
             values[place] = None
         elif what == "string":
@@ -78,20 +83,22 @@ def plain_values(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -
 
 def _text(array: NDArray[Any]) -> str:
     if array.dtype.kind not in "iu" or array.size > 256 or (array.ravel() >> 16).any():
-        raise CacheValueError("a text is not a list of characters")
+        raise CacheValueError("a text is not a list of characters", "text", array.shape)
     return "".join(chr(int(c)) for c in array.ravel())
 
 
 def parts_of(node: Any) -> list[Any]:
     """Return numbered parts as a list."""
     if not isinstance(node, dict) or sorted(node) != list(range(len(node))):
-        raise CacheValueError("the parts of a state are not numbered from 0 on without a gap")
+        raise CacheValueError(
+            "the parts of a state are not numbered from 0 on without a gap", "state"
+        )
     return [node[i] for i in range(len(node))]
 
 
 def _number(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise CacheValueError(f"{value!r} should be a number")
+        raise CacheValueError(f"{value!r} should be a number", "number", value)
     return value
 
 
@@ -102,13 +109,18 @@ def _texts(*numbers: Any) -> tuple[str, ...]:
 def _first(buffer: Any, n: int) -> Any:
     """Return the first `n` tokens; files hold whole buffers, spare room included."""
     if not isinstance(buffer, np.ndarray) or buffer.ndim != 4 or not 0 <= n <= buffer.shape[2]:
-        raise CacheValueError(f"a buffer does not hold the {n} tokens that it should")
+        raise CacheValueError(
+            f"a buffer does not hold the {n} tokens that it should",
+            "tokens of a buffer",
+            np.shape(buffer),
+            n,
+        )
     return buffer[:, :, :n]
 
 
 def _rows(counts: Any) -> list[int]:
     if not isinstance(counts, np.ndarray) or counts.ndim != 1 or counts.dtype.kind not in "iu":
-        raise CacheValueError("counts of rows should be an array of numbers")
+        raise CacheValueError("counts of rows should be an array of numbers", "counts of rows")
     rows: list[int] = counts.tolist()
     return rows
 
@@ -196,7 +208,10 @@ def flattened(
             if not part:
                 raise CacheValueError(
                     f"layer {key.partition('.')[0]} has an ArraysCache without slots, or a "
-                    "CacheList without caches: only a file of layout='0.31' can hold it"
+                    "CacheList without caches: only a file of layout='0.31' can hold it",
+                    "layout",
+                    key.partition(".")[0],
+                    "0.31",
                 )
             for i, inner in enumerate(part):
                 put(f"{key}.{i}", inner)

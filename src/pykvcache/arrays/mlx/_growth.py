@@ -119,29 +119,51 @@ class TokenPair:
             return 1
         for name, array in (("keys", keys), ("values", values)):
             if not isinstance(array, np.ndarray):
-                raise CacheDTypeError(f"{name} must be a NumPy array, not {type(array).__name__}")
+                raise CacheDTypeError(
+                    f"{name} must be a NumPy array, not {type(array).__name__}",
+                    name,
+                    type(array).__name__,
+                    "ndarray",
+                )
             if array.dtype.kind in _REFUSED_KINDS or array.dtype.type is np.void:
-                raise CacheDTypeError(f"{name} have dtype {array.dtype}, which is not a number")
+                raise CacheDTypeError(
+                    f"{name} have dtype {array.dtype}, which is not a number",
+                    name,
+                    str(array.dtype),
+                )
             if array.ndim != 4:
                 raise CacheValueError(
                     f"{name} have shape {array.shape}; "
-                    "expected (batch, n_kv_heads, n_tokens, head_dim)"
+                    "expected (batch, n_kv_heads, n_tokens, head_dim)",
+                    name,
+                    array.shape,
+                    4,
                 )
         if keys.shape[:3] != values.shape[:3]:
             raise CacheValueError(
-                f"keys {keys.shape} and values {values.shape} differ before the last axis"
+                f"keys {keys.shape} and values {values.shape} differ before the last axis",
+                "keys and values",
+                (keys.shape, values.shape),
             )
         if keys.shape[2] < 1:
-            raise CacheValueError(f"keys have shape {keys.shape}; expected at least one token")
+            raise CacheValueError(
+                f"keys have shape {keys.shape}; expected at least one token", "keys", keys.shape, 1
+            )
         if self.count and not self._same_layout(keys, values):
             raise CacheValueError(
                 f"keys {keys.shape} and values {values.shape} do not continue the stored "
-                f"{self.keys.shape[:2]} by {self._k_one[3]} and {self._v_one[3]}"
+                f"{self.keys.shape[:2]} by {self._k_one[3]} and {self._v_one[3]}",
+                "keys and values",
+                (keys.shape, values.shape),
+                (*self.keys.shape[:2], self._k_one[3], self._v_one[3]),
             )
         if self.count and (keys.dtype != self._k_dtype or values.dtype != self._v_dtype):
             raise CacheDTypeError(
                 f"dtypes {keys.dtype} and {values.dtype}; "
-                f"stored are {self._k_dtype} and {self._v_dtype}"
+                f"stored are {self._k_dtype} and {self._v_dtype}",
+                "dtypes of keys and values",
+                (str(keys.dtype), str(values.dtype)),
+                (str(self._k_dtype), str(self._v_dtype)),
             )
         return int(keys.shape[2])
 

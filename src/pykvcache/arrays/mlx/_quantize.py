@@ -40,12 +40,20 @@ def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
     scales, biases : ndarray, last axis ``x.shape[-1] // group_size``
     """
     if x.dtype.kind != "f":
-        raise CacheDTypeError(f"dtype {x.dtype} cannot be quantized; expected floating point")
+        raise CacheDTypeError(
+            f"dtype {x.dtype} cannot be quantized; expected floating point",
+            "dtype",
+            str(x.dtype),
+            "floating point",
+        )
     dim = x.shape[-1]
     if dim % group_size or dim * bits % 32:
         raise CacheValueError(
             f"head_dim {dim} does not fit: it must be a multiple of the group size "
-            f"{group_size}, and head_dim * {bits} bits one of 32"
+            f"{group_size}, and head_dim * {bits} bits one of 32",
+            "head_dim",
+            dim,
+            {"group_size": group_size, "bits": bits},
         )
     levels = 2**bits - 1
     groups = x.reshape(*x.shape[:-1], dim // group_size, group_size)
@@ -53,7 +61,9 @@ def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
         low = groups.min(axis=-1).astype(np.float64)
         reach = groups.max(axis=-1).astype(np.float64) - low
     if not np.isfinite(reach).all():
-        raise CacheValueError("keys or values hold infinities or NaN; they cannot be quantized")
+        raise CacheValueError(
+            "keys or values hold infinities or NaN; they cannot be quantized", "keys or values"
+        )
     scales = (reach / levels).astype(x.dtype)
     # A scale rounded down would leave the maximum more than half a step beyond the grid.
     above = np.nextafter(scales, x.dtype.type("inf"))

@@ -30,12 +30,16 @@ Rows: TypeAlias = NDArray[np.int64]
 def _integers(name: str, numbers: Counts) -> Rows:
     array = np.asarray(numbers)
     if array.ndim != 1:
-        raise CacheValueError(f"{name} has shape {array.shape}; expected one number per row")
+        raise CacheValueError(
+            f"{name} has shape {array.shape}; expected one number per row", name, array.shape, 1
+        )
     if array.size and array.dtype.kind not in "iu":
-        raise CacheDTypeError(f"{name} has dtype {array.dtype}; expected integers")
+        raise CacheDTypeError(
+            f"{name} has dtype {array.dtype}; expected integers", name, str(array.dtype), "integers"
+        )
     # Among integers, NumPy takes a bool for one of them.
     if not {bool, np.bool_}.isdisjoint(map(type, numbers)):
-        raise CacheDTypeError(f"{name} holds a bool; expected integers")
+        raise CacheDTypeError(f"{name} holds a bool; expected integers", name, "bool", "integers")
     return array.astype(np.int64)
 
 
@@ -45,9 +49,13 @@ def row_counts(
     """Return `counts` as a new int64 array, one per row, not negative unless `signed`."""
     array = _integers(name, counts)
     if batch is not None and array.size != batch:
-        raise CacheValueError(f"{name} has {array.size} numbers for {batch} rows")
+        raise CacheValueError(
+            f"{name} has {array.size} numbers for {batch} rows", name, array.size, batch
+        )
     if not signed and array.size and array.min() < 0:
-        raise CacheValueError(f"{name} is {array.tolist()}; no number may be negative")
+        raise CacheValueError(
+            f"{name} is {array.tolist()}; no number may be negative", name, array.tolist(), 0
+        )
     return array
 
 
@@ -68,7 +76,12 @@ def row_indices(indices: Counts, batch: int | None) -> Rows:
     array = _integers("batch_indices", indices)
     if array.size and not (array.min() >= 0 and (batch is None or array.max() < batch)):
         limit = "any number of rows" if batch is None else batch
-        raise CacheValueError(f"batch_indices {array.tolist()} are not all in [0, {limit})")
+        raise CacheValueError(
+            f"batch_indices {array.tolist()} are not all in [0, {limit})",
+            "batch_indices",
+            array.tolist(),
+            limit,
+        )
     return array
 
 
@@ -94,9 +107,19 @@ def right_justified(parts: Sequence[tuple[int, TokenPair]]) -> TokenPair:
         for pair in filled:
             other = pair[i]
             if (other.shape[1], other.shape[3]) != (first.shape[1], first.shape[3]):
-                raise CacheValueError(f"caches of shapes {first.shape} and {other.shape} differ")
+                raise CacheValueError(
+                    f"caches of shapes {first.shape} and {other.shape} differ",
+                    "shape",
+                    other.shape,
+                    first.shape,
+                )
             if other.dtype != first.dtype:
-                raise CacheDTypeError(f"caches of dtypes {first.dtype} and {other.dtype} differ")
+                raise CacheDTypeError(
+                    f"caches of dtypes {first.dtype} and {other.dtype} differ",
+                    "dtype",
+                    str(other.dtype),
+                    str(first.dtype),
+                )
         rows = sum(count for count, _ in parts)
         shape = (rows, first.shape[1], columns, first.shape[3])
         together = np.zeros(shape, first.dtype)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import MOST, as_int
+from pykvcache.arrays._checks import MOST, as_int, as_kind, check_size
 from pykvcache.arrays.mlx._base import Arrays, BaseCache
 from pykvcache.arrays.mlx._rows import Counts, Rows, announced, row_counts, row_indices
 from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
@@ -87,7 +87,11 @@ class ArraysCache(BaseCache):
         parts = (*self._slots, self._padding, self._lengths)
         sizes = {int(part.shape[0]) for part in parts if part is not None}
         if len(sizes) > 1:
-            raise CacheValueError(f"slots, left_padding and lengths are of {sorted(sizes)} rows")
+            raise CacheValueError(
+                f"slots, left_padding and lengths are of {sorted(sizes)} rows",
+                "rows",
+                sorted(sizes),
+            )
         return next(iter(sizes), None)
 
     @property
@@ -97,7 +101,11 @@ class ArraysCache(BaseCache):
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Raise ``NotSupported``: there are slots, and no keys and values."""
-        raise NotSupported(f"a {type(self).__name__} has slots: set cache[i] instead of updating")
+        raise NotSupported(
+            f"a {type(self).__name__} has slots: set cache[i] instead of updating",
+            "update",
+            type(self).__name__,
+        )
 
     def prepare(
         self,
@@ -114,7 +122,9 @@ class ArraysCache(BaseCache):
         batch = self.batch_size if not self.is_empty() or self._padding is not None else None
         left, real, _ = announced(batch, left_padding, lengths, right_padding)
         if left is not None and not self.is_empty():
-            raise CacheValueError("left padding can only be added to an empty ArraysCache")
+            raise CacheValueError(
+                "left padding can only be added to an empty ArraysCache", "left_padding"
+            )
         if left is not None:
             self._padding = left if self._padding is None else self._padding + left
         if real is not None:
@@ -183,15 +193,15 @@ class ArraysCache(BaseCache):
 
     def _extend(self, other: BaseCache, mine: int, others: int) -> None:
         """Extend; `mine` and `others` are the rows of a cache that does not know its own."""
-        if not isinstance(other, ArraysCache):
-            raise CacheDTypeError(f"other is a {type(other).__name__}; expected an ArraysCache")
-        if len(self) != len(other):
-            raise CacheValueError(f"{len(self)} slots cannot be extended by {len(other)}")
+        as_kind("other", other, ArraysCache)
+        check_size("slots of other", len(other), len(self))
         known = self._rows(), other._rows()
         counts = (mine if known[0] is None else known[0], others if known[1] is None else known[1])
         if (self._lengths is None) != (other._lengths is None):
             # Zeros would say that the other rows get no token at all.
-            raise CacheOrderError("finalize() should be called before extend: one has lengths")
+            raise CacheOrderError(
+                "finalize() should be called before extend: one has lengths", "finalize"
+            )
         slots = tuple(
             _stacked(pair, counts) for pair in zip(self._slots, other._slots, strict=True)
         )
@@ -219,18 +229,15 @@ class ArraysCache(BaseCache):
         """
         caches = list(caches)
         if not caches:
-            raise CacheValueError("there is no cache to merge; expected at least one")
+            raise CacheValueError(
+                "there is no cache to merge; expected at least one", "caches", 0, 1
+            )
         for cache in caches:
-            if not isinstance(cache, ArraysCache):
-                raise CacheDTypeError(
-                    f"cannot merge a {type(cache).__name__}; expected ArraysCache"
-                )
-            if len(cache) != len(caches[0]):
-                raise CacheValueError(f"{len(caches[0])} slots cannot be merged with {len(cache)}")
-            if cache._rows() not in (None, 1):
-                raise CacheValueError(f"cannot merge a cache of {cache.batch_size} rows")
+            as_kind("caches", cache, ArraysCache)
+            check_size("slots to merge", len(cache), len(caches[0]))
+            check_size("rows of a cache to merge", cache._rows() or 1, 1)
             if cache._lengths is not None:
-                raise CacheOrderError("finalize() should be called before merge")
+                raise CacheOrderError("finalize() should be called before merge", "finalize")
         batch = copy.copy(caches[0])
         batch.finalize()
         counts = (1,) * len(caches)
@@ -254,7 +261,9 @@ class ArraysCache(BaseCache):
 
     def _set_slots(self, slots: tuple[NDArray[Any] | None, ...]) -> None:
         if len(slots) > _MAX_SLOTS:
-            raise CacheValueError(f"{len(slots)} slots are more than {_MAX_SLOTS}")
+            raise CacheValueError(
+                f"{len(slots)} slots are more than {_MAX_SLOTS}", "slots", len(slots), _MAX_SLOTS
+            )
         self._slots = slots
 
     @property
@@ -278,12 +287,24 @@ class ArraysCache(BaseCache):
         slots = self._slots
         if len(meta):
             if len(meta) != 3 or not all(isinstance(text, str) for text in meta):
-                raise CacheValueError(f"the meta state of an ArraysCache is 3 texts; got {meta!r}")
+                raise CacheValueError(
+                    f"the meta state of an ArraysCache is 3 texts; got {meta!r}",
+                    "meta_state",
+                    meta,
+                    3,
+                )
             size = _number(meta[0])
             if not len(slots) <= size <= _MAX_SLOTS and not self.is_empty():
-                raise CacheValueError(f"{len(slots)} slots are set, but the state has {size}")
+                raise CacheValueError(
+                    f"{len(slots)} slots are set, but the state has {size}",
+                    "slots",
+                    size,
+                    len(slots),
+                )
             if not 0 <= size <= _MAX_SLOTS:
-                raise CacheValueError(f"{size} slots are not in [0, {_MAX_SLOTS}]")
+                raise CacheValueError(
+                    f"{size} slots are not in [0, {_MAX_SLOTS}]", "slots", size, _MAX_SLOTS
+                )
             padding, lengths = _counts(meta[1]), _counts(meta[2])
             slots = (*slots, *(None,) * size)[:size]
         self._set_slots(slots)
@@ -303,8 +324,7 @@ class MambaCache(ArraysCache):
         super().__init__(2, left_padding)
 
     def _set_slots(self, slots: tuple[NDArray[Any] | None, ...]) -> None:
-        if len(slots) != 2:
-            raise CacheValueError(f"a MambaCache has 2 slots; got {len(slots)}")
+        check_size("slots of a MambaCache", len(slots), 2)
         super()._set_slots(slots)
 
 
@@ -312,11 +332,23 @@ def _checked(array: NDArray[Any] | None) -> NDArray[Any] | None:
     if array is None:
         return None
     if not isinstance(array, np.ndarray):
-        raise CacheDTypeError(f"a slot holds an array of numbers; got {type(array).__name__}")
+        raise CacheDTypeError(
+            f"a slot holds an array of numbers; got {type(array).__name__}",
+            "slot",
+            type(array).__name__,
+            "ndarray",
+        )
     if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
-        raise CacheDTypeError(f"a slot holds numbers; got an array of {array.dtype}")
+        raise CacheDTypeError(
+            f"a slot holds numbers; got an array of {array.dtype}", "slot", str(array.dtype)
+        )
     if array.ndim < 1:
-        raise CacheValueError("a slot holds arrays whose first axis is the batch; got a scalar")
+        raise CacheValueError(
+            "a slot holds arrays whose first axis is the batch; got a scalar",
+            "slot",
+            array.shape,
+            1,
+        )
     copied: NDArray[Any] = array.copy()
     return copied
 
@@ -328,9 +360,19 @@ def _stacked(arrays: Sequence[NDArray[Any] | None], rows: Sequence[int]) -> NDAr
         return None
     for array in arrays:
         if array is not None and array.shape[1:] != first.shape[1:]:
-            raise CacheValueError(f"arrays of shapes {first.shape} and {array.shape} differ")
+            raise CacheValueError(
+                f"arrays of shapes {first.shape} and {array.shape} differ",
+                "shape",
+                array.shape,
+                first.shape,
+            )
         if array is not None and array.dtype != first.dtype:
-            raise CacheDTypeError(f"arrays of dtypes {first.dtype} and {array.dtype} differ")
+            raise CacheDTypeError(
+                f"arrays of dtypes {first.dtype} and {array.dtype} differ",
+                "dtype",
+                str(array.dtype),
+                str(first.dtype),
+            )
     parts = [
         np.zeros((count, *first.shape[1:]), first.dtype) if array is None else array
         for array, count in zip(arrays, rows, strict=True)
@@ -340,7 +382,11 @@ def _stacked(arrays: Sequence[NDArray[Any] | None], rows: Sequence[int]) -> NDAr
 
 def _number(text: str) -> int:
     if not (text.removeprefix("-").isdigit() and text.isascii() and len(text) < 19):
-        raise CacheValueError(f"the meta state of an ArraysCache holds {text!r}; expected a number")
+        raise CacheValueError(
+            f"the meta state of an ArraysCache holds {text!r}; expected a number",
+            "meta_state",
+            text,
+        )
     return int(text)
 
 

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int
+from pykvcache.arrays._checks import as_int, as_kind, check_size
 from pykvcache.arrays.mlx._base import Arrays, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.arrays.mlx._merge import BatchCache
@@ -24,7 +24,7 @@ from pykvcache.arrays.mlx._rows import (
 )
 from pykvcache.arrays.mlx.masks import create_causal_mask
 from pykvcache.arrays.mlx.standard import KVCache
-from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError
+from pykvcache.errors import CacheOrderError, CacheValueError
 
 __all__ = ["BatchKVCache"]
 
@@ -80,8 +80,7 @@ class BatchKVCache(BatchCache, row_class=KVCache):
         """Store new columns; return views of all of them. Errors as in `KVCache`."""
         if self._pair.length == 0:
             self._pair.check(keys, values)
-            if keys.shape[0] != self.batch_size:
-                raise CacheValueError(f"keys have {keys.shape[0]} rows; expected {self.batch_size}")
+            check_size("rows of keys", keys.shape[0], self.batch_size)
         return self._pair.append(keys, values)
 
     def prepare(
@@ -111,7 +110,9 @@ class BatchKVCache(BatchCache, row_class=KVCache):
         """
         left, _, right = announced(self.batch_size, left_padding, lengths, right_padding)
         if left is not None and self._pair.count:
-            raise CacheValueError("left padding can only be added to an empty BatchKVCache")
+            raise CacheValueError(
+                "left padding can only be added to an empty BatchKVCache", "left_padding"
+            )
         self._refuse_pending("prepare")
         if left is not None:
             self._padding = self._padding + left
@@ -127,7 +128,10 @@ class BatchKVCache(BatchCache, row_class=KVCache):
             if self._right.max() > appended:
                 raise CacheOrderError(
                     f"{self._right.max()} columns of right padding were announced, "
-                    f"but only {appended} columns came so far"
+                    f"but only {appended} columns came so far",
+                    "right_padding",
+                    int(self._right.max()),
+                    appended,
                 )
             self._pair = roll_columns(self._pair, self._right)
             self._padding = self._padding + self._right
@@ -175,8 +179,7 @@ class BatchKVCache(BatchCache, row_class=KVCache):
 
     def extend(self, other: BatchKVCache) -> None:
         """Add the rows of `other` below, the newest columns of both together."""
-        if not isinstance(other, BatchKVCache):
-            raise CacheDTypeError(f"other is a {type(other).__name__}; expected a BatchKVCache")
+        as_kind("other", other, BatchKVCache)
         self._refuse_pending("extend")
         other._refuse_pending("extend")
         columns = max(self._pair.count, other._pair.count)
@@ -203,10 +206,9 @@ class BatchKVCache(BatchCache, row_class=KVCache):
     def merge(cls, caches: Sequence[KVCache]) -> BatchKVCache:
         """Return a batch with one row for each of `caches`, whose own batch is 1."""
         for cache in caches:
-            if not isinstance(cache, KVCache):
-                raise CacheDTypeError(f"cannot merge a {type(cache).__name__}; expected KVCache")
-            if cache.size() and cache._pair.keys.shape[0] != 1:
-                raise CacheValueError(f"cannot merge a cache of {cache._pair.keys.shape[0]} rows")
+            as_kind("caches", cache, KVCache)
+            if cache.size():
+                check_size("rows of a cache to merge", cache._pair.keys.shape[0], 1)
         columns = max((cache.size() for cache in caches), default=0)
         batch = cls([columns - cache.size() for cache in caches])
         batch._pair = right_justified([(1, cache._pair) for cache in caches])
@@ -214,7 +216,9 @@ class BatchKVCache(BatchCache, row_class=KVCache):
 
     def _refuse_pending(self, operation: str) -> None:
         if self._right is not None:
-            raise CacheOrderError(f"finalize() should be called before {operation}")
+            raise CacheOrderError(
+                f"finalize() should be called before {operation}", "finalize", operation
+            )
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -232,8 +236,7 @@ class BatchKVCache(BatchCache, row_class=KVCache):
         padding = self._padding
         pair = TokenPair()
         if len(state):
-            if len(state) != 4:
-                raise CacheValueError(f"the state of a BatchKVCache is 4 arrays, not {len(state)}")
+            check_size("arrays of a BatchKVCache", len(state), 4)
             pair = state_pair(state[:2])
             batch = pair.keys.shape[0] if pair.count else None
             offset = row_counts("rope_offset", state[2], batch, signed=True)
@@ -241,7 +244,10 @@ class BatchKVCache(BatchCache, row_class=KVCache):
             if not np.array_equal(offset, pair.count - padding):
                 raise CacheValueError(
                     f"rope_offset {offset.tolist()} is not {pair.count} columns less "
-                    f"left_padding {padding.tolist()}"
+                    f"left_padding {padding.tolist()}",
+                    "rope_offset",
+                    offset.tolist(),
+                    (pair.count - padding).tolist(),
                 )
         self._pair, self._padding, self._right = pair, padding, None
 
@@ -253,7 +259,12 @@ class BatchKVCache(BatchCache, row_class=KVCache):
     @meta_state.setter
     def meta_state(self, meta: Sequence[Any]) -> None:
         if len(meta) and self._pair.count:
-            raise CacheValueError(f"a BatchKVCache with tokens has no meta state; got {len(meta)}")
+            raise CacheValueError(
+                f"a BatchKVCache with tokens has no meta state; got {len(meta)}",
+                "meta_state",
+                len(meta),
+                0,
+            )
         if len(meta):
             self._padding = parse_padding(meta)
 
@@ -261,5 +272,7 @@ class BatchKVCache(BatchCache, row_class=KVCache):
 def parse_padding(meta: Sequence[Any]) -> Rows:
     """Return the padding that the meta state of an empty batch holds."""
     if not all(isinstance(p, str) and p.isascii() and p.isdigit() and len(p) < 19 for p in meta):
-        raise CacheValueError(f"left padding {tuple(meta)!r} is not numbers as text")
+        raise CacheValueError(
+            f"left padding {tuple(meta)!r} is not numbers as text", "left_padding", tuple(meta)
+        )
     return np.array([int(p) for p in meta], np.int64)

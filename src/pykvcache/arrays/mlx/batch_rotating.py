@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int
+from pykvcache.arrays._checks import as_int, as_kind, check_size
 from pykvcache.arrays.mlx._base import Arrays, meta_ints, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.arrays.mlx._merge import BatchCache
@@ -25,7 +25,7 @@ from pykvcache.arrays.mlx._rows import (
 from pykvcache.arrays.mlx.batch import parse_padding
 from pykvcache.arrays.mlx.masks import create_causal_mask
 from pykvcache.arrays.mlx.rotating import RotatingKVCache
-from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
+from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported
 
 __all__ = ["BatchRotatingKVCache"]
 
@@ -110,10 +110,12 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         """
         n = self._pair.check(keys, values)
         # What is stored has the right number of rows, and `check` compared with it.
-        if not self._pair.length and keys.shape[0] != self.batch_size:
-            raise CacheValueError(f"keys have {keys.shape[0]} rows; expected {self.batch_size}")
+        if not self._pair.length:
+            check_size("rows of keys", keys.shape[0], self.batch_size)
         if self._max_size == 0:
-            raise CacheValueError("a BatchRotatingKVCache of max_size 0 cannot hold a token")
+            raise CacheValueError(
+                "a BatchRotatingKVCache of max_size 0 cannot hold a token", "max_size", 0, 1
+            )
         if n > 1:
             self._put_several(keys, values)
         else:
@@ -185,10 +187,12 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         """
         left, real, right = announced(self.batch_size, left_padding, lengths, right_padding)
         if left is not None and self._pair.count:
-            raise CacheValueError("left padding can only be added to an empty BatchRotatingKVCache")
+            raise CacheValueError(
+                "left padding can only be added to an empty BatchRotatingKVCache", "left_padding"
+            )
         padded = right is not None and bool(right.any())
         if padded and real is None:
-            raise CacheValueError("right_padding needs lengths: the tokens of each row")
+            raise CacheValueError("right_padding needs lengths: the tokens of each row", "lengths")
         self._refuse_pending("prepare")
         if left is not None:
             self._set_rows(self.left_padding + left, self.rope_offset - left)
@@ -206,7 +210,9 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
 
     def _refuse_pending(self, operation: str) -> None:
         if self._ends is not None:
-            raise CacheOrderError(f"finalize() should be called before {operation}")
+            raise CacheOrderError(
+                f"finalize() should be called before {operation}", "finalize", operation
+            )
 
     def size(self) -> int:
         """Return how many of the stored columns count: at most `max_size`."""
@@ -249,10 +255,7 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
 
     def extend(self, other: BatchRotatingKVCache) -> None:
         """Add the rows of `other` below, the newest columns of both together."""
-        if not isinstance(other, BatchRotatingKVCache):
-            raise CacheDTypeError(
-                f"other is a {type(other).__name__}; expected a BatchRotatingKVCache"
-            )
+        as_kind("other", other, BatchRotatingKVCache)
         _refuse_sizes([self._max_size, other._max_size])
         self._refuse_pending("extend")
         other._refuse_pending("extend")
@@ -294,17 +297,19 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
             A cache keeps its first tokens: the batch has no place for them.
         """
         for cache in caches:
-            if not isinstance(cache, RotatingKVCache):
-                raise CacheDTypeError(
-                    f"cannot merge a {type(cache).__name__}; expected RotatingKVCache"
-                )
+            as_kind("caches", cache, RotatingKVCache)
         _refuse_sizes([cache.max_size for cache in caches])
         if any(cache.keep for cache in caches):
-            raise NotSupported("a BatchRotatingKVCache cannot keep the first tokens of its rows")
+            raise NotSupported(
+                "a BatchRotatingKVCache cannot keep the first tokens of its rows",
+                "keep",
+                max(cache.keep for cache in caches),
+                0,
+            )
         newest = [cache._newest() if cache.size() else TokenPair() for cache in caches]
         for pair in newest:
-            if pair.count and pair.keys.shape[0] != 1:
-                raise CacheValueError(f"cannot merge a cache of {pair.keys.shape[0]} rows")
+            if pair.count:
+                check_size("rows of a cache to merge", pair.keys.shape[0], 1)
         together = right_justified([(1, pair) for pair in newest])
         batch = cls(caches[0].max_size, [together.count - pair.count for pair in newest])
         batch._pair, batch._index = together, together.length
@@ -330,10 +335,7 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         padding, pair = self.left_padding, TokenPair()
         row_offset: Rows = -padding
         if len(state):
-            if len(state) != 4:
-                raise CacheValueError(
-                    f"the state of a BatchRotatingKVCache is 4 arrays, not {len(state)}"
-                )
+            check_size("arrays of a BatchRotatingKVCache", len(state), 4)
             pair = state_pair(state[:2], self._max_size)
             batch = pair.keys.shape[0] if pair.count else None
             row_offset = row_counts("rope_offset", state[2], batch, signed=True)
@@ -356,22 +358,36 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         names = ("max_size", "offset", "index")
         max_size, offset, index = meta_ints("BatchRotatingKVCache", names, meta[:3])
         if len(meta) < 4 or meta[3] not in ("True", "False"):
-            raise CacheValueError(f"rotated of a BatchRotatingKVCache is {meta[3:4]!r}, no flag")
+            raise CacheValueError(
+                f"rotated of a BatchRotatingKVCache is {meta[3:4]!r}, no flag",
+                "rotated",
+                meta[3:4],
+                ("True", "False"),
+            )
         rotated, rows = meta[3] == "True", self._pair.length
         padding, row_offset = self.left_padding, self.rope_offset
-        given = f"max_size={max_size}, offset={offset}, index={index}, {rotated=}, {rows} columns"
+        given: dict[str, object] = dict(zip(names, (max_size, offset, index), strict=True))
+        given |= {"rotated": rotated, "columns": rows}
         if rows == 0:
             if offset or index or rotated:
-                raise CacheValueError(f"an empty ring has offset 0 and index 0; got {given}")
+                raise CacheValueError(
+                    f"an empty ring has offset 0 and index 0; got {given}", "meta_state", given
+                )
             if len(meta) > 4:
                 padding = parse_padding(meta[4:])
             row_offset = -padding
         elif len(meta) > 4 or max_size == 0 or index > rows or rows > offset:
-            raise CacheValueError(f"columns, index and offset of a ring do not fit: {given}")
+            raise CacheValueError(
+                f"columns, index and offset of a ring do not fit: {given}", "meta_state", given
+            )
         elif rotated and rows != max_size:
-            raise CacheValueError(f"a rotated ring is full; got {given}")
+            raise CacheValueError(f"a rotated ring is full; got {given}", "meta_state", given)
         elif not rotated and (index == 0 or (offset < max_size and index != offset)):
-            raise CacheValueError(f"a ring that is not rotated holds `index` columns; got {given}")
+            raise CacheValueError(
+                f"a ring that is not rotated holds `index` columns; got {given}",
+                "meta_state",
+                given,
+            )
         if not rotated:
             self._pair.length = index  # what comes after was trimmed
         self._max_size, self._offset, self._index = max_size, offset, index
@@ -381,5 +397,7 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
 def _refuse_sizes(sizes: list[int]) -> None:
     if len(set(sizes)) != 1:
         raise CacheValueError(
-            f"rings of max_size {sorted(set(sizes))} cannot share a batch; expected one size"
+            f"rings of max_size {sorted(set(sizes))} cannot share a batch; expected one size",
+            "max_size",
+            sorted(set(sizes)),
         )

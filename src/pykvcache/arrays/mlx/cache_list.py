@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int
+from pykvcache.arrays._checks import as_int, as_kind, check_size
 from pykvcache.arrays.mlx._base import Arrays, BaseCache
 from pykvcache.arrays.mlx._rows import Counts
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache
-from pykvcache.errors import CacheDTypeError, CacheValueError, NotSupported
+from pykvcache.errors import CacheValueError, NotSupported
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,8 +36,7 @@ class CacheList(BaseCache):
 
     def __init__(self, *caches: BaseCache) -> None:
         for cache in caches:
-            if not isinstance(cache, BaseCache):
-                raise CacheDTypeError(f"a CacheList holds caches, not {type(cache).__name__}")
+            as_kind("cache", cache, BaseCache)
         self._caches = caches
 
     def __len__(self) -> int:
@@ -79,7 +78,7 @@ class CacheList(BaseCache):
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Raise ``NotSupported``: update the member that is meant."""
-        raise NotSupported("a CacheList has several caches: update cache[i]")
+        raise NotSupported("a CacheList has several caches: update cache[i]", "update")
 
     def make_mask(
         self,
@@ -88,7 +87,7 @@ class CacheList(BaseCache):
         return_array: bool = False,
     ) -> Any:
         """Raise ``NotSupported``: ask the member that is meant."""
-        raise NotSupported("a CacheList has several caches: make the mask of cache[i]")
+        raise NotSupported("a CacheList has several caches: make the mask of cache[i]", "make_mask")
 
     def is_trimmable(self) -> bool:
         """Tell whether all members can be trimmed."""
@@ -143,10 +142,8 @@ class CacheList(BaseCache):
 
     def _extend(self, other: BaseCache, mine: int, others: int) -> None:
         """Extend; members that do not know their rows have as many as the list."""
-        if not isinstance(other, CacheList):
-            raise CacheDTypeError(f"other is a {type(other).__name__}; expected a CacheList")
-        if len(self) != len(other):
-            raise CacheValueError(f"{len(self)} caches cannot be extended by {len(other)}")
+        as_kind("other", other, CacheList)
+        check_size("caches of other", len(other), len(self))
         known = self._rows(), other._rows()
         mine = mine if known[0] is None else known[0]
         others = others if known[1] is None else known[1]
@@ -173,10 +170,8 @@ class CacheList(BaseCache):
     def merge(cls, caches: Sequence[CacheList]) -> CacheList:
         """Return a list of batches: the members in each place, merged."""
         for cache in caches:
-            if not isinstance(cache, CacheList):
-                raise CacheDTypeError(f"cannot merge a {type(cache).__name__}; expected CacheList")
-            if len(cache) != len(caches[0]):
-                raise CacheValueError(f"{len(caches[0])} caches cannot be merged with {len(cache)}")
+            as_kind("caches", cache, CacheList)
+            check_size("caches to merge", len(cache), len(caches[0]))
         columns = zip(*(cache.caches for cache in caches), strict=True)
         return CacheList(*(_method(column[0], "merge")(column) for column in columns))
 
@@ -219,18 +214,25 @@ class CacheList(BaseCache):
     def _per_member(self, name: str, parts: Sequence[Any]) -> Sequence[Any]:
         if len(parts) == 0:
             return [()] * len(self._caches)
-        if len(parts) != len(self._caches):
-            raise CacheValueError(
-                f"the {name} of {len(self._caches)} caches has {len(parts)} parts"
-            )
+        check_size(f"parts of the {name}", len(parts), len(self._caches))
         return parts
 
     def _metas(self, meta: Sequence[Any]) -> Sequence[Any]:
         if len(meta) != 2:
-            raise CacheValueError(f"the meta state of a CacheList is names and metas; got {meta!r}")
+            raise CacheValueError(
+                f"the meta state of a CacheList is names and metas; got {meta!r}",
+                "meta_state",
+                meta,
+                2,
+            )
         names = tuple(type(cache).__name__ for cache in self._caches)
         if tuple(meta[0]) != names:
-            raise CacheValueError(f"the caches are {names}; the meta state is of {tuple(meta[0])}")
+            raise CacheValueError(
+                f"the caches are {names}; the meta state is of {tuple(meta[0])}",
+                "meta_state",
+                tuple(meta[0]),
+                names,
+            )
         return self._per_member("meta state", meta[1])
 
     def _all(self, change: Callable[[BaseCache], Any]) -> list[Any]:
@@ -257,6 +259,8 @@ class CacheList(BaseCache):
 def _method(cache: BaseCache, name: str) -> Callable[..., Any]:
     method = getattr(cache, name, None)
     if method is None:
-        raise NotSupported(f"a {type(cache).__name__} cannot {name}: it is not a batch")
+        raise NotSupported(
+            f"a {type(cache).__name__} cannot {name}: it is not a batch", name, type(cache).__name__
+        )
     found: Callable[..., Any] = method
     return found

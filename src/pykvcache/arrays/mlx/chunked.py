@@ -100,5 +100,7 @@ class ChunkedKVCache(PairCache):
     def meta_state(self, meta: Sequence[Any]) -> None:
         chunk, start = meta_ints("ChunkedKVCache", ("chunk_size", "start_position"), meta)
         if chunk < 1:
-            raise CacheValueError(f"chunk_size of a ChunkedKVCache is {chunk}; at least 1")
+            raise CacheValueError(
+                f"chunk_size of a ChunkedKVCache is {chunk}; at least 1", "chunk_size", chunk, 1
+            )
         self._chunk_size, self._start_position = chunk, start

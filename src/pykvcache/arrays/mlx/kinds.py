@@ -29,7 +29,9 @@ def _read_list(*members: Any) -> files.Serialized:
     for member in members:
         state, name = files.parts_of(member)
         if not isinstance(name, str):
-            raise CacheValueError("a member of a CacheList has no class name")
+            raise CacheValueError(
+                "a member of a CacheList has no class name", "class name", type(name).__name__
+            )
         plain, meta = _serialized(KvCacheKind.parse(name), state)
         names.append(name)
         states.append(plain)
@@ -70,7 +72,10 @@ class KvCacheKind(Enum):
         """
         if kind not in _BY_NAME:
             raise CacheValueError(
-                f"unknown cache kind {kind!r}; expected one of {', '.join(_BY_NAME)}"
+                f"unknown cache kind {kind!r}; expected one of {', '.join(_BY_NAME)}",
+                "kind",
+                kind,
+                tuple(_BY_NAME),
             )
         return _BY_NAME[kind]
 
@@ -152,11 +157,18 @@ def from_state(
 
 def _list_from_state(state: Sequence[Any], meta: Sequence[Any]) -> CacheList:
     if len(meta) != 2 or len(meta[0]) != len(meta[1]):
-        raise CacheValueError(f"the meta state of a CacheList is names and metas; got {meta!r}")
+        raise CacheValueError(
+            f"the meta state of a CacheList is names and metas; got {meta!r}", "meta_state", meta, 2
+        )
     names, metas = meta
     states = state if len(state) else [()] * len(names)
     if len(states) != len(names):
-        raise CacheValueError(f"a CacheList of {len(names)} caches has {len(states)} states")
+        raise CacheValueError(
+            f"a CacheList of {len(names)} caches has {len(states)} states",
+            "state",
+            len(states),
+            len(names),
+        )
     return CacheList(*(from_state(*parts) for parts in zip(names, states, metas, strict=True)))
 
 
@@ -180,4 +192,6 @@ def _serialized(kind: KvCacheKind, state: Any) -> files.Serialized:
     try:
         return _ROWS[kind].read(*parts)
     except TypeError as error:  # another number of parts, or parts of another type
-        raise CacheValueError(f"the state of a {kind} is not as expected: {error}") from error
+        raise CacheValueError(
+            f"the state of a {kind} is not as expected: {error}", "state", str(kind)
+        ) from error

@@ -122,7 +122,12 @@ class LRUPromptCache:
             Who ends the tokens: ``"assistant"``, ``"user"`` or ``"system"``.
         """
         if not isinstance(cache_type, str) or cache_type not in _TYPES:
-            raise CacheValueError(f"cache_type is {cache_type!r}; expected one of {_TYPES}")
+            raise CacheValueError(
+                f"cache_type is {cache_type!r}; expected one of {_TYPES}",
+                "cache_type",
+                cache_type,
+                _TYPES,
+            )
         keys = token_list(tokens)
         layers = [layer.copy() for layer in as_caches("prompt_cache", prompt_cache)]
         entry = _Entry(layers, sum(layer.nbytes for layer in layers), cache_type)

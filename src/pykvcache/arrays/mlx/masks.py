@@ -58,7 +58,9 @@ def create_causal_mask(
     offset = as_int("offset", offset, minimum=0)
     columns = offset + n
     if columns + n > MOST:
-        raise CacheValueError(f"a mask of {n} rows and {columns} columns is too large")
+        raise CacheValueError(
+            f"a mask of {n} rows and {columns} columns is too large", "mask", (n, columns), MOST
+        )
     # Whether a key is visible depends on its distance alone, so every row is a window of
     # one line of booleans; copying rows is several times faster than comparing indices.
     line = np.zeros(columns + n - 1, np.bool_)
@@ -72,7 +74,11 @@ def create_causal_mask(
     if right_padding is not None and left_padding is not None:
         right, left = np.size(right_padding), np.size(left_padding)
         if right != left:
-            raise CacheValueError(f"padding of {right} rows on the right, of {left} on the left")
+            raise CacheValueError(
+                f"padding of {right} rows on the right, of {left} on the left",
+                "padding",
+                (right, left),
+            )
     if right_padding is not None:
         rows = rows & (seen < columns - _per_row("right_padding", right_padding))
     if left_padding is not None:
@@ -92,7 +98,9 @@ def create_attention_mask(
     `return_array` or if the window is shorter than `h`, and ``"causal"`` otherwise.
     """
     if np.ndim(h) < 2:
-        raise CacheValueError(f"h has shape {np.shape(h)}; expected (batch, n_tokens, ...)")
+        raise CacheValueError(
+            f"h has shape {np.shape(h)}; expected (batch, n_tokens, ...)", "h", np.shape(h), 2
+        )
     n = np.shape(h)[1]
     if cache is not None:
         as_caches("cache", [cache])
@@ -119,6 +127,8 @@ def history_mask(
 def _per_row(name: str, padding: Padding) -> NDArray[np.int64]:
     counts = np.asarray(padding)
     if counts.ndim != 1 or (counts.size and counts.dtype.kind not in "iu"):
-        raise CacheValueError(f"{name} must be one integer per row, shape (batch,)")
+        raise CacheValueError(
+            f"{name} must be one integer per row, shape (batch,)", name, counts.shape, 1
+        )
     per_row: NDArray[np.int64] = counts.astype(np.int64)[:, None, None, None]
     return per_row

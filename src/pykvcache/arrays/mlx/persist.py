@@ -70,13 +70,20 @@ def save_prompt_cache(
     from safetensors.numpy import save_file
 
     if not isinstance(layout, str) or layout not in ("0.31", "0.32"):
-        raise CacheValueError(f"layout is {layout!r}; expected '0.32' or '0.31'")
+        raise CacheValueError(
+            f"layout is {layout!r}; expected '0.32' or '0.31'", "layout", layout, ("0.32", "0.31")
+        )
     layers = as_caches("cache", cache)
     if metadata is not None and not isinstance(metadata, Mapping):
         raise TypeError(f"metadata must be a mapping, not {type(metadata).__name__}")
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
-            raise CacheDTypeError(f"metadata is text under text; got {key!r}: {text!r}")
+            raise CacheDTypeError(
+                f"metadata is text under text; got {key!r}: {text!r}",
+                "metadata",
+                (key, text),
+                "text",
+            )
     arrays, texts = (_current if layout == "0.32" else _older)(layers, metadata or {})
     path = Path(file_name)
     if not path.name:
@@ -89,7 +96,9 @@ def save_prompt_cache(
     except SafetensorError as error:
         if "I/O error" in str(error):
             raise OSError(f"{path}: {error}") from error
-        raise CacheDTypeError(f"{path}: an array cannot be saved: {error}") from error
+        raise CacheDTypeError(
+            f"{path}: an array cannot be saved: {error}", "cache", str(path)
+        ) from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -171,11 +180,15 @@ def load_prompt_cache(
     names = _dense(_tree(parts["2"]), "class names")
     extra = (set(states) | set(info)) - set(range(len(names)))
     if extra:
-        raise CacheValueError(f"layers {sorted(extra)[:8]} have no class name")
+        raise CacheValueError(
+            f"layers {sorted(extra)[:8]} have no class name", "layers", sorted(extra)
+        )
     caches: list[BaseCache] = []
     for i, name in enumerate(names):
         if not isinstance(name, str):
-            raise CacheValueError(f"the class name of layer {i} is not text")
+            raise CacheValueError(
+                f"the class name of layer {i} is not text", "class name of a layer", i
+            )
         kind = KvCacheKind.parse(name)
         meta = _meta(kind, info.get(i, ""))
         caches.append(from_state(kind, _state(kind, states.get(i, {}), meta), meta))
@@ -189,12 +202,22 @@ def _newer(
     for key in mamba_keys(texts):
         place: dict[str, Any] = classes if key in classes else values
         if place.get(key) != "ArraysCache":
-            raise CacheValueError(f"{key[:80]!r} is not the class name of an ArraysCache")
+            raise CacheValueError(
+                f"{key[:80]!r} is not the class name of an ArraysCache",
+                "class name",
+                key,
+                "ArraysCache",
+            )
         place[key] = "MambaCache"
     names = _dense(_tree(classes), "class names")
     states = _dense(_tree(values), "states")
     if len(names) != len(states) or not all(isinstance(name, str) for name in names):
-        raise CacheValueError(f"{len(states)} states have {len(names)} class names")
+        raise CacheValueError(
+            f"{len(states)} states have {len(names)} class names",
+            "class names",
+            len(names),
+            len(states),
+        )
     return [from_newer_state(*pair) for pair in zip(names, states, strict=True)]
 
 
@@ -227,12 +250,18 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, NDArray[Any]], 
                 found = {k: file.get_tensor(k) for k in names if k not in halves}
                 found |= _widened(path, halves) if halves else {}
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise CacheValueError(f"{path}: damaged, or no safetensors file: {error}") from error
+        raise CacheValueError(
+            f"{path}: damaged, or no safetensors file: {error}", "file", str(path)
+        ) from error
     if names and not texts:
-        raise CacheValueError(f"{path}: no prompt cache, its metadata are missing")
+        raise CacheValueError(
+            f"{path}: no prompt cache, its metadata are missing", "file", str(path)
+        )
     foreign = [key for key in (*names, *(texts or ())) if not key[:1].isdigit()]
     if foreign:
-        raise CacheValueError(f"{path}: no prompt cache, it has {foreign[0][:80]!r}")
+        raise CacheValueError(
+            f"{path}: no prompt cache, it has {foreign[0][:80]!r}", "key", foreign[0], str(path)
+        )
     return found, texts or {}
 
 
@@ -257,14 +286,16 @@ def _tree(leaves: Mapping[str, Any]) -> dict[int, _Node]:
         if len(steps) > _MAX_DEPTH or not all(
             s.isascii() and s.isdigit() and len(s) < 7 for s in steps
         ):
-            raise CacheValueError(f"key {key[:80]!r} is not a path of numbers")
+            raise CacheValueError(f"key {key[:80]!r} is not a path of numbers", "key", key)
         node = root
         for step in steps[:-1]:
             node = node.setdefault(int(step), {})
             if not isinstance(node, dict):
-                raise CacheValueError(f"key {key!r} lies within another one")
+                raise CacheValueError(f"key {key!r} lies within another one", "key", key)
         if int(steps[-1]) in node:
-            raise CacheValueError(f"key {key!r} comes twice, or another one lies within it")
+            raise CacheValueError(
+                f"key {key!r} comes twice, or another one lies within it", "key", key
+            )
         node[int(steps[-1])] = leaf
     return root
 
@@ -273,7 +304,11 @@ def _dense(node: _Node, what: str) -> tuple[_Node, ...]:
     if isinstance(node, str) and not node:
         return ()
     if not isinstance(node, dict) or sorted(node) != list(range(len(node))):
-        raise CacheValueError(f"{what} are not numbered from 0 on without a gap")
+        raise CacheValueError(
+            f"{what} are not numbered from 0 on without a gap",
+            what,
+            sorted(node) if isinstance(node, dict) else None,
+        )
     return tuple(node[i] for i in range(len(node)))
 
 
@@ -281,25 +316,45 @@ def _meta(kind: KvCacheKind, node: _Node) -> tuple[Any, ...]:
     parts = _dense(node, "values of a meta state")
     if kind is not KvCacheKind.CACHE_LIST:
         if not all(isinstance(part, str) for part in parts):
-            raise CacheValueError(f"the meta state of a {kind} holds more than texts")
+            raise CacheValueError(
+                f"the meta state of a {kind} holds more than texts",
+                "meta_state",
+                str(kind),
+                "texts",
+            )
         return parts
     if not parts:
         return (), ()
     if len(parts) != 2:
-        raise CacheValueError(f"the meta state of a CacheList has {len(parts)} parts, not 2")
+        raise CacheValueError(
+            f"the meta state of a CacheList has {len(parts)} parts, not 2",
+            "meta_state",
+            len(parts),
+            2,
+        )
     names, metas = _dense(parts[0], "names of caches"), _dense(parts[1], "meta states")
     if len(names) != len(metas) or not all(isinstance(name, str) for name in names):
-        raise CacheValueError(f"a CacheList has {len(names)} names and {len(metas)} meta states")
+        raise CacheValueError(
+            f"a CacheList has {len(names)} names and {len(metas)} meta states",
+            "meta_state",
+            len(metas),
+            len(names),
+        )
     kinds = [KvCacheKind.parse(name) for name in names]
     return names, tuple(_meta(k, m) for k, m in zip(kinds, metas, strict=True))
 
 
 def _state(kind: KvCacheKind, node: _Node, meta: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(node, dict):
-        raise CacheValueError(f"the state of a {kind} is a single array")
+        raise CacheValueError(f"the state of a {kind} is a single array", "state", str(kind))
     if kind is KvCacheKind.CACHE_LIST:
         if set(node) - set(range(len(meta[0]))):
-            raise CacheValueError(f"a CacheList of {len(meta[0])} caches has states {sorted(node)}")
+            raise CacheValueError(
+                f"a CacheList of {len(meta[0])} caches has states {sorted(node)}",
+                "states",
+                sorted(node),
+                len(meta[0]),
+            )
         kinds = [KvCacheKind.parse(name) for name in meta[0]]
         return tuple(_state(k, node.get(i, {}), meta[1][i]) for i, k in enumerate(kinds))
     empty = kind.empty()

@@ -118,7 +118,10 @@ class QuantizedKVCache(BaseCache):
         _checked(group_size, bits)
         if offset != self.offset:
             raise CacheValueError(
-                f"offset of a QuantizedKVCache is {offset}, but {self.offset} tokens are stored"
+                f"offset of a QuantizedKVCache is {offset}, but {self.offset} tokens are stored",
+                "offset",
+                offset,
+                self.offset,
             )
         if offset:
             _check_widths(_triples(*self._parts), group_size, bits)
@@ -186,9 +189,11 @@ class QuantizedKVCache(BaseCache):
 
 def _checked(group_size: int, bits: int) -> tuple[int, int]:
     if bits not in BITS:
-        raise CacheValueError(f"bits is {bits}; it must be one of {BITS}")
+        raise CacheValueError(f"bits is {bits}; it must be one of {BITS}", "bits", bits, BITS)
     if group_size < 1:
-        raise CacheValueError(f"group_size is {group_size}; it must be at least 1")
+        raise CacheValueError(
+            f"group_size is {group_size}; it must be at least 1", "group_size", group_size, 1
+        )
     return group_size, bits
 
 
@@ -198,7 +203,9 @@ def _parts_of(
     if len(state) == 0:
         return TokenPair(), TokenPair(), TokenPair()
     if len(state) != 2 or any(not isinstance(t, (tuple, list)) or len(t) != 3 for t in state):
-        raise CacheValueError("a quantized state has 2 triples of words, scales and biases")
+        raise CacheValueError(
+            "a quantized state has 2 triples of words, scales and biases", "state", len(state), 2
+        )
     words, scales, biases = (state_pair(part) for part in zip(*state, strict=True))
     if words.count:
         _check_widths(_triples(words, scales, biases), group_size, bits)
@@ -215,13 +222,24 @@ def _check_widths(triples: tuple[Triple, Triple], group_size: int, bits: int) ->
         if words.dtype != np.uint32 or scales.dtype.kind != "f" or biases.dtype != scales.dtype:
             raise CacheDTypeError(
                 f"words, scales and biases are {words.dtype}, {scales.dtype}, {biases.dtype}; "
-                "expected uint32 and one floating-point dtype"
+                "expected uint32 and one floating-point dtype",
+                "dtypes of words, scales and biases",
+                (str(words.dtype), str(scales.dtype), str(biases.dtype)),
+                ("uint32", "floating point"),
             )
         expected = (*words.shape[:3], words.shape[3] * 32 // (bits * group_size))
         if scales.shape != expected or words.shape[3] * 32 % (bits * group_size):
             raise CacheValueError(
                 f"words {words.shape} and scales {scales.shape} do not fit groups of "
-                f"{group_size} and {bits} bits"
+                f"{group_size} and {bits} bits",
+                "words and scales",
+                (words.shape, scales.shape),
+                {"group_size": group_size, "bits": bits},
             )
         if biases.shape != scales.shape:
-            raise CacheValueError(f"scales {scales.shape} and biases {biases.shape} differ")
+            raise CacheValueError(
+                f"scales {scales.shape} and biases {biases.shape} differ",
+                "biases",
+                biases.shape,
+                scales.shape,
+            )

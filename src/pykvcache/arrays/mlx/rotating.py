@@ -77,7 +77,9 @@ class RotatingKVCache(RingTrim, SingleCache):
         and ``CacheValueError`` for a ring of size 0.
         """
         if self._max_size == 0:
-            raise CacheValueError("a RotatingKVCache of max_size 0 cannot hold a token")
+            raise CacheValueError(
+                "a RotatingKVCache of max_size 0 cannot hold a token", "max_size", 0, 1
+            )
         n = self._pair.check(keys, values)
         if n == 1:
             self._put_one(keys, values)
@@ -166,17 +168,25 @@ class RotatingKVCache(RingTrim, SingleCache):
         keep, max_size, offset, index = meta_ints("RotatingKVCache", names, meta)
         rows = self._pair.length
         kept = min(keep, max_size - 1)
-        given = f"keep={keep}, max_size={max_size}, offset={offset}, index={index}, {rows} tokens"
+        given = {**dict(zip(names, (keep, max_size, offset, index), strict=True)), "tokens": rows}
         if rows == 0 and (offset or index):
-            raise CacheValueError(f"an empty ring has offset 0 and index 0; got {given}")
+            raise CacheValueError(
+                f"an empty ring has offset 0 and index 0; got {given}", "meta_state", given
+            )
         if rows and max_size == 0:
             raise CacheValueError(
-                f"a ring that holds tokens has a max_size of 1 or more; got {given}"
+                f"a ring that holds tokens has a max_size of 1 or more; got {given}",
+                "meta_state",
+                given,
             )
         if index > rows or rows > offset or (offset < max_size and rows < offset):
-            raise CacheValueError(f"index, tokens and offset of a ring do not fit: {given}")
+            raise CacheValueError(
+                f"index, tokens and offset of a ring do not fit: {given}", "meta_state", given
+            )
         if index < rows and (rows != max_size or index < kept):
-            raise CacheValueError(f"a rotated ring is full and written after its head: {given}")
+            raise CacheValueError(
+                f"a rotated ring is full and written after its head: {given}", "meta_state", given
+            )
         self._keep, self._max_size, self._offset, self._index = keep, max_size, offset, index
 
     def size(self) -> int:

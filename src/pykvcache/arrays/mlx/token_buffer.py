@@ -48,16 +48,32 @@ class TokenBuffer:
         try:
             new = np.asarray(tokens)
         except ValueError as error:
-            raise CacheDTypeError(f"tokens are not a row of integers: {error}") from None
+            raise CacheDTypeError(
+                f"tokens are not a row of integers: {error}", "tokens", type(tokens).__name__
+            ) from None
         if new.ndim != 1:
-            raise CacheValueError(f"tokens have shape {new.shape}; expected one row")
+            raise CacheValueError(
+                f"tokens have shape {new.shape}; expected one row", "tokens", new.shape, 1
+            )
         if new.size and new.dtype.kind not in "iu":
-            raise CacheDTypeError(f"tokens have dtype {new.dtype}; expected integers")
+            raise CacheDTypeError(
+                f"tokens have dtype {new.dtype}; expected integers",
+                "tokens",
+                str(new.dtype),
+                "integers",
+            )
         # Among integers, NumPy takes a bool for one of them.
         if new is not tokens and not {bool, np.bool_}.isdisjoint(map(type, tokens)):
-            raise CacheDTypeError("tokens hold a bool; expected integers")
+            raise CacheDTypeError(
+                "tokens hold a bool; expected integers", "tokens", "bool", "integers"
+            )
         if new.size and (new.min() < _INT32.min or new.max() > _INT32.max):
-            raise CacheValueError("a token id does not fit int32")
+            raise CacheValueError(
+                "a token id does not fit int32",
+                "tokens",
+                (int(new.min()), int(new.max())),
+                (_INT32.min, _INT32.max),
+            )
         end = self._size + new.size
         if end > self._buffer.size:
             capacity = grown_capacity(self._buffer.size, end)

@@ -157,7 +157,9 @@ class PromptTrie(Generic[V]):
             node = node.children.get(token)
         if node is None or not node.values:
             raise CacheKeyError(
-                f"nothing is stored for model {model!r} and these {len(keys)} tokens"
+                f"nothing is stored for model {model!r} and these {len(keys)} tokens",
+                "model and tokens",
+                (model, len(keys)),
             )
         return [*path, node]
 
@@ -188,7 +190,10 @@ def token_list(tokens: Tokens) -> list[int]:
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise CacheValueError(
-                f"tokens are {tokens.dtype} of shape {tokens.shape}, no row of ids"
+                f"tokens are {tokens.dtype} of shape {tokens.shape}, no row of ids",
+                "tokens",
+                (str(tokens.dtype), tokens.shape),
+                1,
             )
         return [int(token) for token in tokens.tolist()]
     return list(tokens)

@@ -36,7 +36,13 @@ def as_position(name: str, pos: SupportsIndex) -> int:
     """Return a position in ``[0, 2**31)``."""
     number = as_int(name, pos)
     if not 0 <= number <= UNLIMITED:
-        raise PositionError(f"{name} is {number}; it must be in [0, 2**31)", p0=number)
+        raise PositionError(
+            f"{name} is {number}; it must be in [0, 2**31)",
+            p0=number,
+            value=number,
+            limit=UNLIMITED,
+            what=name,
+        )
     return number
 
 
@@ -90,15 +96,29 @@ class Batch:
     ) -> None:
         pos, seq = as_ints("positions", positions), as_ints("sequences", sequences)
         if pos.size != seq.size:
-            raise CacheValueError(f"{pos.size} positions, but {seq.size} sequences")
+            raise CacheValueError(
+                f"{pos.size} positions, but {seq.size} sequences", "sequences", seq.size, pos.size
+            )
         if not 0 < pos.size <= max_batch:
-            raise CacheValueError(f"a batch of {pos.size} tokens; 1 to {max_batch} are possible")
+            raise CacheValueError(
+                f"a batch of {pos.size} tokens; 1 to {max_batch} are possible",
+                "tokens",
+                pos.size,
+                max_batch,
+            )
         low, high = int(pos.min()), int(pos.max())
         if low < 0 or high > MAX_POSITION:
             wrong = low if low < 0 else high
-            raise PositionError(f"position {wrong} is outside [0, {MAX_POSITION}]", p0=wrong)
+            raise PositionError(
+                f"position {wrong} is outside [0, {MAX_POSITION}]",
+                p0=wrong,
+                value=wrong,
+                limit=MAX_POSITION,
+            )
         if seq.min() < 0:
-            raise CacheValueError(f"sequence id {seq.min()} is negative")
+            raise CacheValueError(
+                f"sequence id {seq.min()} is negative", "sequences", int(seq.min()), 0
+            )
         self.positions = pos.astype(np.int32)
         if (seq == seq[0]).all():
             self.ids, self.which = [int(seq[0])], np.zeros(pos.size, np.intp)
@@ -129,6 +149,9 @@ class Batch:
         found = as_ints(name, indices)
         if found.size and not (found.min() >= 0 and found.max() < len(self)):
             raise CacheValueError(
-                f"{name} holds {found.tolist()}; the batch has rows 0 to {len(self) - 1}"
+                f"{name} holds {found.tolist()}; the batch has rows 0 to {len(self) - 1}",
+                name,
+                found.tolist(),
+                len(self) - 1,
             )
         return found

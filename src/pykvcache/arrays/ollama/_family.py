@@ -45,7 +45,12 @@ class FamilyCache:
         if not isinstance(config, CacheConfig):
             raise TypeError(f"config must be a CacheConfig, not {type(config).__name__}")
         if self._config is not None:
-            raise CacheOrderError("config cannot be changed after being previously set")
+            raise CacheOrderError(
+                "config cannot be changed after being previously set",
+                "config",
+                config,
+                self._config,
+            )
 
     def _check_init(
         self,
@@ -69,5 +74,5 @@ class FamilyCache:
         """Return the error for use before ``init`` or after ``close``."""
         name = type(self).__name__
         if self._closed:
-            return ClosedError(f"the {name} was closed")
-        return CacheOrderError(f"the {name} was not set up; call init first")
+            return ClosedError(f"the {name} was closed", name)
+        return CacheOrderError(f"the {name} was not set up; call init first", "init", name)

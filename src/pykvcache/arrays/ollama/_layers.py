@@ -119,15 +119,26 @@ class LayerStore:
         for name, array in (("key", key), ("value", value)):
             if array.ndim != 3:
                 raise CacheValueError(
-                    f"{name} has shape {array.shape}; (n_tokens, n_kv_heads, head_dim) is needed"
+                    f"{name} has shape {array.shape}; (n_tokens, n_kv_heads, head_dim) is needed",
+                    name,
+                    array.shape,
+                    3,
                 )
             if len(array) != n_tokens:
                 raise CacheValueError(
                     f"inconsistent batch sizes (layer: {self._index}, batch size: {n_tokens}, "
-                    f"layer batch size: {len(array)})"
+                    f"layer batch size: {len(array)})",
+                    f"tokens of {name} in layer {self._index}",
+                    len(array),
+                    n_tokens,
                 )
         if key.shape[1] != value.shape[1]:
-            raise CacheValueError(f"key has {key.shape[1]} heads, but value {value.shape[1]}")
+            raise CacheValueError(
+                f"key has {key.shape[1]} heads, but value {value.shape[1]}",
+                "heads of value",
+                value.shape[1],
+                key.shape[1],
+            )
         layer = self.layers.get(self._index)
         if layer is None:
             layer = Layer(self._n_cells, key, value, self.dtype, self._permuted_v)
@@ -137,7 +148,10 @@ class LayerStore:
             if array.shape[1:] != kept.shape[1:]:
                 raise CacheValueError(
                     f"{name} has shape {array.shape}; layer {self._index} holds "
-                    f"{kept.shape[1:]} per token"
+                    f"{kept.shape[1:]} per token",
+                    f"{name} of layer {self._index}",
+                    array.shape,
+                    kept.shape[1:],
                 )
         if not reserve:
             layer.keys[slot] = key
@@ -178,7 +192,10 @@ class LayerStore:
                 after = as_storable("shift_fn's key", shift_fn(index, before, shift), self.dtype)
                 if after.shape != before.shape:
                     raise CacheValueError(
-                        f"shift_fn returned shape {after.shape} for keys of {before.shape}"
+                        f"shift_fn returned shape {after.shape} for keys of {before.shape}",
+                        "shift_fn",
+                        after.shape,
+                        before.shape,
                     )
                 rotated = after[cells - span.start].astype(self.dtype, copy=False)
                 out.append((layer, cells, rotated))

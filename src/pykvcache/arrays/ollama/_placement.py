@@ -49,7 +49,10 @@ def effective_memory(window: int, memory: int, max_sequences: int, capacity: int
     if memory < window:
         raise CacheValueError(
             f"sliding window memory ({memory}) must be at least as large as "
-            f"the window ({'unlimited' if window == UNLIMITED else window})"
+            f"the window ({'unlimited' if window == UNLIMITED else window})",
+            "sliding window memory",
+            memory,
+            window,
         )
     return memory
 
@@ -117,12 +120,17 @@ def check_shift(cells: CellTable, cut: Cut, window: int) -> None:
     if (cells.refs[cut.later] > 1).any():
         raise SharedCellsError(
             f"another sequence shares tokens at or after position {cut.end}; "
-            "shifting cells shared by multiple sequences is not supported"
+            "shifting cells shared by multiple sequences is not supported",
+            "position",
+            cut.end,
         )
     pos = int(cells.last[cut.row]) + 1 - (cut.end - cut.begin)
     oldest, missing = max(0, pos - window), cells.dropped_after(cut)
     if oldest < missing:
         raise NotSupported(
             f"without [{cut.begin}, {cut.end}) a token at {pos} attends back to {oldest}, "
-            f"but the tokens below {missing} were dropped"
+            f"but the tokens below {missing} were dropped",
+            f"[{cut.begin}, {cut.end})",
+            (pos, oldest),
+            missing,
         )

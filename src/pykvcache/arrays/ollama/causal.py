@@ -141,7 +141,7 @@ class CausalCache(FamilyCache):
         """
         index = as_int("layer", layer)
         if index < 0:
-            raise CacheLayerError(f"layer is {index}; it must be at least 0")
+            raise CacheLayerError(f"layer is {index}; it must be at least 0", "layer", index, 0)
         self._active = self._ready().store.select(index)
 
     def start_forward(
@@ -254,7 +254,7 @@ class CausalCache(FamilyCache):
 
     def _started(self) -> Pass:
         if self._pass is None:
-            raise CacheOrderError("no batch was started; call start_forward first")
+            raise CacheOrderError("no batch was started; call start_forward first", "start_forward")
         return self._pass
 
     def get(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -275,7 +275,7 @@ class CausalCache(FamilyCache):
         """
         setup, now, layer = self._ready(), self._started(), self._active
         if layer is None:
-            raise CacheOrderError("nothing was put in this layer yet")
+            raise CacheOrderError("nothing was put in this layer yet", "put")
         if setup.config.permuted_v:
             return layer.keys_out[now.history], layer.values_out[..., now.history], now.mask
         return layer.keys_out[now.history], layer.values_out[now.history], now.mask
@@ -350,7 +350,9 @@ class CausalCache(FamilyCache):
         if cut is not None and cut.later.any():
             check_shift(setup.cells, cut, self._window)
             if self._shift_fn is None:
-                raise NotSupported(f"tokens after {end} cannot be shifted without a shift_fn")
+                raise NotSupported(
+                    f"tokens after {end} cannot be shifted without a shift_fn", "end", end
+                )
         return cut
 
     # What WrapperCache asks beforehand ---------------------------------------------------

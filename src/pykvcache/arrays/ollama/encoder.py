@@ -90,12 +90,18 @@ class EncoderCache(FamilyCache):
         as_int("max_batch", max_batch, minimum=1)
         if count > 1:
             raise NotSupported(
-                f"encoder cache does not support multiple sequences; requested: {count}"
+                f"encoder cache does not support multiple sequences; requested: {count}",
+                "max_sequences",
+                count,
+                1,
             )
         padding = (self._config or CacheConfig()).cache_padding
         if padding != 1:
             raise NotSupported(
-                f"encoder cache is unable to enforce requested cache_padding ({padding})"
+                f"encoder cache is unable to enforce requested cache_padding ({padding})",
+                "cache_padding",
+                padding,
+                1,
             )
 
     def close(self) -> None:
@@ -111,7 +117,7 @@ class EncoderCache(FamilyCache):
     def _started(self) -> _Pass:
         self._ready()
         if self._pass is None:
-            raise CacheOrderError("no batch was started; call start_forward first")
+            raise CacheOrderError("no batch was started; call start_forward first", "start_forward")
         return self._pass
 
     def set_layer(self, layer: SupportsIndex) -> None:
@@ -125,7 +131,7 @@ class EncoderCache(FamilyCache):
         self._ready()
         index = as_int("layer", layer)
         if index < 0:
-            raise CacheLayerError(f"layer is {index}; it must be at least 0")
+            raise CacheLayerError(f"layer is {index}; it must be at least 0", "layer", index, 0)
         self._layer = index
 
     def start_forward(
@@ -176,7 +182,12 @@ class EncoderCache(FamilyCache):
         new = as_storable("key", key), as_storable("value", value)
         if self._permuted_v:
             if new[1].ndim < 3:
-                raise CacheValueError(f"value has shape {new[1].shape}; permuted_v needs 3 axes")
+                raise CacheValueError(
+                    f"value has shape {new[1].shape}; permuted_v needs 3 axes",
+                    "value",
+                    new[1].shape,
+                    3,
+                )
             new = new[0], np.moveaxis(new[1], -3, -1)
         kept = self._arrays.get(self._layer)
         if kept is None:
@@ -184,7 +195,10 @@ class EncoderCache(FamilyCache):
         for name, array, old in zip(("key", "value"), new, kept, strict=True):
             if array.shape != old.shape:
                 raise CacheValueError(
-                    f"{name} has shape {array.shape}; layer {self._layer} holds {old.shape}"
+                    f"{name} has shape {array.shape}; layer {self._layer} holds {old.shape}",
+                    f"{name} of layer {self._layer}",
+                    array.shape,
+                    old.shape,
                 )
             as_storable(name, array, old.dtype)
         self._arrays[self._layer] = kept
@@ -231,7 +245,7 @@ class EncoderCache(FamilyCache):
     ) -> NoReturn:
         self._ready()
         as_copy(src_seq, dst_seq, n)
-        raise NotSupported("encoder cache does not support multiple sequences")
+        raise NotSupported("encoder cache does not support multiple sequences", "copy_prefix")
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
         """Return True: no position is like another to this cache."""

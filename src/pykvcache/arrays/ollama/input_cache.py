@@ -141,10 +141,15 @@ class InputCache:
         if size // slots < batch:
             raise CacheValueError(
                 f"kv_size must be at least batch_size * num_slots "
-                f"(kv_size: {size} batch_size: {batch} num_slots: {slots})"
+                f"(kv_size: {size} batch_size: {batch} num_slots: {slots})",
+                "kv_size",
+                size,
+                batch * slots,
             )
         if isinstance(dtype, str) and dtype in ("q8_0", "q4_0"):
-            raise NotSupported(f"{dtype} has no NumPy dtype; QuantizedKVCache stores such codes")
+            raise NotSupported(
+                f"{dtype} has no NumPy dtype; QuantizedKVCache stores such codes", "dtype", dtype
+            )
         if cache is not None:
             cache.init(dtype, slots, size // slots, batch)
         self._cache, self._num_ctx = cache, size // slots
@@ -201,7 +206,9 @@ class InputCache:
         """
         inputs = list(prompt)
         if not inputs:
-            raise CacheValueError("the prompt is empty; at least one input is needed")
+            raise CacheValueError(
+                "the prompt is empty; at least one input is needed", "prompt", 0, 1
+            )
         if not all(isinstance(item, Input) for item in inputs):
             raise TypeError("a prompt holds Inputs")
         if not isinstance(cache_prompt, bool):
@@ -219,7 +226,12 @@ class InputCache:
     def _longest(self, prompt: list[Input]) -> tuple[Slot, int]:
         free = [slot for slot in self._slots if not slot.in_use]
         if not free:
-            raise NoSlot(f"all {len(self._slots)} slots are in use")
+            raise NoSlot(
+                f"all {len(self._slots)} slots are in use",
+                "slots",
+                len(self._slots),
+                len(self._slots),
+            )
         lengths = [_common_prefix(slot.inputs, prompt) for slot in free]
         best = lengths.index(max(lengths))
         return free[best], lengths[best]
@@ -232,7 +244,12 @@ class InputCache:
             return source, longest
         free = [slot for slot in self._slots if not slot.in_use]
         if not free:
-            raise NoSlot(f"all {len(self._slots)} slots are in use")
+            raise NoSlot(
+                f"all {len(self._slots)} slots are in use",
+                "slots",
+                len(self._slots),
+                len(self._slots),
+            )
         oldest = min(free, key=operator.attrgetter("last_used"))
         if longest > 0 and source is not oldest:
             if self._cache is not None:
@@ -296,7 +313,10 @@ class InputCache:
         kept = as_int("keep", keep, minimum=0)
         if kept >= self._num_ctx:
             raise CacheValueError(
-                f"unable to shift context: keep exceeds it (keep: {kept} context: {self._num_ctx})"
+                f"unable to shift context: keep exceeds it (keep: {kept} context: {self._num_ctx})",
+                "keep",
+                kept,
+                self._num_ctx - 1,
             )
         discard = self.shift_discard(slot.inputs, kept)
         if discard <= 0:

@@ -148,7 +148,10 @@ class RecurrentCache(CausalCache):
             if not np.array_equal(found, np.arange(pos, pos + found.size)):
                 raise NotSupported(
                     f"the recurrent state of sequence {seq} goes on at {pos}, not with "
-                    f"positions {found[0]} to {found[-1]}"
+                    f"positions {found[0]} to {found[-1]}",
+                    f"positions of sequence {seq}",
+                    (int(found[0]), int(found[-1])),
+                    pos,
                 )
 
     def get_state(
@@ -174,7 +177,12 @@ class RecurrentCache(CausalCache):
             kept = self._states[seq].arrays.get(key) if seq in self._states else None
             if kept is not None:
                 if kept.shape != row.shape:
-                    raise CacheValueError(f"state {name!r} has shape {kept.shape}, not {shape}")
+                    raise CacheValueError(
+                        f"state {name!r} has shape {kept.shape}, not {shape}",
+                        f"state {name!r}",
+                        kept.shape,
+                        shape,
+                    )
                 row[...] = kept
         return out
 
@@ -199,7 +207,10 @@ class RecurrentCache(CausalCache):
         rows = as_storable("value", value)
         if rows.ndim < 1 or len(rows) != len(ids):
             raise CacheValueError(
-                f"state {name!r} has shape {rows.shape}; {len(ids)} rows are needed"
+                f"state {name!r} has shape {rows.shape}; {len(ids)} rows are needed",
+                f"state {name!r}",
+                rows.shape,
+                len(ids),
             )
         if self._started().reserve:
             return
@@ -305,5 +316,8 @@ class RecurrentCache(CausalCache):
         if pos + 1 != first or not state.arrays.keys() <= arrays.keys():
             raise NotSupported(
                 f"the recurrent state of sequence {ident} is at {state.pos} and cannot go back "
-                f"to {first} without a complete checkpoint there; see prepare_restore"
+                f"to {first} without a complete checkpoint there; see prepare_restore",
+                f"position of sequence {ident}",
+                first,
+                state.pos,
             )

@@ -47,7 +47,9 @@ class WrapperCache(FamilyCache):
             if not isinstance(cache, Cache):
                 raise TypeError(f"a cache is needed, not {type(cache).__name__}")
         if not caches or len({id(cache) for cache in caches}) != len(caches):
-            raise CacheValueError("a WrapperCache needs at least one cache, and none twice")
+            raise CacheValueError(
+                "a WrapperCache needs at least one cache, and none twice", "caches", len(caches), 1
+            )
         self._caches = caches
         self._type = 0
         self._max_batch = 0
@@ -113,7 +115,12 @@ class WrapperCache(FamilyCache):
         """
         index = as_int("layer type", i)
         if not 0 <= index < len(self._caches):
-            raise CacheLayerError(f"layer type is {index}; there are {len(self._caches)} caches")
+            raise CacheLayerError(
+                f"layer type is {index}; there are {len(self._caches)} caches",
+                "layer type",
+                index,
+                len(self._caches) - 1,
+            )
         self._type = index
 
     def start_forward(

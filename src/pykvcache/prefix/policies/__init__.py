@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from pykvcache.errors import ArgumentError
 from pykvcache.prefix.policies.adaptive import Adaptive
 from pykvcache.prefix.policies.base import ByPriority, Policy
 from pykvcache.prefix.policies.density import HitDensity
@@ -54,5 +55,10 @@ def make_policy(policy: str | Policy) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if policy not in POLICIES:
-        raise ValueError(f"there is no policy {policy!r}: known are {', '.join(POLICIES)}")
+        raise ArgumentError(
+            f"there is no policy {policy!r}: known are {', '.join(POLICIES)}",
+            "policy",
+            policy,
+            tuple(POLICIES),
+        )
     return POLICIES[policy]()

@@ -342,5 +342,5 @@ def check_seconds(value: float, name: str = "seconds", limit: float = MAX_LEASE)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is a number, not {type(value).__name__}")
     if not 0 < value <= limit:
-        raise StoreError(f"{name} is {value}: above 0, at most {limit}", value=value, limit=limit)
+        raise StoreError(f"{name} is {value}: above 0, at most {limit}", name, value, limit)
     return float(value)

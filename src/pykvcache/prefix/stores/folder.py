@@ -82,7 +82,9 @@ class FolderStore(BlockStore):
         try:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
         except (OSError, ValueError) as error:
-            raise StoreError(f"{self.path} cannot be a folder: {error}", value=path) from error
+            raise StoreError(
+                f"{self.path} cannot be a folder: {error}", "path", self.path
+            ) from error
         self._open()
 
     def __repr__(self) -> str:

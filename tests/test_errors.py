@@ -6,11 +6,14 @@ import ast
 import builtins
 import copy
 import pickle
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pykvcache import errors
+from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler, errors
 
 FACTS: list[errors.KvCacheError] = [
     errors.SeqIdTooLarge(2**40),
@@ -143,3 +146,64 @@ def test_what_a_text_says_is_an_attribute_too() -> None:
         if not path.relative_to(PACKAGE).as_posix().startswith(PROGRAMS):
             found += facts_in_texts(path)
     assert found == []
+
+
+def test_no_builtin_is_raised_in_the_compiled_layer() -> None:
+    """There they would come without facts; what a text says there is looked at by eye."""
+    bare = re.compile(r"raise (ValueError|IndexError|KeyError)\b")
+    for path in sorted((PACKAGE / "_native").glob("*.p[xy][ixd]*")):
+        if path.suffix in (".pyx", ".pxi"):
+            assert not bare.search(path.read_text(encoding="utf-8")), path.name
+
+
+def ctx_of(make_context: Any) -> LlamaContext:
+    ctx: LlamaContext = make_context("llama", n_ctx=256)
+    ctx.decode([5, 6, 7])
+    return ctx
+
+
+TOO_LONG = 2**20 + 1
+REFUSED: list[tuple[Callable[[LlamaContext], Any], type[Exception], str, object, object]] = [
+    (lambda c: c.logits(9), IndexError, "logits", 9, 1),
+    (lambda c: c.model.detokenize([5, 2**30]), IndexError, "tokens[1]", 2**30, None),
+    (lambda c: Sampler(top_k=-2), ValueError, "top_k", -2, 0),
+    (
+        lambda c: Sampler(grammar=" " * 2**20 + "x", model=c.model),
+        ValueError,
+        "bytes",
+        2**20 + 1,
+        2**20,
+    ),
+    (lambda c: c.kv(0).select([7]), IndexError, "tokens", 7, 3),
+    (lambda c: c.sequence_state(0)[::2], ValueError, "step", 2, 1),
+    (lambda c: LlamaSequence(c, [5]).truncate(3), ValueError, "n", 3, 1),
+    (lambda c: LlamaContext(c.model, type_k="f64"), ValueError, "type_k", "f64", None),
+]
+
+
+@pytest.mark.parametrize(("call", "builtin", "what", "value", "limit"), REFUSED)
+def test_what_is_refused_is_named_with_value_and_limit(
+    make_context: Any,
+    call: Callable[[LlamaContext], Any],
+    builtin: type[Exception],
+    what: str,
+    value: object,
+    limit: object,
+) -> None:
+    with pytest.raises(errors.DetailedError) as caught:
+        call(ctx_of(make_context))
+    error = caught.value
+    assert isinstance(error, builtin)
+    assert (error.what, error.value) == (what, value)
+    if limit is not None:
+        assert error.limit == limit
+
+
+def test_no_room_says_how_much_there_is(make_context: Any) -> None:
+    ctx = make_context("llama", n_ctx=256)
+    with pytest.raises(errors.NoKvCacheSlot) as caught:
+        LlamaSequence(ctx, [5] * 300).evaluate()
+    assert (caught.value.n_tokens, caught.value.n_cells) == (300, 256)
+    with pytest.raises(errors.NoKvCacheSlot) as caught:
+        BatchGenerator(ctx).submit([5] * 300, 1)
+    assert (caught.value.n_tokens, caught.value.n_cells) == (300, 256)

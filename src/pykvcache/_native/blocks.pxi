@@ -172,7 +172,8 @@ cdef class Blocks(State):
             v_trans = self.v_trans()
             if lib.block_cell_bytes(self.mem, v_trans) * count > <size_t>out.shape[0]:
                 raise ArgumentError(
-                    f"out has {out.shape[0]} bytes: {n} cells need more", what="out", value=out.shape[0], limit=n)
+                    f"out has {out.shape[0]} bytes: {n} cells need more",
+                    what="out", value=out.shape[0], limit=n)
             if self.kind == lib.MEMORY_RECURRENT:
                 raise UnsupportedOperation("blocks", "recurrent memory has no cells per token")
             with nogil:

@@ -66,7 +66,8 @@ cdef inline long long _int(object value, str what, long long lo, long long hi) e
     cdef long long n = _index(value, what, &overflow)
     if overflow or n < lo or n > hi:
         raise ArgumentError(
-            f"{what} is {value}: it must be in [{lo}, {hi}]", what=what, value=value, limit=lo if value < lo else hi)
+            f"{what} is {value}: it must be in [{lo}, {hi}]",
+            what=what, value=value, limit=lo if value < lo else hi)
     return n
 
 

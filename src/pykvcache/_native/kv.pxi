@@ -104,7 +104,8 @@ cdef class Arrays(Cells):
     cdef int part_of(self, str part) except -1:
         if part not in _PARTS:
             raise ArgumentError(
-                f"part is {part!r}: it must be one of {', '.join(_PARTS)}", what="part", value=part, limit=tuple(_PARTS))
+                f"part is {part!r}: it must be one of {', '.join(_PARTS)}",
+                what="part", value=part, limit=tuple(_PARTS))
         return _PARTS[part]
 
     def tensors(self, str part not None):

@@ -308,7 +308,8 @@ cdef class Model:
             raise box[0] or _caught_error("detokenize")
         if not code:
             raise ArgumentError(
-                f"the text of {n} tokens is too long: the limit is {limit} bytes", what="tokens", value=n, limit=limit)
+                f"the text of {n} tokens is too long: the limit is {limit} bytes",
+                what="tokens", value=n, limit=limit)
         return out.data()[:out.size()]
 
     def detokenize_whole(self, const int32_t[::1] tokens not None, bint remove_special, bint unparse_special):

@@ -242,7 +242,8 @@ cdef list _pairs(list lanes, list owners):
     cdef list pairs = list(zip(lanes, owners))
     if len(pairs) != len(lanes) or len(pairs) != len(owners):
         raise ArgumentError(
-            f"{len(lanes)} lanes have {len(owners)} owners", what="owners", value=len(owners), limit=len(lanes))
+            f"{len(lanes)} lanes have {len(owners)} owners",
+            what="owners", value=len(owners), limit=len(lanes))
     for lane, _ in pairs:
         if type(lane) is not Lane:
             raise TypeError(f"a Lane is expected, not {type(lane).__name__}")

@@ -193,7 +193,7 @@ class ArraysCache(BaseCache):
 
     def _extend(self, other: BaseCache, mine: int, others: int) -> None:
         """Extend; `mine` and `others` are the rows of a cache that does not know its own."""
-        as_kind("other", other, ArraysCache)
+        other = as_kind("other", other, ArraysCache)
         check_size("slots of other", len(other), len(self))
         known = self._rows(), other._rows()
         counts = (mine if known[0] is None else known[0], others if known[1] is None else known[1])

@@ -36,7 +36,7 @@ class CacheList(BaseCache):
 
     def __init__(self, *caches: BaseCache) -> None:
         for cache in caches:
-            as_kind("cache", cache, BaseCache)
+            as_kind("cache", cache, BaseCache)  # type: ignore[type-abstract]
         self._caches = caches
 
     def __len__(self) -> int:
@@ -142,7 +142,7 @@ class CacheList(BaseCache):
 
     def _extend(self, other: BaseCache, mine: int, others: int) -> None:
         """Extend; members that do not know their rows have as many as the list."""
-        as_kind("other", other, CacheList)
+        other = as_kind("other", other, CacheList)
         check_size("caches of other", len(other), len(self))
         known = self._rows(), other._rows()
         mine = mine if known[0] is None else known[0]

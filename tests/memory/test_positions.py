@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,32 @@ def test_logits_hardly_depend_on_where_a_sequence_is(make_context: Any, name: st
     assert apart(ctx.logits(), begun[-1]) < 0.3
     with pytest.raises(PositionError):
         ctx.decode([5])
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "positions.md"
+# Names of models, with what the page says of them: at 131,072, at the last position.
+STATED = {
+    name: (float(near), float(far))
+    for name, near, far in re.findall(
+        r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \|", PAGE.read_text(), re.M
+    )
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_logits_drift_by_no_more_than_the_page_says(make_context: Any, name: str) -> None:
+    drift = np.zeros(2)
+    for base in (0.0, 1e4, 1e6, 1e7):
+        ctx = make_context(name, rope_freq_base=base, **EXACT)
+        begun, last = rows(ctx, 0), ctx.max_position + 1 - len(WORDS)
+        found = [apart(rows(ctx, first), begun) for first in (131_072, last) if first <= last]
+        drift = np.maximum(drift, (0.0, *found)[-2:])
+    # Other processors round otherwise.
+    assert (drift < 1.5 * np.array(STATED[name])).all(), drift
+
+
+def test_the_page_has_every_kind_of_rotation() -> None:
+    assert set(ROTATED) <= set(STATED)
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba", "granite_nope", "t5"])

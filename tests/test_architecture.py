@@ -17,7 +17,8 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # Lowest first. A module imports from lines below its own only; a name may be a file or a folder,
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
-    {"errors", "enums", "_integers", "_closing", "_drawing"},
+    {"errors", "enums", "_closing", "_drawing"},
+    {"_integers"},
     {"_native", "arrays", "prefix/stores"},
     {"_convert"},
     {"batch", "_jinja", "_grammar"},
@@ -46,7 +47,7 @@ ONLY = {
     "errors": set(),
     "_drawing": set(),
     "enums": set(),
-    "_integers": set(),
+    "_integers": {"errors"},
     "_closing": set(),
     "arrays": {"errors", "_integers"},
     "_native": {"errors", "_integers"},

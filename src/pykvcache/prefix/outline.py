@@ -10,6 +10,7 @@ import numpy as np
 
 from pykvcache._drawing.tree import Bar, draw_tree
 from pykvcache.context import LlamaContext
+from pykvcache.prefix.options import as_namespace
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.runs import Run
 from pykvcache.sequence.pool import SequencePool
@@ -135,11 +136,12 @@ class OutlineMethods:
         namespace
             Whose; default: everybody's.
         """
+        wanted = None if namespace is None else as_namespace(namespace)
         with self._pool.hold():
             self._check_open()
             nodes: list[TreeNode] = []
             for root in self._ram.tree.roots():
-                if namespace is None or root.namespace == namespace:
+                if wanted is None or root.namespace == wanted:
                     self._add_below(root, nodes)
             return CacheTree(tuple(nodes), self._block_size)
 

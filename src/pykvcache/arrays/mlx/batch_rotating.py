@@ -299,13 +299,9 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         for cache in caches:
             as_kind("caches", cache, RotatingKVCache)
         _refuse_sizes([cache.max_size for cache in caches])
-        if any(cache.keep for cache in caches):
-            raise NotSupported(
-                "a BatchRotatingKVCache cannot keep the first tokens of its rows",
-                "keep",
-                max(cache.keep for cache in caches),
-                0,
-            )
+        keep = max(cache.keep for cache in caches)
+        if keep:
+            raise NotSupported("a batch cannot keep the first tokens of its rows", "keep", keep, 0)
         newest = [cache._newest() if cache.size() else TokenPair() for cache in caches]
         for pair in newest:
             if pair.count:

@@ -82,9 +82,8 @@ class FolderStore(BlockStore):
         try:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
         except (OSError, ValueError) as error:
-            raise StoreError(
-                f"{self.path} cannot be a folder: {error}", "path", self.path
-            ) from error
+            why = f"{self.path} cannot be a folder: {error}"
+            raise StoreError(why, "path", self.path) from error
         self._open()
 
     def __repr__(self) -> str:

@@ -63,7 +63,8 @@ def draw_cells(
     below.set_yticks(range(max(n_streams, 1)))
     below.set(xlabel="cell", ylabel="stream", xlim=(-0.5, max(n_cells, 1) - 0.5))
     below.set_ylim(max(n_streams, 1) - 0.4, -0.6)
-    _explain(figure, bool((shares > 1).any()))
+    own = color_of(int(held[0])) if len(held) else COLORS[0]
+    _explain(figure, own, bool((shares > 1).any()))
     return figure
 
 
@@ -83,10 +84,10 @@ def _runs(places: Ints, values: npt.NDArray[Any]) -> Iterator[tuple[int, int, in
         yield int(places[first]), int(places[last] - places[first]) + 1, int(values[first])
 
 
-def _explain(figure: Figure, shared: bool) -> None:
+def _explain(figure: Figure, own: str, shared: bool) -> None:
     from matplotlib.patches import Patch
 
-    patches = [Patch(color=COLORS[0], label="held by one sequence (its colour)")]
+    patches = [Patch(color=own, label="held by one sequence (each has its colour)")]
     if shared:
         patches.append(Patch(color=SHARED, label="shared by several"))
     patches.append(Patch(color=FREE, label="free"))

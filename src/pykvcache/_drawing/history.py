@@ -37,5 +37,5 @@ def draw_history(
     axes.set(xlabel="seconds", ylabel="cells in use", ylim=(0, n_cells * 1.05))
     axes.set_title(f"{n_cells} cells over time")
     if len(seconds) and len(labels) <= 12:
-        axes.legend(loc="upper left", ncols=3, frameon=False, fontsize="small")
+        figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize="small")
     return figure

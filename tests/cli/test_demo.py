@@ -193,6 +193,23 @@ def test_without_click_one_line_says_what_to_install(tmp_path: Path) -> None:
     assert "pykvcache[cli]" in one_line(result.stderr)
 
 
+@pytest.mark.parametrize("module", ["click", "pykvcache.cli.app"])
+def test_ctrl_c_during_the_import_leaves_no_traceback(module: str) -> None:
+    """Ctrl-C is what a module raises while it is imported."""
+    code = f"""
+import sys
+class Typing:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Typing())
+from pykvcache.cli import main
+sys.exit(main(["--version"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

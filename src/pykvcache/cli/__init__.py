@@ -23,12 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         130 after Ctrl-C.
     """
     try:
-        import click  # noqa: F401
-    except ImportError:
-        print(
-            "pykvcache: the command line needs click: pip install 'pykvcache[cli]'", file=sys.stderr
-        )
-        return 1
-    from pykvcache.cli.app import run
-
+        try:
+            import click  # noqa: F401
+        except ImportError:
+            print(
+                "pykvcache: the command line needs click: pip install 'pykvcache[cli]'",
+                file=sys.stderr,
+            )
+            return 1
+        from pykvcache.cli.app import run
+    except KeyboardInterrupt:  # while it is imported
+        return 130
     return run(sys.argv[1:] if argv is None else argv)

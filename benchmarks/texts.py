@@ -125,7 +125,8 @@ GROUPS = {
         "lies in a tier: in the cache's own memory, in a folder whose pages the system holds or has dropped (POSIX_FADV_DONTNEED), "
         "in Redis on loopback. Its memory is emptied each time; it knows how long evaluating takes. "
         "*beside evaluating alone*: a folder that waits before each answer, and for each byte, against no tier. "
-        "llama.cpp's own session file and xllamacpp's slots stand in the group before this one (*file*, *RAM cache*)."
+        "*a file of llama.cpp's own*: C reads a session file (`llama_state_seq_load_file`), xllamacpp's server restores its slot; "
+        "both hold one prompt, whole, and have to be told which file it is."
     ),
     "prefix": (
         "30M model, 2 threads, a prompt that shares its first tokens with an earlier one, and 16 of "

@@ -17,6 +17,8 @@ from benchmarks.settings import open_all
 
 TITLE = "a cache that outlives the process"
 OURS = "pykvcache"
+#: Who has files of their own: llama.cpp's session files, called from C, and a server's slots.
+FILES = ("C", "xllamacpp")
 LENGTHS = (256, 1024, 4096)
 #: Seconds per request and bytes per second of folders that are made slow.
 SLOW = ((0.0, 1e9), (0.001, 1e8), (0.02, 3e7), (0.1, 1e7), (0.5, 1e6), (3.0, 1e5))
@@ -26,10 +28,13 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Measure the 30M model with two threads."""
     ours = {OURS: contestants[OURS]}
     open_all(ours, medium(), n_ctx=8704, n_seq_max=4, threads=2)
+    others = {who: contestants[who] for who in FILES if who in contestants}
+    open_all(others, medium(), n_ctx=8704, n_seq_max=2, threads=2)
     folder = BUILD / "tier"
     rows = []
     with redis_server() as url:
         for n in LENGTHS[: 2 if plan.quick else 3]:
+            rows.append(own_files(ours[OURS], others, n, plan))
             rows += first_tokens(ours[OURS], n, str(folder), url, plan)
     ours[OURS].ask("tier", where=str(folder), n=LENGTHS[1])
     for latency, bandwidth in SLOW[:: 2 if plan.quick else 1]:
@@ -47,6 +52,27 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     show(rows[-1], 1e6, "us")
     shutil.rmtree(folder, ignore_errors=True)
     return rows
+
+
+def own_files(ours: Contestant, others: Mapping[str, Contestant], n: int, plan: Plan) -> Row:
+    """Measure the first token out of a session file of llama.cpp's, and of a slot of a server's."""
+    blob = BUILD / f"tier-{n}.state"
+    paths = {who: BUILD / f"tier-{n}-{who}.state" for who in others}
+    ours.ask("make_blob", n=n, path=str(blob))
+    for who, contestant in others.items():
+        if "error" in contestant.ask("load_blob", path=str(blob)):
+            contestant.ask("fill", n=n)
+        contestant.ask("keep_state", n=n, path=str(paths[who]))
+    sides = {
+        who: partial(contestant.ask, "prefix", how="file", n=n, tail=1, path=str(paths[who]))
+        for who, contestant in others.items()
+    }
+    name = f"first token, a file of llama.cpp's own, {n}"
+    row = interleave(name, "s", sides, few(plan), lambda answer: float(answer["first"]))
+    for path in (blob, *paths.values()):
+        path.unlink(missing_ok=True)
+    show(row, 1e3, "ms")
+    return row
 
 
 def first_tokens(ours: Contestant, n: int, folder: str, url: str | None, plan: Plan) -> list[Row]:
@@ -101,5 +127,4 @@ def redis_server() -> Iterator[str | None]:
         yield f"redis://127.0.0.1:{port}/0"
     finally:
         process.kill()
-        process.wait()
         process.wait()

@@ -23,6 +23,7 @@ def test_every_way_of_reading_gives_the_same_model(llama: Path, mode: Any) -> No
         assert model.n_params == 102_720
 
 
+@pytest.mark.not_on_a_device(reason="a device may not take all split modes")
 @pytest.mark.parametrize("split", ["none", "layer", SplitMode.ROW])
 def test_split_modes_are_harmless_without_a_gpu(llama: Path, split: Any) -> None:
     with LlamaModel(llama, split_mode=split, n_gpu_layers=-1, use_extra_bufts=False) as model:

@@ -10,9 +10,11 @@ import pytest
 from binding.kit import words
 from pykvcache.kv import LayerKV, LayerState, RecurrentState, SequenceKV
 
+VIEW = pytest.mark.not_on_a_device(reason="the CPU cannot look into its memory")
+
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "qwen2vl"])
-@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("copy", [True, pytest.param(False, marks=VIEW)])
 def test_what_a_context_gives_fits_a_line(make_context: Any, name: str, copy: bool) -> None:
     ctx = make_context(name)
     ctx.decode(words(20))

@@ -162,6 +162,37 @@ def test_each_tensor_is_asked_for_once(
     assert n_written == tensors
 
 
+@fast_only("llama.cpp's reader places cells")
+@pytest.mark.parametrize("even", [False, True], ids=["plain", "even"])
+def test_runs_at_even_distances(even: bool, make_context: ContextFactory) -> None:
+    """Transposed values of a run of cells, as devices take them that copy in two dimensions."""
+    ctx, other = make_context("llama"), make_context("llama")
+    ctx.decode(np.arange(9, 20, dtype=np.int32), seq_id=2)
+    for seq_id in (0, 1):
+        ctx.decode(
+            np.random.default_rng(seq_id).integers(5, 250, 30).astype(np.int32), seq_id=seq_id
+        )
+    lib.hide_host(False)
+    state, cells = ctx.get_state(1), ctx.kv(1)
+    tensors = 2 * ctx.model.n_layer
+    lib.hide_host(True, even)
+    assert asked(lambda: ctx.get_state(1)) == (tensors, 0)
+    assert ctx.get_state(1).tobytes() == state.tobytes()
+    other.decode(np.arange(9, 20, dtype=np.int32), seq_id=2)
+    kept = other.get_state(2).tobytes()
+    n_read, n_written = asked(lambda: other.set_state(state, 1))
+    assert n_written == tensors
+    assert n_read == (0 if even or reads_even(ctx) else tensors // 2)
+    lib.hide_host(False)
+    assert different(other.kv(1), cells) == []
+    assert other.get_state(2).tobytes() == kept
+
+
+def reads_even(ctx: LlamaContext) -> bool:
+    """Whether the cells lie on a device that copies in two dimensions by itself."""
+    return ctx.memory_info.buffer_types[0].startswith(("CUDA", "Vulkan"))
+
+
 def test_states_of_no_cells_are_asked_for_in_few_requests(make_context: ContextFactory) -> None:
     ctx = make_context("mamba", n_seq_max=4)
     scattered(ctx)

@@ -59,6 +59,9 @@ def transfers():
     return n.reads, n.writes, n.bytes_read, n.bytes_written
 
 
-def hide_host(bint hidden):
-    """Treat all tensors as if they lay in the memory of a device, or no longer; for tests."""
-    lib.hide_host(hidden)
+def hide_host(bint hidden, bint even=False):
+    """Treat all tensors as if they lay in the memory of a device, or no longer; for tests.
+
+    With `even`, of one that copies runs at even distances by one request.
+    """
+    lib.hide_host(hidden, even)

@@ -85,7 +85,7 @@ cdef extern from "transfers.h" namespace "pykv" nogil:
     ctypedef struct transfer_counts:
         uint64_t reads, writes, bytes_read, bytes_written
     transfer_counts transfers()
-    void hide_host(bool hidden)
+    void hide_host(bool hidden, bool even)
 
 
 cdef extern from "probe_buffers.h" namespace "pykv" nogil:

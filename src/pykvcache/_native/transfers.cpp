@@ -18,7 +18,7 @@ constexpr size_t REACH = size_t(128) << 10, REACH_OVER = size_t(16) << 10;
 // Of bytes that are copied once more on their way, and of requests that wait.
 constexpr size_t MOST_STAGED = size_t(16) << 20, MOST_PARTS = size_t(1) << 16;
 
-std::atomic<bool>     hidden{false};
+std::atomic<bool>     hidden{false}, hidden_even{false};
 std::atomic<uint64_t> n_reads{0}, n_writes{0}, read_bytes{0}, written_bytes{0};
 
 void note(std::atomic<uint64_t> & count, std::atomic<uint64_t> & bytes, size_t size) {
@@ -39,7 +39,7 @@ void copy(const ggml_tensor * t, size_t offset, size_t size, const uint8_t * fro
 #ifdef PYKVCACHE_HAS_GGML_BACKEND_TENSOR_GET_2D
 // Whether n runs of `size` bytes at even distances were copied by one request; elsewhere ggml would make n of it.
 bool copy_even(const ggml_tensor * t, size_t offset, size_t size, size_t n, size_t stride, uint8_t * to, size_t to_stride) {
-    if (!t->buffer->iface.get_tensor_2d) {
+    if (!t->buffer->iface.get_tensor_2d && !hidden_even) {
         return false;
     }
     note(n_reads, read_bytes, n * size);
@@ -49,7 +49,7 @@ bool copy_even(const ggml_tensor * t, size_t offset, size_t size, size_t n, size
 
 bool copy_even(const ggml_tensor * t, size_t offset, size_t size, size_t n, size_t stride, const uint8_t * from,
                size_t from_stride) {
-    if (!t->buffer->iface.set_tensor_2d) {
+    if (!t->buffer->iface.set_tensor_2d && !hidden_even) {
         return false;
     }
     note(n_writes, written_bytes, n * size);
@@ -69,7 +69,10 @@ bool is_host(const ggml_tensor * t) {
     return owner->buffer && ggml_backend_buffer_is_host(owner->buffer) && !hidden.load(std::memory_order_relaxed);
 }
 
-void hide_host(bool yes) noexcept { hidden = yes; }
+void hide_host(bool yes, bool even) noexcept {
+    hidden = yes;
+    hidden_even = even;
+}
 
 transfer_counts transfers() noexcept { return {n_reads, n_writes, read_bytes, written_bytes}; }
 

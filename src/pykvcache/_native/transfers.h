@@ -12,8 +12,9 @@ namespace pykv {
 
 // Whether the CPU may follow a tensor's pointer.
 bool is_host(const ggml_tensor * t);
-// For tests: let no tensor count as one that the CPU may reach.
-void hide_host(bool hidden) noexcept;
+// For tests: let no tensor count as one that the CPU may reach; `even`: of a device that copies runs at even
+// distances by one request.
+void hide_host(bool hidden, bool even) noexcept;
 
 // What was asked of devices since the process began.
 struct transfer_counts {

@@ -14,6 +14,7 @@ from pykvcache.errors import NoKvCacheSlot, StateDamaged, StateLayoutMismatch, U
 
 MakeBench = Callable[..., Bench]
 WITH_STATES = tuple(case for case in CASES if case.has_states and case.name != "t5")
+WITH_CELLS = tuple(case for case in WITH_STATES if case.info.memory != "recurrent")
 SIZE = 8
 
 
@@ -98,3 +99,29 @@ def test_memories_without_blocks(bench: MakeBench) -> None:
     assert b.ctx.native.block_bytes() == 0
     with pytest.raises(UnsupportedOperation):
         b.ctx.native.get_block(0, 0, 1, np.zeros(8, np.uint8))
+
+
+@pytest.mark.parametrize("case", WITH_CELLS, ids=str)
+def test_values_are_looked_at_when_blocks_come_out(case: Case, bench: MakeBench) -> None:
+    """What comes out goes back without a second look; other parts are looked at all the same."""
+    b = bench(case, n_seq_max=3)
+    native, tokens = b.ctx.native, b.feed(0, 21)
+    is_attention = b.ctx.memory_kind == "attention"
+    rest = None if is_attention else native.get_partial_state(0)
+    blocks = blocks_of(b.ctx, 0, 21)
+    native.set_blocks(1, blocks, rest, known_values=True)
+    b.held[1] = tokens.tolist()
+    b.check(1, n=2)
+    one = np.empty(native.block_bytes() * SIZE, np.uint8)
+    two = np.empty_like(one)
+    assert native.get_blocks(0, 0, SIZE, [one, two])
+    np.testing.assert_array_equal(one, blocks[0][0])
+    np.testing.assert_array_equal(two, blocks[1][0])
+    assert not native.get_blocks(0, 8, SIZE, [one, two])
+    # NaN that got into the cells all the same does not get out of them.
+    spoiled = (np.full_like(one, 0xFF), SIZE, SIZE)
+    if is_attention:
+        native.set_blocks(2, [blocks[0], spoiled], known_values=True)
+        assert native.get_block(2, 0, SIZE, one)
+        with pytest.raises(StateDamaged, match="sequence 2"):
+            native.get_blocks(2, 0, SIZE, [one, two])

@@ -5,6 +5,7 @@
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
+#include "probe_values.h"
 
 namespace pykv {
 
@@ -93,36 +94,43 @@ size_t block_cell_bytes(const memory * m, bool v_trans) {
     return size;
 }
 
-int32_t block_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos first, uint32_t n, uint8_t * dst) noexcept {
+int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos first, uint32_t n,
+                     const std::vector<uint8_t *> & dst) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         const llama_kv_cells & held = m->base->get_cells(seq);
-        std::vector<live_cell> cells;
-        cells.reserve(n);
-        const auto & all = held_cells(held, seq);
-        for (auto it = all.lower_bound({first, 0}); it != all.end() && cells.size() < n; ++it) {
-            if (it->first != first + llama_pos(cells.size())) {
-                return 0;
+        const auto &           all = held_cells(held, seq);
+        const auto             kinds = state_rows_of(m, v_trans, PART_ATTENTION);
+        const bool             extended = has_extended(m);
+        std::vector<live_cell> cells(n);
+        auto                   next = all.lower_bound({first, 0});
+        for (uint8_t * to : dst) {
+            for (live_cell & cell : cells) {
+                if (next == all.end() || next->first != first++) {
+                    return int32_t(BLOCKS_MISSING);
+                }
+                cell = {next->first, next->second};
+                ++next;
             }
-            cells.push_back({it->first, it->second});
-        }
-        if (cells.size() < n) {
-            return 0;
-        }
-        if (has_extended(m)) {
-            for (const live_cell & cell : cells) {
-                const auto ext = held.ext_get(cell.cell);
-                std::memcpy(dst, &ext, CELL_EXT_BYTES);
-                dst += CELL_EXT_BYTES;
+            for (size_t i = 0; extended && i < cells.size(); ++i) {
+                const auto ext = held.ext_get(cells[i].cell);
+                std::memcpy(to, &ext, CELL_EXT_BYTES);
+                to += CELL_EXT_BYTES;
+            }
+            for (const state_rows & rows : kinds) {
+                const int which = rows.kind == BLOCK_K ? 0 : 1;
+                if (read_rows(m, rows.part, rows.layer, which, seq, cells, to) == CAUGHT) {
+                    return CAUGHT;
+                }
+                // Now, while they are at hand: whoever puts the block back need not look again.
+                value_check values(ggml_type(rows.type), rows.n_embd, !v_trans);
+                values.take(to, rows.row_bytes * n);
+                if (!values.fits()) {
+                    return int32_t(BLOCKS_VALUES);
+                }
+                to += rows.row_bytes * n;
             }
         }
-        for (const state_rows & rows : state_rows_of(m, v_trans, PART_ATTENTION)) {
-            const int which = rows.kind == BLOCK_K ? 0 : 1;
-            if (read_rows(m, PART_ATTENTION, rows.layer, which, seq, cells, dst) == CAUGHT) {
-                return CAUGHT;
-            }
-            dst += rows.row_bytes * n;
-        }
-        return 1;
+        return int32_t(BLOCKS_WRITTEN);
     });
 }
 

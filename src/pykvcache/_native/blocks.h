@@ -10,8 +10,15 @@ namespace pykv {
 
 // Bytes of one cell over all layers; 0 where the memory has no attention part.
 size_t block_cell_bytes(const memory * m, bool v_trans);
-// Copy the cells at [first, first + n) to dst: 1; 0 if the sequence does not hold all of them.
-int32_t block_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos first, uint32_t n, uint8_t * dst) noexcept;
+enum block_result : int32_t {
+    BLOCKS_MISSING,  // the sequence does not hold all of the cells
+    BLOCKS_WRITTEN,
+    BLOCKS_VALUES,  // NaN, infinity, or values whose products overflow
+};
+
+// Copy n cells from `first` on to each of dst, one run after the other, and look at their values: a block_result.
+int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos first, uint32_t n,
+                     const std::vector<uint8_t *> & dst) noexcept;
 
 // A block, of which the first `used` of its n cells count.
 struct block_part {

@@ -161,35 +161,57 @@ cdef class Blocks(State):
         finally:
             self.lock.unlock()
 
-    def get_block(self, seq_id, first, n, uint8_t[::1] out not None):
-        """Copy the cells at positions ``[first, first + n)``; False if they are not all there."""
+    def get_blocks(self, seq_id, first, n, list out not None):
+        """Copy the cells at positions from `first` on, n into each array of `out`.
+
+        False if they are not all there. `StateDamaged` where they hold NaN, infinity, or values whose
+        products overflow: what comes out may go back with `known_values`.
+        """
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), begin = _p0(first), code
         cdef uint32_t count = _int(n, "n", 1, INT32_MAX)
         cdef bint v_trans
+        cdef size_t size
+        cdef vector[uint8_t*] to
+        cdef uint8_t[::1] view
+        cdef list views = []
         self.lock_read()
         try:
             self.readable("blocks", seq)
             v_trans = self.v_trans()
-            if lib.block_cell_bytes(self.mem, v_trans) * count > <size_t>out.shape[0]:
-                raise ArgumentError(
-                    f"out has {out.shape[0]} bytes: {n} cells need more",
-                    what="out", value=out.shape[0], limit=n)
+            size = lib.block_cell_bytes(self.mem, v_trans) * count
+            for array in out:
+                view = array
+                if size > <size_t>view.shape[0]:
+                    raise ArgumentError(
+                        f"out has {view.shape[0]} bytes: {n} cells need more",
+                        what="out", value=view.shape[0], limit=n)
+                views.append(view)
+                to.push_back(&view[0] if view.shape[0] else NULL)
             if self.kind == lib.MEMORY_RECURRENT:
                 raise UnsupportedOperation("blocks", "recurrent memory has no cells per token")
             with nogil:
-                code = lib.block_write(
-                    self.mem, v_trans, seq, begin, count, &out[0] if out.shape[0] else NULL)
+                code = lib.blocks_write(self.mem, v_trans, seq, begin, count, to)
             if code == lib.CAUGHT:
                 raise _caught_error("blocks")
-            return code == 1
+            if code == lib.BLOCKS_VALUES:
+                raise StateDamaged(
+                    f"the cells of sequence {seq} hold NaN, infinity, or values whose products overflow",
+                    what="cells")
+            return code == lib.BLOCKS_WRITTEN
         finally:
             self.lock.unlock()
 
-    def set_blocks(self, seq_id, list blocks not None, Partial rest=None):
+    def get_block(self, seq_id, first, n, uint8_t[::1] out not None):
+        """Copy the cells at positions ``[first, first + n)`` as `get_blocks` does."""
+        return self.get_blocks(seq_id, first, n, [out])
+
+    def set_blocks(
+            self, seq_id, list blocks not None, Partial rest=None, *, bint known_values=False):
         """Make a sequence hold the cells of (block, its cells, how many count), from position 0 on.
 
         `rest` is the state of the other parts after the last of these cells. The caller guarantees
-        that all belong together; all or nothing as `set_state`.
+        that all belong together, and with `known_values` that nobody changed the blocks since
+        `get_blocks` or `check_blocks` looked at their values; all or nothing as `set_state`.
         """
         cdef Pieces pieces = Pieces([])
         cdef lib.joined_state joined
@@ -197,7 +219,7 @@ cdef class Blocks(State):
         self.lock_write()
         try:
             self.join_blocks(blocks, rest, pieces, joined)
-            self.set_pieces(seq, pieces, None)
+            self.set_pieces(seq, pieces, None, known_values)
         finally:
             self.lock.unlock()
 

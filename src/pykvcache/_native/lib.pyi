@@ -227,6 +227,9 @@ class Partial:
 
 class Blocks(State):
     def block_bytes(self) -> int: ...
+    def get_blocks(
+        self, seq_id: SupportsIndex, first: SupportsIndex, n: SupportsIndex, out: list[_Bytes]
+    ) -> bool: ...
     def get_block(
         self, seq_id: SupportsIndex, first: SupportsIndex, n: SupportsIndex, out: _Bytes
     ) -> bool: ...
@@ -245,6 +248,8 @@ class Blocks(State):
         seq_id: SupportsIndex,
         blocks: list[tuple[_Bytes, int, int]],
         rest: Partial | None = ...,
+        *,
+        known_values: bool = ...,
     ) -> None: ...
 
 class Partials(Blocks):

@@ -53,7 +53,8 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
         int64_t value, limit
         bool counted
     state_fault state_check(const memory*, bool v_trans, uint32_t n_seq_max, llama_seq_id, bool partial,
-                            const vector[state_piece]&, vector[state_block]& blocks, fault& found)
+                            const vector[state_piece]&, vector[state_block]& blocks, fault& found,
+                            bool known_values)
     cdef cppclass seq_state:
         size_t size
     seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id)
@@ -96,8 +97,10 @@ cdef extern from "blocks.h" namespace "pykv" nogil:
         uint32_t used
 
     size_t block_cell_bytes(const memory*, bool v_trans) except +
-    int32_t block_write(const memory*, bool v_trans, llama_seq_id, llama_pos first, uint32_t n,
-                        uint8_t* dst)
+    int32_t BLOCKS_WRITTEN
+    int32_t BLOCKS_VALUES
+    int32_t blocks_write(const memory*, bool v_trans, llama_seq_id, llama_pos first, uint32_t n,
+                         const vector[uint8_t*]& dst)
     int32_t block_join(const memory*, bool v_trans, const vector[block_part]&, state_piece rest,
                        joined_state&)
 

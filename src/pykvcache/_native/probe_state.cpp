@@ -39,6 +39,7 @@ struct walk {
     // Where a window is: positions of each sequence in plain attention, and in this part.
     std::vector<std::vector<llama_pos>> whole = {}, held = {};
     uint32_t n_filled = 0;  // streams of this part that hold cells
+    bool     known_values = false;
 
     void magic(uint32_t expected) {
         if (in.get<uint32_t>() != expected) {
@@ -208,6 +209,10 @@ struct walk {
         if (n > 0) {
             const uint64_t size = row.row_bytes * n;
             blocks.push_back({part.part, row.kind, stream, row.layer, n, in.tell(), size});
+            if (known_values && in_blocks(m, part.part)) {
+                in.skip(size);
+                return;
+            }
             // Values that are not transposed are those of flash attention.
             value_check values(ggml_type(row.type), row.n_embd, !v_trans && row.kind != BLOCK_R && row.kind != BLOCK_S);
             in.take(size, [&](const uint8_t * from, uint64_t step) { values.take(from, step); });
@@ -248,6 +253,8 @@ struct walk {
 };
 
 }  // namespace
+
+bool in_blocks(const memory *, memory_part part) { return part == PART_ATTENTION; }
 
 std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial) {
     std::vector<state_part> parts;
@@ -312,11 +319,13 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
 }
 
 state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, bool partial,
-                        const std::vector<state_piece> & pieces, std::vector<state_block> & blocks,
-                        fault & found) noexcept {
+                        const std::vector<state_piece> & pieces, std::vector<state_block> & blocks, fault & found,
+                        bool known_values) noexcept {
     return guarded<state_fault>(STATE_UNKNOWN, [&] {
         try {
-            walk{m, v_trans, n_seq_max, seq, cursor(pieces), blocks}.all(partial);
+            walk one{m, v_trans, n_seq_max, seq, cursor(pieces), blocks};
+            one.known_values = known_values;
+            one.all(partial);
         } catch (const fault & one) {
             found = one;
             return found.kind;

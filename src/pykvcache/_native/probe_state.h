@@ -87,10 +87,14 @@ struct state_piece {
 std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial);
 std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_part part);
 
-// Walk the bytes without touching the memory; `seq` is -1 for a whole context's state.
+// Whether blocks (blocks.h) hold the cells of a part.
+bool in_blocks(const memory * m, memory_part part);
+
+// Walk the bytes without touching the memory; `seq` is -1 for a whole context's state. `known_values`: the
+// values of cells that blocks hold were looked at before.
 state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, bool partial,
-                        const std::vector<state_piece> & pieces, std::vector<state_block> & blocks,
-                        fault & found) noexcept;
+                        const std::vector<state_piece> & pieces, std::vector<state_block> & blocks, fault & found,
+                        bool known_values = false) noexcept;
 
 // What a state is going to hold; valid until the memory changes.
 class seq_state {

@@ -197,13 +197,16 @@ cdef class State(Arrays):
 
     # In ------------------------------------------------------------------------------
 
-    cdef int check(self, Pieces pieces, int32_t seq, bint partial, vector[lib.state_block]& blocks) except -1:
+    cdef int check(
+            self, Pieces pieces, int32_t seq, bint partial, vector[lib.state_block]& blocks,
+            bint known_values=False) except -1:
         cdef lib.state_fault fault
         cdef lib.fault found
         cdef bint v_trans = self.v_trans()
         with nogil:
             fault = lib.state_check(
-                self.mem, v_trans, self.n_seq_max, seq, partial, pieces.pieces, blocks, found)
+                self.mem, v_trans, self.n_seq_max, seq, partial, pieces.pieces, blocks, found,
+                known_values)
         if fault == lib.STATE_UNKNOWN:
             raise _caught_error("check_state")
         if fault == lib.STATE_POSITION:
@@ -234,12 +237,13 @@ cdef class State(Arrays):
         finally:
             self.lock.unlock()
 
-    cdef int set_pieces(self, int32_t seq, Pieces pieces, list firsts) except -1:
+    cdef int set_pieces(
+            self, int32_t seq, Pieces pieces, list firsts, bint known_values=False) except -1:
         cdef int32_t begin[MAX_SEQ]
         cdef vector[lib.state_block] blocks
         memset(begin, 0, sizeof(begin))
         self.has_states("set_state")
-        self.check(pieces, seq, False, blocks)
+        self.check(pieces, seq, False, blocks, known_values)
         for pair in firsts or ():
             if not 0 <= pair[1] < INT32_MAX:
                 raise StateDamaged(

@@ -99,7 +99,7 @@ class BeginMethods:
     def _put(self, cells: SequenceCells, found: Found) -> None:
         """Let a sequence begin parked, on blocks that it shares with the cache."""
         native, blocks, rest = self._native, found.blocks, found.rest
-        cells.state = lambda seq_id: native.set_blocks(seq_id, blocks, rest)
+        cells.state = lambda seq_id: native.set_blocks(seq_id, blocks, rest, known_values=True)
         cells.ledger.n_evaluated = found.n
         if rest is not None:
             cells.points.add(Checkpoint(found.n, rest))

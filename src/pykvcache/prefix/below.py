@@ -234,8 +234,9 @@ class TierMethods(BeginMethods, KeepMethods):
             return
         size, n_full = self._block_size, begin + len(got.loaded)
 
-        def read(first: int, n: int) -> Buffer:
-            return got.loaded[first // size - begin][0][0]
+        def read(first: int, n_blocks: int) -> list[Buffer]:
+            at = first // size - begin
+            return [block[0] for block, _ in got.loaded[at : at + n_blocks]]
 
         if got.loaded:
             added = self._ram.add(tokens[: 4 * size * n_full], space, self._cell_bytes, read)

@@ -6,14 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.blocks import token_bytes
 from pykvcache.prefix.events import BlockStored, EventLog
-from pykvcache.prefix.ram import RamTier, Tail
+from pykvcache.prefix.ram import Buffer, RamTier, Tail
 from pykvcache.prefix.runs import Run
 from pykvcache.prefix.tiers.stack import Tiers
 from pykvcache.sequence.cells import SequenceCells
@@ -66,7 +65,7 @@ class KeepMethods:
     def _keep_blocks(self, cells: SequenceCells, n: int, space: str) -> None:
         tokens = token_bytes(cells.ledger.part(0, n).view(np.uint32))
         size = self._block_size
-        read = partial(self._read, cells.live_id)
+        read = partial(self._read_blocks, cells.live_id)
         full = n // size * size
         added = self._ram.add(tokens[: 4 * full], space, self._cell_bytes, read)
         if added is not None:
@@ -94,13 +93,22 @@ class KeepMethods:
         tail = Tail(tokens[4 * full :], buffer, rest, None if row is None else row.copy())
         self._ram.add_tail(tokens, space, tail)
 
-    def _read(self, seq_id: int, first: int, n: int) -> npt.NDArray[np.uint8]:
-        buffer = np.empty(self._cell_bytes * n, np.uint8)
+    def _read(self, seq_id: int, first: int, n: int) -> Buffer:
+        return self._take_out(seq_id, first, n, 1)[0]
+
+    def _read_blocks(self, seq_id: int, first: int, n_blocks: int) -> list[Buffer]:
+        return self._take_out(seq_id, first, self._block_size, n_blocks)
+
+    def _take_out(self, seq_id: int, first: int, n: int, n_blocks: int) -> list[Buffer]:
+        """Copy runs of n cells, all in one call; each has memory of its own, to be freed alone."""
+        found = [np.empty(self._cell_bytes * n, np.uint8) for _ in range(n_blocks)]
         if self._ctx.memory_kind == "recurrent" or not n:
-            return buffer
-        if not self._native.get_block(seq_id, first, n, buffer):
+            return found
+        if not self._native.get_blocks(seq_id, first, n, found):
             raise UnsupportedOperation("PrefixCache", "the cells of the sequence are not all there")
-        return buffer
+        for buffer in found:
+            buffer.flags.writeable = False  # its values are not looked at again
+        return found
 
     def _stored(self, run: Run) -> None:
         parent = run.parent

@@ -112,7 +112,10 @@ class Meeting:
             if n <= at or (n < got.n and fetch.wanted.needs_rest):
                 return
             blocks, rest = cut(got.blocks, n), got.rest
-            cells.with_room(lambda: native.set_blocks(cells.live_id, blocks, rest))
+            # Blocks were looked at when they came, or were taken out.
+            cells.with_room(
+                lambda: native.set_blocks(cells.live_id, blocks, rest, known_values=True)
+            )
         except (KvCacheError, MemoryError):
             self._over(cells)  # nothing was changed
             return

@@ -135,20 +135,22 @@ class RamTier:
     # Storing -------------------------------------------------------------------------------------
 
     def add(
-        self, tokens: bytes, namespace: str, cell_bytes: int, read: Callable[[int, int], Buffer]
+        self,
+        tokens: bytes,
+        namespace: str,
+        cell_bytes: int,
+        read: Callable[[int, int], list[Buffer]],
     ) -> Run | None:
         """Store the full blocks of some tokens; return the new run, or None if nothing was stored.
 
-        ``read(first, n)`` returns the bytes of n cells.
+        ``read(first, n)`` returns the bytes of n blocks, from a token on.
         """
         size = self.block_cost(cell_bytes)
         run = self.tree.insert(tokens, size, namespace)
         if run is None:
             return None
         try:
-            for i in range(run.n_blocks):
-                first = (run.start + i) * self.block_size
-                run.payloads[i] = read(first, self.block_size)
+            run.payloads[:] = read(run.start * self.block_size, run.n_blocks)
         except BaseException:
             self.tree.remove(run)
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -67,7 +66,6 @@ def test_evaluates_what_is_new_and_nothing_else(
             alive.append(sequence)
         if len(alive) > 4:
             del alive[int(rng.integers(5))], sequence
-            gc.collect()
     stats = cache.stats()
     assert stats.evaluated == ctx.tokens_evaluated
     assert stats.requests == 60
@@ -147,7 +145,6 @@ def test_namespaces_share_nothing(make_context: Make) -> None:
     assert cache.sequence(tokens, namespace="b").reuse.evaluated == 40
     assert cache.sequence(tokens).reuse.evaluated == 1
     cache.clear("a")
-    gc.collect()
     assert cache.sequence(tokens).reuse.evaluated == 40
 
 
@@ -174,7 +171,6 @@ def test_pins_stay_until_they_are_released_or_expire(make_context: Make) -> None
     cache = PrefixCache(ctx, block_size=SIZE, ram_bytes=14 * SIZE * cell)
     kept = words(1, 40)
     cache.sequence([*kept, 7]).evaluate()
-    gc.collect()
     pin = cache.pin(kept)
     assert pin.n_tokens == 40
     expired = cache.pin(words(2, 40), ttl=0)
@@ -187,7 +183,6 @@ def test_pins_stay_until_they_are_released_or_expire(make_context: Make) -> None
 
     flood()
     assert cache.sequence([*kept, 9]).reuse.ram >= 40
-    gc.collect()
     pin.release()
     pin.release()
     flood()
@@ -231,7 +226,6 @@ def test_it_says_why(make_context: Make) -> None:
         assert again.reuse.reason == "all of it was known"
         first.close()
         del other, longer, again
-        gc.collect()
 
 
 def test_events_report_what_was_stored_and_dropped(make_context: Make) -> None:

@@ -166,7 +166,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._pool.note_time = self._evaluation.note
         self._open: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
         self._dropped: deque[Run] = deque()
-        self._pins = Pins(self._ram.tree)
+        self._pins = Pins(self._ram.tree, needs_rest=self._needs_rest)
         self._prefetches = Queue()
         self._sums = ReuseReport()
         self._requests = self._hits = 0
@@ -232,8 +232,9 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._sum(sequence._reuse)
         return sequence
 
-    def _joined(self, sequence: CachedSequence) -> None:
-        self._open.add(sequence)
+    def _joined(self, sequence: CachedSequence, parent: CachedSequence) -> None:
+        if parent in self._open:  # and was not cleared
+            self._open.add(sequence)
 
     # What sequences give ------------------------------------------------------------------------
 
@@ -314,6 +315,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._check_open()
             space = None if namespace is None else as_namespace(namespace)
             self._ram.clear(space)
+            self._events.withdraw(space)
             self._tiers.cancel(space)
             for sequence in list(self._open):
                 if space is None or sequence._namespace == space:

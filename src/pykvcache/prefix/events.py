@@ -86,7 +86,7 @@ class EventLog:
     """
 
     def __init__(self, max_bytes: int = 1 << 20) -> None:
-        self._events: deque[tuple[CacheEvent, int]] = deque()
+        self._events: deque[tuple[CacheEvent, int, str | None]] = deque()
         self._callbacks: list[Callable[[CacheEvent], object]] = []
         self._max_bytes = max_bytes
         self._nbytes = 0
@@ -120,17 +120,17 @@ class EventLog:
         with self._lock:
             if not self._events:
                 return None
-            event, size = self._events.popleft()
+            event, size, _ = self._events.popleft()
             self._nbytes -= size
             return event
 
-    def add(self, event: CacheEvent) -> None:
-        """Note an event, and call who subscribed."""
+    def add(self, event: CacheEvent, namespace: str | None = None) -> None:
+        """Note an event, and call who subscribed; `namespace`: whose tokens it names."""
         packed = _packed(event)
         size = _size(packed)
         if size <= self._max_bytes:
             with self._lock:
-                self._events.append((packed, size))
+                self._events.append((packed, size, namespace))
                 self._nbytes += size
             while self._nbytes > self._max_bytes and self._taken() is not None:
                 pass
@@ -139,6 +139,34 @@ class EventLog:
                 callback(event)
             except Exception:
                 _log.exception("a subscriber of cache events failed")
+
+
+    def withdraw(self, namespace: str | None) -> None:
+        """Forget the tokens of a namespace, or of all, that wait; who reads on misses nothing.
+
+        Events of blocks that came and went meanwhile are dropped; those that were read about
+        before are still reported as removed.
+        """
+        with self._lock:
+            waiting, unread = list(self._events), set[bytes]()
+            self._events.clear()
+            for event, size, space in waiting:
+                if space is not None and namespace in (None, space):
+                    assert isinstance(event, BlockStored)
+                    unread.update(event.block_hashes)
+                elif (
+                    isinstance(event, BlockRemoved)
+                    and event.medium == "CPU"
+                    and not unread.isdisjoint(event.block_hashes)
+                ):
+                    left = tuple(name for name in event.block_hashes if name not in unread)
+                    unread.difference_update(event.block_hashes)
+                    if left:
+                        event = replace(event, block_hashes=left)
+                        self._events.append((event, _size(event), space))
+                else:
+                    self._events.append((event, size, space))
+            self._nbytes = sum(size for _, size, _ in self._events)
 
 
 def _packed(event: CacheEvent) -> CacheEvent:

@@ -114,5 +114,6 @@ class KeepMethods:
         parent = run.parent
         before = None if parent is None or parent.is_root else parent.last_name
         ids = tuple(np.frombuffer(run.text, np.uint32).tolist())
-        self._events.add(BlockStored(tuple(run.names), before, ids, self._block_size))
+        event = BlockStored(tuple(run.names), before, ids, self._block_size)
+        self._events.add(event, run.root.namespace)
         self._ram.fit()

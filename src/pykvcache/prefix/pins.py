@@ -43,17 +43,20 @@ class Pin:
 class Pins:
     """The pins of one cache. The pool's lock is held."""
 
-    def __init__(self, tree: BlockTree) -> None:
-        self._tree = tree
+    def __init__(self, tree: BlockTree, *, needs_rest: bool = False) -> None:
+        self._tree, self._needs_rest = tree, needs_rest
         self._pins: dict[Pin, None] = {}
 
     def add(self, pool: SequencePool, tokens: bytes, namespace: str, until: float | None) -> Pin:
         """Hold what is known of some tokens."""
         match = self._tree.match(tokens, namespace)
         run = None if match.run.is_root else self._tree.use(match)
+        if self._needs_rest:
+            run = match.checkpoint  # without it the blocks serve nobody; it keeps those before it
         if run is not None:
             self._tree.hold(run)
-        pin = Pin(self, pool, run, match.n_blocks * self._tree.block_size, until)
+        n_blocks = 0 if run is None else run.end
+        pin = Pin(self, pool, run, n_blocks * self._tree.block_size, until)
         if run is not None:
             self._pins[pin] = None
         return pin

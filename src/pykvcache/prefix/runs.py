@@ -122,6 +122,14 @@ class Run:
         return self.parent is None
 
     @property
+    def root(self) -> Run:
+        """Where its path begins."""
+        run = self
+        while run.parent is not None:
+            run = run.parent
+        return run
+
+    @property
     def end(self) -> int:
         """Blocks of the path up to the end of this run."""
         return self.start + (0 if self.is_checkpoint else self.n_blocks)

@@ -23,8 +23,8 @@ __all__ = ["CachedSequence"]
 class Owner(Protocol):
     """What a sequence needs of its `PrefixCache`."""
 
-    def _joined(self, sequence: CachedSequence) -> None:
-        """Take note of a new sequence, a fork of one that is known."""
+    def _joined(self, sequence: CachedSequence, parent: CachedSequence) -> None:
+        """Take note of a new sequence, a fork of another; of one that was cleared it is not."""
 
     def _let_go(self, run: Run) -> None:
         """Release what a dropped sequence held, once no other call is running."""
@@ -67,7 +67,7 @@ class CachedSequence(LlamaSequence):
         evaluated = len(child) - child.n_evaluated
         child._reuse = ReuseReport(len(child), live=child.n_evaluated, evaluated=evaluated)
         child._held_run = None
-        self._cache._joined(child)
+        self._cache._joined(child, self)
         return child
 
     def _evaluated(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pykvcache import LlamaContext, PrefixCache
+from pykvcache.prefix.events import BlockRemoved, BlockStored
 
 Make = Callable[..., LlamaContext]
 
@@ -100,3 +101,62 @@ def test_tokens_that_a_block_holds_are_not_kept_twice(make_context: Make) -> Non
     assert sum(node.n_tokens for node in tree) == 93
     with cache.sequence([*chat[:40], 5]) as sequence:
         assert sequence.reuse.evaluated == 1
+
+
+def test_a_fork_of_what_was_cleared_is_shared_with_nobody(make_context: Make) -> None:
+    ctx = make_context("llama", n_seq_max=4)
+    cache = PrefixCache(ctx, block_size=8)
+    tokens = words(1, 40)
+    before = cache.sequence(tokens)
+    before.evaluate()
+    cache.clear()
+    fork = before.fork()
+    assert cache.sequence(tokens).reuse.evaluated == 40
+    fork.close()
+    before.close()
+    assert cache.sequence(tokens).reuse.evaluated == 40
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba", "jamba", "gemma3"])
+def test_a_pin_keeps_what_makes_its_blocks_usable(name: str, make_context: Make) -> None:
+    """Blocks without the state beside them are of no use where a memory has other parts."""
+    ctx = make_context(name, n_ctx=512, n_seq_max=2, swa_full=False)
+    cache = PrefixCache(ctx, block_size=8, ram_bytes=300_000, policy="fifo")
+    kept = words(1, 40)
+    with cache.sequence(kept) as sequence:
+        sequence.evaluate()
+    pin = cache.pin([*kept, 9])
+    assert pin.n_tokens == 40
+    for i in range(40):
+        with cache.sequence(words(200 + i, 60)) as sequence:
+            sequence.evaluate()
+    assert cache.stats().removed
+    assert pin.n_tokens == 40
+    assert cache.sequence([*kept, 9]).reuse.ram == 40
+    pin.release()
+    assert pin.n_tokens == 0
+
+
+def test_waiting_events_forget_the_tokens_of_a_tenant_that_is_cleared(make_context: Make) -> None:
+    ctx = make_context("llama", n_seq_max=2)
+    cache = PrefixCache(ctx, block_size=8)
+
+    def store(seed: int, space: str) -> None:
+        with cache.sequence(words(seed, 40), namespace=space) as sequence:
+            sequence.evaluate()
+
+    store(1, "a")
+    assert isinstance(next(iter(cache.events)), BlockStored)  # is read
+    store(2, "a")
+    store(3, "b")
+    cache.clear("a")
+    stored, removed = list(cache.events)
+    assert isinstance(stored, BlockStored)
+    assert list(stored.token_ids) == words(3, 40)
+    assert isinstance(removed, BlockRemoved)
+    assert len(removed.block_hashes) == 5  # of what was read about
+    store(4, "b")
+    assert cache.events.nbytes > 0
+    cache.clear()
+    assert [type(event).__name__ for event in cache.events] == ["BlockRemoved", "AllBlocksCleared"]
+    assert cache.events.nbytes == 0

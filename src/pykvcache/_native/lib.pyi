@@ -17,6 +17,7 @@ _Bytes = npt.NDArray[np.uint8]
 _Members = tuple[_Ints, _Ints]
 # Cells as split_state gives and set_parts takes them: positions, extensions, members, rows.
 _SplitCells = tuple[_Ints, _Ints | None, _Members | None, list[tuple[int, int]]]
+_Blocks = list[tuple[_Bytes, int, int]]
 _GivenCells = tuple[_Ints, _Ints | None, _Members | None, list[_Bytes]]
 
 def system_info() -> dict[str, Any]: ...
@@ -225,6 +226,8 @@ class Partial:
     @property
     def nbytes(self) -> int: ...
 
+_Rest = Partial | None
+
 class Blocks(State):
     def block_bytes(self) -> int: ...
     def get_blocks(
@@ -240,16 +243,9 @@ class Blocks(State):
         parts: list[list[_GivenCells]],
         firsts: list[tuple[int, int]] | None,
     ) -> None: ...
-    def check_blocks(
-        self, blocks: list[tuple[_Bytes, int, int]], rest: Partial | None = ...
-    ) -> None: ...
+    def check_blocks(self, blocks: _Blocks, rest: _Rest = ...) -> None: ...
     def set_blocks(
-        self,
-        seq_id: SupportsIndex,
-        blocks: list[tuple[_Bytes, int, int]],
-        rest: Partial | None = ...,
-        *,
-        known_values: bool = ...,
+        self, seq_id: SupportsIndex, blocks: _Blocks, rest: _Rest = ..., *, known_values: bool = ...
     ) -> None: ...
 
 class Partials(Blocks):

@@ -140,7 +140,6 @@ class EventLog:
             except Exception:
                 _log.exception("a subscriber of cache events failed")
 
-
     def withdraw(self, namespace: str | None) -> None:
         """Forget the tokens of a namespace, or of all, that wait; who reads on misses nothing.
 

@@ -229,7 +229,7 @@ class PrefetchMethods(TierMethods):
                 return False  # what was before it had to go
             if known < first + len(good):
                 added = self._ram.add(
-                    text, space, self._cell_bytes, lambda at, _: good[at // size - first]
+                    text, space, self._cell_bytes, lambda at, n: good[at // size - first :][:n]
                 )
                 if added is not None:
                     self._stored(added)

@@ -147,7 +147,9 @@ class Schedule:
         bool
             Whether somebody may run now.
         """
-        cache, seeking = self.cache, self._seeking()
+        cache = self.cache
+        # The list itself changes with the lock held only.
+        seeking = [one for one in self._sought if one._pending is not None]
         if self.running or cache is None or not seeking:
             return False
         seconds = min(cache._patience(one) for one in seeking)

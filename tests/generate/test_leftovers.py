@@ -103,10 +103,14 @@ def test_a_sequence_whose_request_ended_frees_its_cells_when_it_is_dropped(
     ctx = make_context("llama")
     generator = BatchGenerator(ctx)
     for n in (1, 2):
-        handles = [generator.submit(LlamaSequence(ctx, words(i, 9)), 5) for i in range(n)]
+        handles = [generator.submit(LlamaSequence(ctx, words(i, 9)), 50) for i in range(n)]
+        for _ in range(3):
+            generator.step()
+        for handle in handles:
+            handle.abort()
         generator.run()
         assert len(ctx.sequences()) == n
-        del handles
+        del handles, handle
         assert not ctx.sequences()
 
 

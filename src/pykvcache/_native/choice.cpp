@@ -1,6 +1,7 @@
 #include "choice.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 namespace pykv {
@@ -10,7 +11,61 @@ namespace {
 constexpr float INF = std::numeric_limits<float>::infinity();
 // What a division by a temperature may reach before infinity; float32 ends at 3.4e38.
 constexpr float LOGIT_MAX = 1e38f;
-constexpr int32_t LANES = 16;
+// Logits of which the largest is found at once, and then looked for.
+constexpr int32_t BLOCK = 512;
+
+struct block_facts {
+    float largest;  // NaN counts for nothing
+    bool  is_finite;  // or -inf
+};
+
+block_facts look_at(const float * row, int32_t n) noexcept {
+    block_facts found{-INF, true};
+    int32_t     i = 0;
+#if defined(__GNUC__)
+    // Left to itself the compiler takes them one by one. 16 bytes: what every x86-64 and arm64 has.
+    using floats = float __attribute__((vector_size(16)));
+    using ints = int32_t __attribute__((vector_size(16)));
+    const floats inf = floats{} + INF;
+    floats a = -inf, b = a, c = a, d = a;
+    ints   wrong{};
+    for (; i + 16 <= n; i += 16) {
+        floats x[4];
+        std::memcpy(x, row + i, sizeof x);
+        wrong |= ~((x[0] < inf) & (x[1] < inf) & (x[2] < inf) & (x[3] < inf));
+        a = x[0] > a ? x[0] : a;
+        b = x[1] > b ? x[1] : b;
+        c = x[2] > c ? x[2] : c;
+        d = x[3] > d ? x[3] : d;
+    }
+    for (int32_t j = 0; j < 4; ++j) {
+        found.largest = std::max({found.largest, a[j], b[j], c[j], d[j]});
+        found.is_finite &= wrong[j] == 0;
+    }
+#endif
+    for (; i < n; ++i) {
+        found.is_finite &= row[i] < INF;
+        found.largest = row[i] > found.largest ? row[i] : found.largest;
+    }
+    return found;
+}
+
+// Four side by side: one after the other each would wait for the one before.
+float largest_logit(const llama_token_data_array & found) noexcept {
+    const llama_token_data * const data = found.data;
+    float  a = -INF, b = -INF, c = -INF, d = -INF;
+    size_t t = 0;
+    for (; t + 4 <= found.size; t += 4) {
+        a = std::max(a, data[t].logit);
+        b = std::max(b, data[t + 1].logit);
+        c = std::max(c, data[t + 2].logit);
+        d = std::max(d, data[t + 3].logit);
+    }
+    for (; t < found.size; ++t) {
+        a = std::max(a, data[t].logit);
+    }
+    return std::max({a, b, c, d});
+}
 
 }  // namespace
 
@@ -24,47 +79,47 @@ chooser::~chooser() {
 
 // The first of the largest logits, as llama.cpp's greedy sampler finds it, without a list of candidates.
 int32_t chooser::largest_of(const float * row, int32_t n, llama_token & token) noexcept {
-    // Side by side, so that the compiler can take several at once.
-    float   largest[LANES];
-    int32_t wrong[LANES];
-    std::fill_n(largest, LANES, -INF);
-    std::fill_n(wrong, LANES, 0);
-    int32_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        for (int32_t j = 0; j < LANES; ++j) {
-            const float x = row[i + j];
-            wrong[j] |= !(x < INF);
-            largest[j] = x > largest[j] ? x : largest[j];
+    float   most = -INF;
+    int32_t at = 0;
+    for (int32_t i = 0; i < n; i += BLOCK) {
+        const block_facts block = look_at(row + i, std::min(BLOCK, n - i));
+        if (!block.is_finite) {
+            return not_finite(row, n);
+        }
+        if (block.largest > most) {
+            most = block.largest;
+            at = i;
         }
     }
-    for (; i < n; ++i) {
-        wrong[0] |= !(row[i] < INF);
-        largest[0] = row[i] > largest[0] ? row[i] : largest[0];
-    }
-    if (std::any_of(wrong, wrong + LANES, [](int32_t is) { return is != 0; })) {
-        where = llama_token(std::find_if(row, row + n, [](float x) { return !(x < INF); }) - row);
-        return row[where] != row[where] ? CHOICE_NAN : CHOICE_INFINITE;
-    }
-    const float most = *std::max_element(largest, largest + LANES);
     if (most == -INF) {
         return CHOICE_NONE_LEFT;
     }
-    token = llama_token(std::find(row, row + n, most) - row);
+    token = llama_token(std::find(row + at, row + n, most) - row);
     return CHOSEN;
 }
 
+// NaN, and infinity: among several of it nothing is likelier than the rest.
+int32_t chooser::not_finite(const float * row, int32_t n) noexcept {
+    where = llama_token(std::find_if(row, row + n, [](float x) { return !(x < INF); }) - row);
+    return row[where] != row[where] ? CHOICE_NAN : CHOICE_INFINITE;
+}
+
 int32_t chooser::narrowed(const float * row, int32_t n, candidate_list & list) {
-    list.resize(size_t(n));
-    for (int32_t t = 0; t < n; ++t) {
-        // NaN, and infinity: among several of it nothing is likelier than the rest.
-        if (!(row[t] < INF)) {
-            where = t;
-            return row[t] != row[t] ? CHOICE_NAN : CHOICE_INFINITE;
-        }
-        list[size_t(t)] = {t, row[t], 0};
+    const block_facts facts = look_at(row, n);
+    if (!facts.is_finite) {
+        return not_finite(row, n);
     }
+    list.resize(size_t(n));
+    llama_token_data * const data = list.data();
+    for (int32_t t = 0; t < n; ++t) {
+        data[t] = {t, row[t], 0};
+    }
+    float largest = facts.largest;
+    bool  is_known = !grammar && !penalties;
     for (const auto & one : bias) {
-        list[size_t(one.token)].logit += one.bias;
+        is_known &= row[one.token] < facts.largest;
+        data[one.token].logit += one.bias;
+        largest = std::max(largest, data[one.token].logit);
     }
     found = {list.data(), list.size(), -1, false};
     stage = STAGE_GRAMMAR;
@@ -75,9 +130,8 @@ int32_t chooser::narrowed(const float * row, int32_t n, candidate_list & list) {
     if (penalties) {
         llama_sampler_apply(penalties, &found);
     }
-    float largest = -INF;
-    for (size_t t = 0; t < found.size; ++t) {
-        largest = std::max(largest, found.data[t].logit);
+    if (!is_known) {
+        largest = largest_logit(found);
     }
     if (largest == INF) {
         return CHOICE_TOO_LARGE;

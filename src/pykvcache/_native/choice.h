@@ -52,6 +52,7 @@ class chooser {
   private:
     int32_t narrowed(const float * row, int32_t n, candidate_list & list);
     int32_t largest_of(const float * row, int32_t n, llama_token & token) noexcept;
+    int32_t not_finite(const float * row, int32_t n) noexcept;
 };
 
 }  // namespace pykv

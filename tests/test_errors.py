@@ -11,9 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler, errors
+from pykvcache import (
+    BatchGenerator,
+    LlamaContext,
+    LlamaSequence,
+    PrefixCache,
+    Sampler,
+    errors,
+)
 
 FACTS: list[errors.KvCacheError] = [
     errors.SeqIdTooLarge(2**40),
@@ -207,3 +215,23 @@ def test_no_room_says_how_much_there_is(make_context: Any) -> None:
     with pytest.raises(errors.NoKvCacheSlot) as caught:
         BatchGenerator(ctx).submit([5] * 300, 1)
     assert (caught.value.n_tokens, caught.value.n_cells) == (300, 256)
+
+
+WRONG: list[Callable[[LlamaContext, Any], Any]] = [
+    lambda c, wrong: c.model.token_to_piece(5, special=wrong),
+    lambda c, wrong: c.model.detokenize([5], special=wrong),
+    lambda c, wrong: c.model.tokenize("a", parse_special=wrong),
+    lambda c, wrong: LlamaSequence(c, [5]).save("never", metadata=wrong),
+    lambda c, wrong: c.sequence_state(0).to_bytes(checksum=wrong),
+    lambda c, wrong: PrefixCache(c).tree(wrong),
+]
+
+
+@pytest.mark.parametrize("call", WRONG)
+def test_what_is_not_even_a_value_of_that_kind_is_a_type_error(
+    make_context: Any, call: Callable[[LlamaContext, Any], Any]
+) -> None:
+    """Such values reached NumPy or `dict`, which raised a ValueError about something else."""
+    for wrong in (np.zeros(3), ["x"], 3.5):
+        with pytest.raises(TypeError):
+            call(ctx_of(make_context), wrong)

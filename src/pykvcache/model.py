@@ -228,7 +228,9 @@ class LlamaModel(ModelFacts, Closing):
             text = text.encode("utf-8", "surrogatepass")
         elif not isinstance(text, bytes):
             raise TypeError(f"text must be str or bytes, not {type(text).__name__}")
-        return self._native.tokenize(text, bool(add_special), bool(parse_special))
+        return self._native.tokenize(
+            text, as_bool(add_special, "add_special"), as_bool(parse_special, "parse_special")
+        )
 
     def detokenize(self, tokens: TokenInput, *, special: bool = False) -> str:
         """Convert tokens to text of up to 2 GiB (``llama_detokenize``).
@@ -245,12 +247,13 @@ class LlamaModel(ModelFacts, Closing):
         str
             Bytes that are not UTF-8 (a character cut in two) become U+FFFD.
         """
-        flags = (not special, bool(special), TEXT_BYTES_MAX)
+        special = as_bool(special, "special")
+        flags = (not special, special, TEXT_BYTES_MAX)
         return self._native.detokenize(as_token_array(tokens), *flags).decode("utf-8", "replace")
 
     def token_to_piece(self, token: SupportsIndex, *, special: bool = False) -> bytes:
         """Return the bytes of one token (``llama_token_to_piece``)."""
-        return self._native.token_to_piece(token, bool(special))
+        return self._native.token_to_piece(token, as_bool(special, "special"))
 
     def apply_chat_template(
         self,

@@ -104,7 +104,7 @@ cdef class Outputs(Partials):
             why = "this context has not decoded yet, and what is restored brings none: decode a token"
         elif self.seqs.was_restored():
             why = _RESTORED
-        return IndexError(f"there are no {what}: {why}")
+        return OutOfRangeError(f"there are no {what}: {why}", what=what)
 
     cdef int check_held(self, int place, object i, str what) except -1:
         if not self.seqs.row_is_held(place):

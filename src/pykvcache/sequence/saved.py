@@ -9,7 +9,7 @@ import numpy as np
 
 from pykvcache.errors import StateDamaged
 from pykvcache.state import SequenceState
-from pykvcache.state.saved import Path
+from pykvcache.state.saved import Path, check_metadata
 
 if TYPE_CHECKING:
     from pykvcache.sequence.cells import SequenceCells
@@ -25,11 +25,12 @@ def save_sequence(
 ) -> int:
     """Write a sequence; what the memory holds too much is dropped first."""
     ledger = cells.ledger
+    given = check_metadata(metadata)
     seq_id = cells.attach()
     cells.rewind(ledger.n_evaluated)
     note: dict[str, Any] = {PENDING: ledger.pending.tolist()}
     if metadata is not None:
-        note[METADATA] = dict(metadata)
+        note[METADATA] = given
     if ledger.shifted_at is not None:
         note[SHIFTED] = ledger.shifted_at
     evaluated = ledger.part(0, ledger.n_evaluated)

@@ -35,6 +35,8 @@ def best_checksum() -> str:
 
 def find_checksum(name: str) -> str:
     """Return the name if files with it can be read here."""
+    if not isinstance(name, str):
+        raise TypeError(f"checksum must be a str, not {type(name).__name__}")
     if name not in _SIZES:
         known = ", ".join(_SIZES)
         raise StateVersionError(

@@ -127,7 +127,9 @@ class Saved(ABC):
             "user": json.dumps(self._metadata),
             **self._text(),
         }
-        return pack(text, self._tensors(), find_checksum(checksum or best_checksum()))
+        return pack(
+            text, self._tensors(), find_checksum(best_checksum() if checksum is None else checksum)
+        )
 
     def to_bytes(self, *, checksum: str | None = None) -> bytes:
         """Return the file that `save` writes."""
@@ -230,8 +232,10 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     try:
         _check_nested(dict(metadata), 0)
         text = json.dumps(dict(metadata), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise type(error)(f"metadata must be JSON: {error}") from None
+    except TypeError as error:
+        raise TypeError(f"metadata must be JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"metadata must be JSON: {error}", "metadata") from None
     copy: dict[str, Any] = json.loads(text)
     return copy
 

@@ -26,7 +26,8 @@ struct block_part {
     uint32_t        n, used;
 };
 
-// The state of one sequence that begins at 0. `rest`: a partial state, whose parts come after the attention part; empty where there are none.
+// The state of one sequence that begins at 0. `rest`: a partial state, whose parts come after the attention part;
+// empty where the memory has no other parts.
 int32_t block_join(const memory * m, bool v_trans, const std::vector<block_part> & blocks, state_piece rest,
                    joined_state & out) noexcept;
 

@@ -1,5 +1,5 @@
 // Every function that changes a context's memory. They can be called by sequence_facts alone, which
-// keeps what is known of the sequences in step (sequences.h): nobody else can make the key.
+// keeps what is known of the sequences in step (sequences.h): no other class can make the key.
 #pragma once
 
 #include "guarded.h"

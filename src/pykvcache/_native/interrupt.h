@@ -1,4 +1,4 @@
-// Ctrl-C in the middle of a long text: whatever walks along it asks now and then whether to go on.
+// Ctrl-C in the middle of a long text: every loop over it asks now and then whether to go on.
 #pragma once
 
 #include <chrono>
@@ -9,7 +9,7 @@ namespace pykv {
 // Thrown out of the walk; no std::exception, so that no handler of llama.cpp's takes it.
 struct interrupted {};
 
-// Who is asked on this thread: nobody, unless the call can be interrupted.
+// What is asked on this thread whether to stop; null unless the call can be interrupted.
 struct listener {
     bool (*stops)(void * who) = nullptr;
     void *   who   = nullptr;

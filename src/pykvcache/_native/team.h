@@ -1,8 +1,8 @@
 // The threads that compute: teams of a calling thread and workers that wait for it.
 //
 // parallel.cpp runs ggml's OpenMP regions on them. A thread that the system refuses makes a smaller
-// team, no more. Who waits spins for some microseconds and then sleeps, so that other programs get the
-// processor.
+// team, no more. A thread that waits spins for some microseconds and then sleeps, so that
+// other programs get the processor.
 #pragma once
 
 #include <atomic>
@@ -36,7 +36,7 @@ class alignas(LINE) turnstile {
     std::atomic<uint32_t> sleepers{0};
 };
 
-// Meets of all threads of a team; nobody waits any more once it is broken.
+// A barrier for all threads of a team; once it is broken, no thread waits at it.
 class barrier {
   public:
     // False if it is broken.

@@ -1,4 +1,4 @@
-"""llama.cpp's own state files: what is in them, and that no other file gets into a context.
+"""llama.cpp's own state files: what they contain, and that every other file is refused.
 
 `test_llama_peer.py` compares with llama.cpp itself.
 """
@@ -65,7 +65,7 @@ def server_tokens(tokens: Any, media: tuple[tuple[int, bytes], ...] = ()) -> byt
 
 @pytest.fixture
 def taken(make_context: ContextFactory) -> tuple[LlamaContext, bytes, bytes]:
-    """A context with other things in it, and the raw states of 12 tokens and of all."""
+    """A context that has gone on since, and raw states of its 12 tokens and of all of it."""
     ctx = make_context("llama")
     ctx.decode(TOKENS, seq_id=1)
     sequence, whole = ctx.get_state(1).tobytes(), ctx.get_state().tobytes()
@@ -137,7 +137,7 @@ def test_tokens_are_as_many_as_the_positions(
 def test_tokens_of_llama_server_are_unpacked(
     taken: tuple[LlamaContext, bytes, bytes], tmp_path: Path
 ) -> None:
-    """Its newer slots pack them, whatever their version; before, they were plain."""
+    """Newer servers pack them, whatever the version of the file; older ones wrote them plainly."""
     ctx, sequence, _ = taken
     image = (*TOKENS[:4], -1, -1, -1, *TOKENS[7:])
     plain, own = packed(*TOKENS), server_tokens(TOKENS)
@@ -153,17 +153,17 @@ def test_tokens_of_llama_server_are_unpacked(
 
 IMAGE = server_tokens((5, -1, 6), ((1, b"chunk"),))
 WRONG: dict[str, tuple[bytes, type[StateError]]] = {
-    "nothing behind the mark": (packed(-1), StateDamaged),
+    "nothing after the mark": (packed(-1), StateDamaged),
     "another version": (packed(-1, 2, 0, 0), StateVersionError),
     "too many tokens": (packed(-1, 1, 2**32 - 1, 5), StateDamaged),
     "no media": (packed(-1, 1, 1, 5), StateDamaged),
     "too many media": (packed(-1, 1, 1, -1, 2**31, 0), StateDamaged),
     "media where a token is": (server_tokens((5, 6), ((1, b"chunk"),)), StateDamaged),
-    "media behind the tokens": (server_tokens((5, -1), ((2, b"chunk"),)), StateDamaged),
-    "no chunk": (IMAGE[:-12], StateDamaged),
-    "a chunk that is cut": (IMAGE[:-8], StateDamaged),
-    "something behind": (IMAGE + packed(0), StateDamaged),
-    "a place without media": (server_tokens((5, -1)), StateDamaged),
+    "media after the last token": (server_tokens((5, -1), ((2, b"chunk"),)), StateDamaged),
+    "no data of the media": (IMAGE[:-12], StateDamaged),
+    "data of the media cut short": (IMAGE[:-8], StateDamaged),
+    "words after the end": (IMAGE + packed(0), StateDamaged),
+    "a media place without media": (server_tokens((5, -1)), StateDamaged),
     "a token below 0": (server_tokens((5, -2)), StateModelMismatch),
     "a plain token below 0": (packed(5, -1), StateModelMismatch),
     "a token of another model": (packed(5, 10**6), StateModelMismatch),
@@ -250,10 +250,10 @@ def test_every_truncation_is_refused(
 
 @pytest.mark.parametrize("kind", ["sequence", "context"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
-def test_damage_raises_one_of_the_errors_or_is_in_what_no_one_can_check(
+def test_damage_before_the_values_is_an_error_or_another_valid_state(
     kind: str, name: str, make_context: ContextFactory, tmp_path: Path
 ) -> None:
-    """Random bytes in front of the values: an error with nothing changed, or a state."""
+    """Random bytes before the values: an error with nothing changed, or another valid state."""
     ctx = make_context(name)
     ctx.decode(TOKENS, seq_id=1)
     seq_id = 1 if kind == "sequence" else None
@@ -318,7 +318,7 @@ def test_the_file_of_another_memory_is_refused(
 def test_an_old_file_does_not_say_whether_keys_are_rotated(
     make_context: ContextFactory, tmp_path: Path
 ) -> None:
-    """Quantised keys are stored in a Hadamard basis since some time between the versions."""
+    """Between the two versions quantised keys began to be stored in a Hadamard basis."""
     ctx = make_context("llama_h64", type_k="q8_0")
     ctx.decode(TOKENS)
     ctx.save_llama_file(tmp_path / "f", 0, TOKENS)
@@ -375,7 +375,7 @@ def test_a_save_that_fails_leaves_the_old_file(
 def test_the_example_of_the_document_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """docs/state-format.md: a slot of llama-server, gone on with and given back."""
+    """docs/state-format.md: a slot of llama-server is loaded, continued and written again."""
     text = (Path(__file__).parents[2] / "docs" / "state-format.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)

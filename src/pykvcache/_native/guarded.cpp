@@ -1,8 +1,15 @@
 // The hooks behind guarded.h: a log queue and the throwing abort callback.
 #include "guarded.h"
 
+#if defined(__unix__) || defined(__APPLE__)
+#define PYKVCACHE_THREAD_KEYS
+#include <cxxabi.h>
+#include <pthread.h>
+#endif
+
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <deque>
 #include <mutex>
 #include <utility>
@@ -54,6 +61,16 @@ std::atomic<int>  log_threshold{GGML_LOG_LEVEL_WARN};
 
 ggml_abort_callback_t previous_abort = nullptr;
 
+#ifdef PYKVCACHE_THREAD_KEYS
+pthread_key_t ready_key() {
+    static const pthread_key_t key = [] {
+        pthread_key_t made = 0;
+        return pthread_key_create(&made, nullptr) == 0 ? made : pthread_key_t(-1);
+    }();
+    return key;
+}
+#endif
+
 void on_log(ggml_log_level level, const char * text, void *) {
     if (guard.muted) {
         return;
@@ -99,12 +116,34 @@ void on_abort(const char * message) {
 
 }  // namespace
 
+bool ready_thread() noexcept {
+#ifdef PYKVCACHE_THREAD_KEYS
+    // No thread_local says whether it was done: using one is what may fail.
+    if (pthread_getspecific(ready_key())) {
+        return true;
+    }
+    constexpr size_t ROOM = 16384;  // more than the thread-local data of this library and of libstdc++
+    void * volatile room = std::malloc(ROOM);
+    if (!room) {
+        return false;
+    }
+    std::free(room);
+    // Its header calls it a function without effect: the result must seem to be of use.
+    void * volatile used = abi::__cxa_get_globals();
+    (void) used;
+    caught_text.clear();  // its first use registers a destructor
+    pthread_setspecific(ready_key(), &log_waiting);
+#endif
+    return true;
+}
+
 void install_hooks() {
     static bool done = false;
     if (done) {
         return;
     }
     done = true;
+    ready_thread();
     llama_log_set(on_log, nullptr);
     previous_abort = ggml_set_abort_callback(on_abort);
     llama_backend_init();

@@ -47,6 +47,7 @@ struct guard_state {
     bool caught = false;  // whether there is a text to forget
     bool refused = false; // whether ggml was refused memory: its assertion says something else
     bool muted = false;   // while something is tried whose failure is reported elsewhere
+    bool ready = false;   // see ready_thread()
 };
 // Constant at first and trivial at the end: reading it needs no hidden call.
 inline thread_local guard_state guard;
@@ -61,9 +62,16 @@ struct assertions_throw {
     assertions_throw & operator=(const assertions_throw &) = delete;
 };
 
+// Make what a thread's first exception needs, while there is memory for it: glibc makes thread-local data
+// when it is used first, and ends the process where it cannot. False if there is no memory.
+bool ready_thread() noexcept;
+
 template <class R, class F> R guarded(R on_error, F && call) noexcept {
     R result = on_error;
     guard_state & mine = guard;
+    if (!mine.ready) {
+        mine.ready = pykv::ready_thread();
+    }
     if (mine.depth++ == 0) {
         mine.refused = false;
     }

@@ -118,6 +118,8 @@ cdef class Handle:
         The GIL is released only when another thread holds the lock.
         """
         self.check_process()
+        if not lib.ready_thread():
+            raise MemoryError("there is no memory for this thread's first call")
         if not self.lock.try_lock():
             if self.lock.is_mine():
                 raise RuntimeError("a callback of this context called the context itself")

@@ -27,6 +27,7 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     void install_hooks() except +
     const string& caught()
     bool caught_memory()
+    bool ready_thread()
     void begin_notes()
     string take_notes()
     void set_log_threshold(int level)

@@ -282,6 +282,12 @@ class Fuzz(Arguments):
     def sweep(self) -> None:
         """Every member of an object of each kind, alive and then closed."""
         made = [LlamaModel(self.path), LlamaContext(self.models[0]), LlamaBatch(), Sampler()]
+        # What chance gives seldom: a view of cells, a handle of a request.
+        self.call("LlamaContext.decode", made[1].decode, ([5, 6, 7],), {})
+        self.call("LlamaContext.kv", made[1].kv, (0,), {"copy": False})
+        generator = self.call("BatchGenerator", BatchGenerator, (made[1],), {})
+        if generator is not None:
+            self.call("BatchGenerator.submit", generator.submit, ([5, 6], 2), {})
         made += self.pool[LlamaSequence][:1] + self.pool[BatchGenerator][:1]
         made += self.pool[PrefixCache][:1]
         for one in [*made, *(pool[0] for kind in GIVEN if (pool := self.pool[kind]))]:

@@ -54,7 +54,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         env=os.environ | env,
         capture_output=True,
         text=True,
-        timeout=(60 + CALLS / 50) * SLOWER,
+        timeout=(60 + CALLS / 25) * SLOWER,
         check=False,
     )
 

@@ -13,7 +13,7 @@ CALLS ?= 100000
 
 # What the compiled layer is made of: a change of any of these rebuilds it, a change of a .py does not.
 NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.py \
-          $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/* src/pykvcache/_native/cpu/* src/pykvcache/_native/fast/* src/pykvcache/_native/plain/*)) $(wildcard models/*.gguf)
+          $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/* src/pykvcache/_native/cpu/* src/pykvcache/_native/fast/* src/pykvcache/_native/plain/* src/pykvcache/_native/rpc/*)) $(wildcard models/*.gguf)
 
 .DEFAULT_GOAL := help
 .PHONY: FORCE help venv demo docs test fuzz test-arrays test-device test-plain test-wheel asan lint format wheel bench clean

@@ -68,20 +68,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # A server ends with the process that asks, not before: models are freed at its very end.
 _servers: list[subprocess.Popen[bytes]] = []
+_connections: list[Any] = []
 _SERVER = """
 import os, sys, threading
 from pykvcache._native import lib
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-lib.rpc_serve(os.fsencode(sys.argv[1]))
+lib.rpc_serve(sys.argv[1], 1, ["CPU"])
 """
 
 
-def _serve_rpc() -> bytes:
+def _serve_rpc() -> str:
     """Start a server in another process; return its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    endpoint = f"127.0.0.1:{port}".encode()
+    endpoint = f"127.0.0.1:{port}"
     server = subprocess.Popen(
         [sys.executable, "-c", _SERVER, endpoint], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
@@ -106,7 +107,8 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     from pykvcache._native import lib
 
     if kind == "rpc":
-        lib.rpc_connect(_serve_rpc())
+        _connections.append(lib.Server(_serve_rpc(), 60.0))
+        _connections[-1].register()
     if lib.devices() == ["CPU"]:
         pytest.exit("--device: this build has no device but the CPU", 4)
     defaults = LlamaModel.__init__.__kwdefaults__

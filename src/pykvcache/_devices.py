@@ -1,8 +1,9 @@
-"""What ggml computes on: the devices of this build, by name."""
+"""What ggml computes on: the devices of this build by name, and those of other machines."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -95,23 +96,65 @@ def chosen(names: object) -> list[bytes] | None:
     return found
 
 
-def shares(split: Sequence[float] | None, names: list[bytes] | None) -> list[float] | None:
+_ENDPOINT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9.])?:([0-9]{1,5})")
+
+
+def endpoints(names: object) -> list[str]:
+    """Return the addresses of RPC servers, checked."""
+    if names is None:
+        return []
+    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
+        raise TypeError(f"rpc must be a sequence of 'host:port', not {type(names).__name__}")
+    found: list[str] = []
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"rpc must hold texts, not {type(name).__name__}: {name!r}")
+        match = _ENDPOINT.fullmatch(name)
+        if match is None or not 1 <= int(match[2]) <= 65535:
+            raise ArgumentError(
+                f"rpc names {name!r}: it must be 'host:port', a name or an IPv4 address and a port "
+                "of 1 to 65535",
+                "rpc",
+                name,
+            )
+        if name in found:
+            raise ArgumentError(f"rpc names {name!r} twice", "rpc", name)
+        found.append(name)
+    if len(found) > lib.max_devices():
+        raise ValueError(
+            f"rpc has {len(found)} servers: llama.cpp takes {lib.max_devices()} devices"
+        )
+    return found
+
+
+def beside(names: list[bytes] | None) -> list[bytes]:
+    """Return the devices of this machine that share a model with servers."""
+    if names is not None:
+        return names
+    return [
+        name.encode()
+        for name, kind, backend, *_ in lib.device_facts()
+        if _KINDS[kind] in _TAKES_LAYERS and backend != "RPC"
+    ]
+
+
+def shares(split: Sequence[float] | None, n_devices: int) -> list[float] | None:
     """Return the share of each device, the largest being 1."""
     if split is None:
         return None
     if isinstance(split, (str, bytes)) or not isinstance(split, Iterable):
         raise TypeError(f"tensor_split must be a sequence of numbers, not {type(split).__name__}")
     values = [as_float(value, "tensor_split", 0.0, 1e30) for value in split]
-    if not names:
+    if not n_devices:
         raise ArgumentError(
             "tensor_split needs devices: one share for each that is named there", "devices"
         )
-    if len(values) != len(names):
+    if len(values) != n_devices:
         raise ArgumentError(
-            f"tensor_split has {len(values)} shares for {len(names)} devices",
+            f"tensor_split has {len(values)} shares for {n_devices} devices",
             "tensor_split",
             len(values),
-            len(names),
+            n_devices,
         )
     largest = max(values)
     if largest <= 0 or not math.isfinite(1 / largest):

@@ -13,12 +13,13 @@ from pykvcache._convert import (
     IntArray,
     TokenInput,
     as_bool,
+    as_float,
     as_int,
     as_path,
     as_token_array,
     choose,
 )
-from pykvcache._devices import chosen, shares
+from pykvcache._devices import beside, chosen, endpoints, shares
 from pykvcache._fingerprint import file_ids, model_fingerprint
 from pykvcache._model_facts import ModelFacts
 from pykvcache._model_file import readable_path
@@ -45,7 +46,7 @@ class LlamaModel(ModelFacts, Closing):
         The file; of a split model the first part.
     n_gpu_layers
         Layers to keep in GPU memory; negative means all. Without a GPU backend
-        in the build it has no effect.
+        in the build it has no effect. Default: none, and with `rpc` all.
     load_mode
         ``"auto"``, ``"none"``, ``"mmap"``, ``"mlock"``, ``"mmap_mlock"`` or ``"direct_io"``.
     devices
@@ -56,7 +57,15 @@ class LlamaModel(ModelFacts, Closing):
     main_gpu
         With ``"none"``: which of them, counted from 0.
     tensor_split
-        Share of each of `devices`, in any unit. Default: by their free memory.
+        Share of each of `devices`, in any unit; with `rpc` those of the servers come first.
+        Default: by their free memory.
+    rpc
+        Servers that take layers, and these layers' cells, too: ``["host:port", ...]``, each a
+        ``pykvcache rpc-server``. They need ``-DGGML_RPC=ON`` in this build. What goes over the
+        network is neither encrypted nor authenticated.
+    rpc_timeout
+        Seconds after which a server that says nothing is lost; larger messages have 16 s more for
+        each MiB. The longest decode of `n_batch` tokens must be shorter.
     vocab_only
         Load the vocabulary and no weights: tokenizing works, contexts cannot be made.
     check_tensors
@@ -72,6 +81,10 @@ class LlamaModel(ModelFacts, Closing):
         The file is missing, unreadable, damaged, not a GGUF, or the load was cancelled.
     ValueError
         A device that does not exist or takes no layers, or shares that are not positive numbers.
+    DeviceLost
+        An RPC server cannot be reached, or failed while the model was loaded.
+    UnsupportedOperation
+        `rpc` in a build without it.
 
     Examples
     --------
@@ -85,34 +98,52 @@ class LlamaModel(ModelFacts, Closing):
         self,
         path: str | os.PathLike[str],
         *,
-        n_gpu_layers: int = 0,
+        n_gpu_layers: int | None = None,
         load_mode: LoadModeName | LoadMode = "auto",
         devices: Sequence[str] | None = None,
         split_mode: SplitModeName | SplitMode = "layer",
         main_gpu: int = 0,
         tensor_split: Sequence[float] | None = None,
+        rpc: Sequence[str] | None = None,
+        rpc_timeout: float = 60.0,
         vocab_only: bool = False,
         check_tensors: bool = False,
         use_extra_bufts: bool = True,
         progress: Callable[[float], bool | None] | None = None,
     ) -> None:
         names = chosen(devices)
-        params = {
+        remote = endpoints(rpc)
+        timeout = as_float(rpc_timeout, "rpc_timeout", 0.01, 1e6)
+        if remote:
+            names = beside(names)
+        if n_gpu_layers is None:
+            n_gpu_layers = -1 if remote else 0
+        params: dict[str, Any] = {
             "n_gpu_layers": as_int(n_gpu_layers, "n_gpu_layers", -(2**31), 2**31 - 1),
             "load_mode": choose(load_mode, LoadMode, "load_mode", _LOAD_MODES),
             "split_mode": choose(split_mode, SplitMode, "split_mode", _SPLIT_MODES),
-            "main_gpu": as_int(main_gpu, "main_gpu", 0, len(names) - 1 if names else 255),
+            "main_gpu": as_int(
+                main_gpu, "main_gpu", 0, len(names) - 1 if names and not remote else 255
+            ),
             "devices": names,
-            "tensor_split": shares(tensor_split, names),
             "vocab_only": as_bool(vocab_only, "vocab_only"),
             "check_tensors": as_bool(check_tensors, "check_tensors"),
             "use_extra_bufts": as_bool(use_extra_bufts, "use_extra_bufts"),
         }
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
+        if remote and params["split_mode"] not in (SplitMode.LAYER, SplitMode.NONE):
+            raise ArgumentError(
+                f"split_mode is {split_mode!r}: with rpc it is 'layer' or 'none'",
+                "split_mode",
+                split_mode,
+            )
         self._path = as_path(path)
         readable = readable_path(self._path)
         self._files = file_ids(self._path)
+        servers = params["servers"] = [lib.Server(one, timeout) for one in remote]
+        n_devices = sum(server.n_devices for server in servers) + len(names or ())
+        params["tensor_split"] = shares(tensor_split, n_devices)
         self._native = lib.Model(readable, params, progress)
 
     @property

@@ -83,14 +83,14 @@ def test_shares_that_hold_too_much_or_nothing(monkeypatch: pytest.MonkeyPatch) -
     from pykvcache import _devices
 
     two = [b"A", b"B"]
-    assert _devices.shares([1, 3.0], two) == [1 / 3, 1.0]
-    assert _devices.shares([0, 1e30], two) == [0.0, 1.0]
+    assert _devices.shares([1, 3.0], len(two)) == [1 / 3, 1.0]
+    assert _devices.shares([0, 1e30], len(two)) == [0.0, 1.0]
     for wrong in ([0.0, 0.0], [5e-324, 0.0]):
         with pytest.raises(ValueError, match="one share at least must be above 0"):
-            _devices.shares(wrong, two)
+            _devices.shares(wrong, len(two))
     for wrong in ([1.0], [1.0] * 3):
         with pytest.raises(ValueError, match="shares for 2 devices"):
-            _devices.shares(wrong, two)
+            _devices.shares(wrong, len(two))
     # The compiled layer does not write beyond its own array either.
     facts = [(f"G{i}", 1, "X", "", 0, 0) for i in range(20)]
     monkeypatch.setattr(_devices.lib, "device_facts", lambda: facts)
@@ -112,6 +112,7 @@ def test_the_compiled_layer_looks_itself(llama: Path, name: str, value: Any) -> 
     params = {
         "n_gpu_layers": 0, "load_mode": 0, "split_mode": 1, "main_gpu": 0, "vocab_only": True,
         "check_tensors": False, "use_extra_bufts": True, "devices": None, "tensor_split": None,
+        "servers": (),
     }  # fmt: skip
     with pytest.raises(ValueError, match=name):
         kind(bytes(llama), params | {name: value}, None)

@@ -1,4 +1,4 @@
-# What ggml computes on, and how often it was asked; servers of ggml's RPC, which tests use as a device.
+# What ggml computes on, here and on servers of ggml's RPC, and how often it was asked.
 
 
 def devices():
@@ -24,33 +24,73 @@ def max_devices():
     return lib.llama_max_devices()
 
 
-cdef int _rpc_done(int32_t code, str what) except -1:
+cdef class Server:
+    """A server of ggml's RPC that is connected: open as long as this lives, or a model that lies on it."""
+
+    cdef shared_ptr[lib.rpc_server] server
+    cdef readonly str endpoint
+
+    def __cinit__(self, str endpoint not None, double timeout):
+        cdef bytes text = endpoint.encode()
+        cdef const char* where = text
+        cdef string why
+        cdef int64_t ms = max(1, <int64_t>(timeout * 1000))
+        cdef int32_t code
+        self.endpoint = endpoint
+        with nogil:
+            code = lib.rpc_open(where, ms, self.server, why)
+        if code == lib.RPC_LOST:
+            raise DeviceLost(endpoint, "connect", _text(why))
+        _check_rpc(code, "connect")
+
+    @property
+    def n_devices(self):
+        """How many devices it has."""
+        return self.server.get().devices.size()
+
+    cdef int check(self, str what) except -1:
+        cdef const lib.rpc_server* server = self.server.get()
+        if server.link.get().is_lost:
+            raise DeviceLost(self.endpoint, what, _text(server.link.get().why()))
+        return 0
+
+    def register(self):
+        """Let every model that is loaded from now on use its devices: for tests."""
+        lib.rpc_register(self.server.get()[0])
+
+
+cdef int _check_rpc(int32_t code, str what) except -1:
     if code == lib.CAUGHT:
         raise _caught_error(what)
-    if code == 1:
-        raise UnsupportedOperation(what, "this build has no RPC (-DGGML_RPC=ON)", "build")
+    if code == lib.RPC_NO_BUILD:
+        raise UnsupportedOperation(
+            what, "this build has no RPC: install with CMAKE_ARGS=-DGGML_RPC=ON (on Linux or macOS)", "build")
+    if code == lib.RPC_FORKED:
+        raise ClosedError("connections to RPC servers belong to the process before fork()")
     return 0
 
 
-def rpc_connect(bytes endpoint not None):
-    """Make the devices of an RPC server, ``b"host:port"``, known to models that are loaded from now on."""
-    cdef const char* where = endpoint
+def rpc_serve(str endpoint not None, int n_threads, list devices not None):
+    """Serve devices over RPC until the process ends; OSError where it cannot begin."""
+    cdef bytes text = endpoint.encode()
+    cdef bytes names = ",".join(devices).encode()
+    cdef const char* where = text
+    cdef const char* c_names = names
     cdef int32_t code
-    # When a buffer is freed the server forgets its graph, and a client that asks for it again is ended.
-    # Contexts look at this when they are made.
-    os.environ["LLAMA_GRAPH_REUSE_DISABLE"] = "1"
+    cdef int error = 0
     with nogil:
-        code = lib.rpc_connect(where)
-    _rpc_done(code, "rpc_connect")
+        code = lib.rpc_serve(where, n_threads, c_names, error)
+    _drain_log()
+    _check_rpc(code, "rpc_serve")
+    raise OSError(error, os.strerror(error), endpoint)
 
 
-def rpc_serve(bytes endpoint not None):
-    """Serve this process's CPU over RPC until the process ends; return where it cannot."""
-    cdef const char* where = endpoint
-    cdef int32_t code
-    with nogil:
-        code = lib.rpc_serve(where)
-    _rpc_done(code, "rpc_serve")
+cdef int _check_lost(const lib.rpc_links& links, str what) except -1:
+    """Refuse to go on with what lies on a server that was lost."""
+    cdef const lib.rpc_link* lost = lib.lost_link(links)
+    if lost != NULL:
+        raise DeviceLost(_text(lost.endpoint), what, _text(lost.why()))
+    return 0
 
 
 def transfers():

@@ -45,6 +45,7 @@ namespace {
 constexpr size_t LOG_LINES_MAX = 4096;
 
 thread_local std::string caught_text;
+thread_local std::string caught_where;
 thread_local bool        caught_bad_alloc = false;
 thread_local std::string notes;
 
@@ -151,6 +152,7 @@ void install_hooks() {
 
 const std::string & caught() noexcept { return caught_text; }
 bool caught_memory() noexcept { return caught_bad_alloc; }
+const std::string & caught_endpoint() noexcept { return caught_where; }
 
 void note_caught(const char * what, bool memory) {
     try {
@@ -161,8 +163,19 @@ void note_caught(const char * what, bool memory) {
     guard.caught = true;
 }
 
+void note_lost(const rpc_link & link) noexcept {
+    try {
+        caught_where = link.endpoint;
+        caught_text  = link.why();
+    } catch (...) {
+    }
+    caught_bad_alloc = false;
+    guard.caught     = true;
+}
+
 void forget_caught() {
     caught_text.clear();
+    caught_where.clear();
     caught_bad_alloc = false;
     guard.caught = false;
 }

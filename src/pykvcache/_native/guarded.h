@@ -12,10 +12,12 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "gguf.h"
 #include "interrupt.h"
 #include "llama.h"
+#include "rpc/link.h"
 #include "text.h"
 
 namespace pykv {
@@ -29,6 +31,8 @@ void install_hooks();
 const std::string & caught() noexcept;
 // Whether it was std::bad_alloc.
 bool caught_memory() noexcept;
+// The server that was lost in it; empty if none was.
+const std::string & caught_endpoint() noexcept;
 // The warnings and errors that llama.cpp logged on this thread since begin_notes().
 void begin_notes() noexcept;
 std::string take_notes() noexcept;
@@ -52,6 +56,7 @@ struct guard_state {
 // Constant at first and trivial at the end: reading it needs no hidden call.
 inline thread_local guard_state guard;
 void note_caught(const char * what, bool memory);
+void note_lost(const rpc_link & link) noexcept;
 void forget_caught();
 
 // While it lives, a broken precondition of ggml throws: for what is declared `except +`.
@@ -90,6 +95,15 @@ template <class R, class F> R guarded(R on_error, F && call) noexcept {
         note_caught("unknown C++ exception", false);
     }
     --mine.depth;
+    if constexpr (!std::is_pointer_v<R>) {
+        // A server that does not answer is answered for: what came out of this call means nothing.
+        if (watched_links && mine.depth == 0) {
+            if (const rpc_link * lost = lost_link(*watched_links)) {
+                note_lost(*lost);
+                result = on_error;
+            }
+        }
+    }
     return result;
 }
 

@@ -9,6 +9,7 @@ cdef class Handle:
     cdef lib.sequence_facts seqs
     cdef const lib.memory* mem
     cdef shared_ptr[lib.llama_model] model_ref
+    cdef lib.rpc_links links
     cdef lib.owned_mutex lock
     cdef lib.abort_flag abort_flag
     cdef readonly Model model
@@ -39,6 +40,9 @@ cdef class Handle:
         _fill_context_params(&p, params)
         p.abort_callback = lib.abort_flag.poll
         p.abort_callback_data = &self.abort_flag
+        self.links = model.links
+        _check_lost(self.links, "create")
+        self.lock.watch(self.links)
         _sync_log()
         with nogil:
             lib.begin_notes()
@@ -46,11 +50,14 @@ cdef class Handle:
         self.ctx = ctx
         notes = _notes()
         _drain_log()
+        _check_lost(self.links, "create")
         if ctx == NULL:
             why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
             raise ContextCreateError(f"cannot create a context: {why}")
         if not self.seqs.open(ctx):
             raise _caught_error("create")
+        if lib.is_remote(self.links):
+            lib.build_each_graph(ctx)
         self.mem = self.seqs.cells()
         self.kind = lib.kind(self.mem)
         self.streams = lib.n_stream(self.mem) > 1
@@ -128,6 +135,9 @@ cdef class Handle:
         if self.closed:
             self.lock.unlock()
             raise ClosedError("the context is closed")
+        if lib.lost_link(self.links) != NULL:
+            self.lock.unlock()
+            _check_lost(self.links, "use")
         return 0
 
     cdef int check_process(self) except -1:

@@ -88,6 +88,8 @@ cdef str _notes():
 cdef object _caught_error(str where):
     """The exception for a call that came back with CAUGHT."""
     text = _text(lib.caught())
+    if not lib.caught_endpoint().empty():
+        return DeviceLost(_text(lib.caught_endpoint()), where, text)
     if lib.caught_memory():
         return MemoryError(f"{where}: out of memory inside llama.cpp")
     return InternalError(f"{where}: llama.cpp failed: {text or 'unknown C++ exception'}")

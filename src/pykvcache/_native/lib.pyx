@@ -41,6 +41,7 @@ from pykvcache.errors import (
     ContextCreateError,
     DecodeAborted,
     DecodeError,
+    DeviceLost,
     GrammarError,
     InternalError,
     InvalidBatch,

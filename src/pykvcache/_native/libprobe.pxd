@@ -28,6 +28,7 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     const string& caught()
     bool caught_memory()
     bool ready_thread()
+    const string& caught_endpoint()
     void begin_notes()
     string take_notes()
     void set_log_threshold(int level)
@@ -78,8 +79,32 @@ cdef extern from "devices.h" namespace "pykv" nogil:
         uint64_t total
     int32_t device_list(vector[device_facts]& out)
     ggml_backend_dev_t device_named(const char* name)
-    int32_t rpc_connect(const char* endpoint)
-    int32_t rpc_serve(const char* endpoint)
+
+
+cdef extern from "rpc/link.h" namespace "pykv" nogil:
+    cppclass rpc_link:
+        string endpoint
+        bool is_lost
+        string why() except +
+    cppclass rpc_links:
+        pass
+    bool is_remote(const rpc_links&)
+    const rpc_link* lost_link(const rpc_links&)
+
+
+cdef extern from "rpc/servers.h" namespace "pykv" nogil:
+    cppclass rpc_server:
+        shared_ptr[rpc_link] link
+        vector[ggml_backend_dev_t] devices
+    const int32_t RPC_OPEN
+    const int32_t RPC_NO_BUILD
+    const int32_t RPC_LOST
+    const int32_t RPC_FORKED
+    int32_t rpc_open(const char* endpoint, int64_t timeout_ms, shared_ptr[rpc_server]& out, string& why)
+    rpc_links rpc_links_of(const llama_model*) except +
+    shared_ptr[llama_model] own_model_on(llama_model*, const vector[shared_ptr[rpc_server]]&) except +
+    int32_t rpc_serve(const char* endpoint, int n_threads, const char* devices, int& error)
+    void rpc_register(const rpc_server&)
 
 
 cdef extern from "transfers.h" namespace "pykv" nogil:
@@ -199,6 +224,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     shift_problem div_check(const memory*, llama_seq_id, llama_pos p0, llama_pos p1, int d,
                             llama_pos& where)
     void distrust_scheduler(llama_context*)
+    void build_each_graph(llama_context*)
 
 
 cdef extern from "probe_kv.h" namespace "pykv" nogil:
@@ -258,6 +284,7 @@ cdef extern from "probe_values.h" namespace "pykv" nogil:
 
 cdef extern from "sync.h" namespace "pykv" nogil:
     cdef cppclass owned_mutex:
+        void watch(const rpc_links&)
         bool try_lock()
         void lock()
         void unlock()

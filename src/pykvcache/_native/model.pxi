@@ -65,6 +65,8 @@ cdef class Model:
     cdef readonly object chat_template
     cdef readonly dict metadata
     cdef readonly tuple devices
+    # Servers that it lies on: empty where all is on this machine.
+    cdef lib.rpc_links links
 
     def __cinit__(self, bytes path not None, dict params not None, object progress):
         cdef lib.llama_model_params p = lib.llama_model_default_params()
@@ -74,17 +76,32 @@ cdef class Model:
         cdef string problem
         cdef vector[lib.ggml_backend_dev_t] devices
         cdef vector[float] split
+        cdef vector[shared_ptr[lib.rpc_server]] servers
+        cdef lib.ggml_backend_dev_t device
         self.generation = _generation
         p.n_gpu_layers = params["n_gpu_layers"]
         p.split_mode = <lib.llama_split_mode><int>params["split_mode"]
         p.load_mode = <lib.llama_load_mode><int>params["load_mode"]
         p.main_gpu = params["main_gpu"]
+        for server in params["servers"]:
+            servers.push_back((<Server?>server).server)
+            for device in servers.back().get().devices:
+                devices.push_back(device)
         if params["devices"] is not None:
             for name in params["devices"]:
                 devices.push_back(lib.device_named(<bytes?>name))
                 if devices.back() == NULL:
                     raise ArgumentError(
                         f"devices names {name!r}: there is no such device", what="devices", value=name)
+        if params["devices"] is not None or servers.size():
+            if devices.size() > lib.llama_max_devices():
+                raise ArgumentError(
+                    f"{devices.size()} devices: llama.cpp takes {lib.llama_max_devices()}", "devices",
+                    devices.size(), lib.llama_max_devices())
+            if p.main_gpu >= max(1, <int>devices.size()):
+                raise ArgumentError(
+                    f"main_gpu is {p.main_gpu}: there are {devices.size()} devices", "main_gpu",
+                    p.main_gpu, devices.size())
             devices.push_back(NULL)
             p.devices = devices.data()
         if params["tensor_split"] is not None:
@@ -113,12 +130,16 @@ cdef class Model:
             model = lib.model_load(c_path, p)
             lib.loads.end()
         if model != NULL:
-            self.ref = lib.own_model(model)
+            self.ref = lib.own_model_on(model, servers)
+            self.links = lib.rpc_links_of(model)
         notes = _notes()
         _drain_log()
         if box[1] is not None:
             raise box[1]
+        _check_lost(self.links, "load")
         if model == NULL:
+            for server in params["servers"]:
+                (<Server>server).check("load")
             if lib.caught_memory():
                 raise MemoryError(f"not enough memory to load {os.fsdecode(path)!r}")
             why = _text(lib.caught()) or notes or "llama.cpp gave no reason"

@@ -289,6 +289,8 @@ memory_facts look_at_memory(const memory * m) {
 
 void distrust_scheduler(llama_context * ctx) noexcept { ctx->*member(opened::sched_need_reserve()) = true; }
 
+void build_each_graph(llama_context * ctx) noexcept { ctx->*member(opened::graph_reuse_disable()) = true; }
+
 void set_first(edit_key, memory * m, llama_seq_id seq, llama_pos first) { m->first[size_t(seq)] = first; }
 
 int32_t clear_cells(edit_key, memory * m, bool data) noexcept {

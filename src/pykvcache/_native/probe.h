@@ -148,5 +148,7 @@ shift_problem div_check(const memory * m, llama_seq_id seq, llama_pos p0, llama_
 
 // Let the next decode, encode or update make a new scheduler: what failed may have left this one half done.
 void distrust_scheduler(llama_context * ctx) noexcept;
+// A server of ggml's RPC forgets its last graph when any buffer is freed: it is not asked to run it again.
+void build_each_graph(llama_context * ctx) noexcept;
 
 }  // namespace pykv

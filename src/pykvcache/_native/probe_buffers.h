@@ -34,6 +34,14 @@ inline int32_t memory_breakdown(const llama_context * ctx, std::vector<buffer_by
     });
 }
 
+inline std::vector<ggml_backend_dev_t> model_devices(const llama_model * model) {
+    std::vector<ggml_backend_dev_t> devices;
+    for (int i = 0; i < llama_model_n_devices(model); ++i) {
+        devices.push_back(llama_model_get_device(model, i));
+    }
+    return devices;
+}
+
 // The devices that a model was loaded to.
 inline std::vector<std::string> devices_of(const llama_model * model) {
     std::vector<std::string> names;

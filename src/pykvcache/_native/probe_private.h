@@ -20,6 +20,7 @@ PYKV_OPEN(graph_params, llama_context, graph_params,
           llm_graph_params (llama_context::*)(llm_graph_result *, const llama_ubatch &,
                                               const llama_memory_context_i *, llm_graph_type) const)
 PYKV_OPEN(sched_need_reserve, llama_context, sched_need_reserve, bool llama_context::*)
+PYKV_OPEN(graph_reuse_disable, llama_context, graph_reuse_disable, bool llama_context::*)
 
 }  // namespace opened
 

@@ -6,6 +6,8 @@
 #include <mutex>
 #include <thread>
 
+#include "rpc/link.h"
+
 namespace pykv {
 
 // A mutex that knows its owner, so that a call from one of the context's own
@@ -16,22 +18,36 @@ class owned_mutex {
         if (!mutex.try_lock()) {
             return false;
         }
-        owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
+        begin();
         return true;
     }
     void lock() {
         mutex.lock();
-        owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
+        begin();
     }
     void unlock() {
+        if (links) {
+            watched_links = nullptr;
+        }
         owner.store(std::thread::id(), std::memory_order_relaxed);
         mutex.unlock();
     }
     bool is_mine() const { return owner.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
 
+    // Servers that the calls under this lock depend on; once, before the first of them.
+    void watch(const rpc_links & servers) noexcept { links = servers.empty() ? nullptr : &servers; }
+
   private:
     std::mutex                   mutex;
     std::atomic<std::thread::id> owner{};
+    const rpc_links *            links = nullptr;
+
+    void begin() {
+        owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
+        if (links) {
+            watched_links = links;
+        }
+    }
 };
 
 // abort() from another thread concerns a decode that runs, in whatever part, and no later one.

@@ -33,7 +33,7 @@ from pykvcache.errors._decode import (
     NoKvCacheSlot,
     OutputNotFinite,
 )
-from pykvcache.errors._making import ContextCreateError, ModelLoadError
+from pykvcache.errors._making import ContextCreateError, DeviceLost, ModelLoadError
 from pykvcache.errors._states import (
     PartialStateError,
     StateDamaged,
@@ -62,6 +62,7 @@ __all__ = [
     "DecodeAborted",
     "DecodeError",
     "DetailedError",
+    "DeviceLost",
     "GrammarError",
     "InternalError",
     "InvalidBatch",
@@ -122,6 +123,7 @@ for _error in (
     NoKvCacheSlot,
     DecodeAborted,
     InvalidBatch,
+    DeviceLost,
 ):
     _error.__module__ = __name__
 

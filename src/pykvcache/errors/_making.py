@@ -1,10 +1,10 @@
-"""What can be wrong with a model's file, or with what a context is asked to be."""
+"""What can be wrong with a model's file, with a context's parameters, and with where it lies."""
 
 from __future__ import annotations
 
 from pykvcache.errors._base import KvCacheError
 
-__all__ = ["ContextCreateError", "ModelLoadError"]
+__all__ = ["ContextCreateError", "DeviceLost", "ModelLoadError"]
 
 
 class ModelLoadError(KvCacheError, OSError):
@@ -51,3 +51,29 @@ class ContextCreateError(KvCacheError, RuntimeError):
         self.parameter = parameter
         self.value = value
         self.limit = limit
+
+
+class DeviceLost(KvCacheError, ConnectionError):
+    """A server of a model failed, froze, answered what cannot be true, or cannot be reached.
+
+    It stays lost: every later call of the contexts that lie on it raises this, but ``close()``.
+    Load the model again to go on; what was saved before can be put back.
+
+    Attributes
+    ----------
+    endpoint : str
+        The server, ``"host:port"``.
+    operation : str
+        What was asked for: ``"connect"``, ``"load"``, ``"create"``, ``"decode"``, ...
+    reason : str
+        What happened, and during which message.
+    """
+
+    def __init__(self, endpoint: str, operation: str, reason: str) -> None:
+        super().__init__(f"{operation}: the RPC server {endpoint} is lost: {reason}")
+        self.endpoint = endpoint
+        self.operation = operation
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.endpoint, self.operation, self.reason)

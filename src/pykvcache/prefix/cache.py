@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections import deque
@@ -13,7 +14,7 @@ import numpy as np
 from pykvcache._closing import Closing
 from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ArgumentError, ClosedError
+from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
 from pykvcache.prefix.blocks import root_name, token_bytes
 from pykvcache.prefix.digests import digests, end_bytes, least_seconds
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
@@ -370,7 +371,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             if len(self._tiers) and not self._ctx.is_closed:
                 for sequence in list(self._open):
                     if not sequence.is_closed:
-                        self._keep(sequence)
+                        with contextlib.suppress(DeviceLost):
+                            self._keep(sequence)
             self._closed = True
             self._prefetches.cancel()
             self._ram.clear(None)

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 from pykvcache.context import LlamaContext
+from pykvcache.errors import DeviceLost
 from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.sequence.checkpoints import CheckpointPolicy
 from pykvcache.sequence.sequence import LlamaSequence
@@ -93,7 +94,8 @@ class CachedSequence(LlamaSequence):
         if not self.is_closed:
             with self._cells.pool.hold():
                 if not self._closed:
-                    self._cache._give(self)
+                    with contextlib.suppress(DeviceLost):  # there is nothing left to give
+                        self._cache._give(self)
         super().close()
 
     def __del__(self) -> None:

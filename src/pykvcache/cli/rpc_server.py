@@ -1,0 +1,65 @@
+"""``pykvcache rpc-server``."""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+import click
+
+from pykvcache._devices import devices
+from pykvcache._native import lib
+from pykvcache._params import usable_cpus
+from pykvcache.cli.options import number, threads_option
+from pykvcache.cli.terminal import note
+
+__all__ = ["rpc_server"]
+
+_EPILOG = """
+\b
+Examples:
+  pykvcache rpc-server                                    for this machine alone
+  pykvcache rpc-server --host 10.0.0.2 --port 50052       for a network of your own
+  then: LlamaModel("model.gguf", rpc=["10.0.0.2:50052"])
+
+It serves one process at a time, until it is stopped. Needs a build with CMAKE_ARGS=-DGGML_RPC=ON.
+"""
+
+_WARNING = (
+    "warning: ggml's RPC is neither encrypted nor authenticated: whoever reaches {where} can read "
+    "and change the model and what is computed here, and end this process or worse"
+)
+
+
+@click.command("rpc-server", short_help="Compute for models of other machines.", epilog=_EPILOG)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--port", type=number(1, 65535), default=50052, show_default=True)
+@click.option(
+    "--device",
+    "names",
+    multiple=True,
+    help="What computes: again for each. Default: all GPUs, or the CPU.",
+)
+@threads_option
+def rpc_server(host: str, port: int, names: tuple[str, ...], threads: int | None) -> None:
+    """Take layers of models that other processes load, with these layers' caches.
+
+    Never open the port to a network that you do not trust: put it into a tunnel (ssh -L, WireGuard).
+    """
+    known = devices()
+    for name in names:
+        if name not in {one.name for one in known}:
+            raise click.BadParameter(
+                f"{name!r} is not one of {', '.join(one.name for one in known)}"
+            )
+    if not names:
+        names = tuple(one.name for one in known if one.kind in ("gpu", "integrated-gpu")) or (
+            "CPU",
+        )
+    try:
+        address = socket.gethostbyname(host)
+    except (OSError, UnicodeError) as error:
+        raise click.BadParameter(f"{host!r} leads nowhere: {error}") from None
+    note(_WARNING.format(where=f"{address}:{port}"))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler waits for the call to end
+    lib.rpc_serve(f"{address}:{port}", threads or usable_cpus(), list(names))

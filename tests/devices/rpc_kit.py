@@ -1,0 +1,174 @@
+"""Servers of ggml's RPC on loopback, and proxies before them that fail at a chosen message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_CHILD = """
+import sys, threading, os
+from pykvcache._native import lib
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+lib.rpc_serve(sys.argv[1], 1, ["CPU"])
+"""
+
+# Commands that are answered (ggml-rpc.cpp, version 7).
+ANSWERED = {0, 1, 2, 3, 7, 8, 9, 11, 13, 14, 15}
+GET_TENSOR = 8
+
+WAYS = ["close", "cut", "short", "long", "huge", "ones", "zeros"]
+
+
+def has_rpc() -> bool:
+    """Whether this build can use servers."""
+    from pykvcache._native import lib
+    from pykvcache.errors import DeviceLost, UnsupportedOperation
+
+    try:
+        lib.Server("127.0.0.1:1", 1.0)
+    except UnsupportedOperation:
+        return False
+    except DeviceLost:
+        pass
+    return True
+
+
+class Served:
+    """The CPU of another process; it ends with this one."""
+
+    def __init__(self, port: int = 0) -> None:
+        if not port:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+        self.port = port
+        self.endpoint = f"127.0.0.1:{port}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, self.endpoint],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
+        for _ in range(600):
+            with socket.socket() as client:
+                if client.connect_ex(("127.0.0.1", port)) == 0:
+                    return
+            assert self.process.poll() is None, "the RPC server ended"
+            time.sleep(0.05)
+        raise TimeoutError("the RPC server does not answer")
+
+    def freeze(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin:
+            self.process.stdin.close()
+
+
+class Fault(Exception):
+    """The proxy ends the connection."""
+
+
+class Proxy:
+    """Hands messages on, and fails at answer number `at` in the given way.
+
+    Parameters
+    ----------
+    port
+        Of the server behind it.
+    way
+        One of `WAYS`, or ``"freeze"``; None hands everything on.
+    at
+        How many answers are handed on before.
+    """
+
+    def __init__(self, port: int, way: str | None = None, at: int = 0) -> None:
+        self.way, self.at = way, at
+        self.n_answers = 0
+        self.commands: list[int] = []
+        self._behind = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = [self._listener]
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, Fault):
+            client, _ = self._listener.accept()
+            server = socket.create_connection(("127.0.0.1", self._behind))
+            for one in (client, server):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._open += [client, server]
+            while True:
+                self._exchange(client, server)
+        self.close()
+
+    def _exchange(self, client: socket.socket, server: socket.socket) -> None:
+        head = _read(client, 9)
+        data = _read(client, struct.unpack("<Q", head[1:])[0])
+        self.commands.append(head[0])
+        server.sendall(head + data)
+        if head[0] not in ANSWERED:
+            return
+        size = _read(server, 8)
+        answer = _read(server, struct.unpack("<Q", size)[0])
+        self.n_answers += 1
+        if self.way is not None and self.n_answers > self.at:
+            self._fail(client, answer)
+        else:
+            client.sendall(size + answer)
+
+    def _fail(self, client: socket.socket, answer: bytes) -> None:
+        n = len(answer)
+        if self.way == "freeze":
+            client.recv(1)  # until the client has had enough
+            raise Fault
+        sent = {
+            "close": b"",
+            "cut": struct.pack("<Q", n) + answer[: n // 2],
+            "short": struct.pack("<Q", n - 1) + answer[:-1],
+            "long": struct.pack("<Q", n + 1) + answer + b"?",
+            "huge": struct.pack("<Q", 2**60) + answer,
+            "ones": struct.pack("<Q", n) + b"\xff" * n,
+            "zeros": struct.pack("<Q", n) + bytes(n),
+        }[str(self.way)]
+        client.sendall(sent)
+        if self.way not in ("ones", "zeros"):
+            raise Fault
+
+    def close(self) -> None:
+        for one in self._open:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+def _read(source: socket.socket, n: int) -> bytes:
+    found = bytearray()
+    while len(found) < n:
+        piece = source.recv(n - len(found))
+        if not piece:
+            raise Fault
+        found += piece
+    return bytes(found)
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """How long a call takes."""
+    begin = time.monotonic()
+    call()
+    return time.monotonic() - begin

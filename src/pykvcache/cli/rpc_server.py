@@ -44,7 +44,7 @@ _WARNING = (
 def rpc_server(host: str, port: int, names: tuple[str, ...], threads: int | None) -> None:
     """Take layers of models that other processes load, with these layers' caches.
 
-    Never open the port to a network that you do not trust: put it into a tunnel (ssh -L, WireGuard).
+    Never open the port to a network that you do not trust: use a tunnel (ssh -L, WireGuard).
     """
     known = devices()
     for name in names:

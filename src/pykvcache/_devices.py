@@ -121,8 +121,11 @@ def endpoints(names: object) -> list[str]:
             raise ArgumentError(f"rpc names {name!r} twice", "rpc", name)
         found.append(name)
     if len(found) > lib.max_devices():
-        raise ValueError(
-            f"rpc has {len(found)} servers: llama.cpp takes {lib.max_devices()} devices"
+        raise ArgumentError(
+            f"rpc has {len(found)} servers: llama.cpp takes {lib.max_devices()} devices",
+            "rpc",
+            len(found),
+            lib.max_devices(),
         )
     return found
 

@@ -21,7 +21,7 @@ TIMEOUT = 0.3
 
 
 def program(path: str, proxy: Proxy | None) -> np.ndarray[Any, Any]:
-    """Load, decode, fork, shift, take a state out and in; return the last logits."""
+    """Load, decode, fork, shift, take a state out and in, read cells; return the last logits."""
     rpc = [proxy.endpoint] if proxy else None
     timeout = TIMEOUT if proxy and proxy.way == "freeze" else 20.0
     with (
@@ -36,6 +36,8 @@ def program(path: str, proxy: Proxy | None) -> np.ndarray[Any, Any]:
         ctx.decode([5], seq_id=2)
         ctx.clear_kv_cache_seq(0, 3, 6)
         ctx.kv_cache_seq_add(0, 6, None, -3)
+        ctx.kv(2)
+        ctx._native.rope_settings(0)
         ctx.decode([7], seq_id=0)
         return np.array(ctx.logits())
 

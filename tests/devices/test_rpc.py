@@ -276,6 +276,67 @@ def test_a_fork_leaves_the_parents_connections_alone(llama: Path, server: Served
         assert np.allclose(logits_of(ctx, WORDS[9:]), on_cpu(llama, WORDS), atol=1e-4)
 
 
+# What a process leaves open while a server is gone, in every order that freeing it can have.
+LEAVES = """
+import os, signal, sys, threading
+import numpy as np
+from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache
+from pykvcache.errors import DeviceLost
+
+path, lost, pid, healthy, way = sys.argv[1:]
+tokens = np.arange(5, 14, dtype=np.int32)
+def open_on(endpoint):
+    model = LlamaModel(path, rpc=[endpoint], rpc_timeout=0.5)
+    ctx = LlamaContext(model, n_ctx=64, n_seq_max=3, n_threads=1)
+    ctx.decode(tokens)
+    return ctx
+contexts = [open_on(where) for where in (lost, healthy, lost)]
+contexts.append(LlamaContext(LlamaModel(path), n_ctx=64))
+model = LlamaModel(path, rpc=[lost], rpc_timeout=0.5)
+contexts[3].decode(tokens)
+seq = LlamaSequence(contexts[2], tokens)
+cache = PrefixCache(contexts[0], block_size=4)
+held = cache.sequence(tokens)
+os.kill(int(pid), signal.SIGSTOP if "freeze" in way else signal.SIGKILL)
+try:
+    contexts[0].decode([1])
+except DeviceLost as error:
+    kept = error, error.__traceback__
+else:
+    sys.exit("nothing was lost")
+if "thread" in way:  # one that works when the process ends
+    def work():
+        while True:
+            contexts[1].clear_kv_cache()
+            contexts[1].decode(tokens)
+    threading.Thread(target=work, daemon=True).start()
+if "cycle" in way:
+    contexts.append(contexts)
+if "raise" in way:
+    raise KeyError("left")
+print("end")
+"""
+
+
+@pytest.mark.parametrize(
+    "way", ["kill", "kill-raise", "freeze-raise", "kill-thread", "freeze-cycle-thread"]
+)
+def test_what_is_left_open_on_a_lost_server_ends_quietly(
+    llama: Path, server: Served, other: Served, way: str
+) -> None:
+    pid = str(server.process.pid)
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES, llama, server.endpoint, pid, other.endpoint, way],
+        env=os.environ | {"GGML_NO_BACKTRACE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == ("raise" in way), done.stderr[-3000:]
+    assert ("KeyError: 'left'" if "raise" in way else "end") in done.stdout + done.stderr
+
+
 # A server that lies --------------------------------------------------------------------------
 
 

@@ -95,7 +95,8 @@ template <class R, class F> R guarded(R on_error, F && call) noexcept {
         note_caught("unknown C++ exception", false);
     }
     --mine.depth;
-    if constexpr (!std::is_pointer_v<R>) {
+    // What is made anew has to be freed by whoever asked for it, and is checked when it is used.
+    if constexpr (!std::is_pointer_v<R> || std::is_const_v<std::remove_pointer_t<R>>) {
         // A server that does not answer is answered for: what came out of this call means nothing.
         if (watched_links && mine.depth == 0) {
             if (const rpc_link * lost = lost_link(*watched_links)) {

@@ -208,7 +208,7 @@ cdef class Handle:
             return
         self.abort_flag.ask()
         with nogil:
-            self.lock.lock()
+            self.lock.lock_for_good()
         self.stopped = True
 
     def is_eog(self, int32_t token):

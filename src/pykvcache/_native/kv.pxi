@@ -157,6 +157,7 @@ cdef class Arrays(Cells):
             if rope.known and rope.facts.type < 0:
                 return None
             factors = lib.rope_factors(rope)
+            _check_lost(self.links, "kv")
             result = dict(rope.facts, known=bool(rope.known))
             result["freq_factors"] = np.array([factors[i] for i in range(factors.size())], np.float32)
             return result
@@ -193,6 +194,7 @@ cdef class Arrays(Cells):
 
     cdef dict settings_of(self, const lib.key_rope& rope):
         cdef vector[float] factors = lib.rope_factors(rope)
+        _check_lost(self.links, "kv")
         return {
             **dict(rope.facts),
             "known": bool(rope.known),

@@ -285,6 +285,7 @@ cdef extern from "probe_values.h" namespace "pykv" nogil:
 cdef extern from "sync.h" namespace "pykv" nogil:
     cdef cppclass owned_mutex:
         void watch(const rpc_links&)
+        void lock_for_good()
         bool try_lock()
         void lock()
         void unlock()

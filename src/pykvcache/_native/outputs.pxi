@@ -50,6 +50,7 @@ cdef class Outputs(Partials):
     cdef object copy_row(self, const float* row, int32_t n):
         cdef Py_buffer view
         if row == NULL:
+            _check_lost(self.links, "logits")
             return None
         result = _empty(n, _FLOAT32)
         PyObject_GetBuffer(result, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
@@ -200,6 +201,7 @@ cdef class Outputs(Partials):
                 raise self.none_there("embeddings")
             row = lib.embeddings_seq(self.ctx, seq)
             if row == NULL:
+                _check_lost(self.links, "logits")
                 raise OutOfRangeError(
                     f"sequence {seq} was not in the last decode", what="sequence", value=seq)
             if not self.seqs.rows_are_whole(seq):

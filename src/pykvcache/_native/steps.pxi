@@ -201,6 +201,7 @@ cdef class Context(Decoding):
             self.choosers[i] = &lane.sampler.it
             self.logit_rows[i] = lib.logits_ith(self.ctx, <int32_t>i)
             if self.logit_rows[i] == NULL:
+                _check_lost(self.links, "logits")
                 raise OutOfRangeError(f"token {i} of the last decode has no logits", what="logits", value=i)
             lane.sampler.check_model(self.model, self.n_vocab)
             lane.row = self.copy_row(self.logit_rows[i], self.n_vocab) if lane.keeps_rows else None

@@ -25,10 +25,13 @@ class owned_mutex {
         mutex.lock();
         begin();
     }
+    // At the end of the process: nothing runs under it any more, and it may be gone before its owner's last call.
+    void lock_for_good() {
+        mutex.lock();
+        owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
+    }
     void unlock() {
-        if (links) {
-            watched_links = nullptr;
-        }
+        watched_links = before;
         owner.store(std::thread::id(), std::memory_order_relaxed);
         mutex.unlock();
     }
@@ -41,12 +44,12 @@ class owned_mutex {
     std::mutex                   mutex;
     std::atomic<std::thread::id> owner{};
     const rpc_links *            links = nullptr;
+    const rpc_links *            before = nullptr;  // of the lock that this thread holds already
 
     void begin() {
         owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
-        if (links) {
-            watched_links = links;
-        }
+        before        = watched_links;
+        watched_links = links;
     }
 };
 

@@ -107,9 +107,17 @@ void rpc_link::lose(const std::string & why) noexcept {
     }
 }
 
+void rpc_link::give_up(const char * doing, int code) noexcept {
+    try {
+        lose(std::string(doing) + ": " + (code == 0 ? "the server closed the connection" : said(*this, code)));
+    } catch (...) {
+        lose({});  // ggml's thread would end the process
+    }
+}
+
 std::string rpc_link::why() const {
     std::lock_guard<std::mutex> lock(mutex);
-    return reason;
+    return is_lost && reason.empty() ? "there is no memory to say why" : reason;
 }
 
 bool rpc_link::connect() noexcept {
@@ -134,7 +142,7 @@ bool rpc_link::connect() noexcept {
         }
         return code == 0;
     } catch (...) {
-        lose("connecting: out of memory");
+        lose({});
         return false;
     }
 }
@@ -168,7 +176,7 @@ bool rpc_link::send(const void * head, size_t head_size, const void * data, size
         }
     }
     if (code != 0) {
-        lose(std::string(doing) + ": " + said(*this, code));
+        give_up(doing, code);
     }
     return !is_lost;
 }
@@ -185,7 +193,7 @@ bool rpc_link::receive(void * data, size_t size, const char * doing) noexcept {
                 code = ETIMEDOUT;
             }
         } else if (got == 0) {
-            lose(std::string(doing) + ": the server closed the connection");
+            give_up(doing, 0);
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
             code = wait_for(fd, POLLIN, end);
         } else if (errno != EINTR) {
@@ -193,7 +201,7 @@ bool rpc_link::receive(void * data, size_t size, const char * doing) noexcept {
         }
     }
     if (code != 0) {
-        lose(std::string(doing) + ": " + said(*this, code));
+        give_up(doing, code);
     }
     return !is_lost;
 }
@@ -215,7 +223,7 @@ bool rpc_link::receive_answer(const rpc_request & request, void * data, size_t s
             lose(std::string(doing) + ": the server says " + lie);
         }
     } catch (...) {
-        lose(doing);
+        lose({});
     }
     return !is_lost;
 }

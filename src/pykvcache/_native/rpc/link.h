@@ -31,6 +31,8 @@ struct rpc_link {
 
     // The first reason stays.
     void        lose(const std::string & why) noexcept;
+    // `code`: what errno would be; 0 where the server closed the connection.
+    void        give_up(const char * doing, int code) noexcept;
     std::string why() const;
 
     // False, and lost: it failed, or took longer than the time limit and 16 s for each MiB.

@@ -118,6 +118,8 @@ COUNTS += ["n_gpu_layers", "split_mode", "main_gpu"]
 
 NAMED: Mapping[str, Callable[[Random], Any]] = {
     "devices": lambda r: r.choice([None, None, [], ["CPU"], ["CUDA0"], "CPU", [1], 3]),
+    "rpc": lambda r: r.choice([None, None, [], ["127.0.0.1:1"], "127.0.0.1:1", ["x"], [None], 1]),
+    "rpc_timeout": lambda r: r.choice([60.0, 0.1, 0, -1, MAX, float("nan"), None, "1"]),
     "tensor_split": lambda r: r.choice([None, None, None, [], [1.0], [-1, MAX], "1", [None]]),
     # Sizes of a context: never some gigabytes, and never 512 threads on two cores.
     "n_ctx": lambda r: r.choice([None, 0, 1, 256, 300, 512, MAX, -1, 2**32]),

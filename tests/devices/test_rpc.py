@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from devices.rpc_kit import Proxy, Served, has_rpc, seconds
+from kv.test_kv_values import with_rope_factors
 from pykvcache import BatchGenerator, LlamaContext, LlamaModel, LlamaSequence, PrefixCache
 from pykvcache.errors import ClosedError, DeviceLost
 from support.models import EXACT, make_model
@@ -355,6 +356,12 @@ def sabotaged(llama: Path, *arguments: str, limit: float = 300) -> None:
 
 def test_every_kind_of_answer_cut_and_forged(llama: Path) -> None:
     sabotaged(llama, "kinds")
+
+
+def test_a_rotation_whose_factors_lie_there(tmp_path: Path) -> None:
+    """They are read while a context is made, in the middle of nothing else."""
+    path = with_rope_factors(tmp_path, np.linspace(1, 4, 8, dtype=np.float32))
+    sabotaged(path, "kinds")
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ cdef class Handle:
     def __cinit__(self, Model model not None, dict params not None):
         cdef lib.llama_context_params p = lib.llama_context_default_params()
         cdef lib.llama_context* ctx
+        cdef bint is_open
         self.generation = _generation
         self.model = model
         self.model_ref = model.share()
@@ -54,7 +55,11 @@ cdef class Handle:
         if ctx == NULL:
             why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
             raise ContextCreateError(f"cannot create a context: {why}")
-        if not self.seqs.open(ctx):
+        # It reads the rotation's factors, wherever they lie.
+        with nogil:
+            is_open = self.seqs.open(ctx)
+        _check_lost(self.links, "create")
+        if not is_open:
             raise _caught_error("create")
         if lib.is_remote(self.links):
             lib.build_each_graph(ctx)

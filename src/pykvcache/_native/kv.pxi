@@ -156,7 +156,8 @@ cdef class Arrays(Cells):
             rope = lib.rope_at(self.mem, layer)
             if rope.known and rope.facts.type < 0:
                 return None
-            factors = lib.rope_factors(rope)
+            with nogil:
+                factors = lib.rope_factors(rope)
             _check_lost(self.links, "kv")
             result = dict(rope.facts, known=bool(rope.known))
             result["freq_factors"] = np.array([factors[i] for i in range(factors.size())], np.float32)
@@ -193,7 +194,9 @@ cdef class Arrays(Cells):
             self.lock.unlock()
 
     cdef dict settings_of(self, const lib.key_rope& rope):
-        cdef vector[float] factors = lib.rope_factors(rope)
+        cdef vector[float] factors
+        with nogil:
+            factors = lib.rope_factors(rope)
         _check_lost(self.links, "kv")
         return {
             **dict(rope.facts),

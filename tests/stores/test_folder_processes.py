@@ -161,6 +161,28 @@ def test_one_of_many_is_given_the_lease(tmp_path: Path) -> None:
         store.close()
 
 
+def test_a_lease_is_released_however_busy_the_index_is(tmp_path: Path) -> None:
+    key = block("wanted")[0]
+    with FolderStore(tmp_path) as store, FolderStore(tmp_path) as other:
+        assert store.lease(key, 60)
+        assert other._shared is not None
+        writing, done = threading.Event(), threading.Event()
+
+        def write() -> None:
+            assert other._shared is not None
+            with other._shared.transaction():
+                writing.set()
+                done.wait(0.3)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        assert writing.wait(10)
+        store.release(key)
+        thread.join()
+        assert not store.counters.timed_out
+        assert other.lease(key, 60)
+
+
 def test_a_lease_from_a_wrong_clock_does_not_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,8 +37,10 @@ MIN_BYTES = 4 << 20
 _MARGIN = 1 << 20
 # How many blocks are announced in one transaction.
 _AT_ONCE = 64
-#: For how long touches and leases wait for other writers, in seconds: requests wait for them.
+#: For how long touches wait for other writers, in seconds: requests wait for them.
 _SHORT = 0.05
+# Leases wait so much longer where what they save takes longer: this part of it.
+_LEASE_PART = 0.01
 # After how many calls of `put` leftovers are looked for again.
 _SWEEP_EVERY = 256
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -310,18 +312,19 @@ class FolderStore(BlockStore):
         """Return whether the caller is the one to evaluate; see `BlockStore.lease`."""
         check_keys([key])
         seconds = check_seconds(seconds)
-        with self._locked(_SHORT) as shared:
+        wait = max(_SHORT, _LEASE_PART * seconds)
+        with self._locked(wait) as shared:
             if shared is not None:
-                with shared.transaction(_SHORT) as index:
+                with shared.transaction(wait) as index:
                     return index.lease(key, self._token, time.time(), seconds, MAX_LEASE)
         return True
 
     def release(self, key: bytes) -> None:
         """End a lease of this store."""
         check_keys([key])
-        with self._locked(_SHORT) as shared:
+        with self._locked() as shared:  # others wait for it until the lease ends
             if shared is not None:
-                with shared.transaction(_SHORT) as index:
+                with shared.transaction() as index:
                     index.release(key, self._token)
 
     # Open, closed, forked ---------------------------------------------------------------

@@ -88,10 +88,13 @@ class SealedStore(BlockStore):
             Whether none can be longer: one that is was damaged, and is removed.
         """
         names = self._names(keys)
-        buffers = [fresh(size + self.envelope.overhead) for size in sizes]
-        for buffer in buffers:
-            # The memory may have held this very block, and would complete one that was cut.
-            buffer[:16] = buffer[-16:] = bytes(16)
+        # The memory may have held this very block, and would complete one that was cut.
+        if exact:
+            buffers = [fresh(size + self.envelope.overhead) for size in sizes]
+            for buffer in buffers:
+                buffer[:16] = buffer[-16:] = bytes(16)
+        else:  # it may end anywhere
+            buffers = [memoryview(bytearray(size + self.envelope.overhead)) for size in sizes]
         too_large = self.counters.too_large
         n_read = self.store.get_into(names, buffers)
         if exact and n_read < len(names) and self.counters.too_large > too_large:

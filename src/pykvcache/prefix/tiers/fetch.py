@@ -152,8 +152,10 @@ class Fetch:
         self.is_abandoned = self.is_cancelled = True
         if (after := self.after) is not None:
             after.is_abandoned = True
-        if self.done.is_set() and self.lease is not None:
-            self.lease.release()
+        lease = self.lease
+        if self.done.is_set() and lease is not None and lease.held:
+            # A store may let it wait for other writers.
+            threading.Thread(target=lease.release, name="pykvcache-release", daemon=True).start()
 
     def run(self) -> None:
         """Search, and read from the back."""

@@ -4,7 +4,7 @@
 
 Each figure is the median of rounds in processes that take turns. Loaded means that `--load` other
 processes compute all the time. The policies are those of ``OMP_WAIT_POLICY``: unset spins for at
-most 20 us, "passive" sleeps at once, "active" spins for 2 ms.
+most 20 us, 1 ms between two decodes, "passive" sleeps at once, "active" spins for 2 ms.
 """
 
 from __future__ import annotations

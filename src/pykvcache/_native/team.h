@@ -22,6 +22,8 @@ class alignas(LINE) turnstile {
     uint32_t now() const { return value.load(std::memory_order_acquire); }
     // Spin for `spin_ns`, then sleep.
     void wait_while(uint32_t old, int64_t spin_ns);
+    // The same of a worker that waits for its next team, which takes longer than what a team waits for.
+    void wait_for_work(uint32_t old, int64_t spin_ns);
     // Wake the threads that wait.
     void set(uint32_t next) {
         set_quietly(next);
@@ -32,6 +34,8 @@ class alignas(LINE) turnstile {
     void wake();
 
   private:
+    void sleep_while(uint32_t old);
+
     std::atomic<uint32_t> value{0};
     std::atomic<uint32_t> sleepers{0};
 };

@@ -31,6 +31,7 @@ class chooser {
     llama_sampler * cuts = nullptr;
     llama_sampler * choice = nullptr;
     float           temperature = 1;
+    bool            is_listed = false;  // while choices looks whether it has one twice
     // Tokens of the bias lie below the number of logits.
     std::vector<llama_logit_bias> bias;
 

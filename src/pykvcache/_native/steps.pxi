@@ -4,11 +4,7 @@
 cdef class Context(Decoding):
     """What a context can do: this class and those that it is made of."""
 
-    # What samplers of a step choose from; one after the other.
-    cdef vector[lib.llama_token_data] choices
-    cdef vector[lib.chooser*] choosers
-    cdef vector[const float*] logit_rows
-    cdef vector[int32_t] codes, chosen
+    cdef lib.choices choices
 
     def decode_pending(self, Tokens ledger not None, seq_id, Py_ssize_t end, bint want_row):
         """Decode tokens that the memory lacks, up to `end`; return (done, logits or None).
@@ -192,47 +188,39 @@ cdef class Context(Decoding):
         """Have everything ready that a choice needs, so that nothing can fail but the choice."""
         cdef Py_ssize_t i
         cdef Lane lane
-        self.choosers.resize(n)
-        self.logit_rows.resize(n)
-        self.codes.resize(n)
-        self.chosen.resize(n)
+        cdef const float* row
+        self.choices.begin(n, self.effective.n_threads_batch)
         for i in range(n):
             lane = <Lane>lanes[i]
-            self.choosers[i] = &lane.sampler.it
-            self.logit_rows[i] = lib.logits_ith(self.ctx, <int32_t>i)
-            if self.logit_rows[i] == NULL:
+            row = lib.logits_ith(self.ctx, <int32_t>i)
+            if row == NULL:
                 _check_lost(self.links, "logits")
                 raise OutOfRangeError(f"token {i} of the last decode has no logits", what="logits", value=i)
+            self.choices.set(i, &lane.sampler.it, row)
             lane.sampler.check_model(self.model, self.n_vocab)
-            lane.row = self.copy_row(self.logit_rows[i], self.n_vocab) if lane.keeps_rows else None
+            lane.row = self.copy_row(row, self.n_vocab) if lane.keeps_rows else None
         return 0
 
     cdef list choose_all(self, list lanes, list owners, Py_ssize_t n, list looks):
         """Let each lane choose from its row; the interpreter's lock is free meanwhile."""
-        cdef Py_ssize_t i, begin = 0, end
+        cdef Py_ssize_t i
         cdef Lane lane
         cdef int32_t n_vocab = self.n_vocab
         cdef list made = []
         now, failure = _now(), None
-        while begin < n:
-            end = begin
-            with nogil:
-                while end < n:
-                    self.codes[end] = self.choosers[end].choose(
-                        self.logit_rows[end], n_vocab, self.choices, self.chosen[end])
-                    end += 1
-                    if self.codes[end - 1] == lib.CAUGHT:
-                        break  # what was caught is known until the next is
-            for i in range(begin, end):
-                lane = <Lane>lanes[i]
-                try:
-                    if lane.chose(self, self.codes[i], self.chosen[i], lane.row, now):
-                        made.append((owners[i], self.chosen[i]))
-                    if lane.is_worth_a_look():
-                        looks.append(owners[i])
-                except BaseException as error:
-                    failure = error  # the other tokens are chosen, too
-            begin = end
+        with nogil:
+            self.choices.run(n_vocab)
+        for i in range(n):
+            lane = <Lane>lanes[i]
+            if self.choices.code(i) == lib.CAUGHT:
+                self.choices.recall(i)
+            try:
+                if lane.chose(self, self.choices.code(i), self.choices.token(i), lane.row, now):
+                    made.append((owners[i], self.choices.token(i)))
+                if lane.is_worth_a_look():
+                    looks.append(owners[i])
+            except BaseException as error:
+                failure = error  # the other tokens are chosen, too
         if failure is not None:
             raise failure
         return made

@@ -1,0 +1,84 @@
+#include "choices.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+
+#ifdef PYKVCACHE_TEAM
+#include "team.h"
+#endif
+
+namespace pykv {
+
+namespace {
+
+// Logits per thread below which another thread gains nothing: some 20 us of choosing.
+constexpr size_t LOGITS_PER_THREAD = 32768;
+
+}  // namespace
+
+void choices::begin(size_t n, int n_threads) {
+    all.resize(n);
+    if (lists.size() != size_t(std::max(1, n_threads))) {
+        lists.resize(size_t(std::max(1, n_threads)));
+    }
+}
+
+void choices::choose(one & each, int32_t n_vocab, chooser::candidate_list & list) noexcept {
+    each.code = each.sampler->choose(each.row, n_vocab, list, each.token);
+    if (each.code == CAUGHT) {
+        // What was caught is known on this thread alone, until its next call.
+        std::snprintf(each.why, sizeof each.why, "%s", caught().c_str());
+        each.no_memory = caught_memory();
+    }
+}
+
+void choices::recall(size_t i) const noexcept {
+    const rpc_link * lost = watched_links ? lost_link(*watched_links) : nullptr;
+    if (lost) {
+        note_lost(*lost);
+    } else {
+        note_caught(all[i].why, all[i].no_memory);
+    }
+}
+
+// A sampler that two requests share chooses for one after the other.
+bool choices::have_own_samplers() noexcept {
+    bool are_own = true;
+    for (one & each : all) {
+        are_own &= !each.sampler->is_listed;
+        each.sampler->is_listed = true;
+    }
+    for (one & each : all) {
+        each.sampler->is_listed = false;
+    }
+    return are_own;
+}
+
+void choices::run(int32_t n_vocab) noexcept {
+#ifdef PYKVCACHE_TEAM
+    const size_t most = std::min({lists.size(), all.size(), all.size() * size_t(n_vocab) / LOGITS_PER_THREAD});
+    if (most > 1 && have_own_samplers()) {
+        struct choosing : team_work {
+            choices &           mine;
+            int32_t             n_vocab;
+            std::atomic<size_t> next{0};
+            choosing(choices & c, int32_t n) : mine(c), n_vocab(n) {}
+        };
+        choosing all_of_them(*this, n_vocab);
+        all_of_them.run = [](team_work & work, int index) {
+            auto & w = static_cast<choosing &>(work);
+            for (size_t i; (i = w.next.fetch_add(1, std::memory_order_relaxed)) < w.mine.all.size();) {
+                w.mine.choose(w.mine.all[i], w.n_vocab, w.mine.lists[size_t(index)]);
+            }
+        };
+        run_team(all_of_them, int(most));
+        return;
+    }
+#endif
+    for (one & each : all) {
+        choose(each, n_vocab, lists[0]);
+    }
+}
+
+}  // namespace pykv

@@ -37,10 +37,8 @@ MIN_BYTES = 4 << 20
 _MARGIN = 1 << 20
 # How many blocks are announced in one transaction.
 _AT_ONCE = 64
-#: For how long touches wait for other writers, in seconds: requests wait for them.
+#: For how long touches and leases wait for other writers, in seconds: requests wait for them.
 _SHORT = 0.05
-# Leases wait so much longer where what they save takes longer: this part of it.
-_LEASE_PART = 0.01
 # After how many calls of `put` leftovers are looked for again.
 _SWEEP_EVERY = 256
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -96,10 +94,9 @@ class FolderStore(BlockStore):
     def contains(self, keys: Sequence[bytes]) -> int:
         """Return how many of the leading keys are there; see `BlockStore.contains`."""
         keys = check_keys(keys)
-        files = self._files
         if self._closed:
             return 0
-        return next((i for i, key in enumerate(keys) if files.stat(key) is None), len(keys))
+        return next((i for i, key in enumerate(keys) if self._files.stat(key) is None), len(keys))
 
     @property
     def medium(self) -> str:
@@ -312,7 +309,7 @@ class FolderStore(BlockStore):
         """Return whether the caller is the one to evaluate; see `BlockStore.lease`."""
         check_keys([key])
         seconds = check_seconds(seconds)
-        wait = max(_SHORT, _LEASE_PART * seconds)
+        wait = max(_SHORT, 0.01 * seconds)  # longer where evaluating twice costs more
         with self._locked(wait) as shared:
             if shared is not None:
                 with shared.transaction(wait) as index:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pykvcache.cli.rpc_server import rpc_server
 from pykvcache.cli.state import state
 from pykvcache.cli.terminal import one_line
 from pykvcache.cli.tokenize import tokenize
+from pykvcache.errors import KvCacheError
 
 __all__ = ["app", "run"]
 
@@ -52,10 +54,11 @@ for command in (generate, chat, info, tokenize, state, cache, bench, demo, rpc_s
 
 def run(argv: Sequence[str]) -> int:
     """Run a command; return the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        # What a model writes may not exist in the terminal's encoding.
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        # What a model writes may not exist in the terminal's encoding; what is piped in may be any.
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+            with contextlib.suppress(OSError):  # of a stream that was read from
+                stream.reconfigure(errors="replace")
     color = False if os.environ.get("NO_COLOR") else None
     try:
         code = app.main(list(argv), prog_name="pykvcache", standalone_mode=False, color=color)
@@ -76,8 +79,8 @@ def run(argv: Sequence[str]) -> int:
         # The reader (head, less) has gone; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
-    except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
-        # Every error of the package is one of these; the first line says what happened.
+    except (KvCacheError, OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
+        # The first line says what happened.
         _report(f"pykvcache: {one_line(error)}")
         return FAILURE
 

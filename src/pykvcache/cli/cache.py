@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pykvcache.cli.terminal import table
+from pykvcache.cli.terminal import is_terminal, table
 
 if TYPE_CHECKING:
     from pykvcache.prefix.stores import BlockStore
@@ -127,7 +127,7 @@ def clear_all(where: str, yes: bool) -> None:
     """Remove every block."""
     with _open(where) as store:
         if not yes:
-            if not sys.stdin.isatty():
+            if not is_terminal(sys.stdin):
                 raise click.UsageError("nobody is there to ask: --yes removes all blocks")
             click.confirm(f"Remove all blocks of {where}?", abort=True)
         click.echo(f"{len(store.trim(0)):,} blocks removed")

@@ -13,13 +13,15 @@ import click
 from pykvcache.cli.commands import Commands
 from pykvcache.cli.options import (
     cache_type_options,
+    make_sampler,
     model_option,
     n_ctx_option,
     number,
     sampling_options,
+    stop_text,
     threads_option,
 )
-from pykvcache.cli.terminal import load_model, note
+from pykvcache.cli.terminal import is_terminal, load_model, note
 
 __all__ = ["chat"]
 
@@ -52,7 +54,13 @@ Ctrl-D the chat.
     show_default=True,
     help="Tokens per answer.",
 )
-@click.option("--stop", multiple=True, help="Text that ends an answer; may be given several times.")
+@click.option(
+    "--stop",
+    type=stop_text,
+    multiple=True,
+    metavar="TEXT",
+    help="Text that ends an answer; may be given several times.",
+)
 @sampling_options
 @n_ctx_option
 @cache_type_options
@@ -73,7 +81,7 @@ def chat(
 
     A model with a chat template answers; one without goes on with the text, line by line.
     """
-    from pykvcache import LlamaContext, Sampler
+    from pykvcache import LlamaContext
 
     if session is not None:
         _check_folder(session)
@@ -83,7 +91,7 @@ def chat(
             loaded, n_ctx=n_ctx, n_seq_max=8, type_k=type_k, type_v=type_v, n_threads=threads
         ) as ctx,
     ):
-        sampler = Sampler(**sampling)
+        sampler = make_sampler(**sampling)
         commands = Commands(ctx, system, session)
         commands.begin()
         max_tokens = min(max_tokens, max(1, ctx.n_ctx_seq // 2))
@@ -117,8 +125,8 @@ def _check_folder(session: str) -> None:
 
 def _read() -> str | None:
     """Return a line; None at the end of the input."""
-    if not sys.stdin.isatty():
-        line = sys.stdin.readline()
+    if not is_terminal(sys.stdin):
+        line = sys.stdin.readline() if sys.stdin is not None else ""
         return line.rstrip("\n") if line else None
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and history for input())
@@ -135,4 +143,4 @@ def _read() -> str | None:
 
 
 def _is_coloured() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import click
 
 from pykvcache.cli.options import (
     cache_type_options,
+    make_sampler,
     model_option,
     n_ctx_option,
     number,
+    read_file,
     read_text,
     sampling_options,
+    stop_text,
     threads_option,
 )
 from pykvcache.cli.talk import closing
@@ -45,7 +47,13 @@ Examples:
     show_default=True,
     help="Tokens at most.",
 )
-@click.option("--stop", multiple=True, help="Text that ends it; may be given several times.")
+@click.option(
+    "--stop",
+    type=stop_text,
+    multiple=True,
+    metavar="TEXT",
+    help="Text that ends it; may be given several times.",
+)
 @click.option(
     "--samples", type=number(1, 1024), default=1, show_default=True, help="How many texts."
 )
@@ -79,16 +87,15 @@ def generate(
     Several samples of one prompt are forks of one evaluation, and are generated together, with
     one decode per step.
     """
-    from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
+    from pykvcache import BatchGenerator, LlamaContext, LlamaSequence
 
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
     text = read_text(prompt, file)
     with load_model(model) as loaded:
         if grammar is not None:
-            rules = Path(grammar).read_text(encoding="utf-8")
-            sampling.update(grammar=rules, model=loaded)
-        sampler = Sampler(**sampling)
+            sampling.update(grammar=read_file(grammar), model=loaded)
+        sampler = make_sampler(**sampling)
         given: Any = text
         if chat:
             messages = [{"role": "system", "content": system}] if system is not None else []

@@ -11,14 +11,20 @@ from typing import Any, TypeVar
 import click
 
 from pykvcache._models import embedded_model_path
+from pykvcache.cli.terminal import is_terminal
+from pykvcache.errors import ArgumentError
+from pykvcache.sampling import Sampler
 
 __all__ = [
     "cache_type_options",
+    "make_sampler",
     "model_option",
     "n_ctx_option",
     "number",
+    "read_file",
     "read_text",
     "sampling_options",
+    "stop_text",
     "threads_option",
 ]
 
@@ -100,14 +106,39 @@ def sampling_options(call: F) -> F:
     return call
 
 
+def stop_text(value: str) -> str:
+    """Type of option: a text that ends a generation."""
+    if not value:
+        raise click.BadParameter("it is empty, and would end every generation")
+    return value
+
+
+def make_sampler(**options: Any) -> Sampler:
+    """Return a sampler; a value that it refuses is wrong usage."""
+    try:
+        return Sampler(**options)
+    except ArgumentError as error:
+        raise click.UsageError(str(error)) from None
+
+
 def read_text(given: str | None, file: str | None) -> str:
     """Return a text from an argument, from a file, or from standard input (``-``, or a pipe)."""
     if given is not None and file is not None:
         raise click.UsageError("a text and --file were given: one of them")
     if file is not None:
-        return Path(file).read_text(encoding="utf-8")
-    if given == "-" or (given is None and not sys.stdin.isatty()):
+        return read_file(file)
+    if sys.stdin is not None and (given == "-" or (given is None and not is_terminal(sys.stdin))):
         return sys.stdin.buffer.read().decode("utf-8", "replace")
-    if given is None:
+    if given is None or given == "-":
         raise click.UsageError("there is no text: give it as an argument, by --file, or by a pipe")
     return given
+
+
+def read_file(path: str) -> str:
+    """Return the text of a file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise click.ClickException(
+            f"{path} is not text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+        ) from None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pykvcache.cli.terminal import watched
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ChatTemplateError, StateError
 from pykvcache.sampling import Sampler
@@ -104,7 +105,8 @@ class Talk:
         self.messages.append({"role": "assistant", "content": ""})
         said: list[str] = []
         try:
-            self.sequence.evaluate()
+            with watched(self.context, before - self.sequence.n_evaluated):
+                self.sequence.evaluate()
             figures.first = time.perf_counter() - start
             figures.reused = before - (self.context.tokens_evaluated - evaluated)
             for piece in stream:

@@ -6,14 +6,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 import click
 
 from pykvcache.context import LlamaContext
-from pykvcache.errors import StateError
+from pykvcache.errors import KvCacheError, StateError
 from pykvcache.model import LlamaModel
 
-__all__ = ["load_model", "naming", "note", "one_line", "shown", "table", "watched"]
+__all__ = ["is_terminal", "load_model", "naming", "note", "one_line", "shown", "table", "watched"]
 
 #: Shorter than this, a bar would only flicker.
 FEW_TOKENS, SMALL_FILE, POLL = 256, 1 << 28, 0.05
@@ -30,6 +31,8 @@ def one_line(error: BaseException) -> str:
         return " ".join(error.format_message().split()).rstrip(".")
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror}: {error.filename}"
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, KvCacheError):
+        return error.strerror
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -44,9 +47,14 @@ def naming(file: str) -> Iterator[None]:
         raise click.ClickException(f"{file}: {error}") from error
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Tell whether somebody sits at the end of a stream; one that was closed is None."""
+    return stream is not None and stream.isatty()
+
+
 def shown() -> bool:
     """Tell whether stderr is a terminal."""
-    return sys.stderr.isatty()
+    return is_terminal(sys.stderr)
 
 
 def load_model(path: str, **options: object) -> LlamaModel:

@@ -12,7 +12,9 @@ __all__ = ["watching"]
 @contextmanager
 def watching(requests: Sized, progress: bool | None) -> Iterator[Callable[[], None]]:
     """Give a function that shows how many requests have ended."""
-    if progress is False or (progress is None and not sys.stderr.isatty()):
+    # A process may have no stderr: then it is None.
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    if progress is False or (progress is None and not terminal):
         yield lambda: None
         return
     try:

@@ -22,7 +22,7 @@ from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import BlockStore, RedisStore, open_store
 from pykvcache.prefix.stores import redis as module
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
-from stores.servers import Server, free_port, redis_server
+from stores.servers import PATIENT, Server, free_port, redis_server
 
 redis = pytest.importorskip("redis", reason="pip install 'pykvcache[redis]'")
 
@@ -57,7 +57,7 @@ class TestRedis(StoreConformance):
         self.url = server.url
 
     def make_store(self) -> BlockStore:
-        return RedisStore(self.url)
+        return RedisStore(self.url, **PATIENT)
 
 
 def test_a_request_moves_half_a_mebibyte_to_four(server: Server, admin: Any) -> None:
@@ -72,7 +72,7 @@ def test_a_request_moves_half_a_mebibyte_to_four(server: Server, admin: Any) -> 
             sizes.append(sum(moved) + sum(len(c[2]) for c in commands if c[0] == "SET"))
             return answers
 
-    with Counting(server.url) as store:
+    with Counting(server.url, **PATIENT) as store:
         assert store.put(blocks) == 64
         assert store.get_into([key for key, _ in blocks], buffers(blocks)) == 64
         assert len(sizes) == 2 * 5  # 8 MiB and a little
@@ -80,7 +80,7 @@ def test_a_request_moves_half_a_mebibyte_to_four(server: Server, admin: Any) -> 
 
 
 def test_the_least_recently_touched_goes_first(server: Server, admin: Any) -> None:
-    with RedisStore(server.url) as store:
+    with RedisStore(server.url, **PATIENT) as store:
         store.put(BLOCKS)
         time.sleep(1.1)  # the server counts idle seconds
         store.touch(KEYS[:6])
@@ -91,7 +91,7 @@ def test_the_least_recently_touched_goes_first(server: Server, admin: Any) -> No
 
 
 def test_a_full_server_is_a_counter_and_still_read(server: Server, admin: Any) -> None:
-    with RedisStore(server.url) as store:
+    with RedisStore(server.url, **PATIENT) as store:
         store.put(BLOCKS)
         admin.config_set("maxmemory", 1 << 20)
         assert store.put(chain(40, "too many", 50_000)) < 40
@@ -107,7 +107,7 @@ def test_a_full_server_is_a_counter_and_still_read(server: Server, admin: Any) -
 def test_what_the_server_evicts_ends_the_run(server: Server, admin: Any) -> None:
     blocks = chain(100, "evicted", 50_000)
     keys = [key for key, _ in blocks]
-    with RedisStore(server.url) as store:
+    with RedisStore(server.url, **PATIENT) as store:
         used = admin.info("memory")["used_memory"]
         admin.config_set("maxmemory-policy", "allkeys-lru")
         admin.config_set("maxmemory", used + (2 << 20))
@@ -128,10 +128,10 @@ def test_a_user_who_only_reads(server: Server, admin: Any) -> None:
         categories=["+@read"],
         keys=["pykvcache:*"],
     )
-    with RedisStore(server.url) as store:
+    with RedisStore(server.url, **PATIENT) as store:
         store.put(BLOCKS)
     url = server.url.replace("redis://", "redis://reader:pass%20word@")
-    with RedisStore(url) as store:
+    with RedisStore(url, **PATIENT) as store:
         assert store.contains(KEYS) == 12
         assert store.get_into(KEYS, buffers()) == 12
         store.touch(KEYS)
@@ -141,7 +141,7 @@ def test_a_user_who_only_reads(server: Server, admin: Any) -> None:
         assert store.lease(KEYS[0], 10), "who cannot take a lease evaluates"
         assert store.counters.denied >= 1
         assert store.get_into(KEYS, buffers()) == 12, "reads go on"
-    with RedisStore(url.replace("pass%20word", "wrong")) as store:
+    with RedisStore(url.replace("pass%20word", "wrong"), **PATIENT) as store:
         assert store.get_into(KEYS, buffers()) == 0
         assert store.counters.denied == 1
 
@@ -149,7 +149,7 @@ def test_a_user_who_only_reads(server: Server, admin: Any) -> None:
 def test_a_value_of_another_type_and_a_foreign_key_are_misses(server: Server, admin: Any) -> None:
     admin.rpush(b"pykvcache:" + KEYS[1], "a list")
     admin.set(b"pykvcache:short", "x")
-    with RedisStore(server.url) as store:
+    with RedisStore(server.url, **PATIENT) as store:
         store.put(BLOCKS[:1])
         assert store.get_into(KEYS[1:2], buffers()[1:2]) == 0
         assert store.counters.failed == 1
@@ -157,9 +157,10 @@ def test_a_value_of_another_type_and_a_foreign_key_are_misses(server: Server, ad
         assert store.discard(KEYS[1:2]) == 1
 
 
-def test_a_frozen_server_costs_one_timeout(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as frozen, RedisStore(frozen.url, timeout=0.3) as store:
-        store.put(BLOCKS)
+def test_a_frozen_server_costs_one_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with redis_server(tmp_path) as frozen, RedisStore(frozen.url, **PATIENT) as store:
+        assert store.put(BLOCKS) == 12
+        store._timeout = 0.3
         frozen.process.send_signal(signal.SIGSTOP)
         begin = time.monotonic()
         assert store.get_into(KEYS, buffers()) == 0
@@ -170,14 +171,15 @@ def test_a_frozen_server_costs_one_timeout(tmp_path: Path) -> None:
         assert time.monotonic() - begin < 5, "each call waits"
         assert store.counters.timed_out <= 3
         frozen.process.send_signal(signal.SIGCONT)
-        store._reads._until = 0.0
+        monkeypatch.setattr(module, "_TRIAL", 30.0)
+        store._timeout, store._reads._until = 30.0, 0.0
         assert store.get_into(KEYS, buffers()) == 12
 
 
-def test_a_server_that_died_and_came_back(tmp_path: Path) -> None:
+def test_a_server_that_died_and_came_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     with redis_server(tmp_path, port=port) as first:
-        store = RedisStore(first.url)
+        store = RedisStore(first.url, **PATIENT)
         assert store.put(BLOCKS) == 12
     begin = time.monotonic()
     for _ in range(50):
@@ -185,6 +187,7 @@ def test_a_server_that_died_and_came_back(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 5
     assert 1 <= store.counters.failed <= 3
     with redis_server(tmp_path, port=port):
+        monkeypatch.setattr(module, "_TRIAL", 30.0)
         store._reads._until = 0.0
         assert store.put(BLOCKS) == 12
         assert store.get_into(KEYS, buffers()) == 12
@@ -245,7 +248,7 @@ def test_tls(tmp_path: Path) -> None:
         with RedisStore(f"{url}?ssl_ca_certs={files['cert.pem']}") as store:
             assert store.put(BLOCKS) == 12
             assert store.get_into(KEYS, buffers()) == 12
-        with RedisStore(url) as store:  # a certificate that nobody vouches for
+        with RedisStore(url, **PATIENT) as store:  # a certificate that nobody vouches for
             assert store.get_into(KEYS, buffers()) == 0
             assert store.counters.failed == 1
 
@@ -263,13 +266,17 @@ def test_a_unix_socket_and_the_name_valkey(tmp_path: Path) -> None:
 
 
 def test_a_holder_that_dies_costs_the_rest_of_its_seconds(server: Server, admin: Any) -> None:
-    with RedisStore(server.url) as dead, RedisStore(server.url) as other:
-        assert dead.lease(KEYS[0], 0.2)
-        assert not other.lease(KEYS[0], 0.2)
-        time.sleep(0.3)
-        assert other.lease(KEYS[0], 5)
+    with RedisStore(server.url, **PATIENT) as dead, RedisStore(server.url, **PATIENT) as other:
+        assert dead.lease(KEYS[0], 60)
+        assert not other.lease(KEYS[0], 60)
+        name = b"pykvcache:lease:" + KEYS[0]
+        assert 0 < admin.pttl(name) <= 60_000
+        admin.pexpire(name, 1)  # its seconds are over
+        while admin.exists(name):
+            time.sleep(0.001)
+        assert other.lease(KEYS[0], 60)
         dead.release(KEYS[0])
-        assert not dead.lease(KEYS[0], 5), "a lease that has passed on is not ended"
+        assert not dead.lease(KEYS[0], 60), "a lease that has passed on is not ended"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -278,7 +285,7 @@ def test_a_forked_child_and_its_parent_both_go_on(server: Server, admin: Any) ->
         import os, signal
         from pykvcache.prefix.stores import RedisStore
         from pykvcache.prefix.stores.conformance import chain
-        store = RedisStore({server.url!r})
+        store = RedisStore({server.url!r}, **{PATIENT!r})
         blocks = chain(12, "redis")
         keys = [key for key, _ in blocks]
         store.put(blocks[:4])

@@ -30,7 +30,7 @@ from pykvcache.prefix.stores import (
 from pykvcache.prefix.stores import envelope as sealing
 from pykvcache.prefix.tiers import ends
 from pykvcache.prefix.tiers.ends import end_key
-from stores.servers import redis_server
+from stores.servers import PATIENT, redis_server
 from tiers.test_tiers import SIZE, WAIT, words
 
 Make = Callable[..., LlamaContext]
@@ -103,7 +103,7 @@ def opened(where: str, tmp_path: Path) -> Iterator[BlockStore]:
     with contextlib.ExitStack() as stack:
         if where == "redis":
             yield stack.enter_context(
-                RedisStore(stack.enter_context(redis_server(tmp_path)).url, timeout=30)
+                RedisStore(stack.enter_context(redis_server(tmp_path)).url, **PATIENT)
             )
         elif where == "object":
             pytest.importorskip("obstore", reason="pip install 'pykvcache[obstore]'")

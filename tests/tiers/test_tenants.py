@@ -10,7 +10,7 @@ import pytest
 
 from pykvcache import LlamaContext, LlamaModel, PrefixCache
 from pykvcache.prefix.stores import BlockStore, FolderStore, RedisStore
-from stores.servers import redis_server
+from stores.servers import PATIENT, redis_server
 from support.models import EXACT, make_model
 from tiers.test_processes import answer, spawn
 from tiers.test_tiers import words
@@ -37,7 +37,7 @@ def test_processes_share_with_their_namespace_and_secret_alone(
         same = spawn("once", path, server.url, 1, n, **ways[0])
         assert [answer(one)["evaluated"] for one in others] == [n, n]
         assert answer(same)["remote"] == n - 1
-        stores = FolderStore(folder), RedisStore(server.url, timeout=30)
+        stores = FolderStore(folder), RedisStore(server.url, **PATIENT)
         written = [contents(store) for store in stores]
         assert [len(one) for one in written] == [3 * (n // 8 + 1)] * 2
         # Who has no secret finds nothing of it; what they write is readable.

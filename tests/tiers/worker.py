@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from pykvcache import BatchGenerator, LlamaContext, LlamaModel, PrefixCache
+from pykvcache.prefix.stores import open_store
 from pykvcache.prefix.tiers import leases
 from support.models import EXACT
 
@@ -20,6 +21,12 @@ from support.models import EXACT
 def words(seed: int, n: int) -> list[int]:
     found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
     return found
+
+
+def opened(where: str) -> object:
+    """Return a tier; a server may be as slow as a busy machine makes it."""
+    patience = {"timeout": 30, "connect_timeout": 30} if where.startswith("redis") else {}
+    return open_store(where, **patience)
 
 
 def say(**facts: object) -> None:
@@ -46,9 +53,9 @@ def forever(cache: PrefixCache, seed: int, n: int) -> None:
     for i in itertools.count():
         prompt = words(i % 3, n) + words(1000 * seed + i, 9)
         with cache.sequence(prompt) as sequence:
-            row = sequence.logits()
+            row, disk = sequence.logits(), sequence.reuse.disk
         cache._ram.clear(None)
-        say(prompt=prompt, row=[float(one) for one in row[:8]])
+        say(seed=i % 3, disk=disk, prompt=prompt, row=[float(one) for one in row[:8]])
 
 
 def together(cache: PrefixCache, seed: int, n: int) -> None:
@@ -91,6 +98,6 @@ if __name__ == "__main__":
     context = LlamaContext(model, n_ctx=2048, n_threads=1, **EXACT)
     tasks = {"once": once, "forever": forever, "together": together, "hold": hold, "batch": batch}
     run = tasks[task]
-    where = tiers.split(",")
+    where = [opened(one) for one in tiers.split(",")]
     more = json.loads(options)
     run(PrefixCache(context, block_size=8, tier_seconds=20, tiers=where, **more), int(seed), int(n))

@@ -6,6 +6,9 @@
 #include <cxxabi.h>
 #include <pthread.h>
 #endif
+#ifdef __linux__
+#include <link.h>
+#endif
 
 #include <atomic>
 #include <cstdio>
@@ -70,10 +73,28 @@ pthread_key_t ready_key() {
     }();
     return key;
 }
+
+// Bytes that a thread's first use of thread-local data may take: of all libraries, since which of them it is
+// depends on the build (those of ggml's matrix tiles are large).
+size_t thread_data_size() {
+    size_t size = 8192;  // the tables of it, and a destructor's place in the list
+#ifdef __linux__
+    dl_iterate_phdr([](dl_phdr_info * library, size_t, void * sum) {
+        for (int i = 0; i < library->dlpi_phnum; ++i) {
+            const auto & part = library->dlpi_phdr[i];
+            if (part.p_type == PT_TLS) {
+                *static_cast<size_t *>(sum) += part.p_memsz + part.p_align;
+            }
+        }
+        return 0;
+    }, &size);
+#endif
+    return size;
+}
 #endif
 
 void on_log(ggml_log_level level, const char * text, void *) {
-    if (guard.muted) {
+    if (!ready_thread() || guard.muted) {
         return;
     }
     try {
@@ -123,8 +144,8 @@ bool ready_thread() noexcept {
     if (pthread_getspecific(ready_key())) {
         return true;
     }
-    constexpr size_t ROOM = 16384;  // more than the thread-local data of this library and of libstdc++
-    void * volatile room = std::malloc(ROOM);
+    static const size_t size = thread_data_size();
+    void * volatile room = std::malloc(size);
     if (!room) {
         return false;
     }

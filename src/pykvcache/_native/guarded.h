@@ -122,7 +122,12 @@ inline llama_model * model_load(const char * path, llama_model_params params) no
 inline gguf_context * gguf_open(const char * path) noexcept {
     return guarded<gguf_context *>(nullptr, [&] { return gguf_init_from_file(path, {true, nullptr}); });
 }
+// A thread without memory for its first call may still free: nothing is thrown then.
 inline int32_t model_free(llama_model * model) noexcept {
+    if (!ready_thread()) {
+        llama_model_free(model);
+        return 0;
+    }
     return guarded_void([&] { llama_model_free(model); });
 }
 // Contexts share the model: it is freed when the last of them is.
@@ -133,6 +138,10 @@ inline llama_context * context_new(llama_model * model, llama_context_params par
     return guarded<llama_context *>(nullptr, [&] { return llama_init_from_model(model, params); });
 }
 inline int32_t context_free(llama_context * ctx) noexcept {
+    if (!ready_thread()) {
+        llama_free(ctx);
+        return 0;
+    }
     return guarded_void([&] { llama_free(ctx); });
 }
 inline const float * logits_ith(llama_context * ctx, int32_t i) noexcept {

@@ -78,6 +78,7 @@ cdef class Model:
         cdef vector[float] split
         cdef vector[shared_ptr[lib.rpc_server]] servers
         cdef lib.ggml_backend_dev_t device
+        _ready()
         self.generation = _generation
         p.n_gpu_layers = params["n_gpu_layers"]
         p.split_mode = <lib.llama_split_mode><int>params["split_mode"]
@@ -210,6 +211,7 @@ cdef class Model:
         return self.ref
 
     cdef int check_open(self) except -1:
+        _ready()
         if self.generation != _generation:
             raise ClosedError("this model belongs to the process before fork(); load it again")
         if self.ref.get() == NULL:
@@ -373,6 +375,7 @@ cdef object _tokens(const vector[lib.llama_token]& tokens):
 
 def split_text(bytes text not None, list patterns not None, bint byte_encode, bint with_std_regex):
     """Return the words into which patterns cut a text, by our matcher or by std::regex, for tests."""
+    _ready()
     return lib.split_text(text, patterns, byte_encode, with_std_regex)
 
 
@@ -381,6 +384,7 @@ def gguf_layout(bytes path not None):
     cdef const char* c_path = path
     cdef lib.gguf_context* file
     cdef int64_t i
+    _ready()
     with nogil:
         file = lib.gguf_open(c_path)
     _drain_log()

@@ -1,6 +1,8 @@
 // The workers behind team.h: one pool for the process, of threads that are detached and never end.
 #include "team.h"
 
+#include "guarded.h"
+
 #include <climits>
 #include <csignal>
 #include <cstdlib>
@@ -60,6 +62,9 @@ int64_t asked_spin_ns(int64_t usual) {
     return usual;
 }
 
+// What a new thread says.
+constexpr uint32_t BORN = 1, REFUSED = 2;
+
 // How long a thread spins next time.
 struct patience {
     int64_t  ns = SPIN_NS;
@@ -74,7 +79,7 @@ thread_local patience between;
 struct worker {
     turnstile   job;   // counts what it was given
     turnstile   done;  // counts what it has ended
-    turnstile   born;  // 1 once it has what a thread needs
+    turnstile   born;  // says once whether it has what a thread needs
     team_work * work = nullptr;
     int         index = 0;
     worker **   team = nullptr;
@@ -117,9 +122,12 @@ void wake_next(worker ** team, int n_threads, int index) {
 
 void * serve(void * data) {
     worker & me = *static_cast<worker *>(data);
-    const_cast<volatile uint32_t &>(between.n_waits) = 0;
-    const_cast<volatile uint32_t &>(patient.n_waits) = 0;  // libc makes this library's thread-local data now
-    me.born.set(1);
+    // Thread-local data is made now: libc ends the process where it cannot be made when it is used.
+    const bool is_ready = ready_thread();
+    me.born.set(is_ready ? BORN : REFUSED);
+    if (!is_ready) {
+        return nullptr;
+    }
     uint32_t last = 0;
     while (true) {
         me.job.wait_for_work(last, me.spin_ns.load(std::memory_order_relaxed));
@@ -147,7 +155,6 @@ worker * hire() {
     }
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, STACK);
     // Signals are for the program's own threads, save those for faults of the thread itself.
     sigset_t blocked, before;
@@ -165,6 +172,12 @@ worker * hire() {
         return nullptr;
     }
     w->born.wait_while(0, 0);
+    if (w->born.now() == REFUSED) {
+        pthread_join(thread, nullptr);
+        delete w;
+        return nullptr;
+    }
+    pthread_detach(thread);
     return w;
 }
 

@@ -7,6 +7,8 @@
 #include <system_error>
 #include <thread>
 
+#include "guarded.h"
+
 namespace pykv {
 
 // Less is done before a thread has started.
@@ -37,6 +39,9 @@ template <class First, class Work> void with_copy_threads(bool two, counter & jo
     if (two) {
         try {
             other = std::thread([&] {
+                if (!ready_thread()) {
+                    return;  // there is no memory for what it might throw
+                }
                 try {
                     work();
                 } catch (...) {

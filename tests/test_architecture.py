@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
     {"errors", "enums", "_closing", "_drawing"},
-    {"_integers"},
+    {"_integers", "_threads"},
     {"_native", "arrays", "prefix/stores"},
     {"_convert"},
     {"batch", "_jinja", "_grammar"},
@@ -49,6 +49,7 @@ ONLY = {
     "enums": set(),
     "_integers": {"errors"},
     "_closing": set(),
+    "_threads": {"errors"},
     "arrays": {"errors", "_integers"},
     "_native": {"errors", "_integers"},
     "prefix/stores": {"errors", "_integers"},

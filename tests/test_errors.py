@@ -17,11 +17,13 @@ import pytest
 from pykvcache import (
     BatchGenerator,
     LlamaContext,
+    LlamaModel,
     LlamaSequence,
     PrefixCache,
     Sampler,
     errors,
 )
+from pykvcache.prefix.stores import MemoryStore
 
 FACTS: list[errors.KvCacheError] = [
     errors.SeqIdTooLarge(2**40),
@@ -49,6 +51,7 @@ FACTS: list[errors.KvCacheError] = [
     errors.ContextCreateError("few", "n_batch", 4, 9),
     errors.ModelLoadError.of("a.gguf", "it is not a GGUF file"),
     errors.DeviceLost("a:1", "decode", "computing: nothing for 0.5 s"),
+    errors.ThreadRefused("none", "pykvcache-generate"),
     errors.ModelLoadError(2, "cannot load model: No such file or directory", "a.gguf"),
 ]
 
@@ -159,10 +162,26 @@ def test_what_a_text_says_is_an_attribute_too() -> None:
 
 def test_no_builtin_is_raised_in_the_compiled_layer() -> None:
     """There they would come without facts; what a text says there is looked at by eye."""
-    bare = re.compile(r"raise (ValueError|IndexError|KeyError)\b")
+    bare = re.compile(r"(raise|return) (ValueError|IndexError|KeyError|RuntimeError)\b")
     for path in sorted((PACKAGE / "_native").glob("*.p[xy][ixd]*")):
         if path.suffix in (".pyx", ".pxi"):
             assert not bare.search(path.read_text(encoding="utf-8")), path.name
+
+
+# Where they are raised to be caught in the same file, and become a StateDamaged.
+CAUGHT = {"state/container.py", "state/layout.py", "state/whole.py"}
+
+
+def test_no_builtin_is_raised_in_python() -> None:
+    """Nor returned to be raised. TypeError, MemoryError and what the system says are builtins."""
+    bare = re.compile(r"(raise|return) (ValueError|IndexError|KeyError|RuntimeError|LookupError)\b")
+    found = {
+        name
+        for path in PACKAGE.rglob("*.py")
+        if bare.search(path.read_text(encoding="utf-8"))
+        and not (name := path.relative_to(PACKAGE).as_posix()).startswith(PROGRAMS)
+    }
+    assert found == CAUGHT
 
 
 def ctx_of(make_context: Any) -> LlamaContext:
@@ -177,6 +196,13 @@ REFUSED: list[tuple[Callable[[LlamaContext], Any], type[Exception], str, object,
     (lambda c: c.model.detokenize([5, 2**30]), IndexError, "tokens[1]", 2**30, None),
     (lambda c: Sampler(top_k=-2), ValueError, "top_k", -2, 0),
     (
+        lambda c: Sampler().sample(np.float32([0, np.inf])),
+        ValueError,
+        "logits[1]",
+        np.inf,
+        "finite, or -inf",
+    ),
+    (
         lambda c: Sampler(grammar=" " * 2**20 + "x", model=c.model),
         ValueError,
         "bytes",
@@ -186,6 +212,15 @@ REFUSED: list[tuple[Callable[[LlamaContext], Any], type[Exception], str, object,
     (lambda c: c.kv(0).select([7]), IndexError, "tokens", 7, 3),
     (lambda c: c.sequence_state(0)[::2], ValueError, "step", 2, 1),
     (lambda c: LlamaSequence(c, [5]).truncate(3), ValueError, "n", 3, 1),
+    (lambda c: LlamaModel("a\ud800"), ValueError, "path", "a\ud800", 1),
+    (lambda c: c.load_llama_file("a\ud800"), ValueError, "path", "a\ud800", 1),
+    (
+        lambda c: Sampler(grammar="root ::= [a]", grammar_root="\ud800", model=c.model),
+        ValueError,
+        "grammar_root",
+        "\ud800",
+        None,
+    ),
     (lambda c: LlamaContext(c.model, type_k="f64"), ValueError, "type_k", "f64", None),
 ]
 
@@ -225,6 +260,9 @@ WRONG: list[Callable[[LlamaContext, Any], Any]] = [
     lambda c, wrong: LlamaSequence(c, [5]).save("never", metadata=wrong),
     lambda c, wrong: c.sequence_state(0).to_bytes(checksum=wrong),
     lambda c, wrong: PrefixCache(c).tree(wrong),
+    lambda c, wrong: LlamaSequence(c, [5]).generate(1, on_full=wrong),
+    lambda c, _: c.set_state(np.array([1], "M8[s]")),
+    lambda c, _: MemoryStore().put([(bytes(32), np.array([1], "M8[s]"))]),
 ]
 
 

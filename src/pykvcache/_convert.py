@@ -67,7 +67,17 @@ def as_path(value: str | os.PathLike[str], what: str = "path", order: str = "") 
     if not isinstance(value, (str, bytes, os.PathLike)):
         hint = f": the order is {order}" if order else ""
         raise TypeError(f"{what} must be a str or an os.PathLike, not {type(value).__name__}{hint}")
-    return os.fsdecode(value)
+    name = os.fsdecode(value)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"{what} is {name!r}: character {error.start} is none that a file name can hold",
+            what,
+            name,
+            error.start,
+        ) from None
+    return name
 
 
 def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:

@@ -109,6 +109,12 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
                 raise TypeError(f"{what} must be a str, not {type(text).__name__}")
         if "\0" in grammar_root:
             raise ArgumentError("grammar_root must not hold NUL", "grammar_root", grammar_root)
+        if not grammar_root.isascii():  # rules have plain names; surrogates cannot even be written
+            raise ArgumentError(
+                f"grammar_root is {grammar_root!r}: names of rules are ASCII",
+                "grammar_root",
+                grammar_root,
+            )
         if grammar is not None:
             check_grammar(grammar)
         self._model = model

@@ -4,7 +4,8 @@ Run by test_faults.py under the preloaded allocator of support/faults.c:
 
     python -m binding.fault_driver llama --folder DIR --journal FILE [--points 3] [--only shift]
 
-``--hidden`` treats the memory of the CPU as that of a device.
+``--hidden`` treats the memory of the CPU as that of a device. ``--seconds`` ends the run then: up
+to there operations have come in turns, each with its allocations in an order that ``--seed`` makes.
 
 After each failure the context holds what it held before, or what the operation makes, or says what
 to do; and cleared it is as good as new.
@@ -15,7 +16,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import time
+from itertools import zip_longest
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -36,6 +40,7 @@ class Driver:
     """One model, the contexts on it, and what they must say."""
 
     def __init__(self, name: str, folder: Path, journal: Path, n_points: int | None) -> None:
+        self.kept: dict[str, tuple[Any, ...]] = {}
         self.info = MODELS[name]
         self.path = make_model(name, folder)
         self.model = LlamaModel(self.path)
@@ -69,8 +74,8 @@ class Driver:
         """What a new context says that was filled."""
         return self.says(self.stage({}).ctx)
 
-    def run(self, name: str) -> None:
-        """One operation, each of its allocations."""
+    def points(self, name: str) -> list[tuple[str, int, int]]:
+        """One operation, its allocations counted: each is to fail alone, and with all after it."""
         operation = OPERATIONS[name]
         stage = self.stage()
         made = stage.made
@@ -79,19 +84,31 @@ class Driver:
             value = operation(stage)
         except (UnsupportedOperation, SequenceIdError, InvalidBatch, KeyError):
             FAULTS.faults_disarm()
-            return  # not on this memory
+            return []  # not on this memory
         FAULTS.faults_disarm()
         n = FAULTS.faults_counted()
         self.tried[name] = n
         before, after = self.fresh(), self.says(stage.ctx)
         stage.ctx.close()
+        self.kept[name] = (made, value, before, after)
         points = range(1, n + 1)
         if self.n_points is not None and n > self.n_points:
             points = sorted({1, *np.linspace(1, n, self.n_points).astype(int).tolist()})
-        for point in points:
-            for more in (0, 1):
-                self.journal.write_text(f"{self.info.name} {name} {point} of {n}, more={more}")
-                self.once(name, point, more, made, value, before, after)
+        return [(name, point, more) for point in points for more in (0, 1)]
+
+    def run(self, names: list[str], seconds: float, seed: int) -> None:
+        """All operations in turns, the allocations of each in any order; until the time is over."""
+        until = time.monotonic() + seconds
+        rng = Random(f"{self.info.name} {seed}")
+        orders = [rng.sample(points, len(points)) for points in map(self.points, names)]
+        turns = [one for turn in zip_longest(*orders) for one in turn if one is not None]
+        self.counts["points"] = len(turns)
+        for name, point, more in turns:
+            if time.monotonic() > until:
+                break
+            where = f"{self.info.name} {name} {point} of {self.tried[name]}, more={more}"
+            self.journal.write_text(where)
+            self.once(name, point, more, *self.kept[name])
 
     def once(
         self,
@@ -172,11 +189,12 @@ def main() -> None:
     parser.add_argument("--points", type=int)
     parser.add_argument("--only", default=",".join(OPERATIONS))
     parser.add_argument("--hidden", action="store_true", help="as if the cells lay on a device")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     lib.hide_host(asked.hidden)
     driver = Driver(asked.name, asked.folder, asked.journal, asked.points)
-    for name in asked.only.split(","):
-        driver.run(name)
+    driver.run(asked.only.split(","), asked.seconds, asked.seed)
     print(json.dumps({**driver.counts, "tried": driver.tried}))
 
 

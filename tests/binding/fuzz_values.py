@@ -27,17 +27,21 @@ class BadIndex:
         return "no integer"
 
 
+class CallersOwn(Exception):
+    """What an object of the caller's raises comes out as it is."""
+
+
 class Raises:
-    """Raises a ValueError for whatever it is asked."""
+    """Raises an error of its own for whatever it is asked."""
 
     def __index__(self) -> int:
-        raise ValueError("no index today")
+        raise CallersOwn("no index today")
 
     def __len__(self) -> int:
-        raise ValueError("no length today")
+        raise CallersOwn("no length today")
 
     def __iter__(self) -> Any:
-        raise ValueError("no elements today")
+        raise CallersOwn("no elements today")
 
 
 def read_only(array: Any) -> Any:

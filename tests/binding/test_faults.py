@@ -1,7 +1,8 @@
 """Memory that runs out: allocations of every operation fail, and nothing ends the process.
 
 A child process preloads the allocator of support/faults.c. Here a few allocations of each operation
-fail; ``PYKVCACHE_FAULTS=all`` makes it all of them, which is what ``make fuzz`` does.
+fail; ``PYKVCACHE_FAULTS=all`` makes it all of them, which is what ``make fuzz`` does: as many as
+``PYKVCACHE_FAULTS_SECONDS`` leave time for on each model, in an order that the seed makes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from support.models import make_model
 from support.sanitizer import SLOWER
 
 ALL = os.environ.get("PYKVCACHE_FAULTS") == "all"
+SECONDS = os.environ.get("PYKVCACHE_FAULTS_SECONDS", "inf")
+SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
 MODELS = ["llama", "jamba"] + ALL * ["gemma3", "t5", "mamba", "bert", "deepseek4", "lfm2_swa"]
 # Of a device: where its memory is read and written.
 ON_A_DEVICE = [
@@ -55,14 +58,15 @@ def run_with_faults(
     make_model(name, model_folder)
     journal = tmp_path / "journal"
     command = [sys.executable, "-m", "binding.fault_driver", name, "--folder", str(model_folder)]
-    command += ["--journal", str(journal), *more] + ([] if ALL else ["--points", "2"])
+    command += ["--journal", str(journal), "--seed", SEED, *more]
+    command += ["--seconds", SECONDS] if ALL else ["--points", "2"]
     done = subprocess.run(
         command,
         env=os.environ
         | {"LD_PRELOAD": str(faults), "PYTHONPATH": str(TESTS), "GGML_NO_BACKTRACE": "1"},
         capture_output=True,
         text=True,
-        timeout=3600 if ALL else 120,
+        timeout=(60 + float(SECONDS) * 2 if float(SECONDS) < 1e6 else None) if ALL else 120,
         check=False,
     )
     assert done.returncode == 0, f"{journal.read_text()}\n{done.stderr[-3000:]}"

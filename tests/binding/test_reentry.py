@@ -29,7 +29,7 @@ def test_an_integer_that_uses_the_context_neither_hangs_nor_crashes(make_context
                 ctx.decode([5, 6])
                 try:
                     getattr(ctx, use)(Calls(getattr(ctx, action), 0))
-                except (KvCacheError, IndexError, RuntimeError):
+                except KvCacheError:
                     continue
 
     together(work)
@@ -41,11 +41,12 @@ def test_signal_handlers_and_finalizers_may_use_the_context(child: Child, model:
 import gc, signal, sys
 import numpy as np
 from pykvcache import LlamaContext, LlamaModel
+from pykvcache.errors import ReentryError
 ctx = LlamaContext(LlamaModel(sys.argv[1]), n_ctx=4096, n_batch=64, n_threads=1)
 seen = []
 def look(*_):
     try: seen.append(ctx.kv_cache_seq_pos_max(0))
-    except RuntimeError: seen.append("busy")
+    except ReentryError: seen.append("busy")
 signal.signal(signal.SIGALRM, look)
 signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
 class Late:

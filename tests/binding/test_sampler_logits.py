@@ -10,7 +10,7 @@ import pytest
 
 from binding.kit import words
 from pykvcache import LlamaContext, Sampler
-from pykvcache.errors import DecodeError
+from pykvcache.errors import ArgumentError, DecodeError
 
 OPEN: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 NAN, INF = math.nan, math.inf
@@ -66,8 +66,8 @@ def test_an_array_is_not_changed_and_may_be_of_any_strides() -> None:
         (np.zeros((1, 5), np.float32), ValueError, r"\(1, 5\)"),
         (np.zeros((), np.float32), ValueError, r"\(\)"),
         (np.zeros(0, np.float32), ValueError, r"\(0,\)"),
-        (np.float32([0, NAN]), ValueError, "token 1 is NaN"),
-        (np.float32([INF, 0]), ValueError, "token 0 is infinite"),
+        (np.float32([0, NAN]), ArgumentError, "token 1 is NaN"),
+        (np.float32([INF, 0]), ArgumentError, "token 0 is infinite"),
         (np.float32([-INF, -INF]), DecodeError, "no token is left"),
         ([0.0, 1.0], TypeError, "array of logits, not list"),
         (None, TypeError, "NoneType"),

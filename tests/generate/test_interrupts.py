@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
-from pykvcache.errors import ClosedError
+from pykvcache.errors import ClosedError, ReentryError
 from pykvcache.generate import GenerationHandle
 from support.interrupts import InterruptAnywhere
 
@@ -234,7 +234,7 @@ def test_a_step_within_a_step_is_refused(make_context: Make) -> None:
         if event == "call" and frame.f_code.co_name == "_step" and not errors:
             try:
                 generator.step()
-            except RuntimeError as error:
+            except ReentryError as error:
                 errors.append(error)
 
     sys.setprofile(look)

@@ -14,7 +14,7 @@ import pytest
 
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache._native import lib
-from pykvcache.errors import ClosedError, StaleViewError, UnsupportedOperation
+from pykvcache.errors import ClosedError, ReentryError, StaleViewError, UnsupportedOperation
 from pykvcache.kv import CacheView
 from support.models import EXACT, MODELS, make_model
 
@@ -291,7 +291,7 @@ def test_a_callback_cannot_change_the_cache_under_a_view(model: LlamaModel) -> N
         ctx.clear_kv_cache()
         return 0.0
 
-    with pytest.raises(RuntimeError, match="callback"):
+    with pytest.raises(ReentryError, match="callback"):
         np.frompyfunc(meddle, 1, 1)(view)
     assert view.is_valid
 

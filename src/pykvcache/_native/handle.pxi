@@ -130,11 +130,10 @@ cdef class Handle:
         The GIL is released only when another thread holds the lock.
         """
         self.check_process()
-        if not lib.ready_thread():
-            raise MemoryError("there is no memory for this thread's first call")
+        _ready()
         if not self.lock.try_lock():
             if self.lock.is_mine():
-                raise RuntimeError("a callback of this context called the context itself")
+                raise ReentryError("a callback of this context called the context itself")
             with nogil:
                 self.lock.lock()
         if self.closed:
@@ -195,9 +194,10 @@ cdef class Handle:
             return
         if self.closed or self.stopped:
             return
+        _ready()
         if not self.lock.try_lock():
             if self.lock.is_mine():
-                raise RuntimeError("a callback of this context called close()")
+                raise ReentryError("a callback of this context called close()")
             with nogil:
                 self.lock.lock()
         try:

@@ -53,6 +53,7 @@ from pykvcache.errors import (
     P1TooLarge,
     PartialStateError,
     PositionError,
+    ReentryError,
     SeqIdTooLarge,
     SequenceIdError,
     StaleViewError,

@@ -20,6 +20,7 @@ cdef class Sampler:
 
     def __cinit__(self, dict params not None, Model model, Sampler source=None):
         cdef lib.sampler_settings s
+        _ready()
         self.params = params
         self.it.temperature = params["temperature"]
         self.last_bias = -1
@@ -111,6 +112,7 @@ cdef class Sampler:
 
     def reset(self):
         """Forget the tokens that were accepted; the seed and the grammar start again."""
+        _ready()
         if (lib.sampler_reset(self.it.grammar) == lib.CAUGHT
                 or lib.sampler_reset(self.it.penalties) == lib.CAUGHT
                 or lib.sampler_reset(self.it.choice) == lib.CAUGHT):
@@ -124,6 +126,7 @@ cdef class Sampler:
         """Count a token that was not sampled here; all or nothing."""
         cdef lib.llama_sampler* ahead = NULL
         cdef int32_t t
+        _ready()
         if model is not None:
             model.check_open()
             t = model.check_token(token)
@@ -184,6 +187,7 @@ cdef class Sampler:
     cdef int32_t check_row(self, Decoding ctx, const float[::1] row) except -1:
         """How many logits there are, if they are for this sampler."""
         cdef Py_ssize_t n = row.shape[0]
+        _ready()
         self.check_model(None if ctx is None else ctx.model, n)
         return <int32_t>n
 
@@ -214,9 +218,11 @@ cdef class Sampler:
             return _caught_error("grammar" if stage == lib.STAGE_GRAMMAR else
                                  "accept" if stage == lib.STAGE_ACCEPT else "sample")
         if code == lib.CHOICE_NAN or code == lib.CHOICE_INFINITE:
-            what, value = ("NaN", NAN) if code == lib.CHOICE_NAN else ("infinite", INFINITY)
-            why = f"the logit of token {where} is {what}: nothing can be sampled from these logits"
-            return ValueError(why) if is_callers else OutputNotFinite(why, "logits", None, where, value)
+            name, value = ("NaN", NAN) if code == lib.CHOICE_NAN else ("infinite", INFINITY)
+            why = f"the logit of token {where} is {name}: nothing can be sampled from these logits"
+            if is_callers:
+                return ArgumentError(why, what=f"logits[{where}]", value=value, limit="finite, or -inf")
+            return OutputNotFinite(why, "logits", None, where, value)
         if code == lib.CHOICE_TOO_LARGE:
             return DecodeError("bias and penalties make a logit infinite: choose smaller ones")
         if code == lib.CHOICE_NOTHING:

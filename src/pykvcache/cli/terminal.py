@@ -10,6 +10,7 @@ from typing import TextIO
 
 import click
 
+from pykvcache._threads import has_started
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, StateError
 from pykvcache.model import LlamaModel
@@ -90,12 +91,13 @@ def watched(ctx: LlamaContext, n_tokens: int, label: str = "prompt") -> Iterator
                 bar.update(min(n_tokens, ctx.tokens_evaluated - start) - bar.pos)
 
         thread = threading.Thread(target=look, daemon=True)
-        thread.start()
+        is_moving = has_started(thread)
         try:
             yield
         finally:
             done.set()
-            thread.join()
+            if is_moving:
+                thread.join()
             bar.update(min(n_tokens, ctx.tokens_evaluated - start) - bar.pos)
 
 

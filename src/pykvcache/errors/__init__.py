@@ -80,6 +80,7 @@ __all__ = [
     "P1TooLarge",
     "PartialStateError",
     "PositionError",
+    "ReentryError",
     "ReprocessInputs",
     "SeqIdTooLarge",
     "SequenceIdError",
@@ -96,6 +97,7 @@ __all__ = [
     "StateTruncated",
     "StateVersionError",
     "StoreError",
+    "ThreadRefused",
     "UnsupportedError",
     "UnsupportedOperation",
 ]
@@ -276,6 +278,14 @@ class StaleViewError(KvCacheError, ReferenceError):
 
 class OvertakenError(KvCacheError, RuntimeError):
     """Another generation has gone on with the sequence of this one, which ends here."""
+
+
+class ReentryError(KvCacheError, RuntimeError):
+    """A context or a generator was called from within one of its own calls, by a callback."""
+
+
+class ThreadRefused(DetailedError, RuntimeError):
+    """The system gives no thread, by a limit on their number or on memory; nothing was changed."""
 
 
 class InternalError(KvCacheError, RuntimeError):

@@ -6,8 +6,9 @@ import threading
 import weakref
 
 from pykvcache._closing import Closing
+from pykvcache._threads import start
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ClosedError, DecodeAborted
+from pykvcache.errors import ClosedError, DecodeAborted, ReentryError
 from pykvcache.generate.handle import GenerationHandle
 from pykvcache.generate.schedule import Schedule
 from pykvcache.generate.step import Stepper
@@ -56,7 +57,7 @@ class Driving(Closing):
             with self._pool as pool:
                 self._check_open()
                 if pool.depth > 1:
-                    raise RuntimeError("step() was called in the middle of a step")
+                    raise ReentryError("step() was called in the middle of a step")
                 made = self._stepper.step()
             is_waiting = not made and self._schedule.await_tiers()
         self._wake()
@@ -96,6 +97,8 @@ class Driving(Closing):
         ------
         ClosedError
             It is closed.
+        ThreadRefused
+            The system gives no thread: `run` and `step` need none.
         """
         with self._changed:
             self._check_open()
@@ -105,9 +108,9 @@ class Driving(Closing):
                 thread = threading.Thread(
                     target=_work, args=(ref, changed), name="pykvcache-generate", daemon=True
                 )
-                weakref.finalize(self, _notify, changed).atexit = False
+                start(thread)
                 self._thread = thread
-                thread.start()
+                weakref.finalize(self, _notify, changed).atexit = False
 
     def close(self) -> None:
         """Abort what is left, and end the thread; twice does nothing."""

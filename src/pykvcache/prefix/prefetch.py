@@ -10,6 +10,7 @@ from collections import deque
 import numpy as np
 
 from pykvcache._convert import TokenInput
+from pykvcache._threads import has_started
 from pykvcache.prefix.below import TierMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
 from pykvcache.prefix.gather import gather, is_good
@@ -86,9 +87,21 @@ class Queue:
             if self._is_working:
                 return
             self._is_working = True
-        threading.Thread(
+        thread = threading.Thread(
             target=self._work, args=(weakref.ref(cache),), name="pykvcache-prefetch", daemon=True
-        ).start()
+        )
+        if not has_started(thread):
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Let nothing wait for a thread that is not to be had."""
+        with self._lock:
+            waiting = list(self._waiting)
+            self._waiting.clear()
+            self._is_working = False
+        for one in waiting:
+            one.cancel()
+            one._done.set()
 
     def cancel(self) -> None:
         """Cancel all."""

@@ -14,6 +14,8 @@ from collections import deque
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pykvcache._threads import start
+from pykvcache.errors import ArgumentError, ThreadRefused
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
 if TYPE_CHECKING:
@@ -88,6 +90,8 @@ class EventPublisher:
         pyzmq or msgpack is not installed: ``pip install 'pykvcache[zmq]'``.
     OSError
         The address cannot be bound.
+    ThreadRefused
+        The system gives no thread.
     """
 
     def __init__(
@@ -109,7 +113,10 @@ class EventPublisher:
             ) from error
         self._zmq: Any = zmq
         self._pack = msgpack.packb
-        self._topic, self._rank = topic.encode(), data_parallel_rank
+        try:
+            self._topic, self._rank = topic.encode(), data_parallel_rank
+        except UnicodeEncodeError:
+            raise ArgumentError(f"topic {topic!r} is not Unicode text", "topic", topic) from None
         self._waiting: deque[CacheEvent] = deque(maxlen=MAX_WAITING)
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=MAX_REPLAY)
         self._next = 0
@@ -127,7 +134,12 @@ class EventPublisher:
             raise OSError(error.errno, f"{error.strerror}: {endpoint}") from error
         self._stop = cache.events.subscribe(self._note)
         self._thread = threading.Thread(target=self._work, name="pykvcache-events", daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread)
+        except ThreadRefused:
+            self._stop()
+            self._close_sockets()
+            raise
 
     @property
     def endpoint(self) -> str:

@@ -186,6 +186,8 @@ class LlamaSequence(EditMethods, Closing):
             sampler = Sampler(temperature=0)
         elif not isinstance(sampler, Sampler):
             raise TypeError(f"sampler must be a Sampler, not {type(sampler).__name__}")
+        if not isinstance(on_full, str):
+            raise TypeError(f"on_full must be a str, not {type(on_full).__name__}")
         if on_full not in _ON_FULL:
             raise ArgumentError(
                 f"on_full is {on_full!r}: it must be one of {', '.join(_ON_FULL)}",

@@ -18,7 +18,7 @@ def as_bytes(buffer: Any, what: str, *, writable: bool = False, order: str = "")
     """View a C-contiguous buffer as bytes; the error of a method names the order of arguments."""
     try:
         view = memoryview(buffer)
-    except TypeError:
+    except (TypeError, ValueError):  # NumPy's dates and times are no buffers
         hint = f": the order is {order}" if order else ""
         message = f"{what} must be a buffer of bytes, not {type(buffer).__name__}{hint}"
         raise TypeError(message) from None

@@ -313,7 +313,10 @@ def check_items(items: Iterable[tuple[bytes, Buffer]]) -> list[tuple[bytes, memo
 
 def flat(data: Buffer) -> memoryview:
     """Return a contiguous buffer as bytes, without a copy."""
-    view = memoryview(data)
+    try:
+        view = memoryview(data)
+    except ValueError as error:  # NumPy's dates and times are no buffers
+        raise TypeError(f"a block's content must be a buffer of bytes: {error}") from None
     if not view.c_contiguous:
         raise StoreError("a block's buffer is not contiguous", value=view.strides)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")

@@ -275,7 +275,11 @@ def fresh(size: int) -> memoryview:
 
 def _bytes(value: bytes | str, what: str) -> bytes:
     if isinstance(value, str):
-        return value.encode()
+        try:
+            return value.encode()
+        except UnicodeEncodeError as error:
+            # What it is may be a secret.
+            raise StoreError(f"{what} is not Unicode text", what, None, error.start) from None
     if not isinstance(value, bytes):
         raise TypeError(f"{what} is bytes or str, not {type(value).__name__}")
     return value

@@ -80,7 +80,10 @@ class RedisStore(BlockStore):
     ) -> None:
         self._timeout = check_seconds(timeout, "timeout")
         connect_timeout = check_seconds(connect_timeout, "connect_timeout")
-        self._prefix = prefix.encode()
+        try:
+            self._prefix = prefix.encode()
+        except UnicodeEncodeError:
+            raise StoreError(f"prefix {prefix!r} is not Unicode text", "prefix", prefix) from None
         self._token = secrets.token_hex(8)
         self._deadline = Deadline()
         # Whether the server answers, and whether it takes writes.

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from pykvcache._threads import has_started
 from pykvcache.prefix.tiers.ends import END_OVERHEAD, End, end_key
 from pykvcache.prefix.tiers.leases import Lease
 from pykvcache.prefix.tiers.notices import place
@@ -140,8 +141,10 @@ class Fetch:
             )
 
     def start(self) -> None:
-        """Let a thread search."""
-        threading.Thread(target=self.run, name="pykvcache-fetch", daemon=True).start()
+        """Let a thread search; where there is none to be had, nothing is found."""
+        if not has_started(threading.Thread(target=self.run, name="pykvcache-fetch", daemon=True)):
+            self.looked.set()
+            self.done.set()
 
     def cancel(self) -> None:
         """Let the thread stop after what it is reading."""
@@ -155,7 +158,10 @@ class Fetch:
         lease = self.lease
         if self.done.is_set() and lease is not None and lease.held:
             # A store may let it wait for other writers.
-            threading.Thread(target=lease.release, name="pykvcache-release", daemon=True).start()
+            # Without a thread for it the lease ends by itself.
+            has_started(
+                threading.Thread(target=lease.release, name="pykvcache-release", daemon=True)
+            )
 
     def run(self) -> None:
         """Search, and read from the back."""
@@ -250,9 +256,10 @@ class Fetch:
             self._read(groups)
             return
         other = threading.Thread(target=self._read, args=(groups,), daemon=True)
-        other.start()
+        is_shared = has_started(other)
         self._read(groups)
-        other.join()
+        if is_shared:
+            other.join()
 
     def _read(self, groups: deque[Span]) -> None:
         while not self.is_cancelled:

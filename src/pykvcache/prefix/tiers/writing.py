@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pykvcache._threads import has_started
 from pykvcache.prefix.tiers.notices import Place
 from pykvcache.prefix.tiers.tier import Tier
 
@@ -98,7 +99,12 @@ class WriteBehind:
                 taken.append(item)
             self.dropped += len(chain.items) - len(taken)
             self.n_items += len(taken)
-            if taken or chain.leases or chain.removes:
+            is_work = bool(taken or chain.leases or chain.removes)
+            if is_refused := is_work and not self._has_thread():
+                # There is none to be had: what would be written is lost.
+                self._count_off(taken)
+                self.dropped += len(taken)
+            elif is_work:
                 self._queue.append(
                     Chain(
                         taken,
@@ -108,9 +114,14 @@ class WriteBehind:
                         blocks=chain.blocks,
                     )
                 )
-                self._start()
                 self._changed.notify_all()
-            return len(taken)
+        if is_refused:
+            # What was cleared must go all the same, and others wait for leases.
+            if chain.removes:
+                self.tier.discard(chain.removes)
+            for key in chain.leases:
+                self.tier.release(key)
+        return 0 if is_refused else len(taken)
 
     def cancel(self, namespace: str | None) -> None:
         """Forget what waits of a namespace, or everything; what is being written is waited for."""
@@ -159,12 +170,14 @@ class WriteBehind:
 
     # In the thread ----------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _has_thread(self) -> bool:
+        """Whether there is the thread, or it can be started now."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._work, name="pykvcache-write-behind", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="pykvcache-write-behind", daemon=True)
+            if not has_started(thread):
+                return False
+            self._thread = thread
+        return True
 
     def _work(self) -> None:
         # Linux has a niceness per thread: who decodes goes first.

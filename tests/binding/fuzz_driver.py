@@ -88,7 +88,7 @@ PROTOCOL: list[Callable[[Any], Any]] = [
     *(lambda one: one == one, lambda one: one[0], lambda one: one.no_such_name),
     *(lambda one: setattr(one, "n_ctx", 5), lambda one: type(one).__new__(type(one)).close()),
 ]
-"""What Python itself does with objects; an `AttributeError` or `KeyError` is right here."""
+"""What Python itself does with objects; its own errors are right here."""
 LIVE = 3
 """Objects of each kind that are kept open."""
 
@@ -168,7 +168,7 @@ class Fuzz(Arguments):
                 raise Unexpected(f"{what}{args!r}{named!r}: no check foresaw this") from error
             allowed = (KvCacheError, *BUILTIN)
             if what == "protocol":
-                allowed += (AttributeError, LookupError)
+                allowed += (AttributeError, LookupError, ValueError)
             if not isinstance(error, allowed):
                 raise Unexpected(f"{what}{args!r}{named!r}") from error
             self.seen[type(error).__name__] += 1

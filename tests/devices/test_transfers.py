@@ -134,6 +134,7 @@ def test_each_tensor_is_asked_for_once(
     state, kv, whole = ctx.get_state(0), ctx.kv(0), ctx.get_state()
     saved = ctx.sequence_state(0)
     block = np.empty(ctx.native.block_bytes() * 20, np.uint8)
+    four = [np.empty(ctx.native.block_bytes() * 5, np.uint8) for _ in range(4)]
     for read in (
         lambda: ctx.get_state(0),
         lambda: ctx.get_state(),
@@ -141,6 +142,7 @@ def test_each_tensor_is_asked_for_once(
         lambda: ctx.context_state(),
         lambda: ctx.kv(2),
         lambda: ctx.native.get_block(1, 2, 20, block),
+        lambda: ctx.native.get_blocks(1, 2, 5, four),
     ):
         assert asked(read) == (tensors, 0)
     for write in (

@@ -1,4 +1,5 @@
 // Blocks out of the cells, and a state's bytes around blocks.
+#include <algorithm>
 #include <cstring>
 
 #include "blocks.h"
@@ -6,6 +7,7 @@
 #include "probe_kv.h"
 #include "probe_memory.h"
 #include "probe_values.h"
+#include "transfers.h"
 
 namespace pykv {
 
@@ -79,6 +81,16 @@ class block_writer : public piece_writer {
     size_t                          before = 0;  // bytes of one cell in a block that come before these rows
 };
 
+// The cells at n positions from `first` on, in their order; fewer where one is missing.
+std::vector<live_cell> cells_from(const cell_set & held, llama_pos first, size_t n) {
+    std::vector<live_cell> cells;
+    cells.reserve(std::min(n, held.size()));
+    for (auto it = held.lower_bound({first, 0}); it != held.end() && cells.size() < n && it->first == first; ++it, ++first) {
+        cells.push_back({it->first, it->second});
+    }
+    return cells;
+}
+
 }  // namespace
 
 size_t block_cell_bytes(const memory * m, bool v_trans) {
@@ -98,36 +110,39 @@ int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos
                      const std::vector<uint8_t *> & dst) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         const llama_kv_cells & held = m->base->get_cells(seq);
-        const auto &           all = held_cells(held, seq);
-        const auto             kinds = state_rows_of(m, v_trans, PART_ATTENTION);
-        const bool             extended = has_extended(m);
-        std::vector<live_cell> cells(n);
-        auto                   next = all.lower_bound({first, 0});
-        for (uint8_t * to : dst) {
-            for (live_cell & cell : cells) {
-                if (next == all.end() || next->first != first++) {
-                    return int32_t(BLOCKS_MISSING);
-                }
-                cell = {next->first, next->second};
-                ++next;
+        const auto             cells = cells_from(held_cells(held, seq), first, n * dst.size());
+        if (cells.size() < n * dst.size()) {
+            return int32_t(BLOCKS_MISSING);
+        }
+        std::vector<std::vector<cell_run>> runs;  // of each block
+        std::vector<uint8_t *>             at = dst;
+        for (size_t b = 0; b < dst.size(); ++b) {
+            runs.push_back(runs_of(cells.data() + b * n, n));
+            for (size_t i = 0; has_extended(m) && i < n; ++i) {
+                const auto ext = held.ext_get(cells[b * n + i].cell);
+                std::memcpy(at[b], &ext, CELL_EXT_BYTES);
+                at[b] += CELL_EXT_BYTES;
             }
-            for (size_t i = 0; extended && i < cells.size(); ++i) {
-                const auto ext = held.ext_get(cells[i].cell);
-                std::memcpy(to, &ext, CELL_EXT_BYTES);
-                to += CELL_EXT_BYTES;
-            }
-            for (const state_rows & rows : kinds) {
-                const int which = rows.kind == BLOCK_K ? 0 : 1;
-                if (read_rows(m, rows.part, rows.layer, which, seq, cells, to) == CAUGHT) {
-                    return CAUGHT;
+        }
+        tensor_reads reads;
+        for (const state_rows & rows : state_rows_of(m, v_trans, PART_ATTENTION)) {
+            const live_tensor t = tensor_at(m, rows.part, rows.layer, rows.kind == BLOCK_K ? 0 : 1, seq);
+            // A device is asked for all blocks together. What the CPU reaches is looked at while it is at hand.
+            const size_t step = t.host ? 1 : dst.size();
+            for (size_t begin = 0; begin < dst.size(); begin += step) {
+                for (size_t b = begin; b < begin + step; ++b) {
+                    add_rows(reads, t, runs[b], at[b]);
                 }
-                // Now, while they are at hand: whoever puts the block back need not look again.
-                value_check values(ggml_type(rows.type), rows.n_embd, !v_trans);
-                values.take(to, rows.row_bytes * n);
-                if (!values.fits()) {
-                    return int32_t(BLOCKS_VALUES);
+                reads.run();
+                for (size_t b = begin; b < begin + step; ++b) {
+                    // Whoever puts the block back need not look again.
+                    value_check values(ggml_type(rows.type), rows.n_embd, !v_trans);
+                    values.take(at[b], rows.row_bytes * n);
+                    if (!values.fits()) {
+                        return int32_t(BLOCKS_VALUES);
+                    }
+                    at[b] += rows.row_bytes * n;
                 }
-                to += rows.row_bytes * n;
             }
         }
         return int32_t(BLOCKS_WRITTEN);

@@ -83,20 +83,6 @@ live_tensor state_tensor(const memory * m, uint32_t il, int which) {
     return live;
 }
 
-// One run of bytes per run of neighbouring cells, from `offset` on.
-void read_runs(tensor_reads & reads, const ggml_tensor * t, size_t offset, size_t stride, const std::vector<live_cell> & cells,
-               uint8_t *& dst) {
-    for (size_t i = 0; i < cells.size();) {
-        size_t n = 1;
-        while (i + n < cells.size() && cells[i + n].cell == cells[i].cell + n) {
-            ++n;
-        }
-        reads.add(t, offset + cells[i].cell * stride, n * stride, dst);
-        dst += n * stride;
-        i += n;
-    }
-}
-
 }  // namespace
 
 bool has_part(const memory * m, memory_part part) {
@@ -170,27 +156,37 @@ live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which
 
 std::string buffer_of(const live_tensor & t) { return ggml_backend_buffer_name(t.owner->buffer); }
 
+std::vector<cell_run> runs_of(const live_cell * cells, size_t n) {
+    std::vector<cell_run> runs;
+    for (size_t i = 0; i < n; ++i) {
+        if (i > 0 && cells[i].cell == runs.back().cell + runs.back().n) {
+            ++runs.back().n;
+        } else {
+            runs.push_back({cells[i].cell, 1});
+        }
+    }
+    return runs;
+}
+
+uint8_t * add_rows(tensor_reads & reads, const live_tensor & t, const std::vector<cell_run> & runs, uint8_t * dst) {
+    const int64_t n_head = t.transposed ? t.n_head : 1, n_value = t.transposed ? t.head_dim : 1;
+    for (int64_t head = 0; head < n_head; ++head) {
+        for (int64_t value = 0; value < n_value; ++value) {
+            const size_t start = t.offset + size_t(head) * t.head_stride + size_t(value) * t.value_stride;
+            for (const auto & [cell, n] : runs) {
+                reads.add(t.owner, start + cell * t.cell_stride, n * t.cell_stride, dst);
+                dst += n * t.cell_stride;
+            }
+        }
+    }
+    return dst;
+}
+
 int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
                   const std::vector<live_cell> & cells, uint8_t * dst) noexcept {
     return guarded_void([&] {
         tensor_reads reads;
-        if (part == PART_RECURRENT) {
-            const ggml_tensor * t = state_source(m, il, which);
-            read_runs(reads, t, 0, state_tensor(m, il, which).cell_stride, cells, dst);
-            reads.run();
-            return;
-        }
-        const scratch ctx;
-        const ggml_tensor * t = stream_tensor(ctx.get(), cache_of(m, part), il, which, seq);
-        const bool transposed = is_transposed(t, which);
-        if (!transposed) {
-            read_runs(reads, t, 0, t->nb[2], cells, dst);
-        }
-        for (int64_t head = 0; transposed && head < t->ne[1]; ++head) {
-            for (int64_t value = 0; value < t->ne[2]; ++value) {
-                read_runs(reads, t, size_t(head) * t->nb[1] + size_t(value) * t->nb[2], t->nb[0], cells, dst);
-            }
-        }
+        add_rows(reads, tensor_at(m, part, il, which, seq), runs_of(cells.data(), cells.size()), dst);
         reads.run();
     });
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "probe.h"
+#include "transfers.h"
 
 namespace pykv {
 
@@ -65,7 +66,14 @@ live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which
 // What a tensor lies in, as ggml calls it.
 std::string buffer_of(const live_tensor & t);
 
-// Copy the rows of cells, in their order; of transposed values one row per value. CAUGHT on failure.
+// Cells that lie side by side.
+struct cell_run {
+    uint32_t cell, n;
+};
+std::vector<cell_run> runs_of(const live_cell * cells, size_t n);
+// Ask for the rows of cells, in their order; of transposed values one row per value. Returns the end of what is written.
+uint8_t * add_rows(tensor_reads & reads, const live_tensor & t, const std::vector<cell_run> & runs, uint8_t * dst);
+// The same for one tensor, at once. CAUGHT on failure.
 int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
                   const std::vector<live_cell> & cells, uint8_t * dst) noexcept;
 // Where a cell's data goes.

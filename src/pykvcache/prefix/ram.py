@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache.prefix.alike import TokenKeys
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.runs import Run
 from pykvcache.prefix.tree import BlockTree
@@ -91,7 +92,7 @@ class RamTier:
         self.max_bytes = max_bytes
         self._on_remove = on_remove
         self._tails: OrderedDict[tuple[Run, bytes], Tail] = OrderedDict()
-        self._tails_at: dict[Run, dict[bytes, Tail]] = {}
+        self._tails_at: dict[Run, TokenKeys[Tail]] = {}
         self._in_use: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._tail_bytes = 0
         self._fixed_bytes = min(FIXED_BYTES, max_bytes // 16)
@@ -161,9 +162,10 @@ class RamTier:
 
     def _forget_begun(self, run: Run, tokens: bytes) -> None:
         """Drop the tails of a run that its new blocks contain."""
-        for tail in self.tails_at(run):
-            if tail.rest is None and tail.row is None and tokens.startswith(tail.tokens):
-                self._forget((run, tail.tokens))
+        tails = self._tails_of(run)
+        for begun in tails.beginnings(tokens):
+            if tails[begun].rest is None and tails[begun].row is None:
+                self._forget((run, begun))
 
     def add_checkpoint(self, tokens: bytes, namespace: str, rest: Any, saved: int) -> None:
         """Store the partial state (window, recurrent) at the end of some full blocks."""
@@ -182,16 +184,17 @@ class RamTier:
         if match.n_blocks * self.tree.step + len(tail.tokens) != len(tokens):
             return  # the blocks before it are not kept
         run = self.tree.end_of(match)
-        for tokens_of, other in list(self._tails_at.get(run, {}).items()):
-            if tail.tokens.startswith(tokens_of):
-                self._forget((run, tokens_of))
-            elif other.rest is None and tokens_of.startswith(tail.tokens):
-                return  # the longer one contains it
+        here = self._tails_of(run)
+        for begun in here.beginnings(tail.tokens):
+            self._forget((run, begun))
+        longer = here.continuation(tail.tokens)
+        if longer is not None and here[longer].rest is None:
+            return  # it contains this one
         if tail.nbytes <= self.max_bytes // 4:
             if run.is_root:
                 self.tree.hold(run)
             self._tails[run, tail.tokens] = tail
-            self._tails_at.setdefault(run, {})[tail.tokens] = tail
+            self._tails_at.setdefault(run, TokenKeys())[tail.tokens] = tail
             self._tail_bytes += tail.nbytes
             while self._tail_bytes > self.max_bytes // 4:
                 self._forget(next(iter(self._tails)))
@@ -267,7 +270,10 @@ class RamTier:
 
     def tails_at(self, run: Run) -> list[Tail]:
         """Return the tails after the end of a run."""
-        return list(self._tails_at.get(run, {}).values())
+        return list(self._tails_of(run).values())
+
+    def _tails_of(self, run: Run) -> TokenKeys[Tail]:
+        return self._tails_at.get(run) or TokenKeys()
 
     def _to_checkpoint(self, found: Found, run: Run) -> None:
         point = next((part.checkpoint for part in run.path() if part.checkpoint is not None), None)
@@ -278,12 +284,10 @@ class RamTier:
 
     def _exact_tail(self, found: Found, run: Run, after: bytes) -> None:
         """Add a whole tail with its partial state, where it matches the next tokens."""
-        best = None
-        for tokens, tail in self._tails_at.get(run, {}).items():
-            if after.startswith(tokens) and (not best or len(tokens) > len(best.tokens)):
-                best = tail
-        if best is None:
+        here = self._tails_of(run)
+        if not (known := here.beginnings(after)):
             return
+        best = here[known[0]]
         blocks: list[tuple[Buffer, int, int]] = []
         for part in reversed(list(run.path())):
             blocks += [(buffer, self.block_size, self.block_size) for buffer in part.payloads]
@@ -295,18 +299,14 @@ class RamTier:
 
     def _begun_block(self, found: Found, run: Run, after: bytes) -> None:
         """Add the first cells of the block, or tail, that shares the most tokens with `after`."""
-        best, n, whole, nearest = None, 0, 0, b""
-        for child in run.children.values():
-            block = child.tokens[: self.tree.step]
-            same = common_tokens(block, after)
-            if same > n or not nearest:
-                best, n, whole, nearest = child.payloads[0], same, self.block_size, block
-        tail_key = None
-        for block, tail in self._tails_at.get(run, {}).items():
-            same = common_tokens(block, after)
-            if same > n or not nearest:
-                best, n, whole, nearest = tail.buffer, same, len(block) // 4, block
-                tail_key = (run, block)
+        nearest, n = run.children.nearest(after)
+        best = run.children[nearest].payloads[0] if nearest else None
+        whole, tail_key = self.block_size, None
+        here = self._tails_of(run)
+        text, same = here.nearest(after)
+        if here and (same > n or not nearest):
+            nearest, n = text, same
+            best, whole, tail_key = here[text].buffer, len(text) // 4, (run, text)
         if best is not None and n:
             found.blocks.append((best, whole, n))
             found.n += n
@@ -323,12 +323,3 @@ class RamTier:
             if namespace is None or key[0].namespace == namespace:
                 self._forget(key)  # tails after blocks are dropped with these
         self.tree.clear(namespace)
-
-
-def common_tokens(a: bytes, b: bytes) -> int:
-    """Return how many leading tokens are equal; both are int32 tokens as bytes."""
-    n = min(len(a), len(b)) // 4
-    if a[: 4 * n] == b[: 4 * n]:
-        return n
-    one, other = (np.frombuffer(x[: 4 * n], np.uint32) for x in (a, b))
-    return int((one == other).argmin())

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Any
 
+from pykvcache.prefix.alike import TokenKeys
 from pykvcache.prefix.blocks import block_names
 
 __all__ = ["Run", "block_keys"]
@@ -93,7 +94,7 @@ class Run:
         names: list[bytes] | None = None,
     ) -> None:
         self.parent = parent
-        self.children: dict[bytes, Run] = {}
+        self.children: TokenKeys[Run] = TokenKeys()
         self.checkpoint: Run | None = None
         self.is_checkpoint = is_checkpoint
         self.tokens = tokens

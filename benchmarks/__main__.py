@@ -95,10 +95,13 @@ def main() -> None:
     result["seconds"] = round(time.perf_counter() - begin, 1)
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(dumps(result))
-    from benchmarks import plots, report
+    from benchmarks import plots, report, targets
 
     report.write(result, out / "benchmarks.md")
     plots.draw(result, out / "benchmarks")
+    for verdict in targets.judge(report.rows_by_group(result)):
+        if verdict.figure != "-":
+            print(f"  {': '.join(verdict.line()[2:0:-1])} [{verdict.text}]", file=sys.stderr)
     print(f"{result['seconds']} s; wrote {path} and {out / 'benchmarks.md'}", file=sys.stderr)
 
 

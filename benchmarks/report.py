@@ -215,10 +215,16 @@ WRITERS: dict[str, Callable[[Rows], str]] = {
 }
 
 
+def rows_by_group(result: dict[str, Any]) -> dict[str, Rows]:
+    """Return the rows of every group that was measured."""
+    return {
+        name: absent.explained(rows_of(result, name), result, name) for name in result["groups"]
+    }
+
+
 def write(result: dict[str, Any], path: Path) -> None:
     """Write the whole report."""
-    groups = result["groups"]
-    rows = {name: absent.explained(rows_of(result, name), result, name) for name in groups}
+    groups, rows = result["groups"], rows_by_group(result)
     parts = [texts.head(result)]
     if groups:
         lines = [verdict.line() for verdict in targets.judge(rows)]

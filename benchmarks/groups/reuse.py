@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -45,6 +46,8 @@ def counted(name: str, sides: Mapping[str, Any], plan: Plan) -> Row:
         if "error" in answer:
             row.errors[who] = answer["error"]
             continue
+        took = f"{answer['evaluated']:,} of {answer['total']:,} tokens, {answer['seconds']:.1f} s"
+        print(f"    {name}: {who} {took}", file=sys.stderr)
         row.samples[who] = [float(answer["evaluated"])]
         for key in NOTES:
             if key in answer:

@@ -119,9 +119,7 @@ class LlamaClass(Worker):
             made = [int(token) for token in llm.input_ids[len(prompt) : llm.n_tokens]]
             return made, max(1, self.evaluated - len(made))
 
-        begin = time.perf_counter()
         answer = play(work, ask, quick)
-        answer["seconds"] = time.perf_counter() - begin
         answer["bytes"] = sum(
             state.llama_state_size + state.scores.nbytes for state in cache.cache_state.values()
         )

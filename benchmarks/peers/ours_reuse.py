@@ -34,9 +34,7 @@ class Reuse:
             with cache.sequence(prompt) as one:
                 return list(one.generate(n, sampler=greedy)), one.reuse.evaluated
 
-        begin = time.perf_counter()
         answer = play(work, ask, quick)
-        answer["seconds"] = time.perf_counter() - begin
         answer["cell_bytes"] = ctx.native.block_bytes()
         if cache is not None:
             answer["bytes"] = cache.stats().ram_bytes

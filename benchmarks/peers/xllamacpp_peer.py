@@ -203,7 +203,6 @@ class XLlamaCpp(Worker):
         if ram_mib < 0:
             raise NotThereError("evaluation of everything is ours")
         server = self.serve(self.options, ram_mib=ram_mib)
-        begin = time.perf_counter()
 
         def ask(prompt: list[int], n: int) -> tuple[list[int], int]:
             request = {"prompt": prompt, "max_tokens": n, "cache_prompt": True, **SAMPLING}
@@ -213,8 +212,7 @@ class XLlamaCpp(Worker):
             made = answer.get("tokens") or answer["choices"][0].get("tokens") or []
             return made, int(answer["timings"]["prompt_n"])
 
-        answer = play(work, ask, quick)
-        return {**answer, "seconds": time.perf_counter() - begin}
+        return play(work, ask, quick)
 
     # States -------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,8 @@ import numpy as np
 
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
-from pykvcache.prefix.blocks import token_bytes
+from pykvcache.prefix.blocks import block_names, token_bytes
+from pykvcache.prefix.events import EventLog, Lookup
 from pykvcache.prefix.pins import Pins
 from pykvcache.prefix.ram import Found, RamTier
 from pykvcache.prefix.reuse import ReuseReport
@@ -34,8 +36,12 @@ class BeginMethods:
     _open: weakref.WeakSet[CachedSequence]
     _needs_rest: bool
     _block_size: int
+    _events: EventLog
     _sums: ReuseReport
+    _requests: int
     _hits: int
+
+    _root_name: Callable[[str], bytes]
 
     def _begin(self, sequence: CachedSequence) -> None:
         """Let a sequence of which nothing was evaluated begin with what is known."""
@@ -89,6 +95,16 @@ class BeginMethods:
         cells.release()
         self._begin(sequence)
         self._sum(sequence._reuse)
+
+    def _count(self, sequence: CachedSequence) -> None:
+        """Count a request, and tell who wants to know of it."""
+        self._requests += 1
+        self._sum(sequence._reuse)
+        ledger, size = sequence._cells.ledger, self._block_size
+        if self._events.hears_lookups and (n := len(ledger)):
+            tokens = token_bytes(ledger.part(0, n).view(np.uint32))
+            names = block_names(self._root_name(sequence._namespace), tokens, 4 * size)
+            self._events.looked_up(Lookup(tuple(names), n, size))
 
     def _sum(self, one: ReuseReport, sign: int = 1) -> None:
         names = ("n_tokens", "live", "ram", "disk", "remote", "evaluated")

@@ -229,8 +229,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             sequence.append(prompt)
         self._begin(sequence)
         self._open.add(sequence)
-        self._requests += 1
-        self._sum(sequence._reuse)
+        self._count(sequence)
         return sequence
 
     def _joined(self, sequence: CachedSequence, parent: CachedSequence) -> None:

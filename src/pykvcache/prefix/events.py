@@ -9,11 +9,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 _log = logging.getLogger("pykvcache.prefix")
+T = TypeVar("T")
 
-__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "CacheEvent", "EventLog"]
+__all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "CacheEvent", "EventLog", "Lookup"]
 
 
 #: What an event takes beside names and tokens, and a name.
@@ -68,6 +69,26 @@ class AllBlocksCleared:
     time: float = field(default_factory=time.time)
 
 
+@dataclass(frozen=True)
+class Lookup:
+    """A prompt was looked up: what `EventLog.subscribe_lookups` reports, and nothing else does.
+
+    Attributes
+    ----------
+    block_hashes
+        Names of its full blocks, known or not.
+    n_tokens
+        Its tokens; those after the last full block have no name.
+    block_size
+        Tokens per block.
+    """
+
+    block_hashes: tuple[bytes, ...]
+    n_tokens: int
+    block_size: int
+    time: float = field(default_factory=time.time)
+
+
 CacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
@@ -88,6 +109,7 @@ class EventLog:
     def __init__(self, max_bytes: int = 1 << 20) -> None:
         self._events: deque[tuple[CacheEvent, int, str | None]] = deque()
         self._callbacks: list[Callable[[CacheEvent], object]] = []
+        self._listeners: list[Callable[[Lookup], object]] = []
         self._max_bytes = max_bytes
         self._nbytes = 0
         self._lock = threading.Lock()
@@ -99,15 +121,23 @@ class EventLog:
 
     def subscribe(self, callback: Callable[[CacheEvent], object]) -> Callable[[], None]:
         """Call a function for every event from now on; returns what ends that."""
-        if not callable(callback):
-            raise TypeError(f"callback must be callable, not {type(callback).__name__}")
-        self._callbacks.append(callback)
+        return _joined(self._callbacks, callback)
 
-        def stop() -> None:
-            if callback in self._callbacks:
-                self._callbacks.remove(callback)
+    def subscribe_lookups(self, callback: Callable[[Lookup], object]) -> Callable[[], None]:
+        """Call a function for every prompt that is looked up from now on; returns what ends that.
 
-        return stop
+        Lookups do not wait to be taken out. Without a subscriber no prompt is named for them.
+        """
+        return _joined(self._listeners, callback)
+
+    @property
+    def hears_lookups(self) -> bool:
+        """Whether anybody subscribed to lookups."""
+        return bool(self._listeners)
+
+    def looked_up(self, lookup: Lookup) -> None:
+        """Call who subscribed to lookups."""
+        _call(self._listeners, lookup)
 
     def __iter__(self) -> Iterator[CacheEvent]:
         while (event := self._taken()) is not None:
@@ -134,11 +164,7 @@ class EventLog:
                 self._nbytes += size
             while self._nbytes > self._max_bytes and self._taken() is not None:
                 pass
-        for callback in list(self._callbacks):
-            try:
-                callback(event)
-            except Exception:
-                _log.exception("a subscriber of cache events failed")
+        _call(self._callbacks, event)
 
     def withdraw(self, namespace: str | None) -> None:
         """Forget the tokens of a namespace, or of all, that wait; who reads on misses nothing.
@@ -168,6 +194,28 @@ class EventLog:
             self._nbytes = sum(size for _, size, _ in self._events)
 
 
+def _joined(
+    all_: list[Callable[[T], object]], callback: Callable[[T], object]
+) -> Callable[[], None]:
+    if not callable(callback):
+        raise TypeError(f"callback must be callable, not {type(callback).__name__}")
+    all_.append(callback)
+
+    def stop() -> None:
+        if callback in all_:
+            all_.remove(callback)
+
+    return stop
+
+
+def _call(callbacks: list[Callable[[T], object]], event: T) -> None:
+    for callback in list(callbacks):
+        try:
+            callback(event)
+        except Exception:
+            _log.exception("a subscriber of cache events failed")
+
+
 def _packed(event: CacheEvent) -> CacheEvent:
     """Return an event with its tokens in 4 bytes each, which as integers take 36."""
     if isinstance(event, BlockStored):
@@ -189,6 +237,12 @@ def _size(event: CacheEvent) -> int:
     return n + 4 * len(event.token_ids) if isinstance(event, BlockStored) else n
 
 
-def as_dict(event: CacheEvent) -> dict[str, Any]:
-    """Return an event as plain values, with the class in ``type``."""
-    return {"type": type(event).__name__, **asdict(event)}
+def as_dict(event: CacheEvent | Lookup) -> dict[str, Any]:
+    """Return an event as values that JSON holds: the class in ``type``, and names in hex."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, bytes):
+            return value.hex()
+        return [plain(x) for x in value] if isinstance(value, tuple) else value
+
+    return {"type": type(event).__name__} | {k: plain(v) for k, v in asdict(event).items()}

@@ -3,6 +3,7 @@
 =================  ================================================================
 `traces.py`        `Trace`, and readers of the formats
 `workloads.py`     made-up traces, for every way in which prompts share beginnings
+`record.py`        a cache's own lookups as a trace
 `replay.py`        one trace, one policy, one size: how many tokens were there
 `clairvoyant.py`   the most that any policy could have found
 `report.py`        many of them: a table, a picture
@@ -13,6 +14,7 @@ The policies are those of `pykvcache.prefix.policies`, in the tree that the cach
 """
 
 from pykvcache.simulate.clairvoyant import most_hits
+from pykvcache.simulate.record import record
 from pykvcache.simulate.replay import Result, replay
 from pykvcache.simulate.report import Report, compare, draw
 from pykvcache.simulate.traces import Trace, read_trace
@@ -27,6 +29,7 @@ __all__ = [
     "draw",
     "most_hits",
     "read_trace",
+    "record",
     "replay",
     "workload",
 ]

@@ -16,6 +16,7 @@ from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tiers import leases
 from stores.servers import redis_server
 from support.models import make_model
+from tiers.test_damage import write
 from tiers.test_processes import spawn
 from tiers.test_tiers import SIZE, WAIT, words
 
@@ -75,6 +76,29 @@ def test_a_holder_that_dies_costs_a_time_out(model_folder: Path, tmp_path: Path)
     assert line(follower)["evaluated"] == 300
     assert time.monotonic() - began < 60
     follower.communicate()
+
+
+def test_what_comes_between_the_look_and_the_lease_is_loaded(
+    make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last holder writes and releases in between: nobody evaluates it again."""
+    monkeypatch.setattr(leases, "LEAST_SECONDS", 0.0)
+    written, prompt = MemoryStore(), words(1, 45)
+    write(make_context("llama"), written, prompt)
+
+    class Late(MemoryStore):
+        def lease(self, key: bytes, seconds: float) -> bool:
+            for entry in written.entries():
+                block = bytearray(entry.size)
+                assert written.get_into([entry.key], [block]) == 1
+                self.put([(entry.key, block)])
+            return super().lease(key, seconds)
+
+    store = Late()
+    with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT) as cache:
+        sequence = cache.sequence(prompt)
+        assert (sequence.reuse.remote, sequence.reuse.evaluated) == (44, 1)
+        assert not store._leases
 
 
 def test_a_lease_is_given_back_when_everything_is_written(

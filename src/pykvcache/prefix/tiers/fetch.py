@@ -186,10 +186,21 @@ class Fetch:
     def look(self) -> list[Span]:
         """Find out what is there, take a lease of what is missing, and read the deepest end."""
         wanted, spans = self.wanted, self._look()
-        if self.seconds and self.n_blocks is not None and self.n_blocks < len(wanted.names):
-            self.lease = Lease(self.tiers, wanted.names[self.n_blocks], self.seconds)
+        while self.seconds and (at := self.n_blocks or 0) < len(wanted.names):
+            self.lease = Lease(self.tiers, wanted.names[at], self.seconds)
+            if self.lease.follows is not None or not self._has_come(at):
+                break
+            # Who had it before wrote and released between the look and the lease.
+            self.lease.release()
+            spans = self._look()
+            if (self.n_blocks or 0) <= at:
+                break  # it is gone again
         self._find_end()
         return spans
+
+    def _has_come(self, block: int) -> bool:
+        name = self.wanted.names[block : block + 1]
+        return any(tier.contains(name) for tier in self.tiers)
 
     def _look(self) -> list[Span]:
         """Find out who has which blocks: each tier goes on where the one above ends."""

@@ -161,13 +161,25 @@ def chat(*args: str, lines: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_chat_survives_a_restart(tmp_path: Path) -> None:
+    """As docs/how-to/chat.md shows it, but for the times."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "chat.md").read_text("utf-8")
     session = str(tmp_path / "talk.kv")
-    first = chat("-s", session, lines="Lucy has a red kite.\n/history\n")
-    assert first.returncode == 0, first.stderr
-    assert "user: Lucy has a red kite." in first.stdout
-    second = chat("-s", session, lines="/history\n")
-    assert "1 turn," in second.stderr
-    assert "user: Lucy has a red kite." in second.stdout
+    runs = [run.splitlines() for run in page.split("$ pykvcache chat -t 0 --session talk.kv\n")[1:]]
+    runs[-1] = runs[-1][: runs[-1].index("```")]
+    assert len(runs) == 2
+    for shown in runs:
+        said = [line.removeprefix("> ") for line in shown if line.startswith("> ")]
+        done = chat("-s", session, lines="\n".join(said))
+        assert done.returncode == 0, done.stderr
+        printed = (done.stdout + done.stderr).replace(str(tmp_path) + "/", "")
+        for line in shown:
+            if not line.startswith("> "):
+                begin, _, rest = line.partition(" evaluated in ")
+                assert begin in printed
+                assert rest.partition(";")[2].partition(",")[0] in printed
+    last = chat("-s", session, lines="/history\n")
+    assert "2 turns," in last.stderr
+    assert f"user: {said[0]}" in last.stdout
 
 
 def test_commands_of_the_chat() -> None:

@@ -16,6 +16,9 @@ namespace {
 
 // Of a tree as deep as its longest token; real ones stay far below.
 constexpr size_t TOKEN_BYTES_MAX = 1024;
+// WordPiece copies, for each character, what follows it in every length up to this. Words of more than 100
+// characters are unknown ones to the libraries that make such vocabularies.
+constexpr size_t WORD_BYTES_MAX = 400;
 // PLaMo's table has a row for each start of each end of a token, and is built from copies of them.
 constexpr uint64_t CUBES_MAX = uint64_t(1) << 32;
 
@@ -144,13 +147,14 @@ std::string vocab_problem(const gguf_context * header) {
     if (n == 0) {
         return "tokenizer.ggml.tokens is empty";
     }
-    const bool is_tree = model == "rwkv" || model == "t5" || model == "bert";
-    uint64_t   cubes   = 0;
+    const bool   is_tree = model == "rwkv" || model == "t5" || model == "bert";
+    const size_t most    = model == "bert" ? WORD_BYTES_MAX : TOKEN_BYTES_MAX;
+    uint64_t     cubes   = 0;
     for (size_t i = 0; i < n && (is_tree || model == "plamo2"); ++i) {
         const uint64_t size = std::strlen(gguf_get_arr_str(header, tokens, i));
-        if (size > TOKEN_BYTES_MAX) {
+        if (size > most) {
             return "tokenizer.ggml.tokens[" + std::to_string(i) + "] has " + std::to_string(size) +
-                   " bytes: the limit is " + std::to_string(TOKEN_BYTES_MAX);
+                   " bytes: the limit is " + std::to_string(most);
         }
         cubes += size * size * size;
         if (model == "plamo2" && cubes > CUBES_MAX) {

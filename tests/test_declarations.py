@@ -25,9 +25,10 @@ READERS = {
     "probe_state.h": "owned_alone",
     "state_pieces.h": "n_cell_ids",
     "part_edit.h": "window_has_room",
+    "rollback.h": "n_back can_step_back",
     "disk.h": "claim_blocks",
     "sequences.h": "cells epoch is_pending needs_removal was_damaged whole_only next_pos input_key "
-    "removal_of is_version row_is_held row_pos rows_are_whole was_restored suspect",
+    "removal_of can_resume_at is_version row_is_held row_pos rows_are_whole was_restored suspect",
     "choices.h": "set code token",
     "sync.h": "try_lock lock lock_for_good unlock is_mine begin arm end is_wanted ask is_exiting "
     "finish",

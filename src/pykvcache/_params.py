@@ -24,6 +24,7 @@ __all__ = ["N_CTX_DEFAULT", "cache_bytes", "check_params", "default_threads"]
 #: Enough for a chat, and no more than a gigabyte of cache even on an 8B model without GQA.
 N_CTX_DEFAULT = 2048
 MAX_SEQUENCES = 256
+MAX_EARLIER_STATES = 2**16
 #: Bookkeeping of llama.cpp per cell: position, 2D position, shift and 256 sequence bits.
 CELL_BYTES = 52
 
@@ -92,6 +93,7 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
         "n_batch": as_int(given["n_batch"], "n_batch", 1, 2**31 - 1),
         "n_ubatch": as_int(given["n_ubatch"], "n_ubatch", 1, 2**31 - 1),
         "n_seq_max": as_int(given["n_seq_max"], "n_seq_max", 1, MAX_SEQUENCES),
+        "n_rs_seq": as_int(given["n_rs_seq"], "n_rs_seq", 0, MAX_EARLIER_STATES),
         "n_threads": as_int(threads, "n_threads", 1, 512),
         "n_threads_batch": as_int(batch_threads, "n_threads_batch", 1, 512),
         "type_k": choose(given["type_k"], GgmlType, "type_k", _TYPES),
@@ -159,6 +161,16 @@ def _check_together(model: LlamaModel, params: dict[str, Any]) -> None:
             "n_ctx",
             n_ctx,
             n_ctx * available // total,
+        )
+    n_kept = params["n_rs_seq"]
+    total = (1 + n_kept) * params["n_seq_max"] * 4 * model.native.state_values()
+    if available and total > available:
+        raise ContextCreateError(
+            f"recurrent states with n_rs_seq={n_kept} would take {total / 2**30:.1f} GiB; "
+            f"this machine has {available / 2**30:.1f} GiB",
+            "n_rs_seq",
+            n_kept,
+            (1 + n_kept) * available // total - 1,
         )
 
 

@@ -87,6 +87,10 @@ class LlamaContext(
         Tokens per call and per compute step. More tokens are decoded in parts.
     n_seq_max
         Sequences, 1 to 256; ids are ``[0, n_seq_max)``.
+    n_rs_seq
+        Earlier states to keep of each recurrent state, for taking the last tokens of a decode back:
+        as many as it had, less one, and `n_rs_seq` at most. Each costs as much memory as the state.
+        Not all models can: Qwen 3.5, LFM2, Nemotron-H and some others. Less than ``n_ubatch - 1``.
     kv_unified
         One pool of cells for all sequences: forks share cells and cost nothing.
         ``False`` gives each sequence a stream of ``n_ctx / n_seq_max`` cells.
@@ -142,6 +146,7 @@ class LlamaContext(
         n_batch: int = 2048,
         n_ubatch: int = 512,
         n_seq_max: int = 8,
+        n_rs_seq: int = 0,
         kv_unified: bool = True,
         swa_full: bool = True,
         type_k: GgmlTypeName | GgmlType = "f16",

@@ -41,7 +41,7 @@ class MemoryInfo:
     can_copy_partial, can_remove_partial
         Whether a part of a sequence can be copied, or removed.
     max_rollback
-        Tokens that a recurrent state can step back.
+        Tokens that a recurrent state can step back at most: ``n_rs_seq`` of `LlamaContext`.
     bytes_total
         Bytes of the buffers.
     bytes_per_token
@@ -182,8 +182,8 @@ class IntrospectionMethods:
 
         Right means: attention over exactly the cells that are left, which is a fresh run
         where nothing was removed from the middle, shifted or divided before. Decided by the
-        cells that are really there: a recurrent state can only go on at
-        its end, a sliding window must still hold what the query at ``pos`` sees. True at
-        0 always; an empty sequence can resume at 0 only.
+        cells that are really there: a recurrent state can only go on at its end, or with
+        `n_rs_seq` step back over the last decode's tokens; a sliding window must still hold
+        what the query at ``pos`` sees. True at 0 always; an empty sequence can resume at 0 only.
         """
         return self._native.can_resume(seq_id, pos)

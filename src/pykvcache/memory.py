@@ -97,9 +97,10 @@ class KvCacheMethods:
         -------
         bool
             ``False``, with nothing changed, where this memory cannot remove a part:
-            recurrent and hybrid memory, and a sliding window that has dropped what
-            would be seen afterwards. Removing all that a sequence holds always succeeds;
-            `get_partial_state` and `set_partial_state` rewind those memories.
+            recurrent and hybrid memory (but for the last tokens, with `n_rs_seq`), and a sliding
+            window that has dropped what would be seen afterwards. Removing all that a
+            sequence holds always succeeds; `get_partial_state` and `set_partial_state` rewind
+            those memories.
 
         Raises
         ------

@@ -166,7 +166,7 @@ cdef class Cells(Memory):
             if self.seqs.needs_removal(seq) or lib.last_before(self.mem, seq, p) != p - 1:
                 return False
             if p <= hi and self.seqs.whole_only():
-                return False
+                return self.seqs.can_resume_at(seq, p)
             return bool(lib.window_intact(self.mem, seq, p))
         finally:
             self.lock.unlock()

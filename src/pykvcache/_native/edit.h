@@ -46,6 +46,12 @@ int32_t state_read(edit_key, memory * m, llama_seq_id seq, bool partial, const s
 int32_t drop_parts(edit_key, memory * m, llama_seq_id seq) noexcept;
 // Make the recurrent states zero that no sequence holds: a new one begins with 0 times what lies there.
 int32_t zero_free_states(edit_key, memory * m) noexcept;
+// Make a sequence hold what it held before position p0, by an earlier state (rollback.h); 0: refused.
+int32_t step_back(edit_key, memory * m, llama_seq_id seq, llama_pos p0) noexcept;
+// Which earlier states are true after a decode; `before`: where the states of all sequences were.
+void    note_earlier(edit_key, const llama_context * ctx, memory * m, const llama_batch & batch, const int32_t * before) noexcept;
+void    share_earlier(edit_key, memory * m, llama_seq_id src, llama_seq_id dst) noexcept;
+void    forget_earlier(edit_key, memory * m, llama_seq_id seq) noexcept;  // -1: of all
 // Remove the positions from `from` on from the attention part.
 int32_t cut_attention(edit_key, memory * m, llama_seq_id seq, llama_pos from) noexcept;
 

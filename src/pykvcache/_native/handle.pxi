@@ -81,6 +81,8 @@ cdef class Handle:
             raise ContextCreateError(
                 "this memory attends to blocks of one sequence's cells, which sequences in one pool "
                 "break up: use kv_unified=False, or n_seq_max=1", "kv_unified", True, False)
+        if p.n_rs_seq > 0:
+            self.check_kept_states(p.n_rs_seq)
         if self.effective.endless:
             raise ContextCreateError(
                 "the model rotates 0 dimensions (rope.dimension_count), which never ends",
@@ -93,6 +95,25 @@ cdef class Handle:
             raise ContextCreateError(
                 "pooling_type='rank' needs a model with a classifier", "pooling_type", "rank")
         _live.add(self)
+
+    cdef int check_kept_states(self, uint32_t asked) except -1:
+        """Refuse earlier states that llama.cpp would not keep, or for which its steps have no room."""
+        cdef uint32_t most
+        if (lib.look_at_memory(self.mem).max_rollback != asked or not self.causal
+                or not lib.look_at_model(self.model_ref.get()).causal):
+            raise ContextCreateError(
+                f"n_rs_seq={asked}: llama.cpp keeps no earlier states in {lib.class_name(self.mem).decode()} "
+                "of this model (docs/concepts/kinds.md says of which it does)", "n_rs_seq", asked, 0)
+        if self.n_ubatch < asked + 2:
+            raise ContextCreateError(
+                f"n_rs_seq={asked}: a compute step must be of more than n_rs_seq + 1 tokens, and n_ubatch "
+                f"is {self.n_ubatch}", "n_rs_seq", asked, max(0, <int>self.n_ubatch - 2))
+        most = lib.most_kept(self.ctx, asked)
+        if most < asked:
+            raise ContextCreateError(
+                f"n_rs_seq={asked}: llama.cpp's graph of this model has room for {most}",
+                "n_rs_seq", asked, most)
+        return 0
 
     def __dealloc__(self):
         # Threads do not survive a fork, and may still run while the process ends:
@@ -294,6 +315,7 @@ cdef int _fill_context_params(lib.llama_context_params* p, dict d) except -1:
     p.n_batch = d["n_batch"]
     p.n_ubatch = d["n_ubatch"]
     p.n_seq_max = d["n_seq_max"]
+    p.n_rs_seq = d["n_rs_seq"]
     p.n_threads = d["n_threads"]
     p.n_threads_batch = d["n_threads_batch"]
     p.rope_scaling_type = <lib.llama_rope_scaling_type><int>d["rope_scaling_type"]

@@ -76,6 +76,7 @@ cdef extern from "llama.h" nogil:
         uint32_t n_batch
         uint32_t n_ubatch
         uint32_t n_seq_max
+        uint32_t n_rs_seq
         int32_t n_threads
         int32_t n_threads_batch
         llama_rope_scaling_type rope_scaling_type

@@ -162,6 +162,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         int32_t n_cls_out
         uint64_t k_per_cell
         uint64_t v_per_cell
+        uint64_t state_values
     ctypedef struct context_facts:
         bool flash_attn
         bool kv_unified
@@ -208,6 +209,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         REMOVE_EMPTY
         REMOVE_WHOLE
         REMOVE_PART
+        REMOVE_STEPS
         REMOVE_REFUSED
     llama_pos first_kept(const memory*, llama_seq_id)
     llama_pos first_of(const memory*, llama_seq_id)
@@ -225,6 +227,12 @@ cdef extern from "probe.h" namespace "pykv" nogil:
                             llama_pos& where)
     void distrust_scheduler(llama_context*)
     void build_each_graph(llama_context*)
+
+
+cdef extern from "rollback.h" namespace "pykv" nogil:
+    uint32_t n_back(const memory*, llama_seq_id)
+    bool can_step_back(const memory*, llama_seq_id, llama_pos p0)
+    uint32_t most_kept(const llama_context*, uint32_t asked) except +
 
 
 cdef extern from "probe_kv.h" namespace "pykv" nogil:

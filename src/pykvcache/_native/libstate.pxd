@@ -119,6 +119,7 @@ cdef extern from "sequences.h" namespace "pykv" nogil:
         bool whole_only()
         llama_pos next_pos(llama_seq_id)
         uint64_t input_key(llama_seq_id)
+        bool can_resume_at(llama_seq_id, llama_pos p0)
         removal removal_of(llama_seq_id, llama_pos p0, llama_pos p1)
         uint64_t name_version(llama_seq_id) except +
         bool is_version(llama_seq_id, uint64_t id)

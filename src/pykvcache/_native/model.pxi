@@ -240,6 +240,10 @@ cdef class Model:
         """Return K and V values per cache cell, summed over the layers."""
         return self.facts.k_per_cell, self.facts.v_per_cell
 
+    def state_values(self):
+        """Return the values of one recurrent state, summed over the layers; 0 without them."""
+        return self.facts.state_values
+
     def heads_divisible(self, int ggml_type, bint keys):
         """Tell whether every head size is a multiple of the type's block."""
         self.check_open()

@@ -186,7 +186,11 @@ model_facts look_at_model(const llama_model * model) {
     facts.has_classifier = model->cls != nullptr || model->cls_out != nullptr;
     facts.n_embd_out = int32_t(hparams.n_embd_out());
     facts.n_cls_out = int32_t(hparams.n_cls_out);
+    const bool all = llm_arch_is_recurrent(model->arch);
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        if (all || (llm_arch_is_hybrid(model->arch) && hparams.is_recr(il))) {
+            facts.state_values += hparams.n_embd_r() + hparams.n_embd_s() + hparams.ple_conv_state();
+        }
         if (hparams.n_head_kv(il) == 0 || !hparams.has_kv(il)) {
             continue;
         }

@@ -47,6 +47,7 @@ struct model_facts {
     int32_t  n_cls_out;
     uint64_t k_per_cell;         // K values per cell, summed over layers
     uint64_t v_per_cell;
+    uint64_t state_values;       // of one recurrent state, summed over layers
 };
 
 // What llama.cpp made of the parameters it was given.
@@ -119,6 +120,7 @@ enum removal {
     REMOVE_EMPTY,    // all of it, and it has no cell
     REMOVE_WHOLE,    // all of it
     REMOVE_PART,     // a part that can go
+    REMOVE_STEPS,    // the end of it, by an earlier state of the recurrent part
     REMOVE_REFUSED,  // a part that cannot: what queries from the end see is not all there, or `whole_only`
 };
 removal removal_of(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, bool whole_only);

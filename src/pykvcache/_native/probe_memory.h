@@ -30,6 +30,13 @@ namespace pykv {
 // llama.cpp's mask adds 32, and the window, to a position, in int32.
 constexpr llama_pos MOST_POSITIONS = std::numeric_limits<llama_pos>::max() - 32;
 
+// Where llama.cpp keeps the states that a sequence had before its last `n` tokens: in the planes of one cell, the state
+// of one token ago in the plane after `plane`.
+struct earlier_states {
+    int32_t  cell = -1;
+    uint32_t plane = 0, n = 0;
+};
+
 // A memory is at most one attention cache, a window cache beside it, and a recurrent part.
 class memory {
   public:
@@ -50,6 +57,7 @@ class memory {
     bool                      endless = false;
     llama_pos                 max_position = MOST_POSITIONS;
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
+    std::vector<earlier_states> earlier = std::vector<earlier_states>(LLAMA_MAX_SEQ);
 };
 
 // Build the model's graph and fill in what only it tells: ropes, gives_logits, endless, max_position.

@@ -7,9 +7,11 @@
 
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
+#include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
 #include "probe_private.h"
+#include "rollback.h"
 
 namespace pykv {
 
@@ -21,13 +23,17 @@ namespace {
 class unsplit_graph {
   public:
     explicit unsplit_graph(const llama_context * ctx)
+        : unsplit_graph(ctx, ctx->get_cparams().n_rs_seq, 1) {}
+
+    // With so many earlier states, and so many tokens of each sequence at least.
+    unsplit_graph(const llama_context * ctx, uint32_t n_kept, uint32_t least)
         : parts(ctx->get_memory() ? ctx->get_memory()->init_full() : nullptr),
           result(ctx->get_gf_res_reserve()->get_max_nodes()) {
         const llama_hparams & h = ctx->get_model().hparams;
         const llama_cparams & c = ctx->get_cparams();
         // The size that the context reserves.
         const uint32_t     n_seqs = c.n_seq_max;
-        const uint32_t     per_seq = (std::min(c.n_ctx, c.n_ubatch) + n_seqs - 1) / n_seqs;
+        const uint32_t     per_seq = std::max(least, (std::min(c.n_ctx, c.n_ubatch) + n_seqs - 1) / n_seqs);
         llama_batch_allocr batch(h.n_pos_per_embd());
         llama_ubatch       ubatch = batch.ubatch_reserve(per_seq, n_seqs);
         for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
@@ -40,6 +46,7 @@ class unsplit_graph {
         // Both only choose a device for each node, and ask the scheduler for it.
         params.cb = nullptr;
         params.cparams.offload_kqv = true;
+        params.cparams.n_rs_seq = n_kept;
         params.sched = nullptr;
         ctx->get_model().build_graph(params);
     }
@@ -252,6 +259,30 @@ void read_graph(const llama_context * ctx, memory & m) {
         }
     }
     read_ropes(graph.nodes(), ctx, m);
+}
+
+uint32_t most_kept(const llama_context * ctx, uint32_t asked) {
+    // A step of one sequence has more of its tokens than the reserved one of all of them, and writes more states.
+    const auto fits = [&](uint32_t n) {
+        const assertions_throw scope;
+        try {
+            const unsplit_graph graph(ctx, n, n + 1);
+            return true;
+        } catch (const std::bad_alloc &) {
+            throw;
+        } catch (...) {
+            return false;
+        }
+    };
+    if (fits(asked)) {
+        return asked;
+    }
+    uint32_t most = 0;
+    for (uint32_t end = asked; end - most > 1;) {
+        const uint32_t n = most + (end - most) / 2;
+        (fits(n) ? most : end) = n;
+    }
+    return most;
 }
 
 bool shift_is_like_graph(const llama_context * ctx, const memory & m, uint32_t il) {

@@ -38,11 +38,16 @@ void sequence_facts::close() noexcept {
 // What changes do to the facts ------------------------------------------------------------------------
 
 // Nothing at `from` or later is what it was.
-void sequence_facts::removed(llama_seq_id seq, llama_pos from) noexcept {
+void sequence_facts::changed(llama_seq_id seq, llama_pos from) noexcept {
     ++changes;
     freed = true;
     versions.changed(seq, from);
     rows.removed(seq, from);
+}
+
+void sequence_facts::removed(llama_seq_id seq, llama_pos from) noexcept {
+    changed(seq, from);
+    forget_earlier({}, mem, seq);
 }
 
 void sequence_facts::moved(llama_seq_id seq, llama_pos from, llama_pos to) noexcept {
@@ -60,6 +65,7 @@ void sequence_facts::copied(llama_seq_id src, llama_seq_id dst, llama_pos end) n
         input_keys[size_t(dst)] = 0;
     }
     set_first({}, mem, dst, first_of(mem, src));
+    share_earlier({}, mem, src, dst);
 }
 
 void sequence_facts::restored(llama_seq_id seq, const llama_pos * firsts) noexcept {
@@ -70,6 +76,7 @@ void sequence_facts::restored(llama_seq_id seq, const llama_pos * firsts) noexce
             rows.restored(s);
             damaged.reset(size_t(s));
             set_first({}, mem, s, firsts[s]);
+            forget_earlier({}, mem, s);
         }
     }
 }
@@ -81,6 +88,7 @@ void sequence_facts::cleared() noexcept {
     rows.cleared();
     damaged.reset();
     pending = pending && streams;
+    forget_earlier({}, mem, -1);
 }
 
 void sequence_facts::decoded(const llama_batch & batch) noexcept {
@@ -160,6 +168,11 @@ int32_t sequence_facts::remove(llama_seq_id seq, removal what, llama_pos p0, lla
         // llama.cpp would look at every cell of the cache to find that out.
         damaged.reset(size_t(seq));
         return 0;
+    }
+    if (what == REMOVE_STEPS) {
+        changed(seq, p0);
+        const int32_t done = step_back({}, mem, seq, p0);
+        return done == 0 ? REFUSED : done == CAUGHT ? CAUGHT : 0;
     }
     if (what == REMOVE_WHOLE) {
         p0 = 0;
@@ -260,6 +273,7 @@ int32_t sequence_facts::read(llama_seq_id seq, const std::vector<state_piece> & 
         ++changes;
         versions.all_changed();
         rows.cleared();
+        forget_earlier({}, mem, -1);
     } else {
         // llama.cpp leaves a destination alone for which the state holds nothing.
         removed(seq, 0);
@@ -346,7 +360,11 @@ int32_t sequence_facts::decode(const llama_batch & batch, bool is_first) noexcep
     const int32_t code = run_decode({}, ctx, batch);
     if (code == 0) {
         decoded(batch);
+        note_earlier({}, ctx, mem, batch, states);
     } else {
+        if (code != -1 && code != REFUSED) {
+            forget_earlier({}, mem, -1);
+        }
         rows.forget();
         last_damaged.reset();
         if (code != CAUGHT) {

@@ -16,6 +16,7 @@
 #include "probe.h"
 #include "part_edit.h"
 #include "probe_state.h"
+#include "rollback.h"
 
 namespace pykv {
 
@@ -55,8 +56,13 @@ class sequence_facts {
     // Of an encoder-decoder model, a hash of the tokens that the encoder read for a sequence, 0 for none.
     // Sequences with the same one attend to the same input.
     uint64_t input_key(llama_seq_id seq) const { return input_keys[size_t(seq)]; }
+    // Whether a recurrent state can step back to before a position.
+    bool can_resume_at(llama_seq_id seq, llama_pos p0) const {
+        return !needs_removal(seq) && can_step_back(mem, seq, p0);
+    }
     removal removal_of(llama_seq_id seq, llama_pos p0, llama_pos p1) const {
-        return pykv::removal_of(mem, seq, p0, p1, whole || needs_removal(seq));
+        const removal what = pykv::removal_of(mem, seq, p0, p1, whole || needs_removal(seq));
+        return what == REMOVE_REFUSED && can_resume_at(seq, p0) && p1 >= next_pos(seq) ? REMOVE_STEPS : what;
     }
 
     // A name for what a sequence holds now; is_version() tells while it still does. May throw.
@@ -115,6 +121,7 @@ class sequence_facts {
 
   private:
     // What each verb does to the facts.
+    void changed(llama_seq_id seq, llama_pos from) noexcept;
     void removed(llama_seq_id seq, llama_pos from) noexcept;
     void moved(llama_seq_id seq, llama_pos from, llama_pos to) noexcept;
     void copied(llama_seq_id src, llama_seq_id dst, llama_pos end) noexcept;

@@ -382,7 +382,9 @@ class SequenceCells:
         except UnsupportedOperation:
             # Parts cannot be copied: all of it, to be rewound when it is used.
             if whole or (
-                self.points.at_most(n) is None and not self.pool.ctx.memory_info.can_remove_partial
+                self.points.at_most(n) is None
+                and not self.pool.ctx.memory_info.can_remove_partial
+                and not self._native.can_resume(self.live_id, n)
             ):
                 child._restart()
                 return

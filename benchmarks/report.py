@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import absent, plots, summary, targets, texts
 from benchmarks.harness import AGAIN, Row
+from benchmarks.remote import LOCAL, SERVERS
 from benchmarks.rows import ALONE, ORDER, Rows, rows_of
 from benchmarks.writing import number, spread, table
 
@@ -126,16 +127,23 @@ def grown(rows: Rows) -> str:
 
 
 def in_pairs(rows: Rows) -> str:
-    """Write group 8: the portable wheel, the native one, and their ratio."""
+    """Write group 8: the portable wheel, the native one, and their ratio; then servers and none."""
     scales = {"tokens/s": (1.0, "tokens/s"), "s": (1e3, "ms"), "bytes": (1e-6, "MB")}
     lines = []
+    remote = []
     for row in rows.values():
         scale, unit = scales[row.unit]
         line = [f"{row.name}, {unit}"]
+        if SERVERS in row.samples:
+            line += [spread(row.samples.get(who, []), scale) for who in (SERVERS, LOCAL)]
+            remote.append([*line, spread(row.ratios(SERVERS, LOCAL))])
+            continue
         line += [spread(row.samples.get(who, []), scale) for who in ("portable", "native")]
         line += [spread(row.ratios(who, "native")) for who in ("portable", "native again")]
         lines.append(line)
-    return table(["", "portable", "native", "portable / native", "native again / native"], lines)
+    head = ["", "portable", "native", "portable / native", "native again / native"]
+    second = table(["", SERVERS, LOCAL, "ratio"], remote)
+    return table(head, lines) + (f"\n\n{second}" if remote else "")
 
 
 def generated(rows: Rows) -> str:

@@ -31,6 +31,8 @@ MODULES = {
 PATHS = {"PYTHONPATH": os.fspath(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 OURS = "pykvcache"
 #: Ours once more, with ggml's CPU code for several instruction sets.
+#: Our wheel with ggml's RPC.
+RPC = "rpc"
 PORTABLE = ["PYKVCACHE_CPU_COPIES=ON", "build-dir=build/portable-{wheel_tag}"]
 INCLUDES = [f"-I{VENDOR / 'include'}", f"-I{VENDOR / 'ggml' / 'include'}"]
 
@@ -167,6 +169,17 @@ def portable() -> Contestant:
     made = Contestant(name, [os.fspath(python_of(name)), "-m", "benchmarks.peers.ours"], PATHS)
     try:
         install_ours(name, *settings)
+    except RuntimeError as error:
+        made.missing = f"not installed: {error}"
+    return made
+
+
+def with_rpc() -> Contestant:
+    """Make a native wheel that has ggml's RPC."""
+    made = Contestant(RPC, [os.fspath(python_of(RPC)), "-m", "benchmarks.peers.ours"], PATHS)
+    settings = ("cmake.define.GGML_RPC=ON", "build-dir=build/rpc-{wheel_tag}")
+    try:
+        install_ours(RPC, *(f"--config-settings={one}" for one in settings))
     except RuntimeError as error:
         made.missing = f"not installed: {error}"
     return made

@@ -1,4 +1,4 @@
-"""Group 8: the portable wheel against the wheel that was built for this processor."""
+"""Group 8: the portable wheel against the wheel that was built for this processor; and over RPC."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks import setup
+from benchmarks import remote, setup
 from benchmarks.groups.footprint import imports
 from benchmarks.harness import Answer, Contestant, Plan, Row, closing, interleave, show
 from benchmarks.models import WEIGHTS, medium
@@ -19,7 +19,7 @@ STEPS, PROMPT = 8, 128
 
 
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Measure speed, import and size."""
+    """Measure speed, import and size, then a model over two servers."""
     ours = contestants[setup.OURS]
     everybody = {
         PORTABLE: setup.portable(),
@@ -36,7 +36,7 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
             wheels.samples[who] = [float(setup.wheel_of(name).stat().st_size)]
             wheels.notes[who] = chosen(name)
     show(wheels, 1e-6, "MB", NATIVE)
-    return [*rows, row, wheels]
+    return [*rows, row, wheels, *remote.run(plan)]
 
 
 def chosen(name: str) -> str:

@@ -63,8 +63,9 @@ class Ours(Reuse, Tiered):
         """Open with what is asked."""
         if self.ctx is not None:
             self.ctx.close()
+        servers = options.pop("rpc", None)
         if model is not None:
-            self.model = LlamaModel(model)
+            self.model = LlamaModel(model, rpc=servers)
         assert self.model is not None
         self.n_vocab = self.model.n_vocab
         self.ctx = LlamaContext(

@@ -12,14 +12,14 @@ from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded
 path = sys.argv[1] if len(sys.argv) > 1 else embedded_model_path()
 with LlamaModel(path) as model, LlamaContext(model, n_ctx=2048) as ctx:
     talk, sampler = LlamaSequence(ctx), Sampler(seed=1)
-    turns, messages = list[int](), list[dict[str, str]]()
+    turns, messages = list[list[int]](), list[dict[str, str]]()
     for line in sys.stdin:
         if line.strip() == "/undo" and turns:
-            talk.truncate(turns.pop())
+            talk.sync(turns.pop())  # also what a full cache has dropped since
             del messages[-2:]
             print(f"(back to {len(talk)} tokens)")
             continue
-        turns.append(len(talk))
+        turns.append(talk.tokens.tolist())
         messages.append({"role": "user", "content": line.strip()})
         if model.chat_template:
             text = model.apply_chat_template(messages)

@@ -307,6 +307,17 @@ def test_chat() -> None:
     assert counts[2] - counts[1] < 70
 
 
+def test_chat_goes_back_to_what_a_full_cache_dropped() -> None:
+    """The context has 2,048 cells: half of the talk is dropped before it is taken back."""
+    line = "Once upon a time there was a girl. "
+    shown = output("chat", typed=f"{150 * line}\n{75 * line}\n/undo\n/undo\n")
+    back = [int(n) for n in re.findall(r"\(back to (\d+) tokens\)", shown)]
+    assert len(back) == 2
+    assert back[0] > 1024
+    assert back[1] == 0
+    assert len(re.findall(r"tokens evaluated so far", shown)) == 2
+
+
 def test_examples_on_keys_refuse_models_that_have_more(model_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("evict_tokens", "plot_cache"):

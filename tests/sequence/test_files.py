@@ -67,6 +67,11 @@ def test_invalid_files_raise(make_context: Make, tmp_path: Path) -> None:
     state.save(tmp_path / "forged")
     with pytest.raises(StateError, match="pending"):
         LlamaSequence.load(ctx, tmp_path / "forged")
+    for wrong in (-6, 10**6):
+        state = ctx.sequence_state(sequence.seq_id, [5, wrong, 7])  # type: ignore[arg-type]
+        state.save(tmp_path / "forged")
+        with pytest.raises(StateError, match=str(wrong)):
+            LlamaSequence.load(ctx, tmp_path / "forged")
     assert ctx.n_cells_used == used
     assert SequenceState.load(tmp_path / "good").tokens.tolist() == [5, 6, 7]  # type: ignore[union-attr]
 

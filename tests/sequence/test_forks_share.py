@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from memory.kit import Logits, apart
 from support.models import make_model
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
@@ -36,3 +39,27 @@ def test_forks_after_evaluate_share_the_whole_prompt(
                 list(fork.generate(3))
         # Three tokens each, and on plain attention the last one of the prompt for each.
         assert ctx.tokens_evaluated - before <= 4 * 3 + (4 if ctx.memory_kind == "attention" else 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba"])
+def test_forks_without_an_id_share_one_state(
+    name: str, make_context: Callable[..., LlamaContext], fresh_logits: Callable[..., Logits]
+) -> None:
+    """As long as the parent holds the same."""
+    ctx = make_context(name, n_seq_max=1)
+    tokens: list[int] = np.random.default_rng(1).integers(5, 56, 40).tolist()
+    parent = LlamaSequence(ctx, tokens[:30])
+    parent.evaluate()
+    first = [parent.fork() for _ in range(3)] + [parent.fork(12)]
+    parent.append(tokens[30:])
+    parent.evaluate()
+    second = [parent.fork(), parent.fork()]
+    states = [fork._cells.state for fork in (*first, *second)]
+    assert None not in states
+    assert len(set(states)) == 2
+    assert states[0] is not states[-1]
+    parent.truncate(30)
+    parent.append([7])
+    parent.evaluate()
+    for fork in (*first, *second, parent):
+        assert apart(fork.logits(), fresh_logits(name, fork.tokens)) < 1e-2

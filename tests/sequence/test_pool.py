@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from memory.kit import Logits, apart
-from pykvcache import LlamaContext, LlamaSequence, Sampler
+from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, PrefixCache, Sampler
 from pykvcache.errors import ClosedError, UnsupportedOperation
 from support.builds import PLAIN
 
@@ -147,6 +147,11 @@ def test_models_without_what_it_needs_are_refused(make_context: Make) -> None:
     for name in ("bert", "t5"):
         with pytest.raises(UnsupportedOperation):
             LlamaSequence(make_context(name), [5])
+    # Each token would change what is held of those before it.
+    ctx = make_context("llama", attention_type="non_causal")
+    for make in (LlamaSequence, BatchGenerator, PrefixCache):
+        with pytest.raises(UnsupportedOperation, match="non-causal"):
+            make(ctx)
 
 
 def test_a_sequence_is_not_copied_by_accident(make_context: Make) -> None:

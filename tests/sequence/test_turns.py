@@ -222,3 +222,4 @@ def test_models_without_a_vocabulary(make_context: Make) -> None:
     generator.run()
     assert handle.finish_reason == "length"
     assert len(sequence) == n
+    assert "LlamaSequence" in sequence._repr_html_(), "without its text"

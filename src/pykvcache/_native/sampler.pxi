@@ -184,6 +184,10 @@ cdef class Sampler:
             out[found.data[t].id] = <float>(found.data[t].logit - largest - total)
         return result
 
+    def check(self, Model model not None):
+        """Refuse a model that the sampler's grammar or bias was not made for."""
+        self.check_model(model, model.n_vocab)
+
     cdef int32_t check_row(self, Decoding ctx, const float[::1] row) except -1:
         """How many logits there are, if they are for this sampler."""
         cdef Py_ssize_t n = row.shape[0]

@@ -182,6 +182,7 @@ cdef class Context(Decoding):
         return (not lane.was_overtaken() and 0 <= ledger.seq_id < <int32_t>self.n_seq_max
                 and 1 <= ledger.n < INT32_MAX and ledger.n_evaluated == ledger.n - 1
                 and (ledger.n <= self.n_ctx_seq or self.kind == lib.MEMORY_RECURRENT)
+                and ledger.n - 1 <= self.max_position
                 and self.is_as_noted(ledger, ledger.seq_id))
 
     cdef int find_rows(self, list lanes, Py_ssize_t n) except -1:

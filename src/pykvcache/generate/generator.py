@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, SupportsIndex, overload
 
 from pykvcache._convert import TokenInput, as_int
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ArgumentError, NoKvCacheSlot
+from pykvcache.errors import ArgumentError
 from pykvcache.generate.driving import Driving
 from pykvcache.generate.handle import GenerationHandle
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sampling import Sampler
+from pykvcache.sequence.length import check_length
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import Stop, StopInput
 
@@ -156,10 +157,11 @@ class BatchGenerator(Driving):
 
         Raises
         ------
-        NoKvCacheSlot
-            The prompt does not fit the cache alone.
-        InvalidBatch, ValueError, TypeError
-            An argument is wrong, or the prompt has no tokens. Other requests go on.
+        NoKvCacheSlot, PositionError
+            The prompt does not fit the cache alone, or the positions of the model.
+        InvalidBatch, ValueError, TypeError, IndexError
+            An argument is wrong, the sampler is for another model, or the prompt has no tokens.
+            Other requests go on.
         UnsupportedOperation
             A stop string, and the model has no vocabulary.
         """
@@ -173,6 +175,7 @@ class BatchGenerator(Driving):
             raise TypeError(f"sampler must be a Sampler, not {type(sampler).__name__}")
         stops = Stop.of(stop, self._ctx.model.n_vocab)
         stops.check_text(self._ctx.model)
+        sampler.native.check(self._ctx.model.native)
         with self._pool.hold():
             self._check_open()
             sequence = self._sequence(prompt)
@@ -200,6 +203,8 @@ class BatchGenerator(Driving):
                 self._schedule.seek(handles[0])
             for handle in handles if not limit else ():
                 handle._end("length")
+                if handle._owns:
+                    handle._sequence.close()
         self._wake()
         return handles[0] if count == 1 else handles
 
@@ -218,14 +223,7 @@ class BatchGenerator(Driving):
             raise ArgumentError(
                 "the prompt has no tokens: there is nothing to evaluate", "prompt", 0, 1
             )
-        if len(sequence) > self._ctx.n_ctx_seq and self._ctx.memory_kind != "recurrent":
-            raise NoKvCacheSlot(
-                f"the prompt has {len(sequence)} tokens, and one sequence has room for "
-                f"{self._ctx.n_ctx_seq}",
-                1,
-                n_tokens=len(sequence),
-                n_cells=self._ctx.n_ctx_seq,
-            )
+        check_length(self._ctx, len(sequence))
         return sequence
 
     def _new(self, prompt: str | TokenInput | None) -> LlamaSequence:

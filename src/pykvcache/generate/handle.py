@@ -15,7 +15,7 @@ from pykvcache._convert import IntArray
 from pykvcache._native import lib
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
-from pykvcache.sequence.text import Stop, TextStream
+from pykvcache.sequence.text import Stop, TextState, TextStream
 
 __all__ = ["FinishReason", "GenerationHandle", "RequestTimes"]
 
@@ -86,6 +86,8 @@ class GenerationHandle:
         self._stream = TextStream(stop.strings)
         self._seen = 0  # tokens that `_look` has looked at
         self._text: str | None = None
+        # How many tokens `text` has read, their text, and where it stands: replaced as one.
+        self._shown = 0, "", TextState()
         self._lane = lib.Lane(
             sequence._cells.ledger,
             sampler.native,
@@ -117,16 +119,29 @@ class GenerationHandle:
     def text(self) -> str:
         """The text of the new tokens, so far; it ends before a stop string.
 
-        Characters whose bytes are not all there are left out until the end.
+        Characters whose bytes are not all there are left out until the end. Read it once before
+        the model is closed: the whole text is kept then.
         """
-        return self._replay(self._finish is not None) if self._text is None else self._text
+        if self._text is None:
+            is_whole = self._finish is not None
+            text = self._read_text(is_whole)
+            if not is_whole:
+                return text
+            self._text = text
+        return self._text
 
-    def _replay(self, ended: bool) -> str:
-        stream, text = TextStream(self._stop.strings), ""
-        for token in list(self._tokens):
+    def _read_text(self, is_whole: bool) -> str:
+        """Return the text so far; only tokens that are new since the last time are read."""
+        n, text, state = self._shown
+        tokens, rules, parts = self._tokens[n:], self._stream.rules, [text]
+        for token in tokens:
             if token not in self._stop.tokens:
-                text += stream.feed(self._sequence.context.model.token_to_piece(token))
-        return text + stream.finish() if ended else text
+                piece = self._sequence.context.model.token_to_piece(token)
+                new, state = rules.after(state, piece)
+                parts.append(new)
+        text = "".join(parts)
+        self._shown = n + len(tokens), text, state
+        return text + rules.after(state, b"", final=True)[0] if is_whole else text
 
     @property
     def logprobs(self) -> list[dict[int, float]]:
@@ -141,7 +156,7 @@ class GenerationHandle:
         """How it ended; None while it runs.
 
         ``"stop"`` (an end-of-generation token, or a stop), ``"length"`` (``max_tokens``),
-        ``"full"`` (it fills the cache alone), ``"aborted"``, ``"error"`` (see `error`).
+        ``"full"`` (it has all the room that there is), ``"aborted"``, ``"error"`` (see `error`).
         """
         return self._finish
 
@@ -231,7 +246,7 @@ class GenerationHandle:
     def _end(self, reason: FinishReason, error: Exception | None = None) -> None:
         if self._finish is None:
             if self._stop.strings:
-                self._text = self._replay(True)
+                self._text = self._read_text(True)
             self._error = error
             self.times.finished = time.perf_counter()
             self._finish = reason

@@ -11,6 +11,7 @@ from pykvcache.errors import ClosedError, DecodeAborted, NoKvCacheSlot, Overtake
 from pykvcache.generate.handle import FinishReason, GenerationHandle
 from pykvcache.generate.schedule import Schedule
 from pykvcache.sequence.cells import Row, SequenceCells
+from pykvcache.sequence.length import most_tokens
 
 __all__ = ["Stepper"]
 
@@ -37,6 +38,7 @@ class Stepper:
         ctx = schedule.ctx
         self._native = ctx.native
         self._n_batch = ctx.n_batch
+        self._most = most_tokens(ctx)
         self.aborted = False  # whether a handle was, of those that wait perhaps
         self._rows = lib.Rows(max(16, schedule.max_sequences), 1)
         self._looks: list[GenerationHandle] = []  # those whose last token is to be looked at
@@ -119,9 +121,9 @@ class Stepper:
                     return made
                 done = self._decode(ready, shares, made)
                 together = False  # they did not fit in one call, or were changed this very moment
-            except NoKvCacheSlot:
+            except NoKvCacheSlot as error:
                 if not schedule.make_room():
-                    self._end(schedule.running[0], "full")
+                    self._refuse(schedule.running[0], error)
         schedule.pool.count_step(*(h._cells for h in schedule.running))
         # Who waits could not come before; nothing has changed since, and no prompt was evaluated.
         unchanged = (schedule.running, schedule.waiting) == before and len(self._rows) == len(
@@ -166,7 +168,7 @@ class Stepper:
     ) -> list[Share]:
         """Fill the batch: first who generates, one token each, then parts of prompts."""
         self._rows.clear()
-        schedule, shares, prompts = self._schedule, [], []
+        shares, prompts = [], []
         room = self._n_batch - len(ready)
         for handle in handles:
             cells = handle._cells
@@ -184,7 +186,7 @@ class Stepper:
                 lost = ValueError("the sequence has no tokens any more")
                 self._end(handle, "error", lost, alone=True)
                 continue
-            if n > schedule.ctx.n_ctx_seq and schedule.ctx.memory_kind != "recurrent":
+            if n > self._most:
                 self._end(handle, "full")
                 continue
             if cells.row is not None and ledger.n_evaluated == n:
@@ -363,6 +365,13 @@ class Stepper:
         handle._end(reason, error)
         self._ungroup()
         self._schedule.remove(handle)
+
+    def _refuse(self, handle: GenerationHandle, error: NoKvCacheSlot) -> None:
+        """End the only request that runs, for which there is no room."""
+        if handle._cells.seq_id is None:
+            self._end(handle, "error", error)  # ids and cells that somebody uses by hand
+        else:
+            self._end(handle, "full")
 
     def abort_all(self, error: DecodeAborted) -> None:
         """End all running requests, after an aborted decode that no caller waits for."""

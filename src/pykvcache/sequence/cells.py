@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +19,14 @@ from pykvcache.errors import (
 from pykvcache.sequence.checkpoints import Checkpoint, CheckpointPolicy, Checkpoints
 from pykvcache.sequence.incoming import Incoming
 from pykvcache.sequence.ledger import Ledger
+from pykvcache.sequence.length import check_length
 from pykvcache.sequence.member import Stage
 from pykvcache.sequence.pool import SequencePool
+from pykvcache.sequence.twins import PutBack, Twins
 
 __all__ = ["SequenceCells"]
 
 Row = npt.NDArray[np.float32]
-
-#: What is kept of a parked sequence: called with an id, it makes the memory hold it there.
-PutBack: TypeAlias = Callable[[int], object]
 
 
 class SequenceCells:
@@ -56,6 +54,7 @@ class SequenceCells:
         self.branch = 0  # where another sequence went another way: a place for a checkpoint
         self.stage: Stage | None = None
         self.incoming: Incoming | None = None
+        self._twins: tuple[tuple[int, int], Twins] | None = None  # and what they hold by name
         self._finalizer: weakref.finalize[[int], SequenceCells] | None = None
         self._native = pool.ctx.native
         self.needs_points = self._native.memory_kind != "attention"
@@ -113,8 +112,10 @@ class SequenceCells:
             self._native.seq_rm(self.live_id, None, None)
             self._disown()
             raise
-        self.state = None
+        state, self.state = self.state, None
         self.note()
+        if self._twins is not None and self._twins[1].is_parked_with(state):
+            self._be_twin(self._twins[1])
 
     def park(self) -> None:
         """Leave the cells and keep the state; what has no state is evaluated again later."""
@@ -124,7 +125,7 @@ class SequenceCells:
         self.trim()
         if self.n_held:
             try:
-                self.state = self._taken_out()
+                self.state = self.twins.state(self._taken_out)
             except UnsupportedOperation:
                 self._emptied()
         self._native.seq_rm(self.live_id, None, None)
@@ -133,6 +134,17 @@ class SequenceCells:
     def _taken_out(self) -> PutBack:
         native, data = self._native, self._native.get_state(self.live_id, None)
         return lambda seq_id: native.set_state(seq_id, [data], None)
+
+    @property
+    def twins(self) -> Twins:
+        """Those that hold the same as this one; it is live, and was verified just now."""
+        name = self.ledger.version, self.n_held
+        if self._twins is None or self._twins[0] != name:
+            self._twins = name, Twins()
+        return self._twins[1]
+
+    def _be_twin(self, twins: Twins) -> None:
+        self._twins = (self.ledger.version, self.n_held), twins
 
     def release(self) -> None:
         """Free everything; the ledger stays."""
@@ -237,7 +249,7 @@ class SequenceCells:
         """Compute what is pending; with `want_row` the logits after the last token."""
         ledger = self.ledger
         n = len(ledger)
-        self._check_room(n)
+        check_length(self.pool.ctx, n)
         if ledger.n_evaluated == n and (not want_row or self.row is not None):
             return self.row
         self._begin(n, want_row)
@@ -264,18 +276,6 @@ class SequenceCells:
         self.attach()
         # Logits are made by a decode: the last token is decoded again where all are held.
         self.rewind(min(self.ledger.n_evaluated, n - 1) if want_row else self.ledger.n_evaluated)
-
-    def _check_room(self, n: int) -> None:
-        """Refuse what could not fit if it were alone, before anybody leaves for it."""
-        ctx = self.pool.ctx
-        if n > ctx.n_ctx_seq and ctx.memory_kind != "recurrent":
-            raise NoKvCacheSlot(
-                f"the sequence has {n} tokens, and one sequence has room for {ctx.n_ctx_seq} "
-                f"(n_ctx is {ctx.n_ctx}): nothing was evaluated",
-                1,
-                n_tokens=n,
-                n_cells=ctx.n_ctx_seq,
-            )
 
     def _decode(self, end: int, want_row: bool) -> bool:
         """Decode up to a token; False, and nothing done, where the cells are not what was noted."""
@@ -362,7 +362,7 @@ class SequenceCells:
                     child.ledger.shifted_at = None
                 return
             try:
-                child.state = self._taken_out()
+                child.state = self.twins.state(self._taken_out)
             except UnsupportedOperation:
                 return  # evaluated again
         else:
@@ -392,6 +392,8 @@ class SequenceCells:
             child.ledger.n_evaluated = n
             child.ledger.stale = self._beyond(n)
         child.note()
+        if whole:
+            child._be_twin(self.twins)
 
     def _beyond(self, n: int) -> npt.NDArray[np.int32]:
         """Return the tokens that the memory holds after the first n."""

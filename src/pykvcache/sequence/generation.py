@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from pykvcache._native import lib
-from pykvcache.errors import NoKvCacheSlot, OvertakenError
+from pykvcache.errors import NoKvCacheSlot, OvertakenError, PositionError
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.edits import EditMethods
+from pykvcache.sequence.length import most_tokens
 from pykvcache.sequence.text import Stop, TextRules, TextState
 
 __all__ = ["FinishReason", "Generation", "OnFull", "TextGeneration"]
@@ -120,7 +121,7 @@ class Generation(Iterator[int]):
             try:
                 row = sequence._row()
                 break
-            except NoKvCacheSlot:
+            except (NoKvCacheSlot, PositionError):
                 if self._on_full == "raise" or not self._helps():
                     raise
                 if self._on_full == "stop":
@@ -139,9 +140,9 @@ class Generation(Iterator[int]):
 
     def _helps(self) -> bool:
         """Whether fewer tokens would fit; not where an id is missing."""
-        ctx, n = self._sequence.context, len(self._sequence)
-        is_long = n > ctx.n_ctx_seq and ctx.memory_kind != "recurrent"
-        return is_long or self._sequence.seq_id is not None
+        sequence = self._sequence
+        is_long = len(sequence) > most_tokens(sequence.context)
+        return is_long or sequence.seq_id is not None
 
     def _shift(self) -> None:
         """Drop half of what comes after the first n_keep tokens."""

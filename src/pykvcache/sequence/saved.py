@@ -48,12 +48,12 @@ def load_sequence(cells: SequenceCells, path: Path) -> None:
         )
     pending = _pending(state, ctx.model.n_vocab)
     shifted_at = _shifted_at(state)
-    highest = int(tokens.max()) if len(tokens) else -1
-    if highest >= ctx.model.n_vocab:
+    wrong = tokens[(tokens < 0) | (tokens >= ctx.model.n_vocab)]
+    if len(wrong):
         raise StateDamaged(
-            f"the file holds the token {highest}, outside [0, {ctx.model.n_vocab})",
+            f"the file holds the token {wrong[0]}, outside [0, {ctx.model.n_vocab})",
             what="tokens",
-            value=highest,
+            value=int(wrong[0]),
             limit=ctx.model.n_vocab - 1,
         )
     if state.first:

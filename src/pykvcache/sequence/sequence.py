@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, NoReturn, SupportsIndex
 
@@ -55,7 +56,7 @@ class LlamaSequence(EditMethods, Closing):
     Raises
     ------
     UnsupportedOperation
-        The model keeps no memory, or has an encoder.
+        The model keeps no memory or has an encoder, or the context's attention is not causal.
     InvalidBatch
         A token is not in the vocabulary.
 
@@ -89,6 +90,11 @@ class LlamaSequence(EditMethods, Closing):
         if context.model.has_encoder:
             raise UnsupportedOperation(
                 "LlamaSequence", "what the cells hold depends on the encoder's input, too"
+            )
+        if not context.native.causal:
+            raise UnsupportedOperation(
+                "LlamaSequence",
+                "with non-causal attention every token changes what is held of those before it",
             )
         self._context = context
         pool = pool_of(context)
@@ -165,8 +171,8 @@ class LlamaSequence(EditMethods, Closing):
 
         Raises
         ------
-        ValueError, TypeError
-            An argument is wrong; raised by the call itself.
+        ValueError, TypeError, IndexError
+            An argument is wrong, or the sampler is for another model; raised by the call itself.
         UnsupportedOperation
             A stop string, and the model has no vocabulary; raised by the call itself.
         """
@@ -198,6 +204,7 @@ class LlamaSequence(EditMethods, Closing):
         self._check_open()
         stops = Stop.of(stop, self._context.model.n_vocab)
         stops.check_text(self._context.model, always=as_text)
+        sampler.native.check(self._context.model.native)
         return Generation(
             self,
             as_int(max_tokens, "max_tokens", 0, 2**31 - 1),
@@ -224,8 +231,8 @@ class LlamaSequence(EditMethods, Closing):
 
         Raises
         ------
-        ValueError, TypeError
-            An argument is wrong; raised by the call itself.
+        ValueError, TypeError, IndexError
+            As for `generate`; raised by the call itself.
         UnsupportedOperation
             The model has no vocabulary; raised by the call itself.
         """
@@ -315,7 +322,10 @@ class LlamaSequence(EditMethods, Closing):
     def _repr_html_(self) -> str:
         done = self.n_evaluated
         state = "parked" if self.is_parked else "evaluated"
-        text = "" if self.is_closed else self._context.model.detokenize(self.tokens[-64:])
+        text = ""
+        if not self.is_closed:
+            with contextlib.suppress(UnsupportedOperation):  # a model without a vocabulary
+                text = self._context.model.detokenize(self.tokens[-64:])
         return bar_html(repr(self)[1:-1], [(state, done), ("pending", len(self) - done)], text)
 
     def __repr__(self) -> str:

@@ -126,10 +126,10 @@ class TextRules:
 class TextStream:
     """Turns the bytes of tokens into text as soon as it is certain: `TextRules`, and a state."""
 
-    __slots__ = ("_rules", "_state")
+    __slots__ = ("_state", "rules")
 
     def __init__(self, strings: Sequence[str] = ()) -> None:
-        self._rules = TextRules(strings)
+        self.rules = TextRules(strings)
         self._state = TextState()
 
     @property
@@ -139,10 +139,10 @@ class TextStream:
 
     def feed(self, piece: bytes) -> str:
         """Take the bytes of one token; return the text that is certain now."""
-        text, self._state = self._rules.after(self._state, piece)
+        text, self._state = self.rules.after(self._state, piece)
         return text
 
     def finish(self) -> str:
         """Return what was held back; bytes that never became a character are U+FFFD."""
-        text, self._state = self._rules.after(self._state, b"", final=True)
+        text, self._state = self.rules.after(self._state, b"", final=True)
         return text

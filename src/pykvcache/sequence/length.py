@@ -1,0 +1,36 @@
+"""How long one sequence of a context can be."""
+
+from __future__ import annotations
+
+from pykvcache.context import LlamaContext
+from pykvcache.errors import NoKvCacheSlot, PositionError
+
+__all__ = ["check_length", "most_tokens"]
+
+
+def most_tokens(ctx: LlamaContext) -> int:
+    """Return how many tokens one sequence can have: its cells, and the positions of the model."""
+    positions = ctx.max_position + 1
+    return positions if ctx.memory_kind == "recurrent" else min(ctx.n_ctx_seq, positions)
+
+
+def check_length(ctx: LlamaContext, n: int) -> None:
+    """Refuse what could not be evaluated if it were alone, before anybody leaves for it."""
+    if n <= most_tokens(ctx):
+        return
+    if ctx.memory_kind == "recurrent" or n <= ctx.n_ctx_seq:
+        last = ctx.max_position
+        raise PositionError(
+            f"the sequence has {n} tokens, and the highest position of this model is {last}: "
+            "nothing was evaluated",
+            what="n_tokens",
+            value=n - 1,
+            limit=last,
+        )
+    raise NoKvCacheSlot(
+        f"the sequence has {n} tokens, and one sequence has room for {ctx.n_ctx_seq} "
+        f"(n_ctx is {ctx.n_ctx}): nothing was evaluated",
+        1,
+        n_tokens=n,
+        n_cells=ctx.n_ctx_seq,
+    )

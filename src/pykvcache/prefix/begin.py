@@ -107,9 +107,15 @@ class BeginMethods:
             self._events.looked_up(Lookup(tuple(names), n, size))
 
     def _sum(self, one: ReuseReport, sign: int = 1) -> None:
-        names = ("n_tokens", "live", "ram", "disk", "remote", "evaluated")
-        sums = {name: getattr(self._sums, name) + sign * getattr(one, name) for name in names}
-        self._sums = ReuseReport(**sums)
+        sums = self._sums
+        self._sums = ReuseReport(
+            sums.n_tokens + sign * one.n_tokens,
+            live=sums.live + sign * one.live,
+            ram=sums.ram + sign * one.ram,
+            disk=sums.disk + sign * one.disk,
+            remote=sums.remote + sign * one.remote,
+            evaluated=sums.evaluated + sign * one.evaluated,
+        )
         self._hits += sign * (one.evaluated < one.n_tokens)
 
     def _put(self, cells: SequenceCells, found: Found) -> None:

@@ -156,7 +156,27 @@ class EventLog:
 
     def add(self, event: CacheEvent, namespace: str | None = None) -> None:
         """Note an event, and call who subscribed; `namespace`: whose tokens it names."""
-        packed = _packed(event)
+        self._put(_packed(event), namespace)
+        _call(self._callbacks, event)
+
+    def add_stored(
+        self,
+        names: tuple[bytes, ...],
+        parent: bytes | None,
+        tokens: bytes,
+        block_size: int,
+        namespace: str | None,
+    ) -> None:
+        """Note that blocks came in, as `add` does; no integers are made before somebody reads."""
+        ids = array("I")
+        ids.frombytes(tokens)
+        packed = BlockStored(names, parent, ids, block_size)  # type: ignore[arg-type]
+        self._put(packed, namespace)
+        if self._callbacks:
+            _call(self._callbacks, _unpacked(packed))
+
+    def _put(self, packed: CacheEvent, namespace: str | None) -> None:
+        """Let an event wait to be taken out; the oldest ones go where it is too much."""
         size = _size(packed)
         if size <= self._max_bytes:
             with self._lock:
@@ -164,7 +184,6 @@ class EventLog:
                 self._nbytes += size
             while self._nbytes > self._max_bytes and self._taken() is not None:
                 pass
-        _call(self._callbacks, event)
 
     def withdraw(self, namespace: str | None) -> None:
         """Forget the tokens of a namespace, or of all, that wait; who reads on misses nothing.

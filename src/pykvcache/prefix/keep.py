@@ -11,7 +11,7 @@ from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.blocks import token_bytes
-from pykvcache.prefix.events import BlockStored, EventLog
+from pykvcache.prefix.events import EventLog
 from pykvcache.prefix.ram import Buffer, RamTier, Tail
 from pykvcache.prefix.runs import Run
 from pykvcache.prefix.tiers.stack import Tiers
@@ -113,7 +113,7 @@ class KeepMethods:
     def _stored(self, run: Run) -> None:
         parent = run.parent
         before = None if parent is None or parent.is_root else parent.last_name
-        ids = tuple(np.frombuffer(run.text, np.uint32).tolist())
-        event = BlockStored(tuple(run.names), before, ids, self._block_size)
-        self._events.add(event, run.root.namespace)
+        self._events.add_stored(
+            tuple(run.names), before, run.text, self._block_size, run.root.namespace
+        )
         self._ram.fit()

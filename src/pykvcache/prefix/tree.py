@@ -233,10 +233,11 @@ class BlockTree:
         else:
             # The others go first, whatever the policy thinks of something that was never used.
             new.held += 1
-            self.fit()
+            fits = self.fit()
             new.held -= 1
             self.policy.evictable(new)
-            self.fit()
+            if not fits:
+                self.fit()
         return new if new.n_blocks else None
 
     def hold(self, run: Run) -> None:
@@ -259,22 +260,22 @@ class BlockTree:
             self.policy.evictable(run)
         self.fit()
 
-    def fit(self) -> None:
-        """Evict until the budget is kept, or all that is left is held."""
-        if self.used_bytes > self._max_bytes:
-            self.shrink(self._max_bytes)
+    def fit(self) -> bool:
+        """Evict until the budget is kept, or all that is left is held: False then."""
+        return self.used_bytes <= self._max_bytes or self.shrink(self._max_bytes)
 
-    def shrink(self, max_bytes: int) -> None:
-        """Evict until at most so many bytes are used, or all that is left is held."""
+    def shrink(self, max_bytes: int) -> bool:
+        """Evict until at most so many bytes are used, or all that is left is held: False then."""
         while (excess := self.used_bytes - max_bytes) > 0:
             run = self.policy.victim()
             if run is None:
-                return
+                return False
             if self.policy.whole or not run.block_bytes:
                 n = run.n_blocks
             else:
                 n = min(run.n_blocks, -(-excess // run.block_bytes))
             self.remove(run, n)
+        return True
 
     def remove(self, run: Run, n_blocks: int | None = None) -> None:
         """Remove the last blocks of a run, all by default; nothing may follow or hold it."""

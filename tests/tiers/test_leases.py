@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from memory.kit import Logits
 from pykvcache import BatchGenerator, LlamaContext, PrefixCache
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tiers import leases
+from pykvcache.prefix.tiers.fetch import Fetch
 from stores.servers import redis_server
 from support.models import make_model
 from tiers.test_damage import write
@@ -21,6 +23,7 @@ from tiers.test_processes import spawn
 from tiers.test_tiers import SIZE, WAIT, words
 
 Make = Callable[..., LlamaContext]
+Fresh = Callable[..., Logits]
 
 
 def say(process: subprocess.Popen[bytes], text: bytes = b"go\n") -> None:
@@ -99,6 +102,49 @@ def test_what_comes_between_the_look_and_the_lease_is_loaded(
         sequence = cache.sequence(prompt)
         assert (sequence.reuse.remote, sequence.reuse.evaluated) == (44, 1)
         assert not store._leases
+
+
+def test_nobody_waits_for_a_lease_of_his_own(
+    make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences of one thread begin alike, and the first one is not evaluated yet."""
+    monkeypatch.setattr(leases, "LEAST_SECONDS", 0.0)
+    waits: list[Any] = []
+    monkeypatch.setattr(leases.Lease, "wait", lambda *given: waits.append(given))
+    with PrefixCache(
+        make_context("llama"), block_size=SIZE, tiers=[MemoryStore()], **WAIT
+    ) as cache:
+        first = cache.sequence(words(1, 45))
+        assert first._search is not None
+        assert first._search.done.wait(20)
+        second = cache.sequence(words(1, 45) + words(2, 9))
+        second.evaluate()
+        first.evaluate()
+        assert cache.flush(30)
+    assert not waits
+
+
+def test_requests_of_one_batch_do_not_wait_for_each_others_leases(
+    make_context: Make, fresh_logits: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every search is over before its request is looked at: as on a busy machine."""
+    monkeypatch.setattr(leases, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(Fetch, "start", Fetch.run)
+    waits: list[Any] = []
+    monkeypatch.setattr(leases.Lease, "wait", lambda *given: waits.append(given))
+    store, ctx = MemoryStore(), make_context("llama", n_ctx=1024)
+    cache = PrefixCache(ctx, block_size=SIZE, tiers=[store], **WAIT)
+    generator = BatchGenerator(cache, n_chunk=32)
+    prompts = [words(1, 80) + words(10 + i, 9) for i in range(4)]
+    handles = [generator.submit(prompt, 1) for prompt in prompts]
+    generator.run()
+    assert not waits
+    for prompt, handle in zip(prompts, handles, strict=True):
+        assert handle.tokens[0] == int(fresh_logits("llama", prompt).argmax())
+    assert ctx.tokens_evaluated <= 80 + 4 * 9
+    assert cache.flush(30)
+    assert not store._leases
+    cache.close()
 
 
 def test_a_lease_is_given_back_when_everything_is_written(

@@ -102,6 +102,8 @@ class TierMethods(BeginMethods, KeepMethods):
         lease = fetch.lease
         if lease is None or lease.follows is None or self._pool.lock._is_owned():
             return fetch
+        if lease.holder == fetch.thread:
+            return fetch  # for another sequence, which nobody evaluates meanwhile
         fetch.follow()
         again = fetch.again()
         again.start()
@@ -170,7 +172,8 @@ class TierMethods(BeginMethods, KeepMethods):
         if self._patience(sequence) > 0:
             return False
         lease = fetch.lease if fetch.looked.is_set() and not fetch.was_followed else None
-        if lease is not None and lease.follows is not None:
+        # Requests of this process wait for each other by themselves.
+        if lease is not None and lease.follows is not None and lease.holder is None:
             again = fetch.again()
             again.after = fetch
             sequence._pending = again, evaluation

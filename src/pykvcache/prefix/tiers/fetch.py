@@ -112,6 +112,8 @@ class Fetch:
         has come, or is given up.
     was_followed
         Whether somebody else was waited for already.
+    thread
+        Who asked for it.
     """
 
     tiers: Sequence[Tier]
@@ -131,6 +133,7 @@ class Fetch:
     looked: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     began: float = field(default_factory=time.monotonic)
+    thread: int = field(default_factory=threading.get_ident)
 
     @property
     def estimate(self) -> float:
@@ -187,7 +190,7 @@ class Fetch:
         """Find out what is there, take a lease of what is missing, and read the deepest end."""
         wanted, spans = self.wanted, self._look()
         while self.seconds and (at := self.n_blocks or 0) < len(wanted.names):
-            self.lease = Lease(self.tiers, wanted.names[at], self.seconds)
+            self.lease = Lease(self.tiers, wanted.names[at], self.seconds, self.thread)
             if self.lease.follows is not None or not self._has_come(at):
                 break
             # Who had it before wrote and released between the look and the lease.

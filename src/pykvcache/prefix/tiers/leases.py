@@ -32,16 +32,19 @@ class Lease:
     held
         The tiers that gave it to this process.
     follows
-        The tier in which another process has it; None where no process has.
+        The tier in which somebody else has it; None where nobody has.
+    holder
+        The thread that has it, where that is one of this process.
     """
 
-    def __init__(self, tiers: Sequence[Tier], key: bytes, seconds: float) -> None:
-        self.key, self.seconds = key, seconds
+    def __init__(self, tiers: Sequence[Tier], key: bytes, seconds: float, thread: int) -> None:
+        self.key, self.seconds, self.thread = key, seconds, thread
         self.held: list[Tier] = []
         self.follows: Tier | None = None
+        self.holder: int | None = None
         for tier in tiers:
-            if not tier.lease(key, seconds):
-                self.follows = tier
+            if not tier.lease(key, seconds, thread):
+                self.follows, self.holder = tier, tier.holder(key)
                 self.release()
                 break
             self.held.append(tier)
@@ -66,7 +69,7 @@ class Lease:
             pause = min(_LONGEST, 1.5 * pause)
             looks += 1
             # Asking for the lease is a write: not each time.
-            if (looks % 4 == 0 or is_there()) and tier.lease(self.key, self.seconds):
+            if (looks % 4 == 0 or is_there()) and tier.lease(self.key, self.seconds, self.thread):
                 self.held, self.follows = [tier], None
                 return
 

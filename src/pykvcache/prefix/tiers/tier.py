@@ -114,6 +114,8 @@ class Tier:
         self.refused = self.raised = self.too_slow = 0
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
+        self._leased: dict[bytes, tuple[int, float]] = {}
+        self._leasing = threading.Lock()
         self._is_logged = False
 
     def __repr__(self) -> str:
@@ -263,16 +265,30 @@ class Tier:
             self._raised(error)
         self.notices.removed(keys)
 
-    def lease(self, key: bytes, seconds: float) -> bool:
-        """Return whether this process is the one to evaluate what is missing."""
-        try:
-            return bool(self.sealed.lease(key, seconds))
-        except Exception as error:
-            self._raised(error)
-            return True
+    def lease(self, key: bytes, seconds: float, thread: int) -> bool:
+        """Return whether that thread of this process is the one to evaluate what is missing."""
+        with self._leasing:
+            try:
+                given = bool(self.sealed.lease(key, seconds))
+            except Exception as error:
+                self._raised(error)
+                return True
+            if given:
+                now = time.monotonic()
+                self._leased = {k: one for k, one in self._leased.items() if one[1] > now}
+                self._leased[key] = thread, now + seconds
+            return given
+
+    def holder(self, key: bytes) -> int | None:
+        """Return which thread of this process has the lease of a block; None where none has."""
+        with self._leasing:
+            thread, until = self._leased.get(key, (0, 0.0))
+        return thread if until > time.monotonic() else None
 
     def release(self, key: bytes) -> None:
         """End a lease of this process."""
+        with self._leasing:
+            self._leased.pop(key, None)
         try:
             self.sealed.release(key)
         except Exception as error:

@@ -19,7 +19,7 @@ sys.path.insert(0, os.fspath(ROOT))
 
 from benchmarks import absent, report, settings, target_generate, targets  # noqa: E402
 from benchmarks.__main__ import dumps  # noqa: E402
-from benchmarks.groups import growth  # noqa: E402
+from benchmarks.groups import growth, reuse  # noqa: E402
 from benchmarks.harness import AGAIN, Contestant, Plan, Row, interleave  # noqa: E402
 from benchmarks.peers.workload import workload  # noqa: E402
 
@@ -67,6 +67,18 @@ def test_what_cannot_be_measured_is_said_and_asked_once() -> None:
     assert row.errors == {"B": "it has no such call"}
     assert list(row.samples) == ["A"]
     assert len(asked) == 1
+
+
+def test_who_played_other_prompts_is_not_compared() -> None:
+    """A peer whose answers were lost sent shorter prompts, and seemed to evaluate less."""
+
+    def side(total: int) -> dict[str, Any]:
+        return {"evaluated": 10, "total": total, "seconds": 1.0}
+
+    sides = {"pykvcache": lambda: side(1000), "a": lambda: side(995), "b": lambda: side(800)}
+    row = reuse.counted("x", sides, PLAN)
+    assert [*row.samples] == ["pykvcache", "a"]
+    assert row.errors == {"b": "its prompts had 800 tokens: another workload"}
 
 
 def test_a_contestant_that_was_not_installed_answers_why() -> None:

@@ -206,10 +206,12 @@ class XLlamaCpp(Worker):
 
         def ask(prompt: list[int], n: int) -> tuple[list[int], int]:
             request = {"prompt": prompt, "max_tokens": n, "cache_prompt": True, **SAMPLING}
-            answer = server.handle_completions({**request, "return_tokens": True})
+            request["ignore_eos"] = False  # as everybody here
+            # Its answers say their token ids beside log-probabilities only.
+            answer = server.handle_completions({**request, "logprobs": 1})
             if "timings" not in answer:
                 raise ValueError(f"no timings: {answer}")
-            made = answer.get("tokens") or answer["choices"][0].get("tokens") or []
+            made = [int(one["id"]) for one in answer["choices"][0]["logprobs"]["content"]]
             return made, int(answer["timings"]["prompt_n"])
 
         return play(work, ask, quick)

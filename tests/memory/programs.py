@@ -77,14 +77,16 @@ class Program(ProgramBase):
     @rule(seq=SEQ)
     def decode_past_the_window(self, seq: int) -> None:
         """So that the cells of the window are reused."""
-        for _ in range(5):
-            self.append(seq, 32)
+        for part in range(5):
+            # A fresh run over each of them would be two thirds of what the whole program costs.
+            self.append(seq, 32, is_compared=part == 4)
 
-    def append(self, seq: int, n: int) -> None:
+    def append(self, seq: int, n: int, *, is_compared: bool = True) -> None:
         tokens = self.words(n)
         first = max(self.ref.positions(seq), default=-1) + 1
         if self.do("decode", self.ref.decode(seq, tokens), tokens, seq_id=seq):
-            self.compare_logits(seq, tokens, -1)
+            if is_compared or self.ledger is not None:
+                self.compare_logits(seq, tokens, -1)
         else:
             rows = [(i, seq) for i in range(n)]
             self.keep_what_stayed(rows, {seq: tokens}, {seq: first})

@@ -146,6 +146,19 @@ def test_a_user_who_only_reads(server: Server, admin: Any) -> None:
         assert store.counters.denied == 1
 
 
+def test_a_replica_is_read_and_takes_no_blocks(server: Server, admin: Any) -> None:
+    with RedisStore(server.url, **PATIENT) as store:
+        assert store.put(BLOCKS) == 12
+        admin.execute_command("REPLICAOF", "127.0.0.1", "1")  # of nobody: it keeps what it has
+        try:
+            assert store.put(chain(2, "replica")) == 0
+            assert store.counters.denied == 1
+            assert store.lease(KEYS[0], 10), "who cannot take a lease evaluates"
+            assert store.get_into(KEYS, buffers()) == 12
+        finally:
+            admin.execute_command("REPLICAOF", "NO", "ONE")
+
+
 def test_a_value_of_another_type_and_a_foreign_key_are_misses(server: Server, admin: Any) -> None:
     admin.rpush(b"pykvcache:" + KEYS[1], "a list")
     admin.set(b"pykvcache:short", "x")

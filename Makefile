@@ -42,7 +42,7 @@ fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models, random progr
 	  $(BIN)/python -m pytest -n auto -v --hypothesis-profile=fuzz tests/binding/test_hostile.py \
 	  tests/arrays/test_arrays_hostile.py tests/memory/test_random_programs.py tests/binding/test_damaged.py tests/binding/test_words.py \
 	  tests/state/test_llama_files.py tests/binding/test_faults.py tests/generate/test_interrupts.py \
-	  tests/generate/test_mixed.py tests/sequence/test_interrupts.py tests/prefix/test_programs.py \
+	  tests/generate/test_mixed.py tests/sequence/test_interrupts.py tests/sequence/test_shifted.py tests/prefix/test_programs.py \
 	  tests/binding/test_threads.py::test_two_threads_hammer_one_context_without_a_wrong_result
 
 lint: $(VENV)/.dev $(VENV)/.built ## ruff, mypy, cython-lint, codespell, stubtest

@@ -82,7 +82,7 @@ class Driving(Closing):
         from pykvcache.generate.progress import watching  # only here: rich is an extra
 
         self._check_open()
-        with watching(self._schedule, progress) as look:
+        with watching(self._schedule.count, progress) as look:
             while len(self._schedule):
                 if not self._take_turn():
                     self._await_change()

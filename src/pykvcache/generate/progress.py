@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 __all__ = ["watching"]
 
 
 @contextmanager
-def watching(requests: Sized, progress: bool | None) -> Iterator[Callable[[], None]]:
-    """Give a function that shows how many requests have ended."""
+def watching(count: Callable[[], int], progress: bool | None) -> Iterator[Callable[[], None]]:
+    """Give a function that shows how many requests have ended, of which `count` are left."""
     # A process may have no stderr: then it is None.
     terminal = sys.stderr is not None and sys.stderr.isatty()
     if progress is False or (progress is None and not terminal):
@@ -26,10 +26,13 @@ def watching(requests: Sized, progress: bool | None) -> Iterator[Callable[[], No
         yield lambda: None
         return
     with Progress(console=Console(stderr=True)) as bar:
-        first = len(requests)
-        task = bar.add_task("requests", total=first)
+        left = total = count()
+        task = bar.add_task("requests", total=total)
 
         def look() -> None:
-            bar.update(task, completed=max(0, first - len(requests)))
+            nonlocal left, total
+            before, left = left, count()
+            total += max(0, left - before)  # others came
+            bar.update(task, completed=total - left, total=total)
 
         yield look

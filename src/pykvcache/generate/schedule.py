@@ -68,6 +68,11 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
 
+    def count(self) -> int:
+        """Return how many requests are left, samples that wait for their prompt too."""
+        known = {*self.waiting, *self.running}
+        return sum(1 + len(handle._siblings) for handle in known)
+
     def add(self, handle: GenerationHandle) -> None:
         """Let a request wait for its turn."""
         insort(self.waiting, handle, key=rank)

@@ -257,7 +257,7 @@ class LlamaSequence(EditMethods, Closing):
         path
             A file that `LlamaContext.load_sequence` reads as well.
         metadata
-            Anything that JSON can hold, with str keys.
+            Anything that JSON can hold, with str keys; `describe_state` has it below "metadata".
         sync
             Wait until the disk has it.
 

@@ -1,0 +1,43 @@
+"""How many checkpoints there are, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from memory.kit import Logits, apart
+from pykvcache import CheckpointPolicy, LlamaContext, LlamaSequence
+from pykvcache.sequence.pool import pool_of
+
+Make = Callable[..., LlamaContext]
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "gemma3"])
+def test_checkpoints_keep_to_their_budget(
+    name: str, make_context: Make, fresh_logits: Callable[..., Logits]
+) -> None:
+    """All sequences together; the last one of each stays longest, and going back stays right."""
+    ctx = make_context(name, n_ctx=512, n_seq_max=2)
+    tokens = np.random.default_rng(1).integers(5, 56, 100, dtype=np.int32)
+    one = LlamaSequence(ctx, tokens, checkpoints=CheckpointPolicy(spacing=10))
+    one.evaluate()
+    pool = pool_of(ctx)
+    whole = pool.checkpoint_bytes()
+    assert [point.n for point in one._cells.points] == list(range(10, 101, 10))
+    one.close()
+    assert pool.checkpoint_bytes() == 0
+    policy = CheckpointPolicy(max_bytes=whole // 2, spacing=10)
+    some = [LlamaSequence(ctx, np.roll(tokens, i), checkpoints=policy) for i in range(3)]
+    for sequence in some:
+        sequence.evaluate()
+        assert 0 < pool.checkpoint_bytes() <= policy.max_bytes
+    assert all(100 in [point.n for point in sequence._cells.points] for sequence in some)
+    for i, sequence in enumerate(some):
+        sequence.truncate(60)
+        wanted = fresh_logits(name, np.roll(tokens, i)[:60])
+        assert apart(sequence.logits(), wanted) < 1e-2
+    none = LlamaSequence(ctx, tokens, checkpoints=CheckpointPolicy(max_bytes=0))
+    none.evaluate()
+    assert not len(none._cells.points)

@@ -43,6 +43,24 @@ def test_the_first_sample_that_ends_early_leaves_the_others(how: str, make_conte
     assert samples[1].tokens.tolist() == alone
 
 
+def test_samples_of_a_shifted_sequence_are_its_forks(make_context: Make) -> None:
+    """Also where the first one ends before its prompt is evaluated."""
+    ctx = make_context("llama", n_seq_max=2)
+    sequence = LlamaSequence(ctx, words(1, 60))
+    sequence.evaluate()
+    sequence.discard(5, 45)
+    wanted = [
+        list(sequence.fork().generate(12, Sampler(temperature=1, seed=1 + i))) for i in range(3)
+    ]
+    fresh = LlamaSequence(ctx, sequence.tokens)
+    assert list(fresh.generate(12, Sampler(temperature=1, seed=2))) != wanted[1]
+    generator = BatchGenerator(ctx)
+    samples = generator.submit(sequence, 12, Sampler(temperature=1, seed=1), n=3)
+    samples[0].abort()
+    generator.run(progress=False)
+    assert [sample.tokens.tolist() for sample in samples] == [[], *wanted[1:]]
+
+
 def test_samples_stay_in_the_namespace_of_their_prompt(make_context: Make) -> None:
     ctx = make_context("llama")
     cache = PrefixCache(ctx, block_size=8)

@@ -182,8 +182,6 @@ class BatchGenerator(Driving):
             handles = []
             for i in range(count):
                 own = sequence if i == 0 else self._beside(sequence)
-                if i:
-                    own._cells.ledger.append(sequence.tokens)
                 self._order += 1
                 handle = GenerationHandle(
                     self,
@@ -232,11 +230,16 @@ class BatchGenerator(Driving):
         return LlamaSequence(self._ctx, prompt)
 
     def _beside(self, sequence: LlamaSequence) -> LlamaSequence:
-        """Return an empty sequence for another sample; it shares with whom the first one does."""
+        """Return a sequence for another sample; it shares with whom the first one does."""
+        if sequence._cells.ledger.shifted_at is not None:
+            return sequence.fork()  # its tokens alone do not say what is held
         cache = self._cache
         if cache is not None and isinstance(sequence, CachedSequence) and sequence in cache._open:
-            return cache._new(None, sequence.namespace)
-        return LlamaSequence(self._ctx)
+            own: LlamaSequence = cache._new(None, sequence.namespace)
+        else:
+            own = LlamaSequence(self._ctx)
+        own._cells.ledger.append(sequence.tokens)
+        return own
 
     @staticmethod
     def _sampler_of(sampler: Sampler, i: int) -> Sampler:

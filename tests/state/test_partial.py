@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from memory.kit import Bench, Case, apart
+from memory.kit import NAMES, Bench, Case, apart
 from pykvcache import LlamaBatch
 from pykvcache.errors import DecodeAborted, UnsupportedOperation
 from pykvcache.state import PartialState
@@ -200,6 +200,6 @@ def test_it_cures_an_aborted_decode(case: Case, bench: MakeBench) -> None:
 
 
 def test_every_forgetful_model_is_here() -> None:
-    with_states = {name: info for name, info in MODELS.items() if info.has_states}
+    with_states = {name: MODELS[name] for name in NAMES if MODELS[name].has_states}
     names = {name for name, info in with_states.items() if info.n_swa or info.has_recurrent_state}
     assert {case.name for case in FORGETFUL} == names

@@ -161,7 +161,6 @@ MODELS = MappingProxyType(
                 "nemotron_h",
                 _rec.nemotron_h,
                 "hybrid",
-                sizes=Sizes(n_layer=3),
                 has_rope=False,
                 can_shift=False,
                 rollback=True,

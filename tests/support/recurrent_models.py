@@ -111,28 +111,21 @@ def lfm2_swa(sizes: Sizes, n_vocab: int) -> Blueprint:
 
 
 def nemotron_h(sizes: Sizes, n_vocab: int) -> Blueprint:
-    """One thing per layer, in turn: state-space, attention without RoPE, feed-forward."""
+    """State-space layers and attention without RoPE in turn, with nothing behind either."""
     plan = base("nemotron_h", sizes)
-    kinds = [layer % 3 for layer in range(sizes.n_layer)]
     plan.keys |= _ssm(sizes, SSM_HEADS, SSM_GROUPS) | {
         ".attention.layer_norm_epsilon": 1e-5,
-        ".attention.head_count": sizes.n_head,
-        ".attention.head_count_kv": [sizes.n_head_kv if kind == 1 else 0 for kind in kinds],
-        ".feed_forward_length": [sizes.n_ff if kind == 2 else 0 for kind in kinds],
+        # A feed-forward block would be a layer of its own.
+        ".feed_forward_length": 0,
     }
+    plan.keys |= _mixed_heads(sizes)
     ends(plan, sizes, n_vocab)
     for layer, prefix in blocks(sizes):
         plan.add(prefix, attn_norm=norm(sizes.n_embd))
-        if kinds[layer] == 0:
-            mamba2(plan, prefix, sizes, SSM_HEADS, SSM_GROUPS)
-        elif kinds[layer] == 1:
+        if _attends(layer):
             attention(plan, prefix, sizes)
         else:
-            plan.add(
-                prefix,
-                ffn_up=matrix(sizes.n_ff, sizes.n_embd),
-                ffn_down=matrix(sizes.n_embd, sizes.n_ff),
-            )
+            mamba2(plan, prefix, sizes, SSM_HEADS, SSM_GROUPS)
     return plan
 
 

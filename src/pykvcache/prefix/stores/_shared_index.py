@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import sqlite3
@@ -13,10 +14,12 @@ from pykvcache.prefix.stores._index import Index, remove_index
 from pykvcache.prefix.stores._locks import Owner, shared_or_exclusive
 from pykvcache.prefix.stores.base import StoreCounters
 
-__all__ = ["FAILURES", "SharedIndex"]
+__all__ = ["FAILURES", "SharedIndex", "counter_of"]
 
 #: What a disk, SQLite or another process can do to a transaction.
 FAILURES = (sqlite3.Error, OSError)
+_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 #: For how long another process is waited for, in seconds.
 WAIT = 2.0
 # Up to how many blocks all folders are listed when a store is opened.
@@ -185,3 +188,15 @@ def _is_damage(error: BaseException) -> bool:
     if isinstance(error, sqlite3.OperationalError):
         return any(text in str(error) for text in ("no such table", "no such column", "malformed"))
     return isinstance(error, sqlite3.DatabaseError)
+
+
+def counter_of(error: Exception) -> str:
+    """Return which of `StoreCounters` counts an error of a disk or an index."""
+    number = getattr(error, "errno", None)
+    if number in _FULL or "disk is full" in str(error):
+        return "full"
+    if number in _DENIED or "readonly" in str(error):
+        return "denied"
+    if isinstance(error, TimeoutError) or "locked" in str(error):
+        return "timed_out"
+    return "failed"

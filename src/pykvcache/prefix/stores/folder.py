@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 import time
@@ -14,7 +13,7 @@ from pykvcache.errors import StoreError
 from pykvcache.prefix.stores._files import BlockFiles
 from pykvcache.prefix.stores._fork import watch_forks
 from pykvcache.prefix.stores._index import Index, cost
-from pykvcache.prefix.stores._shared_index import FAILURES, SharedIndex
+from pykvcache.prefix.stores._shared_index import FAILURES, SharedIndex, counter_of
 from pykvcache.prefix.stores.base import (
     MAX_LEASE,
     BlockStore,
@@ -41,8 +40,6 @@ _AT_ONCE = 64
 _SHORT = 0.05
 # After how many calls of `put` leftovers are looked for again.
 _SWEEP_EVERY = 256
-_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class FolderStore(BlockStore):
@@ -370,17 +367,9 @@ class FolderStore(BlockStore):
 
     def _failed(self, error: Exception) -> bool:
         """Count what went wrong; return whether the disk is full."""
-        number = getattr(error, "errno", None)
-        is_full = number in _FULL or "disk is full" in str(error)
-        if is_full:
-            self.counters.add(full=1, error=error)
-        elif number in _DENIED or "readonly" in str(error):
-            self.counters.add(denied=1, error=error)
-        elif isinstance(error, TimeoutError) or "locked" in str(error):
-            self.counters.add(timed_out=1, error=error)
-        else:
-            self.counters.add(failed=1, error=error)
-        return is_full
+        counter = counter_of(error)
+        self.counters.add(error=error, **{counter: 1})
+        return counter == "full"
 
     def close(self) -> None:
         """Write what is pending and close the index; blocks stay. Later calls are misses."""

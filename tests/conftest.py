@@ -133,6 +133,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def stories(binding: ModuleType) -> Iterator[LlamaModel]:
+    """The model that ships with the package, loaded once per worker."""
+    with binding.LlamaModel(binding.embedded_model_path()) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
 def model(binding: ModuleType, model_folder: Path) -> Iterator[ModelFactory]:
     """``model(name, **sizes)``: a generated model, loaded once per worker."""
     loaded: dict[tuple[object, ...], LlamaModel] = {}

@@ -192,7 +192,7 @@ def test_llama_cpp_gives_the_same_logits(
 
 
 @pytest.fixture(scope="module")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stories_f32(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model with every weight as float32, so that llama.cpp computes in float32."""
     if not STORIES.exists():
         pytest.skip("models/stories.gguf is not there")
@@ -203,12 +203,12 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_llama_cpp_gives_the_same_logits_for_the_embedded_model(
-    example: Any, stories: Path, kind: str, binding: ModuleType, make_context: ContextFactory
+    example: Any, stories_f32: Path, kind: str, binding: ModuleType, make_context: ContextFactory
 ) -> None:
     with binding.LlamaModel(STORIES) as native:
         tokens = native.tokenize("Once upon a time there was a little girl.")
-    with binding.LlamaModel(stories) as native:
-        compare(example, stories, kind, tokens, make_context(native))
+    with binding.LlamaModel(stories_f32) as native:
+        compare(example, stories_f32, kind, tokens, make_context(native))
 
 
 def compare(

@@ -15,7 +15,6 @@ from pykvcache import (
     LlamaModel,
     LlamaSequence,
     Sampler,
-    embedded_model_path,
 )
 from pykvcache.errors import (
     ClosedError,
@@ -29,12 +28,6 @@ from support.models import EXACT
 
 Make = Callable[..., LlamaContext]
 PROMPTS = ["Once upon a time", "One day", "Tim", "The dog", "A girl", "Lily"]
-
-
-@pytest.fixture(scope="module")
-def stories() -> Iterator[LlamaModel]:
-    with LlamaModel(embedded_model_path()) as model:
-        yield model
 
 
 @pytest.fixture

@@ -8,17 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded_model_path
+from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler
 from pykvcache.errors import InvalidBatch, NoKvCacheSlot, PositionError
 
 Make = Callable[..., LlamaContext]
 PROMPT = "Once upon a time"
-
-
-@pytest.fixture(scope="module")
-def stories() -> Iterator[LlamaModel]:
-    with LlamaModel(embedded_model_path()) as model:
-        yield model
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ from pykvcache import BatchGenerator, LlamaContext, PrefixCache
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tiers import leases
 from support.models import make_model
+from tiers.processes import evaluated_at_once
 from tiers.slow import SlowStore
 from tiers.test_damage import write
-from tiers.test_leases import line, say
-from tiers.test_processes import spawn
 from tiers.test_tiers import SIZE, WAIT, words
 
 Make = Callable[..., LlamaContext]
@@ -174,16 +173,6 @@ def test_batches_of_two_processes_evaluate_a_prefix_once(
     model_folder: Path, tmp_path: Path
 ) -> None:
     path = make_model("llama", model_folder)
-    processes = [spawn("batch", path, str(tmp_path / "tier"), 1, 1200) for _ in range(2)]
-    try:
-        for process in processes:
-            assert line(process)["ready"]
-        for process in processes:
-            say(process)
-        evaluated = [line(process)["evaluated"] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    evaluated = evaluated_at_once(2, "batch", path, str(tmp_path / "tier"), 1200)
     # Four requests each, of nine tokens of their own; what ends in a block is evaluated, too.
     assert sum(evaluated) <= 1200 + 2 * 4 * (9 + 8)

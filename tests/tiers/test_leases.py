@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,23 +16,11 @@ from pykvcache.prefix.tiers.fetch import Fetch
 from stores.servers import redis_server
 from support.models import make_model
 from tiers.test_damage import write
-from tiers.test_processes import spawn
+from tiers.processes import evaluated_at_once, line, say, spawn
 from tiers.test_tiers import SIZE, WAIT, words
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
-
-
-def say(process: subprocess.Popen[bytes], text: bytes = b"go\n") -> None:
-    assert process.stdin is not None
-    process.stdin.write(text)
-    process.stdin.flush()
-
-
-def line(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    assert process.stdout is not None
-    found: dict[str, Any] = json.loads(process.stdout.readline())
-    return found
 
 
 @pytest.mark.parametrize("where", ["folder", "redis"])
@@ -45,17 +30,7 @@ def test_three_processes_at_once_evaluate_a_prefix_once(
     path = make_model("llama", model_folder)
 
     def run(tiers: str) -> None:
-        processes = [spawn("together", path, tiers, 1, 1500) for _ in range(3)]
-        try:
-            for process in processes:
-                assert line(process)["ready"]
-            for process in processes:
-                say(process)
-            evaluated = [line(process)["evaluated"] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.communicate()
+        evaluated = evaluated_at_once(3, "together", path, tiers, 1500)
         # Who comes last may find everything there already.
         assert sorted(evaluated) == [1, 1, 1500]
 

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,27 +16,9 @@ import pytest
 from memory.kit import Logits, apart
 from stores.servers import redis_server
 from support.models import make_model
+from tiers.processes import answer, spawn
 
-TESTS = Path(__file__).parents[1]
 Fresh = Callable[..., Logits]
-
-
-def spawn(
-    task: str, model: Path, tiers: str, seed: int, n: int, **options: str
-) -> subprocess.Popen[bytes]:
-    """Start a worker; the options are some of `PrefixCache`."""
-    command = [sys.executable, "-m", "tiers.worker", task, str(model), tiers, str(seed), str(n)]
-    command.append(json.dumps(options))
-    env = os.environ | {"PYTHONPATH": str(TESTS), "GGML_NO_BACKTRACE": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stdin=pipe, env=env)
-
-
-def answer(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
 
 
 def test_a_script_that_is_run_twice_evaluates_its_prompt_once(

@@ -12,7 +12,7 @@ from pykvcache import LlamaContext, LlamaModel, PrefixCache
 from pykvcache.prefix.stores import BlockStore, FolderStore, RedisStore
 from stores.servers import PATIENT, redis_server
 from support.models import EXACT, make_model
-from tiers.test_processes import answer, spawn
+from tiers.processes import answer, spawn
 from tiers.test_tiers import words
 
 SECRET, OTHER = "a secret of sixteen bytes", "another one of 16 bytes"

@@ -45,12 +45,27 @@ fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models, random progr
 	  tests/generate/test_mixed.py tests/sequence/test_interrupts.py tests/sequence/test_shifted.py tests/prefix/test_programs.py \
 	  tests/binding/test_threads.py::test_two_threads_hammer_one_context_without_a_wrong_result
 
+# Two at a time; the long ones first.
+LINT := lint-types lint-stubs lint-cython lint-ruff lint-spelling
+.PHONY: $(LINT)
+
 lint: $(VENV)/.dev $(VENV)/.built ## ruff, mypy, cython-lint, codespell, stubtest
+	+@$(MAKE) --no-print-directory -j2 $(LINT)
+
+lint-ruff:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-cython:
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/cython-lint src
+
+lint-spelling:
 	$(BIN)/codespell
+
+lint-types:
 	$(BIN)/mypy
+
+lint-stubs:
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml pykvcache
 
 format: $(VENV)/.dev ## let ruff rewrite what it can

@@ -72,3 +72,32 @@ def test_every_change_has_a_verb_that_keeps_the_facts() -> None:
         if called - {"set_first"}:
             assert keeps.search(verb), verb.splitlines()[0]
     assert used == edits()
+
+
+LLAMA_CHANGES = re.compile(
+    r"(->|\.)(seq_(rm|cp|keep|add|div)|state_read|memory_update)\(|\bllama_(memory_\w+|decode|encode)\("
+)
+"""Functions of llama.cpp that change cells, as C++ calls them."""
+
+
+def test_what_opens_cells_or_writes_tensors_asks_for_the_key() -> None:
+    """Behind edit.h, too: a function that only has the memory as const cannot write to it."""
+    assert "open_cells(const edit_key &, llama_kv_cache & cache" in source("fast/open_cells.h")
+    assert "explicit tensor_writes(const edit_key &)" in source("transfers.h")
+    callers = set()
+    for path in [*NATIVE.rglob("*.cpp"), *NATIVE.rglob("*.h")]:
+        text = source(str(path))
+        assert "ggml_backend_tensor_set" not in text or path.name == "transfers.cpp", path.name
+        assert "tensor_copies<const" not in text or path.name.startswith("transfers."), path.name
+        for function in text.split("\n}"):
+            if LLAMA_CHANGES.search(function):
+                callers.add(path.name)
+                assert "edit_key" in function, f"{path.name}: {function}"
+    assert callers == {
+        "edit.h",
+        "edit.cpp",
+        "moves.cpp",
+        "part_edit.cpp",
+        "probe.cpp",
+        "probe_state_io.cpp",
+    }

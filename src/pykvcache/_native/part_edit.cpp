@@ -68,14 +68,14 @@ int32_t cut_attention(edit_key, memory * m, llama_seq_id seq, llama_pos from) no
     });
 }
 
-int32_t zero_free_states(edit_key, memory * m) noexcept {
+int32_t zero_free_states(edit_key key, memory * m) noexcept {
     return guarded_void([&] {
         const auto * part = m->recurrent;
         if (!part) {
             return;
         }
         std::vector<uint8_t> zeros;
-        tensor_writes        writes;
+        tensor_writes        writes(key);
         const auto           zero = [&](ggml_tensor * t, int64_t n) {
             const size_t row = t ? ggml_row_size(t->type, n) : 0;
             for (uint32_t cell = 0, end; t && cell < part->cells.size(); cell = end + 1) {

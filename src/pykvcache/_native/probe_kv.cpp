@@ -191,7 +191,7 @@ int32_t read_rows(const memory * m, memory_part part, uint32_t il, int which, ll
     });
 }
 
-void move_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
+void move_rows(const edit_key & key, const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
                const std::vector<cell_move> & moves) {
     const auto ctx = scratch();
     const ggml_tensor * t = stream_tensor(ctx.get(), cache_of(m, part), il, which, seq);
@@ -222,7 +222,7 @@ void move_rows(const memory * m, memory_part part, uint32_t il, int which, llama
     std::vector<uint8_t> buffer(size_t(n_head * n_value) * moves.size() * stride);
     tensor_reads         reads;
     all(reads, buffer.data(), &cell_move::from);
-    tensor_writes writes;
+    tensor_writes writes(key);
     all(writes, static_cast<const uint8_t *>(buffer.data()), &cell_move::to);
 }
 

@@ -1,6 +1,6 @@
 // Where a sequence's K, V and states lie, and what was done to them before they were stored.
 //
-// Nothing here changes anything but move_rows(). As in probe.h: the context's lock is held, ids are valid.
+// Nothing here changes anything but move_rows(), for who has the key. As in probe.h: the lock is held, ids are valid.
 #pragma once
 
 #include <cstddef>
@@ -81,8 +81,10 @@ struct cell_move {
     uint32_t from, to;
 };
 
+class edit_key;  // edit.h
+
 // Copy the data of cells to other cells of the stream of `seq`, none of which is a source. Throws.
-void move_rows(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
+void move_rows(const edit_key & key, const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq,
                const std::vector<cell_move> & moves);
 // Whether cells have more than a position: two more of M-RoPE, and the token. Three values per cell.
 bool has_extended(const memory * m);

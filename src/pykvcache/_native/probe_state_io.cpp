@@ -16,7 +16,7 @@ namespace {
 // The reader that llama.cpp asks for the next bytes. As in llama.cpp's own one, tensors come last.
 class piece_reader : public llama_io_read_i {
   public:
-    explicit piece_reader(const std::vector<state_piece> & pieces) : in(pieces) {}
+    piece_reader(const edit_key & key, const std::vector<state_piece> & pieces) : in(pieces), writes(key) {}
 
     void read(void * dst, size_t size) override { in.read(dst, size); }
 
@@ -80,9 +80,9 @@ int32_t seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexce
     return guarded_void([&] { state->write(dst, two); });
 }
 
-int32_t state_read(edit_key, memory * m, llama_seq_id seq, bool partial, const std::vector<state_piece> & pieces) noexcept {
+int32_t state_read(edit_key key, memory * m, llama_seq_id seq, bool partial, const std::vector<state_piece> & pieces) noexcept {
     return guarded_void([&] {
-        piece_reader io(pieces);
+        piece_reader io(key, pieces);
         if (seq >= 0) {
             io.in.skip(SEQ_HEAD_BYTES);
         } else {

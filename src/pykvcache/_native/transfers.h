@@ -46,6 +46,13 @@ template <class Bytes> class tensor_copies {
 };
 
 using tensor_reads = tensor_copies<uint8_t *>;
-using tensor_writes = tensor_copies<const uint8_t *>;
+
+class edit_key;  // edit.h
+
+// What writes into tensors needs the key of what changes a memory.
+class tensor_writes : public tensor_copies<const uint8_t *> {
+  public:
+    explicit tensor_writes(const edit_key &) {}
+};
 
 }  // namespace pykv

@@ -23,11 +23,12 @@ std::vector<cell_move> moves_of(const llama_kv_cells & cells, const std::set<uin
     return moves;
 }
 
-void move_data(const memory * m, memory_part part, llama_seq_id seq, const std::vector<cell_move> & moves) {
+void move_data(const edit_key & key, const memory * m, memory_part part, llama_seq_id seq,
+               const std::vector<cell_move> & moves) {
     for (const uint32_t il : part_layers(m, part)) {
-        move_rows(m, part, il, 0, seq, moves);
+        move_rows(key, m, part, il, 0, seq, moves);
         if (!m->hparams->is_mla()) {
-            move_rows(m, part, il, 1, seq, moves);
+            move_rows(key, m, part, il, 1, seq, moves);
         }
     }
 }
@@ -55,7 +56,7 @@ void move_entries(open_cells & open, const std::vector<cell_move> & moves) noexc
     }
 }
 
-int64_t compact_part(const memory * m, memory_part part, uint32_t n_seq_max) {
+int64_t compact_part(const edit_key & key, const memory * m, memory_part part, uint32_t n_seq_max) {
     llama_kv_cache & cache = part == PART_WINDOW ? *m->swa : *m->base;
     int64_t moved = 0;
     std::vector<bool> seen(LLAMA_MAX_SEQ);
@@ -65,13 +66,13 @@ int64_t compact_part(const memory * m, memory_part part, uint32_t n_seq_max) {
             continue;
         }
         seen[stream] = true;
-        open_cells open(cache, llama_seq_id(seq));
+        open_cells open(key, cache, llama_seq_id(seq));
         const auto moves = moves_of(open.cells, open.used());
         if (moves.empty()) {
             continue;
         }
         // The data first: what a device refuses leaves every cell where it was.
-        move_data(m, part, llama_seq_id(seq), moves);
+        move_data(key, m, part, llama_seq_id(seq), moves);
         move_entries(open, moves);
         open.head = open.cells.get_used() % open.cells.size();
         moved += int64_t(moves.size());
@@ -85,11 +86,11 @@ bool can_compact(const memory * m) {
     return m->kind != MEMORY_NONE && m->kind != MEMORY_OTHER && !picks_blocks(m);
 }
 
-int64_t move_cells_down(edit_key, memory * m, uint32_t n_seq_max) noexcept {
+int64_t move_cells_down(edit_key key, memory * m, uint32_t n_seq_max) noexcept {
     return guarded<int64_t>(CAUGHT, [&] {
         int64_t moved = 0;
         for (const auto part : {PART_ATTENTION, PART_WINDOW}) {
-            moved += has_part(m, part) ? compact_part(m, part, n_seq_max) : 0;
+            moved += has_part(m, part) ? compact_part(key, m, part, n_seq_max) : 0;
         }
         return moved;
     });

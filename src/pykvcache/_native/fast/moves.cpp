@@ -23,8 +23,8 @@ llama_pos begin_of(llama_pos p0) { return p0 ? p0 : -1; }
 llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
 
 // Remove the sequence from its cells in [p0, p1); a cell that no sequence holds any more becomes free.
-void take_out(llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1) {
-    open_cells   open(cache, seq);
+void take_out(const edit_key & key, llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    open_cells   open(key, cache, seq);
     auto &       held = open.held(seq);
     const auto   first = from(held, p0);
     const auto   end = from(held, p1);
@@ -49,9 +49,9 @@ cell_set part_of(const cell_set & held, llama_pos p0, llama_pos p1) {
 }
 
 // Make `dst` hold these cells instead of what it held.
-void assign(llama_kv_cache & cache, llama_seq_id dst, cell_set & cells) {
-    take_out(cache, dst, 0, POS_END);
-    open_cells open(cache, dst);
+void assign(const edit_key & key, llama_kv_cache & cache, llama_seq_id dst, cell_set & cells) {
+    take_out(key, cache, dst, 0, POS_END);
+    open_cells open(key, cache, dst);
     for (const auto & held : cells) {
         open.members(held.second).set(dst);
     }
@@ -59,8 +59,9 @@ void assign(llama_kv_cache & cache, llama_seq_id dst, cell_set & cells) {
 }
 
 // Move the sequence's cells in [p0, p1), which nobody shares, to `moved(position)`.
-template <class F> void move(llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1, F && moved) {
-    open_cells open(cache, seq);
+template <class F>
+void move(const edit_key & key, llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1, F && moved) {
+    open_cells open(key, cache, seq);
     auto &     held = open.held(seq);
     auto       first = from(held, p0);
     const auto end = from(held, p1);
@@ -106,19 +107,19 @@ template <class F> void each_cache(memory * m, F && change) {
 
 }  // namespace
 
-int32_t remove_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept {
+int32_t remove_cells(edit_key key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         if (!is_cells_only(m)) {
             return int32_t(m->mem->seq_rm(seq, begin_of(p0), end_of(p1)));
         }
-        each_cache(m, [&](llama_kv_cache & cache) { take_out(cache, seq, p0, p1); });
+        each_cache(m, [&](llama_kv_cache & cache) { take_out(key, cache, seq, p0, p1); });
         return 1;
     });
 }
 
 bool copies_replace(const memory * m) { return is_cells_only(m) && m->base->get_n_stream() == 1; }
 
-int32_t copy_cells(edit_key, memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
+int32_t copy_cells(edit_key key, memory * m, llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
     return guarded_void([&] {
         if (!copies_replace(m)) {
             m->mem->seq_cp(src, dst, begin_of(p0), end_of(p1));
@@ -128,13 +129,13 @@ int32_t copy_cells(edit_key, memory * m, llama_seq_id src, llama_seq_id dst, lla
         cell_set base = part_of(held_cells(*m->base, src), p0, p1), window;
         if (m->swa) {
             window = part_of(held_cells(*m->swa, src), p0, p1);
-            assign(*m->swa, dst, window);
+            assign(key, *m->swa, dst, window);
         }
-        assign(*m->base, dst, base);
+        assign(key, *m->base, dst, base);
     });
 }
 
-int32_t add_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {
+int32_t add_cells(edit_key key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {
     return guarded_void([&] {
         if (!is_cells_only(m)) {
             m->mem->seq_add(seq, begin_of(p0), end_of(p1), delta);
@@ -143,15 +144,15 @@ int32_t add_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_po
         // llama.cpp would also set the head back to 0, and later decodes would then overwrite
         // cells outside the window that a rewind could still use.
         each_cache(m, [&](llama_kv_cache & cache) {
-            move(cache, seq, p0, p1, [&](llama_pos p) { return p + delta; });
+            move(key, cache, seq, p0, p1, [&](llama_pos p) { return p + delta; });
         });
     });
 }
 
-int32_t divide_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
+int32_t divide_cells(edit_key key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
     return guarded_void([&] {
         each_cache(m, [&](llama_kv_cache & cache) {
-            move(cache, seq, p0, p1, [&](llama_pos p) { return p / d; });
+            move(key, cache, seq, p0, p1, [&](llama_pos p) { return p / d; });
         });
         if (m->recurrent) {
             m->recurrent->seq_div(seq, p0, p1, d);  // a label: there is no K to rotate

@@ -5,6 +5,7 @@
 #include <set>
 #include <vector>
 
+#include "edit.h"
 #include "opened.h"
 #include "probe_private.h"
 
@@ -23,12 +24,12 @@ PYKV_OPEN(v_heads, llama_kv_cache, v_heads, std::vector<uint32_t> llama_kv_cache
 
 }  // namespace opened
 
-// The cells of the stream that holds a sequence, with everything about them to change.
+// The cells of the stream that holds a sequence, with everything about them to change: for who has the key.
 struct open_cells {
     llama_kv_cells & cells;
     uint32_t &       head;  // where the search for free cells begins
 
-    open_cells(llama_kv_cache & cache, llama_seq_id seq)
+    open_cells(const edit_key &, llama_kv_cache & cache, llama_seq_id seq)
         // The cells are the cache's own non-const member; only its accessor is const.
         : cells(const_cast<llama_kv_cells &>(cache.get_cells(seq))),
           head((cache.*member(opened::v_heads()))[stream_of(cache, seq)]) {}

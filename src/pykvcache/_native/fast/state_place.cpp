@@ -37,7 +37,9 @@ struct rows_target {
 // What one cache has to do to hold the cells of a state. Nothing shows before commit().
 class placing {
   public:
-    placing(llama_kv_cache & cache, llama_seq_id seq) : open(cache, seq), seq(seq) { alone.set(seq); }
+    placing(const edit_key & key, llama_kv_cache & cache, llama_seq_id seq) : key(key), open(key, cache, seq), seq(seq) {
+        alone.set(seq);
+    }
     placing(const placing &) = delete;
     placing & operator=(const placing &) = delete;
     ~placing() {
@@ -160,7 +162,7 @@ class placing {
             runs_of(t, [&](size_t at, size_t n) { in.read(data + at, n); });
             return;
         }
-        tensor_writes writes;
+        tensor_writes writes(key);
         runs_of(t, [&](size_t at, size_t n) {
             in.take(n, [&](const uint8_t * from, uint64_t step) {
                 writes.add(t.owner, t.offset + at, step, from);
@@ -253,6 +255,7 @@ class placing {
         }
     }
 
+    edit_key                  key;
     open_cells                open;
     llama_seq_id              seq;
     llama_kv_cells::seq_set_t alone;  // the sequences of a cell that no other holds
@@ -274,7 +277,7 @@ bool fits(const state_block & block, const live_tensor & t) {
     return t.transposed ? uint64_t(t.n_head * t.head_dim) * t.cell_stride == row : t.cell_stride == row;
 }
 
-bool place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
+bool place(const edit_key & key, memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
            const std::vector<state_piece> & pieces, bool two) {
     if (m->kind != MEMORY_ATTENTION && m->kind != MEMORY_SLIDING_WINDOW) {
         return false;
@@ -287,7 +290,7 @@ bool place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_b
     bool                                              all_host = true;
     for (const state_part & part : state_parts(m, v_trans, false)) {
         auto & cache = *(part.part == PART_WINDOW ? m->swa : m->base);
-        caches.push_back(std::make_unique<placing>(cache, seq));
+        caches.push_back(std::make_unique<placing>(key, cache, seq));
         placing & to = *caches.back();
         bool      host = true;
         for (const state_block & block : blocks) {
@@ -336,11 +339,11 @@ bool place(memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_b
 
 }  // namespace
 
-int32_t state_place(edit_key, memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
+int32_t state_place(edit_key key, memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
                     const std::vector<state_piece> & pieces, bool two) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         try {
-            return int32_t(place(m, v_trans, seq, blocks, pieces, two));
+            return int32_t(place(key, m, v_trans, seq, blocks, pieces, two));
         } catch (const fault & found) {
             throw std::runtime_error(found.why);
         }

@@ -16,7 +16,7 @@ llama_pos end_of(llama_pos p1) { return p1 != POS_END ? p1 : -1; }
 
 // llama.cpp divides, too, but rotates K the wrong way: each position is shifted by itself, from the
 // lowest on, so that none is met twice.
-void divide(llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) {
+void divide(const edit_key &, llama_kv_cache & cache, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) {
     std::set<llama_pos> positions;
     const auto & held = held_cells(cache, seq);
     for (auto it = from(held, p0); it != held.end() && it->first < p1; ++it) {
@@ -47,11 +47,11 @@ int32_t add_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_po
     return guarded_void([&] { m->mem->seq_add(seq, begin_of(p0), end_of(p1), delta); });
 }
 
-int32_t divide_cells(edit_key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
+int32_t divide_cells(edit_key key, memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1, int d) noexcept {
     return guarded_void([&] {
         for (llama_kv_cache * cache : {m->base, m->swa}) {
             if (cache) {
-                divide(*cache, seq, p0, p1, d);
+                divide(key, *cache, seq, p0, p1, d);
             }
         }
         if (m->recurrent) {

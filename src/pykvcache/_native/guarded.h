@@ -98,7 +98,7 @@ template <class R, class F> R guarded(R on_error, F && call) noexcept {
     // What is made anew has to be freed by whoever asked for it, and is checked when it is used.
     if constexpr (!std::is_pointer_v<R> || std::is_const_v<std::remove_pointer_t<R>>) {
         // A server that does not answer is answered for: what came out of this call means nothing.
-        if (watched_links && mine.depth == 0) {
+        if (any_rpc_link.load(std::memory_order_relaxed) && watched_links && mine.depth == 0) {
             if (const rpc_link * lost = lost_link(*watched_links)) {
                 note_lost(*lost);
                 result = on_error;

@@ -31,7 +31,9 @@ class owned_mutex {
         owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
     }
     void unlock() {
-        watched_links = before;
+        if (any_rpc_link.load(std::memory_order_relaxed)) {
+            watched_links = before;
+        }
         owner.store(std::thread::id(), std::memory_order_relaxed);
         mutex.unlock();
     }
@@ -44,12 +46,14 @@ class owned_mutex {
     std::mutex                   mutex;
     std::atomic<std::thread::id> owner{};
     const rpc_links *            links = nullptr;
-    const rpc_links *            before = nullptr;  // of the lock that this thread holds already
+    const rpc_links *            before = nullptr;  // of the lock that this thread holds already; null before there is any
 
     void begin() {
         owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
-        before        = watched_links;
-        watched_links = links;
+        if (any_rpc_link.load(std::memory_order_relaxed)) {
+            before        = watched_links;
+            watched_links = links;
+        }
     }
 };
 

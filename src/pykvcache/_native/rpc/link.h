@@ -16,8 +16,11 @@ namespace pykv {
 
 struct rpc_request;
 
+// Whether there ever was a connection: where there was none, no call has anything to watch.
+inline std::atomic<bool> any_rpc_link{false};
+
 struct rpc_link {
-    rpc_link(std::string where, int64_t ms) : endpoint(std::move(where)), timeout_ms(ms) {}
+    rpc_link(std::string where, int64_t ms) : endpoint(std::move(where)), timeout_ms(ms) { any_rpc_link = true; }
     ~rpc_link() { hang_up(); }
     rpc_link(const rpc_link &) = delete;
     rpc_link & operator=(const rpc_link &) = delete;

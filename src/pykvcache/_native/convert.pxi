@@ -1,4 +1,4 @@
-# Python values to C, with the seed's errors.
+# Python integers to C, and which error each wrong one is.
 
 cdef inline long long _index(object value, str what, int* overflow) except? -1:
     """Read an integer; ``bool`` and ``float`` are not integers here."""

@@ -169,7 +169,7 @@ class Adaptive(Policy):
             self._change(best)
 
     def _change(self, name: str) -> None:
-        """Let another policy decide: it is told of all runs in the tree."""
+        """Let another policy decide, which hears of all runs in the tree."""
         self._leader = name
         policy = self._policy = self._experts[name]()
         self.whole, self.declines = policy.whole, policy.declines

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pykvcache.errors import ArgumentError
+from pykvcache.sequence.checkpoints import CheckpointPolicy
 from pykvcache.sequence.ledger import Ledger, common_prefix
 from pykvcache.sequence.text import Stop, TextStream
 
@@ -129,3 +131,15 @@ def test_what_is_not_a_stop_raises() -> None:
     for mistyped in (b"x", [b"x"], 1.5, [None], None, [True]):
         with pytest.raises(TypeError, match="stop"):
             Stop.of(mistyped, 10)  # type: ignore[arg-type]
+
+
+def test_a_policy_takes_every_integer_and_nothing_else() -> None:
+    policy = CheckpointPolicy(np.int64(5), np.uint8(3))  # type: ignore[arg-type]
+    assert (policy.max_bytes, policy.spacing) == (5, 3)
+    assert type(policy.spacing) is int
+    for bad in (True, 1.5, "8"):
+        with pytest.raises(TypeError, match="max_bytes must be an integer"):
+            CheckpointPolicy(bad)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="spacing is -1: it must be at least 0") as caught:
+        CheckpointPolicy(spacing=-1)
+    assert (caught.value.what, caught.value.value, caught.value.limit) == ("spacing", -1, 0)

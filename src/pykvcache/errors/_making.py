@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pykvcache.errors._base import KvCacheError
+from pykvcache.errors._base import DetailedError, KvCacheError
 
 __all__ = ["ContextCreateError", "DeviceLost", "ModelLoadError"]
 
@@ -29,28 +29,17 @@ class ModelLoadError(KvCacheError, OSError):
         return cls(f"cannot load {path!r}: {reason}", path=path, reason=reason)
 
 
-class ContextCreateError(KvCacheError, RuntimeError):
+class ContextCreateError(DetailedError, RuntimeError):
     """A context cannot have these parameters, or not with this model.
 
-    Attributes
-    ----------
-    parameter : str or None
-        The parameter that stands in the way, where it is one.
-    value, limit : object
-        What it is, and what it may be: the most, the least, or the one word.
+    `what` is the parameter that stands in the way, where it is one; `value` what it is, and
+    `limit` what it may be: the most, the least, or the one word.
     """
 
-    def __init__(
-        self,
-        message: str,
-        parameter: str | None = None,
-        value: object = None,
-        limit: object = None,
-    ) -> None:
-        super().__init__(message)
-        self.parameter = parameter
-        self.value = value
-        self.limit = limit
+    @property
+    def parameter(self) -> str | None:
+        """The parameter that stands in the way: `what`."""
+        return self.what
 
 
 class DeviceLost(KvCacheError, ConnectionError):

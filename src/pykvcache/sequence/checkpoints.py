@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from pykvcache._integers import as_int
 from pykvcache._native import lib
-from pykvcache.errors import ArgumentError
 
 __all__ = ["Checkpoint", "CheckpointPolicy", "Checkpoints"]
 
@@ -44,11 +44,7 @@ class CheckpointPolicy:
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "spacing"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ArgumentError(
-                    f"{name} is {value!r}: it must be an integer of 0 or more", name, value, 0
-                )
+            object.__setattr__(self, name, as_int(getattr(self, name), name, 0))
 
     def next_stop(self, begin: int, end: int) -> int:
         """Where to pause an evaluation of ``[begin, end)`` for a checkpoint; at most ``end``."""

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pykvcache._integers import as_int
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores._fork import watch_forks
 
@@ -332,12 +333,7 @@ def writable(buffer: Buffer) -> memoryview:
 
 def check_max_bytes(value: int, least: int = 0) -> int:
     """Return a size in bytes; raise if it is not an integer, or too small."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"max_bytes is an integer, not {type(value).__name__}")
-    value = value.__index__()
-    if value < least:
-        raise StoreError(f"max_bytes is {value}: at least {least}", value=value, limit=least)
-    return value
+    return as_int(value, "max_bytes", least, error=StoreError)
 
 
 def check_seconds(value: float, name: str = "seconds", limit: float = MAX_LEASE) -> float:

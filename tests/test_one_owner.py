@@ -100,4 +100,5 @@ def test_what_opens_cells_or_writes_tensors_asks_for_the_key() -> None:
         "part_edit.cpp",
         "probe.cpp",
         "probe_state_io.cpp",
+        "rollback.cpp",
     }

@@ -15,8 +15,8 @@ from pykvcache.prefix.tiers import leases
 from pykvcache.prefix.tiers.fetch import Fetch
 from stores.servers import redis_server
 from support.models import make_model
-from tiers.test_damage import write
 from tiers.processes import evaluated_at_once, line, say, spawn
+from tiers.test_damage import write
 from tiers.test_tiers import SIZE, WAIT, words
 
 Make = Callable[..., LlamaContext]

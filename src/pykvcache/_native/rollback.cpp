@@ -21,7 +21,7 @@ namespace pykv {
 namespace {
 
 // Copy the state of one row to another, in every layer.
-void copy_state(const llama_memory_recurrent & r, size_t from, size_t to) {
+void copy_state(const edit_key & key, const llama_memory_recurrent & r, size_t from, size_t to) {
     std::vector<const ggml_tensor *> all;
     for (const auto & tensors : {r.r_l, r.s_l, r.p_l}) {
         std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(all),
@@ -34,7 +34,7 @@ void copy_state(const llama_memory_recurrent & r, size_t from, size_t to) {
     std::vector<uint8_t> bytes(size);
     uint8_t * at = bytes.data();
     tensor_reads  reads;
-    tensor_writes writes;
+    tensor_writes writes(key);
     for (const ggml_tensor * t : all) {
         reads.add(t, from * t->nb[1], t->nb[1], at);
         at += t->nb[1];
@@ -131,7 +131,7 @@ void note_earlier(edit_key, const llama_context * ctx, memory * m, const llama_b
     }
 }
 
-int32_t step_back(edit_key, memory * m, llama_seq_id seq, llama_pos p0) noexcept {
+int32_t step_back(edit_key key, memory * m, llama_seq_id seq, llama_pos p0) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         auto &        r = *m->recurrent;
         auto &        kept = m->earlier[size_t(seq)];
@@ -139,7 +139,7 @@ int32_t step_back(edit_key, memory * m, llama_seq_id seq, llama_pos p0) noexcept
         const auto    n = uint32_t(r.cells[size_t(cell)].pos + 1 - p0);
         const bool    shared = r.cells[size_t(cell)].seq_id.size() > 1;
         const int32_t to = shared ? empty_cell(r) : cell;
-        copy_state(r, size_t(kept.plane + n) * r.size + size_t(cell), size_t(to));
+        copy_state(key, r, size_t(kept.plane + n) * r.size + size_t(cell), size_t(to));
         kept = shared ? earlier_states{} : earlier_states{cell, kept.plane + n, kept.n - n};
         if (shared) {
             leave(r, seq, cell, to);

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from pykvcache.prefix.stores import FolderStore, _shared_index
+from stores.servers import freeze
 from stores.worker import block, is_whole
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
@@ -106,7 +107,7 @@ def test_the_bound_always_holds_over_all_processes(tmp_path: Path) -> None:
         for _ in range(15):
             line(writers[0])
             for writer in writers:  # a moment that lasts
-                writer.send_signal(signal.SIGSTOP)
+                freeze(writer)
             largest = max(largest, disk_bytes(tmp_path))
             for writer in writers:
                 writer.send_signal(signal.SIGCONT)
@@ -124,7 +125,7 @@ def test_a_frozen_process_costs_others_no_read_and_little_else(
         store.put(blocks)
         with running("hold", tmp_path, "lease") as holder:
             line(holder)
-            holder.send_signal(signal.SIGSTOP)
+            freeze(holder)
             begin = time.monotonic()
             buffers = [bytearray(5000) for _ in blocks]
             assert store.contains(keys) == store.get_into(keys, buffers) == 5

@@ -22,7 +22,7 @@ from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import BlockStore, RedisStore, open_store
 from pykvcache.prefix.stores import redis as module
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
-from stores.servers import PATIENT, Server, free_port, redis_server
+from stores.servers import PATIENT, Server, free_port, freeze, redis_server
 
 redis = pytest.importorskip("redis", reason="pip install 'pykvcache[redis]'")
 
@@ -174,7 +174,7 @@ def test_a_frozen_server_costs_one_timeout(tmp_path: Path, monkeypatch: pytest.M
     with redis_server(tmp_path) as frozen, RedisStore(frozen.url, **PATIENT) as store:
         assert store.put(BLOCKS) == 12
         store._timeout = 0.3
-        frozen.process.send_signal(signal.SIGSTOP)
+        freeze(frozen.process)
         begin = time.monotonic()
         assert store.get_into(KEYS, buffers()) == 0
         for _ in range(100):

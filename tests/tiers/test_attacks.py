@@ -17,7 +17,7 @@ import pytest
 from memory.kit import Case, Logits, apart
 from pykvcache import BatchGenerator, LlamaContext, PrefixCache
 from pykvcache.prefix.stores import FolderStore, MemoryStore
-from stores.servers import redis_server
+from stores.servers import freeze, redis_server
 from tiers.test_tiers import SERVED, SIZE, WAIT, total, words
 
 Make = Callable[..., LlamaContext]
@@ -35,7 +35,7 @@ def test_a_server_that_freezes_is_a_miss_and_soon_left_alone(
         with cache.sequence(prompt) as sequence:
             sequence.logits()
         assert cache.flush(30)
-        os.kill(server.process.pid, signal.SIGSTOP)
+        freeze(server.process)
         try:
             for i in range(4):
                 with cache.sequence(prompt if i % 2 else words(i, 45)) as sequence:

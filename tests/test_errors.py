@@ -212,6 +212,8 @@ REFUSED: list[tuple[Callable[[LlamaContext], Any], type[Exception], str, object,
     (lambda c: c.kv(0).select([7]), IndexError, "tokens", 7, 3),
     (lambda c: c.sequence_state(0)[::2], ValueError, "step", 2, 1),
     (lambda c: LlamaSequence(c, [5]).truncate(3), ValueError, "n", 3, 1),
+    (lambda c: c.kv(0, dtype="\ud800"), ValueError, "dtype", "\ud800", None),
+    (lambda c: c.kv(0, dtype="i4,("), ValueError, "dtype", "i4,(", None),
     (lambda c: LlamaModel("a\ud800"), ValueError, "path", "a\ud800", 1),
     (lambda c: c.load_llama_file("a\ud800"), ValueError, "path", "a\ud800", 1),
     (

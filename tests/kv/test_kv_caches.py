@@ -93,6 +93,14 @@ def test_what_has_no_counterpart_is_refused(model: LlamaModel) -> None:
         to_caches(
             replace(arrays, layers=[replace(arrays.layers[0], keys=np.ones((N, 2, 16), int))])
         )
+    keys = arrays.layers[0].keys
+    # Fewer rows than tokens made a cache of fewer tokens.
+    for wrong in (keys[0], keys[None], keys[:-1], np.float32(1), [keys[0], keys[0][:1]]):
+        layers = [replace(arrays.layers[0], keys=wrong)]
+        with pytest.raises(CacheValueError, match="shape"):
+            to_caches(replace(arrays, layers=layers))
+        with pytest.raises(CacheValueError, match="shape"):
+            to_caches(SequenceKV(arrays.positions, [], window=replace(arrays, layers=layers)), N)
     with pytest.raises(CacheValueError, match="window_size"):
         to_caches(SequenceKV(arrays.positions, [], window=arrays))
     with pytest.raises(CacheValueError, match="not one of 20"):

@@ -98,7 +98,7 @@ def as_float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     name = _DTYPE_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     try:
         found = np.dtype(name)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, SyntaxError):
         raise CacheDTypeError(
             f"dtype is {dtype!r}, which NumPy does not know", "dtype", dtype
         ) from None

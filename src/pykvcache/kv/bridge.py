@@ -54,7 +54,8 @@ def to_caches(arrays: SequenceKV[Any], window_size: SupportsIndex | None = None)
     for layer in arrays.layers:
         cache = KVCache()
         if len(arrays):
-            cache.update(_to_heads(layer.keys), _to_heads(layer.values))
+            n = len(arrays)
+            cache.update(_to_heads(layer.keys, n), _to_heads(layer.values, n))
         found.append((layer.layer, cache))
     if arrays.window is not None:
         if window_size is None:
@@ -85,7 +86,7 @@ def _windows(window: SequenceKV, length: int, size: int) -> list[tuple[int, Rota
     for layer in window.layers:
         ring = RotatingKVCache(size)
         if rows:
-            ring.state = (_to_heads(layer.keys), _to_heads(layer.values))
+            ring.state = (_to_heads(layer.keys, rows), _to_heads(layer.values, rows))
             ring.meta_state = ("0", str(size), str(length), str(rows))
         found.append((layer.layer, ring))
     return found
@@ -185,15 +186,27 @@ def _layer(cache: KVCache | RotatingKVCache, order: npt.NDArray[np.int64], index
     )
 
 
-def _to_heads(rows: Any) -> npt.NDArray[Any]:
-    """(tokens, heads, dim) as (1, heads, tokens, dim), copied."""
-    array = np.array(rows)
+def _to_heads(rows: Any, n: int) -> npt.NDArray[Any]:
+    """(n tokens, heads, dim) as (1, heads, tokens, dim), copied."""
+    try:
+        array = np.array(rows)
+    except ValueError:
+        raise CacheValueError(
+            "keys and values must be arrays of one shape", "keys and values"
+        ) from None
     if array.dtype.kind != "f":
         raise CacheValueError(
             f"keys and values must be floats, not {array.dtype}",
             "keys and values",
             str(array.dtype),
             "floats",
+        )
+    if array.ndim != 3 or len(array) != n:
+        raise CacheValueError(
+            f"keys or values have shape {array.shape}: ({n}, heads, dim) is needed",
+            "keys and values",
+            array.shape,
+            n,
         )
     return np.ascontiguousarray(array.transpose(1, 0, 2)[None])
 

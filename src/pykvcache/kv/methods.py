@@ -194,8 +194,11 @@ def _wanted(dtype: Any) -> str | np.dtype[Any] | None:
         return None
     if isinstance(dtype, str) and dtype == "stored":
         return "stored"
-    wanted: np.dtype[Any] = np.dtype(dtype)
-    if wanted != np.float32:
+    try:
+        wanted: np.dtype[Any] | None = np.dtype(dtype)
+    except (ValueError, SyntaxError):  # of texts and lists that describe no dtype
+        wanted = None
+    if wanted is None or wanted != np.float32:
         raise ArgumentError(
             f"dtype is {dtype!r}: it must be None, float32 or 'stored'",
             "dtype",

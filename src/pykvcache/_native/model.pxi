@@ -360,8 +360,7 @@ cdef class Model:
         c_token = self.check_token(token)
         out.resize(64)
         while True:
-            got = lib.token_to_piece(
-                self.vocab, c_token, out.data(), <int32_t>out.size(), special)
+            got = lib.token_to_piece(self.vocab, c_token, out.data(), <int32_t>out.size(), special)
             if got == lib.CAUGHT:
                 raise _caught_error("token_to_piece")
             if got >= 0:
@@ -379,7 +378,6 @@ cdef object _tokens(const vector[lib.llama_token]& tokens):
 
 def split_text(bytes text not None, list patterns not None, bint byte_encode, bint with_std_regex):
     """Return the words into which patterns cut a text, by our matcher or by std::regex, for tests."""
-    _ready()
     return lib.split_text(text, patterns, byte_encode, with_std_regex)
 
 
@@ -397,7 +395,6 @@ def gguf_layout(bytes path not None):
     try:
         return lib.gguf_get_data_offset(file), [
             (lib.gguf_get_tensor_offset(file, i), lib.gguf_get_tensor_size(file, i))
-            for i in range(lib.gguf_get_n_tensors(file))
-        ]
+            for i in range(lib.gguf_get_n_tensors(file))]
     finally:
         lib.gguf_free(file)

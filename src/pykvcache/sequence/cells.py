@@ -10,12 +10,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache.errors import (
-    NoKvCacheSlot,
-    PartialStateError,
-    StateError,
-    UnsupportedOperation,
-)
+from pykvcache.errors import NoKvCacheSlot, PartialStateError, StateError, UnsupportedOperation
 from pykvcache.sequence.checkpoints import Checkpoint, CheckpointPolicy, Checkpoints
 from pykvcache.sequence.incoming import Incoming
 from pykvcache.sequence.ledger import Ledger

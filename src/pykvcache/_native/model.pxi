@@ -261,8 +261,7 @@ cdef class Model:
     def adds_special(self):
         """Return whether tokenizing puts a BOS in front and an EOS at the end."""
         self.check_open()
-        return (bool(lib.llama_vocab_get_add_bos(self.vocab)),
-                bool(lib.llama_vocab_get_add_eos(self.vocab)))
+        return bool(lib.llama_vocab_get_add_bos(self.vocab)), bool(lib.llama_vocab_get_add_eos(self.vocab))
 
     def is_eog(self, token):
         """Call ``llama_vocab_is_eog``."""
@@ -281,8 +280,7 @@ cdef class Model:
         self.check_text(text)
         cdef shared_ptr[lib.llama_model] keep = self.ref
         with nogil:
-            code = lib.tokenize(
-                self.texts, c_text, size, add_special, parse_special, out, stops, who)
+            code = lib.tokenize(self.texts, c_text, size, add_special, parse_special, out, stops, who)
         _drain_log()
         if code == lib.CAUGHT:
             raise box[0] or _caught_error("tokenize")
@@ -328,8 +326,7 @@ cdef class Model:
             copy.push_back(token)
         cdef shared_ptr[lib.llama_model] keep = self.ref
         with nogil:
-            code = lib.detokenize(
-                self.vocab, copy, remove_special, unparse_special, limit, out, stops, who)
+            code = lib.detokenize(self.vocab, copy, remove_special, unparse_special, limit, out, stops, who)
         _drain_log()
         if code == lib.CAUGHT:
             raise box[0] or _caught_error("detokenize")

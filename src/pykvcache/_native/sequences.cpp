@@ -64,9 +64,7 @@ void sequence_facts::copied(llama_seq_id src, llama_seq_id dst, llama_pos end) n
     if (input_key(src) != input_key(dst)) {
         input_keys[size_t(dst)] = 0;
     }
-    if (whole) {
-        set_first({}, mem, dst, first_of(mem, src));
-    }
+    set_first({}, mem, dst, first_of(mem, src));
     share_earlier({}, mem, src, dst);
 }
 

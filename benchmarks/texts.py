@@ -176,7 +176,8 @@ GROUPS = {
     "portable": (
         "The wheel of `make wheel` (ggml's CPU code once per instruction set, the best chosen at import) beside the one that was compiled "
         "for this processor: one thread, 30M model, one token behind 32 others and a prompt of 128, by the thread's own time. "
-        "*native again* is the native one in another process: what lies between the two is the machine's."
+        "*native again* is the native one in another process: what lies between the two is the machine's. "
+        "Then a model on two servers of ggml's RPC on loopback, a thread each, beside the same build without them, by the clock."
     ),
 }
 

@@ -345,3 +345,15 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
 
     plots.draw(calls_result(), tmp_path)
     assert (tmp_path / "calls.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_servers_have_a_table_of_their_own() -> None:
+    rows = {
+        "decode": Row("decode", "tokens/s", {"portable": [90.0], "native": [100.0]}),
+        "state": Row("state", "s", {"two servers": [0.002], "without servers": [0.001]}),
+    }
+    first, second = report.in_pairs(rows).split("\n\n")
+    assert "decode, tokens/s" in first
+    assert "state" not in first
+    assert "| state, ms |" in second
+    assert "| 2.00 (2.00 to 2.00) |" in second

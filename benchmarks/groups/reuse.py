@@ -92,4 +92,11 @@ def steps(ours: Contestant, plan: Plan) -> list[Row]:
         f"lookup, {size}", "s", {OURS: partial(ours.ask, "lookup", n_blocks=size)}, plan
     )
     show(look, 1e6, "us")
-    return [back, look]
+    new = interleave(
+        f"lookup of a new prompt, {size}",
+        "s",
+        {OURS: partial(ours.ask, "lookup_new", n_blocks=size)},
+        plan,
+    )
+    show(new, 1e6, "us")
+    return [back, look, new]

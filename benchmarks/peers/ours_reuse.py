@@ -11,6 +11,8 @@ from benchmarks.peers.primitives import Answer
 from benchmarks.peers.prompts import play
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache, Sampler
 from pykvcache.prefix.blocks import token_bytes
+from pykvcache.prefix.policies import DEFAULT
+from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.tree import BlockTree
 
 
@@ -79,4 +81,23 @@ class Reuse:
             match = tree.match(token_bytes(ids))
             took.append(time.perf_counter() - begin)
             assert match.n_blocks == 64
+        return {"seconds": sorted(took)[slices // 2]}
+
+    def do_lookup_new(self, n_blocks: int = 100_000, slices: int = 200) -> Answer:
+        """Seconds of a whole lookup for a prompt that shares a first token with all known ones."""
+        draw = np.random.default_rng(0)
+        ram = RamTier(64, 1 << 40, DEFAULT, lambda space: b"root", lambda names: None)
+
+        def prompt() -> bytes:
+            return token_bytes(np.concatenate([[1], draw.integers(5, 32_000, 4095)]))
+
+        for _ in range(n_blocks // 64 + 1):
+            ram.add(prompt(), "", 1, lambda first, n: [np.empty(1, np.uint8)] * n)
+        took = []
+        for _ in range(slices):
+            tokens = prompt()
+            begin = time.perf_counter()
+            found = ram.find(tokens, "", needs_rest=False)
+            took.append(time.perf_counter() - begin)
+            assert 1 <= found.n < 64
         return {"seconds": sorted(took)[slices // 2]}

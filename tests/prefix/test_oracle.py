@@ -103,3 +103,18 @@ def test_evaluates_what_the_oracle_says(
             if step % 5 == 0:
                 assert apart(logits, fresh_logits(case.name, prompt)) < case.tolerance
             oracle.take(prompt, texts[-1])
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
+@pytest.mark.parametrize("n", [40, 43])
+def test_a_repeat_evaluates_a_block_at_most(n: int, case: Case, make_context: Make) -> None:
+    """Also where the state after the last token is all that is known of the prompt's end."""
+    ctx = make_context(case.name, **(case.options | {"n_seq_max": 3}))
+    prompt = np.random.default_rng(n).integers(5, 56, n).tolist()
+    with PrefixCache(ctx, block_size=SIZE) as cache:
+        with cache.sequence(prompt) as sequence:
+            sequence.logits()
+        for _ in range(2):  # of what was closed, and of a sequence in use
+            again, before = cache.sequence(prompt), ctx.tokens_evaluated
+            again.logits()
+            assert ctx.tokens_evaluated - before == again.reuse.evaluated <= SIZE

@@ -66,8 +66,9 @@ class BeginMethods:
             report = ReuseReport(n)
         self._hold(sequence, found)
         if cells.row is None and ledger.n_evaluated == n:
-            # Logits are made by a decode: the last token counts as evaluated.
-            live, ram = (n - 1, 0) if report.live else (0, n - 1)
+            # Logits are made by a decode: of the last token, and of what cannot be gone back over.
+            left = self._left(cells, n - 1)
+            live, ram = (left, 0) if report.live else (0, left)
             report = replace(report, live=live, ram=ram)
         reused = report.live + report.ram
         if self._needs_rest:
@@ -123,6 +124,8 @@ class BeginMethods:
         native, blocks, rest = self._native, found.blocks, found.rest
         cells.state = lambda seq_id: native.set_blocks(seq_id, blocks, rest, known_values=True)
         cells.ledger.n_evaluated = found.n
+        if found.below is not None:
+            cells.points.add(Checkpoint(*found.below))
         if rest is not None:
             cells.points.add(Checkpoint(found.n, rest))
         if found.n == len(cells.ledger):
@@ -149,6 +152,13 @@ class BeginMethods:
             if usable > most:
                 best, most = other, usable
         return best, most, agrees
+
+    def _left(self, cells: SequenceCells, n: int) -> int:
+        """How many of the first n tokens stay when what comes after them is decoded again."""
+        is_window = self._ctx.memory_kind == "sliding-window"
+        if is_window and cells.seq_id is None and cells.n_held == n + 1:
+            return n  # a state has all that its last token saw
+        return self._forkable(cells, n)
 
     def _forkable(self, cells: SequenceCells, n: int) -> int:
         """How many of the first n tokens a fork would hold without evaluating."""

@@ -52,6 +52,8 @@ class Found:
     rest: Any = None
     run: Run | None = None
     row: npt.NDArray[np.float32] | None = None
+    #: Where it ends with the tokens and has a rest: a rest before the last token, and where.
+    below: tuple[int, Any] | None = None
     #: How many tokens have blocks in memory; `n` is less where the partial state is missing.
     n_known: int = 0
     nearest: bytes = b""  # tokens after n_known in the nearest known prompt
@@ -254,6 +256,8 @@ class RamTier:
         if needs_rest:
             self._to_checkpoint(found, run)
             self._exact_tail(found, run, after)
+            if found.rest is not None and 4 * found.n == len(tokens):
+                found.below = self._point_before(run, found.n)
         elif after:
             self._begun_block(found, run, after)
         elif (run, b"") in self._tails:
@@ -281,6 +285,14 @@ class RamTier:
         found.n = n_blocks * self.block_size
         del found.blocks[n_blocks:]
         found.rest = point.payloads[0] if point is not None else None
+
+    def _point_before(self, run: Run, n: int) -> tuple[int, Any] | None:
+        """Return the deepest checkpoint before n tokens, and at how many it is."""
+        for part in run.path():
+            point = part.checkpoint
+            if point is not None and point.start * self.block_size < n:
+                return point.start * self.block_size, point.payloads[0]
+        return None
 
     def _exact_tail(self, found: Found, run: Run, after: bytes) -> None:
         """Add a whole tail with its partial state, where it matches the next tokens."""

@@ -67,7 +67,7 @@ def measured(model: Path, sizes: list[int], policies: list[str], limit: int, n: 
         capture_output=True,
         text=True,
         check=True,
-        timeout=300,
+        timeout=1500,  # 33 caches of 600 prompts each, on a busy machine
     )
     return json.loads(done.stdout)
 

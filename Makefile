@@ -123,7 +123,7 @@ ifneq ($(filter Linux-%,$(PLATFORM)),)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
 endif
-	$(BIN)/python -m pytest --noconftest -m slow -v tests/packaging/test_artefacts.py
+	$(BIN)/python -m pytest --noconftest -m slow -v tests/packaging
 
 WHEEL_TESTS ?= tests
 

@@ -64,6 +64,7 @@ def other_llama_cpp(folder: Path, header: str, old: str, new: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_cannot_be_built_is_said_in_one_line(tmp_path: Path) -> None:
     """One build folder, in which the compilers are looked for once."""
     build, wrong = tmp_path / "build", tmp_path / "wrong"
@@ -121,6 +122,7 @@ def configured(tree: Path, arguments: str) -> dict[str, str]:
     return {key.split(":")[0]: value for key, value in settings.items()}
 
 
+@pytest.mark.slow
 def test_cmake_args_reach_ggml(tmp_path: Path) -> None:
     """The whole way that ``pip install`` takes, with a llama.cpp of one's own."""
     wanted = "-DGGML_LLAMAFILE=OFF -DGGML_NATIVE=OFF"

@@ -17,7 +17,7 @@ from pykvcache import LlamaContext
 from state.partial_kit import FORGETFUL
 from state.partial_programs import PartialProgram
 
-STEPS = 4 * settings().max_examples
+STEPS = 3 * settings().max_examples
 SETTINGS = settings(max_examples=8, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])
 
 

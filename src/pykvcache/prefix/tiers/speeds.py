@@ -139,6 +139,6 @@ def next_chunk(pending: int, seconds: float, n_ubatch: int) -> int:
     n_ubatch
         Tokens that are computed together: parts of this size cost nothing.
     """
-    # Not below 50 ms: a part has costs of its own. Nor below 256 tokens: of 102 each takes 30 % longer.
+    # Not below 50 ms: a part has costs of its own. In parts of 102 tokens all takes 30 % longer.
     part = max(0.05, 0.05 / seconds if seconds > 0 else 1.0)
     return max(1, min(n_ubatch, max(LEAST_PART, int(part * pending))))

@@ -81,7 +81,7 @@ def test_a_random_program_does_what_the_reference_says(
 
         run_state_machine_as_test(program, settings=SETTINGS)
         tried = {name for name, _ in world.outcomes}
-        if world.steps >= STEPS and tried == OPERATIONS:
+        done = {name for name, outcome in world.outcomes if outcome == DONE}
+        if world.steps >= STEPS and tried == OPERATIONS and done >= possible(case):
             break
-    done = {name for name, outcome in world.outcomes if outcome == DONE}
     assert (world.steps >= STEPS, tried, done) == (True, OPERATIONS, possible(case))

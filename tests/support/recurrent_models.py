@@ -57,13 +57,7 @@ def granitehybrid(sizes: Sizes, n_vocab: int) -> Blueprint:
     plan.keys |= _ssm(sizes, SSM_HEADS, SSM_GROUPS) | _mixed_heads(sizes) | rope()
     plan.keys[".rope.dimension_count"] = sizes.head
     ends(plan, sizes, n_vocab)
-    for layer, prefix in blocks(sizes):
-        plan.add(prefix, attn_norm=norm(sizes.n_embd))
-        if _attends(layer):
-            attention(plan, prefix, sizes)
-        else:
-            mamba2(plan, prefix, sizes, SSM_HEADS, SSM_GROUPS)
-        feed_forward(plan, prefix, sizes)
+    _mixed_layers(plan, sizes, has_feed_forward=True)
     return plan
 
 
@@ -120,13 +114,20 @@ def nemotron_h(sizes: Sizes, n_vocab: int) -> Blueprint:
     }
     plan.keys |= _mixed_heads(sizes)
     ends(plan, sizes, n_vocab)
+    _mixed_layers(plan, sizes, has_feed_forward=False)
+    return plan
+
+
+def _mixed_layers(plan: Blueprint, sizes: Sizes, *, has_feed_forward: bool) -> None:
+    """Add layers in turn: attention, and state-space of the second generation."""
     for layer, prefix in blocks(sizes):
         plan.add(prefix, attn_norm=norm(sizes.n_embd))
         if _attends(layer):
             attention(plan, prefix, sizes)
         else:
             mamba2(plan, prefix, sizes, SSM_HEADS, SSM_GROUPS)
-    return plan
+        if has_feed_forward:
+            feed_forward(plan, prefix, sizes)
 
 
 def _attends(layer: int) -> bool:

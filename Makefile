@@ -114,11 +114,13 @@ test-plain: $(VENV)-plain/.built ## every test on llama.cpp's own functions, wit
 
 # For others' machines: on x86-64 Linux ggml's CPU code once per instruction set (docs/building.md).
 PLATFORM := $(shell uname -s)-$(shell uname -m)
-PORTABLE := cmake.define.$(if $(filter Linux-x86_64,$(PLATFORM)),PYKVCACHE_CPU_COPIES=ON,GGML_NATIVE=OFF)
+# In a build folder of its own: CMake remembers such an option, and the next `make venv` would be portable too.
+PORTABLE := -C cmake.define.$(if $(filter Linux-x86_64,$(PLATFORM)),PYKVCACHE_CPU_COPIES=ON,GGML_NATIVE=OFF) \
+            -C build-dir=build/portable-{wheel_tag}
 
 wheel: $(VENV)/.dev ## build sdist and portable wheel into dist/, install and try each away from here
 	rm -rf dist
-	$(BIN)/python -m build --config-setting=$(PORTABLE)
+	$(BIN)/python -m build $(PORTABLE)
 ifneq ($(filter Linux-%,$(PLATFORM)),)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
@@ -197,10 +199,9 @@ $(VENV)-wheel/.built: pyproject.toml $(NATIVE)
 	$(VENV)-wheel/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(VENV)-wheel/bin/python -m pip install --quiet --group build --group test --group package
 	PATH="$(abspath $(VENV)-wheel/bin):$$PATH" $(VENV)-wheel/bin/python -m pip wheel --quiet \
-	    --no-build-isolation --no-deps --wheel-dir $(VENV)-wheel/dist . --config-settings=$(PORTABLE) \
-	    --config-settings=build-dir=build/portable-{wheel_tag}
+	    --no-build-isolation --no-deps --wheel-dir $(VENV)-wheel/dist . $(PORTABLE)
 	$(VENV)-wheel/bin/python -m pip install --quiet \
-	    "pykvcache[cli,arrays,state,redis,obstore,crypto] @ file://$$(ls $(abspath $(VENV)-wheel)/dist/*.whl)"
+	    "pykvcache[$(EXTRAS)] @ file://$$(ls $(abspath $(VENV)-wheel)/dist/*.whl)"
 	@touch $@
 
 $(VENV)-device/.built: pyproject.toml $(NATIVE)

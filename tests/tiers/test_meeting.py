@@ -87,6 +87,16 @@ def test_what_is_learned() -> None:
     assert tier.seconds(1, 10**6) == pytest.approx(1.0, rel=0.2)
 
 
+def test_requests_that_move_nothing_say_nothing_of_the_bandwidth() -> None:
+    tier = TwoTerms(5e-4, 1 / 1.5e9)
+    for i in range(40):
+        # Two terms that always come together cannot be told apart: one of them becomes 0.
+        tier.note(1, 2e6, 3e-3 * (1 + 0.3 * (i % 2)))
+    for seconds in (4e-4, 1e-3, 4e-4):
+        tier.note(1, 0, seconds)
+        assert tier.seconds(11, 25e6) < 0.1
+
+
 # Meeting ----------------------------------------------------------------------------------------
 
 

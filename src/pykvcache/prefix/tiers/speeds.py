@@ -49,7 +49,7 @@ class TwoTerms:
         seconds = max(seconds, _LEAST)
         with self._lock:
             if self.n:
-                self._rescale(seconds / max(self.a * x + self.b * y, _LEAST))
+                self._rescale(seconds / max(self.a * x + self.b * y, _LEAST), of_y=y > 0)
             x, y = x / seconds, y / seconds
             self.n += 1
             self._xx = _DECAY * self._xx + x * x
@@ -59,15 +59,20 @@ class TwoTerms:
             self._y = _DECAY * self._y + y
             self._solve()
 
-    def _rescale(self, change: float) -> None:
-        """Where everything has become slower, or faster, what was learned of its shape stays."""
+    def _rescale(self, change: float, *, of_y: bool) -> None:
+        """Where everything has become slower, or faster, what was learned of its shape stays.
+
+        What was measured without y says nothing of b: where a was thought to be nearly 0, such a
+        change is of any size.
+        """
         if 0.25 < change < 4:
             return
+        other = change if of_y else 1.0
         self._xx /= change**2
-        self._xy /= change**2
-        self._yy /= change**2
+        self._xy /= change * other
+        self._yy /= other**2
         self._x /= change
-        self._y /= change
+        self._y /= other
 
     def _solve(self) -> None:
         a = b = -1.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores import Envelope, MemoryStore, Rejection, SealedStore, sealed
+from pykvcache.prefix.stores import Envelope, MemoryStore, Rejection, SealedStore
 from pykvcache.prefix.stores.conformance import chain
 
 SECRET = "a secret of more than 16 bytes"
@@ -204,13 +204,14 @@ def test_a_rejected_block_ends_the_run_and_can_be_written_again(
 
 @pytest.mark.parametrize("more", [0, 64])
 def test_memory_that_held_the_block_does_not_complete_one_that_was_cut(
-    more: int, monkeypatch: pytest.MonkeyPatch
+    more: int,
 ) -> None:
     """New memory is often what the last reading of the same block gave back."""
     right = bytes(sealed_by(make(), KEY, CONTENT))
-    monkeypatch.setattr(sealed, "fresh", lambda size: memoryview(bytearray(right.ljust(size))))
+    envelope = make()
+    envelope.memory = lambda size: memoryview(bytearray(right.ljust(size)))
     inner = MemoryStore()
-    store = SealedStore(inner, make())
+    store = SealedStore(inner, envelope)
     for cut in range(len(right)):
         inner.put([(KEY, right[:cut])])
         assert not store.get([KEY], [len(CONTENT) + more], exact=not more), cut

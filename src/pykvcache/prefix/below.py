@@ -116,6 +116,7 @@ class TierMethods(BeginMethods, KeepMethods):
     def _evaluated(self, sequence: CachedSequence) -> None:
         """Give the tiers what others wait for, as soon as the prompt is evaluated."""
         self._leave(sequence)
+        self._fill_reserve()
         search, sequence._search = sequence._search, None
         if search is None:
             return
@@ -127,6 +128,10 @@ class TierMethods(BeginMethods, KeepMethods):
         if sequence in self._open and not sequence.is_closed:
             self._keep(sequence)
         self._tiers.release(lease)
+
+    def _fill_reserve(self) -> None:
+        """Get memory for the blocks of the next prompt, in a thread."""
+        self._reserve.fill(max(0, self._ram.max_bytes - self._ram.nbytes))
 
     def _await(self, sequence: CachedSequence, fetch: Fetch, evaluation: float) -> None:
         """Wait for a search as long as it is worth it; what is still to come is met later."""

@@ -17,7 +17,7 @@ from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
 from pykvcache.prefix.blocks import root_name, token_bytes
 from pykvcache.prefix.digests import digests, end_bytes, least_seconds
-from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
+from pykvcache.prefix.events import AllBlocksCleared, EventLog
 from pykvcache.prefix.exits import close_at_exit
 from pykvcache.prefix.options import as_namespace, as_seconds, as_tiers
 from pykvcache.prefix.outline import OutlineMethods
@@ -25,6 +25,7 @@ from pykvcache.prefix.pins import Pin, Pins
 from pykvcache.prefix.policies import DEFAULT, Policy
 from pykvcache.prefix.prefetch import PrefetchMethods, Queue
 from pykvcache.prefix.ram import RamTier
+from pykvcache.prefix.reserve import Reserve
 from pykvcache.prefix.reuse import CacheStats, ReuseReport
 from pykvcache.prefix.runs import Run
 from pykvcache.prefix.sequence import CachedSequence
@@ -134,13 +135,14 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._end_bytes = end_bytes(context)
         most = as_int(ram_bytes, "ram_bytes", 0, 2**62)
         self._events = EventLog(min(most // 32, 16 << 20))
+        self._reserve = Reserve(self._block_size * self._cell_bytes + Envelope.overhead, most)
         self._ram = RamTier(
             self._block_size,
             most,
             policy,
             self._root_name,
             self._removed,
-            lambda: self._events.nbytes,
+            lambda: self._events.nbytes + self._reserve.n_bytes,
         )
         self._pool = pool_of(context)
         self._evaluation = EvaluationTime(least_seconds(context))
@@ -156,7 +158,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         model, _, layout = self._digests
         self._tiers = Tiers(
             as_tiers(tiers),
-            Envelope(model=model, layout=layout, secret=secret),
+            Envelope(model=model, layout=layout, secret=secret, memory=self._reserve.take),
             max(self._ram.max_bytes // 2, 64 << 20)
             if queue_bytes is None
             else as_int(queue_bytes, "queue_bytes", 0, 2**62),
@@ -165,6 +167,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         _caches[context] = weakref.ref(self)
         if len(self._tiers):
             self._pool.note_time = self._evaluation.note
+            self._fill_reserve()
         self._open: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
         self._dropped: deque[Run] = deque()
         self._pins = Pins(self._ram.tree, needs_rest=self._needs_rest)
@@ -267,9 +270,6 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         return root_name(
             model=model, rope=rope, layout=layout, block_size=self._block_size, namespace=namespace
         )
-
-    def _removed(self, names: list[bytes]) -> None:
-        self._events.add(BlockRemoved(tuple(names)))
 
     # Care -----------------------------------------------------------------------------------------
 
@@ -376,6 +376,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._prefetches.cancel()
             self._ram.clear(None)
             self._open.clear()
+            self._reserve.close()
         self._tiers.close()
 
     @property

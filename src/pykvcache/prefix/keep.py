@@ -11,8 +11,9 @@ from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.blocks import token_bytes
-from pykvcache.prefix.events import EventLog
+from pykvcache.prefix.events import BlockRemoved, EventLog
 from pykvcache.prefix.ram import Buffer, RamTier, Tail
+from pykvcache.prefix.reserve import Reserve
 from pykvcache.prefix.runs import Run
 from pykvcache.prefix.tiers.stack import Tiers
 from pykvcache.sequence.cells import SequenceCells
@@ -31,6 +32,7 @@ class KeepMethods:
     _ram: RamTier
     _tiers: Tiers
     _events: EventLog
+    _reserve: Reserve
     _block_size: int
     _cell_bytes: int
     _needs_rest: bool
@@ -101,7 +103,7 @@ class KeepMethods:
 
     def _take_out(self, seq_id: int, first: int, n: int, n_blocks: int) -> list[Buffer]:
         """Copy runs of n cells, all in one call; each has memory of its own, to be freed alone."""
-        found = [np.empty(self._cell_bytes * n, np.uint8) for _ in range(n_blocks)]
+        found = [self._reserve.array(self._cell_bytes * n) for _ in range(n_blocks)]
         if self._ctx.memory_kind == "recurrent" or not n:
             return found
         if not self._native.get_blocks(seq_id, first, n, found):
@@ -109,6 +111,9 @@ class KeepMethods:
         for buffer in found:
             buffer.flags.writeable = False  # its values are not looked at again
         return found
+
+    def _removed(self, names: list[bytes]) -> None:
+        self._events.add(BlockRemoved(tuple(names)))
 
     def _stored(self, run: Run) -> None:
         parent = run.parent

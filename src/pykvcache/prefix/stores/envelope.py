@@ -94,6 +94,8 @@ class Envelope:
         under names that tell nothing of their keys. Needs ``cryptography``.
     encrypt : bool
         False with a secret: contents stay readable, and are authenticated all the same.
+    memory : callable, optional
+        Returns memory of so many bytes for a sealed block, whatever they are; default: new memory.
 
     Attributes
     ----------
@@ -119,7 +121,9 @@ class Envelope:
         layout: bytes | str,
         secret: bytes | str | None = None,
         encrypt: bool = True,
+        memory: Callable[[int], memoryview] | None = None,
     ) -> None:
+        self.memory = fresh if memory is None else memory
         self._model = hashlib.sha256(_bytes(model, "model")).digest()[:16]
         self._layout = hashlib.sha256(_bytes(layout, "layout")).digest()[:16]
         self._xxh3 = _find_xxh3()
@@ -175,7 +179,7 @@ class Envelope:
             *(_MAGIC, _VERSION, self._kind, 0, len(view)),
             *(name, self._model, self._layout, nonce, bytes(36)),
         )
-        sealed = fresh(self.overhead + len(view))
+        sealed = self.memory(self.overhead + len(view))
         sealed[: _HEADER.size] = header
         end = _HEADER.size + len(view)
         if self._kind == _ENCRYPTED:

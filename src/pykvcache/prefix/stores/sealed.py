@@ -15,7 +15,7 @@ from pykvcache.prefix.stores.base import (
     check_keys,
     writable,
 )
-from pykvcache.prefix.stores.envelope import Envelope, Rejection, fresh
+from pykvcache.prefix.stores.envelope import Envelope, Rejection
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -90,7 +90,7 @@ class SealedStore(BlockStore):
         names = self._names(keys)
         # The memory may have held this very block, and would complete one that was cut.
         if exact:
-            buffers = [fresh(size + self.envelope.overhead) for size in sizes]
+            buffers = [self.envelope.memory(size + self.envelope.overhead) for size in sizes]
             for buffer in buffers:
                 buffer[:16] = buffer[-16:] = bytes(16)
         else:  # it may end anywhere

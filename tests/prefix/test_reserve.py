@@ -1,0 +1,132 @@
+"""Memory for blocks is used again, once nothing refers to it, and never before."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memory.kit import Logits, apart
+from pykvcache import LlamaContext, PrefixCache
+from pykvcache.prefix import reserve
+from pykvcache.prefix.reserve import LEAST_BLOCK, Reserve
+
+SIZE = LEAST_BLOCK
+Make = Callable[..., LlamaContext]
+Fresh = Callable[..., Logits]
+
+
+def address(data: memoryview) -> int:
+    """Where memory lies."""
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
+
+
+def test_memory_comes_back_when_nothing_refers_to_it() -> None:
+    one = Reserve(SIZE, 32 * SIZE)
+    data = one.take(SIZE - 100)
+    assert len(data) == SIZE - 100
+    at = address(data)
+    inner = np.frombuffer(data[16:-16], np.uint8)[8:]
+    del data
+    assert one.n_bytes == 0
+    assert address(one.take(SIZE)) != at  # `inner` still lies in it
+    assert one.n_bytes == SIZE
+    inner[:] = 7
+    del inner
+    assert one.n_bytes == 2 * SIZE
+    kept = [one.take(SIZE), one.take(SIZE)]
+    assert at in map(address, kept)
+    assert one.n_bytes == 0
+
+
+def test_an_eighth_of_the_budget_is_kept() -> None:
+    one = Reserve(SIZE, 24 * SIZE)
+    lent = [one.take(SIZE) for _ in range(8)]
+    lent.clear()
+    assert one.n_bytes == 3 * SIZE
+    lent = [one.take(SIZE)]
+    one.close()
+    lent.clear()
+    assert one.n_bytes == 0
+    assert len(one.take(SIZE)) == SIZE
+
+
+@pytest.mark.parametrize("other", [10, SIZE // 2, SIZE + 1])
+def test_other_sizes_are_new_memory(other: int) -> None:
+    one = Reserve(SIZE, 24 * SIZE)
+    assert len(one.take(other)) == other
+    assert one.n_bytes == 0
+    small = Reserve(1000, 1 << 30)
+    assert len(small.take(1000)) == 1000
+    assert small.n_bytes == 0
+
+
+def filled(one: Reserve, n: int) -> None:
+    until = time.monotonic() + 20
+    while one.n_bytes < n * SIZE and time.monotonic() < until:
+        time.sleep(0.005)
+    assert one.n_bytes == n * SIZE
+
+
+def test_a_thread_gets_memory_in_advance() -> None:
+    one = Reserve(SIZE, 64 * SIZE)
+    one.fill(0)
+    one.fill(2 * SIZE)
+    filled(one, 2)
+    one.fill(100 * SIZE)
+    filled(one, 4)  # half of what may be kept
+    lent = [one.take(SIZE) for _ in range(3)]
+    one.fill(100 * SIZE)
+    filled(one, 4)
+    lent.clear()
+    assert one.n_bytes == 7 * SIZE
+
+
+def test_threads_take_and_give_back() -> None:
+    one = Reserve(SIZE, 64 * SIZE)
+    wrong = []
+
+    def work(seed: int) -> None:
+        for i in range(200):
+            mine = [np.frombuffer(one.take(SIZE), np.uint8) for _ in range(1 + (seed + i) % 3)]
+            for k, data in enumerate(mine):
+                data[:64] = (seed + k) % 251
+            wrong.extend(1 for k, data in enumerate(mine) if (data[:64] != (seed + k) % 251).any())
+
+    threads = [threading.Thread(target=work, args=(40 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert 0 < one.n_bytes <= 8 * SIZE
+    assert not one._lent
+
+
+def test_a_cache_uses_the_memory_of_its_blocks_again(
+    make_context: Make, fresh_logits: Fresh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(reserve, "LEAST_BLOCK", 1)
+    monkeypatch.setattr(Reserve, "fill", lambda *_: None)
+    made = []
+    monkeypatch.setattr(reserve, "_new", lambda size: made.append(size) or np.empty(size, np.uint8))
+    context = make_context("llama")
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(5, 56, 90).tolist() for _ in range(4)]
+    with PrefixCache(context, block_size=16, tiers=[tmp_path], tier_seconds=60) as cache:
+        for step in range(24):
+            prompt = prompts[step % 4]
+            with cache.sequence(prompt) as sequence:
+                logits = sequence.logits()
+                assert apart(logits, fresh_logits("llama", prompt)) < 1e-5
+                assert (sequence.reuse.disk > 0) == (step >= 4)
+            cache.flush(60)
+            cache.clear()
+            if step == 7:
+                made.clear()
+        of_blocks = [size for size in made if size > 0.9 * cache._reserve.size]  # not tails
+    assert len(of_blocks) < 8

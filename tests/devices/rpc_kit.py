@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from stores.servers import freeze
+
 _CHILD = """
 import sys, threading, os
 from pykvcache._native import lib
@@ -66,7 +68,8 @@ class Served:
         raise TimeoutError("the RPC server does not answer")
 
     def freeze(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
+        """Stop it; what it was at when the signal came is over when this returns."""
+        freeze(self.process)
 
     def thaw(self) -> None:
         if self.process.poll() is None:

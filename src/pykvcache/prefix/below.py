@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from pykvcache.prefix.tiers.ends import End, end_key
 from pykvcache.prefix.tiers.fetch import Fetch, Wanted
 from pykvcache.prefix.tiers.leases import lease_seconds
 from pykvcache.prefix.tiers.notices import place
-from pykvcache.prefix.tiers.speeds import PATIENCE, EvaluationTime, load_wait
+from pykvcache.prefix.tiers.rule import PATIENCE, is_hopeless, wait_until
+from pykvcache.prefix.tiers.speeds import EvaluationTime
 from pykvcache.prefix.tiers.stack import Tiers
 from pykvcache.sequence.cells import Row, SequenceCells
 from pykvcache.sequence.pool import SequencePool
@@ -98,7 +100,7 @@ class TierMethods(BeginMethods, KeepMethods):
 
     def _follow(self, fetch: Fetch, evaluation: float) -> Fetch:
         """Where another process evaluates what is missing, wait for it and search again."""
-        fetch.looked.wait(max(0.0, self._until(fetch, evaluation) - time.monotonic()))
+        self._wait(fetch, fetch.looked, evaluation)
         lease = fetch.lease
         if lease is None or lease.follows is None or self._pool.lock._is_owned():
             return fetch
@@ -110,8 +112,24 @@ class TierMethods(BeginMethods, KeepMethods):
         return again
 
     def _until(self, fetch: Fetch, evaluation: float) -> float:
-        seconds = self._tier_seconds
-        return fetch.began + (PATIENCE * evaluation if seconds is None else seconds)
+        """Return until when to wait for a search; then this is asked again."""
+        if self._tier_seconds is not None:
+            return fetch.began + self._tier_seconds
+        savings, saved = self._tiers.savings, 0.0
+        if fetch.looked.is_set():
+            saved = self._evaluation.seconds(*fetch.come())
+        waited = time.monotonic() - fetch.began
+        until = wait_until(waited, fetch.left, savings.allowance(evaluation), saved)
+        return fetch.began + max(until, savings.try_until(evaluation))
+
+    def _wait(self, fetch: Fetch, event: threading.Event, evaluation: float) -> bool:
+        """Wait for an event of a search as long as that is worth it; whether it has come."""
+        while not event.is_set():
+            seconds = self._until(fetch, evaluation) - time.monotonic()
+            if seconds <= 0:
+                return False
+            event.wait(seconds)
+        return True
 
     def _evaluated(self, sequence: CachedSequence) -> None:
         """Give the tiers what others wait for, as soon as the prompt is evaluated."""
@@ -136,27 +154,41 @@ class TierMethods(BeginMethods, KeepMethods):
     def _await(self, sequence: CachedSequence, fetch: Fetch, evaluation: float) -> None:
         """Wait for a search as long as it is worth it; what is still to come is met later."""
         fetch = sequence._search = self._follow(fetch, evaluation)
-        until = self._until(fetch, evaluation)
-        fetch.looked.wait(max(0.0, until - time.monotonic()))
-        if fetch.looked.is_set() and load_wait(fetch.estimate, evaluation):
-            fetch.done.wait(max(0.0, until - time.monotonic()))
+        if self._wait(fetch, fetch.looked, evaluation):
+            self._wait(fetch, fetch.done, evaluation)
         with self._pool.hold():
-            self._settle(sequence, fetch, evaluation)
+            self._settle(sequence, fetch, evaluation, time.monotonic() - fetch.began)
 
-    def _settle(self, sequence: CachedSequence, fetch: Fetch, evaluation: float) -> None:
+    def _settle(
+        self, sequence: CachedSequence, fetch: Fetch, evaluation: float, waited: float
+    ) -> None:
         """Let a sequence begin with what has come of a search, and meet the rest."""
         if sequence not in self._open or sequence.is_closed:
             return
+        if self._tier_seconds is not None:
+            evaluation, waited = self._evaluation.seconds(*self._wanted(fetch)), 0.0
+        savings = self._tiers.savings
+        may_lose = savings.allowance(evaluation) - waited
+        savings.note(evaluation, waited)
         if fetch.done.is_set():
+            known = sequence._cells.ledger.n_evaluated
             self._arrived(sequence, fetch)
+            come = sequence._cells.ledger.n_evaluated
+            savings.gain(evaluation, self._evaluation.seconds(known, max(known, come)))
         elif (
             fetch.looked.is_set()
-            and load_wait(fetch.estimate, evaluation) is None
+            and is_hopeless(fetch.left, evaluation)
             and self._tiers.give_up(fetch)
         ):
             fetch.cancel()
         else:
-            sequence._cells.incoming = Meeting(self, sequence, fetch)
+            may_lose += self._evaluation.seconds(*fetch.come())
+            sequence._cells.incoming = Meeting(self, sequence, fetch, may_lose)
+
+    @staticmethod
+    def _wanted(fetch: Fetch) -> tuple[int, int]:
+        """Return which tokens a search is for."""
+        return fetch.wanted.known, len(fetch.wanted.tokens) // 4
 
     # Requests that wait without standing in anybody's way -----------------------------------------
 
@@ -186,7 +218,9 @@ class TierMethods(BeginMethods, KeepMethods):
             again.start()
             return False
         sequence._pending = None
-        self._settle(sequence, fetch, evaluation)
+        # While it waited others were served: that is no loss.
+        waited = min(time.monotonic() - fetch.began, PATIENCE * evaluation)
+        self._settle(sequence, fetch, evaluation, waited)
         return True
 
     def _leave(self, sequence: CachedSequence) -> None:
@@ -203,8 +237,6 @@ class TierMethods(BeginMethods, KeepMethods):
         if fetch.after is not None:
             return math.inf  # somebody else evaluates: as long as their lease lasts
         if fetch.done.is_set():
-            return 0.0
-        if fetch.looked.is_set() and not load_wait(fetch.estimate, evaluation):
             return 0.0
         return max(0.0, self._until(fetch, evaluation) - time.monotonic())
 

@@ -11,7 +11,9 @@ from pykvcache._native import lib
 from pykvcache.errors import KvCacheError
 from pykvcache.prefix.gather import Block, Gathered, gather
 from pykvcache.prefix.tiers.fetch import Fetch
-from pykvcache.prefix.tiers.speeds import EvaluationTime, next_chunk
+from pykvcache.prefix.tiers.rule import next_part
+from pykvcache.prefix.tiers.speeds import EvaluationTime
+from pykvcache.prefix.tiers.stack import Tiers
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import Checkpoint
 from pykvcache.sequence.ledger import common_prefix
@@ -26,6 +28,7 @@ class Owner(Protocol):
     """What a meeting needs of its `PrefixCache`."""
 
     _evaluation: EvaluationTime
+    _tiers: Tiers
 
     def _account_met(self, sequence: CachedSequence, got: Gathered, placed: int) -> None:
         """Say in the reports how many tokens came from tiers."""
@@ -35,12 +38,27 @@ class Meeting:
     """What is still coming for one sequence; asked before each part that is evaluated.
 
     The pool's lock is held. Nothing here raises because of what came, or did not.
+
+    Parameters
+    ----------
+    owner
+        The cache.
+    sequence
+        What is evaluated.
+    fetch
+        What comes.
+    may_lose
+        For how many seconds at most the evaluation may be cut in parts.
     """
 
-    def __init__(self, owner: Owner, sequence: CachedSequence, fetch: Fetch) -> None:
+    def __init__(
+        self, owner: Owner, sequence: CachedSequence, fetch: Fetch, may_lose: float
+    ) -> None:
         self._owner = owner
         self._sequence = weakref.ref(sequence)
         self._fetch = fetch
+        self._may_lose = may_lose
+        self._cut = 0, 0.0  # up to where the next part goes, and what it loses
 
     def cancel(self) -> None:
         """End the search: the sequence has changed, and needs it no longer."""
@@ -59,6 +77,9 @@ class Meeting:
         fetch, ledger = self._fetch, cells.ledger
         size = fetch.wanted.block_size
         at = ledger.n_evaluated
+        if at == self._cut[0]:
+            self._may_lose -= self._cut[1]
+            self._gain(cells, -self._cut[1])
         is_done = fetch.done.is_set()
         same = self._common(cells)
         if ledger.shifted_at is not None or same - at < 2:
@@ -73,11 +94,11 @@ class Meeting:
             self._join(cells, same)
             at = ledger.n_evaluated
             if not is_done or later is not None:
-                return self._next(cells, same, later)
+                return self._next(cells, same, later, is_done=is_done)
         if is_done and (later is None or later * size <= at):
             self._over(cells)
             return None
-        return self._next(cells, same, later)
+        return self._next(cells, same, later, is_done=is_done)
 
     def _over(self, cells: SequenceCells) -> None:
         cells.incoming = None
@@ -88,14 +109,27 @@ class Meeting:
         wanted = np.frombuffer(self._fetch.wanted.tokens, "<u4").astype(np.int32)
         return common_prefix(cells.ledger.part(0, len(cells.ledger)), wanted)
 
-    def _next(self, cells: SequenceCells, same: int, later: int | None) -> int:
-        at = cells.ledger.n_evaluated
-        ctx = cells.pool.ctx
-        seconds = self._owner._evaluation.seconds(at, same)
-        end = at + next_chunk(max(1, same - at), seconds, ctx.n_ubatch)
-        if later is not None and later * self._fetch.wanted.block_size > at:
-            end = min(end, later * self._fetch.wanted.block_size)
-        return end
+    def _next(self, cells: SequenceCells, same: int, later: int | None, *, is_done: bool) -> int:
+        at, fetch, time = cells.ledger.n_evaluated, self._fetch, self._owner._evaluation
+        end = same
+        if later is not None and later * fetch.wanted.block_size > at:
+            end = min(end, later * fetch.wanted.block_size)
+        if is_done:
+            return max(end, at + 1)
+        part, loss = next_part(
+            end - at,
+            time.seconds(at, end),
+            fetch.left,
+            cells.pool.ctx.n_ubatch,
+            time.cut,
+            self._may_lose,
+        )
+        self._cut = at + part, loss
+        return at + part
+
+    def _gain(self, cells: SequenceCells, seconds: float) -> None:
+        evaluation = self._owner._evaluation.seconds(0, len(cells.ledger))
+        self._owner._tiers.savings.gain(evaluation, seconds)
 
     def _join(self, cells: SequenceCells, same: int) -> None:
         """Put evaluated cells and those that came together, in place."""
@@ -124,6 +158,7 @@ class Meeting:
         if rest is not None:
             cells.points.add(Checkpoint(n, rest))
         sequence = self._sequence()
+        self._gain(cells, self._owner._evaluation.seconds(at, n))
         if sequence is not None:
             self._owner._account_met(sequence, got, n - at)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -105,6 +105,12 @@ class Fetch:
         The lease of the first block that is missing; None where none is, or nobody asked.
     to_load
         How many blocks each tier is to give.
+    depth
+        Up to which block it loads.
+    moved
+        When something came last.
+    n_threads
+        How many threads read.
     front
         Blocks before this one are not needed any more.
     after
@@ -125,6 +131,8 @@ class Fetch:
     seconds: float = 0.0
     lease: Lease | None = None
     to_load: dict[Tier, int] = field(default_factory=dict)
+    depth: int = 0
+    n_threads: int = 1
     after: Fetch | None = None
     was_followed: bool = False
     is_cancelled: bool = False
@@ -133,15 +141,32 @@ class Fetch:
     looked: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     began: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
 
     @property
-    def estimate(self) -> float:
-        """Seconds that what is left to load is thought to take; 0 where nothing was found."""
+    def left(self) -> float:
+        """Seconds until it is done, from what is known of the tiers; more where nothing comes."""
+        since = time.monotonic() - self.moved
+        if not self.looked.is_set():
+            return max(since, sum(tier.estimate(0) for tier in self.tiers))
         with self.lock:
-            return sum(
-                tier.estimate(n * self.wanted.block_bytes) for tier, n in self.to_load.items() if n
-            )
+            come = Counter(tier for _, tier in self.blocks.values())
+            to_load = {tier: n - come[tier] for tier, n in self.to_load.items()}
+        size = self.wanted.block_bytes
+        tiers = [(tier, n * size) for tier, n in to_load.items() if n > 0]
+        n_groups = sum(-(-n_bytes // GROUP_BYTES) for _, n_bytes in tiers)
+        seconds = max(since * n_groups, sum(tier.estimate(n_bytes) for tier, n_bytes in tiers))
+        return seconds / 2 if self.n_threads > 1 else seconds
+
+    def come(self) -> tuple[int, int]:
+        """Return which tokens need not be evaluated: what has come up to the last block."""
+        size = self.wanted.block_size
+        with self.lock:
+            at = self.depth
+            while at - 1 in self.blocks:
+                at -= 1
+            return at * size, self.depth * size
 
     def start(self) -> None:
         """Let a thread search; where there is none to be had, nothing is found."""
@@ -171,13 +196,15 @@ class Fetch:
         try:
             if self.after is not None:
                 self.after.follow()
-                self.began, self.after = time.monotonic(), None
+                self.began = self.moved = time.monotonic()
+                self.after = None
             wanted, spans = self.wanted, self.look()
             depth = self.n_blocks or 0
             if wanted.needs_rest:
                 depth = self.end[0] // wanted.block_size if self.end is not None else 0
             with self.lock:
                 self.to_load = {s.tier: max(0, min(s.end, depth) - s.begin) for s in spans}
+                self.depth, self.moved = depth, time.monotonic()
             self.looked.set()
             self._read_all(spans, depth)
         finally:
@@ -270,9 +297,9 @@ class Fetch:
             self._read(groups)
             return
         other = threading.Thread(target=self._read, args=(groups,), daemon=True)
-        is_shared = has_started(other)
+        self.n_threads += has_started(other)
         self._read(groups)
-        if is_shared:
+        if self.n_threads > 1:
             other.join()
 
     def _read(self, groups: deque[Span]) -> None:
@@ -295,6 +322,7 @@ class Fetch:
         with self.lock:
             for i in right:
                 self.blocks[begin + i] = (found[i], tier)
+            self.moved = time.monotonic()
         tier.notices.stored(
             place(wanted.names, wanted.tokens, wanted.block_size, begin + i) for i in right
         )

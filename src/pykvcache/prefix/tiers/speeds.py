@@ -1,32 +1,17 @@
-"""Load or recompute: what is known of how long either takes, and the rule.
-
-With T the time that evaluating would take and E the estimate of loading:
-
-- E over 20 T: nothing is loaded.
-- E below T/2: the request waits for it, 0.04 T at most.
-- Else, and after that wait: both. Evaluation begins at the front, loading at the back, and they
-  meet (arXiv 2410.03065). So the worst case is the wait, and what joining costs.
-"""
+"""How long evaluating and loading take, learned."""
 
 from __future__ import annotations
 
 import threading
 
-__all__ = ["EvaluationTime", "TwoTerms", "load_wait", "next_chunk"]
-
-#: Estimates over this many times the evaluation are not tried.
-HOPELESS = 20.0
-#: Below this part of the evaluation, a request waits.
-NEAR = 0.5
-#: For how long: a part of the evaluation.
-PATIENCE = 0.04
-
-#: Tokens that are evaluated before it is looked what has come, at least.
-LEAST_PART = 256
+__all__ = ["EvaluationTime", "TwoTerms"]
 
 # What is learned counts less and less: a machine that was busy a minute ago may be idle.
 _DECAY = 0.9
 _LEAST = 1e-7
+
+# What a decode takes beside its tokens is that of so many, before one of a single token was seen.
+_CUT_TOKENS = 16
 
 
 class TwoTerms:
@@ -106,44 +91,20 @@ class EvaluationTime:
 
     def __init__(self, seconds_per_token: float) -> None:
         self._terms = TwoTerms(seconds_per_token, 0.0)
+        self._one: float | None = None
+
+    @property
+    def cut(self) -> float:
+        """Seconds that an evaluation in two parts takes longer: what one token takes alone."""
+        return _CUT_TOKENS * self._terms.a if self._one is None else self._one
 
     def note(self, begin: int, end: int, seconds: float) -> None:
         """Learn from an evaluation of the tokens ``[begin, end)``."""
+        if end - begin == 1:
+            self._one = seconds if self._one is None else self._one + 0.25 * (seconds - self._one)
         if end - begin >= 16:
             self._terms.note(end - begin, float(end) ** 2 - float(begin) ** 2, seconds)
 
     def seconds(self, begin: int, end: int) -> float:
         """Return the estimate for the tokens ``[begin, end)``."""
         return self._terms.seconds(end - begin, float(end) ** 2 - float(begin) ** 2)
-
-
-def load_wait(estimate: float, evaluation: float) -> float | None:
-    """Return how many seconds a request waits for tiers; None where they are not worth asking.
-
-    Parameters
-    ----------
-    estimate
-        Seconds that loading is thought to take.
-    evaluation
-        Seconds that evaluating is thought to take.
-    """
-    if estimate > HOPELESS * evaluation:
-        return None
-    return PATIENCE * evaluation if estimate < NEAR * evaluation else 0.0
-
-
-def next_chunk(pending: int, seconds: float, n_ubatch: int) -> int:
-    """Return how many tokens to evaluate before looking what has come.
-
-    Parameters
-    ----------
-    pending
-        Tokens that are to be evaluated.
-    seconds
-        How long all of them are thought to take.
-    n_ubatch
-        Tokens that are computed together: parts of this size cost nothing.
-    """
-    # Not below 50 ms: a part has costs of its own. In parts of 102 tokens all takes 30 % longer.
-    part = max(0.05, 0.05 / seconds if seconds > 0 else 1.0)
-    return max(1, min(n_ubatch, max(LEAST_PART, int(part * pending))))

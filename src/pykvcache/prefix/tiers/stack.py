@@ -11,7 +11,7 @@ from pykvcache.prefix.stores import BlockStore, Envelope, open_store
 from pykvcache.prefix.tiers.fetch import Fetch, Wanted
 from pykvcache.prefix.tiers.leases import Lease
 from pykvcache.prefix.tiers.notices import Place
-from pykvcache.prefix.tiers.speeds import load_wait
+from pykvcache.prefix.tiers.rule import Savings, is_hopeless
 from pykvcache.prefix.tiers.tier import Tier, TierStats
 from pykvcache.prefix.tiers.writing import Chain, WriteBehind
 
@@ -49,6 +49,7 @@ class Tiers:
         sink: Callable[[CacheEvent], object] = lambda _: None,
     ) -> None:
         self.tiers: list[Tier] = []
+        self.savings = Savings()
         try:
             for store in stores:
                 owned = not isinstance(store, BlockStore)
@@ -74,7 +75,7 @@ class Tiers:
         asked = [
             tier
             for tier in self.tiers
-            if load_wait(tier.estimate(0), evaluation) is not None or not tier.skip()
+            if not is_hopeless(tier.estimate(0), evaluation) or not tier.skip()
         ]
         return Fetch(asked, wanted) if asked else None
 

@@ -279,7 +279,7 @@ def test_a_fork_leaves_the_parents_connections_alone(llama: Path, server: Served
 
 # What a process leaves open while a server is gone, in every order that freeing it can have.
 LEAVES = """
-import os, signal, sys, threading
+import glob, os, signal, sys, threading, time
 import numpy as np
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache
 from pykvcache.errors import DeviceLost
@@ -299,6 +299,14 @@ seq = LlamaSequence(contexts[2], tokens)
 cache = PrefixCache(contexts[0], block_size=4)
 held = cache.sequence(tokens)
 os.kill(int(pid), signal.SIGSTOP if "freeze" in way else signal.SIGKILL)
+def is_over():  # the signal may reach it a moment later, and each of its threads by itself
+    try:
+        stats = [open(path).read() for path in glob.glob(f"/proc/{pid}/task/*/stat")]
+    except OSError:
+        return False
+    return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
+while not is_over():
+    time.sleep(0.001)
 try:
     contexts[0].decode([1])
 except DeviceLost as error:

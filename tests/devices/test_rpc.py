@@ -21,7 +21,14 @@ import pytest
 
 from devices.rpc_kit import Proxy, Served, has_rpc, seconds
 from kv.test_kv_values import with_rope_factors
-from pykvcache import BatchGenerator, LlamaContext, LlamaModel, LlamaSequence, PrefixCache
+from pykvcache import (
+    BatchGenerator,
+    LlamaContext,
+    LlamaModel,
+    LlamaSequence,
+    PrefixCache,
+    devices,
+)
 from pykvcache.errors import ClosedError, DeviceLost
 from support.models import EXACT, make_model
 
@@ -264,6 +271,7 @@ def test_a_fork_leaves_the_parents_connections_alone(llama: Path, server: Served
         if not child:
             code = 1
             try:
+                assert all(device.backend != "RPC" for device in devices())
                 with pytest.raises(ClosedError):
                     ctx.decode([1])
                 with pytest.raises(ClosedError, match="fork"):

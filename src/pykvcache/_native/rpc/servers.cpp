@@ -77,10 +77,12 @@ rpc_server::~rpc_server() {
     }
 }
 
+bool rpc_is_forked() noexcept { return table.process && table.process != getpid(); }
+
 int32_t rpc_open(const char * where, int64_t timeout_ms, std::shared_ptr<rpc_server> & out, std::string & why) noexcept {
     return guarded<int32_t>(CAUGHT, [&]() -> int32_t {
         const std::string endpoint = where;
-        if (table.process && table.process != getpid()) {
+        if (rpc_is_forked()) {
             return RPC_FORKED;  // before the lock, which nobody may be left to give back
         }
         const auto is_open = [&] {

@@ -37,6 +37,9 @@ enum rpc_outcome : int32_t {
 // CAUGHT or an rpc_outcome; `why` says what is lost.
 int32_t rpc_open(const char * endpoint, int64_t timeout_ms, std::shared_ptr<rpc_server> & out, std::string & why) noexcept;
 
+// In a fork's child, where servers' devices have no connection, and asking one would wait for ever.
+bool rpc_is_forked() noexcept;
+
 // Let every model that is loaded from now on use its devices: for tests.
 void rpc_register(const rpc_server & server) noexcept;
 

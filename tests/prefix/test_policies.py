@@ -171,3 +171,17 @@ def test_hit_density_remembers_a_bounded_number_of_runs() -> None:
         tree.insert(token_bytes([i]), 1)
     assert len(policy._leaves) <= 31
     assert len(policy._ghosts) <= 4 * (31 + 64)
+
+
+def test_hit_density_weighs_nothing_before_something_has_to_leave() -> None:
+    """Milliseconds of a cache that has room for everything would be spent for no choice."""
+    policy = HitDensity()
+    tree = BlockTree(1, policy, max_bytes=1000)
+    for i in range(1000):
+        tree.insert(token_bytes([i]), 1)
+        tree.lookup(token_bytes([i // 2]))
+    assert not policy._density
+    assert policy._ended.any() or policy._new
+    tree.insert(token_bytes([1000]), 1)
+    assert len(policy._density)
+    assert tree.n_blocks == 1000

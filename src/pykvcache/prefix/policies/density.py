@@ -99,8 +99,8 @@ class HitDensity(Policy):
         # and all with the older counting less.
         self._new = array("I")
         self._ended = np.zeros((3, _CLASSES, _BUCKETS), np.float32)
+        # Computed from when somebody chooses by it: a cache with room for everything never does.
         self._density = array("d")
-        self._learn()
 
     # What happens to runs ---------------------------------------------------------------
 
@@ -256,6 +256,8 @@ class HitDensity(Policy):
 
     def victim(self) -> Run | None:
         """Return the one of those drawn that has the least density; the oldest among equals."""
+        if not self._density:
+            self._weigh()
         density, now = self._density, self._now
         best, least = None, (math.inf, 0)
         for run in self._drawn():
@@ -267,11 +269,17 @@ class HitDensity(Policy):
         return best
 
     def _learn(self) -> None:
-        """Compute the density of each kind and age from what was counted."""
+        """Take in what was counted since the last time; the older counts less from then on."""
         new = np.frombuffer(self._new, np.uint32) if self._new else np.empty(0, np.uint32)
         self._ended += np.bincount(new, minlength=self._ended.size).reshape(self._ended.shape)
         del new  # or its array could not be emptied
         self._new = array("I")
+        if self._density:
+            self._weigh()
+        self._ended *= self._decay
+
+    def _weigh(self) -> None:
+        """Compute the density of each kind and age from what was counted."""
         uses, unused, inside = self._ended[0], self._ended[1].copy(), self._ended[2]
         # Lives that still go on reached their age as well.
         going_on = [run.state for run in self._leaves if run.is_evictable]
@@ -280,7 +288,6 @@ class HitDensity(Policy):
             unused[life.kind, _bucket(self._now - life.began)] += 1
         chances = _density(uses, unused, inside, self._prior, self._prior_lives, self._class_lives)
         self._density = array("d", chances.tobytes())
-        self._ended *= self._decay
 
 
 def _reached(ended: NDArray[np.floating]) -> NDArray[np.floating]:

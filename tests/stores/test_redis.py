@@ -20,6 +20,7 @@ import pytest
 
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import BlockStore, RedisStore, open_store
+from pykvcache.prefix.stores import _redis_requests
 from pykvcache.prefix.stores import redis as module
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
 from stores.servers import PATIENT, Server, free_port, freeze, redis_server
@@ -63,14 +64,18 @@ class TestRedis(StoreConformance):
 def test_a_request_moves_half_a_mebibyte_to_four(server: Server, admin: Any) -> None:
     blocks = chain(64, "grouped", 128 << 10)
     sizes: list[int] = []
-    real = RedisStore._send
+    real, receive = RedisStore._send, RedisStore._receive
 
     class Counting(RedisStore):
         def _send(self, commands: list[Any], until: float, *, errors: bool = False) -> list[Any]:
             answers = real(self, commands, until, errors=errors)
-            moved = [len(a) for a in answers if isinstance(a, bytes)]
-            sizes.append(sum(moved) + sum(len(c[2]) for c in commands if c[0] == "SET"))
+            sizes.append(sum(len(c[2]) for c in commands if c[0] == "SET"))
             return answers
+
+        def _receive(self, commands: list[Any], views: list[memoryview]) -> tuple[list[int], bool]:
+            found = receive(self, commands, views)
+            sizes.append(sum(found[0]))
+            return found
 
     with Counting(server.url, **PATIENT) as store:
         assert store.put(blocks) == 64
@@ -184,7 +189,7 @@ def test_a_frozen_server_costs_one_timeout(tmp_path: Path, monkeypatch: pytest.M
         assert time.monotonic() - begin < 5, "each call waits"
         assert store.counters.timed_out <= 3
         frozen.process.send_signal(signal.SIGCONT)
-        monkeypatch.setattr(module, "_TRIAL", 30.0)
+        monkeypatch.setattr(_redis_requests, "_TRIAL", 30.0)
         store._timeout, store._reads._until = 30.0, 0.0
         assert store.get_into(KEYS, buffers()) == 12
 
@@ -200,7 +205,7 @@ def test_a_server_that_died_and_came_back(tmp_path: Path, monkeypatch: pytest.Mo
     assert time.monotonic() - begin < 5
     assert 1 <= store.counters.failed <= 3
     with redis_server(tmp_path, port=port):
-        monkeypatch.setattr(module, "_TRIAL", 30.0)
+        monkeypatch.setattr(_redis_requests, "_TRIAL", 30.0)
         store._reads._until = 0.0
         assert store.put(BLOCKS) == 12
         assert store.get_into(KEYS, buffers()) == 12

@@ -61,10 +61,14 @@ class _Socket:
 
 
 def with_deadline(kind: type, deadline: Deadline) -> type:
-    """Return a class of redis-py's connections whose sockets keep the deadline."""
+    """Return a class of redis-py's connections whose sockets keep the deadline.
+
+    What is received without redis-py's parser comes from ``socket``.
+    """
 
     def connect(self: Any) -> Any:
         deadline.left()
-        return _Socket(kind._connect(self), deadline)  # type: ignore[attr-defined]
+        self.socket = _Socket(kind._connect(self), deadline)  # type: ignore[attr-defined]
+        return self.socket
 
     return type(kind.__name__, (kind,), {"_connect": connect})

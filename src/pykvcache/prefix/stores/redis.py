@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores._breaker import Breaker
-from pykvcache.prefix.stores._deadline import Deadline, with_deadline
-from pykvcache.prefix.stores._fork import watch_forks
+from pykvcache.prefix.stores._redis_requests import SCHEMES, RedisRequests
 from pykvcache.prefix.stores.base import (
     KEY_SIZE,
-    BlockStore,
     StoreEntry,
     check_items,
     check_keys,
@@ -34,15 +30,11 @@ REQUEST_BYTES = 2 << 20
 _MANY = 1024
 #: The longest value of a server, as it is set without other configuration.
 _MAX_VALUE = 512 << 20
-#: How its URLs begin.
-SCHEMES = {"redis", "rediss", "unix", "valkey", "valkeys"}
-# How long a server may take that did not answer before, until it is left alone again, in seconds.
-_TRIAL = 0.1
 # Ends a lease if it is still the caller's.
 _RELEASE = "if redis.call('get',KEYS[1])==ARGV[1] then return redis.call('del',KEYS[1]) end"
 
 
-class RedisStore(BlockStore):
+class RedisStore(RedisRequests):
     """Keep blocks in a Redis or Valkey server. Needs the extra ``redis``.
 
     What the server evicts is a miss. A server that is slow, frozen, full, read-only or gone
@@ -78,53 +70,14 @@ class RedisStore(BlockStore):
         timeout: float = 1.0,
         connect_timeout: float = 0.25,
     ) -> None:
-        self._timeout = check_seconds(timeout, "timeout")
+        timeout = check_seconds(timeout, "timeout")
         connect_timeout = check_seconds(connect_timeout, "connect_timeout")
         try:
             self._prefix = prefix.encode()
         except UnicodeEncodeError:
             raise StoreError(f"prefix {prefix!r} is not Unicode text", "prefix", prefix) from None
         self._token = secrets.token_hex(8)
-        self._deadline = Deadline()
-        # Whether the server answers, and whether it takes writes.
-        self._reads = Breaker()
-        self._writes = Breaker(first=1.0)
-        self._closed = False
-        self._client = self._connect(url, connect_timeout)
-        self._after_fork()
-        watch_forks(self)
-
-    def _connect(self, url: str, connect_timeout: float) -> Any:
-        scheme, separator, rest = url.partition("://")
-        if not separator or scheme not in SCHEMES:
-            known = ", ".join(sorted(SCHEMES))
-            raise StoreError(f"the URL begins with none of {known}", value=scheme, limit=known)
-        try:
-            import redis
-            from redis.backoff import NoBackoff
-            from redis.retry import Retry
-        except ImportError as error:
-            raise ImportError(
-                f"RedisStore needs redis: pip install 'pykvcache[redis]' ({error})"
-            ) from error
-        self._redis: Any = redis
-        try:
-            # A server that was started anew has closed the connections: one more try for those.
-            pool = redis.ConnectionPool.from_url(
-                f"{scheme.replace('valkey', 'redis')}://{rest}",
-                socket_timeout=self._timeout,
-                socket_connect_timeout=connect_timeout,
-                socket_read_size=1 << 18,
-                retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
-            )
-        except (ValueError, TypeError) as error:
-            raise StoreError(f"the URL cannot be used: {error}", value=scheme) from error
-        pool.connection_class = with_deadline(pool.connection_class, self._deadline)
-        return redis.Redis(connection_pool=pool)
-
-    def _after_fork(self) -> None:
-        self._reads.reset_lock()
-        self._writes.reset_lock()
+        super().__init__(url, timeout, connect_timeout)
 
     def __repr__(self) -> str:
         return f"RedisStore(prefix={self._prefix.decode()!r})"
@@ -165,22 +118,27 @@ class RedisStore(BlockStore):
         done = size = 0
         end = time.monotonic() + self._timeout
         for group in _groups(pairs):
-            found = self._ask([("GET", self._prefix + key) for key, _ in group], end=end)
-            n = 0
-            for (_, view), data in zip(group, found, strict=False):
-                if not isinstance(data, bytes):
-                    break
-                if len(data) > len(view):
-                    self.counters.add(too_large=1)
-                    break
-                view[: len(data)] = data
-                size += len(data)
-                n += 1
-            done += n
-            if n < len(group):
+            sizes = self._get(group, end)
+            done += len(sizes)
+            size += sum(sizes)
+            if len(sizes) < len(group):
                 break
         self.counters.add(hits=done, misses=done < len(pairs), bytes_read=size)
         return done
+
+    def _get(self, group: list[tuple[bytes, memoryview]], end: float) -> list[int]:
+        """Read blocks in one request; return the lengths of the leading run."""
+        commands = [("GET", self._prefix + key) for key, _ in group]
+        views = [view for _, view in group]
+        if not self._may_ask():
+            return []
+        until = min(end, time.monotonic() + self._timeout)
+        sizes, is_longer = self._guarded(lambda: self._receive(commands, views), until) or (
+            [],
+            False,
+        )
+        self.counters.add(too_large=is_longer)
+        return sizes
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used now; the server's clock for this has seconds."""
@@ -286,84 +244,6 @@ class RedisStore(BlockStore):
         if not self._writes.is_open:
             name = self._prefix + b"lease:" + key
             self._ask([("EVAL", _RELEASE, 1, name, self._token)], errors=True)
-
-    # Requests ---------------------------------------------------------------------------
-
-    def _ask(
-        self,
-        commands: list[tuple[Any, ...]],
-        *,
-        end: float | None = None,
-        errors: bool = False,
-        writes: bool = False,
-    ) -> list[Any]:
-        """Send commands in one request.
-
-        Returns
-        -------
-        list
-            The answers; none where the server is not asked, or whatever goes wrong.
-        """
-        if self._closed or not commands:
-            return []
-        if not self._is_reachable() or (writes and not self._writes.allow()):
-            self.counters.add(skipped=1)
-            return []
-        limit = time.monotonic() + self._timeout
-        answers = self._send(commands, limit if end is None else min(end, limit), errors=errors)
-        if writes and answers:
-            self._writes.succeeded()
-        return answers
-
-    def _is_reachable(self) -> bool:
-        """Return whether the server answers, as far as is known; ask shortly where it did not."""
-        if not self._reads.allow():
-            return False
-        return not self._reads.is_open or bool(self._send([("PING",)], time.monotonic() + _TRIAL))
-
-    def _send(
-        self, commands: list[tuple[Any, ...]], until: float, *, errors: bool = False
-    ) -> list[Any]:
-        """Send commands; what goes wrong is counted and ends here."""
-        redis = self._redis
-        answered = True
-        try:
-            self._deadline.until = until
-            pipeline = self._client.pipeline(transaction=False)
-            for command in commands:
-                pipeline.execute_command(*command)
-            answers: list[Any] = pipeline.execute(raise_on_error=not errors)
-            return answers
-        except (redis.exceptions.NoPermissionError, redis.ReadOnlyError) as error:
-            self._writes.failed()
-            self.counters.add(denied=1, error=error)
-        except redis.exceptions.OutOfMemoryError as error:
-            self._writes.failed()
-            self.counters.add(full=1, error=error)
-        except (redis.TimeoutError, TimeoutError) as error:
-            answered = False
-            self.counters.add(timed_out=1, error=error)
-        except (redis.ConnectionError, OSError, EOFError) as error:
-            # A server that loads its data answers, and is of no use for a while.
-            answered = False
-            denied = isinstance(error, redis.AuthenticationError)
-            self.counters.add(**{"denied" if denied else "failed": 1}, error=error)
-        except (redis.RedisError, ValueError, UnicodeError) as error:
-            self.counters.add(failed=1, error=error)
-        finally:
-            self._deadline.until = float("inf")
-            if answered:
-                self._reads.succeeded()
-            else:
-                self._reads.failed()
-        return []
-
-    def close(self) -> None:
-        """Close the connections; later calls are misses."""
-        self._closed = True
-        with contextlib.suppress(Exception):
-            self._client.close()
-            self._client.connection_pool.disconnect()
 
 
 def _groups(

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores import BlockStore, RedisStore, open_store
-from pykvcache.prefix.stores import _redis_requests
+from pykvcache.prefix.stores import BlockStore, RedisStore, _redis_requests, open_store
 from pykvcache.prefix.stores import redis as module
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
 from stores.servers import PATIENT, Server, free_port, freeze, redis_server

@@ -25,7 +25,9 @@ def program(path: str, proxy: Proxy | None) -> np.ndarray[Any, Any]:
     rpc = [proxy.endpoint] if proxy else None
     timeout = TIMEOUT if proxy and proxy.way == "freeze" else 20.0
     with (
-        LlamaModel(path, rpc=rpc, rpc_timeout=timeout, n_gpu_layers=99 if rpc else 0) as model,
+        LlamaModel(
+            path, rpc=rpc, rpc_timeout=timeout, n_gpu_layers=99 if rpc else 0, devices=[]
+        ) as model,
         LlamaContext(model, n_ctx=256, n_seq_max=3, n_threads=1, type_k="f32") as ctx,
     ):
         ctx.decode(WORDS)

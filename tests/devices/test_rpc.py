@@ -66,8 +66,14 @@ def open_on(path: Path, *servers: Served, timeout: float = SOON) -> LlamaContext
     # One layer of two on each.
     split = [1, 3] if len(servers) == 2 else None
     layers = 99 if names else 0
+    # A device of this machine would take layers, too, and compute otherwise than the CPU.
     model = LlamaModel(
-        path, rpc=names, rpc_timeout=timeout, n_gpu_layers=layers, tensor_split=split
+        path,
+        rpc=names,
+        rpc_timeout=timeout,
+        n_gpu_layers=layers,
+        devices=[],
+        tensor_split=split,
     )
     return LlamaContext(model, **OPTIONS)
 

@@ -10,6 +10,12 @@ cdef extern from "Python.h":
 if PyInterpreterState_Get() != PyInterpreterState_Main():
     raise ImportError("pykvcache cannot be used in a subinterpreter")
 
+# A free-threaded interpreter turns the GIL on for this module, unless it was told not to.
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "pykvcache needs the GIL, and PYTHON_GIL=0 (or -X gil=0) keeps it off: "
+        "without that setting a free-threaded Python turns it on by itself")
+
 
 cdef str _text(const string& text):
     """Decode without the copy that `decode` of a std::string makes, where nothing catches what it throws."""

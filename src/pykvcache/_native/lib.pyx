@@ -29,6 +29,7 @@ import atexit
 import collections
 import logging
 import os
+import sys
 import threading
 import time
 import weakref

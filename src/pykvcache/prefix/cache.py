@@ -16,7 +16,7 @@ from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
 from pykvcache.prefix.blocks import root_name, token_bytes
-from pykvcache.prefix.digests import digests, end_bytes, least_seconds
+from pykvcache.prefix.digests import digests, end_bytes, least_seconds, progress_of
 from pykvcache.prefix.events import AllBlocksCleared, EventLog
 from pykvcache.prefix.exits import close_at_exit
 from pykvcache.prefix.options import as_namespace, as_seconds, as_tiers
@@ -162,7 +162,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             max(self._ram.max_bytes // 2, 64 << 20)
             if queue_bytes is None
             else as_int(queue_bytes, "queue_bytes", 0, 2**62),
-            self._events.add,
+            *(self._events.add, progress_of(context)),
         )
         _caches[context] = weakref.ref(self)
         if len(self._tiers):

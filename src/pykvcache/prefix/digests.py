@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
+from collections.abc import Callable
 
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 
-__all__ = ["digests", "end_bytes", "least_seconds"]
+__all__ = ["digests", "end_bytes", "least_seconds", "progress_of"]
 
 # Operations per second, which a thread of a processor and a graphics card hardly exceed.
 _PER_THREAD, _PER_DEVICE = 1e11, 5e14
@@ -52,3 +54,14 @@ def least_seconds(ctx: LlamaContext) -> float:
     """Return what evaluating a token takes at least, before any was: from the model's size."""
     rate = _PER_DEVICE if lib.devices() != ["CPU"] else _PER_THREAD * max(1, ctx.n_threads_batch)
     return 2 * ctx.model.n_params / rate
+
+
+def progress_of(ctx: LlamaContext) -> Callable[[], int]:
+    """Return what tells how many tokens were evaluated; it does not keep the context alive."""
+    ref = weakref.ref(ctx)
+
+    def progress() -> int:
+        context = ref()
+        return 0 if context is None else context.tokens_evaluated
+
+    return progress

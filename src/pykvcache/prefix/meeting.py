@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
@@ -119,7 +120,7 @@ class Meeting:
         part, loss = next_part(
             end - at,
             time.seconds(at, end),
-            fetch.left,
+            fetch.left if fetch.looked.is_set() else math.inf,  # perhaps nothing is there
             cells.pool.ctx.n_ubatch,
             time.cut,
             self._may_lose,

@@ -39,6 +39,8 @@ class Tiers:
         Most bytes that may wait to be written, per tier.
     sink
         Takes events of what the tiers have.
+    progress
+        Returns a number that changes when tokens are evaluated: writing lets that go first.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Tiers:
         envelope: Envelope,
         queue_bytes: int,
         sink: Callable[[CacheEvent], object] = lambda _: None,
+        progress: Callable[[], int] = lambda: 0,
     ) -> None:
         self.tiers: list[Tier] = []
         self.savings = Savings()
@@ -57,7 +60,7 @@ class Tiers:
         except BaseException:
             self.close(0)
             raise
-        self.writers = [WriteBehind(tier, queue_bytes) for tier in self.tiers]
+        self.writers = [WriteBehind(tier, queue_bytes, progress) for tier in self.tiers]
 
     def __len__(self) -> int:
         return len(self.tiers)

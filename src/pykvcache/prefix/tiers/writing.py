@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,14 @@ __all__ = ["Chain", "WriteBehind"]
 
 Item = tuple[bytes, "Buffer"]
 
-# How much is written before the queue is looked at again.
+# How much is written before the queue is looked at again: where it is waited for, and else.
 _AT_ONCE, _AT_ONCE_BYTES = 64, 8 << 20
+_STEP_BYTES = 1 << 20
+
+#: While tokens are evaluated, writing takes this part of the time of one processor.
+SHARE = 0.02
+# No pause is longer, in seconds: the machine may have been busy with other things.
+_LONGEST_PAUSE = 0.5
 
 
 @dataclass(eq=False)
@@ -61,7 +68,9 @@ class Chain:
 class WriteBehind:
     """The queue in front of one tier, and the thread that empties it.
 
-    Nobody waits for it: where the queue is full, the ends of chains are dropped and counted.
+    Nobody waits for it: where the queue is full, the ends of chains are dropped and counted. While
+    tokens are evaluated the thread pauses most of the time, unless somebody waits for what it
+    writes, or a quarter of the queue is full.
 
     Parameters
     ----------
@@ -69,11 +78,15 @@ class WriteBehind:
         Where it goes.
     max_bytes
         Most bytes that may wait.
+    progress
+        Returns a number that changes when tokens are evaluated.
     """
 
-    def __init__(self, tier: Tier, max_bytes: int) -> None:
+    def __init__(self, tier: Tier, max_bytes: int, progress: Callable[[], int] = lambda: 0) -> None:
         self.tier = tier
         self.max_bytes = max_bytes
+        self._progress, self._seen = progress, progress()
+        self._n_waiting = 0
         self.dropped = 0
         self.n_bytes = self.n_items = 0
         self._queue: deque[Chain] = deque()
@@ -138,7 +151,12 @@ class WriteBehind:
         if os.getpid() != self._pid:
             return False
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._queue or self._busy), seconds)
+            self._n_waiting += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not (self._queue or self._busy), seconds)
+            finally:
+                self._n_waiting -= 1
 
     def close(self, seconds: float) -> bool:
         """Write what waits, and end the thread; False where that takes longer: the rest is lost."""
@@ -198,19 +216,40 @@ class WriteBehind:
                 self._busy = True
                 if is_last := not chain.items:
                     self._queue.popleft()
+            began = time.thread_time()
             if chain.removes:
                 self.tier.discard(chain.removes)
             if items:
                 self.tier.put(items, chain.blocks)
+            del items  # its memory can be used again
             if is_last:
                 self._finish(chain)
+            self._pause(time.thread_time() - began)
+
+    def _is_urgent(self) -> bool:
+        """Whether somebody waits for what is in the queue, or it grows; the lock is held."""
+        return (
+            self._closed
+            or self._n_waiting > 0
+            or self.n_bytes > self.max_bytes // 4
+            or any(chain.leases or chain.removes for chain in self._queue)
+        )
+
+    def _pause(self, worked: float) -> None:
+        """Let those go first who evaluate, where somebody does."""
+        seen, self._seen = self._seen, self._progress()
+        if seen != self._seen:
+            with self._changed:
+                pause = min(worked / SHARE, _LONGEST_PAUSE)
+                self._changed.wait_for(lambda: not self._queue or self._is_urgent(), pause)
 
     def _take(self, chain: Chain) -> list[Item]:
         """Take the next items of a chain: not all at once, so that it can be cancelled."""
         size = n = 0
+        most = _AT_ONCE_BYTES if self._is_urgent() else _STEP_BYTES
         for _, data in chain.items[:_AT_ONCE]:
             size += memoryview(data).nbytes
-            if n and size > _AT_ONCE_BYTES:
+            if n and size > most:
                 break
             n += 1
         items, chain.items = chain.items[:n], chain.items[n:]

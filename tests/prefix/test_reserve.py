@@ -55,6 +55,50 @@ def test_an_eighth_of_the_budget_is_kept() -> None:
     assert len(one.take(SIZE)) == SIZE
 
 
+def test_a_closed_one_leaves_a_part_to_the_next() -> None:
+    """New memory of a short-lived cache would cost more than all that it does with it."""
+    reserve._spare.clear()
+    one = Reserve(SIZE, 1 << 30)
+    lent = [one.take(SIZE) for _ in range(200)]
+    places = set(map(address, lent))
+    lent.clear()
+    assert one.n_bytes == 200 * SIZE
+    one.close()
+    n = reserve.SPARE_BYTES // SIZE
+    assert sum(memory.size for memory in reserve._spare) == n * SIZE
+    assert sum(memory.size for memory in reserve._spare) <= reserve.SPARE_BYTES
+    two = Reserve(SIZE, 1 << 30)
+    again = [two.take(SIZE) for _ in range(n)]
+    assert len({address(data) for data in again} & places) == n
+    assert not reserve._spare
+    again.clear()
+    two.close()
+    other = Reserve(2 * SIZE, 1 << 30)
+    assert len(other.take(2 * SIZE)) == 2 * SIZE, "of another size"
+    reserve._spare.clear()
+
+
+def test_a_small_budget_leaves_no_more_than_it_may_keep() -> None:
+    reserve._spare.clear()
+    one = Reserve(SIZE, 24 * SIZE)
+    lent = [one.take(SIZE) for _ in range(8)]
+    lent.clear()
+    one.close()
+    assert len(reserve._spare) == 3
+    reserve._spare.clear()
+
+
+def test_a_cache_without_tiers_gets_no_memory_in_advance(make_context: Make) -> None:
+    """What it keeps is what it was given: no more is counted, or taken from a decode's time."""
+    cache = PrefixCache(make_context("llama"), block_size=256)
+    assert cache._reserve.max_bytes
+    with cache.sequence(np.arange(5, 50)) as sequence:
+        sequence.evaluate()
+    filler = [one for one in threading.enumerate() if one.name == "pykvcache-memory"]
+    assert not filler
+    assert cache._reserve.n_bytes == 0
+
+
 @pytest.mark.parametrize("other", [10, SIZE // 2, SIZE + 1])
 def test_other_sizes_are_new_memory(other: int) -> None:
     one = Reserve(SIZE, 24 * SIZE)

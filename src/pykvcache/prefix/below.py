@@ -134,7 +134,10 @@ class TierMethods(BeginMethods, KeepMethods):
     def _evaluated(self, sequence: CachedSequence) -> None:
         """Give the tiers what others wait for, as soon as the prompt is evaluated."""
         self._leave(sequence)
-        self._fill_reserve()
+        if len(
+            self._tiers
+        ):  # without them memory is needed at the end only, and as much as is used
+            self._fill_reserve()
         search, sequence._search = sequence._search, None
         if search is None:
             return

@@ -22,8 +22,13 @@ Memory = npt.NDArray[np.uint8]
 MOST_BYTES = 64 << 20
 #: Smaller blocks are left to the allocator, which uses their memory again itself.
 LEAST_BLOCK = 128 << 10
+#: Most bytes that caches which were closed leave to later ones of their process.
+SPARE_BYTES = 16 << 20
 # Priority of the thread that writes to new memory: a decode goes on beside it.
 _NICE = 19
+
+
+_spare: deque[Memory] = deque()
 
 
 class _Lent(weakref.ref[Any]):
@@ -67,7 +72,7 @@ class Reserve:
         try:
             memory = self._free.pop()
         except IndexError:
-            memory = _new(self.size)
+            memory = _left_over(self.size)
         # Whatever is made of a memoryview refers to the very array that it is of: to this one.
         array = memory[:size]
         lent = self._lent[id(memory)] = _Lent(array, self._back)
@@ -123,9 +128,26 @@ class Reserve:
             self._filling.release()
 
     def close(self) -> None:
-        """Give back what is free, and later what is lent."""
+        """Give back what is free, most of it to the system, and later what is lent."""
+        most = min(self.max_bytes, SPARE_BYTES)
         self.max_bytes = 0
-        self._free.clear()
+        while self._free:
+            memory = self._free.pop()
+            if memory.size <= most:
+                most -= memory.size
+                _spare.append(memory)
+        with contextlib.suppress(IndexError):  # another thread was faster
+            while sum(memory.size for memory in _spare.copy()) > SPARE_BYTES:
+                _spare.popleft()
+
+
+def _left_over(size: int) -> Memory:
+    """Return memory that a closed cache has left, new memory where it had other sizes."""
+    try:
+        memory = _spare.pop()
+    except IndexError:
+        return _new(size)
+    return memory if memory.size == size else _new(size)
 
 
 def _new(size: int) -> Memory:

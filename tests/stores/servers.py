@@ -45,13 +45,20 @@ class Server:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def started(self) -> bool:
-        """Wait until it listens; False where it ended: somebody else took the port."""
+        """Wait until it answers; False where it ended: somebody else took the port.
+
+        It listens on its port before it does on its other sockets; when it answers, on all of them.
+        """
         until = time.monotonic() + 60
         while self.process.poll() is None:
-            with socket.socket() as client:
-                if client.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return True
-            assert time.monotonic() < until, "the server does not listen"
+            with contextlib.suppress(OSError), socket.socket() as client:
+                client.settimeout(60)
+                client.connect(("127.0.0.1", self.port))
+                client.sendall(b"PING\r\n")
+                with contextlib.suppress(ConnectionResetError):  # a server of TLS
+                    client.recv(1)
+                return True
+            assert time.monotonic() < until, "the server does not answer"
             time.sleep(0.01)
         return False
 

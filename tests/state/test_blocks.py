@@ -125,3 +125,44 @@ def test_values_are_looked_at_when_blocks_come_out(case: Case, bench: MakeBench)
         assert native.get_block(2, 0, SIZE, one)
         with pytest.raises(StateDamaged, match="sequence 2"):
             native.get_blocks(2, 0, SIZE, [one, two])
+
+
+@pytest.mark.parametrize("flash_attn", ["disabled", "enabled"])
+@pytest.mark.parametrize("case", WITH_CELLS, ids=str)
+def test_blocks_are_checked_without_the_memory(
+    case: Case, flash_attn: str, bench: MakeBench
+) -> None:
+    """A layout says of values what the memory itself would, wherever in a block they are."""
+    b = bench(case, n_seq_max=2, flash_attn=flash_attn)
+    native = b.ctx.native
+    layout = native.block_layout()
+    b.feed(0, 2 * SIZE)
+    rest = None if b.ctx.memory_kind == "attention" else native.get_partial_state(0)
+    blocks = blocks_of(b.ctx, 0, 2 * SIZE)
+    data = blocks[1][0]
+
+    def is_refused() -> bool:
+        try:
+            native.check_blocks(blocks, rest)
+        except StateDamaged:
+            return True
+        return False
+
+    assert layout.is_good(data, SIZE)
+    assert not is_refused()
+    rng = np.random.default_rng(3)
+    first = 4 * SIZE if case.name == "qwen2vl" else 0  # other positions come before the values
+    for at in (first, len(data) // 4 - 1, *rng.integers(first, len(data) // 4, 20)):
+        values = data.view(np.uint32)
+        kept, values[at] = values[at], 0x7F80FF80 if at % 2 else 0x7E007E00  # infinite, or NaN
+        assert layout.is_good(data, SIZE) != is_refused(), at
+        native.check_blocks(blocks, rest, known_values=True)
+        values[at] = kept
+    for wrong, n in ((data[:-1], SIZE), (data, SIZE - 1), (data, SIZE + 1), (data[:0], SIZE)):
+        assert not layout.is_good(wrong, n)
+    assert layout.is_good(data[:0], 0)
+    for n in (-1, 2**31):
+        with pytest.raises(ValueError, match="n"):
+            layout.is_good(data, n)
+    b.ctx.close()
+    assert layout.is_good(data, SIZE)

@@ -93,17 +93,35 @@ std::vector<live_cell> cells_from(const cell_set & held, llama_pos first, size_t
 
 }  // namespace
 
-size_t block_cell_bytes(const memory * m, bool v_trans) {
-    const auto parts = state_parts(m, v_trans, false);
+block_layout block_layout_of(const memory * m, bool v_trans) {
+    block_layout       layout;
+    const auto         parts = state_parts(m, v_trans, false);
     const state_part * part = attention_of(parts);
     if (!part) {
-        return 0;
+        return layout;
     }
-    size_t size = part->extended ? CELL_EXT_BYTES : 0;
-    for (const state_rows & rows : state_rows_of(m, v_trans, PART_ATTENTION)) {
-        size += rows.row_bytes;
+    layout.v_trans = v_trans;
+    layout.ext_bytes = layout.cell_bytes = part->extended ? CELL_EXT_BYTES : 0;
+    layout.rows = state_rows_of(m, v_trans, PART_ATTENTION);
+    for (const state_rows & rows : layout.rows) {
+        layout.cell_bytes += rows.row_bytes;
     }
-    return size;
+    return layout;
+}
+
+size_t block_cell_bytes(const memory * m, bool v_trans) { return block_layout_of(m, v_trans).cell_bytes; }
+
+bool block_fits(const block_layout & layout, const uint8_t * data, uint32_t n) noexcept {
+    data += layout.ext_bytes * n;
+    for (const state_rows & rows : layout.rows) {
+        value_check values(ggml_type(rows.type), rows.n_embd, !layout.v_trans);
+        values.take(data, rows.row_bytes * n);
+        if (!values.fits()) {
+            return false;
+        }
+        data += rows.row_bytes * n;
+    }
+    return true;
 }
 
 int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos first, uint32_t n,

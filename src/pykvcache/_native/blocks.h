@@ -10,6 +10,18 @@ namespace pykv {
 
 // Bytes of one cell over all layers; 0 where the memory has no attention part.
 size_t block_cell_bytes(const memory * m, bool v_trans);
+// What the bytes of a block are; known without the memory.
+struct block_layout {
+    size_t                  ext_bytes = 0;   // of one cell, before its rows
+    size_t                  cell_bytes = 0;  // 0 where the memory has no attention part
+    bool                    v_trans = false;
+    std::vector<state_rows> rows = {};
+};
+block_layout block_layout_of(const memory * m, bool v_trans);
+
+// Whether a block of n cells holds values that attention can multiply.
+bool block_fits(const block_layout & layout, const uint8_t * data, uint32_t n) noexcept;
+
 enum block_result : int32_t {
     BLOCKS_MISSING,  // the sequence does not hold all of the cells
     BLOCKS_WRITTEN,

@@ -18,6 +18,28 @@ cdef list _one_stream(list streams):
     return [next((cells for cells in streams if len(cells[0])), streams[0])]
 
 
+@cython.final
+cdef class BlockLayout:
+    """What the bytes of a context's blocks are. Needs the context no more: no lock is taken."""
+
+    cdef lib.block_layout layout
+
+    def is_good(self, const uint8_t[::1] data not None, n):
+        """Whether bytes are a block of n cells, whose values attention can multiply.
+
+        What `Context.check_blocks` looks at besides them is small.
+        """
+        cdef uint32_t count = _int(n, "n", 0, INT32_MAX)
+        cdef size_t size = data.shape[0]
+        cdef const uint8_t* at = &data[0] if size else NULL
+        cdef bint fits
+        if size != self.layout.cell_bytes * count:
+            return False
+        with nogil:
+            fits = lib.block_fits(self.layout, at, count)
+        return fits
+
+
 cdef class Blocks(State):
     """States out of arrays and blocks, and those out of states."""
 
@@ -161,6 +183,17 @@ cdef class Blocks(State):
         finally:
             self.lock.unlock()
 
+    def block_layout(self):
+        """Return what checks blocks without this context."""
+        cdef BlockLayout made = BlockLayout.__new__(BlockLayout)
+        self.lock_read()
+        try:
+            self.has_states("blocks")
+            made.layout = lib.block_layout_of(self.mem, self.v_trans())
+            return made
+        finally:
+            self.lock.unlock()
+
     def get_blocks(self, seq_id, first, n, list out not None):
         """Copy the cells at positions from `first` on, n into each array of `out`.
 
@@ -211,7 +244,7 @@ cdef class Blocks(State):
 
         `rest` is the state of the other parts after the last of these cells. The caller guarantees
         that all belong together, and with `known_values` that nobody changed the blocks since
-        `get_blocks` or `check_blocks` looked at their values; all or nothing as `set_state`.
+        `get_blocks`, `check_blocks` or `BlockLayout` looked at their values; all or nothing as `set_state`.
         """
         cdef Pieces pieces = Pieces([])
         cdef lib.joined_state joined
@@ -223,15 +256,18 @@ cdef class Blocks(State):
         finally:
             self.lock.unlock()
 
-    def check_blocks(self, list blocks not None, Partial rest=None):
-        """Raise what `set_blocks` would because of the bytes; changes nothing."""
+    def check_blocks(self, list blocks not None, Partial rest=None, *, bint known_values=False):
+        """Raise what `set_blocks` would because of the bytes; changes nothing.
+
+        With `known_values` the caller guarantees what `BlockLayout.is_good` finds out.
+        """
         cdef Pieces pieces = Pieces([])
         cdef lib.joined_state joined
         cdef vector[lib.state_block] found
         self.lock_read()
         try:
             self.join_blocks(blocks, rest, pieces, joined)
-            self.check(pieces, 0, False, found)
+            self.check(pieces, 0, False, found, known_values)
         finally:
             self.lock.unlock()
 

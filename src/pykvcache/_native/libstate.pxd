@@ -96,6 +96,11 @@ cdef extern from "blocks.h" namespace "pykv" nogil:
         uint32_t n
         uint32_t used
 
+    cdef cppclass block_layout:
+        size_t cell_bytes
+
+    block_layout block_layout_of(const memory*, bool v_trans) except +
+    bool block_fits(const block_layout&, const uint8_t* data, uint32_t n)
     size_t block_cell_bytes(const memory*, bool v_trans) except +
     int32_t BLOCKS_WRITTEN
     int32_t BLOCKS_VALUES

@@ -43,6 +43,7 @@ class TierMethods(BeginMethods, KeepMethods):
 
     _ctx: LlamaContext
     _native: lib.Context
+    _layout: lib.BlockLayout
     _ram: RamTier
     _tiers: Tiers
     _open: weakref.WeakSet[CachedSequence]
@@ -89,6 +90,7 @@ class TierMethods(BeginMethods, KeepMethods):
             known=known,
             limit=limit,
             needs_rest=self._needs_rest,
+            is_good=self._layout.is_good,
         )
         seconds = self._evaluation.seconds(known, n) if self._tier_seconds is None else math.inf
         fetch = self._tiers.search(wanted, seconds)

@@ -125,7 +125,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._keep_logits = as_bool(keep_logits, "keep_logits")
         self._ctx = context
         self._native = context.native
-        self._cell_bytes = self._native.block_bytes()
+        self._cell_bytes, self._layout = self._native.block_bytes(), self._native.block_layout()
         self._needs_rest = context.memory_kind != "attention"
         self._points = BlockCheckpoints(
             max_bytes=as_int(checkpoint_bytes, "checkpoint_bytes", 0, 2**62),

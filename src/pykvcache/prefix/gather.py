@@ -143,7 +143,9 @@ def _n_good(
     """Return how many of the new blocks, tail included, the memory may have; remove the others."""
     new = [*(block for block, _ in loaded), *tail]
     try:
-        native.check_blocks([*front, *new] if rest is not None else new, rest)
+        # The search has looked at the values.
+        given = [*front, *new] if rest is not None else new
+        native.check_blocks(given, rest, known_values=True)
         return len(new)
     except NoKvCacheSlot:
         raise
@@ -163,9 +165,9 @@ def _n_good(
 
 
 def is_good(native: lib.Context, block: Block, rest: lib.Partial | None) -> bool:
-    """Whether the memory may have a block; ``rest``: beside which state of other parts."""
+    """Whether the memory may have a block of a search; ``rest``: beside which state of others."""
     try:
-        native.check_blocks([block], rest)
+        native.check_blocks([block], rest, known_values=True)
     except NoKvCacheSlot:
         return True
     except KvCacheError:

@@ -199,6 +199,7 @@ class PrefetchMethods(TierMethods):
                 known=0 if self._needs_rest else begin * size,
                 limit=limit,
                 needs_rest=self._needs_rest,
+                is_good=self._layout.is_good,
             ),
         )
         spans = fetch.look()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from pykvcache._threads import has_started
 from pykvcache.prefix.tiers.ends import END_OVERHEAD, End, end_key
@@ -44,6 +47,8 @@ class Wanted:
         Most tokens that can be used.
     needs_rest
         Whether only places are of use where an end has the state of other parts.
+    is_good
+        Tells whether bytes are that many cells, whose values a memory may have.
     """
 
     tokens: bytes
@@ -55,6 +60,7 @@ class Wanted:
     known: int
     limit: int
     needs_rest: bool
+    is_good: Callable[[npt.NDArray[np.uint8], int], bool]
 
     @property
     def block_bytes(self) -> int:
@@ -276,7 +282,7 @@ class Fetch:
         if not found:
             return None
         end = End.decode(found[0])
-        if end is None or end.n_cells != n_cells or len(end.cells) != size:
+        if end is None or end.n_cells != n_cells or not wanted.is_good(end.cells, n_cells):
             tier.discard([key], refused=True)
             return None
         if wanted.needs_rest and (end.rest is None or end.pos != n - 1):
@@ -318,7 +324,11 @@ class Fetch:
         size = wanted.block_bytes
         names = wanted.names[begin : span.end]
         found = tier.get(names, size, exact=True)
-        right = [i for i, content in enumerate(found) if len(content) == size]
+        right = [
+            i
+            for i, content in enumerate(found)
+            if wanted.is_good(np.frombuffer(content, np.uint8), wanted.block_size)
+        ]
         with self.lock:
             for i in right:
                 self.blocks[begin + i] = (found[i], tier)
@@ -327,7 +337,7 @@ class Fetch:
             place(wanted.names, wanted.tokens, wanted.block_size, begin + i) for i in right
         )
         if len(right) < len(found):
-            # Whoever wrote it had the right to, and it is none of ours.
+            # Whoever wrote it had the right to, and it is none of ours, or holds NaN.
             tier.discard([names[i] for i in range(len(found)) if i not in right], refused=True)
 
     def follow(self) -> None:

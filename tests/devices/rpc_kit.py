@@ -23,6 +23,55 @@ threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).st
 lib.rpc_serve(sys.argv[1], 1, ["CPU"])
 """
 
+# What a process leaves open while a server is gone, in every order that freeing it can have.
+LEAVES = """
+import glob, os, signal, sys, threading, time
+import numpy as np
+from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache
+from pykvcache.errors import DeviceLost
+
+path, lost, pid, healthy, way = sys.argv[1:]
+tokens = np.arange(5, 14, dtype=np.int32)
+def open_on(endpoint):
+    model = LlamaModel(path, rpc=[endpoint], rpc_timeout=0.5)
+    ctx = LlamaContext(model, n_ctx=64, n_seq_max=3, n_threads=1)
+    ctx.decode(tokens)
+    return ctx
+contexts = [open_on(where) for where in (lost, healthy, lost)]
+contexts.append(LlamaContext(LlamaModel(path), n_ctx=64))
+model = LlamaModel(path, rpc=[lost], rpc_timeout=0.5)
+contexts[3].decode(tokens)
+seq = LlamaSequence(contexts[2], tokens)
+cache = PrefixCache(contexts[0], block_size=4)
+held = cache.sequence(tokens)
+os.kill(int(pid), signal.SIGSTOP if "freeze" in way else signal.SIGKILL)
+def is_over():  # the signal may reach it a moment later, and each of its threads by itself
+    try:
+        stats = [open(path).read() for path in glob.glob(f"/proc/{pid}/task/*/stat")]
+    except OSError:
+        return False
+    return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
+while not is_over():
+    time.sleep(0.001)
+try:
+    contexts[0].decode([1])
+except DeviceLost as error:
+    kept = error, error.__traceback__
+else:
+    sys.exit("nothing was lost")
+if "thread" in way:  # one that works when the process ends
+    def work():
+        while True:
+            contexts[1].clear_kv_cache()
+            contexts[1].decode(tokens)
+    threading.Thread(target=work, daemon=True).start()
+if "cycle" in way:
+    contexts.append(contexts)
+if "raise" in way:
+    raise KeyError("left")
+print("end")
+"""
+
 # Commands that are answered (ggml-rpc.cpp, version 7).
 ANSWERED = {0, 1, 2, 3, 7, 8, 9, 11, 13, 14, 15}
 GET_TENSOR = 8

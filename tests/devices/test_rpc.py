@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from devices.rpc_kit import Proxy, Served, has_rpc, seconds
+from devices.rpc_kit import LEAVES, Proxy, Served, has_rpc, seconds
 from kv.test_kv_values import with_rope_factors
 from pykvcache import (
     BatchGenerator,
@@ -289,56 +289,6 @@ def test_a_fork_leaves_the_parents_connections_alone(llama: Path, server: Served
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
         assert np.allclose(logits_of(ctx, WORDS[9:]), on_cpu(llama, WORDS), atol=1e-4)
-
-
-# What a process leaves open while a server is gone, in every order that freeing it can have.
-LEAVES = """
-import glob, os, signal, sys, threading, time
-import numpy as np
-from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache
-from pykvcache.errors import DeviceLost
-
-path, lost, pid, healthy, way = sys.argv[1:]
-tokens = np.arange(5, 14, dtype=np.int32)
-def open_on(endpoint):
-    model = LlamaModel(path, rpc=[endpoint], rpc_timeout=0.5)
-    ctx = LlamaContext(model, n_ctx=64, n_seq_max=3, n_threads=1)
-    ctx.decode(tokens)
-    return ctx
-contexts = [open_on(where) for where in (lost, healthy, lost)]
-contexts.append(LlamaContext(LlamaModel(path), n_ctx=64))
-model = LlamaModel(path, rpc=[lost], rpc_timeout=0.5)
-contexts[3].decode(tokens)
-seq = LlamaSequence(contexts[2], tokens)
-cache = PrefixCache(contexts[0], block_size=4)
-held = cache.sequence(tokens)
-os.kill(int(pid), signal.SIGSTOP if "freeze" in way else signal.SIGKILL)
-def is_over():  # the signal may reach it a moment later, and each of its threads by itself
-    try:
-        stats = [open(path).read() for path in glob.glob(f"/proc/{pid}/task/*/stat")]
-    except OSError:
-        return False
-    return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
-while not is_over():
-    time.sleep(0.001)
-try:
-    contexts[0].decode([1])
-except DeviceLost as error:
-    kept = error, error.__traceback__
-else:
-    sys.exit("nothing was lost")
-if "thread" in way:  # one that works when the process ends
-    def work():
-        while True:
-            contexts[1].clear_kv_cache()
-            contexts[1].decode(tokens)
-    threading.Thread(target=work, daemon=True).start()
-if "cycle" in way:
-    contexts.append(contexts)
-if "raise" in way:
-    raise KeyError("left")
-print("end")
-"""
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,14 @@ def free_port() -> int:
         return port
 
 
+def free_ports(n: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 def freeze(process: subprocess.Popen[Any]) -> None:
     """Stop a process until it gets SIGCONT; the signal alone may reach it a moment later."""
     process.send_signal(signal.SIGSTOP)
@@ -84,3 +92,50 @@ def redis_server(folder: Path, *options: str, port: int | None = None) -> Iterat
             server.process.kill()
             server.process.wait()
     raise AssertionError("the server ended")
+
+
+@dataclass
+class Cluster:
+    """Three servers that share the slots, a third each."""
+
+    servers: list[Server]
+    clients: list[Any]
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{one.port}" for one in self.servers)
+
+    def wait(self) -> None:
+        """Wait until every node knows of every slot."""
+        until = time.monotonic() + 60
+        while True:
+            states = [client.execute_command("CLUSTER INFO") for client in self.clients]
+            if all(state["cluster_state"] == "ok" for state in states) and all(
+                state["cluster_known_nodes"] == "3" for state in states
+            ):
+                return
+            assert time.monotonic() < until, states
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def redis_cluster(folder: Path) -> Iterator[Cluster]:
+    """Run a cluster of three nodes; skip where there is no server, or one without clusters."""
+    redis = pytest.importorskip("redis", reason="pip install 'pykvcache[redis]'")
+    with contextlib.ExitStack() as stack:
+        servers, clients = [], []
+        for i, bus in enumerate(buses := free_ports(3)):
+            (folder / str(i)).mkdir()
+            options = ("--cluster-enabled", "yes", "--cluster-port", str(bus))
+            server = stack.enter_context(redis_server(folder / str(i), *options))
+            servers.append(server)
+            clients.append(stack.enter_context(redis.Redis(port=server.port)))
+        for i, client in enumerate(clients):
+            slots = range(i * 16384 // 3, (i + 1) * 16384 // 3)
+            client.execute_command("CLUSTER ADDSLOTS", *slots)
+            client.execute_command("CLUSTER SET-CONFIG-EPOCH", i + 1)
+        for i, j in ((0, 1), (1, 2), (2, 0)):
+            clients[i].execute_command("CLUSTER MEET", "127.0.0.1", servers[j].port, buses[j])
+        cluster = Cluster(servers, clients)
+        cluster.wait()
+        yield cluster

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pykvcache.prefix.stores._open import open_store
 from pykvcache.prefix.stores.base import BlockStore, StoreCounters, StoreEntry
+from pykvcache.prefix.stores.cluster import RedisClusterStore
 from pykvcache.prefix.stores.envelope import Envelope, Rejection
 from pykvcache.prefix.stores.folder import FolderStore
 from pykvcache.prefix.stores.memory import MemoryStore
@@ -20,6 +21,7 @@ __all__ = [
     "FolderStore",
     "MemoryStore",
     "ObjectStore",
+    "RedisClusterStore",
     "RedisStore",
     "Rejection",
     "SealedStore",

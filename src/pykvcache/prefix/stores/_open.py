@@ -7,6 +7,7 @@ from typing import Any
 
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores.base import BlockStore
+from pykvcache.prefix.stores.cluster import CLUSTER_SCHEMES, RedisClusterStore
 from pykvcache.prefix.stores.folder import FolderStore
 from pykvcache.prefix.stores.objects import ObjectStore
 from pykvcache.prefix.stores.redis import SCHEMES, RedisStore
@@ -23,8 +24,9 @@ def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> Bl
     Parameters
     ----------
     where : str, PathLike or BlockStore
-        A folder is a `FolderStore`, ``redis://`` and its kin a `RedisStore`, ``s3://``, ``gs://``,
-        ``az://``, ``file://`` an `ObjectStore`. A store is returned as it is.
+        A folder is a `FolderStore`, ``redis://`` and its kin a `RedisStore`, ``redis+cluster://``
+        a `RedisClusterStore`, ``s3://``, ``gs://``, ``az://``, ``file://`` an `ObjectStore`. A
+        store is returned as it is.
     **options
         Passed to the class.
 
@@ -40,7 +42,9 @@ def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> Bl
         return FolderStore(where, **options)
     if scheme in SCHEMES:
         return RedisStore(os.fspath(where), **options)
+    if scheme in CLUSTER_SCHEMES:
+        return RedisClusterStore(os.fspath(where), **options)
     if scheme in _OBJECTS:
         return ObjectStore(os.fspath(where), **options)
-    known = ", ".join(sorted(SCHEMES | _OBJECTS))
+    known = ", ".join(sorted(SCHEMES | CLUSTER_SCHEMES | _OBJECTS))
     raise StoreError(f"{scheme}:// is not a store: known are {known}", value=scheme, limit=known)

@@ -22,7 +22,7 @@ from pykvcache.prefix.stores.base import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["SCHEMES", "RedisStore"]
+__all__ = ["SCHEMES", "RedisStore", "least_used"]
 
 #: How many bytes a request moves at most, unless one block is larger.
 REQUEST_BYTES = 2 << 20
@@ -145,7 +145,7 @@ class RedisStore(RedisRequests):
         keys = check_keys(keys)
         for begin in range(0, len(keys), _MANY):
             group = [self._prefix + key for key in keys[begin : begin + _MANY]]
-            self._ask([("TOUCH", *group)])
+            self._ask(self._of_keys("TOUCH", group))
 
     # Writing ----------------------------------------------------------------------------
 
@@ -176,9 +176,13 @@ class RedisStore(RedisRequests):
         removed = 0
         for begin in range(0, len(keys), _MANY):
             group = [self._prefix + key for key in keys[begin : begin + _MANY]]
-            removed += sum(self._ask([("UNLINK", *group)], writes=True))
+            removed += sum(self._ask(self._of_keys("UNLINK", group), writes=True))
         self.counters.add(removed=removed)
         return removed
+
+    def _of_keys(self, command: str, keys: list[bytes]) -> list[tuple[Any, ...]]:
+        """Return what gives a command many keys."""
+        return [(command, *keys)]
 
     # For tools: these walk over all keys -------------------------------------------------
 
@@ -187,15 +191,7 @@ class RedisStore(RedisRequests):
 
         The server knows idle times in seconds only, and none at all under an LFU policy.
         """
-        check_max_bytes(max_bytes)
-        found = sorted(self.entries(), key=lambda entry: entry.used)
-        total = sum(entry.size for entry in found)
-        removed = []
-        for entry in found:
-            if total <= max_bytes:
-                break
-            removed.append(entry.key)
-            total -= entry.size
+        removed = least_used(self.entries(), check_max_bytes(max_bytes))
         return removed if self.discard(removed) else []
 
     def entries(self) -> Iterator[StoreEntry]:
@@ -244,6 +240,19 @@ class RedisStore(RedisRequests):
         if not self._writes.is_open:
             name = self._prefix + b"lease:" + key
             self._ask([("EVAL", _RELEASE, 1, name, self._token)], errors=True)
+
+
+def least_used(entries: Iterable[StoreEntry], max_bytes: int) -> list[bytes]:
+    """Return the keys of the blocks that go where so many bytes are to be left."""
+    found = sorted(entries, key=lambda entry: entry.used)
+    total = sum(entry.size for entry in found)
+    removed = []
+    for entry in found:
+        if total <= max_bytes:
+            break
+        removed.append(entry.key)
+        total -= entry.size
+    return removed
 
 
 def _groups(

@@ -238,6 +238,14 @@ class BlockStore(ABC):
         """For how many keys `present` costs about one request; a cache asks for no more."""
         return 8
 
+    @property
+    def n_together(self) -> int:
+        """How many keys `get_into` should be given at once: 1 where more make nothing faster.
+
+        What was read is then checked while it is in the processor's cache.
+        """
+        return 1 << 20
+
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks, such as damaged ones, so that they can be written again.
 

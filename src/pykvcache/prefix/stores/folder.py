@@ -110,6 +110,11 @@ class FolderStore(BlockStore):
         """Thousands."""
         return 4096
 
+    @property
+    def n_together(self) -> int:
+        """1: each block is a file."""
+        return 1
+
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks; see `BlockStore.get_into`."""
         pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pykvcache.prefix.stores.base import (
@@ -73,8 +73,18 @@ class SealedStore(BlockStore):
         """Those of the store inside."""
         return self.store.n_probes
 
+    @property
+    def n_together(self) -> int:
+        """That of the store inside."""
+        return self.store.n_together
+
     def get(
-        self, keys: Sequence[bytes], sizes: Sequence[int], *, exact: bool = False
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        *,
+        exact: bool = False,
+        seen: Callable[[memoryview], object] = lambda _: None,
     ) -> list[memoryview]:
         """Return the contents of the leading run that is there and right, without a second copy.
 
@@ -86,8 +96,28 @@ class SealedStore(BlockStore):
             How long each content may be at most, in bytes.
         exact : bool
             Whether none can be longer: one that is was damaged, and is removed.
+        seen : callable
+            Called with each content as soon as it is there.
         """
         names = self._names(keys)
+        found: list[memoryview] = []
+        step = max(1, self.n_together)
+        for begin in range(0, len(names), step):
+            part = slice(begin, begin + step)
+            found += self._get(keys[part], names[part], sizes[part], exact=exact, seen=seen)
+            if len(found) < min(begin + step, len(names)):
+                break
+        return found
+
+    def _get(
+        self,
+        keys: Sequence[bytes],
+        names: Sequence[bytes],
+        sizes: Sequence[int],
+        *,
+        exact: bool,
+        seen: Callable[[memoryview], object],
+    ) -> list[memoryview]:
         # The memory may have held this very block, and would complete one that was cut.
         if exact:
             buffers = [self.envelope.memory(size + self.envelope.overhead) for size in sizes]
@@ -105,6 +135,7 @@ class SealedStore(BlockStore):
             if isinstance(content, Rejection):
                 self._reject(name, content)
                 break
+            seen(content)
             found.append(content)
         return found
 

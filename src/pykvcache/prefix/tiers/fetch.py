@@ -323,12 +323,16 @@ class Fetch:
         wanted, tier, begin = self.wanted, span.tier, span.begin
         size = wanted.block_bytes
         names = wanted.names[begin : span.end]
-        found = tier.get(names, size, exact=True)
-        right = [
-            i
-            for i, content in enumerate(found)
-            if wanted.is_good(np.frombuffer(content, np.uint8), wanted.block_size)
-        ]
+        good: list[bool] = []
+        found = tier.get(
+            names,
+            size,
+            exact=True,
+            seen=lambda one: good.append(
+                wanted.is_good(np.frombuffer(one, np.uint8), wanted.block_size)
+            ),
+        )
+        right = [i for i in range(len(found)) if good[i]]
         with self.lock:
             for i in right:
                 self.blocks[begin + i] = (found[i], tier)

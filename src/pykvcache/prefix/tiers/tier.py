@@ -148,11 +148,30 @@ class Tier:
             there = []
         return (there + [False] * len(keys))[: len(keys)]
 
-    def get(self, keys: Sequence[bytes], size: int, *, exact: bool = False) -> list[memoryview]:
-        """Return the contents of the leading run that is right; ``size``: at most, or exactly."""
+    def get(
+        self,
+        keys: Sequence[bytes],
+        size: int,
+        *,
+        exact: bool = False,
+        seen: Callable[[memoryview], object] = lambda _: None,
+    ) -> list[memoryview]:
+        """Return the contents of the leading run that is right.
+
+        Parameters
+        ----------
+        keys
+            Keys of a chain.
+        size
+            Bytes of each content at most, or exactly.
+        exact
+            Which of these.
+        seen
+            Called with each content as soon as it is there, in their order.
+        """
         began, failures = time.perf_counter(), self._failures()
         try:
-            found = self.sealed.get(keys, [size] * len(keys), exact=exact)
+            found = self.sealed.get(keys, [size] * len(keys), exact=exact, seen=seen)
         except Exception as error:
             self._raised(error)
             return []

@@ -170,9 +170,9 @@ class TierMethods(BeginMethods, KeepMethods):
         """Let a sequence begin with what has come of a search, and meet the rest."""
         if sequence not in self._open or sequence.is_closed:
             return
+        savings, is_too_slow = self._tiers.savings, self._is_hopeless(fetch, evaluation)
         if self._tier_seconds is not None:
             evaluation, waited = self._evaluation.seconds(*self._wanted(fetch)), 0.0
-        savings = self._tiers.savings
         may_lose = savings.allowance(evaluation) - waited
         savings.note(evaluation, waited)
         if fetch.done.is_set():
@@ -180,15 +180,16 @@ class TierMethods(BeginMethods, KeepMethods):
             self._arrived(sequence, fetch)
             come = sequence._cells.ledger.n_evaluated
             savings.gain(evaluation, self._evaluation.seconds(known, max(known, come)))
-        elif (
-            fetch.looked.is_set()
-            and is_hopeless(fetch.left, evaluation)
-            and self._tiers.give_up(fetch)
-        ):
+        elif is_too_slow and self._tiers.give_up(fetch):
             fetch.cancel()
         else:
             may_lose += self._evaluation.seconds(*fetch.come())
             sequence._cells.incoming = Meeting(self, sequence, fetch, may_lose)
+
+    @staticmethod
+    def _is_hopeless(fetch: Fetch, evaluation: float) -> bool:
+        """Return whether what was found takes too long to load."""
+        return fetch.looked.is_set() and is_hopeless(fetch.left, evaluation)
 
     @staticmethod
     def _wanted(fetch: Fetch) -> tuple[int, int]:

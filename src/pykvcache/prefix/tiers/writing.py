@@ -86,7 +86,7 @@ class WriteBehind:
         self.tier = tier
         self.max_bytes = max_bytes
         self._progress, self._seen = progress, progress()
-        self._n_waiting = 0
+        self._n_waiting = self._n_urgent = 0  # who waits; chains with leases or removals
         self.dropped = 0
         self.n_bytes = self.n_items = 0
         self._queue: deque[Chain] = deque()
@@ -118,6 +118,7 @@ class WriteBehind:
                 self._count_off(taken)
                 self.dropped += len(taken)
             elif is_work:
+                self._n_urgent += bool(chain.leases or chain.removes)
                 self._queue.append(
                     Chain(
                         taken,
@@ -172,7 +173,7 @@ class WriteBehind:
             for chain in self._queue:
                 self.dropped += len(chain.items)
             self._queue.clear()
-            self.n_bytes = self.n_items = 0
+            self.n_bytes = self.n_items = self._n_urgent = 0
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
@@ -216,6 +217,7 @@ class WriteBehind:
                 self._busy = True
                 if is_last := not chain.items:
                     self._queue.popleft()
+                    self._n_urgent -= bool(chain.leases or chain.removes)
             began = time.thread_time()
             if chain.removes:
                 self.tier.discard(chain.removes)
@@ -232,7 +234,7 @@ class WriteBehind:
             self._closed
             or self._n_waiting > 0
             or self.n_bytes > self.max_bytes // 4
-            or any(chain.leases or chain.removes for chain in self._queue)
+            or self._n_urgent > 0
         )
 
     def _pause(self, worked: float) -> None:

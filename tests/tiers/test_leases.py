@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memory.kit import Logits
+from memory.kit import Logits, apart
 from pykvcache import BatchGenerator, LlamaContext, PrefixCache
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tiers import leases
@@ -98,6 +99,53 @@ def test_nobody_waits_for_a_lease_of_his_own(
         first.evaluate()
         assert cache.flush(30)
     assert not waits
+
+
+@pytest.mark.parametrize("kind", ["one store", "a store each"])
+def test_caches_of_one_thread_do_not_wait_for_each_other(
+    kind: str,
+    make_context: Make,
+    fresh_logits: Fresh,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Each has a context of its own; whom the second would wait for is its own thread."""
+    monkeypatch.setattr(leases, "LEAST_SECONDS", 0.0)
+    waits: list[Any] = []
+    monkeypatch.setattr(leases.Lease, "wait", lambda *given: waits.append(given))
+    shared = FolderStore(tmp_path)
+    caches = [
+        PrefixCache(
+            make_context("llama"),
+            block_size=SIZE,
+            tiers=[shared if kind == "one store" else FolderStore(tmp_path)],
+            **WAIT,
+        )
+        for _ in range(2)
+    ]
+    prompt = words(1, 45)
+    sequences = [cache.sequence(prompt) for cache in caches]
+    found = [one._search for one in sequences]
+    assert all(search is not None and search.lease is not None for search in found)
+    assert [bool(search.lease.held) for search in found if search and search.lease] == [True, False]
+    assert not waits
+    for sequence in sequences:
+        assert apart(sequence.logits(), fresh_logits("llama", prompt)) < 1e-3
+    for cache in caches:
+        assert cache.flush(30)
+        cache.close()
+    # Another thread of the process is waited for.
+    one, other = (
+        PrefixCache(make_context("llama"), block_size=SIZE, tiers=[FolderStore(tmp_path)], **WAIT)
+        for _ in range(2)
+    )
+    prompt = words(2, 45)
+    first = one.sequence(prompt)
+    thread = threading.Thread(target=other.sequence, args=(prompt,))
+    thread.start()
+    thread.join(60)
+    assert len(waits) == 1
+    first.close()
 
 
 def test_requests_of_one_batch_do_not_wait_for_each_others_leases(

@@ -44,7 +44,7 @@ class Lease:
         self.holder: int | None = None
         for tier in tiers:
             if not tier.lease(key, seconds, thread):
-                self.follows, self.holder = tier, tier.holder(key)
+                self.follows, self.holder = tier, tier.holder(key, thread)
                 self.release()
                 break
             self.held.append(tier)

@@ -14,6 +14,7 @@ from pykvcache.prefix.events import CacheEvent
 from pykvcache.prefix.stores.base import BlockStore
 from pykvcache.prefix.stores.envelope import Envelope
 from pykvcache.prefix.stores.sealed import SealedStore
+from pykvcache.prefix.tiers.holders import HOLDERS
 from pykvcache.prefix.tiers.notices import LOOK, Notices, Place
 from pykvcache.prefix.tiers.speeds import TwoTerms
 
@@ -114,7 +115,6 @@ class Tier:
         self.refused = self.raised = self.too_slow = 0
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
-        self._leased: dict[bytes, tuple[int, float]] = {}
         self._leasing = threading.Lock()
         self._is_logged = False
 
@@ -293,21 +293,25 @@ class Tier:
                 self._raised(error)
                 return True
             if given:
-                now = time.monotonic()
-                self._leased = {k: one for k, one in self._leased.items() if one[1] > now}
-                self._leased[key] = thread, now + seconds
+                HOLDERS.note(key, id(self), thread, seconds)
             return given
 
-    def holder(self, key: bytes) -> int | None:
-        """Return which thread of this process has the lease of a block; None where none has."""
+    def holder(self, key: bytes, thread: int) -> int | None:
+        """Return which thread of this process has the lease of a block; None where none has.
+
+        Parameters
+        ----------
+        key
+            Of the block.
+        thread
+            Who asks: through another cache it may be the one itself.
+        """
         with self._leasing:
-            thread, until = self._leased.get(key, (0, 0.0))
-        return thread if until > time.monotonic() else None
+            return HOLDERS.holder(key, id(self), thread)
 
     def release(self, key: bytes) -> None:
         """End a lease of this process."""
-        with self._leasing:
-            self._leased.pop(key, None)
+        HOLDERS.forget(key, id(self))
         try:
             self.sealed.release(key)
         except Exception as error:

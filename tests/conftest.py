@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
+from support import models
 from support.models import EXACT, MODELS, make_model, shared_folder
 
 # Read when the compiled layer is loaded: OpenMP threads that spin while they wait make tests
@@ -57,6 +58,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="put every layer of every model on a device: one of this build's own, or the CPU of "
         "another process over RPC on loopback",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """State the tolerance before the tests import it."""
+    if config.getoption("--device") == "own":
+        models.RIGHT = models.RIGHT_ON_A_DEVICE
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

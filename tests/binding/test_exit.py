@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from typing import Any
 
 import pytest
@@ -95,6 +96,10 @@ def test_the_interpreter_ends_quietly(child: Child, model: Any, end: str) -> Non
     assert_quiet(done)
 
 
+@pytest.mark.skipif(
+    bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+    reason="a free-threaded interpreter may wait for a lock of a thread that it ended",
+)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("work", DAEMONS)
 def test_the_interpreter_ends_under_working_daemons(

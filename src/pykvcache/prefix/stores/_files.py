@@ -7,7 +7,7 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 __all__ = ["SHARDS", "BlockFiles"]
 
@@ -34,6 +34,8 @@ class BlockFiles:
         self._blocks = os.path.join(root, "blocks")
         self._temporary = os.path.join(root, "tmp")
         self._root = root
+        #: Whether the block that was read last was not in the system's memory.
+        self.is_cold = False
 
     def make(self) -> None:
         """Make the folders where they are missing."""
@@ -70,13 +72,30 @@ class BlockFiles:
                 raise FileNotFoundError("not a regular file")
             if facts.st_size > len(view):
                 return -1
-            done = 0
+            done = _read_cached(file.fileno(), view[: facts.st_size])
+            if done is not None:
+                self.is_cold = done < facts.st_size
+            if done:
+                file.seek(done)
+            done = done or 0
             while done < facts.st_size:
                 n_read = file.readinto(view[done:])
                 if not n_read:
                     break
                 done += n_read
             return done
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """Let the system read blocks in advance, where the last one had to come from the disk."""
+        if not self.is_cold or not hasattr(os, "posix_fadvise"):
+            return
+        for key in keys:
+            with contextlib.suppress(OSError):
+                descriptor = os.open(self.path(key), _READ)
+                try:
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+                finally:
+                    os.close(descriptor)
 
     def write(self, key: bytes, view: memoryview, token: str) -> None:
         """Write a block beside its place, and rename it."""
@@ -121,3 +140,13 @@ class BlockFiles:
         """Yield (token of the writer, path) of what is not yet renamed."""
         for name in os.listdir(self._temporary):
             yield name.partition("-")[0], os.path.join(self._temporary, name)
+
+
+def _read_cached(descriptor: int, view: memoryview) -> int | None:
+    """Read what needs no disk; None where the system does not tell."""
+    try:
+        return os.preadv(descriptor, [view], 0, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return 0
+    except (OSError, AttributeError):
+        return None

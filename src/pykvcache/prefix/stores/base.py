@@ -246,6 +246,9 @@ class BlockStore(ABC):
         """
         return 1 << 20
 
+    def expect(self, keys: Sequence[bytes]) -> None:  # noqa: B027 (may be left out)
+        """Take note that blocks will be read right away, one call of `get_into` after the other."""
+
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks, such as damaged ones, so that they can be written again.
 

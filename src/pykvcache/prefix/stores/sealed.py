@@ -102,6 +102,8 @@ class SealedStore(BlockStore):
         names = self._names(keys)
         found: list[memoryview] = []
         step = max(1, self.n_together)
+        if len(names) > step:
+            self.store.expect(names)
         for begin in range(0, len(names), step):
             part = slice(begin, begin + step)
             found += self._get(keys[part], names[part], sizes[part], exact=exact, seen=seen)
@@ -138,6 +140,10 @@ class SealedStore(BlockStore):
             seen(content)
             found.append(content)
         return found
+
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """Take note that blocks will be read right away."""
+        self.store.expect(self._names(keys))
 
     def _reject(self, name: bytes, why: Rejection) -> None:
         """Count a block that is not taken, and remove it."""

@@ -1,0 +1,83 @@
+"""A folder whose files the system has not in memory is read ahead; otherwise nothing is asked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pykvcache.prefix.stores import Envelope, FolderStore, SealedStore
+from pykvcache.prefix.stores.conformance import chain
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "RWF_NOWAIT"), reason="this system does not tell what is in memory"
+)
+
+BLOCKS = chain(12, "cold", 300_000)
+KEYS = [key for key, _ in BLOCKS]
+
+
+def drop(folder: Path) -> bool:
+    """Let the system forget the files; False where it keeps them, as in a file system in memory."""
+    gone = False
+    for path in folder.glob("blocks/*/*.block"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.preadv(descriptor, [bytearray(64)], 200_000, os.RWF_NOWAIT)
+        except OSError:
+            gone = True
+        finally:
+            os.close(descriptor)
+    return gone
+
+
+def test_files_that_must_come_from_the_disk_are_asked_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    real = os.posix_fadvise
+
+    def advise(descriptor: int, offset: int, length: int, advice: int) -> None:
+        asked.append(advice)
+        real(descriptor, offset, length, advice)
+
+    store = SealedStore(FolderStore(tmp_path), Envelope(model="m", layout="l"))
+    store.put(BLOCKS)
+
+    def read(begin: int, end: int) -> None:
+        sizes = [len(data) for _, data in BLOCKS[begin:end]]
+        found = store.get(KEYS[begin:end], sizes, exact=True)
+        assert [bytes(one) for one in found] == [data for _, data in BLOCKS[begin:end]]
+
+    read(0, 12)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    read(0, 12)
+    read(0, 12)
+    assert not asked, "all of it is in memory"
+    monkeypatch.setattr(os, "posix_fadvise", real)
+    if not drop(tmp_path):
+        pytest.skip("this file system is in memory")
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    read(0, 4)  # finds out
+    assert not asked
+    read(4, 8)
+    assert asked == 4 * [os.POSIX_FADV_WILLNEED]
+    store.close()
+    store.store.expect(KEYS)
+    assert len(asked) == 4
+
+
+def test_blocks_that_are_not_there_are_expected_in_vain(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.put(BLOCKS[:1])
+    store._files.is_cold = True
+    store.expect(KEYS)
+    path = Path(store._files.path(KEYS[1]))
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    store.expect(KEYS)
+    assert store.get_into(KEYS, [bytearray(300_000) for _ in KEYS]) == 1
+    store.close()

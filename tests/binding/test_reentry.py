@@ -58,6 +58,7 @@ for _ in range(5):
     ctx.clear_kv_cache()
     ctx.decode(np.full(2000, 5))
 signal.setitimer(signal.ITIMER_REAL, 0)
+gc.collect()  # a free-threaded interpreter leaves some for the end, when the context is closed
 assert "busy" in seen, seen
 """
     done = child(code, model("llama").path, timeout=PATIENCE)

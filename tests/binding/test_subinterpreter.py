@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,10 @@ def test_the_import_is_refused() -> None:
     assert child(f"run({REFUSED!r}); print('end')") == "end\n"
 
 
+@pytest.mark.skipif(
+    bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+    reason="NumPy for free-threaded interpreters cannot be used in a subinterpreter",
+)
 def test_the_import_says_so_once_and_the_array_caches_work() -> None:
     code = """
 import warnings

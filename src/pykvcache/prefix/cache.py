@@ -60,8 +60,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
     block_size
         Tokens per block.
     ram_bytes
-        Most bytes that are kept outside the context, the cache's own accounts and waiting events
-        included. What sequences in use and pins hold stays, even above it.
+        Most bytes that are kept outside the context: the cache's own accounts, waiting events and
+        memory for the next blocks included. What sequences in use and pins hold stays, even above.
     policy
         What goes first when they are used up: a name of `pykvcache.prefix.policies`, or an object.
     namespace

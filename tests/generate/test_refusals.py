@@ -16,7 +16,13 @@ from pykvcache import (
     Sampler,
     embedded_model_path,
 )
-from pykvcache.errors import ArgumentError, NoKvCacheSlot, OutOfRangeError, PositionError
+from pykvcache.errors import (
+    ArgumentError,
+    InvalidBatch,
+    NoKvCacheSlot,
+    OutOfRangeError,
+    PositionError,
+)
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
@@ -151,3 +157,27 @@ def test_a_request_for_no_tokens_leaves_nothing(make_context: Make) -> None:
     handles = [generator.submit([5], 0), *generator.submit(sequence, 0, n=2)]
     assert [handle.sequence.is_closed for handle in handles] == [True, False, True]
     assert {handle.finish_reason for handle in handles} == {"length"}
+
+
+@pytest.mark.parametrize("at", [0, 5, 8])
+@pytest.mark.parametrize("wrong", [-1, -(2**31), 2**31 - 1, None])
+def test_a_token_outside_the_vocabulary_is_named(
+    wrong: int | None, at: int, make_context: Make
+) -> None:
+    ctx = make_context("llama", n_seq_max=2)
+    generator = BatchGenerator(ctx)
+    bad = ctx.model.n_vocab if wrong is None else wrong
+    prompt = words(1, 9)
+    prompt[at] = bad
+    sequence = LlamaSequence(ctx)
+    for given in (prompt, np.array(prompt, np.int32), np.array(prompt, np.int64)):
+        for call in (
+            lambda one=given: generator.submit(one, 3),
+            lambda one=given: sequence.append(one),
+        ):
+            with pytest.raises(InvalidBatch, match=rf"token {bad} \(at {at}\)") as caught:
+                call()
+            assert caught.value.value == bad
+    assert (len(sequence), generator.n_waiting) == (0, 0)
+    prompt[at] = ctx.model.n_vocab - 1
+    assert len(generator.submit(prompt, 3, endless(ctx)).wait().tokens) == 3

@@ -30,6 +30,7 @@ class Driving(Closing):
         self._stepper = Stepper(self._schedule, n_chunk)
         self._changed = threading.Condition()
         self._driver: int | None = None  # the thread that makes a step now
+        self._n_awaiting = 0  # threads that wait for the end of another's step
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -60,7 +61,8 @@ class Driving(Closing):
                     raise ReentryError("step() was called in the middle of a step")
                 made = self._stepper.step()
             is_waiting = not made and self._schedule.await_tiers()
-        self._wake()
+        if self._n_awaiting or self._thread is not None:
+            self._wake()
         return made
 
     def run(self, *, progress: bool | None = None) -> None:
@@ -140,7 +142,11 @@ class Driving(Closing):
 
     def _await_change(self) -> None:
         with self._changed:
-            self._changed.wait(0.05)
+            self._n_awaiting += 1
+            try:
+                self._changed.wait(0.05)
+            finally:
+                self._n_awaiting -= 1
 
     def _take_turn(self) -> bool:
         """Make a step, unless another thread does."""

@@ -13,6 +13,9 @@ from pykvcache.generate.handle import GenerationHandle
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sampling import Sampler
+from pykvcache.sequence.cells import SequenceCells
+from pykvcache.sequence.checkpoints import POINTS
+from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.length import check_length
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import Stop, StopInput
@@ -227,7 +230,18 @@ class BatchGenerator(Driving):
     def _new(self, prompt: str | TokenInput | None) -> LlamaSequence:
         if self._cache is not None:
             return self._cache._new(prompt)
-        return LlamaSequence(self._ctx, prompt)
+        return self._plain(prompt)
+
+    def _plain(self, prompt: str | TokenInput | None) -> LlamaSequence:
+        """Return a sequence of no cache.
+
+        What LlamaSequence finds out of a context was found out when this was made, and does not
+        change; that both are open has been checked, and the lock is held.
+        """
+        sequence = LlamaSequence._made(self._ctx, SequenceCells(self._pool, Ledger(), POINTS))
+        if prompt is not None:
+            sequence._cells.ledger.append(sequence._as_tokens(prompt))
+        return sequence
 
     def _beside(self, sequence: LlamaSequence) -> LlamaSequence:
         """Return a sequence for another sample; it shares with whom the first one does."""
@@ -237,7 +251,7 @@ class BatchGenerator(Driving):
         if cache is not None and isinstance(sequence, CachedSequence) and sequence in cache._open:
             own: LlamaSequence = cache._new(None, sequence.namespace)
         else:
-            own = LlamaSequence(self._ctx)
+            own = self._plain(None)
         own._cells.ledger.append(sequence.tokens)
         return own
 

@@ -29,7 +29,10 @@ def rank(handle: GenerationHandle) -> tuple[int, int]:
 def missing(handle: GenerationHandle) -> int:
     """Return how many cells a request needs that it does not hold."""
     cells = handle._cells
-    return len(cells.ledger) - (cells.n_held if cells.seq_id is not None else 0)
+    ledger = cells.ledger
+    if cells.seq_id is None:
+        return len(ledger)
+    return len(ledger) - ledger.n_evaluated - len(ledger.stale)
 
 
 class Schedule:
@@ -190,10 +193,12 @@ class Schedule:
         if not self.ctx.kv_unified or self.ctx.memory_kind == "recurrent":
             return True
         # What those that run have still to evaluate, or to be put back, is theirs already.
-        needed = sum(missing(handle) for handle in (head, *self.running))
+        needed = sum(map(missing, self.running), missing(head)) + HEADROOM * len(self.running)
+        free = self.ctx.n_ctx - self.ctx.n_cells_used
+        if needed <= free:
+            return True
         idle = sum(other.n_held for other in self.pool.idle_members((head._cells,)))
-        free = self.ctx.n_ctx - self.ctx.n_cells_used + idle
-        return needed + HEADROOM * len(self.running) <= free
+        return needed <= free + idle
 
     def suspend(self, handle: GenerationHandle) -> None:
         """Park a running request; it continues when there is room again."""

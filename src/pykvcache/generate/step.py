@@ -84,8 +84,7 @@ class Stepper:
             return None
         if pool.turns != self._turns + 1:
             # Others were used between the steps: these were used last.
-            for cells in self._cells:
-                pool.touch(cells.live_id)
+            pool.touch_all(self._cells)
         pool.count_step(*self._cells)
         if looks:
             self._look()
@@ -138,8 +137,7 @@ class Stepper:
         able = [handle for handle in self._schedule.running if not handle._siblings]
         others = self._native.not_ready([handle._lane for handle in able], able)
         ready = [handle for handle in able if handle not in others] if others else able
-        for handle in ready:
-            self._schedule.pool.touch(handle._cells.live_id)
+        self._schedule.pool.touch_all([handle._cells for handle in ready])
         return ready[: self._n_batch]
 
     def _regroup(self) -> None:

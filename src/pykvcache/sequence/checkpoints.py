@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pykvcache._integers import as_int
 from pykvcache._native import lib
 
-__all__ = ["Checkpoint", "CheckpointPolicy", "Checkpoints"]
+__all__ = ["POINTS", "Checkpoint", "CheckpointPolicy", "Checkpoints"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +51,10 @@ class CheckpointPolicy:
         if not self.spacing or not self.max_bytes:
             return end
         return min(end, (begin // self.spacing + 1) * self.spacing)
+
+
+#: The policy of sequences that were given none.
+POINTS = CheckpointPolicy()
 
 
 @dataclass(frozen=True)

@@ -243,9 +243,9 @@ class EditMethods:
             return self._context.model.tokenize(more, add_special=special)
         tokens = as_token_array(more)
         n_vocab = self._context.model.n_vocab
-        wrong = (tokens < 0) | (tokens >= n_vocab)
-        if wrong.any():
-            at = int(wrong.argmax())
+        # Negative ones are the largest of all without a sign: one pass for both limits.
+        if len(tokens) and tokens.view(np.uint32).max() >= n_vocab:
+            at = int(((tokens < 0) | (tokens >= n_vocab)).argmax())
             raise InvalidBatch(
                 f"token {tokens[at]} (at {at}) is outside [0, {n_vocab})",
                 index=at,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from pykvcache._native import lib
@@ -103,6 +103,13 @@ class SequencePool(lib.Turns):
     def touch(self, seq_id: int) -> None:
         """Take note that a sequence is used now."""
         self._lent.move_to_end(seq_id)
+
+    def touch_all(self, members: Iterable[Member]) -> None:
+        """Take note that live sequences are used now, the last of them last."""
+        lent = self._lent
+        for cells in members:
+            assert cells.seq_id is not None
+            lent.move_to_end(cells.seq_id)
 
     def _free_id(self) -> int | None:
         # From above: who works by hand begins at 0.

@@ -16,7 +16,7 @@ from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.cells import SequenceCells
-from pykvcache.sequence.checkpoints import CheckpointPolicy
+from pykvcache.sequence.checkpoints import POINTS, CheckpointPolicy
 from pykvcache.sequence.edits import EditMethods
 from pykvcache.sequence.generation import Generation, OnFull, TextGeneration
 from pykvcache.sequence.ledger import Ledger
@@ -99,7 +99,7 @@ class LlamaSequence(EditMethods, Closing):
         self._context = context
         pool = pool_of(context)
         with pool.hold():
-            self._cells = SequenceCells(pool, Ledger(), checkpoints or CheckpointPolicy())
+            self._cells = SequenceCells(pool, Ledger(), checkpoints or POINTS)
         self._closed = False
         if prompt is not None:
             self.append(prompt)

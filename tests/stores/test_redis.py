@@ -262,7 +262,7 @@ def test_tls(tmp_path: Path) -> None:
     options += ["--tls-ca-cert-file", files["cert.pem"], "--requirepass", "secret"]
     url = f"rediss://:secret@127.0.0.1:{port}/0"
     with redis_server(tmp_path, *options, port=port):
-        with RedisStore(f"{url}?ssl_ca_certs={files['cert.pem']}") as store:
+        with RedisStore(f"{url}?ssl_ca_certs={files['cert.pem']}", **PATIENT) as store:
             assert store.put(BLOCKS) == 12
             assert store.get_into(KEYS, buffers()) == 12
         with RedisStore(url, **PATIENT) as store:  # a certificate that nobody vouches for
@@ -277,7 +277,7 @@ def test_a_unix_socket_and_the_name_valkey(tmp_path: Path) -> None:
     ):
         with RedisStore(f"unix://{path}", timeout=30, connect_timeout=30) as store:
             assert store.put(BLOCKS) == 12
-        with open_store(running.url.replace("redis", "valkey")) as store:
+        with open_store(running.url.replace("redis", "valkey"), **PATIENT) as store:
             assert isinstance(store, RedisStore)
             assert store.get_into(KEYS, buffers()) == 12
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from pykvcache.cli import main
 from pykvcache.prefix.stores import Envelope, FolderStore, RedisStore, Rejection, SealedStore, tools
-from stores.servers import redis_server
+from stores.servers import PATIENT, freeze, redis_server
 
 ENVELOPE = Envelope(model="m", layout="l")
 SECRET = "0123456789abcdef"
@@ -59,7 +61,7 @@ def test_a_folder_is_listed_counted_checked_trimmed_and_cleared(
 
 def test_a_server_is_cleared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with redis_server(tmp_path) as server:
-        with SealedStore(RedisStore(server.url), ENVELOPE) as store:
+        with SealedStore(RedisStore(server.url, **PATIENT), ENVELOPE) as store:
             store.put(blocks(5))
         assert main(["cache", "verify", server.url]) == 0
         assert "5 blocks are intact" in capsys.readouterr().out
@@ -120,3 +122,19 @@ def test_nothing_is_cleared_where_nobody_can_be_asked(
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main(["cache", "clear", str(tmp_path)]) == 2
     assert "--yes" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+def test_a_server_that_is_slow_is_not_empty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answers after twice as long as a request waits for it."""
+    with redis_server(tmp_path) as server:
+        with SealedStore(RedisStore(server.url, **PATIENT), ENVELOPE) as store:
+            store.put(blocks(5))
+        freeze(server.process)
+        later = threading.Timer(1.5, lambda: server.process.send_signal(signal.SIGCONT))
+        later.start()
+        assert main(["cache", "du", server.url, "--json"]) == 0
+        later.join()
+        assert json.loads(capsys.readouterr().out)["n_blocks"] == 5

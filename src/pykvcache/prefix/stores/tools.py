@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores._open import open_store
 from pykvcache.prefix.stores.base import BlockStore, StoreEntry
+from pykvcache.prefix.stores.cluster import CLUSTER_SCHEMES
 from pykvcache.prefix.stores.envelope import Envelope, Rejection, fresh
+from pykvcache.prefix.stores.redis import SCHEMES
 
 __all__ = ["Usage", "open_existing", "usage", "verify"]
 
+# Seconds that a server may take.
+_PATIENT = {"timeout": 30.0, "connect_timeout": 5.0}
 # Where the header of a sealed block has its key.
 _KEY = slice(16, 48)
 
@@ -52,8 +56,11 @@ def open_existing(where: str) -> BlockStore:
     StoreError
         The address is of no known kind, or cannot be used.
     """
-    if "://" in where:
-        return open_store(where)
+    scheme, separator, _ = where.partition("://")
+    if separator:
+        # No request waits here: a slow server must not look like an empty one.
+        is_server = scheme in SCHEMES | CLUSTER_SCHEMES
+        return open_store(where, **_PATIENT) if is_server else open_store(where)
     path = os.path.abspath(os.path.expanduser(where))
     if os.path.exists(path) and not os.path.isdir(path):
         raise NotADirectoryError(20, "this is a file; the blocks of a cache are in a folder", path)

@@ -132,6 +132,8 @@ def test_a_server_that_is_slow_is_not_empty(
     with redis_server(tmp_path) as server:
         with SealedStore(RedisStore(server.url, **PATIENT), ENVELOPE) as store:
             store.put(blocks(5))
+        assert main(["cache", "du", server.url, "--json"]) == 0
+        capsys.readouterr()
         freeze(server.process)
         later = threading.Timer(1.5, lambda: server.process.send_signal(signal.SIGCONT))
         later.start()

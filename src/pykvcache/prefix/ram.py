@@ -164,7 +164,8 @@ class RamTier:
 
     def _forget_begun(self, run: Run, tokens: bytes) -> None:
         """Drop the tails of a run that its new blocks contain."""
-        tails = self._tails_of(run)
+        if (tails := self._tails_at.get(run)) is None:
+            return
         for begun in tails.beginnings(tokens):
             if tails[begun].rest is None and tails[begun].row is None:
                 self._forget((run, begun))
@@ -186,12 +187,12 @@ class RamTier:
         if match.n_blocks * self.tree.step + len(tail.tokens) != len(tokens):
             return  # the blocks before it are not kept
         run = self.tree.end_of(match)
-        here = self._tails_of(run)
-        for begun in here.beginnings(tail.tokens):
-            self._forget((run, begun))
-        longer = here.continuation(tail.tokens)
-        if longer is not None and here[longer].rest is None:
-            return  # it contains this one
+        if (here := self._tails_at.get(run)) is not None:
+            for begun in here.beginnings(tail.tokens):
+                self._forget((run, begun))
+            longer = here.continuation(tail.tokens)
+            if longer is not None and here[longer].rest is None:
+                return  # it contains this one
         if tail.nbytes <= self.max_bytes // 4:
             if run.is_root:
                 self.tree.hold(run)
@@ -314,11 +315,11 @@ class RamTier:
         nearest, n = run.children.nearest(after)
         best = run.children[nearest].payloads[0] if nearest else None
         whole, tail_key = self.block_size, None
-        here = self._tails_of(run)
-        text, same = here.nearest(after)
-        if here and (same > n or not nearest):
-            nearest, n = text, same
-            best, whole, tail_key = here[text].buffer, len(text) // 4, (run, text)
+        if (here := self._tails_at.get(run)) is not None:
+            text, same = here.nearest(after)
+            if same > n or not nearest:
+                nearest, n = text, same
+                best, whole, tail_key = here[text].buffer, len(text) // 4, (run, text)
         if best is not None and n:
             found.blocks.append((best, whole, n))
             found.n += n

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -339,7 +340,8 @@ def test_headers_that_name_other_checksums_or_formats(make_context: ContextFacto
             SequenceState.from_bytes(forged(good, text(checksum=checksum)))
     with pytest.raises(StateFormatError):
         SequenceState.from_bytes(forged(good, text(format="pykvcache.other")))
-    with pytest.raises(StateDamaged):  # the table is of the other length
+    # The table is of the other length; without xxhash nobody looks.
+    with pytest.raises(StateDamaged if find_spec("xxhash") else StateVersionError):
         SequenceState.from_bytes(forged(good, text(checksum="xxh3-128")))
     for kind in ("sequences", "", "model"):
         with pytest.raises(StateFormatError):

@@ -66,7 +66,7 @@ class World:
     def request(self, savings: Savings) -> float:
         """Seconds that a request takes with the rule, as `TierMethods` and `Meeting` use it."""
         thinks = self.believed * self.alone
-        allowance = savings.allowance(thinks)
+        allowance = savings.allowance(thinks, answered=True)
         if is_hopeless(self.load * self.guess, thinks):
             savings.note(thinks, 0)
             return self.alone
@@ -129,9 +129,9 @@ def test_the_rule_loses_five_percent_at_most_in_20_000_cases() -> None:
 
 
 def test_the_rule_loses_five_percent_at_most_over_many_requests() -> None:
-    """Of tiers that become 10,000 times slower at the worst time; no request loses over 25 %."""
+    """Of tiers that become 10,000 times slower at the worst time."""
     rng = random.Random(2)
-    worst, worst_sum = 0.0, 0.0
+    worst_short, worst, worst_sum = 0.0, 0.0, 0.0
     for _ in range(300):
         savings, took, alone = Savings(), 0.0, 0.0
         world = some_world(rng, 13)
@@ -142,9 +142,25 @@ def test_the_rule_loses_five_percent_at_most_over_many_requests() -> None:
             world.n, world.guess = int(2 ** rng.uniform(6, 13)), 10 ** rng.uniform(-3, 3)
             seconds = world.request(savings)
             took, alone = took + seconds, alone + world.alone
-            worst, worst_sum = max(worst, seconds / world.alone), max(worst_sum, took / alone)
+            worst_sum = max(worst_sum, took / alone)
+            if seconds - world.alone <= 0.0126:  # 10 ms, misjudged by a quarter
+                worst_short = max(worst_short, seconds / world.alone)
+            else:
+                worst = max(worst, seconds / world.alone)
     assert worst_sum <= 1.05
-    assert worst <= 1.2501
+    assert worst <= 1.0501
+    assert worst_short <= 1.2501
+
+
+def test_a_tier_that_does_not_answer_costs_four_percent_whatever_was_saved() -> None:
+    savings = Savings()
+    assert savings.allowance(2.0, answered=False) == pytest.approx(0.06)
+    savings.gain(2.0, 1e9)
+    for evaluation in (0.01, 0.08, 2.0, 300.0):
+        allowance = savings.allowance(evaluation, answered=False)
+        assert allowance <= 0.04 * evaluation
+        assert wait_until(0.0, 0.0, allowance, 0.0) <= allowance
+        assert wait_until(0.0, 0.0, savings.allowance(2.0, answered=True), 0.0) <= 0.08
 
 
 @pytest.mark.parametrize(
@@ -166,7 +182,7 @@ def test_a_tier_that_keeps_its_word_is_waited_for(n: int, alone: float, load: fl
         world = World(n, alone / n, 0, 0.003, 0.3 * load, 0.7 * load / n, 1, guess)
         seconds = world.request(savings)
         assert seconds <= 1.03 * alone
-        assert i < 2 or seconds <= 1.4 * load
+        assert i < 2 or seconds <= 1.6 * load
 
 
 def test_a_tier_that_was_slow_once_is_tried_again() -> None:

@@ -117,11 +117,11 @@ class TierMethods(BeginMethods, KeepMethods):
         """Return until when to wait for a search; then this is asked again."""
         if self._tier_seconds is not None:
             return fetch.began + self._tier_seconds
-        savings, saved = self._tiers.savings, 0.0
-        if fetch.looked.is_set():
-            saved = self._evaluation.seconds(*fetch.come())
+        savings, answered = self._tiers.savings, fetch.looked.is_set()
+        saved = self._evaluation.seconds(*fetch.come()) if answered else 0.0
         waited = time.monotonic() - fetch.began
-        until = wait_until(waited, fetch.left, savings.allowance(evaluation), saved)
+        allowance = savings.allowance(evaluation, answered=answered)
+        until = wait_until(waited, fetch.left, allowance, saved)
         return fetch.began + max(until, savings.try_until(evaluation))
 
     def _wait(self, fetch: Fetch, event: threading.Event, evaluation: float) -> bool:
@@ -173,7 +173,8 @@ class TierMethods(BeginMethods, KeepMethods):
         savings, is_too_slow = self._tiers.savings, self._is_hopeless(fetch, evaluation)
         if self._tier_seconds is not None:
             evaluation, waited = self._evaluation.seconds(*self._wanted(fetch)), 0.0
-        may_lose = savings.allowance(evaluation) - waited
+        answered = fetch.looked.is_set()
+        may_lose = savings.allowance(evaluation, answered=answered) - waited
         savings.note(evaluation, waited)
         if fetch.done.is_set():
             known = sequence._cells.ledger.n_evaluated

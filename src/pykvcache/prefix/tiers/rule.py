@@ -4,8 +4,9 @@ With T the seconds that evaluating would take, and E what is left of loading, as
 
 - E over 20 T: nothing is loaded.
 - A request may lose 0.03 T, by waiting and by cutting its evaluation in parts. What it does not
-  lose, and what loading saves, is put by (`Savings`): later requests may lose that, too, and none
-  of them more than 0.2 T. So all requests together lose 0.03 T at most.
+  lose, and what loading saves, is put by (`Savings`): later requests may lose that, too, but none
+  of them more than 0.04 T. So all requests together lose 0.03 T at most. Of that 0.04 T is little
+  where prompts are short: once the tiers have said what they have, it may be 10 ms, and 0.2 T.
 - Nobody waits for what will not come in time: only where 1.5 E is within what may be lost. But
   what a tier does beside an evaluation tells little of what it could do alone: after 8 requests
   that did not wait, one waits 0.03 T.
@@ -23,8 +24,12 @@ __all__ = ["PATIENCE", "RISK", "Savings", "is_hopeless", "next_part", "wait_unti
 HOPELESS = 20.0
 #: What a request may lose, as a part of its evaluation, whatever was before.
 PATIENCE = 0.03
-#: What it may lose at most.
-RISK = 0.2
+#: What it may lose at most: a tier that does not answer costs no more.
+RISK = 0.04
+#: The same of tiers that have just answered, ...
+RISK_ANSWERED = 0.2
+#: ... in seconds.
+RISK_SECONDS = 0.01
 #: Loading often takes longer than was thought: by so much a request expects it, ...
 FITS = 1.5
 #: ... and after so much it does not believe in it any more.
@@ -50,15 +55,21 @@ class Savings:
         self.seconds = 0.0
         self.in_a_row = 0
 
-    def allowance(self, evaluation: float) -> float:
-        """Return how many seconds a request may lose whose evaluation takes so many."""
-        return max(0.0, min(RISK * evaluation, PATIENCE * evaluation + self.seconds))
+    def allowance(self, evaluation: float, *, answered: bool) -> float:
+        """Return how many seconds a request may lose whose evaluation takes so many.
+
+        ``answered``: whether the tiers have said what they have.
+        """
+        most = RISK * evaluation
+        if answered:
+            most = max(most, min(RISK_ANSWERED * evaluation, RISK_SECONDS))
+        return max(0.0, min(most, PATIENCE * evaluation + self.seconds))
 
     def try_until(self, evaluation: float) -> float:
         """Return for how many seconds a request waits though nothing is thought to come."""
         if self.in_a_row < TRY_AFTER:
             return 0.0
-        return min(self.allowance(evaluation), PATIENCE * evaluation)
+        return min(self.allowance(evaluation, answered=False), PATIENCE * evaluation)
 
     def note(self, evaluation: float, waited: float) -> None:
         """Put by what a request was allowed to lose whatever was before, but what it has waited."""

@@ -183,8 +183,10 @@ class Fuzz:
     def use(self, one: Any, name: str) -> None:
         kind = type(one)
         what = f"{kind.__name__}.{name}"
-        if callable(getattr(kind, name, None)):
-            args, named = self.arguments(getattr(kind, name))
+        member = getattr(kind, name, None)
+        # A type that is a value (float32) has no signature before Python 3.11.
+        if callable(member) and not isinstance(member, type):
+            args, named = self.arguments(member)
             self.call(what, getattr(one, name), args, named)
         else:
             self.call(what, lambda: getattr(one, name), [], {})

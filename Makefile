@@ -8,10 +8,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := cli,arrays,state,redis,obstore,crypto,zmq,prometheus
 
 # Of `make fuzz`: other seeds are other calls and programs. FAULT_SECONDS is the time for failing allocations on
-# each model; "inf" fails them all, which takes hours.
+# each model; "inf" fails them all, which takes hours. PLACES are those where Ctrl-C comes; 0 is every one.
 SEED ?= 1
 CALLS ?= 20000
 FAULT_SECONDS ?= 120
+PLACES ?= 0
 
 # What the compiled layer is made of: a change of any of these rebuilds it, a change of a .py does not.
 NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.py \
@@ -35,10 +36,10 @@ test-peers: $(VENV)/.peers $(VENV)/.built ## the tests beside transformers, mlx-
 	$(BIN)/python -m pytest -n auto tests/arrays/mlx/test_mlx_lm.py tests/binding/test_chat_digests.py \
 	  tests/state/test_llama_peer.py
 
-fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models, random programs, an hour of them (SEED=1 CALLS=20000 FAULT_SECONDS=120; longer: CALLS=100000 FAULT_SECONDS=inf)
-	@echo "make fuzz SEED=$(SEED) CALLS=$(CALLS) FAULT_SECONDS=$(FAULT_SECONDS)"
+fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models, random programs, an hour of them (SEED=1 CALLS=20000 FAULT_SECONDS=120; longer: CALLS=100000 FAULT_SECONDS=inf; shorter: CALLS=2000 FAULT_SECONDS=15 PLACES=12)
+	@echo "make fuzz SEED=$(SEED) CALLS=$(CALLS) FAULT_SECONDS=$(FAULT_SECONDS) PLACES=$(PLACES)"
 	PYKVCACHE_FAULTS=all PYKVCACHE_FAULTS_SECONDS=$(FAULT_SECONDS) PYKVCACHE_FUZZ_SEED=$(SEED) PYKVCACHE_FUZZ_CALLS=$(CALLS) PYKVCACHE_FUZZ_SECONDS=60 \
-	PYKVCACHE_FUZZ_PLACES=0 \
+	PYKVCACHE_FUZZ_PLACES=$(PLACES) \
 	  $(BIN)/python -m pytest -n auto -v --hypothesis-profile=fuzz tests/binding/test_hostile.py \
 	  tests/arrays/test_arrays_hostile.py tests/memory/test_random_programs.py tests/binding/test_damaged.py tests/binding/test_words.py \
 	  tests/state/test_llama_files.py tests/binding/test_faults.py tests/generate/test_interrupts.py \

@@ -133,7 +133,7 @@ class RedisClusterStore(BlockStore):
             answers = node._ask([("CLUSTER", "SLOTS")])
             try:
                 owners, nodes_now = self._read_slots(answers[0], host)
-            except (LookupError, TypeError, ValueError, AttributeError):
+            except (LookupError, TypeError, ValueError, AttributeError, StoreError):
                 continue  # it did not answer, or nothing that could be understood
             with self._lock:
                 if not self._closed:
@@ -150,7 +150,7 @@ class RedisClusterStore(BlockStore):
         nodes = dict(self._nodes)
         for first, last, owner, *_ in ranges:
             if not 0 <= first <= last < _N_SLOTS:
-                raise ValueError("no such slots")
+                raise StoreError("no such slots", value=(first, last), limit=_N_SLOTS - 1)
             # A node that does not know its own name leaves it out.
             name = owner[0].decode() if owner[0] not in (None, b"", b"?") else ""
             name = name or asked.rpartition(":")[0].strip("[]")

@@ -42,7 +42,7 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
             ours[OURS].ask, "tier_slow", latency=latency, bandwidth=bandwidth, n=LENGTHS[1]
         )
         name = f"{latency * 1e3:.0f} ms a request, {bandwidth / 1e6:g} MB/s"
-        rows.append(interleave(f"beside evaluating alone: {name}", "ratio", {OURS: ask}, few(plan)))
+        rows.append(interleave(f"beside evaluating alone: {name}", "ratio", {OURS: ask}, plan))
         show(rows[-1], 1, "")
     sides = {
         "written behind": partial(ours[OURS].ask, "tier_write", n=1024, steps=64, busy=True),

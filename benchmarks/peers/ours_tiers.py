@@ -79,7 +79,7 @@ class Tiered(Many):
         return {}
 
     def do_tier_slow(self, latency: float, bandwidth: float, n: int) -> Answer:
-        """How long a prompt takes with a real folder made slow, beside evaluating it without any tier."""
+        """How long a prompt takes with a real folder made slow, beside evaluating it alone."""
         _tests()
         from pykvcache.prefix.stores import FolderStore
 
@@ -101,7 +101,7 @@ class Tiered(Many):
         sequence.close()
         slow.closing.set()
         cache.close()
-        # Before and after: a machine that others use becomes slower and faster from second to second.
+        # Before and after: a machine that others use becomes slower and faster all the time.
         alone = (alone + self._alone(tokens)) / 2
         return {"seconds": seconds / alone, "evaluated": evaluated}
 

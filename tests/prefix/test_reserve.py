@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -174,3 +175,26 @@ def test_a_cache_uses_the_memory_of_its_blocks_again(
                 made.clear()
         of_blocks = [size for size in made if size > 0.9 * cache._reserve.size]  # not tails
     assert len(of_blocks) < 8
+
+
+def test_memory_comes_slowly_while_tokens_are_evaluated() -> None:
+    evaluated = itertools.count()
+    one = Reserve(SIZE, 64 * SIZE, lambda: next(evaluated))
+    one.fill(4 * SIZE)
+    filled(one, 4)  # slowly, but all of it
+    assert next(evaluated) >= 5  # asked at the beginning and after each
+    one.close()
+
+
+def test_closing_ends_the_thread_that_gets_memory() -> None:
+    evaluated = itertools.count()
+    one = Reserve(SIZE, 4000 * SIZE, lambda: next(evaluated))
+    one.fill(4000 * SIZE)
+    while not one.n_bytes:
+        time.sleep(0.001)
+    one.close()
+    until = time.monotonic() + 20
+    while one._filling.locked() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert not one._filling.locked()
+    assert one.n_bytes <= SIZE

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from pykvcache.prefix import pace
 from pykvcache.prefix.stores import Envelope, MemoryStore
 from pykvcache.prefix.tiers import writing
 from pykvcache.prefix.tiers.tier import Tier
@@ -65,7 +66,7 @@ def writer(progress: Callable[[], int], n: int = N) -> Iterator[tuple[Working, W
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_LONGEST_PAUSE", PAUSE)
+    monkeypatch.setattr(pace, "_LONGEST_PAUSE", PAUSE)
 
 
 def test_writing_pauses_while_tokens_are_evaluated() -> None:

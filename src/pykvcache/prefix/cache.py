@@ -135,7 +135,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._end_bytes = end_bytes(context)
         most = as_int(ram_bytes, "ram_bytes", 0, 2**62)
         self._events = EventLog(min(most // 32, 16 << 20))
-        self._reserve = Reserve(self._block_size * self._cell_bytes + Envelope.overhead, most)
+        size = self._block_size * self._cell_bytes + Envelope.overhead
+        self._reserve = Reserve(size, most, progress_of(context))
         self._ram = RamTier(
             self._block_size,
             most,
@@ -146,8 +147,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         )
         self._pool = pool_of(context)
         self._evaluation = EvaluationTime(least_seconds(context))
-        known = _caches.get(context)
-        other: PrefixCache | None = known() if known is not None else None
+        other = _caches.get(context, lambda: None)()
         if other is not None and not other.is_closed:
             raise ArgumentError(
                 "the context has a PrefixCache already: close() that one first", "ctx"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pykvcache._threads import has_started
+from pykvcache.prefix.pace import Pace
 
 __all__ = ["Reserve"]
 
@@ -50,14 +53,18 @@ class Reserve:
         Bytes of the blocks.
     budget
         Bytes of all that is kept: free memory is an eighth of it at most, and `MOST_BYTES`.
+    progress
+        Returns a number that changes when tokens are evaluated: that goes first.
     """
 
-    def __init__(self, size: int, budget: int) -> None:
+    def __init__(self, size: int, budget: int, progress: Callable[[], int] = lambda: 0) -> None:
         self.size = size
         self.max_bytes = min(budget // 8, MOST_BYTES) if size >= LEAST_BLOCK else 0
         self._free: deque[Memory] = deque()
         self._lent: dict[int, _Lent] = {}
         self._filling = threading.Lock()
+        self._closed = threading.Event()
+        self._progress = progress
         self._pid = os.getpid()
 
     @property
@@ -116,12 +123,15 @@ class Reserve:
         try:
             with contextlib.suppress(AttributeError, OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            pace = Pace(self._progress)
             for _ in range(n):
                 if self.n_bytes + self.size > self.max_bytes:
                     return
+                began = time.thread_time()
                 memory = _new(self.size)
                 memory.fill(0)
                 self._free.append(memory)
+                self._closed.wait(pace.pause(time.thread_time() - began))
         except MemoryError:
             return  # it is there for speed alone
         finally:
@@ -131,6 +141,7 @@ class Reserve:
         """Give back what is free, most of it to the system, and later what is lent."""
         most = min(self.max_bytes, SPARE_BYTES)
         self.max_bytes = 0
+        self._closed.set()
         while self._free:
             memory = self._free.pop()
             if memory.size <= most:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pykvcache._threads import has_started
+from pykvcache.prefix.pace import Pace
 from pykvcache.prefix.tiers.notices import Place
 from pykvcache.prefix.tiers.tier import Tier
 
@@ -25,11 +26,6 @@ Item = tuple[bytes, "Buffer"]
 # How much is written before the queue is looked at again: where it is waited for, and else.
 _AT_ONCE, _AT_ONCE_BYTES = 64, 8 << 20
 _STEP_BYTES = 1 << 20
-
-#: While tokens are evaluated, writing takes this part of the time of one processor.
-SHARE = 0.02
-# No pause is longer, in seconds: the machine may have been busy with other things.
-_LONGEST_PAUSE = 0.5
 
 
 @dataclass(eq=False)
@@ -85,7 +81,7 @@ class WriteBehind:
     def __init__(self, tier: Tier, max_bytes: int, progress: Callable[[], int] = lambda: 0) -> None:
         self.tier = tier
         self.max_bytes = max_bytes
-        self._progress, self._seen = progress, progress()
+        self._pace = Pace(progress)
         self._n_waiting = self._n_urgent = 0  # who waits; chains with leases or removals
         self.dropped = 0
         self.n_bytes = self.n_items = 0
@@ -239,10 +235,8 @@ class WriteBehind:
 
     def _pause(self, worked: float) -> None:
         """Let those go first who evaluate, where somebody does."""
-        seen, self._seen = self._seen, self._progress()
-        if seen != self._seen:
+        if pause := self._pace.pause(worked):
             with self._changed:
-                pause = min(worked / SHARE, _LONGEST_PAUSE)
                 self._changed.wait_for(lambda: not self._queue or self._is_urgent(), pause)
 
     def _take(self, chain: Chain) -> list[Item]:

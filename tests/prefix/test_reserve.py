@@ -179,8 +179,8 @@ def test_a_cache_uses_the_memory_of_its_blocks_again(
 
 def test_memory_comes_slowly_while_tokens_are_evaluated() -> None:
     evaluated = itertools.count()
-    one = Reserve(SIZE, 64 * SIZE, lambda: next(evaluated))
-    one.fill(4 * SIZE)
+    one = Reserve(SIZE, 64 * SIZE)
+    one.fill(4 * SIZE, lambda: next(evaluated))
     filled(one, 4)  # slowly, but all of it
     assert next(evaluated) >= 5  # asked at the beginning and after each
     one.close()
@@ -188,8 +188,8 @@ def test_memory_comes_slowly_while_tokens_are_evaluated() -> None:
 
 def test_closing_ends_the_thread_that_gets_memory() -> None:
     evaluated = itertools.count()
-    one = Reserve(SIZE, 4000 * SIZE, lambda: next(evaluated))
-    one.fill(4000 * SIZE)
+    one = Reserve(SIZE, 4000 * SIZE)
+    one.fill(4000 * SIZE, lambda: next(evaluated))
     while not one.n_bytes:
         time.sleep(0.001)
     one.close()
@@ -198,3 +198,25 @@ def test_closing_ends_the_thread_that_gets_memory() -> None:
         time.sleep(0.001)
     assert not one._filling.locked()
     assert one.n_bytes <= SIZE
+
+
+def test_free_memory_goes_before_anything_is_evicted(make_context: Make) -> None:
+    """A cache that is full holds as many blocks as one that keeps no memory free."""
+    ctx = make_context("llama", n_ctx=2048)
+    cell_bytes = ctx._native.block_bytes()
+    size = -(-LEAST_BLOCK // cell_bytes)
+    budget = 40 * size * cell_bytes
+    found = []
+    for limit in (0, reserve.MOST_BYTES):
+        with PrefixCache(ctx, block_size=size, ram_bytes=budget) as cache:
+            cache._reserve.max_bytes = min(cache._reserve.max_bytes, limit)
+            n_blocks = 0
+            for i in range(60):
+                tokens = np.random.default_rng(i).integers(5, 56, size + 1)
+                with cache.sequence(tokens) as sequence:
+                    sequence.evaluate()
+                n_blocks = max(n_blocks, cache.stats().ram_blocks)
+            assert cache.stats().removed > 10
+            assert cache.stats().ram_bytes <= budget
+            found.append(cache.stats().ram_blocks)
+    assert found[0] == found[1]

@@ -17,6 +17,7 @@ from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError
 from pykvcache.prefix.begin import BeginMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
+from pykvcache.prefix.digests import progress_of
 from pykvcache.prefix.gather import Block, Gathered, gather
 from pykvcache.prefix.keep import KeepMethods
 from pykvcache.prefix.meeting import Meeting
@@ -154,7 +155,8 @@ class TierMethods(BeginMethods, KeepMethods):
 
     def _fill_reserve(self) -> None:
         """Get memory for the blocks of the next prompt, in a thread."""
-        self._reserve.fill(max(0, self._ram.max_bytes - self._ram.nbytes))
+        room = max(0, self._ram.max_bytes - self._ram.nbytes)
+        self._reserve.fill(room, progress_of(self._ctx))
 
     def _await(self, sequence: CachedSequence, fetch: Fetch, evaluation: float) -> None:
         """Wait for a search as long as it is worth it; what is still to come is met later."""

@@ -135,8 +135,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._end_bytes = end_bytes(context)
         most = as_int(ram_bytes, "ram_bytes", 0, 2**62)
         self._events = EventLog(min(most // 32, 16 << 20))
-        size = self._block_size * self._cell_bytes + Envelope.overhead
-        self._reserve = Reserve(size, most, progress_of(context))
+        self._reserve = Reserve(self._block_size * self._cell_bytes + Envelope.overhead, most)
         self._ram = RamTier(
             self._block_size,
             most,
@@ -144,6 +143,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._root_name,
             self._removed,
             lambda: self._events.nbytes + self._reserve.n_bytes,
+            self._reserve.release,
         )
         self._pool = pool_of(context)
         self._evaluation = EvaluationTime(least_seconds(context))

@@ -79,6 +79,8 @@ class RamTier:
         Called with the names of the blocks that are evicted.
     other_bytes
         Returns how many bytes of the budget something else takes.
+    release
+        Asked for bytes before anything is evicted, as in `BlockTree`.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class RamTier:
         root: Callable[[str], bytes],
         on_remove: Callable[[list[bytes]], None],
         other_bytes: Callable[[], int] = lambda: 0,
+        release: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.block_size = block_size
         self.max_bytes = max_bytes
@@ -108,6 +111,7 @@ class RamTier:
             run_bytes=RUN_BYTES + 4 * block_size,
             on_remove=self._removing,
             other_bytes=self._other_bytes,
+            release=release,
         )
 
     @property

@@ -53,18 +53,15 @@ class Reserve:
         Bytes of the blocks.
     budget
         Bytes of all that is kept: free memory is an eighth of it at most, and `MOST_BYTES`.
-    progress
-        Returns a number that changes when tokens are evaluated: that goes first.
     """
 
-    def __init__(self, size: int, budget: int, progress: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, size: int, budget: int) -> None:
         self.size = size
         self.max_bytes = min(budget // 8, MOST_BYTES) if size >= LEAST_BLOCK else 0
         self._free: deque[Memory] = deque()
         self._lent: dict[int, _Lent] = {}
         self._filling = threading.Lock()
         self._closed = threading.Event()
-        self._progress = progress
         self._pid = os.getpid()
 
     @property
@@ -101,29 +98,39 @@ class Reserve:
         if self.n_bytes + self.size <= self.max_bytes:
             self._free.append(lent.memory)
 
-    def fill(self, room: int) -> None:
+    def release(self, n_bytes: int) -> bool:
+        """Give so many free bytes back to the system; whether there were any."""
+        n = len(self._free)
+        with contextlib.suppress(IndexError):
+            for _ in range(-(-n_bytes // max(1, self.size))):
+                self._free.pop()
+        return len(self._free) < n
+
+    def fill(self, room: int, progress: Callable[[], int] = lambda: 0) -> None:
         """Let a thread get memory in advance, up to half of what may be kept; nobody waits for it.
 
         Parameters
         ----------
         room
             How many bytes there may be more.
+        progress
+            Returns a number that changes when tokens are evaluated: that goes first.
         """
         n = (min(self.max_bytes // 2, self.n_bytes + room) - self.n_bytes) // max(1, self.size)
         if n <= 0 or self._filling.locked() or os.getpid() != self._pid:
             return
         thread = threading.Thread(
-            target=self._fill, args=(n,), name="pykvcache-memory", daemon=True
+            target=self._fill, args=(n, progress), name="pykvcache-memory", daemon=True
         )
         has_started(thread)
 
-    def _fill(self, n: int) -> None:
+    def _fill(self, n: int, progress: Callable[[], int]) -> None:
         if not self._filling.acquire(blocking=False):
             return
         try:
             with contextlib.suppress(AttributeError, OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-            pace = Pace(self._progress)
+            pace = Pace(progress)
             for _ in range(n):
                 if self.n_bytes + self.size > self.max_bytes:
                     return

@@ -39,6 +39,8 @@ class BlockTree:
         Called before blocks leave: with their run, and the index of the first that does.
     other_bytes
         Returns what else the budget has to pay for.
+    release
+        Asked for so many bytes before anything is evicted; returns whether there are any fewer.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class BlockTree:
         run_bytes: int = 0,
         on_remove: Callable[[Run, int], None] | None = None,
         other_bytes: Callable[[], int] = lambda: 0,
+        release: Callable[[int], bool] = lambda _: False,
     ) -> None:
         if block_size < 1:
             raise ArgumentError(
@@ -68,6 +71,7 @@ class BlockTree:
         self._run_bytes = run_bytes
         self._on_remove = on_remove
         self._other_bytes = other_bytes
+        self._release = release
         self._roots: dict[str, Run] = {}
         self.max_bytes = max_bytes
 
@@ -267,6 +271,8 @@ class BlockTree:
     def shrink(self, max_bytes: int) -> bool:
         """Evict until at most so many bytes are used, or all that is left is held: False then."""
         while (excess := self.used_bytes - max_bytes) > 0:
+            if self._release(excess):
+                continue
             run = self.policy.victim()
             if run is None:
                 return False

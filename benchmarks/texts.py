@@ -123,8 +123,8 @@ GROUPS = {
     "tiers": (
         "30M model, 2 threads, ours alone. First token: from the prompt to the logits after it, where all of it but the last token "
         "lies in a tier: in the cache's own memory, in a folder whose pages the system holds or has dropped (POSIX_FADV_DONTNEED), "
-        "in Redis on loopback. Its memory is emptied each time, and what the blocks leave is used again, as in a cache that is full "
-        "or has got memory in advance; it knows how long evaluating takes. Its own memory is the floor of all tiers: placing the "
+        "in Redis on loopback. Its memory is emptied each time, and what the blocks leave is used again, as in a cache that "
+        "has got memory in advance; it knows how long evaluating takes. Its own memory is the floor of all tiers: placing the "
         "blocks, and decoding the last token over 4,096 cells. "
         "*beside evaluating alone*: a folder that waits before each answer, and for each byte, against no tier. "
         "*a file of llama.cpp's own*: C reads a session file (`llama_state_seq_load_file`), xllamacpp's server restores its slot; "

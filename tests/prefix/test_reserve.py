@@ -210,13 +210,34 @@ def test_free_memory_goes_before_anything_is_evicted(make_context: Make) -> None
     for limit in (0, reserve.MOST_BYTES):
         with PrefixCache(ctx, block_size=size, ram_bytes=budget) as cache:
             cache._reserve.max_bytes = min(cache._reserve.max_bytes, limit)
-            n_blocks = 0
             for i in range(60):
                 tokens = np.random.default_rng(i).integers(5, 56, size + 1)
                 with cache.sequence(tokens) as sequence:
                     sequence.evaluate()
-                n_blocks = max(n_blocks, cache.stats().ram_blocks)
             assert cache.stats().removed > 10
             assert cache.stats().ram_bytes <= budget
             found.append(cache.stats().ram_blocks)
     assert found[0] == found[1]
+
+
+def test_memory_that_comes_later_keeps_the_budget() -> None:
+    """Blocks take the room while the thread still gets memory, or while some is lent."""
+    one = Reserve(SIZE, 64 * SIZE)
+    lent = [one.take(SIZE) for _ in range(6)]
+    assert not one.release(-3 * SIZE)
+    del lent[:2]
+    assert one.n_bytes == 2 * SIZE
+    assert one.release(SIZE)  # the budget is full
+    assert one.n_bytes == SIZE
+    lent.clear()
+    one.fill(4 * SIZE)
+    until = time.monotonic() + 20
+    while one._filling.locked() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert one.n_bytes == SIZE
+    assert not one.release(-2 * SIZE)
+    one.fill(4 * SIZE)
+    filled(one, 3)
+    assert one.release(100 * SIZE)
+    assert one.n_bytes == 0
+    assert not one.release(1)

@@ -137,10 +137,7 @@ class TierMethods(BeginMethods, KeepMethods):
     def _evaluated(self, sequence: CachedSequence) -> None:
         """Give the tiers what others wait for, as soon as the prompt is evaluated."""
         self._leave(sequence)
-        if len(
-            self._tiers
-        ):  # without them memory is needed at the end only, and as much as is used
-            self._fill_reserve()
+        self._fill_reserve()
         search, sequence._search = sequence._search, None
         if search is None:
             return
@@ -154,9 +151,10 @@ class TierMethods(BeginMethods, KeepMethods):
         self._tiers.release(lease)
 
     def _fill_reserve(self) -> None:
-        """Get memory for the blocks of the next prompt, in a thread."""
-        room = max(0, self._ram.max_bytes - self._ram.nbytes)
-        self._reserve.fill(room, progress_of(self._ctx))
+        """Get memory for the blocks of the next prompt, in a thread; without tiers none is due."""
+        if len(self._tiers):
+            room = max(0, self._ram.max_bytes - self._ram.nbytes)
+            self._reserve.fill(room, progress_of(self._ctx))
 
     def _await(self, sequence: CachedSequence, fetch: Fetch, evaluation: float) -> None:
         """Wait for a search as long as it is worth it; what is still to come is met later."""

@@ -19,7 +19,7 @@ from pykvcache.prefix.blocks import root_name, token_bytes
 from pykvcache.prefix.digests import digests, end_bytes, least_seconds, progress_of
 from pykvcache.prefix.events import AllBlocksCleared, EventLog
 from pykvcache.prefix.exits import close_at_exit
-from pykvcache.prefix.options import as_namespace, as_seconds, as_tiers
+from pykvcache.prefix.options import as_namespace, as_queue_bytes, as_seconds, as_tiers
 from pykvcache.prefix.outline import OutlineMethods
 from pykvcache.prefix.pins import Pin, Pins
 from pykvcache.prefix.policies import DEFAULT, Policy
@@ -125,7 +125,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._keep_logits = as_bool(keep_logits, "keep_logits")
         self._ctx = context
         self._native = context.native
-        self._cell_bytes, self._layout = self._native.block_bytes(), self._native.block_layout()
+        self._cell_bytes = self._native.block_bytes()
+        self._layout = self._native.block_layout()
         self._needs_rest = context.memory_kind != "attention"
         self._points = BlockCheckpoints(
             max_bytes=as_int(checkpoint_bytes, "checkpoint_bytes", 0, 2**62),
@@ -159,15 +160,14 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._tiers = Tiers(
             as_tiers(tiers),
             Envelope(model=model, layout=layout, secret=secret, memory=self._reserve.take),
-            max(self._ram.max_bytes // 2, 64 << 20)
-            if queue_bytes is None
-            else as_int(queue_bytes, "queue_bytes", 0, 2**62),
-            *(self._events.add, progress_of(context)),
+            as_queue_bytes(queue_bytes, most),
+            self._events.add,
+            progress_of(context),
         )
         _caches[context] = weakref.ref(self)
         if len(self._tiers):
             self._pool.note_time = self._evaluation.note
-            self._fill_reserve()
+        self._fill_reserve()
         self._open: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
         self._dropped: deque[Run] = deque()
         self._pins = Pins(self._ram.tree, needs_rest=self._needs_rest)

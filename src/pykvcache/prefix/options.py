@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from typing import SupportsIndex
 
+from pykvcache._convert import as_int
 from pykvcache.errors import ArgumentError
 from pykvcache.prefix.stores import BlockStore
 from pykvcache.prefix.tiers.stack import TierInput
 
-__all__ = ["as_namespace", "as_seconds", "as_tiers"]
+__all__ = ["as_namespace", "as_queue_bytes", "as_seconds", "as_tiers"]
 
 
 def as_namespace(namespace: str) -> str:
@@ -18,6 +20,13 @@ def as_namespace(namespace: str) -> str:
     if not isinstance(namespace, str):
         raise TypeError(f"namespace must be a str, not {type(namespace).__name__}")
     return namespace
+
+
+def as_queue_bytes(value: SupportsIndex | None, ram_bytes: int) -> int:
+    """Return how many bytes may wait to be written; None: half the budget, and 64 MiB at least."""
+    if value is None:
+        return max(ram_bytes // 2, 64 << 20)
+    return as_int(value, "queue_bytes", 0, 2**62)
 
 
 def as_seconds(value: float, name: str, most: float = math.inf) -> float:

@@ -80,7 +80,7 @@ class RamTier:
     other_bytes
         Returns how many bytes of the budget something else takes.
     release
-        Asked for bytes before anything is evicted, as in `BlockTree`.
+        Called before anything is evicted, and where there is room, as in `BlockTree`.
     """
 
     def __init__(

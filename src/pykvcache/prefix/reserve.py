@@ -58,6 +58,8 @@ class Reserve:
     def __init__(self, size: int, budget: int) -> None:
         self.size = size
         self.max_bytes = min(budget // 8, MOST_BYTES) if size >= LEAST_BLOCK else 0
+        # How much may be free so that the budget is kept: from one `release` to the next.
+        self._limit = self.max_bytes
         self._free: deque[Memory] = deque()
         self._lent: dict[int, _Lent] = {}
         self._filling = threading.Lock()
@@ -95,16 +97,31 @@ class Reserve:
         """Take memory back; any thread, in the middle of anything."""
         assert isinstance(lent, _Lent)
         self._lent.pop(id(lent.memory), None)
-        if self.n_bytes + self.size <= self.max_bytes:
-            self._free.append(lent.memory)
+        self._add(lent.memory)
 
-    def release(self, n_bytes: int) -> bool:
-        """Give so many free bytes back to the system; whether there were any."""
-        n = len(self._free)
+    def _add(self, memory: Memory) -> bool:
+        """Keep memory if there is room for it; whether there is."""
+        if self.n_bytes + self.size > min(self.max_bytes, self._limit):
+            return False
+        self._free.append(memory)
+        if self.n_bytes <= self._limit:
+            return True
+        with contextlib.suppress(IndexError):  # another thread has lowered it meanwhile
+            self._free.pop()
+        return False
+
+    def release(self, excess: int) -> bool:
+        """Keep a budget that is exceeded by so many bytes; whether memory went to the system.
+
+        Where it is negative, so much more may be kept until this is called again.
+        """
+        n = max(0, self.n_bytes - max(0, excess)) // max(1, self.size)
+        self._limit = n * self.size if excess > 0 else self.n_bytes - excess
+        had = len(self._free)
         with contextlib.suppress(IndexError):
-            for _ in range(-(-n_bytes // max(1, self.size))):
+            while excess > 0 and len(self._free) > n:
                 self._free.pop()
-        return len(self._free) < n
+        return len(self._free) < had
 
     def fill(self, room: int, progress: Callable[[], int] = lambda: 0) -> None:
         """Let a thread get memory in advance, up to half of what may be kept; nobody waits for it.
@@ -132,12 +149,11 @@ class Reserve:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             pace = Pace(progress)
             for _ in range(n):
-                if self.n_bytes + self.size > self.max_bytes:
-                    return
                 began = time.thread_time()
                 memory = _new(self.size)
                 memory.fill(0)
-                self._free.append(memory)
+                if not self._add(memory):
+                    return
                 self._closed.wait(pace.pause(time.thread_time() - began))
         except MemoryError:
             return  # it is there for speed alone

@@ -30,8 +30,7 @@ class BlockTree:
     max_bytes
         Budget for all blocks and checkpoints.
     root
-        Gives the root's name of a namespace (`root_name`); without it blocks have names that mean
-        nothing outside this tree.
+        Gives the root's name of a namespace (`root_name`); else names mean nothing elsewhere.
     run_bytes
         What a run, or a root, costs beside its blocks. It counts towards the budget, and so does
         what the policy keeps for itself; 0 where blocks alone are counted.
@@ -40,7 +39,7 @@ class BlockTree:
     other_bytes
         Returns what else the budget has to pay for.
     release
-        Asked for so many bytes before anything is evicted; returns whether there are any fewer.
+        Called with the bytes above the budget (below it: negative); whether it gave any back.
     """
 
     def __init__(
@@ -266,7 +265,10 @@ class BlockTree:
 
     def fit(self) -> bool:
         """Evict until the budget is kept, or all that is left is held: False then."""
-        return self.used_bytes <= self._max_bytes or self.shrink(self._max_bytes)
+        if (excess := self.used_bytes - self._max_bytes) > 0:
+            return self.shrink(self._max_bytes)
+        self._release(excess)
+        return True
 
     def shrink(self, max_bytes: int) -> bool:
         """Evict until at most so many bytes are used, or all that is left is held: False then."""

@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# What the tests need of other projects.
-EXTRAS := cli,arrays,state,redis,obstore,crypto,zmq,prometheus
+# What the tests, the examples and the tutorial need of other projects.
+EXTRAS := cli,arrays,state,plot,gguf,redis,obstore,crypto,zmq,prometheus
 
 # Of `make fuzz`: other seeds are other calls and programs. FAULT_SECONDS is the time for failing allocations on
 # each model; "inf" fails them all, which takes hours. PLACES are those where Ctrl-C comes; 0 is every one.
@@ -28,6 +28,9 @@ venv: $(VENV)/.dev $(VENV)/.built ## make .venv: tools, extras and the package, 
 
 demo: $(VENV)/.built ## show what it does, on the model that ships with it
 	$(BIN)/python -m pykvcache demo
+	@echo
+	@echo "To go on from here:  . $(BIN)/activate"
+	@echo "Then, for example:   pykvcache chat --session talk.kv"
 
 test: lint ## lint, types, stubs, then every test (not those marked slow)
 	$(BIN)/python -m pytest -n auto
@@ -177,6 +180,7 @@ $(VENV)/.modules: FORCE | $(VENV)/.venv
 	@find src -name '*.py' | sort | cmp -s - $@ || find src -name '*.py' | sort > $@
 
 $(VENV)/.built: $(VENV)/.build-tools $(VENV)/.modules $(NATIVE)
+	$(if $(filter $(NATIVE),$?),@echo "Compiling llama.cpp: the first time 4 minutes on two cores. Nothing is shown meanwhile.")
 	$(PIP) install --quiet --no-build-isolation --editable ".[$(EXTRAS)]"
 	@touch $@
 

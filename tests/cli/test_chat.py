@@ -19,7 +19,7 @@ pytest.importorskip("jinja2", reason="pip install 'pykvcache[cli]'")
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded_model_path
 from pykvcache.cli import main
 from pykvcache.cli.talk import Figures, Talk
-from pykvcache.errors import StateError
+from pykvcache.errors import NoKvCacheSlot, StateError
 
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -132,8 +132,45 @@ def test_a_talk_in_a_file(ctx: LlamaContext, tmp_path: Path) -> None:
     assert (back.messages, back.turns, back.text) == (talk.messages, talk.turns, talk.text)
     assert turn(back, "Go on.").reused >= len(talk.sequence) - 1
     LlamaSequence(ctx, "no talk").save(tmp_path / "other.kv")
-    with pytest.raises(StateError, match=r"other\.kv"):
+    with pytest.raises(StateError, match=r"other\.kv: not a talk"):
         Talk.load(ctx, str(tmp_path / "other.kv"))
+
+
+def test_damage_is_said_before_anything_else(ctx: LlamaContext, tmp_path: Path) -> None:
+    path = tmp_path / "other.kv"
+    with LlamaSequence(ctx, "no talk") as plain:
+        plain.evaluate()
+        plain.save(path)
+    sound = path.read_bytes()
+    for data in (sound[:-9] + bytes([sound[-9] ^ 1]) + sound[-8:], sound[:-1], b"short"):
+        path.write_bytes(data)
+        with pytest.raises(StateError, match=r"other\.kv: (?!not a talk)"):
+            Talk.load(ctx, str(path))
+    ctx.save_context(path)
+    with pytest.raises(StateError, match=r"other\.kv: not a talk"):
+        Talk.load(ctx, str(path))
+
+
+def test_what_a_turn_took_is_evaluation(ctx: LlamaContext) -> None:
+    """The first turn of a process imports Jinja2; and no token is evaluated twice."""
+    talk = Talk(LlamaSequence(ctx))
+    figures = turn(talk, "Lucy has a kite.")
+    assert ctx.tokens_evaluated == len(talk.sequence) - 1
+    assert figures.evaluating > 0
+    assert figures.generating > 0
+
+
+def test_a_turn_that_cannot_fit_changes_nothing(ctx: LlamaContext) -> None:
+    talk = Talk(LlamaSequence(ctx), [{"role": "system", "content": "Be kind."}])
+    turn(talk, "Lucy has a kite.")
+    turn(talk, "Tom has a dog.")
+    before = talk.sequence.tokens.tolist(), list(talk.messages), list(talk.turns), talk.text
+    with pytest.raises(NoKvCacheSlot, match="room for 512: start the chat with a larger --n-ctx"):
+        turn(talk, "Lucy has a kite. " * 200)
+    now = talk.sequence.tokens.tolist(), talk.messages, talk.turns, talk.text
+    assert now == before
+    assert turn(talk, "Who has the kite?").reused > 0
+    assert_right(talk)
 
 
 def test_an_answer_ends_with_the_quote_that_the_template_opened() -> None:
@@ -212,6 +249,29 @@ def test_a_file_that_is_not_a_chat_ends_the_chat(
     assert (tmp_path / "text").read_text() == "not a talk"
 
 
+def test_a_session_with_other_types_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk, converted = str(tmp_path / "talk.kv"), str(tmp_path / "converted.kv")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Lucy has a kite.\n"))
+    assert main(["chat", "-n", "8", "-s", talk]) == 0
+    assert main(["chat", "-s", talk, "--type-k", "q8_0"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "saved with --type-k f16 --type-v f16" in error
+    command = error.partition("pykvcache state convert ")[2].replace("OUT", converted)
+    assert main(["state", "convert", *command.split()]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["chat", "-s", converted, "--type-k", "q8_0"]) == 0
+    assert "1 turn," in capsys.readouterr().err
+
+
+def test_a_file_without_its_option_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "talk.kv"]) == 2
+    error = capsys.readouterr().err
+    assert "--session talk.kv" in error
+    assert error.count("\n") == 1
+
+
 def test_a_session_that_cannot_be_kept_ends_the_chat_before_a_word_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,5 +302,5 @@ def test_a_turn_that_cannot_be_kept_does_not_end_the_chat(
 
     monkeypatch.setattr(sys, "stdin", Typing())
     assert main(["chat", "-t", "0", "-n", "8", "-s", str(folder / "talk.kv")]) == 0
-    assert capsys.readouterr().err.count("this turn is not kept: No such file or directory") == 1
+    assert capsys.readouterr().err.count("this turn is not kept: there is no folder") == 1
     assert (folder / "talk.kv").exists()

@@ -10,7 +10,12 @@ import pytest
 
 from memory.kit import CASES, Case, Logits, apart
 from pykvcache import LlamaContext, LlamaSequence, SequenceState
-from pykvcache.errors import StateError, StateModelMismatch, UnsupportedOperation
+from pykvcache.errors import (
+    StateError,
+    StateLayoutMismatch,
+    StateModelMismatch,
+    UnsupportedOperation,
+)
 
 Make = Callable[..., LlamaContext]
 SAVED = tuple(c for c in CASES if c.has_states and c.name != "t5")
@@ -74,6 +79,31 @@ def test_invalid_files_raise(make_context: Make, tmp_path: Path) -> None:
             LlamaSequence.load(ctx, tmp_path / "forged")
     assert ctx.n_cells_used == used
     assert SequenceState.load(tmp_path / "good").tokens.tolist() == [5, 6, 7]  # type: ignore[union-attr]
+
+
+def test_other_types_are_converted_where_that_is_asked_for(
+    make_context: Make, fresh_logits: Callable[..., Logits], tmp_path: Path
+) -> None:
+    tokens = [5, 6, 7, 8, 9, 10]
+    sequence = LlamaSequence(make_context("llama"), tokens)
+    sequence.evaluate()
+    sequence.save(tmp_path / "s")
+    other = make_context("llama", type_k="f16", type_v="f16")
+    with pytest.raises(StateLayoutMismatch, match="convert=True"):
+        LlamaSequence.load(other, tmp_path / "s")
+    with pytest.raises(TypeError, match="convert"):
+        LlamaSequence.load(other, tmp_path / "s", convert=1)  # type: ignore[arg-type]
+    assert other.n_cells_used == 0
+    loaded = LlamaSequence.load(other, tmp_path / "s", convert=True)
+    assert (loaded.n_evaluated, other.tokens_evaluated) == (6, 0)
+    assert apart(loaded.logits(), fresh_logits("llama", tokens)) < 0.01
+
+
+def test_a_folder_that_is_missing_is_named(make_context: Make, tmp_path: Path) -> None:
+    path = tmp_path / "none" / "s"
+    with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path / 'none'}") as error:
+        LlamaSequence(make_context("llama"), [5, 6]).save(path)
+    assert error.value.filename == str(path)
 
 
 def test_memories_without_states_cannot_be_saved(make_context: Make, tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from pykvcache import LlamaContext, SequenceState, describe_state
+from pykvcache import LlamaContext, LlamaSequence, SequenceState, describe_state
 from pykvcache.errors import (
     StateDamaged,
     StateError,
     StateFormatError,
+    StateLayoutMismatch,
+    StateModelMismatch,
     StateTrailingBytes,
     StateTruncated,
     StateVersionError,
@@ -181,6 +183,56 @@ def test_other_files_are_refused_as_states(
         describe_state(path)
     with pytest.raises(StateFormatError):
         SequenceState.load(path, mapped=False)
+
+
+def test_what_is_wrong_with_a_file_begins_with_its_name(
+    make_context: ContextFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the name is in the message by chance."""
+    ctx = make_context("llama")
+    ctx.decode(WORDS[:5], seq_id=1)
+    monkeypatch.chdir(tmp_path)
+    ctx.save_sequence("a", 1, WORDS[:5])
+    ctx.save_context("all")
+    ctx.save_llama_file("llama", 1, WORDS[:5])
+    good = {name: Path(name).read_bytes() for name in ("a", "all", "llama")}
+    reads: list[tuple[str, Callable[[str], object]]] = [
+        ("a", lambda path: ctx.load_sequence(path, 1)),
+        ("a", lambda path: LlamaSequence.load(ctx, path)),
+        ("a", SequenceState.load),
+        ("all", ctx.load_context),
+        ("all", ContextState.load),
+        ("llama", lambda path: ctx.load_llama_file(path, 1)),
+    ]
+    for name, read in reads:
+        data = good[name]
+        flipped = data[:-1] + bytes([data[-1] ^ 0x7F])
+        for bad in (b"", b"ab", b"hello", b"text" * 9, data[:-1], flipped, data + b"a"):
+            if name == "llama" and bad == flipped:
+                continue  # there is no checksum
+            Path("a").write_bytes(bad)
+            with pytest.raises(StateError, match=r"\Aa: ") as error:
+                read("a")
+            assert str(error.value).count("a: ") == 1
+            if bad in (b"ab", b"hello"):
+                assert "not a state" in str(error.value)
+        Path("a").write_bytes(data)
+        read("a")
+    for bad in (b"", b"ab", b"hello", good["a"][:-1]):
+        Path("a").write_bytes(bad)
+        with pytest.raises(StateError, match=r"\Aa: "):
+            describe_state("a")
+    for wanted, name in (("context", "a"), ("sequence", "all"), ("sequence", "llama")):
+        Path("b").write_bytes(good[name])
+        with pytest.raises(StateError, match=r"\Ab: "):
+            ctx.load_context("b") if wanted == "context" else ctx.load_sequence("b", 1)
+    Path("a").write_bytes(good["a"])
+    for other in (make_context("gemma3"), make_context("llama", type_k="f16")):
+        with refused(other, StateModelMismatch, StateLayoutMismatch, match=r"\Aa: "):
+            other.load_sequence("a", 1)
+    ctx.save_sequence("a", 1)
+    with pytest.raises(StateError, match=r"\Aa: .*file holds no tokens"):
+        LlamaSequence.load(ctx, "a")
 
 
 def test_a_raw_state_is_not_taken_for_a_saved_one(make_context: ContextFactory) -> None:

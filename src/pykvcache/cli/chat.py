@@ -37,7 +37,11 @@ Ctrl-D the chat.
 """
 
 
-@click.command(short_help="Talk to a model: branches, rewinds, saved talks.", epilog=_EPILOG)
+@click.command(
+    short_help="Talk to a model: branches, rewinds, saved talks.",
+    epilog=_EPILOG,
+    context_settings={"allow_extra_args": True},  # refused below, with a hint
+)
 @model_option
 @click.option(
     "-s",
@@ -83,6 +87,11 @@ def chat(
     """
     from pykvcache import LlamaContext
 
+    if more := click.get_current_context().args:
+        raise click.UsageError(
+            f"unexpected argument {more[0]}: --session {more[0]} goes on with a talk in a file, "
+            f"-m {more[0]} talks to a model"
+        )
     if session is not None:
         _check_folder(session)
     with (

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import click
 
 from pykvcache.cli.talk import Figures, Talk
-from pykvcache.cli.terminal import naming, note, one_line
+from pykvcache.cli.terminal import note, one_line
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError
 from pykvcache.sampling import Sampler
@@ -83,11 +83,10 @@ class Commands:
                 note(f"(this turn is not kept: {one_line(error)})")
 
     def _report(self, figures: Figures) -> None:
-        generating = figures.seconds - figures.first
-        rate = figures.generated / generating if generating > 0 else 0.0
+        rate = figures.generated / figures.generating if figures.generating > 0 else 0.0
         parts = [
             f"{figures.n_prompt} tokens: {figures.reused} reused, "
-            f"{figures.n_prompt - figures.reused} evaluated in {figures.first * 1e3:.0f} ms",
+            f"{figures.n_prompt - figures.reused} evaluated in {figures.evaluating * 1e3:.0f} ms",
             f"{figures.generated} generated, {rate:.0f} tokens/s",
         ]
         if figures.forgotten:
@@ -168,8 +167,7 @@ class Commands:
         note(f"({path}: {_turns(len(self.talk.turns))}, {size:,} bytes)")
 
     def _load(self, path: str) -> None:
-        with naming(path):
-            talk = Talk.load(self._ctx, path)
+        talk = Talk.load(self._ctx, path)
         if self._name in self._branches:
             self.talk.sequence.close()
         self._branches[self._name] = talk

@@ -116,8 +116,13 @@ def generate(
                 n_prompt = len(sequence)
                 if n_prompt == 0:
                     raise click.UsageError("the prompt has no tokens")
+                if n_prompt > ctx.n_ctx_seq and ctx.memory_kind != "recurrent":
+                    raise click.ClickException(
+                        f"the prompt has {n_prompt} tokens, and the cache has room for "
+                        f"{ctx.n_ctx_seq}: give a larger --n-ctx"
+                    )
                 with watched(ctx, n_prompt):
-                    sequence.evaluate()
+                    sequence.logits()  # evaluates; the first token is chosen from them
                 evaluated = time.perf_counter() - start
                 if samples == 1:
                     texts = [_stream(sequence, max_tokens, sampler, stop, echo=not as_json)]

@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from pykvcache.cli.options import CACHE_TYPES, model_option, number
-from pykvcache.cli.terminal import load_model, naming, table
+from pykvcache.cli.terminal import load_model, table
+from pykvcache.state.naming import naming
 
 __all__ = ["state"]
 

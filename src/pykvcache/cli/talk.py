@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pykvcache._models import embedded_model_path
 from pykvcache.cli.terminal import watched
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ChatTemplateError, StateError
+from pykvcache.errors import ChatTemplateError, NoKvCacheSlot, StateError, StateLayoutMismatch
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
-from pykvcache.state import describe_state
+from pykvcache.state import ContextState, SequenceState, StateInfo, describe_state
 
 __all__ = ["Figures", "Talk", "closing"]
 
@@ -38,8 +39,8 @@ class Figures:
     reused: int = 0
     forgotten: int = 0
     generated: int = 0
-    first: float = 0.0
-    seconds: float = 0.0
+    evaluating: float = 0.0
+    generating: float = 0.0
     finish: str | None = None
 
 
@@ -89,7 +90,6 @@ class Talk:
         Where the cache is too small for the whole talk, its oldest turns are dropped first.
         However it ends, what was yielded is part of the talk.
         """
-        start = time.perf_counter()
         self.turns.append(Turn(len(self.sequence), len(self.text)))
         self.messages.append({"role": "user", "content": text})
         try:
@@ -104,10 +104,11 @@ class Talk:
         stream = self.sequence.stream(max_tokens, sampler, stop=ends, on_full="stop")
         self.messages.append({"role": "assistant", "content": ""})
         said: list[str] = []
+        start = time.perf_counter()
         try:
             with watched(self.context, before - self.sequence.n_evaluated):
-                self.sequence.evaluate()
-            figures.first = time.perf_counter() - start
+                self.sequence.logits()  # evaluates; the first token is chosen from them
+            figures.evaluating = time.perf_counter() - start
             figures.reused = before - (self.context.tokens_evaluated - evaluated)
             for piece in stream:
                 said.append(piece)
@@ -121,7 +122,7 @@ class Talk:
             self.text += answer
             figures.generated = len(tokens)
             figures.finish = stream.finish_reason or "interrupted"
-            figures.seconds = time.perf_counter() - start
+            figures.generating = time.perf_counter() - start - figures.evaluating
 
     def _extend(self, text: str) -> None:
         if not self.has_template:
@@ -155,6 +156,15 @@ class Talk:
     def _make_room(self, max_tokens: int, figures: Figures) -> None:
         """Drop the oldest turns until the answer has room, and close the gap."""
         room = self.context.n_ctx_seq
+        alone = self.turns[0].n_tokens + len(self.sequence) - self.turns[-1].n_tokens
+        if alone > room:
+            raise NoKvCacheSlot(
+                f"with this turn alone the talk has {alone} tokens, and there is room for {room}: "
+                "start the chat with a larger --n-ctx; the turn is taken back",
+                1,
+                n_tokens=alone,
+                n_cells=room,
+            )
         while len(self.turns) > 1 and len(self.sequence) + max_tokens > room:
             first, second = self.turns[:2]
             gone, cut = second.n_tokens - first.n_tokens, second.n_text - first.n_text
@@ -199,7 +209,8 @@ class Talk:
         StateError
             It is not a talk, or not one of this model.
         """
-        note: Any = describe_state(path).metadata.get("metadata", {})
+        found = describe_state(path)
+        note: Any = found.metadata.get("metadata", {})
         try:
             note = note[FORMAT]
             messages = [{"role": m["role"], "content": m["content"]} for m in note["messages"]]
@@ -210,5 +221,29 @@ class Talk:
             if not isinstance(text, str):
                 raise TypeError("the text is not text")
         except (KeyError, TypeError, ValueError):
-            raise StateError(f"{path} is not a talk that 'pykvcache chat' saved") from None
-        return cls(LlamaSequence.load(ctx, path), messages, turns, text)
+            # Damage is said first.
+            (SequenceState if found.kind == "sequence" else ContextState).load(path)
+            raise StateError(f"{path}: not a talk that 'pykvcache chat' saved") from None
+        try:
+            return cls(LlamaSequence.load(ctx, path), messages, turns, text)
+        except StateLayoutMismatch as error:
+            raise _other_types(path, found, ctx) or error from None
+
+
+def _other_types(path: str, found: StateInfo, ctx: LlamaContext) -> StateLayoutMismatch | None:
+    """Say what to do where a file stores other types of keys and values than the context."""
+    theirs = {part: found.types.get(part) for part in ("k", "v")}
+    here = ctx.memory_info
+    ours = {"k": here.type_k.name.lower(), "v": here.type_v.name.lower()}
+    if theirs == ours:
+        return None
+    used = ctx.model.path
+    model = "" if used == embedded_model_path() else f"-m {used} "
+    said, other = (" ".join(f"--type-{part} {t[part]}" for part in t) for t in (theirs, ours))
+    return StateLayoutMismatch(
+        f"{path}: it was saved with {said}: give these, or convert the file first: "
+        f"pykvcache state convert {model}{path} OUT {other}",
+        what="types",
+        value=tuple(theirs.values()),
+        limit=tuple(ours.values()),
+    )

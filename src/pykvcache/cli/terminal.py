@@ -12,10 +12,10 @@ import click
 
 from pykvcache._threads import has_started
 from pykvcache.context import LlamaContext
-from pykvcache.errors import KvCacheError, StateError
+from pykvcache.errors import KvCacheError
 from pykvcache.model import LlamaModel
 
-__all__ = ["is_terminal", "load_model", "naming", "note", "one_line", "shown", "table", "watched"]
+__all__ = ["is_terminal", "load_model", "note", "one_line", "shown", "table", "watched"]
 
 #: Shorter than this, a bar would only flicker.
 FEW_TOKENS, SMALL_FILE, POLL = 256, 1 << 28, 0.05
@@ -35,17 +35,6 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and not isinstance(error, KvCacheError):
         return error.strerror
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-@contextmanager
-def naming(file: str) -> Iterator[None]:
-    """Let what is wrong with a state in the body name its file."""
-    try:
-        yield
-    except StateError as error:
-        if isinstance(error, OSError) or file in str(error):
-            raise
-        raise click.ClickException(f"{file}: {error}") from error
 
 
 def is_terminal(stream: TextIO | None) -> bool:

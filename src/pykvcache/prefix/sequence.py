@@ -84,10 +84,15 @@ class CachedSequence(LlamaSequence):
 
     @classmethod
     def load(
-        cls, context: LlamaContext, path: Path, *, checkpoints: CheckpointPolicy | None = None
+        cls,
+        context: LlamaContext,
+        path: Path,
+        *,
+        checkpoints: CheckpointPolicy | None = None,
+        convert: bool = False,
     ) -> LlamaSequence:
         """Return a plain sequence from a file, as `LlamaSequence.load`."""
-        return LlamaSequence.load(context, path, checkpoints=checkpoints)
+        return LlamaSequence.load(context, path, checkpoints=checkpoints, convert=convert)
 
     def close(self) -> None:
         """Give the cache what was evaluated, and free the rest; twice does nothing."""

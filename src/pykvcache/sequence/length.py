@@ -22,14 +22,18 @@ def check_length(ctx: LlamaContext, n: int) -> None:
         last = ctx.max_position
         raise PositionError(
             f"the sequence has {n} tokens, and the highest position of this model is {last}: "
-            "nothing was evaluated",
+            "truncate or discard some",
             what="n_tokens",
             value=n - 1,
             limit=last,
         )
+    why = f"n_ctx is {ctx.n_ctx}"
+    if ctx.n_ctx_seq < ctx.n_ctx:
+        why += f", n_seq_max {ctx.n_seq_max} without kv_unified"
     raise NoKvCacheSlot(
-        f"the sequence has {n} tokens, and one sequence has room for {ctx.n_ctx_seq} "
-        f"(n_ctx is {ctx.n_ctx}): nothing was evaluated",
+        f"the sequence has {n} tokens, and one sequence has room for {ctx.n_ctx_seq} ({why}): "
+        'truncate or discard some, generate with on_full="shift" or "stop", or make the context '
+        "with a larger n_ctx",
         1,
         n_tokens=n,
         n_cells=ctx.n_ctx_seq,

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pykvcache._convert import as_path
 from pykvcache.errors import StateDamaged
 from pykvcache.state import SequenceState
+from pykvcache.state.naming import naming
 from pykvcache.state.saved import Path, check_metadata
 
 if TYPE_CHECKING:
@@ -37,10 +39,16 @@ def save_sequence(
     return cells.pool.ctx.sequence_state(seq_id, evaluated, note).save(path, sync=sync)
 
 
-def load_sequence(cells: SequenceCells, path: Path) -> None:
+def load_sequence(cells: SequenceCells, path: Path, *, convert: bool) -> None:
     """Fill a new sequence from a file."""
+    name = as_path(path)
+    state = SequenceState.load(name, mapped=False)
+    with naming(name):
+        _fill(cells, state, convert=convert)
+
+
+def _fill(cells: SequenceCells, state: SequenceState, *, convert: bool) -> None:
     ctx, ledger = cells.pool.ctx, cells.ledger
-    state = SequenceState.load(path, mapped=False)
     tokens = state.tokens
     if tokens is None:
         raise StateDamaged(
@@ -64,7 +72,7 @@ def load_sequence(cells: SequenceCells, path: Path) -> None:
             limit=0,
         )
     seq_id = cells.attach()
-    cells.with_room(lambda: ctx.restore_sequence(state, seq_id))
+    cells.with_room(lambda: ctx.restore_sequence(state, seq_id, convert=convert))
     ledger.append(tokens)
     ledger.append(pending)
     ledger.holds(len(tokens))

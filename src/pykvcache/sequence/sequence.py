@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._closing import Closing
-from pykvcache._convert import TokenInput, as_int
+from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache._drawing.html import bar_html
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation
@@ -281,20 +281,36 @@ class LlamaSequence(EditMethods, Closing):
         path: Path,
         *,
         checkpoints: CheckpointPolicy | None = None,
+        convert: bool = False,
     ) -> LlamaSequence:
         """Return the sequence that a file holds; nothing of it is evaluated again.
+
+        Parameters
+        ----------
+        context
+            Where it goes on: of the same model, and of the same settings but ``n_ctx``,
+            ``n_seq_max``, ``kv_unified`` and flash attention.
+        path
+            A file of `save`, or of `LlamaContext.save_sequence` with its tokens.
+        checkpoints
+            As for `LlamaSequence`.
+        convert
+            Convert K and V where this context stores other types, which rounds each value by what
+            `LlamaContext.restore_sequence` says.
 
         Raises
         ------
         StateError
-            The file is damaged, or of another model or layout.
+            The file is damaged, or of another model or layout; or of other types of K and V, and
+            ``convert`` is false.
         NoKvCacheSlot
             It does not fit the cache.
         """
+        convert = as_bool(convert, "convert")
         sequence = cls(context, checkpoints=checkpoints)
         with sequence._held():
             try:
-                load_sequence(sequence._cells, path)
+                load_sequence(sequence._cells, path, convert=convert)
             except BaseException:
                 sequence._cells.release()
                 raise

@@ -74,6 +74,9 @@ def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> 
         if sync:
             _sync_folder(folder or ".")
     except OSError as error:
+        folder = os.path.dirname(path)
+        if isinstance(error, FileNotFoundError) and folder and not os.path.isdir(folder):
+            error = FileNotFoundError(error.errno, f"there is no folder {folder}")
         raise file_error(error, path) from error
     return size
 

@@ -106,7 +106,7 @@ def open_file(path: str, *, mapped: bool) -> ByteArray:
             data = np.empty(size, np.uint8)
             if file.readinto(data.data) != size:
                 raise StateTruncated(
-                    f"{path} became shorter while it was read", what=str(path), limit=size
+                    "the file became shorter while it was read", what=str(path), limit=size
                 )
             return data
     except OSError as error:
@@ -147,18 +147,18 @@ def parse(data: ByteArray, *, verify: bool = True) -> Container:
 def _header(data: ByteArray) -> tuple[int, dict[str, Any]]:
     if len(data) == 0:
         raise StateFormatError("the state is empty")
-    if len(data) < 8:
-        raise StateTruncated(
-            f"the state ends after {len(data)} bytes, within the first number",
-            what="bytes",
-            value=len(data),
-            limit=8,
-        )
-    (size,) = struct.unpack("<Q", data[:8].tobytes())
+    (size,) = struct.unpack("<Q", data[:8].tobytes().ljust(8, b"\0"))
     if data[:4].tobytes() in _LLAMA_CPP:
         raise StateFormatError("a state file of llama.cpp's own: load_llama_file reads it")
     if size > _MAX_HEADER:
         raise StateFormatError("not a state of pykvcache: it does not begin as a safetensors file")
+    if len(data) < 8:
+        raise StateTruncated(
+            f"not a state of pykvcache, or cut off: it ends after {len(data)} bytes",
+            what="bytes",
+            value=len(data),
+            limit=8,
+        )
     if len(data) < 8 + size:
         raise StateTruncated(
             f"the state ends after {len(data)} bytes, within its header",

@@ -21,6 +21,7 @@ from pykvcache.state.atomic import write_atomically
 from pykvcache.state.buffers import ByteArray, as_bytes
 from pykvcache.state.container import open_file
 from pykvcache.state.layout import IntArray
+from pykvcache.state.naming import naming
 from pykvcache.state.saved import Path
 
 if TYPE_CHECKING:
@@ -142,7 +143,9 @@ class LlamaStateFile:
         StateTruncated, StateDamaged
             It ends within its tokens, or what stands there are not tokens.
         """
-        return cls._parsed(open_file(as_path(path), mapped=as_bool(mapped, "mapped")))
+        name, mapped = as_path(path), as_bool(mapped, "mapped")
+        with naming(name):
+            return cls._parsed(open_file(name, mapped=mapped))
 
     @classmethod
     def from_bytes(cls, data: Buffer | npt.NDArray[Any]) -> LlamaStateFile:

@@ -13,6 +13,7 @@ from pykvcache.errors import (
 )
 from pykvcache.state.llama_files import LlamaStateFile
 from pykvcache.state.methods import StateMethods
+from pykvcache.state.naming import naming
 from pykvcache.state.saved import Path
 
 __all__ = ["LlamaFileMethods"]
@@ -121,6 +122,11 @@ class LlamaFileMethods(StateMethods):
         self._check_open()
         name = as_path(path, order="load_llama_file(path, seq_id)")
         file = LlamaStateFile.load(name, mapped=mapped)
+        with naming(name):
+            self._put(file, seq_id)
+        return file
+
+    def _put(self, file: LlamaStateFile, seq_id: SupportsIndex | None) -> None:
         if (file.kind == "context") != (seq_id is None):
             hint = "pass no seq_id" if file.kind == "context" else "pass its new seq_id"
             raise StateFormatError(
@@ -143,4 +149,3 @@ class LlamaFileMethods(StateMethods):
                 value=2,
             )
         self._native.set_state(seq_id, file._pieces, None)
-        return file

@@ -17,6 +17,7 @@ from pykvcache.state.buffers import ByteArray, as_bytes
 from pykvcache.state.convert import fit
 from pykvcache.state.facts import Fingerprint, fingerprint_of
 from pykvcache.state.layout import Part, PartLayout, layouts_from_native
+from pykvcache.state.naming import naming
 from pykvcache.state.partial import PartialStateMethods
 from pykvcache.state.parts import set_parts, split
 from pykvcache.state.saved import Path
@@ -259,7 +260,8 @@ class StateMethods(PartialStateMethods):
         self._check_open()
         name = as_path(path, order="load_sequence(path, seq_id)")
         state = SequenceState.load(name, mapped=mapped)
-        self.restore_sequence(state, seq_id, convert=convert)
+        with naming(name):
+            self.restore_sequence(state, seq_id, convert=convert)
         return state
 
     def context_state(
@@ -350,8 +352,10 @@ class StateMethods(PartialStateMethods):
             What was loaded, with its ``tokens`` and ``metadata``.
         """
         self._check_open()
-        state = ContextState.load(path, mapped=mapped)
-        self.restore_context(state, convert=convert)
+        name = as_path(path, order="load_context(path)")
+        state = ContextState.load(name, mapped=mapped)
+        with naming(name):
+            self.restore_context(state, convert=convert)
         return state
 
     def _check_open(self) -> None:

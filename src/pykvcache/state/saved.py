@@ -21,6 +21,7 @@ from pykvcache.state.container import Container, Tensor, open_file, pack, parse
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.files import json_of, layouts_of
 from pykvcache.state.layout import PartLayout
+from pykvcache.state.naming import naming
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -199,7 +200,9 @@ class Saved(ABC):
         StateTruncated, StateTrailingBytes, StateDamaged
             It is not what was written.
         """
-        return cls._checked(parse(open_file(as_path(path), mapped=as_bool(mapped, "mapped"))))
+        name, mapped = as_path(path), as_bool(mapped, "mapped")
+        with naming(name):
+            return cls._checked(parse(open_file(name, mapped=mapped)))
 
     @classmethod
     def _checked(cls, container: Container) -> Self:
@@ -274,7 +277,12 @@ def describe_state(path: Path) -> StateInfo:
     StateError
         See `SequenceState.load`.
     """
-    container = parse(open_file(as_path(path), mapped=True), verify=False)
+    name = as_path(path)
+    with naming(name):
+        return _described(parse(open_file(name, mapped=True), verify=False))
+
+
+def _described(container: Container) -> StateInfo:
     text = container.metadata
     types: dict[str, str] = {}
     for layout in layouts_of(container):

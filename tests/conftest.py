@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import socket
@@ -71,6 +72,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if config.getoption("--device") else []:
         for mark in item.iter_markers("not_on_a_device"):
             item.add_marker(pytest.mark.skip(reason=f"on a device: {mark.kwargs['reason']}"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave the 12,000 tests out of every garbage collection: one took a quarter of a second."""
+    gc.freeze()
 
 
 # A server ends with the process that asks, not before: models are freed at its very end.

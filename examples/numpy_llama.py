@@ -7,14 +7,19 @@ Usage: python examples/numpy_llama.py MODEL.gguf 1 15 27 -n 20 --cache causal
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import gguf
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pykvcache.arrays import CausalCache, FlatKVCache, KVCache
+
+try:
+    import gguf
+except ImportError:
+    sys.exit("this example needs gguf: pip install 'pykvcache[gguf]' (in a clone: '.[gguf]')")
 
 Array = NDArray[Any]
 # (layer, K, V, positions) of the new tokens, K and V as (tokens, heads, dim), to those of all

@@ -2,22 +2,23 @@
 
 A story is forked twice and told on in three ways. Above: the mean length of each token's keys in
 every layer, read where they lie. Below: the cells; the story's belong to all three sequences.
-
 Usage: python examples/plot_cache.py [model.gguf] [picture.png]      (needs pykvcache[plot])
 """
 
 import sys
 
-import matplotlib as mpl
 import numpy as np
 
 from pykvcache import LlamaContext, LlamaModel, Sampler, embedded_model_path
 
-mpl.use("agg")
-from matplotlib import pyplot as plt
+try:
+    from matplotlib import pyplot as plt
+except ImportError:
+    sys.exit("this example needs matplotlib: pip install 'pykvcache[plot]' (in a clone: '.[plot]')")
 
 PROMPT = "Once upon a time there was a little village. Lucy has a red kite. Tom is a baker."
 PER_ROW = 32
+plt.switch_backend("agg")
 
 path = next((a for a in sys.argv[1:] if a.endswith(".gguf")), embedded_model_path())
 picture = next((a for a in sys.argv[1:] if not a.endswith(".gguf")), "cache.png")
@@ -49,8 +50,7 @@ for value, owner in enumerate(np.unique(owners)):
     grid[cells] = value
     who = "sequence " + " + ".join(str(s) for s in range(3) if owner >> s & 1)
     below.scatter([], [], marker="s", color=f"C{value}", label=f"{who}: {len(cells)} cells")
-colors = mpl.colors.ListedColormap([f"C{i}" for i in range(len(np.unique(owners)))])
-below.pcolormesh(grid.reshape(-1, PER_ROW), cmap=colors, edgecolors="white", linewidth=2)
+below.pcolormesh(grid.reshape(-1, PER_ROW), cmap="tab10", vmin=0, vmax=9, ec="white", lw=2)
 below.set(xlabel=f"cells, {PER_ROW} in a row", ylabel="first cell", title="Cells in use")
 below.set_yticks(np.arange(len(grid) // PER_ROW) + 0.5, np.arange(0, len(grid), PER_ROW))
 below.invert_yaxis()

@@ -307,6 +307,41 @@ def test_chat() -> None:
     assert counts[2] - counts[1] < 70
 
 
+def test_chat_on_a_terminal_says_how_it_ends() -> None:
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    os.write(ours, b"Once upon a time\n/undo\n\x04")
+    script = str(EXAMPLES / "chat.py")
+    with open(theirs, "rb") as typed:
+        done = subprocess.run(
+            [sys.executable, "-c", ON_ONE_CPU, script],
+            stdin=typed,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    os.close(ours)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("(Ctrl-D ends the chat)\n> ")
+    assert done.stdout.endswith("(back to 0 tokens)\n> ")
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("numpy_llama", "gguf"), ("plot_cache", "matplotlib")]
+)
+def test_an_extra_that_is_missing_is_named_in_one_line(name: str, module: str) -> None:
+    script = f"import runpy, sys; sys.modules[{module!r}] = None; runpy.run_path(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(EXAMPLES / f"{name}.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert f"needs {module}: pip install 'pykvcache[" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_chat_goes_back_to_what_a_full_cache_dropped() -> None:
     """The context has 2,048 cells: half of the talk is dropped before it is taken back."""
     line = "Once upon a time there was a girl. "

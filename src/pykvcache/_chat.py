@@ -76,6 +76,18 @@ def _message(given: dict[Any, Any]) -> dict[Any, Any]:
     return {"thinking": found[0], **message, "reasoning_content": found[0]}
 
 
+def _check_role(message: Mapping[Any, Any], i: int) -> None:
+    """Refuse a message that most templates would leave out without a word."""
+    role = message.get("role")
+    if role is None:
+        why = ", ".join(map(repr, message))[:200] or "none"
+        raise ArgumentError(
+            f"messages[{i}] has no 'role': its keys are {why}", f"messages[{i}]", list(message)
+        )
+    if not isinstance(role, str):
+        raise TypeError(f"the 'role' of messages[{i}] must be a str, not {type(role).__name__}")
+
+
 def special_token_texts(model: lib.Model) -> dict[str, str]:
     """Return a model's special tokens by the names that templates know; those that there are."""
     bos, eos, _, sep, _, pad, mask, _ = model.special_tokens()
@@ -103,9 +115,11 @@ def render(
     if not isinstance(template, str):
         raise TypeError(f"template must be text, not {type(template).__name__}")
     copier = _Copier()
-    messages = copier.mappings(given["messages"], "messages", "'role' and 'content'")
+    messages = copier.mappings(given["messages"], "messages", "'role' and 'content'") or []
+    for i, one in enumerate(messages):
+        _check_role(one, i)
     values = {
-        "messages": [_message(one) for one in messages or ()],
+        "messages": [_message(one) for one in messages],
         "tools": copier.mappings(given["tools"], "tools", "a JSON schema each"),
         "documents": copier.mappings(given["documents"], "documents", "'title' and 'text'"),
         "add_generation_prompt": as_bool(generate, "add_generation_prompt"),

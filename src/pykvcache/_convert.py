@@ -30,6 +30,8 @@ IntArray = npt.NDArray[np.int32]
 #: What is accepted as tokens: an integer array, or a sequence of integers.
 TokenInput = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
 
+_MESSAGES = ": model.apply_chat_template makes text of messages, model.tokenize tokens of text"
+
 E = TypeVar("E", bound=IntEnum)
 INT32 = np.iinfo(np.int32)
 INT32_DTYPE = np.dtype(np.int32)
@@ -110,11 +112,22 @@ def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:
                 return np.frombuffer(c_array("i", tokens), np.int32)
             except OverflowError:
                 pass  # said below with the value
+        if isinstance(tokens, Mapping):
+            raise TypeError(f"{what} must be integers, not a mapping{_MESSAGES}")
         try:
-            items = [as_int(t, what, INT32.min, INT32.max) for t in tokens]
-        except TypeError as error:
-            raise TypeError(f"{what} must be a sequence of integers: {error}") from None
-        return np.array(items, dtype=np.int32)
+            items = list(tokens)
+        except TypeError:
+            kind = type(tokens).__name__
+            raise TypeError(f"{what} must be a sequence of integers, not {kind}") from None
+        values: list[int] = []
+        for token in items:
+            try:
+                values.append(as_int(token, what, INT32.min, INT32.max))
+            except TypeError:
+                hint = _MESSAGES if isinstance(token, Mapping) else ""
+                kind, at = type(token).__name__, len(values)
+                raise TypeError(f"{what} must be integers, not {kind} (at {at}){hint}") from None
+        return np.array(values, dtype=np.int32)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{what} must have an integer dtype, not {array.dtype}")
     if array.ndim != 1:

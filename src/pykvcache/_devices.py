@@ -65,6 +65,11 @@ def devices() -> tuple[Device, ...]:
     )
 
 
+def takes_layers() -> bool:
+    """Tell whether there is any device that layers can be put on."""
+    return any(_KINDS[kind] in _TAKES_LAYERS for _, kind, *_ in lib.device_facts())
+
+
 def chosen(names: object) -> list[bytes] | None:
     """Return the devices of a model as bytes; ``None`` leaves the choice to llama.cpp."""
     if names is None:

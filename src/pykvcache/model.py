@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, SupportsIndex
@@ -19,7 +20,7 @@ from pykvcache._convert import (
     as_token_array,
     choose,
 )
-from pykvcache._devices import beside, chosen, endpoints, shares
+from pykvcache._devices import beside, chosen, endpoints, shares, takes_layers
 from pykvcache._fingerprint import file_ids, model_fingerprint
 from pykvcache._model_facts import ModelFacts
 from pykvcache._model_file import readable_path
@@ -45,8 +46,8 @@ class LlamaModel(ModelFacts, Closing):
     path
         The file; of a split model the first part.
     n_gpu_layers
-        Layers to keep in GPU memory; negative means all. Without a GPU backend
-        in the build it has no effect. Default: none, and with `rpc` all.
+        Layers to keep in GPU memory; negative means all. Where there is no GPU, or none in the
+        build, it has no effect, and a `UserWarning` says so. Default: none, and with `rpc` all.
     load_mode
         ``"auto"``, ``"none"``, ``"mmap"``, ``"mlock"``, ``"mmap_mlock"`` or ``"direct_io"``.
     devices
@@ -130,6 +131,13 @@ class LlamaModel(ModelFacts, Closing):
             "check_tensors": as_bool(check_tensors, "check_tensors"),
             "use_extra_bufts": as_bool(use_extra_bufts, "use_extra_bufts"),
         }
+        if params["n_gpu_layers"] and names is None and not takes_layers():
+            warnings.warn(
+                f"n_gpu_layers={n_gpu_layers} has no effect: this build of pykvcache has no GPU "
+                "backend, or found no GPU (see pykvcache.devices() and docs/how-to/gpu.md)",
+                UserWarning,
+                stacklevel=2,
+            )
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, not {type(progress).__name__}")
         if remote and params["split_mode"] not in (SplitMode.LAYER, SplitMode.NONE):
@@ -322,8 +330,10 @@ class LlamaModel(ModelFacts, Closing):
         ------
         ChatTemplateError
             A ValueError: the template refused the messages, failed, or went beyond a bound.
+        ArgumentError
+            A ValueError: a message has no ``role``; or there is no template.
         TypeError
-            Something given is not plain data.
+            Something given is not plain data, or a ``role`` is not text.
         """
         source = template if template is not None else self.chat_template
         if source is None:

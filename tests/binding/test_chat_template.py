@@ -55,6 +55,18 @@ def test_without_a_template_there_is_nothing_to_render(model: Any) -> None:
         model("llama").apply_chat_template(MESSAGES)
 
 
+def test_a_message_without_a_role_is_refused(model: Any) -> None:
+    """A template leaves it out without a word, and the answer is to nothing."""
+    for wrong in ({"rol": "user", "content": "Hi"}, {}, {"role": None, "content": "Hi"}):
+        with pytest.raises(ValueError, match=r"messages\[2\] has no 'role': its keys are"):
+            model("llama").apply_chat_template([*MESSAGES, wrong], template=TEMPLATE)
+    with pytest.raises(TypeError, match=r"'role' of messages\[0\] must be a str, not int"):
+        model("llama").apply_chat_template([{"role": 1}], template=TEMPLATE)
+    for wrong in ("Hi", ["Hi"], [None], None, {"role": "user"}):
+        with pytest.raises(TypeError, match="sequence of mappings with 'role'"):
+            model("llama").apply_chat_template(wrong, template=TEMPLATE)
+
+
 def test_a_template_may_refuse_the_messages(model: Any) -> None:
     messages = [*MESSAGES, {"role": "system", "content": ""}]
     with pytest.raises(ValueError, match="system comes first"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pykvcache import LlamaModel
+from pykvcache._devices import takes_layers
 from pykvcache.enums import LoadMode, SplitMode
 from support.models import make_model
 
@@ -24,10 +25,22 @@ def test_every_way_of_reading_gives_the_same_model(llama: Path, mode: Any) -> No
 
 
 @pytest.mark.not_on_a_device(reason="a device may not take all split modes")
+@pytest.mark.filterwarnings("ignore:n_gpu_layers=-1 has no effect")
 @pytest.mark.parametrize("split", ["none", "layer", SplitMode.ROW])
 def test_split_modes_are_harmless_without_a_gpu(llama: Path, split: Any) -> None:
     with LlamaModel(llama, split_mode=split, n_gpu_layers=-1, use_extra_bufts=False) as model:
         assert model.n_layer == 2
+
+
+@pytest.mark.not_on_a_device(reason="there it has an effect")
+@pytest.mark.skipif(takes_layers(), reason="there it has an effect")
+@pytest.mark.parametrize("layers", [-1, 1, 99])
+def test_layers_for_a_gpu_that_is_not_there_warn(llama: Path, layers: int) -> None:
+    with pytest.warns(UserWarning, match=f"n_gpu_layers={layers} has no effect") as found:
+        LlamaModel(llama, n_gpu_layers=layers).close()
+    assert [warning.filename for warning in found] == [__file__]
+    LlamaModel(llama, n_gpu_layers=0).close()
+    LlamaModel(llama, n_gpu_layers=layers, devices=[]).close()  # the CPU was asked for
 
 
 @pytest.mark.parametrize(

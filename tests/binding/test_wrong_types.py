@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from binding.kit import words
+from pykvcache import LlamaSequence
 from pykvcache.errors import StateError
 from pykvcache.kv import LayerKV, RecurrentState, SequenceKV, from_caches, to_caches
 
@@ -85,3 +86,21 @@ def test_tokens_that_do_not_exist_are_not_selected(tokens: Any, error: type[Exce
     assert len(held.select([])) == 0
     with pytest.raises(TypeError, match="LayerKV"):
         SequenceKV(held.positions, words(4)).select([0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([{"role": "user", "content": "Hi"}], r"not dict \(at 0\): model.apply_chat_template"),
+        ({"role": "user"}, "not a mapping: model.apply_chat_template"),
+        ([5, "six"], r"tokens must be integers, not str \(at 1\)$"),
+        ([5, 6.5], r"tokens must be integers, not float \(at 1\)$"),
+        (5, "tokens must be a sequence of integers, not int"),
+    ],
+)
+def test_what_is_no_token_is_named_once(make_context: Any, given: Any, says: str) -> None:
+    ctx = make_context("llama")
+    for call in (ctx.decode, lambda tokens: LlamaSequence(ctx, tokens), ctx.model.detokenize):
+        with pytest.raises(TypeError, match=says) as error:
+            call(given)
+        assert str(error.value).count("tokens must be") == 1

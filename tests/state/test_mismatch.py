@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from pykvcache import LlamaModel, SequenceState, describe_state
+from binding.kit import with_keys
+from pykvcache import LlamaContext, LlamaModel, SequenceState, describe_state
 from pykvcache.errors import (
     NoKvCacheSlot,
     SequenceIdError,
@@ -21,6 +22,7 @@ from pykvcache.errors import (
     UnsupportedOperation,
 )
 from state.kit import WORDS, next_logits, refused
+from support.models import make_model
 from test_quantized_weights import quantized
 
 if TYPE_CHECKING:
@@ -39,6 +41,27 @@ def wide(tmp_path: Path) -> Any:
     yield load
     for one in opened:
         one.close()
+
+
+def test_the_other_model_is_named(
+    make_context: ContextFactory, model_folder: Path, tmp_path: Path
+) -> None:
+    named = tmp_path / "named.gguf"
+    with_keys(make_model("llama", model_folder), named, {"general.name": "Small " * 50})
+    ctx, other = make_context("gemma3"), make_context("llama")
+    with LlamaModel(named) as model, LlamaContext(model, n_ctx=256) as source:
+        source.decode(WORDS[:12])
+        source.save_sequence(tmp_path / "a", 0)
+        assert describe_state(tmp_path / "a").fingerprint.model_name == ("Small " * 50)[:100]
+        for wrong in (ctx, other):
+            with refused(
+                wrong, StateModelMismatch, match=r"another model, 'Small .* \(llama, 2 lay"
+            ):
+                wrong.load_sequence(tmp_path / "a", 0)
+        ctx.decode(WORDS[:5])
+        ctx.save_sequence(tmp_path / "b", 0)
+        with refused(source, StateModelMismatch, match=r"this one is 'Small .*: load that model"):
+            source.load_sequence(tmp_path / "b", 0)
 
 
 def test_another_model_of_the_same_shapes(

@@ -157,7 +157,8 @@ cdef class Decoding(Batch):
         facts = {"n_decoded": done_so_far, "needs_removal": damaged}
         if code == 1:
             raise NoKvCacheSlot(
-                f"no room in the cache for {batch.n_tokens} more tokens (n_ctx is {self.n_ctx})" + left, 1,
+                f"no room in the cache for {batch.n_tokens} more tokens (n_ctx is {self.n_ctx}, "
+                "always a multiple of 256)" + left, 1,
                 n_tokens=batch.n_tokens, n_cells=self.n_ctx_seq, **facts)
         if code == 2:
             raise DecodeAborted("the decode was aborted" + (

@@ -15,7 +15,11 @@ __all__ = ["demo"]
     "--seed", type=number(0, 2**32 - 2), default=1, show_default=True, help="Of all sampling."
 )
 @click.option(
-    "--n-ctx", type=number(256, 2**20), default=1024, show_default=True, help="Cells of the cache."
+    "--n-ctx",
+    type=number(256, 2**20),
+    default=1024,
+    show_default=True,
+    help="Cells of the cache, rounded up to a multiple of 256.",
 )
 @threads_option
 @click.option("--quick", is_flag=True, help="Generate less.")

@@ -39,7 +39,8 @@ N_UBATCH = 512
 @click.option(
     "--n-ctx",
     type=number(1, 2**31 - 1),
-    help="Tell what a cache of so many tokens takes. Default: the trained context.",
+    help="Tell what a cache of so many tokens takes, rounded up to a multiple of 256. Default: the "
+    "trained context.",
 )
 @click.option("--n-seq-max", type=number(1, 256), default=1, help="Sequences that share it.")
 @cache_type_options

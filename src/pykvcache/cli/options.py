@@ -70,7 +70,8 @@ n_ctx_option = click.option(
     type=number(0, 2**31 - 1),
     default=4096,
     show_default=True,
-    help="Cells of the cache, in tokens; 0: as many as the model was trained with.",
+    help="Cells of the cache, in tokens, rounded up to a multiple of 256; 0: as many as the model "
+    "was trained with.",
 )
 
 

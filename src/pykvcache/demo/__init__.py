@@ -103,16 +103,19 @@ def _summary(screen: Screen, stage: Stage, fresh: Fresh, seconds: float) -> bool
     for note in stage.notes:
         screen.line(note)
     right = all(max(row.differences, default=0.0) <= fresh.tolerance for row in stage.rows)
-    screen.line(
-        f"anew: tokens that a fresh run evaluates. Equal: no logit differs by more than "
-        f"{fresh.tolerance:.2g}. All in {seconds:.1f} s."
-    )
-    if fresh.is_coarse:
-        screen.line(
-            f"The weights are quantised: rounding alone moves logits of this model by "
-            f"{fresh.noise:.2g}, so that equal cannot mean less."
-        )
+    screen.line(f"anew: tokens that a fresh run evaluates. {_equal(fresh)} All in {seconds:.1f} s.")
     return right
+
+
+def _equal(fresh: Fresh) -> str:
+    """Explain the last column."""
+    if fresh.tolerance > fresh.noise * fresh.factor:
+        return f"Equal: no logit is further from the fresh run's than {fresh.tolerance:.2g}."
+    return (
+        f"Equal: no logit is further from the fresh run's than {fresh.tolerance:.2g}, which is "
+        f"{fresh.factor} times what rounding alone does on the weights of this model "
+        f"({fresh.noise:.2g}, measured with the same tokens at other positions)."
+    )
 
 
 def _figures(row: Row) -> tuple[str, str, str]:
@@ -126,7 +129,7 @@ def _verdict(row: Row, fresh: Fresh) -> str:
         return row.note
     worst = max(row.differences)
     if worst > fresh.tolerance:
-        return f"NO, {worst:.0e} off{row.note}"
+        return f"NO, {worst:.1g} off{row.note}"
     if fresh.is_coarse:
         return f"yes, to rounding ({worst:.1f}){row.note}"
-    return f"yes, within {worst:.0e}{row.note}" if worst else f"yes, exactly{row.note}"
+    return f"yes, within {worst:.1g}{row.note}" if worst else f"yes, exactly{row.note}"

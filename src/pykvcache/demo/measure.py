@@ -114,7 +114,12 @@ class Fresh:
         """
         here = self._logits_at(tokens, 0)
         self.noise = max(apart(here, self._logits_at(tokens, start)) for start in ELSEWHERE)
-        self.tolerance = max(RIGHT, self.noise * (2 if self.is_coarse else 5))
+        self.tolerance = max(RIGHT, self.noise * self.factor)
+
+    @property
+    def factor(self) -> int:
+        """How many times as far as by rounding alone logits may be off."""
+        return 2 if self.is_coarse else 5
 
     @property
     def is_coarse(self) -> bool:

@@ -27,7 +27,7 @@ def check_length(ctx: LlamaContext, n: int) -> None:
             value=n - 1,
             limit=last,
         )
-    why = f"n_ctx is {ctx.n_ctx}"
+    why = f"n_ctx is {ctx.n_ctx}, always a multiple of 256"
     if ctx.n_ctx_seq < ctx.n_ctx:
         why += f", n_seq_max {ctx.n_seq_max} without kv_unified"
     raise NoKvCacheSlot(

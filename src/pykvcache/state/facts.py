@@ -42,6 +42,9 @@ class Fingerprint:
         SHA-256 of the rotation of every layer, byte by byte in docs/state-format.md.
     adapters
         LoRA adapters in use; none can be, yet.
+    model_name
+        ``general.name`` of the model, its first 100 characters; empty where it or the file has
+        none. Not compared: for people.
     """
 
     model: str
@@ -55,18 +58,20 @@ class Fingerprint:
     rope: Mapping[str, float] = field(hash=False)
     rope_digest: str
     adapters: tuple[str, ...] = ()
+    model_name: str = field(default="", compare=False)
 
     def to_json(self) -> str:
-        """Return the text that a file holds."""
-        return json.dumps(vars(self) | {"rope": dict(self.rope)}, sort_keys=True)
+        """Return the text that a file holds; the name stands beside it."""
+        compared = {name: value for name, value in vars(self).items() if name != "model_name"}
+        return json.dumps(compared | {"rope": dict(self.rope)}, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Fingerprint:
+    def from_json(cls, text: str, model_name: str = "") -> Fingerprint:
         """Read what `to_json` wrote."""
         try:
             data = json.loads(text)
             adapters = data.pop("adapters")
-            result = cls(**data, adapters=tuple(adapters))
+            result = cls(**data, adapters=tuple(adapters), model_name=model_name)
             if not all(type(getattr(result, name)) is kind for name, kind in _TYPES.items()):
                 raise TypeError
             if not all(type(x) is str for x in adapters):
@@ -84,9 +89,10 @@ class Fingerprint:
         if not isinstance(here, Fingerprint):
             raise TypeError(f"here must be a Fingerprint, not {type(here).__name__}")
         if self.model != here.model:
+            held, known = self._called(), here._called()
             raise StateModelMismatch(
-                f"the state belongs to another model: its fingerprint is {self.model[:16]}..., "
-                f"this model's is {here.model[:16]}...",
+                f"the state belongs to another model, {held}; this one is {known}: load that "
+                "model, or evaluate the tokens with this one",
                 what="model",
                 value=self.model,
                 limit=here.model,
@@ -107,6 +113,14 @@ class Fingerprint:
                 value=self.rope,
                 limit=here.rope,
             )
+
+    def _called(self) -> str:
+        """Return what is known of the model: the same name may stand for other weights."""
+        name = f"{self.model_name!r} " if self.model_name else ""
+        return (
+            f"{name}({self.architecture[:40]}, {self.n_layer} layers, fingerprint "
+            f"{self.model[:16]}...)"
+        )
 
 
 _TYPES = {
@@ -144,6 +158,7 @@ def fingerprint_of(native: lib.Context, model: str) -> Fingerprint:
         causal=native.causal,
         rope=first,
         rope_digest=digest.hexdigest(),
+        model_name=m.metadata.get("general.name", "")[:100],
     )
 
 

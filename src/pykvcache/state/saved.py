@@ -128,6 +128,8 @@ class Saved(ABC):
             "user": json.dumps(self._metadata),
             **self._text(),
         }
+        if self._fingerprint.model_name:
+            text["model_name"] = self._fingerprint.model_name
         return pack(
             text, self._tensors(), find_checksum(best_checksum() if checksum is None else checksum)
         )
@@ -267,6 +269,12 @@ def read_metadata(container: Container) -> dict[str, Any]:
     return user
 
 
+def read_fingerprint(container: Container) -> Fingerprint:
+    """Return what a file belongs to."""
+    text = container.metadata
+    return Fingerprint.from_json(text.get("fingerprint", ""), text.get("model_name", ""))
+
+
 def describe_state(path: Path) -> StateInfo:
     """Say what a saved state is, from its header alone.
 
@@ -301,7 +309,7 @@ def _described(container: Container) -> StateInfo:
         kind=text["kind"],
         n_tokens=int(count),
         has_tokens=any(name.startswith("tokens") for name in container.tensors),
-        fingerprint=Fingerprint.from_json(text.get("fingerprint", "")),
+        fingerprint=read_fingerprint(container),
         types=types,
         metadata=read_metadata(container),
         checksum=text["checksum"],

@@ -21,7 +21,7 @@ from pykvcache.state.container import Container, Tensor
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.files import layouts_of, read_ints, read_part, write_ints, write_part
 from pykvcache.state.layout import IntArray, Part, PartLayout
-from pykvcache.state.saved import Saved, read_metadata
+from pykvcache.state.saved import Saved, read_fingerprint, read_metadata
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -277,7 +277,7 @@ class SequenceState(Saved):
         if not parts or not first.isdecimal() or any(_disordered(part) for part in parts):
             raise StateDamaged("the state's positions make no sense", what="positions")
         tokens = read_ints(tensors, "tokens", (-1,)) if "tokens" in tensors else None
-        fingerprint = Fingerprint.from_json(container.metadata.get("fingerprint", ""))
+        fingerprint = read_fingerprint(container)
         try:
             state = cls(
                 parts,

@@ -14,7 +14,7 @@ from pykvcache.state.container import Container, Tensor
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.files import json_of, layouts_of, read_ints, read_part, write_ints, write_part
 from pykvcache.state.layout import IntArray, Part, PartLayout
-from pykvcache.state.saved import Saved, read_metadata
+from pykvcache.state.saved import Saved, read_fingerprint, read_metadata
 from pykvcache.state.sequence import SequenceState
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class ContextState(Saved):
             }
             return cls(
                 parts,
-                Fingerprint.from_json(container.metadata.get("fingerprint", "")),
+                read_fingerprint(container),
                 firsts,
                 tokens=tokens,
                 metadata=read_metadata(container),

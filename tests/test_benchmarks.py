@@ -26,10 +26,18 @@ from benchmarks.peers.workload import workload  # noqa: E402
 PLAN = Plan(samples=3, slices=2)
 
 
-@pytest.fixture
-def ours(tmp_path: Path) -> Iterator[Contestant]:
+@pytest.fixture(scope="module")
+def process() -> Iterator[Contestant]:
+    """One for all tests here: each of them opens a model and a context of its own."""
     command = [sys.executable, "-m", "benchmarks.peers.ours"]
     contestant = Contestant("pykvcache", command, {"PYTHONPATH": os.fspath(ROOT)})
+    yield contestant
+    contestant.close()
+
+
+@pytest.fixture
+def ours(process: Contestant, tmp_path: Path) -> Contestant:
+    contestant = process
     model = os.fspath(make_model("llama", tmp_path))
     opened = settings.open_one(contestant, model, n_ctx=256, n_seq_max=4, threads=1)
     assert opened["n_vocab"] == 320
@@ -38,8 +46,7 @@ def ours(tmp_path: Path) -> Iterator[Contestant]:
         **{"n_ctx": 256, "n_batch": 256, "n_ubatch": 256, "n_seq_max": 4, "threads": 1},
     }
     assert contestant.ask("fill", n=16) == {}
-    yield contestant
-    contestant.close()
+    return contestant
 
 
 def test_sides_take_turns_and_the_first_one_changes() -> None:

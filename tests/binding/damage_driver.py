@@ -1,7 +1,8 @@
 """Load and use damaged copies of a model; run as ``python -m binding.damage_driver``.
 
 Prints the number of each copy before it is loaded: a process that dies says which one did it,
-and ``--first N --copies 1`` repeats that one.
+and ``--first N --copies 1`` repeats that one. ``--damage`` may be given several times, each with
+the options of its own after it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import faulthandler
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
 
@@ -103,6 +104,27 @@ def use(path: Path) -> None:
             list(ctx.generate([5], 3))
 
 
+def damaged(whole: bytes, place: Map, how: argparse.Namespace) -> Iterator[tuple[int, bytes]]:
+    """The copies that are asked for, with their numbers."""
+    copies: Iterator[bytes]
+    if how.damage == "fields":
+        copies = every_field(whole, place)
+    elif how.damage == "cuts":
+        copies = every_cut(whole, place)
+    else:
+        make = mixed if how.damage == "mixed" else every_flip
+        copies = islice(make(whole, place, how.seed), how.first + (how.copies or 100))
+    stop = None if how.copies is None else how.first + how.copies
+    return islice(enumerate(copies), how.first, stop, how.every)
+
+
+def parts(arguments: list[str]) -> Iterator[list[str]]:
+    """What is said of each damage, from one ``--damage`` to the next."""
+    starts = [k for k, word in enumerate(arguments) if word == "--damage"] or [len(arguments)]
+    for start, end in pairwise([*starts, len(arguments)]):
+        yield arguments[: starts[0]] + arguments[start:end]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
@@ -112,28 +134,22 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="take every n-th copy only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path())
-    options = parser.parse_args()
     faulthandler.enable()
-    whole, place = options.model.read_bytes(), read_map(options.model)
-    copies: Iterator[bytes]
-    if options.damage == "fields":
-        copies = every_field(whole, place)
-    elif options.damage == "cuts":
-        copies = every_cut(whole, place)
-    else:
-        make = mixed if options.damage == "mixed" else every_flip
-        copies = islice(make(whole, place, options.seed), options.first + (options.copies or 100))
-    path, seen = options.folder / "damaged.gguf", Counter[str]()
-    stop = None if options.copies is None else options.first + options.copies
-    for number, copy in islice(enumerate(copies), options.first, stop, options.every):
-        path.write_bytes(copy)
-        print(f"copy {number}", flush=True)
-        try:
-            use(path)
-            seen["fine"] += 1
-        except (KvCacheError, ValueError, IndexError, MemoryError) as error:
-            seen[type(error).__name__] += 1
-    print(dict(seen))
+    seen: dict[str, dict[str, int]] = {}
+    for part in parts(sys.argv[1:]):
+        how = parser.parse_args(part)
+        whole, place = how.model.read_bytes(), read_map(how.model)
+        path, outcomes = how.folder / "damaged.gguf", Counter[str]()
+        for number, copy in damaged(whole, place, how):
+            path.write_bytes(copy)
+            print(f"{how.damage}: copy {number}", flush=True)
+            try:
+                use(path)
+                outcomes["fine"] += 1
+            except (KvCacheError, ValueError, IndexError, MemoryError) as error:
+                outcomes[type(error).__name__] += 1
+        seen[how.damage] = dict(outcomes)
+    print(seen)
     return 0
 
 

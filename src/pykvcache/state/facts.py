@@ -66,12 +66,14 @@ class Fingerprint:
         return json.dumps(compared | {"rope": dict(self.rope)}, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str, model_name: str = "") -> Fingerprint:
+    def from_json(cls, text: str) -> Fingerprint:
         """Read what `to_json` wrote."""
         try:
             data = json.loads(text)
             adapters = data.pop("adapters")
-            result = cls(**data, adapters=tuple(adapters), model_name=model_name)
+            if "model_name" in data:
+                raise TypeError
+            result = cls(**data, adapters=tuple(adapters))
             if not all(type(getattr(result, name)) is kind for name, kind in _TYPES.items()):
                 raise TypeError
             if not all(type(x) is str for x in adapters):

@@ -6,7 +6,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
@@ -272,7 +272,8 @@ def read_metadata(container: Container) -> dict[str, Any]:
 def read_fingerprint(container: Container) -> Fingerprint:
     """Return what a file belongs to."""
     text = container.metadata
-    return Fingerprint.from_json(text.get("fingerprint", ""), text.get("model_name", ""))
+    found = Fingerprint.from_json(text.get("fingerprint", ""))
+    return replace(found, model_name=text.get("model_name", ""))
 
 
 def describe_state(path: Path) -> StateInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import re
 from pathlib import Path
@@ -92,3 +93,36 @@ def test_the_chain_of_classes_is_as_long_as_decisions_says() -> None:
         chain.append(bases[chain[-1]])
     assert (chain[-1], len(chain)) == ("Handle", 11)
     assert "a chain of eleven classes" in (ROOT / "docs" / "decisions.md").read_text("utf-8")
+
+
+def said_in(path: Path) -> list[str]:
+    """Return the texts of a source file; ``...`` where a value stands."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        # Adjacent literals, whose values stand in braces.
+        return [re.sub(r'"\s*f?"', "", re.sub(r"\{[^}\n]*\}", "...", text))]
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.JoinedStr):
+            parts = [p.value if isinstance(p, ast.Constant) else "..." for p in node.values]
+            found.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^\*\*`.*?(?=\n\n|\Z)", page, re.MULTILINE | re.DOTALL)
+    quoted = [one for entry in entries for one in re.findall(r"\*\*`([^`]+)`", entry)]
+    messages = [" ".join(one.split()) for one in quoted if " " in one]
+    assert len(messages) > 25
+    said = [
+        text
+        for path in sorted(PACKAGE.rglob("*"))
+        if path.suffix in (".py", ".pxi")
+        for text in said_in(path)
+    ]
+    for message in messages:
+        fits = re.compile(r".{1,30}?".join(map(re.escape, message.split("..."))))
+        assert any(fits.search(text) for text in said), message

@@ -16,9 +16,17 @@ pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=Import
 pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
 pytest.importorskip("jinja2", reason="pip install 'pykvcache[cli]'")
 
-from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded_model_path
+from pykvcache import (
+    LlamaContext,
+    LlamaModel,
+    LlamaSequence,
+    Sampler,
+    describe_state,
+    embedded_model_path,
+)
 from pykvcache.cli import main
 from pykvcache.cli.talk import Figures, Talk
+from pykvcache.cli.talk_files import load_talk
 from pykvcache.errors import NoKvCacheSlot, StateError
 
 PLAIN = (
@@ -127,13 +135,53 @@ def test_a_talk_in_a_file(ctx: LlamaContext, tmp_path: Path) -> None:
     turn(talk, "Lucy has a kite.")
     talk.save(str(tmp_path / "talk.kv"))
     evaluated = ctx.tokens_evaluated
-    back = Talk.load(ctx, str(tmp_path / "talk.kv"))
+    back = load_talk(ctx, str(tmp_path / "talk.kv"))
     assert ctx.tokens_evaluated == evaluated
     assert (back.messages, back.turns, back.text) == (talk.messages, talk.turns, talk.text)
     assert turn(back, "Go on.").reused >= len(talk.sequence) - 1
     LlamaSequence(ctx, "no talk").save(tmp_path / "other.kv")
     with pytest.raises(StateError, match=r"other\.kv: not a talk"):
-        Talk.load(ctx, str(tmp_path / "other.kv"))
+        load_talk(ctx, str(tmp_path / "other.kv"))
+
+
+def test_a_sequence_with_messages_beside_it_is_a_talk(ctx: LlamaContext, tmp_path: Path) -> None:
+    """As docs/how-to/chat.md saves one, here with the template of the model itself."""
+    path = str(tmp_path / "talk.kv")
+    with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=512) as own:
+        talk, messages = LlamaSequence(own), list[dict[str, str]]()
+        for text in ("Lucy has a red kite. Tom is a baker. Who is the baker?", "Who is Tom?"):
+            messages.append({"role": "user", "content": text})
+            prompt = model.apply_chat_template(messages)
+            talk.sync(model.tokenize(prompt, add_special=False, parse_special=True))
+            answer = "".join(talk.stream(30, stop=['"', "\n"]))
+            messages.append({"role": "assistant", "content": answer})
+        talk.save(path, {"messages": messages, "title": "Tom"})
+        before = own.tokens_evaluated
+        back = load_talk(own, path)
+        assert own.tokens_evaluated == before
+        assert back.messages == messages
+        assert len(back.sequence) - back.sequence.n_evaluated <= 1, "nothing is evaluated again"
+        assert back.text == model.apply_chat_template(messages, add_generation_prompt=False)
+        assert model.detokenize(back.sequence.tokens).strip() == back.text
+        assert turn(back, "Who has the red kite?", 40).reused >= len(talk) - 2
+        assert back.rewind(2) == 2
+        assert back.messages == messages[:2]
+        assert model.detokenize(back.sequence.tokens).strip() == back.text
+        back.save(path)
+        beside = describe_state(path).metadata["metadata"]
+        assert (beside["messages"], beside["title"]) == (messages[:2], "Tom")
+        again = load_talk(own, path)
+        assert (again.messages, again.turns) == (back.messages, back.turns)
+        for wrong in (
+            [{"role": "user"}],
+            [{"role": "user", "content": "Hi", "tool": 1}],
+            [1],
+            5,
+            [],
+        ):
+            talk.save(path, {"messages": wrong})
+            with pytest.raises(StateError, match=r"talk\.kv: "):
+                load_talk(own, path)
 
 
 def test_damage_is_said_before_anything_else(ctx: LlamaContext, tmp_path: Path) -> None:
@@ -145,10 +193,10 @@ def test_damage_is_said_before_anything_else(ctx: LlamaContext, tmp_path: Path) 
     for data in (sound[:-9] + bytes([sound[-9] ^ 1]) + sound[-8:], sound[:-1], b"short"):
         path.write_bytes(data)
         with pytest.raises(StateError, match=r"other\.kv: (?!not a talk)"):
-            Talk.load(ctx, str(path))
+            load_talk(ctx, str(path))
     ctx.save_context(path)
     with pytest.raises(StateError, match=r"other\.kv: not a talk"):
-        Talk.load(ctx, str(path))
+        load_talk(ctx, str(path))
 
 
 def test_what_a_turn_took_is_evaluation(ctx: LlamaContext) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import click
 
 from pykvcache.cli.talk import Figures, Talk
+from pykvcache.cli.talk_files import load_talk
 from pykvcache.cli.terminal import note, one_line
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError
@@ -167,7 +168,7 @@ class Commands:
         note(f"({path}: {_turns(len(self.talk.turns))}, {size:,} bytes)")
 
     def _load(self, path: str) -> None:
-        talk = Talk.load(self._ctx, path)
+        talk = load_talk(self._ctx, path)
         if self._name in self._branches:
             self.talk.sequence.close()
         self._branches[self._name] = talk

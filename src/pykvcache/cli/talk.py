@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pykvcache._models import embedded_model_path
 from pykvcache.cli.terminal import watched
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ChatTemplateError, NoKvCacheSlot, StateError, StateLayoutMismatch
+from pykvcache.errors import ChatTemplateError, NoKvCacheSlot
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
-from pykvcache.state import ContextState, SequenceState, StateInfo, describe_state
 
-__all__ = ["Figures", "Talk", "closing"]
+__all__ = ["FORMAT", "Figures", "Talk", "Turn", "closing"]
 
 #: In the metadata of a saved talk.
 FORMAT = "pykvcache.chat"
@@ -64,6 +62,7 @@ class Talk:
     messages: list[dict[str, str]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     text: str = ""
+    beside: dict[str, Any] = field(default_factory=dict)  # what a file had with it, and keeps
 
     @property
     def context(self) -> LlamaContext:
@@ -190,7 +189,7 @@ class Talk:
     def fork(self) -> Talk:
         """Return another talk that begins with all of this one."""
         messages = [dict(message) for message in self.messages]
-        return Talk(self.sequence.fork(), messages, list(self.turns), self.text)
+        return Talk(self.sequence.fork(), messages, list(self.turns), self.text, dict(self.beside))
 
     # Files ----------------------------------------------------------------------------------
 
@@ -198,52 +197,5 @@ class Talk:
         """Write the talk, with what was evaluated; return the bytes."""
         turns = [[turn.n_tokens, turn.n_text] for turn in self.turns]
         note = {"messages": self.messages, "turns": turns, "text": self.text}
-        return self.sequence.save(path, {FORMAT: note})
-
-    @classmethod
-    def load(cls, ctx: LlamaContext, path: str) -> Talk:
-        """Read a talk; nothing of it is evaluated again.
-
-        Raises
-        ------
-        StateError
-            It is not a talk, or not one of this model.
-        """
-        found = describe_state(path)
-        note: Any = found.metadata.get("metadata", {})
-        try:
-            note = note[FORMAT]
-            messages = [{"role": m["role"], "content": m["content"]} for m in note["messages"]]
-            turns = [Turn(int(n), int(at)) for n, at in note["turns"]]
-            text = note["text"]
-            if not all(isinstance(part, str) for m in messages for part in m.values()):
-                raise TypeError("a message is not text")
-            if not isinstance(text, str):
-                raise TypeError("the text is not text")
-        except (KeyError, TypeError, ValueError):
-            # Damage is said first.
-            (SequenceState if found.kind == "sequence" else ContextState).load(path)
-            raise StateError(f"{path}: not a talk that 'pykvcache chat' saved") from None
-        try:
-            return cls(LlamaSequence.load(ctx, path), messages, turns, text)
-        except StateLayoutMismatch as error:
-            raise _other_types(path, found, ctx) or error from None
-
-
-def _other_types(path: str, found: StateInfo, ctx: LlamaContext) -> StateLayoutMismatch | None:
-    """Say what to do where a file stores other types of keys and values than the context."""
-    theirs = {part: found.types.get(part) for part in ("k", "v")}
-    here = ctx.memory_info
-    ours = {"k": here.type_k.name.lower(), "v": here.type_v.name.lower()}
-    if theirs == ours:
-        return None
-    used = ctx.model.path
-    model = "" if used == embedded_model_path() else f"-m {used} "
-    said, other = (" ".join(f"--type-{part} {t[part]}" for part in t) for t in (theirs, ours))
-    return StateLayoutMismatch(
-        f"{path}: it was saved with {said}: give these, or convert the file first: "
-        f"pykvcache state convert {model}{path} OUT {other}",
-        what="types",
-        value=tuple(theirs.values()),
-        limit=tuple(ours.values()),
-    )
+        beside = self.beside | {"messages": self.messages, FORMAT: note}
+        return self.sequence.save(path, beside)

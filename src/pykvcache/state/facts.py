@@ -94,7 +94,7 @@ class Fingerprint:
             held, known = self._called(), here._called()
             raise StateModelMismatch(
                 f"the state belongs to another model, {held}; this one is {known}: load that "
-                "model, or evaluate the tokens with this one",
+                "model, or evaluate the text with this one",
                 what="model",
                 value=self.model,
                 limit=here.model,

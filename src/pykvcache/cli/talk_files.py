@@ -1,0 +1,101 @@
+"""Talks out of files: those that the chat saved, and sequences with messages beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pykvcache._models import embedded_model_path
+from pykvcache.cli.talk import FORMAT, Talk, Turn
+from pykvcache.context import LlamaContext
+from pykvcache.errors import ChatTemplateError, StateError, StateLayoutMismatch
+from pykvcache.sequence.sequence import LlamaSequence
+from pykvcache.state import ContextState, SequenceState, StateInfo, describe_state
+
+__all__ = ["load_talk"]
+
+
+def load_talk(ctx: LlamaContext, path: str) -> Talk:
+    """Read a talk; of one that the chat saved nothing is evaluated again.
+
+    Also a file of `LlamaSequence.save` with ``{"messages": [...]}`` beside it, where the model has
+    a template: its tokens become those of the messages, and what both begin with is kept.
+
+    Raises
+    ------
+    StateError
+        It is not a talk, or not one of this model.
+    """
+    found = describe_state(path)
+    beside: Any = found.metadata.get("metadata", {})
+    try:
+        beside = dict(beside)
+        note = beside.pop(FORMAT, None)
+        messages = _messages((note or beside)["messages"])
+        beside["messages"] = messages
+        turns = [Turn(int(n), int(at)) for n, at in note["turns"]] if note else []
+        text = note["text"] if note else ""
+        if not isinstance(text, str):
+            raise TypeError("the text is not text")
+        if not note and ctx.model.chat_template is None:
+            raise ValueError("messages alone are no text")
+    except (KeyError, TypeError, ValueError):
+        # Damage is said first.
+        (SequenceState if found.kind == "sequence" else ContextState).load(path)
+        raise StateError(f"{path}: not a talk that 'pykvcache chat' saved") from None
+    try:
+        talk = Talk(LlamaSequence.load(ctx, path), messages, turns, text, beside)
+    except StateLayoutMismatch as error:
+        raise _other_types(path, found, ctx) or error from None
+    if not note and not _lay_out(talk):
+        talk.sequence.close()
+        raise StateError(
+            f"{path}: the model's template does not put its messages one after another"
+        )
+    return talk
+
+
+def _messages(given: Any) -> list[dict[str, str]]:
+    messages = [{"role": m["role"], "content": m["content"]} for m in given]
+    if not all(isinstance(part, str) for m in messages for part in m.values()):
+        raise TypeError("a message is not text")
+    if any(len(m) > 2 for m in given):
+        raise ValueError("a message has more than a text")
+    return messages
+
+
+def _lay_out(talk: Talk) -> bool:
+    """Make a sequence that of its messages, and find where turns begin; False where it cannot."""
+    model, tokens = talk.context.model, list[int]()
+    for i, message in enumerate(talk.messages):
+        if message["role"] == "user":
+            talk.turns.append(Turn(len(tokens), len(talk.text)))
+        try:
+            whole = model.apply_chat_template(talk.messages[: i + 1], add_generation_prompt=False)
+        except ChatTemplateError:  # it wants a user's message first
+            continue
+        if not whole.startswith(talk.text):
+            return False
+        new = whole[len(talk.text) :]
+        tokens += model.tokenize(new, add_special=False, parse_special=True).tolist()
+        talk.text = whole
+    talk.sequence.sync(tokens)
+    return bool(talk.text)
+
+
+def _other_types(path: str, found: StateInfo, ctx: LlamaContext) -> StateLayoutMismatch | None:
+    """Say what to do where a file stores other types of keys and values than the context."""
+    theirs = {part: found.types.get(part) for part in ("k", "v")}
+    here = ctx.memory_info
+    ours = {"k": here.type_k.name.lower(), "v": here.type_v.name.lower()}
+    if theirs == ours:
+        return None
+    used = ctx.model.path
+    model = "" if used == embedded_model_path() else f"-m {used} "
+    said, other = (" ".join(f"--type-{part} {t[part]}" for part in t) for t in (theirs, ours))
+    return StateLayoutMismatch(
+        f"{path}: it was saved with {said}: give these, or convert the file first: "
+        f"pykvcache state convert {model}{path} OUT {other}",
+        what="types",
+        value=tuple(theirs.values()),
+        limit=tuple(ours.values()),
+    )

@@ -35,7 +35,7 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-# For `make fuzz`: 25 times the examples.
+# For `make fuzz`: 25 times the examples (`support.examples`).
 settings.register_profile("fuzz", settings.get_profile("suite"), max_examples=2500)
 settings.load_profile("suite")
 

@@ -16,8 +16,9 @@ from memory.reference import DONE
 from pykvcache import LlamaContext
 from state.partial_kit import FORGETFUL
 from state.partial_programs import PartialProgram
+from support.examples import examples
 
-STEPS = 3 * settings().max_examples
+STEPS = examples(150)
 SETTINGS = settings(max_examples=8, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])
 
 

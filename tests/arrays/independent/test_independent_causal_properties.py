@@ -19,6 +19,7 @@ from pykvcache.arrays import (
     SWAMemCache,
 )
 from pykvcache.errors import KvCacheFull, NotSupported, SharedCellsError
+from support.examples import examples
 
 LAYERS, HEADS, K_DIM, V_DIM = 2, 2, 3, 2
 SEQUENCES = st.sampled_from([0, 0, 0, 1, 1, 2])
@@ -243,7 +244,7 @@ class Pair:
         assert self.cache.can_resume(seq, pos) is self.seed.can_resume(seq, pos)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(setup=SETUPS, calls=st.lists(CALLS, min_size=25, max_size=60))
 def test_random_calls(setup: dict[str, Any], calls: list[tuple[Any, ...]]) -> None:
     pair = Pair(**setup)

@@ -22,6 +22,7 @@ from pykvcache.arrays import (
     load_prompt_cache,
     save_prompt_cache,
 )
+from support.examples import examples
 
 COMMON = settings(max_examples=100, deadline=None, derandomize=True)
 
@@ -336,7 +337,7 @@ def test_batches(lengths: list[int], calls: list[tuple[Any, ...]]) -> None:
     Batch(lengths, None).run(calls)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(lengths=LENGTHS, limit=st.integers(2, 9), calls=BATCH_CALLS)
 def test_batches_of_rings(lengths: list[int], limit: int, calls: list[tuple[Any, ...]]) -> None:
     Batch(lengths, limit).run(calls)

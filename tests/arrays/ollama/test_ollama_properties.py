@@ -19,6 +19,7 @@ from pykvcache.arrays import (
     SWAMemCache,
 )
 from pykvcache.errors import KvCacheFull, NotSupported, SharedCellsError
+from support.examples import examples
 
 SEQUENCES = (0, 1, 7, 10**12)
 HEADS, DIM, VALUE_DIM = 2, 4, 3
@@ -281,7 +282,9 @@ class SlidingMemoryMachine(CausalMachine):
         return SWAMemCache(self.window, self.memory, self.shift_fn)
 
 
-SETTINGS = settings(max_examples=100, stateful_step_count=25, deadline=None, derandomize=True)
+SETTINGS = settings(
+    max_examples=examples(50), stateful_step_count=25, deadline=None, derandomize=True
+)
 
 TestCausalAgainstLists = CausalMachine.TestCase
 TestCausalAgainstLists.settings = SETTINGS

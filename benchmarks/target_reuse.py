@@ -86,4 +86,9 @@ def alone(groups: dict[str, Rows]) -> Verdict:
     if row is None or "without" not in row.samples:
         return Verdict("reuse_alone", text, "-", None)
     ratios = row.ratios("without", "with a cache")
-    return Verdict("reuse_alone", text, span(ratios, "", 3), statistics.median(ratios) >= 0.99)
+    low, middle, high = (f"{value:.3f}" for value in statistics.quantiles(ratios, n=4))
+    figure = f"{middle} over {len(ratios)} pairs (quartiles {low} to {high})"
+    own = groups["reuse"].get("nothing shared, processor")
+    if own is not None and (of_own := own.ratios("without", "with a cache")):
+        figure += f"; by processor time {statistics.median(of_own):.3f}"
+    return Verdict("reuse_alone", text, figure, statistics.median(ratios) >= 0.99)

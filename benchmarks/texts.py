@@ -171,8 +171,8 @@ GROUPS = {
         "begin with, questions of 45 or 46 tokens, answers of 39 (greedy). *tree*: an agent's steps, 3 levels of 4 branches: 800 tokens, "
         "40 more per step, one token of answer. Counted are the tokens of prompts that are evaluated; *new* is what no cache can know: a "
         "contestant's own answers make its prompts, so that it differs a little. llama-cpp-python counts what its cache holds "
-        "with the scores in it; xllamacpp is llama-server with `cache_ram_mib`. Then ours alone: 12 prompts of 450 tokens "
-        "that share nothing, with a cache and without; putting 4,096 tokens of the 30M model back from 64 blocks and from one state; "
+        "with the scores in it; xllamacpp is llama-server with `cache_ram_mib`. Then ours alone: 24 prompts of 450 tokens "
+        "that share nothing, each with a cache and without, right after each other, answers of 16; putting 4,096 tokens of the 30M model back from 64 blocks and from one state; "
         "finding 4,096 tokens among 100,000 blocks of 64."
     ),
     "portable": (

@@ -62,14 +62,19 @@ def counted(name: str, sides: Mapping[str, Any], plan: Plan) -> Row:
 
 
 def alone(ours: Contestant, plan: Plan) -> list[Row]:
-    """Play prompts that share nothing, with a cache and without, by turns."""
-    sides = {
-        how: partial(ours.ask, "reuse", work="alone", ram_mib=ram, quick=plan.quick)
-        for how, ram in (("with a cache", PLENTY), ("without", -1))
-    }
-    row = interleave("nothing shared", "s", sides, plan)
-    show(row, 1e3, "ms", base="without")
-    return [row]
+    """Send prompts that share nothing, each with a cache and without, right after each other."""
+    rows = [Row("nothing shared", "s"), Row("nothing shared, processor", "s")]
+    for turn in range(plan.samples + 1):
+        answer = ours.ask("strangers", ram_mib=PLENTY, quick=plan.quick)
+        for row, suffix in zip(rows, ("", ", processor"), strict=True):
+            if "error" in answer:
+                row.errors[OURS] = answer["error"]
+            elif turn:
+                for how in ("with a cache", "without"):
+                    row.samples.setdefault(how, []).extend(answer[how + suffix])
+    for row in rows:
+        show(row, 1e3, "ms", base="without")
+    return rows
 
 
 def steps(ours: Contestant, plan: Plan) -> list[Row]:

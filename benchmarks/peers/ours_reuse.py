@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.primitives import Answer
-from benchmarks.peers.prompts import play
+from benchmarks.peers.prompts import play, strangers
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache, Sampler
 from pykvcache.prefix.blocks import token_bytes
 from pykvcache.prefix.policies import DEFAULT
@@ -42,6 +42,26 @@ class Reuse:
             answer["bytes"] = cache.stats().ram_bytes
             cache.close()
         return answer
+
+    def do_strangers(self, ram_mib: int, quick: bool = False) -> Answer:
+        """Seconds per token of prompts that share nothing, with a cache and without, in turns."""
+        assert self.ctx is not None
+        ctx = self.ctx
+        took: dict[str, list[float]] = {}
+        with PrefixCache(ctx, ram_bytes=ram_mib << 20) as cache:
+
+            def ask(prompt: list[int], *, cached: bool) -> None:
+                name = "with a cache" if cached else "without"
+                wall, own = time.perf_counter(), time.process_time()
+                with cache.sequence(prompt) if cached else LlamaSequence(ctx, prompt) as one:
+                    n = 1 + sum(1 for _ in one.generate(16, sampler=Sampler(temperature=0)))
+                took.setdefault(name, []).append((time.perf_counter() - wall) / n)
+                took.setdefault(f"{name}, processor", []).append((time.process_time() - own) / n)
+
+            for turn, prompt in enumerate(strangers(4 if quick else 24)):
+                for again in range(2):
+                    ask(prompt, cached=(turn + again) % 2 > 0)
+        return dict(took)
 
     def do_restore_blocks(self, n: int, block_size: int = 64, slices: int = 9) -> Answer:
         """Seconds to put back sequence 0 into sequence 1, from one state and from blocks."""

@@ -75,18 +75,15 @@ def tree(ask: Ask, known: Known, branches: int, depth: int) -> None:
             known.take(text, *ask(text, 1))
 
 
-def alone(ask: Ask, known: Known, n: int) -> None:
-    """Send prompts that share nothing: 450 tokens each, answers of 16."""
+def strangers(n: int) -> list[Tokens]:
+    """Return prompts that share nothing, 450 tokens each."""
     draw = random.Random(3)
-    for i in range(n):
-        prompt = [260 + i, *words(draw, 449)]
-        known.take(prompt, *ask(prompt, 16))
+    return [[260 + i, *words(draw, 449)] for i in range(n)]
 
 
 WORK = {
     "chat": lambda ask, known, quick: chat(ask, known, *((6, 3) if quick else (16, 6))),
     "tree": lambda ask, known, quick: tree(ask, known, *((3, 2) if quick else (4, 3))),
-    "alone": lambda ask, known, quick: alone(ask, known, 4 if quick else 12),
 }
 
 

@@ -150,7 +150,8 @@ class Generation(Iterator[int]):
         gone = (n - self._n_keep) // 2
         if gone < 1:
             raise NoKvCacheSlot(
-                f"the cache is full with {n} tokens, of which n_keep={self._n_keep} are kept",
+                f"the cache is full with {n} tokens, of which n_keep={self._n_keep} are kept: keep "
+                "fewer, or make the context with a larger n_ctx",
                 1,
                 n_tokens=n + 1,
                 n_cells=n,

@@ -232,8 +232,9 @@ def test_missing_file_is_an_os_error(tmp_path):
         load_prompt_cache(tmp_path / "none")
     with pytest.raises(OSError):  # noqa: PT011
         load_prompt_cache(tmp_path)
-    with pytest.raises(OSError):  # noqa: PT011
+    with pytest.raises(FileNotFoundError, match="there is no folder") as error:
         save_prompt_cache(tmp_path / "no" / "folder", [fill(KVCache())])
+    assert error.value.filename == str(tmp_path / "no" / "folder")
 
 
 def test_truncated_and_changed_files_are_refused(tmp_path):

@@ -88,6 +88,8 @@ def save_prompt_cache(
     path = Path(file_name)
     if not path.name:
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not path.parent.exists():
+        raise FileNotFoundError(errno.ENOENT, f"there is no folder {path.parent}", str(path))
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.touch()  # where nothing can be written, this says so with an OSError

@@ -292,7 +292,9 @@ class Fuzz(Arguments):
         if generator is not None:
             self.call("BatchGenerator.submit", generator.submit, ([5, 6], 2), {})
         made += self.pool[LlamaSequence][:1] + self.pool[BatchGenerator][:1]
-        made += self.pool[PrefixCache][:1]
+        # Chance may have made none; an encoder refuses.
+        cache = self.call("PrefixCache", PrefixCache, (LlamaContext(self.models[0]),), {})
+        made += self.pool[PrefixCache][:1] or [cache] * (cache is not None)
         for one in [*made, *(pool[0] for kind in GIVEN if (pool := self.pool[kind]))]:
             for name in [*MEMBERS[known(one)][0]] * 2:
                 # Closes it somewhere on the way.

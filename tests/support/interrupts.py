@@ -30,6 +30,8 @@ class InterruptAnywhere:
     def run(self, call: Callable[[], object]) -> bool:
         """Call; return whether it was interrupted."""
         before = sys.gettrace()
+        # CPython 3.12 tells of no opcode unless a frame has asked for that before (gh-103615).
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._enter)
         try:
             call()

@@ -19,7 +19,7 @@ from state.partial_programs import PartialProgram
 from support.examples import examples
 
 STEPS = examples(150)
-SETTINGS = settings(max_examples=8, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])
+SETTINGS = settings(max_examples=4, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])
 
 
 @pytest.mark.parametrize("case", FORGETFUL, ids=str)

@@ -195,6 +195,7 @@ cdef class Rows:
         """Append tokens of one sequence; False where the values are not plain ones."""
         cdef vector[int32_t] token
         cdef int32_t s, first
+        cdef int32_t* positions
         cdef Py_ssize_t i, n, begin = self.n
         if not (logits_all is True or logits_all is False):
             return False
@@ -208,8 +209,9 @@ cdef class Rows:
             return True
         self.reserve(n, 1)
         memcpy(self.tokens + begin, token.data(), n * sizeof(int32_t))
+        positions = self.positions + begin
         for i in range(n):
-            self.positions[begin + i] = first + <int32_t>i
+            positions[i] = first + <int32_t>i
         self.in_one_sequence(begin, n, s)
         memset(self.flags + begin, logits_all is True, n)
         self.flags[begin + n - 1] = 1
@@ -218,12 +220,17 @@ cdef class Rows:
 
     cdef void in_one_sequence(self, Py_ssize_t begin, Py_ssize_t n, int32_t seq) noexcept:
         cdef Py_ssize_t i, width = self.width
-        for i in range(begin, begin + n):
-            self.counts[i] = 1
-        if width > 1:
-            memset(self.seq_ids + begin * width, 0, n * width * sizeof(int32_t))
-        for i in range(begin, begin + n):
-            self.seq_ids[i * width] = seq
+        cdef int32_t* counts = self.counts + begin
+        cdef int32_t* seq_ids = self.seq_ids + begin * width
+        for i in range(n):
+            counts[i] = 1
+        if width == 1:
+            for i in range(n):
+                seq_ids[i] = seq
+            return
+        memset(seq_ids, 0, n * width * sizeof(int32_t))
+        for i in range(n):
+            seq_ids[i * width] = seq
 
     def fill(self, tokens, pos, seq_ids, logits):
         """Take columns instead of what is there; False where they are not plain or do not fit."""

@@ -18,7 +18,8 @@ from pykvcache.errors import CacheValueError
 
 JUNK: Any = np.array([1, 2])
 TESTS = Path(__file__).parents[1]
-CALLS = int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "5000"))
+#: With fewer than these, chance leaves too much out.
+CALLS = max(10_000, int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "10000")))
 SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
 
 

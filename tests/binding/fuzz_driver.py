@@ -291,7 +291,8 @@ class Fuzz(Arguments):
         generator = self.call("BatchGenerator", BatchGenerator, (made[1],), {})
         if generator is not None:
             self.call("BatchGenerator.submit", generator.submit, ([5, 6], 2), {})
-        made += self.pool[LlamaSequence][:1] + self.pool[BatchGenerator][:1]
+        made += self.pool[LlamaSequence][:1]
+        made += self.pool[BatchGenerator][:1] or [generator] * (generator is not None)
         # Chance may have made none; an encoder refuses.
         cache = self.call("PrefixCache", PrefixCache, (LlamaContext(self.models[0]),), {})
         made += self.pool[PrefixCache][:1] or [cache] * (cache is not None)

@@ -96,46 +96,98 @@ def redis_server(folder: Path, *options: str, port: int | None = None) -> Iterat
 
 @dataclass
 class Cluster:
-    """Three servers that share the slots, a third each."""
+    """Servers that share the slots, and after them those that are replicas of the first ones."""
 
     servers: list[Server]
     clients: list[Any]
+    options: list[tuple[str, ...]]
+    ids: list[str]
+    n: int
+    stack: contextlib.ExitStack
 
     @property
     def url(self) -> str:
-        return "redis+cluster://" + ",".join(f"127.0.0.1:{one.port}" for one in self.servers)
+        return self.of()
+
+    @property
+    def owners(self) -> list[Any]:
+        """Clients of those that have slots."""
+        return self.clients[: self.n]
+
+    def of(self, *which: int, user: str = "") -> str:
+        """Return the URL that names some of the servers."""
+        servers = [self.servers[i] for i in which] or self.servers
+        return f"redis+cluster://{user}" + ",".join(f"127.0.0.1:{one.port}" for one in servers)
 
     def wait(self) -> None:
-        """Wait until every node knows of every slot."""
+        """Wait until every node knows of every slot and node."""
+        n = str(len(self.servers))
+        self.until("CLUSTER INFO", cluster_state="ok", cluster_known_nodes=n)
         until = time.monotonic() + 60
+        while (
+            len({_owners(client.execute_command("CLUSTER SLOTS")) for client in self.clients}) > 1
+        ):
+            assert time.monotonic() < until, "they do not agree who has which slots"
+            time.sleep(0.01)
+
+    def until(self, command: str, *of: int, **values: str) -> None:
+        """Wait until some servers, or all, answer a command with these values."""
+        until = time.monotonic() + 60
+        clients = [self.clients[i] for i in of] or self.clients
         while True:
-            states = [client.execute_command("CLUSTER INFO") for client in self.clients]
-            if all(state["cluster_state"] == "ok" for state in states) and all(
-                state["cluster_known_nodes"] == "3" for state in states
-            ):
+            states = [client.execute_command(command) for client in clients]
+            if all(str(state.get(k)) == v for state in states for k, v in values.items()):
                 return
             assert time.monotonic() < until, states
-            time.sleep(0.02)
+            time.sleep(0.01)
+
+
+def _owners(slots: Any) -> frozenset[Any]:
+    return frozenset((first, last, owner[1]) for first, last, owner, *_ in slots)
 
 
 @contextlib.contextmanager
-def redis_cluster(folder: Path) -> Iterator[Cluster]:
-    """Run a cluster of three nodes; skip where there is no server, or one without clusters."""
+def redis_cluster(
+    folder: Path, n: int = 3, n_replicas: int = 0, *options: str
+) -> Iterator[Cluster]:
+    """Run a cluster; skip where there is no server, or one without clusters."""
     redis = pytest.importorskip("redis", reason="pip install 'pykvcache[redis]'")
     with contextlib.ExitStack() as stack:
-        servers, clients = [], []
-        for i, bus in enumerate(buses := free_ports(3)):
+        cluster = Cluster([], [], [], [], n, stack)
+        for i, bus in enumerate(buses := free_ports(n + n_replicas)):
             (folder / str(i)).mkdir()
-            options = ("--cluster-enabled", "yes", "--cluster-port", str(bus))
-            server = stack.enter_context(redis_server(folder / str(i), *options))
-            servers.append(server)
-            clients.append(stack.enter_context(redis.Redis(port=server.port)))
+            options_of_it = ("--cluster-enabled", "yes", "--cluster-port", str(bus), *options)
+            server = stack.enter_context(redis_server(folder / str(i), *options_of_it))
+            client = stack.enter_context(redis.Redis(port=server.port))
+            cluster.servers.append(server)
+            cluster.clients.append(client)
+            cluster.options.append(options_of_it)
+            cluster.ids.append(client.execute_command("CLUSTER MYID").decode())
+        servers, clients = cluster.servers, cluster.clients
         for i, client in enumerate(clients):
-            slots = range(i * 16384 // 3, (i + 1) * 16384 // 3)
-            client.execute_command("CLUSTER ADDSLOTS", *slots)
+            if i < n:
+                slots = range(i * 16384 // n, (i + 1) * 16384 // n)
+                client.execute_command("CLUSTER ADDSLOTS", *slots)
             client.execute_command("CLUSTER SET-CONFIG-EPOCH", i + 1)
-        for i, j in ((0, 1), (1, 2), (2, 0)):
-            clients[i].execute_command("CLUSTER MEET", "127.0.0.1", servers[j].port, buses[j])
-        cluster = Cluster(servers, clients)
+            for j in range(i):
+                client.execute_command("CLUSTER MEET", "127.0.0.1", servers[j].port, buses[j])
+        cluster.until("CLUSTER INFO", cluster_known_nodes=str(len(servers)))
+        for i in range(n_replicas):
+            clients[n + i].execute_command("CLUSTER REPLICATE", cluster.ids[i])
         cluster.wait()
+        for i in range(n_replicas):
+            cluster.until("INFO", n + i, master_link_status="up")
         yield cluster
+
+
+def kill(running: Cluster, i: int) -> None:
+    """End one at once."""
+    running.servers[i].process.kill()
+    running.servers[i].process.wait()
+
+
+def start_again(running: Cluster, folder: Path, i: int) -> None:
+    """Run one that was killed, for as long as the others run."""
+    port = running.servers[i].port
+    server = redis_server(folder / str(i), *running.options[i], port=port)
+    running.servers[i] = running.stack.enter_context(server)

@@ -334,7 +334,7 @@ def test_urls_that_cannot_be_used_raise_and_tell_no_password() -> None:
 
 def test_groups_keep_to_what_a_request_may_move() -> None:
     sizes = [1, module.REQUEST_BYTES, 5, module.REQUEST_BYTES * 2, 7, 8]
-    groups = list(module._groups([(KEYS[0], memoryview(bytes(size))) for size in sizes]))
+    groups = list(module.groups([(KEYS[0], memoryview(bytes(size))) for size in sizes]))
     assert [[len(view) for _, view in group] for group in groups] == [[s] for s in sizes[:4]] + [
         [7, 8]
     ]

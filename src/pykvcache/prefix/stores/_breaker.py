@@ -36,6 +36,11 @@ class Breaker:
         """Whether requests are held back just now."""
         return time.monotonic() < self._until
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last request failed, held back or not."""
+        return self._pause > 0
+
     def allow(self) -> bool:
         """Return whether to make a request; what follows is `succeeded` or `failed`."""
         if not self._pause:

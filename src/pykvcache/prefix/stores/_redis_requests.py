@@ -137,27 +137,46 @@ class RedisRequests(BlockStore):
         self, commands: list[tuple[Any, ...]], views: list[memoryview]
     ) -> tuple[list[int], bool]:
         """Send commands, and receive the answers where they belong."""
-        pool = self._client.connection_pool
         for is_again in (False, True):
-            connection = pool.get_connection(*self._old_argument)
-            is_usable = False
             try:
-                connection.send_packed_command(connection.pack_commands(commands))
-                sizes, is_longer = receive(connection.socket, views)
-                is_usable = not is_longer
-                return sizes, is_longer
+                connection = self._asked(commands)
+                is_usable = False
+                try:
+                    sizes, is_longer = receive(connection.socket, views)
+                    is_usable = not is_longer
+                    return sizes, is_longer
+                finally:
+                    self._done(connection, is_usable=is_usable)
             except NotUnderstood:
                 break
             except (self._redis.ConnectionError, ConnectionError):
                 if is_again:
                     raise
-            finally:
-                if not is_usable:
-                    connection.disconnect()
-                pool.release(connection)
+        return self._not_understood(commands, views)
+
+    def _not_understood(
+        self, commands: list[tuple[Any, ...]], views: list[memoryview]
+    ) -> tuple[list[int], bool]:
         # An error: redis-py says which.
         self._execute(commands, errors=False)
         return [], False
+
+    def _asked(self, commands: list[tuple[Any, ...]]) -> Any:
+        """Return a connection over which the commands were sent; it ends with `_done`."""
+        connection = self._client.connection_pool.get_connection(*self._old_argument)
+        is_usable = False
+        try:
+            connection.send_packed_command(connection.pack_commands(commands))
+            is_usable = True
+        finally:
+            if not is_usable:
+                self._done(connection, is_usable=False)
+        return connection
+
+    def _done(self, connection: Any, *, is_usable: bool) -> None:
+        if not is_usable:
+            connection.disconnect()
+        self._client.connection_pool.release(connection)
 
     def _guarded(self, call: Callable[[], _T], until: float) -> _T | None:
         """Call; what goes wrong is counted and ends here."""

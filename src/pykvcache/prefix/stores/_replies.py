@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Ended", "NotUnderstood", "receive"]
+__all__ = ["Ended", "NotUnderstood", "place", "receive"]
 
 # Bytes that are looked through for the line before a value: few, because the rest is moved.
 _AHEAD = 512
@@ -92,4 +92,17 @@ def receive(socket: Any, views: Sequence[memoryview]) -> tuple[list[int], bool]:
             raise NotUnderstood
         if is_run:
             sizes.append(size)
+    return sizes, False
+
+
+def place(values: Sequence[Any], views: Sequence[memoryview]) -> tuple[list[int], bool]:
+    """Copy values that redis-py has received to where they belong; see `receive`."""
+    sizes: list[int] = []
+    for value, view in zip(values, views, strict=True):
+        if not isinstance(value, bytes):
+            break
+        if len(value) > len(view):
+            return sizes, True
+        view[: len(value)] = value
+        sizes.append(len(value))
     return sizes, False

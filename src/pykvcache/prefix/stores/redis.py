@@ -22,12 +22,12 @@ from pykvcache.prefix.stores.base import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["SCHEMES", "RedisStore", "least_used"]
+__all__ = ["MANY", "SCHEMES", "RedisStore", "groups", "least_used"]
 
 #: How many bytes a request moves at most, unless one block is larger.
 REQUEST_BYTES = 2 << 20
-# How many keys one request asks for where no contents are moved.
-_MANY = 1024
+#: How many keys one request asks for where no contents are moved.
+MANY = 1024
 #: The longest value of a server, as it is set without other configuration.
 _MAX_VALUE = 512 << 20
 # Ends a lease if it is still the caller's.
@@ -88,9 +88,9 @@ class RedisStore(RedisRequests):
         """Return how many of the leading keys are there; see `BlockStore.contains`."""
         keys = check_keys(keys)
         done = 0
-        for begin in range(0, len(keys), _MANY):
-            group = keys[begin : begin + _MANY]
-            found = self._ask([("EXISTS", self._prefix + key) for key in group])
+        for begin in range(0, len(keys), MANY):
+            group = keys[begin : begin + MANY]
+            found = self._ask(self._each("EXISTS", group))
             n = next((i for i, there in enumerate(found) if there != 1), len(found))
             done += n
             if n < len(group):
@@ -101,9 +101,9 @@ class RedisStore(RedisRequests):
         """Return for each key whether it is there; see `BlockStore.present`."""
         keys = check_keys(keys)
         there: list[bool] = []
-        for begin in range(0, len(keys), _MANY):
-            group = keys[begin : begin + _MANY]
-            found = self._ask([("EXISTS", self._prefix + key) for key in group])
+        for begin in range(0, len(keys), MANY):
+            group = keys[begin : begin + MANY]
+            found = self._ask(self._each("EXISTS", group))
             there += [n == 1 for n in found] or [False] * len(group)
         return there
 
@@ -117,7 +117,7 @@ class RedisStore(RedisRequests):
         pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))
         done = size = 0
         end = time.monotonic() + self._timeout
-        for group in _groups(pairs):
+        for group in groups(pairs):
             sizes = self._get(group, end)
             done += len(sizes)
             size += sum(sizes)
@@ -128,7 +128,7 @@ class RedisStore(RedisRequests):
 
     def _get(self, group: list[tuple[bytes, memoryview]], end: float) -> list[int]:
         """Read blocks in one request; return the lengths of the leading run."""
-        commands = [("GET", self._prefix + key) for key, _ in group]
+        commands = self._each("GET", [key for key, _ in group])
         views = [view for _, view in group]
         if not self._may_ask():
             return []
@@ -143,16 +143,15 @@ class RedisStore(RedisRequests):
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used now; the server's clock for this has seconds."""
         keys = check_keys(keys)
-        for begin in range(0, len(keys), _MANY):
-            group = [self._prefix + key for key in keys[begin : begin + _MANY]]
-            self._ask(self._of_keys("TOUCH", group))
+        for begin in range(0, len(keys), MANY):
+            self._ask(self._of_keys("TOUCH", keys[begin : begin + MANY]))
 
     # Writing ----------------------------------------------------------------------------
 
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
         """Store blocks that are not there yet, 2 MiB per request; see `BlockStore.put`."""
         stored = 0
-        for group in _groups([one for one in check_items(items) if self._fits(one[1])]):
+        for group in groups([one for one in check_items(items) if self._fits(one[1])]):
             commands = [("SET", self._prefix + key, view, "NX") for key, view in group]
             answers = self._ask(commands, writes=True)
             for (_, view), answer in zip(group, answers, strict=False):
@@ -160,7 +159,7 @@ class RedisStore(RedisRequests):
                     self.counters.add(written=1, bytes_written=len(view))
                     stored += 1
                 else:
-                    self.counters.add(known=1)
+                    self.counters.add(known=answer is None)
             if not answers:
                 break
         return stored
@@ -174,15 +173,19 @@ class RedisStore(RedisRequests):
         """Remove blocks; see `BlockStore.discard`."""
         keys = check_keys(keys)
         removed = 0
-        for begin in range(0, len(keys), _MANY):
-            group = [self._prefix + key for key in keys[begin : begin + _MANY]]
-            removed += sum(self._ask(self._of_keys("UNLINK", group), writes=True))
+        for begin in range(0, len(keys), MANY):
+            commands = self._of_keys("UNLINK", keys[begin : begin + MANY])
+            removed += sum(self._ask(commands, writes=True))
         self.counters.add(removed=removed)
         return removed
 
-    def _of_keys(self, command: str, keys: list[bytes]) -> list[tuple[Any, ...]]:
+    def _each(self, command: str, keys: Sequence[bytes]) -> list[tuple[Any, ...]]:
+        """Return a command for each key."""
+        return [(command, self._prefix + key) for key in keys]
+
+    def _of_keys(self, command: str, keys: Sequence[bytes]) -> list[tuple[Any, ...]]:
         """Return what gives a command many keys."""
-        return [(command, *keys)]
+        return [(command, *(self._prefix + key for key in keys))]
 
     # For tools: these walk over all keys -------------------------------------------------
 
@@ -232,7 +235,8 @@ class RedisStore(RedisRequests):
         name = self._prefix + b"lease:" + key
         command = ("SET", name, self._token, "NX", "PX", milliseconds)
         answers = self._ask([command], writes=True)
-        return not answers or bool(answers[0])
+        # None is the answer where there is one already.
+        return not answers or answers[0] is not None
 
     def release(self, key: bytes) -> None:
         """End a lease of this store."""
@@ -255,14 +259,14 @@ def least_used(entries: Iterable[StoreEntry], max_bytes: int) -> list[bytes]:
     return removed
 
 
-def _groups(
+def groups(
     pairs: list[tuple[bytes, memoryview]],
 ) -> Iterator[list[tuple[bytes, memoryview]]]:
     """Split a run such that a request moves about 2 MiB."""
     group: list[tuple[bytes, memoryview]] = []
     size = 0
     for pair in pairs:
-        if group and (size + len(pair[1]) > REQUEST_BYTES or len(group) >= _MANY):
+        if group and (size + len(pair[1]) > REQUEST_BYTES or len(group) >= MANY):
             yield group
             group, size = [], 0
         group.append(pair)

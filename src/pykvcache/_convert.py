@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from array import array as c_array
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._integers import as_int
+from pykvcache._paths import as_path
 from pykvcache.errors import ArgumentError
 
 __all__ = [
@@ -62,24 +62,6 @@ def as_float(value: object, what: str, lo: float, hi: float) -> float:
             f"{what} is {value!r}: it must be in [{lo:g}, {hi:g}]", what, value, (lo, hi)
         )
     return number
-
-
-def as_path(value: str | os.PathLike[str], what: str = "path", order: str = "") -> str:
-    """Return a file name as text; the error of a method names the order of its arguments."""
-    if not isinstance(value, (str, bytes, os.PathLike)):
-        hint = f": the order is {order}" if order else ""
-        raise TypeError(f"{what} must be a str or an os.PathLike, not {type(value).__name__}{hint}")
-    name = os.fsdecode(value)
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError as error:
-        raise ArgumentError(
-            f"{what} is {name!r}: character {error.start} is none that a file name can hold",
-            what,
-            name,
-            error.start,
-        ) from None
-    return name
 
 
 def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:

@@ -62,6 +62,32 @@ def test_other_types_than_caches_are_type_errors(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+def test_names_that_no_file_can_have_are_cache_errors() -> None:
+    for call in (
+        lambda: arrays.prompt_cache_layout("a\0b"),
+        lambda: arrays.load_prompt_cache("a\0b"),
+        lambda: arrays.save_prompt_cache("a\0b", [arrays.KVCache()]),
+        lambda: arrays.load_prompt_cache("/\ud800"),
+    ):
+        with pytest.raises(CacheValueError, match="is none that a file name can hold"):
+            call()
+
+
+def test_lengths_and_padding_are_of_as_many_rows() -> None:
+    cache = arrays.ArraysCache(1)
+    cache.prepare(lengths=[1, 2])
+    with pytest.raises(CacheValueError):
+        cache.prepare(left_padding=[])
+    assert np.array_equal(cache.make_mask(2), [[True, False], [True, True]])
+    cache.prepare(left_padding=[1], lengths=[2])  # others: nothing is held yet
+    assert np.array_equal(cache.make_mask(2), [[False, True]])
+
+
+def test_metadata_of_numpy_scalars_are_refused() -> None:
+    with pytest.raises(TypeError):
+        arrays.BatchRotatingKVCache(4, [0]).from_serialized([], np.uint8(255))
+
+
 def test_numbers_that_fit_nowhere_are_cache_errors() -> None:
     ring = arrays.CheckpointRing(2)
     for call in (

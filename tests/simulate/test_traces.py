@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pykvcache.errors import ArgumentError
 from pykvcache.simulate import Trace, read_trace
 
 
@@ -80,3 +81,8 @@ def test_files_without_a_trace_raise(tmp_path: Path, rows: list[Any], message: s
     with pytest.raises(ValueError, match=message) as caught:
         read_trace(path)
     assert str(path) in str(caught.value)
+
+
+def test_what_is_no_name_of_a_file_is_an_argument_error() -> None:
+    with pytest.raises(ArgumentError, match="character 1 is none that a file name can hold"):
+        read_trace("a\0b")

@@ -138,6 +138,16 @@ def test_an_index_that_goes_while_stores_are_open(tmp_path: Path) -> None:
         assert rows(tmp_path) == len(blocks_of(tmp_path)) >= 12
 
 
+@pytest.mark.parametrize("name", ["", "a\0b"])
+def test_what_is_no_name_of_a_folder_makes_none(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError):
+        FolderStore(name)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     with FolderStore(folder) as store:

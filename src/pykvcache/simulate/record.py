@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pykvcache._paths import as_file_name
 from pykvcache.prefix.events import EventLog, Lookup, as_dict
 
 __all__ = ["record"]
@@ -32,8 +33,11 @@ def record(events: EventLog, path: str | os.PathLike[str]) -> Iterator[None]:
     ------
     OSError
         The file cannot be written.
+    ArgumentError
+        A ValueError: there can be no file of that name.
     """
-    is_packed = os.fspath(path).endswith(".gz")
+    path = as_file_name(path)
+    is_packed = path.endswith(".gz")
     lock = threading.Lock()  # another thread may be looking something up when the block ends
     with gzip.open(path, "wt") if is_packed else open(path, "w", encoding="utf-8") as file:
 

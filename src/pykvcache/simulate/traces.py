@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pykvcache._paths import as_file_name
 from pykvcache.errors import ArgumentError
 
 __all__ = ["Trace", "read_trace"]
@@ -97,15 +98,17 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
     Raises
     ------
     ValueError
-        If a line is not such an object, no line is a prompt, or the size of a block is not clear.
+        If a line is not such an object, no line is a prompt, or the size of a block is not clear;
+        or there can be no file of that name.
     OSError
         If the file cannot be read.
     """
+    name = as_file_name(path)
     prompts: list[list[Hashable]] = []
     lengths: list[int] = []
     sizes = Counter[int]()
-    for at, line in _lines(path):
-        prompt = _prompt(line, f"{os.fspath(path)}, line {at}")
+    for at, line in _lines(name):
+        prompt = _prompt(line, f"{name}, line {at}")
         if prompt is None:
             continue
         ids, length, size = prompt
@@ -115,23 +118,23 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
             sizes[size] += 1
     if not prompts:
         raise ArgumentError(
-            f"{os.fspath(path)} has no prompts: lines with hash_ids or block_hashes",
+            f"{name} has no prompts: lines with hash_ids or block_hashes",
             "path",
-            os.fspath(path),
+            name,
         )
     if len(sizes) > 1:
         raise ArgumentError(
-            f"{os.fspath(path)} has several sizes of blocks: {sorted(sizes)}",
+            f"{name} has several sizes of blocks: {sorted(sizes)}",
             "block_size",
             sorted(sizes),
-            os.fspath(path),
+            name,
         )
-    name = os.path.basename(path).removesuffix(".gz").removesuffix(".jsonl")
+    title = os.path.basename(name).removesuffix(".gz").removesuffix(".jsonl")
     size = block_size or next(iter(sizes), None) or _guess_block_size(prompts, lengths)
     if size is None or size < 1:
         why = "lengths do not tell block_size" if size is None else f"block_size is {size}"
-        raise ArgumentError(f"{os.fspath(path)}: {why}", "block_size", size, os.fspath(path))
-    return Trace.from_ids(name, prompts, lengths, size)
+        raise ArgumentError(f"{name}: {why}", "block_size", size, name)
+    return Trace.from_ids(title, prompts, lengths, size)
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:

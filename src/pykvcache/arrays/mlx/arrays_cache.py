@@ -120,6 +120,8 @@ class ArraysCache(BaseCache):
         the same. Left padding on a cache with content raises ``CacheValueError``.
         """
         batch = self.batch_size if not self.is_empty() or self._padding is not None else None
+        if batch is None and lengths is None and self._lengths is not None:
+            batch = self._lengths.size  # they stay
         left, real, _ = announced(batch, left_padding, lengths, right_padding)
         if left is not None and not self.is_empty():
             raise CacheValueError(
@@ -153,6 +155,8 @@ class ArraysCache(BaseCache):
         Those from `left_padding` on and before `lengths`, as far as each is set.
         """
         columns = np.arange(as_int("n", n, minimum=1, maximum=MOST))
+        if self._padding is not None and self._lengths is not None:
+            self._rows()  # as many of both
         mask = None if self._padding is None else columns >= self._padding[:, None]
         if self._lengths is not None:
             before = columns < self._lengths[:, None]

@@ -352,6 +352,7 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
     @meta_state.setter
     def meta_state(self, meta: Sequence[Any]) -> None:
         names = ("max_size", "offset", "index")
+        meta = tuple(meta)  # a scalar of NumPy's would raise an IndexError
         max_size, offset, index = meta_ints("BatchRotatingKVCache", names, meta[:3])
         if len(meta) < 4 or meta[3] not in ("True", "False"):
             raise CacheValueError(

@@ -11,11 +11,12 @@ from typing import Any, Literal, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from pykvcache._paths import as_file_name
 from pykvcache.arrays.mlx._base import BaseCache, as_caches
 from pykvcache.arrays.mlx._files import flattened, is_newer, mamba_keys, plain_values
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache
 from pykvcache.arrays.mlx.kinds import KvCacheKind, from_newer_state, from_state, newer_state
-from pykvcache.errors import CacheDTypeError, CacheValueError
+from pykvcache.errors import ArgumentError, CacheDTypeError, CacheValueError
 
 __all__ = ["PromptCacheLayout", "load_prompt_cache", "prompt_cache_layout", "save_prompt_cache"]
 
@@ -85,7 +86,7 @@ def save_prompt_cache(
                 "text",
             )
     arrays, texts = (_current if layout == "0.32" else _older)(layers, metadata or {})
-    path = Path(file_name)
+    path = _path(file_name)
     if not path.name:
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not path.parent.exists():
@@ -139,7 +140,7 @@ def prompt_cache_layout(file_name: str | os.PathLike[str]) -> PromptCacheLayout:
     CacheValueError
         It is damaged, or no prompt cache.
     """
-    texts = _read(Path(file_name), arrays=False)[1]
+    texts = _read(_path(file_name), arrays=False)[1]
     return "0.32" if is_newer(texts) else "0.31"
 
 
@@ -169,7 +170,7 @@ def load_prompt_cache(
     CacheValueError, CacheDTypeError
         It is damaged, no prompt cache, or its parts do not belong together.
     """
-    arrays, texts = _read(Path(file_name))
+    arrays, texts = _read(_path(file_name))
     parts: dict[str, dict[str, str]] = {"0": {}, "1": {}, "2": {}}
     for key, text in texts.items():
         head, _, rest = key.partition(".")
@@ -235,6 +236,13 @@ def _flatten(key: str, tree: Any, out: dict[str, Any], empty: str | None = None)
             out[key] = empty
     elif tree is not None:
         out[key] = tree
+
+
+def _path(file_name: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(as_file_name(file_name, "file_name"))
+    except ArgumentError as error:
+        raise CacheValueError(str(error), error.what, error.value, error.limit) from None
 
 
 def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:

@@ -53,8 +53,7 @@ class FolderStore(BlockStore):
     Parameters
     ----------
     path : str or PathLike
-        The folder; it is made, readable to its owner alone, where there is none. ``~`` is
-        expanded.
+        The folder; made, for its owner alone, where there is none. ``~`` is expanded.
     max_bytes : int
         Upper bound of all that the store keeps there over all processes: blocks in units of 4
         KiB, blocks that are being written, and the index. At least 4 MiB. Of several bounds
@@ -77,6 +76,8 @@ class FolderStore(BlockStore):
         self._after_fork()
         watch_forks(self)
         try:
+            if not os.fspath(path):
+                raise ValueError("its name is empty")
             os.makedirs(self.path, mode=0o700, exist_ok=True)
         except (OSError, ValueError) as error:
             why = f"{self.path} cannot be a folder: {error}"

@@ -1,0 +1,38 @@
+"""Names of files, of whatever type they come."""
+
+from __future__ import annotations
+
+import os
+
+from pykvcache.errors import ArgumentError
+
+__all__ = ["as_file_name", "as_path"]
+
+
+def as_path(value: str | os.PathLike[str], what: str = "path", order: str = "") -> str:
+    """Return a file name as text; the error of a method names the order of its arguments."""
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        hint = f": the order is {order}" if order else ""
+        raise TypeError(f"{what} must be a str or an os.PathLike, not {type(value).__name__}{hint}")
+    name = os.fsdecode(value)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"{what} is {name!r}: character {error.start} is none that a file name can hold",
+            what,
+            name,
+            error.start,
+        ) from None
+    return name
+
+
+def as_file_name(value: str | os.PathLike[str], what: str = "path") -> str:
+    """Return a name as text that a file can have: `as_path`, and no null character."""
+    name = as_path(value, what)
+    if "\0" in name:
+        at = name.index("\0")
+        raise ArgumentError(
+            f"{what} is {name!r}: character {at} is none that a file name can hold", what, name, at
+        )
+    return name

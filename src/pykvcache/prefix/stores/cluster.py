@@ -312,7 +312,7 @@ def _address(name: str, port: int, asked: ClusterNode) -> str:
 
 
 # A node, which of the keys it has, these keys, and their buffers.
-_Part: TypeAlias = "tuple[ClusterNode, list[int], list[bytes], list[memoryview]]"
+_Part: TypeAlias = tuple[ClusterNode, list[int], list[bytes], list[memoryview]]
 
 
 @contextlib.contextmanager

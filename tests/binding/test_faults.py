@@ -86,7 +86,8 @@ def test_a_failed_allocation_is_an_error_and_no_more(
     assert counts["tried"]["create"] > 500, "the preloaded allocator counts nothing"
 
 
-@pytest.mark.parametrize("name", MODELS[: 6 if ALL else 1])
+# Encoders give no states in these operations.
+@pytest.mark.parametrize("name", ["llama", *(["jamba", "gemma3", "mamba"] if ALL else [])])
 def test_a_failed_transfer_to_a_device_changes_nothing(
     name: str, faults: Path, model_folder: Path, tmp_path: Path
 ) -> None:

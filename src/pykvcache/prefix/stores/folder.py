@@ -76,11 +76,10 @@ class FolderStore(BlockStore):
         self._after_fork()
         watch_forks(self)
         try:
-            if not os.fspath(path):
-                raise ValueError("its name is empty")
-            os.makedirs(self.path, mode=0o700, exist_ok=True)
+            # An empty name is not the current folder.
+            os.makedirs(self.path if os.fspath(path) else "", mode=0o700, exist_ok=True)
         except (OSError, ValueError) as error:
-            why = f"{self.path} cannot be a folder: {error}"
+            why = f"{os.fspath(path)!r} cannot be a folder: {error}"
             raise StoreError(why, "path", self.path) from error
         self._open()
 

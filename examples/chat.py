@@ -13,7 +13,7 @@ ready = "> " if sys.stdin.isatty() else ""
 with LlamaModel(path) as model, LlamaContext(model, n_ctx=2048) as ctx:
     talk, sampler = LlamaSequence(ctx), Sampler(seed=1)
     turns, messages = list[list[int]](), list[dict[str, str]]()
-    print(ready and f"(Ctrl-D ends the chat)\n{ready}", end="", flush=True)
+    print(ready and f"(/undo takes a turn back, Ctrl-D ends)\n{ready}", end="", flush=True)
     for line in sys.stdin:
         if line.strip() == "/undo" and turns:
             talk.sync(turns.pop())  # also what a full cache has dropped since

@@ -322,7 +322,7 @@ def test_chat_on_a_terminal_says_how_it_ends() -> None:
         )
     os.close(ours)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("(Ctrl-D ends the chat)\n> ")
+    assert done.stdout.startswith("(/undo takes a turn back, Ctrl-D ends)\n> ")
     assert done.stdout.endswith("(back to 0 tokens)\n> ")
 
 

@@ -155,6 +155,9 @@ def test_a_sequence_with_messages_beside_it_is_a_talk(ctx: LlamaContext, tmp_pat
             talk.sync(model.tokenize(prompt, add_special=False, parse_special=True))
             answer = "".join(talk.stream(30, stop=['"', "\n"]))
             messages.append({"role": "assistant", "content": answer})
+        talk.save(path, {"messages": []})
+        with pytest.raises(StateError, match="not a talk that"):
+            load_talk(own, path)
         talk.save(path, {"messages": messages, "title": "Tom"})
         before = own.tokens_evaluated
         back = load_talk(own, path)

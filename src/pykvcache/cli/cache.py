@@ -85,7 +85,10 @@ def disk_usage(where: str, as_json: bool) -> None:
 @WHERE
 @click.argument("max_bytes", metavar="SIZE", callback=_size)
 def trim_to(where: str, max_bytes: int) -> None:
-    """Remove the least recently used blocks until SIZE is left (500M, 10G)."""
+    """Remove blocks until SIZE is left: 500M, 10G.
+
+    The least recently used go first. For example: pykvcache cache trim ~/.cache/blocks 10G
+    """
     with _open(where) as store:
         removed = store.trim(max_bytes)
     click.echo(f"{len(removed):,} blocks removed")
@@ -95,7 +98,9 @@ def trim_to(where: str, max_bytes: int) -> None:
 @WHERE
 @click.option("--remove", is_flag=True, help="Remove what is damaged.")
 def verify_all(where: str, remove: bool) -> None:
-    """Read and check every block; exit code 1 where one is not what was written.
+    """Read and check every block.
+
+    The exit code is 1 where one is not what was written.
 
     The secret of blocks that were written with one is taken from PYKVCACHE_SECRET: the command
     line is no place for it.

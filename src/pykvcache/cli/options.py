@@ -92,10 +92,21 @@ def sampling_options(call: F) -> F:
     """Add what a `Sampler` takes."""
     options = (
         click.option(
-            "-t", "--temperature", type=float, default=0.8, show_default=True, help="0: greedy."
+            "-t",
+            "--temperature",
+            type=float,
+            default=0.8,
+            show_default=True,
+            help="0: always the likeliest token.",
         ),
         click.option("--top-k", type=int, default=40, show_default=True, help="0: all."),
-        click.option("--top-p", type=float, default=0.95, show_default=True, help="1: all."),
+        click.option(
+            "--top-p",
+            type=float,
+            default=0.95,
+            show_default=True,
+            help="The likeliest tokens that make up so much; 1: all.",
+        ),
         click.option("--min-p", type=float, default=0.05, show_default=True, help="0: all."),
         click.option(
             "--repeat-penalty", type=float, default=1.0, show_default=True, help="1: none."

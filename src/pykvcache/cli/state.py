@@ -34,7 +34,10 @@ def state() -> None:
 @FILE
 @click.option("--json", "as_json", is_flag=True, help="Write a JSON object.")
 def info(file: str, as_json: bool) -> None:
-    """Show what a file holds, from its header alone; llama.cpp's own files, too."""
+    """Show what a file holds, and check nothing.
+
+    It reads the header alone; of llama.cpp's own files, too.
+    """
     with naming(file):
         facts = _llama_facts(file) or _facts(file)
     if as_json:
@@ -48,10 +51,10 @@ def info(file: str, as_json: bool) -> None:
 @model_option
 @click.option("--restore", is_flag=True, help="Also put it into a context of the model.")
 def verify(file: str, model: str, restore: bool) -> None:
-    """Check every byte of a file; exit code 1 where it is not what was written.
+    """Check every byte of a file.
 
-    With --restore also whether the model takes it. llama.cpp's own files have no checksum: of
-    those only the structure can be checked.
+    The exit code is 1 where it is not what was written. With --restore also whether the model
+    takes it. llama.cpp's own files have no checksum: of those only the structure is checked.
     """
     from pykvcache.state import LlamaStateFile
 
@@ -79,7 +82,9 @@ def verify(file: str, model: str, restore: bool) -> None:
     help="Tokens to keep, from the first.",
 )
 def cut(file: str, out: str, tokens: int) -> None:
-    """Keep the first tokens of a sequence's state, and write them to OUT.
+    """Write the first tokens of a state to OUT.
+
+    For example: pykvcache state cut story.kv start.kv -n 100
 
     A recurrent state stands for all of its tokens at once, and cannot be cut.
     """
@@ -115,7 +120,9 @@ def cut(file: str, out: str, tokens: int) -> None:
 def convert(
     file: str, out: str, model: str, to: str, type_k: str | None, type_v: str | None
 ) -> None:
-    """Write a sequence's state in another form, or with other types of keys and values.
+    """Write a state with other types, or in another form.
+
+    For example: pykvcache state convert -m model.gguf talk.kv small.kv --type-k q8_0 --type-v q8_0
 
     --to, --type-k and --type-v say what to change; without them a file of llama.cpp becomes one
     of pykvcache. Needs the model of the state, which is put into a context and written from there.

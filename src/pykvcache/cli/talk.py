@@ -158,8 +158,8 @@ class Talk:
         alone = self.turns[0].n_tokens + len(self.sequence) - self.turns[-1].n_tokens
         if alone > room:
             raise NoKvCacheSlot(
-                f"with this turn alone the talk has {alone} tokens, and there is room for {room}: "
-                "start the chat with a larger --n-ctx; the turn is taken back",
+                f"this turn alone needs {alone} tokens, and there is room for {room}: "
+                "start the chat with a larger --n-ctx; it was not added",
                 1,
                 n_tokens=alone,
                 n_cells=room,

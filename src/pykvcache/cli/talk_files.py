@@ -36,12 +36,15 @@ def load_talk(ctx: LlamaContext, path: str) -> Talk:
         text = note["text"] if note else ""
         if not isinstance(text, str):
             raise TypeError("the text is not text")
-        if not note and ctx.model.chat_template is None:
+        if not note and (ctx.model.chat_template is None or not messages):
             raise ValueError("messages alone are no text")
     except (KeyError, TypeError, ValueError):
         # Damage is said first.
         (SequenceState if found.kind == "sequence" else ContextState).load(path)
-        raise StateError(f"{path}: not a talk that 'pykvcache chat' saved") from None
+        raise StateError(
+            f"{path}: not a talk that 'pykvcache chat' saved, nor a sequence with messages "
+            "of a role and a text each"
+        ) from None
     try:
         talk = Talk(LlamaSequence.load(ctx, path), messages, turns, text, beside)
     except StateLayoutMismatch as error:

@@ -71,7 +71,7 @@ def _compare(layout: PartLayout, target: PartLayout, *, convert: bool) -> None:
         elif not convert:
             raise StateLayoutMismatch(
                 f"{rows.what.upper()} is stored as {_name(rows)} in the state and as "
-                f"{_name(wanted)} here: pass convert=True to convert it, which rounds",
+                f"{_name(wanted)}, here: pass convert=True to convert it, which rounds the values",
                 what=rows.what,
                 value=_name(rows),
                 limit=_name(wanted),

@@ -118,7 +118,7 @@ class Fingerprint:
 
     def _called(self) -> str:
         """Return what is known of the model: the same name may stand for other weights."""
-        name = f"{self.model_name!r} " if self.model_name else ""
+        name = f"{self.model_name!r} " if self.model_name else "one without a name "
         return (
             f"{name}({self.architecture[:40]}, {self.n_layer} layers, fingerprint "
             f"{self.model[:16]}...)"

@@ -13,7 +13,7 @@ from memory.kit import CASES, Case
 from pykvcache import LlamaContext
 
 Make = Callable[..., LlamaContext]
-PROGRAMS = int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "3000")) // 3000
+PROGRAMS = max(1, int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "3000")) // 3000)
 SERVED = tuple(case for case in CASES if case.name != "t5")[:: 4 if PROGRAMS == 1 else 1]
 SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", "1"))
 

@@ -16,7 +16,7 @@ from sequence.programs import Program
 SERVED = tuple(case for case in CASES if case.name != "t5")
 """An encoder's input belongs to what the cells of t5 hold: LlamaSequence refuses it."""
 
-PROGRAMS = 3 * int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "3000")) // 3000
+PROGRAMS = max(1, 3 * int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "3000")) // 3000)
 SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", "1"))
 
 Make = Callable[..., LlamaContext]

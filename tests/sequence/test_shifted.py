@@ -16,7 +16,7 @@ from sequence.shadow import Shadow
 Make = Callable[..., LlamaContext]
 # Windows may have lost cells: what is evaluated again then is a fresh run.
 SERVED = tuple(c for c in SHIFTABLE if c.info.memory == "attention" and not c.info.has_encoder)
-PROGRAMS = int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "3000")) // 3000
+PROGRAMS = max(1, int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "3000")) // 3000)
 SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", "1"))
 
 

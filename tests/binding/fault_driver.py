@@ -40,6 +40,7 @@ class Driver:
     """One model, the contexts on it, and what they must say."""
 
     def __init__(self, name: str, folder: Path, journal: Path, n_points: int | None) -> None:
+        self.streams = False
         self.kept: dict[str, tuple[Any, ...]] = {}
         self.info = MODELS[name]
         self.path = make_model(name, folder)
@@ -49,9 +50,13 @@ class Driver:
         self.counts = {"runs": 0, "raised": 0, "unchanged": 0, "done": 0, "asked": 0}
         self.tried: dict[str, int] = {}
 
+    def options(self) -> dict[str, Any]:
+        """What the contexts are made with."""
+        return options(self.info) | ({"kv_unified": False} if self.streams else {})
+
     def stage(self, made: dict[str, Any] | None = None) -> Stage:
         """A filled context in a stage."""
-        ctx = LlamaContext(self.model, **options(self.info))
+        ctx = LlamaContext(self.model, **self.options())
         fill(ctx, self.info)
         stage = Stage(self.path, self.model, self.info, ctx, made or {})
         if made is None:
@@ -189,11 +194,13 @@ def main() -> None:
     parser.add_argument("--points", type=int)
     parser.add_argument("--only", default=",".join(OPERATIONS))
     parser.add_argument("--hidden", action="store_true", help="as if the cells lay on a device")
+    parser.add_argument("--streams", action="store_true", help="each sequence has its own cells")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     lib.hide_host(asked.hidden)
     driver = Driver(asked.name, asked.folder, asked.journal, asked.points)
+    driver.streams = asked.streams
     driver.run(asked.only.split(","), asked.seconds, asked.seed)
     print(json.dumps({**driver.counts, "tried": driver.tried}))
 

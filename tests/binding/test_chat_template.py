@@ -67,7 +67,7 @@ def test_a_message_without_a_role_is_refused(model: Any) -> None:
             model("llama").apply_chat_template(wrong, template=TEMPLATE)
 
 
-@pytest.mark.parametrize("message", [{"role": "user", "conten": "Hi"}, {"role": "system"}])
+@pytest.mark.parametrize("message", [{"role": "user", "text": "Hi"}, {"role": "system"}])
 def test_a_message_without_content_is_refused(model: Any, message: dict[str, str]) -> None:
     for wrong in (message, {**message, "content": None}):
         with pytest.raises(ValueError, match=r"messages\[0\] of the role '\w+' has no 'content'"):

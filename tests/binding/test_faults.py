@@ -58,8 +58,9 @@ def run_with_faults(
     make_model(name, model_folder)
     journal = tmp_path / "journal"
     command = [sys.executable, "-m", "binding.fault_driver", name, "--folder", str(model_folder)]
-    command += ["--journal", str(journal), "--seed", SEED, *more]
+    command += ["--journal", str(journal), "--seed", SEED]
     command += ["--seconds", SECONDS] if ALL else ["--points", "2"]
+    command += more
     done = subprocess.run(
         command,
         env=os.environ
@@ -84,6 +85,16 @@ def test_a_failed_allocation_is_an_error_and_no_more(
         assert set(counts["tried"]) == set(OPERATIONS) - NOT_ON_LLAMA
     assert {"create", "load", "text"} <= set(counts["tried"])
     assert counts["tried"]["create"] > 500, "the preloaded allocator counts nothing"
+
+
+@pytest.mark.parametrize("name", ["llama", *(["gemma3", "jamba"] if ALL else [])])
+def test_a_copy_between_streams_that_fails_leaves_no_half_of_it(
+    name: str, faults: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    """llama.cpp notes it in two lists, and read past the shorter one with the next decode."""
+    more = ["--streams", "--only", "copy", "--points", "1000"]
+    counts = run_with_faults(name, faults, model_folder, tmp_path, more)
+    assert counts["raised"] == counts["runs"] > 20
 
 
 # Encoders give no states in these operations.

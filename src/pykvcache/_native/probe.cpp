@@ -10,6 +10,7 @@
 #endif
 
 #include "ggml-cpp.h"
+#include "copies.h"
 #include "edit.h"
 #include "guarded.h"
 #include "probe_memory.h"
@@ -311,8 +312,14 @@ int32_t flush(edit_key, llama_context * ctx, const memory * m) noexcept {
             only_turning(float & f, float scale) : factor(f), before(f) { factor /= scale; }
             ~only_turning() { factor = before; }
         } guard(const_cast<llama_cparams &>(ctx->get_cparams()).yarn_attn_factor, m->key_scale);
-        if (ctx->memory_update(false)) {
-            llama_synchronize(ctx);  // devices compute on after the call; what is read next is not in their queue
+        waiting_copies waiting(*m);
+        try {
+            if (ctx->memory_update(false)) {
+                llama_synchronize(ctx);  // devices compute on after the call; what is read next is not in their queue
+            }
+        } catch (...) {
+            waiting.put_back();
+            throw;
         }
         // llama.cpp only logs a failed rotation, and would rotate again what it did rotate.
         return int32_t((m->base && m->base->get_has_shift()) || (m->swa && m->swa->get_has_shift()));

@@ -210,18 +210,17 @@ int32_t sequence_facts::rewind(llama_seq_id seq, llama_pos last) noexcept {
 
 int32_t sequence_facts::copy(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) noexcept {
     llama_pos lo = 0, hi = 0;
-    if (p0 > 0) {
-        extent(mem, src, lo, hi);
-    }
+    const bool begins = p0 <= 0 || (extent(mem, src, lo, hi) && p0 <= lo);
     // llama_memory_seq_cp merges into a unified destination; a copy replaces.
-    if (!copies_replace(mem)) {
-        const int32_t code = remove(dst, removal_of(dst, 0, END), 0, END);
-        if (code != 0) {
-            return code;
+    const bool replaces = copies_replace(mem);
+    int32_t code = replaces ? 0 : remove(dst, removal_of(dst, 0, END), 0, END);
+    if (code == 0) {
+        copied(src, dst, begins ? p1 : 0);
+        if ((code = copy_cells({}, mem, src, dst, p0, p1)) == CAUGHT && !replaces) {
+            removed(dst, 0);  // it is empty again
         }
     }
-    copied(src, dst, p0 <= lo ? p1 : 0);
-    return copy_cells({}, mem, src, dst, p0, p1);
+    return code;
 }
 
 int32_t sequence_facts::shift(llama_seq_id seq, llama_pos p0, llama_pos p1, llama_pos delta) noexcept {

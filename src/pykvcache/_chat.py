@@ -86,10 +86,6 @@ def _check_role(message: Mapping[Any, Any], i: int) -> None:
         )
     if not isinstance(role, str):
         raise TypeError(f"the 'role' of messages[{i}] must be a str, not {type(role).__name__}")
-    if role in ("system", "user") and message.get("content") is None:
-        raise ArgumentError(
-            f"messages[{i}] of the role {role!r} has no 'content'", f"messages[{i}]", role
-        )
 
 
 def special_token_texts(model: lib.Model) -> dict[str, str]:

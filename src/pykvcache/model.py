@@ -331,8 +331,7 @@ class LlamaModel(ModelFacts, Closing):
         ChatTemplateError
             A ValueError: the template refused the messages, failed, or went beyond a bound.
         ArgumentError
-            A ValueError: a message has no ``role``, or one of a user or the system no ``content``;
-            or there is no template.
+            A ValueError: a message has no ``role``; or there is no template.
         TypeError
             Something given is not plain data, or a ``role`` is not text.
         """

@@ -67,15 +67,6 @@ def test_a_message_without_a_role_is_refused(model: Any) -> None:
             model("llama").apply_chat_template(wrong, template=TEMPLATE)
 
 
-@pytest.mark.parametrize("message", [{"role": "user", "text": "Hi"}, {"role": "system"}])
-def test_a_message_without_content_is_refused(model: Any, message: dict[str, str]) -> None:
-    for wrong in (message, {**message, "content": None}):
-        with pytest.raises(ValueError, match=r"messages\[0\] of the role '\w+' has no 'content'"):
-            model("llama").apply_chat_template([wrong], template=TEMPLATE)
-    # An answer may consist of calls of tools alone.
-    model("llama").apply_chat_template([*MESSAGES, {"role": "assistant"}], template=TEMPLATE)
-
-
 def test_a_template_may_refuse_the_messages(model: Any) -> None:
     messages = [*MESSAGES, {"role": "system", "content": ""}]
     with pytest.raises(ValueError, match="system comes first"):

@@ -1,13 +1,11 @@
 """A llama forward pass in plain NumPy, on a GGUF file and any of three array caches.
 
-Usage: python examples/numpy_llama.py MODEL.gguf 1 15 27 -n 20 --cache causal
-(needs pykvcache[gguf])
+Usage: python examples/numpy_llama.py MODEL.gguf 1 15 27 -n 20     (needs pykvcache[gguf])
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +17,7 @@ from pykvcache.arrays import CausalCache, FlatKVCache, KVCache
 try:
     import gguf
 except ImportError:
-    sys.exit("this example needs gguf: pip install 'pykvcache[gguf]' (in a clone: '.[gguf]')")
+    raise SystemExit("this example needs gguf: pip install 'pykvcache[gguf]'") from None
 
 Array = NDArray[Any]
 # (layer, K, V, positions) of the new tokens, K and V as (tokens, heads, dim), to those of all
@@ -103,8 +101,7 @@ class Llama:
             h = self._norm(x, f"{blk}attn_norm")
             q, k, v = (self._linear(h, f"{blk}attn_{part}").reshape(heads) for part in "qkv")
             history = exchange(layer, self.rope(k, positions), v, positions)
-            attended = self._attend(self.rope(q, positions), *history)
-            x = x + self._linear(attended, f"{blk}attn_output")
+            x += self._linear(self._attend(self.rope(q, positions), *history), f"{blk}attn_output")
             h = self._norm(x, f"{blk}ffn_norm")
             gate = self._linear(h, f"{blk}ffn_gate")
             gate *= 0.5 + 0.5 * np.tanh(gate / 2)  # SiLU, without an exp that overflows
@@ -114,15 +111,13 @@ class Llama:
 
     def _attend(self, q: Array, k: Array, v: Array, visible: Array) -> Any:
         q = q.reshape(len(q), self.n_head_kv, -1, self.head_dim)
-        scores = np.einsum("nkgd,hkd->kgnh", q, k) / self.head_dim**0.5
-        scores = np.where(visible, scores, -np.inf)
+        scores = np.where(visible, np.einsum("nkgd,hkd->kgnh", q, k) / self.head_dim**0.5, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         return np.einsum("kgnh,hkd->nkgd", weights, v).reshape(len(q), -1)
 
     def _norm(self, x: Array, name: str) -> Any:
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps)
-        return x * self.weights[f"{name}.weight"]
+        return x / np.sqrt((x * x).mean(-1)[..., None] + self.eps) * self.weights[f"{name}.weight"]
 
     def _linear(self, x: Array, name: str) -> Any:
         return x @ self.weights[f"{name}.weight"].T

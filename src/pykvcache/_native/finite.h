@@ -5,35 +5,70 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#define PYKV_AVX2
+#define PYKV_INLINE inline __attribute__((always_inline))
+#else
+#define PYKV_INLINE inline
+#endif
+
 namespace pykv {
 
-// The first place of NaN or infinity, or -1. Of logits, minus infinity says that a token cannot come.
-inline int64_t first_not_finite(const float * row, size_t n, bool is_logits) noexcept {
-    constexpr uint32_t SIGN = 0x80000000, INFINITE = 0x7f800000, LOWEST_EXPONENT = 0x00800000;
-    constexpr size_t   WIDTH = 16;  // as many sums as keep a core busy
-    const auto bits_of = [&](size_t i) {
+constexpr uint32_t FLOAT_SIGN = 0x80000000, FLOAT_INFINITE = 0x7f800000;
+
+// Whether some float has all bits of its exponent set.
+PYKV_INLINE bool has_not_finite(const float * row, size_t n) noexcept {
+    constexpr uint32_t LOWEST_EXPONENT = 0x00800000;
+    constexpr size_t   WIDTH = 32;  // as many sums as keep a core busy
+    const auto exponent_of = [row](size_t i) {
         uint32_t bits;
         std::memcpy(&bits, row + i, sizeof bits);
-        return bits;
+        return bits & FLOAT_INFINITE;
     };
-    // Where all bits of the exponent are set, one more carries into the sign.
+    // One more than all bits carries into the sign.
     uint32_t found[WIDTH] = {};
     size_t   i = 0;
     for (; i + WIDTH <= n; i += WIDTH) {
         for (size_t k = 0; k < WIDTH; ++k) {
-            found[k] |= (bits_of(i + k) & INFINITE) + LOWEST_EXPONENT;
+            found[k] |= exponent_of(i + k) + LOWEST_EXPONENT;
         }
     }
     for (; i < n; ++i) {
-        found[0] |= (bits_of(i) & INFINITE) + LOWEST_EXPONENT;
+        found[0] |= exponent_of(i) + LOWEST_EXPONENT;
     }
     uint32_t any = 0;
     for (const uint32_t f : found) {
         any |= f;
     }
-    for (i = 0; (any & SIGN) && i < n; ++i) {
-        const uint32_t bits = bits_of(i);
-        if ((bits & INFINITE) == INFINITE && !(is_logits && bits == (SIGN | INFINITE))) {
+    return (any & FLOAT_SIGN) != 0;
+}
+
+#ifdef PYKV_AVX2
+// The same in half the time; a build for any processor may hold it, and asks before it is called.
+__attribute__((target("avx2"))) inline bool has_not_finite_avx2(const float * row, size_t n) noexcept {
+    return has_not_finite(row, n);
+}
+#endif
+
+inline bool may_be_not_finite(const float * row, size_t n) noexcept {
+#ifdef PYKV_AVX2
+    static const bool has_avx2 = __builtin_cpu_supports("avx2") != 0;
+    if (has_avx2) {
+        return has_not_finite_avx2(row, n);
+    }
+#endif
+    return has_not_finite(row, n);
+}
+
+// The first place of NaN or infinity, or -1. Of logits, minus infinity says that a token cannot come.
+inline int64_t first_not_finite(const float * row, size_t n, bool is_logits) noexcept {
+    if (!may_be_not_finite(row, n)) {
+        return -1;
+    }
+    for (size_t i = 0; i < n; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, row + i, sizeof bits);
+        if ((bits & FLOAT_INFINITE) == FLOAT_INFINITE && !(is_logits && bits == (FLOAT_SIGN | FLOAT_INFINITE))) {
             return static_cast<int64_t>(i);
         }
     }

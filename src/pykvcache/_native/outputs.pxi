@@ -58,12 +58,16 @@ cdef class Outputs(Partials):
         PyBuffer_Release(&view)
         return result
 
-    cdef int check_finite(
-            self, const float* row, int32_t n, str what, object i, int32_t n_decoded) except -1:
+    cdef inline int check_finite(
+            self, const float* row, int32_t n, bint is_logits, object i, int32_t n_decoded) except -1:
         """Raise where a row is not finite: NaN says nothing, as a logit or in an embedding."""
-        cdef int64_t place = lib.first_not_finite(row, n, what == "logits")
+        cdef int64_t place = lib.first_not_finite(row, n, is_logits)
         if place < 0:
             return 0
+        return self.raise_not_finite(row, place, "logits" if is_logits else "embeddings", i, n_decoded)
+
+    cdef int raise_not_finite(
+            self, const float* row, int64_t place, str what, object i, int32_t n_decoded) except -1:
         self.seqs.suspect()
         if what == "logits" or self.pooling_type == 0:
             i = self.outputs[self.find_output(i, what)]
@@ -118,11 +122,10 @@ cdef class Outputs(Partials):
                 what=what, value=i, limit=self.seqs.row_pos(place))
         return place
 
-    cdef object row(self, int place, str what, bint check, object i, int32_t n_decoded):
+    cdef object row(self, int place, bint is_logits, bint check, object i, int32_t n_decoded):
         """A copy of a row of outputs, or None; `check`: raise where it is not finite."""
-        cdef bint embeddings = what == "embeddings"
-        cdef list kept = self.kept_embeddings if embeddings else self.kept_logits
-        cdef int32_t n = self.n_embd_out if embeddings else self.n_vocab
+        cdef list kept = self.kept_logits if is_logits else self.kept_embeddings
+        cdef int32_t n = self.n_vocab if is_logits else self.n_embd_out
         cdef const float[::1] view
         cdef const float* row
         if kept is not None and place < len(kept):
@@ -130,12 +133,12 @@ cdef class Outputs(Partials):
                 return None
             view = kept[place]
             row = &view[0]
-        elif embeddings:
-            row = lib.embeddings_ith(self.ctx, self.outputs[place] - self.part_start)
-        else:
+        elif is_logits:
             row = lib.logits_ith(self.ctx, self.outputs[place] - self.part_start)
+        else:
+            row = lib.embeddings_ith(self.ctx, self.outputs[place] - self.part_start)
         if row != NULL and check:
-            self.check_finite(row, n, what, i, n_decoded)
+            self.check_finite(row, n, is_logits, i, n_decoded)
         return self.copy_row(row, n)
 
     cdef object logit_row(self, object i, bint check, int32_t n_decoded=0):
@@ -152,7 +155,7 @@ cdef class Outputs(Partials):
         if not self.effective.gives_logits:
             raise UnsupportedOperation(
                 "logits", "with embeddings=True this model computes no logits", "context")
-        result = self.row(place, "logits", check, i, n_decoded)
+        result = self.row(place, True, check, i, n_decoded)
         if result is None:
             raise OutOfRangeError(f"token {i} of the last decode has no logits", what="logits", value=i)
         return result
@@ -178,7 +181,7 @@ cdef class Outputs(Partials):
                 raise UnsupportedOperation(
                     "embeddings", "they are pooled: see seq_embeddings(), or use pooling_type='none'",
                     "context")
-            result = self.row(self.find_output(i, "embeddings"), "embeddings", True, i, 0)
+            result = self.row(self.find_output(i, "embeddings"), False, True, i, 0)
             if result is None:
                 raise OutOfRangeError(
                     f"token {i} of the last decode has no embeddings", what="embeddings", value=i)
@@ -208,7 +211,7 @@ cdef class Outputs(Partials):
                 raise OutOfRangeError(
                     f"the embeddings of sequence {seq} are gone: it no longer holds what was decoded",
                     what="sequence", value=seq)
-            self.check_finite(row, n, "embeddings", seq, 0)
+            self.check_finite(row, n, False, seq, 0)
             return self.copy_row(row, n)
         finally:
             self.lock.unlock()

@@ -7,11 +7,7 @@
 
 namespace pykv {
 
-namespace {
-
 constexpr llama_pos END = std::numeric_limits<llama_pos>::max();
-
-}  // namespace
 
 bool sequence_facts::open(llama_context * context) noexcept {
     mem = memory_new(context);
@@ -64,8 +60,10 @@ void sequence_facts::copied(llama_seq_id src, llama_seq_id dst, llama_pos end) n
     if (input_key(src) != input_key(dst)) {
         input_keys[size_t(dst)] = 0;
     }
-    set_first({}, mem, dst, first_of(mem, src));
-    share_earlier({}, mem, src, dst);
+    if (whole) {
+        set_first({}, mem, dst, first_of(mem, src));
+        share_earlier({}, mem, src, dst);
+    }
 }
 
 void sequence_facts::restored(llama_seq_id seq, const llama_pos * firsts) noexcept {

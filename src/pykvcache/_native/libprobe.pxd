@@ -172,6 +172,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         int32_t n_threads_batch
         bool gives_logits
         bool endless
+        bool lacks_layers
     ctypedef struct memory_facts:
         uint32_t n_cells
         uint32_t n_swa

@@ -1,4 +1,5 @@
 // Which memory a context has, what it is made of, and applying what is pending.
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -173,17 +174,7 @@ model_facts look_at_model(const llama_model * model) {
     model_facts facts{};
     facts.learned_positions = model->pos_embd != nullptr;
     facts.causal = hparams.causal_attn;
-    if (model->arch == LLM_ARCH_T5 || model->arch == LLM_ARCH_T5ENCODER) {
-        const auto & layer = model->layers.at(0);
-        if (!layer.attn_rel_b_enc || (model->arch == LLM_ARCH_T5 && !layer.attn_rel_b)) {
-            facts.fault = "the position biases of its first layer are missing";
-        }
-    }
-    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
-        if (hparams.rope_type != LLAMA_ROPE_TYPE_NONE && hparams.n_head(il) > 0 && hparams.n_rot(il) > hparams.n_embd_head_k(il)) {
-            facts.fault = "rope.dimension_count is larger than a head";
-        }
-    }
+    facts.fault = model_fault(*model);
     facts.has_classifier = model->cls != nullptr || model->cls_out != nullptr;
     facts.n_embd_out = int32_t(hparams.n_embd_out());
     facts.n_cls_out = int32_t(hparams.n_cls_out);
@@ -245,10 +236,20 @@ bool         picks_blocks(const memory * m) { return m->bounded && m->recurrent;
 bool         windowed(const memory * m) { return m->swa != nullptr; }
 uint32_t     n_stream(const memory * m) { return m->base ? m->base->get_n_stream() : 1; }
 
+// Whether a memory of two kinds has a part that no layer uses: the graph's inputs for it are then nowhere.
+static bool lacks_layers(const memory * m) {
+    if (!m->recurrent || !m->base) {
+        return false;
+    }
+    const auto & states = m->recurrent->r_l;
+    const bool   has_states = std::any_of(states.begin(), states.end(), [](const ggml_tensor * t) { return t; });
+    return !has_states || (m->base->get_layer_ids().empty() && (!m->swa || m->swa->get_layer_ids().empty()));
+}
+
 context_facts look_at_context(const llama_context * ctx, const memory * m) {
     const auto & c = ctx->get_cparams();
     return {c.flash_attn, c.kv_unified, c.causal_attn, int(c.pooling_type), c.n_threads, c.n_threads_batch,
-            m->gives_logits, m->endless};
+            m->gives_logits, m->endless, lacks_layers(m)};
 }
 
 std::vector<std::string> buffer_types(const memory * m) {

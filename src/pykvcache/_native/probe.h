@@ -60,6 +60,7 @@ struct context_facts {
     int32_t n_threads_batch;
     bool    gives_logits;  // some graphs leave them out beside embeddings
     bool    endless;       // RoPE of 0 dimensions, of which ggml's kernel makes an endless loop
+    bool    lacks_layers;  // a hybrid without layers of one kind, which no decode survives
 };
 
 struct memory_facts {
@@ -73,6 +74,8 @@ struct memory_facts {
 enum memory_part : int { PART_ATTENTION, PART_WINDOW, PART_RECURRENT };
 
 model_facts look_at_model(const llama_model * model);
+// What the loader lets pass and no graph survives, or NULL.
+const char * model_fault(const llama_model & model);
 // Whether every cached head size is a multiple of the block of this type.
 bool heads_divisible(const llama_model * model, ggml_type type, bool keys);
 

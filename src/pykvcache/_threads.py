@@ -1,24 +1,94 @@
-"""Starting threads, where the system may refuse them."""
+"""Starting threads, where the system may refuse them, or have no memory left for them."""
 
 from __future__ import annotations
 
-from threading import Thread
+import threading
+import time
+from collections.abc import Callable
+from weakref import ref
 
 from pykvcache.errors import ThreadRefused
 
-__all__ = ["has_started", "start"]
+__all__ = ["Worker", "has_started", "start"]
+
+#: Seconds after which a thread that was made and does nothing is given up.
+PATIENCE = 10.0
 
 
-def has_started(thread: Thread) -> bool:
+class _Call:
+    """What a new thread calls; gone when the thread has ended, unless a hook keeps it."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._turn = [True]  # whoever takes it decides: the thread, or who gives it up
+        self.is_over = False
+
+    def __call__(self) -> None:
+        try:
+            if self.take():
+                self._call()
+        finally:
+            self.is_over = True
+
+    def take(self) -> bool:
+        try:
+            return self._turn.pop()
+        except IndexError:
+            return False
+
+
+class _Begun(threading.Event):
+    """What `Thread.start` waits for; it does not wait for a thread that has ended already."""
+
+    call: Callable[[], _Call | None]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        until = time.monotonic() + PATIENCE
+        while not super().wait(0.05):
+            call = self.call()
+            if call is None or call.is_over or (time.monotonic() > until and call.take()):
+                break
+            del call  # it would be kept here
+        if not self.is_set():
+            raise MemoryError("a thread ended before it began")
+        return True
+
+
+class Worker(threading.Thread):
+    """A daemon thread whose `start` comes back where memory is too short for the thread to begin.
+
+    CPython's waits for ever then: the thread dies before it says that it is there.
+    """
+
+    def __init__(self, target: Callable[..., object], name: str, *args: object) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+        self._started = _Begun()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has begun, and is not there any more."""
+        return self.ident is not None and not self.is_alive()
+
+    @property
+    def _bootstrap(self) -> _Call:
+        # Whoever asks is `start`, which hands it to the new thread and keeps nothing.
+        call = _Call(super()._bootstrap)  # type: ignore[misc]
+        self._started.call = ref(call)
+        return call
+
+
+def has_started(thread: Worker) -> bool:
     """Start a thread; False where the system gives none: too many, or no memory for one."""
     try:
         thread.start()
     except (RuntimeError, MemoryError):
+        # A thread that has not begun is not listed among those that run.
+        getattr(threading, "_limbo", {}).pop(thread, None)
         return False
     return True
 
 
-def start(thread: Thread) -> None:
+def start(thread: Worker) -> None:
     """Start a thread that something cannot be done without."""
     if not has_started(thread):
         raise ThreadRefused(f"the system gives no thread for {thread.name}", thread.name)

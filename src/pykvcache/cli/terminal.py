@@ -10,7 +10,7 @@ from typing import TextIO
 
 import click
 
-from pykvcache._threads import has_started
+from pykvcache._threads import Worker, has_started
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError
 from pykvcache.model import LlamaModel
@@ -79,7 +79,7 @@ def watched(ctx: LlamaContext, n_tokens: int, label: str = "prompt") -> Iterator
             while not done.wait(POLL):
                 bar.update(min(n_tokens, ctx.tokens_evaluated - start) - bar.pos)
 
-        thread = threading.Thread(target=look, daemon=True)
+        thread = Worker(look, "pykvcache-bar")
         is_moving = has_started(thread)
         try:
             yield

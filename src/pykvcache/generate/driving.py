@@ -6,7 +6,7 @@ import threading
 import weakref
 
 from pykvcache._closing import Closing
-from pykvcache._threads import start
+from pykvcache._threads import Worker, start
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ClosedError, DecodeAborted, ReentryError
 from pykvcache.generate.handle import GenerationHandle
@@ -31,7 +31,7 @@ class Driving(Closing):
         self._changed = threading.Condition()
         self._driver: int | None = None  # the thread that makes a step now
         self._n_awaiting = 0  # threads that wait for the end of another's step
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._closed = False
 
     @property
@@ -104,12 +104,10 @@ class Driving(Closing):
         """
         with self._changed:
             self._check_open()
-            if self._thread is None:
+            if not self._has_thread:
                 # It must not keep the generator alive, and has to hear of its end.
                 ref, changed = weakref.ref(self), self._changed
-                thread = threading.Thread(
-                    target=_work, args=(ref, changed), name="pykvcache-generate", daemon=True
-                )
+                thread = Worker(_work, "pykvcache-generate", ref, changed)
                 start(thread)
                 self._thread = thread
                 weakref.finalize(self, _notify, changed).atexit = False
@@ -148,12 +146,17 @@ class Driving(Closing):
             finally:
                 self._n_awaiting -= 1
 
+    @property
+    def _has_thread(self) -> bool:
+        # Without memory a thread can end before it could say so.
+        return self._thread is not None and not self._thread.has_ended
+
     def _take_turn(self) -> bool:
         """Make a step, unless another thread does."""
         me = threading.get_ident()
         try:
             with self._changed:
-                if self._thread is not None or self._driver not in (None, me):
+                if self._has_thread or self._driver not in (None, me):
                     return False
                 self._driver = me
             self.step()

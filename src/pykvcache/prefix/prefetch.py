@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 import weakref
 from collections import deque
 
 import numpy as np
 
 from pykvcache._convert import TokenInput
-from pykvcache._threads import has_started
+from pykvcache._threads import Worker, has_started
 from pykvcache.prefix.below import TierMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
 from pykvcache.prefix.gather import gather, is_good
@@ -40,6 +42,7 @@ class Prefetch:
         self._tokens, self._namespace = tokens, namespace
         self._is_cancelled = False
         self._done = threading.Event()
+        self._worker: Worker | None = None
         self._pid = os.getpid()
 
     @property
@@ -58,7 +61,13 @@ class Prefetch:
         seconds = None if seconds is None else as_seconds(seconds, "seconds")
         if os.getpid() != self._pid:
             return self.is_done  # a forked child has no such thread
-        return self._done.wait(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        while not self._done.wait(max(0.0, min(until - time.monotonic(), 0.5))):
+            if time.monotonic() >= until:
+                return False
+            if self._worker is not None and self._worker.has_ended:
+                self._done.set()  # memory ended in the middle of it: no more will come
+        return True
 
     def cancel(self) -> None:
         """Let it end after what is being read; what came stays."""
@@ -76,6 +85,7 @@ class Queue:
         self._waiting: deque[Prefetch] = deque()
         self._lock = threading.Lock()
         self._is_working = False
+        self._worker: Worker | None = None
 
     def add(self, cache: PrefetchMethods, one: Prefetch) -> None:
         """Let a prompt be brought after those that wait; given up where those are many."""
@@ -84,13 +94,13 @@ class Queue:
                 one._done.set()
                 return
             self._waiting.append(one)
-            if self._is_working:
+            if self._is_working and self._worker is not None and not self._worker.has_ended:
+                one._worker = self._worker
                 return
             self._is_working = True
-        thread = threading.Thread(
-            target=self._work, args=(weakref.ref(cache),), name="pykvcache-prefetch", daemon=True
-        )
-        if not has_started(thread):
+            one._worker = worker = Worker(self._work, "pykvcache-prefetch", weakref.ref(cache))
+            self._worker = worker
+        if not has_started(worker):
             self._give_up()
 
     def _give_up(self) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pykvcache._threads import start
+from pykvcache._threads import Worker, start
 from pykvcache.errors import ArgumentError, ThreadRefused
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
@@ -133,7 +133,7 @@ class EventPublisher:
             self._close_sockets()
             raise OSError(error.errno, f"{error.strerror}: {endpoint}") from error
         self._stop = cache.events.subscribe(self._note)
-        self._thread = threading.Thread(target=self._work, name="pykvcache-events", daemon=True)
+        self._thread = Worker(self._work, "pykvcache-events")
         try:
             start(self._thread)
         except ThreadRefused:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._threads import has_started
+from pykvcache._threads import Worker, has_started
 from pykvcache.prefix.pace import Pace
 
 __all__ = ["Reserve"]
@@ -136,10 +136,7 @@ class Reserve:
         n = (min(self.max_bytes // 2, self.n_bytes + room) - self.n_bytes) // max(1, self.size)
         if n <= 0 or self._filling.locked() or os.getpid() != self._pid:
             return
-        thread = threading.Thread(
-            target=self._fill, args=(n, progress), name="pykvcache-memory", daemon=True
-        )
-        has_started(thread)
+        has_started(Worker(self._fill, "pykvcache-memory", n, progress))
 
     def _fill(self, n: int, progress: Callable[[], int]) -> None:
         if not self._filling.acquire(blocking=False):

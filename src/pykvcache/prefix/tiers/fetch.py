@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._threads import has_started
+from pykvcache._threads import Worker, has_started
 from pykvcache.prefix.tiers.ends import END_OVERHEAD, End, end_key
 from pykvcache.prefix.tiers.leases import Lease
 from pykvcache.prefix.tiers.notices import place
@@ -176,7 +176,7 @@ class Fetch:
 
     def start(self) -> None:
         """Let a thread search; where there is none to be had, nothing is found."""
-        if not has_started(threading.Thread(target=self.run, name="pykvcache-fetch", daemon=True)):
+        if not has_started(Worker(self.run, "pykvcache-fetch")):
             self.looked.set()
             self.done.set()
 
@@ -193,9 +193,7 @@ class Fetch:
         if self.done.is_set() and lease is not None and lease.held:
             # A store may let it wait for other writers.
             # Without a thread for it the lease ends by itself.
-            has_started(
-                threading.Thread(target=lease.release, name="pykvcache-release", daemon=True)
-            )
+            has_started(Worker(lease.release, "pykvcache-release"))
 
     def run(self) -> None:
         """Search, and read from the back."""
@@ -302,7 +300,7 @@ class Fetch:
         if len(groups) < 4:
             self._read(groups)
             return
-        other = threading.Thread(target=self._read, args=(groups,), daemon=True)
+        other = Worker(self._read, "pykvcache-fetch-2", groups)
         self.n_threads += has_started(other)
         self._read(groups)
         if self.n_threads > 1:

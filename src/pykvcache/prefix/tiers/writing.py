@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pykvcache._threads import has_started
+from pykvcache._threads import Worker, has_started
 from pykvcache.prefix.pace import Pace
 from pykvcache.prefix.tiers.notices import Place
 from pykvcache.prefix.tiers.tier import Tier
@@ -89,7 +90,7 @@ class WriteBehind:
         self._changed = threading.Condition()
         self._busy = False
         self._closed = self._retired = False
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._pid = os.getpid()
 
     def offer(self, chain: Chain) -> int:
@@ -147,11 +148,17 @@ class WriteBehind:
         """Wait until everything is written; False if that takes longer than the timeout."""
         if os.getpid() != self._pid:
             return False
+        until = math.inf if seconds is None else time.monotonic() + seconds
         with self._changed:
             self._n_waiting += 1
             self._changed.notify_all()
             try:
-                return self._changed.wait_for(lambda: not (self._queue or self._busy), seconds)
+                while self._queue or self._busy:
+                    left = until - time.monotonic()
+                    if left <= 0 or not self._has_thread():
+                        return False
+                    self._changed.wait(min(left, 0.5))
+                return True
             finally:
                 self._n_waiting -= 1
 
@@ -186,9 +193,12 @@ class WriteBehind:
     # In the thread ----------------------------------------------------------------------------
 
     def _has_thread(self) -> bool:
-        """Whether there is the thread, or it can be started now."""
+        """Whether there is the thread, or it can be started now; the lock is held."""
+        if self._thread is not None and self._thread.has_ended:
+            # Memory may have ended in the middle of it: what it was writing is lost.
+            self._thread, self._busy = None, False
         if self._thread is None:
-            thread = threading.Thread(target=self._work, name="pykvcache-write-behind", daemon=True)
+            thread = Worker(self._work, "pykvcache-write-behind")
             if not has_started(thread):
                 return False
             self._thread = thread

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from pykvcache._convert import IntArray
 from pykvcache._native import lib
+from pykvcache.errors import ClosedError
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import Stop, TextState, TextStream
@@ -216,6 +218,9 @@ class GenerationHandle:
         """Look at the last tokens, which may be the end. After an interrupt it begins again."""
         try:
             self._read()
+        except ClosedError as error:  # the model was closed: its tokens have no text
+            self._end("error", error)
+            return
         except BaseException:
             self._stream, self._seen = TextStream(self._stop.strings), 0
             raise
@@ -246,7 +251,8 @@ class GenerationHandle:
     def _end(self, reason: FinishReason, error: Exception | None = None) -> None:
         if self._finish is None:
             if self._stop.strings:
-                self._text = self._read_text(True)
+                with contextlib.suppress(ClosedError):  # the model's: its text is gone
+                    self._text = self._read_text(True)
             self._error = error
             self.times.finished = time.perf_counter()
             self._finish = reason

@@ -19,6 +19,7 @@ from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import Checkpoint
 from pykvcache.sequence.ledger import Ledger, common_prefix
+from pykvcache.sequence.text import piece_of, text_of
 
 if TYPE_CHECKING:
     from pykvcache.prefix.sequence import CachedSequence
@@ -198,10 +199,9 @@ class BeginMethods:
         return first, what or "the rest is new"
 
     def _difference(self, ledger: Ledger, other: int, at: int) -> str:
-        model = self._ctx.model
-        text = model.detokenize(ledger.part(max(0, at - 8), at))
-        mine, theirs = (
-            model.token_to_piece(token, special=True).decode("utf-8", "replace")
-            for token in (ledger.token_at(at), other)
-        )
+        model, own = self._ctx.model, ledger.token_at(at)
+        text = text_of(model, ledger.part(max(0, at - 8), at))
+        mine, theirs = piece_of(model, own), piece_of(model, other)
+        if text is None or mine is None or theirs is None:
+            return f"token {at} is {own}: the nearest known has {other}"
         return f"token {at}, after {text[-40:]!r}, is {mine!r}: the nearest known has {theirs!r}"

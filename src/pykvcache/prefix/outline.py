@@ -14,6 +14,7 @@ from pykvcache.prefix.options import as_namespace
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.runs import Run
 from pykvcache.sequence.pool import SequencePool
+from pykvcache.sequence.text import text_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -181,7 +182,10 @@ class OutlineMethods:
             waiting += [(child, depth + 1) for child in children]
 
     def _beginning(self, tokens: bytes) -> str:
-        text = self._ctx.model.detokenize(np.frombuffer(tokens[:80], np.int32))
+        ids = np.frombuffer(tokens[:80], np.int32)
+        text = text_of(self._ctx.model, ids)
+        if text is None:
+            text = " ".join(map(str, ids))
         return text if len(text) <= 40 else text[:37] + "..."
 
     def plot(self, namespace: str | None = None) -> Figure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any, NoReturn, SupportsIndex
 
@@ -22,7 +21,7 @@ from pykvcache.sequence.generation import Generation, OnFull, TextGeneration
 from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.pool import pool_of
 from pykvcache.sequence.saved import load_sequence, save_sequence
-from pykvcache.sequence.text import Stop, StopInput
+from pykvcache.sequence.text import Stop, StopInput, text_of
 from pykvcache.state.saved import Path
 
 __all__ = ["LlamaSequence"]
@@ -338,11 +337,9 @@ class LlamaSequence(EditMethods, Closing):
     def _repr_html_(self) -> str:
         done = self.n_evaluated
         state = "parked" if self.is_parked else "evaluated"
-        text = ""
-        if not self.is_closed:
-            with contextlib.suppress(UnsupportedOperation):  # a model without a vocabulary
-                text = self._context.model.detokenize(self.tokens[-64:])
-        return bar_html(repr(self)[1:-1], [(state, done), ("pending", len(self) - done)], text)
+        text = None if self.is_closed else text_of(self._context.model, self.tokens[-64:])
+        parts = [(state, done), ("pending", len(self) - done)]
+        return bar_html(repr(self)[1:-1], parts, text or "")
 
     def __repr__(self) -> str:
         where = (

@@ -7,16 +7,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, cast
 
-from pykvcache._convert import as_int
-from pykvcache.errors import ArgumentError
+from pykvcache._convert import TokenInput, as_int
+from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation
 
 if TYPE_CHECKING:
     from pykvcache.model import LlamaModel
 
-__all__ = ["Stop", "StopInput", "TextRules", "TextState", "TextStream"]
+__all__ = ["Stop", "StopInput", "TextRules", "TextState", "TextStream", "piece_of", "text_of"]
 
 #: What ends a generation: a string, a token id, or several of both.
 StopInput = str | SupportsIndex | Iterable[str | SupportsIndex]
+
+
+def text_of(model: LlamaModel, tokens: TokenInput) -> str | None:
+    """Return the text of tokens for a reader; None without a vocabulary, or after `close`.
+
+    Contexts go on without either, and what only explains must not stop them.
+    """
+    try:
+        return model.detokenize(tokens)
+    except (ClosedError, UnsupportedOperation):
+        return None
+
+
+def piece_of(model: LlamaModel, token: int) -> str | None:
+    """Return the text of one token, special ones too, as `text_of`."""
+    try:
+        return model.token_to_piece(token, special=True).decode("utf-8", "replace")
+    except (ClosedError, UnsupportedOperation):
+        return None
 
 
 @dataclass(frozen=True)

@@ -66,11 +66,24 @@ def text(model: Any) -> Any:
          "{{ f(1) }}{% call f(2) %}!{% endcall %}", "[1][2!]"),
         ("{% for a in [[1, [2]]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}",
          "12"),
+        ("{{ ['ab', 1] | map('length') | first }}{{ 1 in ([1, 'a'] | select('gt', 0)) }}", "2True"),
+        ("{{ [1, 2, 3, 'a'] | map('abs') | batch(2) | first }}{{ 'x' if 3 | slice(2) }}",
+         "[1, 2]x"),
+        ("{{ dict.fromkeys([1, 2]) }}{{ dict.fromkeys('ab', 0) }}",
+         "{1: None, 2: None}{'a': 0, 'b': 0}"),
         ("{{ 7 // 2 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 7 % 4 }}{{ [0] * 2 }}", "310240.53[0, 0]"),
     ],
 )  # fmt: skip
 def test_renders_as_in_transformers(text: Any, template: str, expected: str) -> None:
     assert text(template) == expected
+
+
+@pytest.mark.parametrize("read", ["list", "length", "last", "join", "map('abs') | list"])
+def test_what_fails_in_a_list_fails_where_it_is_read(text: Any, read: str) -> None:
+    """A template that never gets there is rendered, as by generators."""
+    assert text("{% for i in [-1, 'a'] | map('abs') %}{{ i }}{% break %}{% endfor %}") == "1"
+    with pytest.raises(ChatTemplateError, match="TypeError"):
+        text("{{ [-1, 'a'] | map('abs') | " + read + " }}")
 
 
 def test_the_date_is_that_of_the_clock(text: Any) -> None:

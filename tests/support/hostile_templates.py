@@ -80,6 +80,19 @@ ENDLESS = [
     loop("{% set ns.x = (ns.x, ns.x) %}", "x=()", 60) + "{{ [ns.x] | unique | list }}",
     loop("{% set ns.x = (ns.x, ns.x) %}", "x=()", 60) + "{{ dict([(ns.x, 1)]) }}",
     doubled("{% for i in [1, 2] %}{{ loop.changed(ns.x) }}{% endfor %}"),
+    *(
+        "{% set x = 'a' * 1000 * 300 %}{% for i in range(500) %}{% set y = x "
+        + use
+        + " %}{% endfor %}"
+        for use in ("| float", "is lower", "is upper")
+    ),
+    "{% set x = 'a' * 30000 %}{% set y = x.strip('b' * 30000 ~ 'a') %}",
+    "{% set x = 'a' * 30000 %}{% set y = x.rstrip('b' * 30000 ~ 'a') %}",
+    "{% set x = 'a' * 30000 %}{% set y = x | trim('b' * 30000 ~ 'a') %}",
+    *(
+        "{% set x = 7 ** 4000 %}{% for i in range(200) %}{% set y = x " + use + " %}{% endfor %}"
+        for use in ("| center(9)", "| trim", "| replace('a', 'b')", "| string", "~ 1", "| tojson")
+    ),
 ]
 
 # One operation whose result has no end.

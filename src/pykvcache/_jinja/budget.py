@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import length_hint
 from sys import getrefcount
@@ -45,20 +45,29 @@ class Extent(NamedTuple):
 class Items:
     """An iterator over a list, for filters that give generators: no length, true, read once.
 
-    Generators over generators would be as deep as a loop makes them, and freed recursively.
+    Generators over generators would be as deep as a loop makes them, and freed recursively. What
+    ends the values early is raised where a generator would raise it: after those before it.
     """
 
-    def __init__(self, values: Iterable[object]) -> None:
-        self._values = list(values)
+    def __init__(self, values: object) -> None:
+        self._values: list[object] = []
+        self._failure: Exception | None = None
+        try:
+            self._values.extend(values)  # type: ignore[arg-type]
+        except (Exhausted, MemoryError, RecursionError):
+            raise
+        except Exception as error:  # of a filter or a test
+            self._failure = error.with_traceback(None)
         self._values.reverse()
 
     def __iter__(self) -> Items:
         return self
 
     def __next__(self) -> object:
-        if not self._values:
-            raise StopIteration
-        return self._values.pop()
+        if self._values:
+            return self._values.pop()
+        failure, self._failure = self._failure, None
+        raise failure or StopIteration
 
     def __length_hint__(self) -> int:
         return len(self._values)
@@ -206,7 +215,9 @@ class Budget:
                     size += 10 * len(item) + 6  # every character as \U0001f600
                     continue
                 if isinstance(item, int):
-                    self.integer(item.bit_length())
+                    bits = item.bit_length()
+                    self.integer(bits)
+                    self.step(bits * bits >> 17)  # what writing it takes
                 size += 32 if not isinstance(item, int) else 6 + item.bit_length()
                 below = inside(item)
                 if below is not None:
@@ -246,10 +257,22 @@ class Budget:
 
     def listed(self, value: object, steps: int = 1) -> list[object]:
         """Charge and return what an iteration over a value gives."""
+        new = self._iterate(value, steps)
+        found: list[object] = list(value)  # type: ignore[call-overload]
+        self.made(found, new)
+        return found
+
+    def begun(self, value: object, steps: int) -> Items:
+        """Charge what an iteration over a value gives, and return it up to where it fails."""
+        new = self._iterate(value, steps)
+        found = Items(value)
+        self.made(found, new)
+        return found
+
+    def _iterate(self, value: object, steps: int) -> int:
+        """Charge an iteration, and return how many bytes of it are new."""
         length = length_hint(value)
         each = 64 if isinstance(value, (str, range)) else 0
         self.step(1 + steps * length)
         self.make(64 + (8 + each) * length)
-        found: list[object] = list(value)  # type: ignore[call-overload]
-        self.made(found, each * length)
-        return found
+        return each * length

@@ -7,7 +7,7 @@ Left out, because no template needs them and their work is not known beforehand:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jinja2 import pass_context
@@ -18,7 +18,7 @@ from jinja2.tests import TESTS as JINJA_TESTS
 from markupsafe import Markup
 
 from pykvcache._jinja.budget import Budget, Items
-from pykvcache._jinja.methods import charge_printf, n_lines, replaced
+from pykvcache._jinja.methods import charge_printf, n_lines, replaced, stripped
 
 __all__ = ["FILTERS", "TESTS"]
 
@@ -68,10 +68,21 @@ def printf(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> None:
     budget.scale = 1
 
 
+def trim(budget: Budget, value: Any, chars: Any = None) -> None:
+    """Charge what ``strip`` does."""
+    stripped(budget, budget.text(value), chars)
+
+
 def integer(budget: Budget, value: Any, default: Any = 0, base: Any = 10) -> None:
     """Charge the digits."""
     if isinstance(value, str):
         budget.integer(len(value))
+
+
+def number(budget: Budget, value: Any, default: Any = 0.0) -> None:
+    """Charge the digits, or an error's text that repeats what are none."""
+    if isinstance(value, str):
+        times(3)(budget, value)
 
 
 def rounded(budget: Budget, value: Any, precision: int = 0, method: str = "common") -> None:
@@ -83,7 +94,7 @@ def rounded(budget: Budget, value: Any, precision: int = 0, method: str = "commo
 
 def ordered(budget: Budget, values: Any, *args: Any, attribute: Any = "", **kwargs: Any) -> None:
     """Charge comparisons of whole items."""
-    n = len(values)
+    n = operator.length_hint(values)
     budget.step(n * (1 + len(str(attribute))))
     budget.make(300 * n)
     budget.step(budget.walk(values).nodes * n.bit_length())
@@ -91,14 +102,14 @@ def ordered(budget: Budget, values: Any, *args: Any, attribute: Any = "", **kwar
 
 def mapped(budget: Budget, values: Any, *args: Any, attribute: Any = "", **kwargs: Any) -> None:
     """Charge the path that is looked up in each item."""
-    budget.step(len(values) * len(str(attribute)))
+    budget.step(operator.length_hint(values) * len(str(attribute)))
 
 
 def batch(budget: Budget, values: Any, linecount: int, fill_with: Any = None) -> None:
     """Charge the filling."""
     if fill_with is not None:
         budget.step(abs(linecount), 8 * abs(linecount))
-    budget.make(100 * len(values))
+    budget.make(100 * operator.length_hint(values))
 
 
 def slices(budget: Budget, values: Any, slices: int, fill_with: Any = None) -> None:
@@ -159,11 +170,17 @@ def lead(function: Any) -> Callable[[Context], tuple[Any, ...]]:
     }[wants]
 
 
+def charged(given: Iterator[Any], cost: Cost, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Charge what a generator will do, and run it."""
+    cost(*args, **kwargs)
+    yield from given
+
+
 def guarded(name: str, cost: Cost, *, each: int = 0, lazy: bool = False) -> Callable[..., Any]:
     """Return Jinja's filter behind its cost.
 
     With ``each`` it goes through items, which takes so many steps for each; with ``lazy`` it gives
-    a generator, which is run at once.
+    a generator, which is run at once: what fails in it is not known before it is read.
     """
     function: Any = JINJA_FILTERS[name]
     before = lead(function)
@@ -174,11 +191,16 @@ def guarded(name: str, cost: Cost, *, each: int = 0, lazy: bool = False) -> Call
         budget.step(1)
         if each:
             # What is false is empty for the filters that select, None too.
-            value = [] if name in _SELECT and not value else budget.listed(value, each)
-        cost(budget, value, *args, **kwargs)
-        result = function(*before(context), value, *args, **kwargs)
-        if lazy or (name == "reverse" and not isinstance(result, (str, list))):
-            result = Items(result)
+            is_empty = name in _SELECT and not value
+            value = [] if is_empty else (budget.begun if lazy else budget.listed)(value, each)
+        if lazy:
+            result = function(*before(context), value, *args, **kwargs)
+            result = Items(charged(result, cost, budget, value, *args, **kwargs))
+        else:
+            cost(budget, value, *args, **kwargs)
+            result = function(*before(context), value, *args, **kwargs)
+            if name == "reverse" and not isinstance(result, (str, list)):
+                result = Items(result)
         is_many = isinstance(result, (list, Items))
         return budget.made(result, 100 * operator.length_hint(result) if is_many else 0)
 
@@ -211,7 +233,10 @@ def by_text(method: Callable[[str], bool]) -> Callable[..., bool]:
 
     @pass_context
     def test(context: Context, value: Any) -> bool:
-        return method(context.environment.budget.text(value))  # type: ignore[attr-defined]
+        budget: Budget = context.environment.budget  # type: ignore[attr-defined]
+        text = budget.text(value)
+        budget.read(text)
+        return method(text)
 
     return test
 
@@ -230,14 +255,14 @@ _SELECT = ("map", "select", "reject", "selectattr", "rejectattr")
 
 _COSTS: dict[str, Cost] = {
     **dict.fromkeys(
-        ["abs", "attr", "count", "d", "default", "first", "float", "last", "length", "random"], free
+        ["abs", "attr", "count", "d", "default", "first", "last", "length", "random"], free
     ),
-    **dict.fromkeys(["safe", "string", "trim", "truncate"], times(1)),
+    **dict.fromkeys(["safe", "string", "truncate"], times(1)),
     **dict.fromkeys(["capitalize", "lower", "upper", "filesizeformat"], times(3)),
     **dict.fromkeys(["e", "escape", "forceescape"], times(6)),
     **{"urlencode": urlencode, "wordcount": times(32), "title": times(64)},
-    **{"center": center, "indent": indent, "replace": replace, "format": printf},
-    **{"int": integer, "round": rounded, "dictsort": ordered, "reverse": reverse},
+    **{"center": center, "indent": indent, "replace": replace, "format": printf, "trim": trim},
+    **{"int": integer, "float": number, "round": rounded, "dictsort": ordered, "reverse": reverse},
 }
 
 FILTERS: dict[str, Callable[..., Any]] = {

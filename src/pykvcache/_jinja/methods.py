@@ -8,7 +8,15 @@ from typing import Any
 
 from pykvcache._jinja.budget import Budget
 
-__all__ = ["charge_format_spec", "charge_printf", "method_cost", "n_lines", "replaced", "width_of"]
+__all__ = [
+    "charge_format_spec",
+    "charge_printf",
+    "method_cost",
+    "n_lines",
+    "replaced",
+    "stripped",
+    "width_of",
+]
 
 Cost = Callable[..., None]
 """Called with the budget, the object and the method's arguments, before the method."""
@@ -59,6 +67,14 @@ def copied(budget: Budget, text: str, *args: Any) -> None:
     """Charge a pass that makes a text of up to three times the size."""
     looked(budget, text, *args)
     budget.make(3 * text.__sizeof__())
+
+
+def stripped(budget: Budget, text: str, chars: Any = None) -> None:
+    """Charge a search among the characters for each of the text's, and the copy."""
+    if isinstance(chars, str):
+        budget.step(len(text) * len(chars) >> 10)
+    budget.read(text)
+    budget.make(text.__sizeof__())
 
 
 def split(budget: Budget, text: str, sep: str | None = None, maxsplit: int = -1) -> None:
@@ -118,12 +134,12 @@ _LOOKS = (
     "isnumeric isprintable isspace istitle isupper rfind rindex startswith"
 )
 _COPIES = (
-    "capitalize casefold lower lstrip partition removeprefix removesuffix rpartition rstrip "
-    "strip swapcase title upper"
+    "capitalize casefold lower partition removeprefix removesuffix rpartition swapcase title upper"
 )
 _TEXT: dict[str, Cost] = {
     **dict.fromkeys(_LOOKS.split(), looked),
     **dict.fromkeys(_COPIES.split(), copied),
+    **dict.fromkeys(("lstrip", "rstrip", "strip"), stripped),
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), padded),
     "expandtabs": tabs,
     "join": joined,

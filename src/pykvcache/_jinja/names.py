@@ -103,6 +103,12 @@ def template_globals(budget: Budget) -> dict[str, Callable[..., Any]]:
         budget.made(made)
         return made
 
+    def fromkeys(keys: Any, value: Any = None, /) -> dict[Any, Any]:
+        return template_dict([(key, value) for key in budget.listed(keys)])
+
+    template_dict.fromkeys = fromkeys  # type: ignore[attr-defined]
+    fromkeys.is_bounded = True  # type: ignore[attr-defined]
+
     def namespace(*args: Any, **kwargs: Any) -> TemplateNamespace:
         made = mapping(args, kwargs)
         budget.step(1, 500 + made.__sizeof__())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, TypeVar
 
@@ -11,15 +12,32 @@ from numpy.typing import DTypeLike, NDArray
 from pykvcache import _integers
 from pykvcache.errors import CacheDTypeError, CacheValueError
 
-__all__ = ["MOST", "as_float_dtype", "as_int", "as_ints", "as_kind", "as_storable", "check_size"]
+__all__ = [
+    "MOST",
+    "as_float_dtype",
+    "as_int",
+    "as_ints",
+    "as_kind",
+    "as_storable",
+    "check_size",
+    "shown",
+]
 
 T = TypeVar("T")
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 MOST = 2**31 - 1
 """Tokens, cells or places that any one array may have."""
 
 # Names that llama.cpp's world uses; NumPy reads "f16" as a 16-byte float.
 _DTYPE_NAMES = {"f16": np.float16, "f32": np.float32}
+
+
+def shown(value: object) -> str:
+    """Return a value's text, of what a file holds its beginning and end."""
+    return _SHORT.repr(value)
 
 
 def as_int(

@@ -126,6 +126,40 @@ def test_newer_files_whose_parts_do_not_fit_are_refused(tmp_path, layer):
         load_prompt_cache(written(tmp_path / "c", [layer]))
 
 
+LONG = "x" * 100_000
+RING = (*buffers((1, 5), (1, 5)), np.int32([5, 5]), np.int32([0, 0]), 4, 5, 1)
+
+
+@pytest.mark.parametrize(
+    "rotated", [PAIR[0], np.ones(2, np.int32), np.ones(0, np.int32), "x" * 200]
+)
+def test_a_flag_that_is_none_is_refused(tmp_path, rotated):
+    with pytest.raises(CacheValueError, match="should be a flag") as caught:
+        load_prompt_cache(written(tmp_path / "c", [("BatchRotatingKVCache", (*RING, rotated))]))
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("arrays", "texts"),
+    [
+        ({}, {"2.0": LONG}),
+        ({}, {"2.0": "", "1.0": LONG}),
+        ({"0.0": PAIR[0]}, {"2.0": "", "1.0": "KVCache", "2.1.0": "0.0", "2.1.1": LONG}),
+        ({"0.0": PAIR[0]}, {"2.0": "", "1.0": "KVCache", "2.1.0": LONG, "2.1.1": "none"}),
+        ({"0." * 50_000 + "0": PAIR[0], "0.0": PAIR[0]}, {"2.0": "", "1.0": "KVCache"}),
+        ({}, {"2.0": "RotatingKVCache", "0.0.0": LONG, **dict.fromkeys(("0.0.1", "0.0.2"), "1")}),
+        ({}, {"2.0": "BatchKVCache", "0.0.0": LONG}),
+        ({}, {"2.0": "ArraysCache", "0.0.0": "1", "0.0.1": LONG, "0.0.2": ""}),
+        ({}, {"2.0": "CacheList", "0.0.0": LONG}),
+    ],
+)
+def test_an_error_does_not_repeat_a_whole_file(tmp_path, arrays, texts):
+    save_file(arrays, tmp_path / "c", texts)
+    with pytest.raises(CacheValueError) as caught:
+        load_prompt_cache(tmp_path / "c")
+    assert len(str(caught.value).replace(str(tmp_path), "")) < 700
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_damaged_newer_header_never_gives_another_error(tmp_path_factory, data):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int, check_size
+from pykvcache.arrays._checks import as_int, check_size, shown
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.errors import CacheValueError, NotSupported
 
@@ -235,7 +235,7 @@ def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int
     for name, text in zip(names, meta, strict=True):
         if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 19):
             raise CacheValueError(
-                f"{name} of a {owner} is {text!r}; expected a number as text",
+                f"{name} of a {owner} is {shown(text)}; expected a number as text",
                 f"{name} of a {owner}",
                 text,
             )

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from pykvcache.arrays._checks import shown
 from pykvcache.errors import CacheValueError
 
 __all__ = [
@@ -67,7 +68,7 @@ def plain_values(arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str]) -
         array = arrays.get(place)
         if array is None or what not in ("scalar", "string", "none"):
             raise CacheValueError(
-                f"{place!r} is said to be {what!r}, which it cannot be",
+                f"{shown(place)} is said to be {shown(what)}, which it cannot be",
                 place,
                 what,
                 ("scalar", "string", "none"),
@@ -98,7 +99,7 @@ def parts_of(node: Any) -> list[Any]:
 
 def _number(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise CacheValueError(f"{value!r} should be a number", "number", value)
+        raise CacheValueError(f"{shown(value)} should be a number", "number", value)
     return value
 
 
@@ -176,6 +177,8 @@ def read_batch_ring(
     k: Any, v: Any, offset: Any, padding: Any, max_size: Any, seen: Any, index: Any, rotated: Any
 ) -> Serialized:
     """Return state and meta state of a `BatchRotatingKVCache`."""
+    if not isinstance(rotated, (bool, int)):
+        raise CacheValueError(f"{shown(rotated)} should be a flag", "rotated", rotated)
     meta = (*_texts(max_size, seen, index), str(bool(rotated)))
     if k is None:
         return (), (*meta, *map(str, _rows(padding)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import MOST, as_int, as_kind, check_size
+from pykvcache.arrays._checks import MOST, as_int, as_kind, check_size, shown
 from pykvcache.arrays.mlx._base import Arrays, BaseCache
 from pykvcache.arrays.mlx._rows import Counts, Rows, announced, row_counts, row_indices
 from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
@@ -292,7 +292,7 @@ class ArraysCache(BaseCache):
         if len(meta):
             if len(meta) != 3 or not all(isinstance(text, str) for text in meta):
                 raise CacheValueError(
-                    f"the meta state of an ArraysCache is 3 texts; got {meta!r}",
+                    f"the meta state of an ArraysCache is 3 texts; got {shown(meta)}",
                     "meta_state",
                     meta,
                     3,
@@ -387,7 +387,7 @@ def _stacked(arrays: Sequence[NDArray[Any] | None], rows: Sequence[int]) -> NDAr
 def _number(text: str) -> int:
     if not (text.removeprefix("-").isdigit() and text.isascii() and len(text) < 19):
         raise CacheValueError(
-            f"the meta state of an ArraysCache holds {text!r}; expected a number",
+            f"the meta state of an ArraysCache holds {shown(text)}; expected a number",
             "meta_state",
             text,
         )

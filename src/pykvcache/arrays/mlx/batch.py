@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int, as_kind, check_size
+from pykvcache.arrays._checks import as_int, as_kind, check_size, shown
 from pykvcache.arrays.mlx._base import Arrays, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.arrays.mlx._merge import BatchCache
@@ -273,6 +273,6 @@ def parse_padding(meta: Sequence[Any]) -> Rows:
     """Return the padding that the meta state of an empty batch holds."""
     if not all(isinstance(p, str) and p.isascii() and p.isdigit() and len(p) < 19 for p in meta):
         raise CacheValueError(
-            f"left padding {tuple(meta)!r} is not numbers as text", "left_padding", tuple(meta)
+            f"left padding {shown(tuple(meta))} is not numbers as text", "left_padding", tuple(meta)
         )
     return np.array([int(p) for p in meta], np.int64)

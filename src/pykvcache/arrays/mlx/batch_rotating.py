@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int, as_kind, check_size
+from pykvcache.arrays._checks import as_int, as_kind, check_size, shown
 from pykvcache.arrays.mlx._base import Arrays, meta_ints, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.arrays.mlx._merge import BatchCache
@@ -356,7 +356,7 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         max_size, offset, index = meta_ints("BatchRotatingKVCache", names, meta[:3])
         if len(meta) < 4 or meta[3] not in ("True", "False"):
             raise CacheValueError(
-                f"rotated of a BatchRotatingKVCache is {meta[3:4]!r}, no flag",
+                f"rotated of a BatchRotatingKVCache is {shown(meta[3:4])}, no flag",
                 "rotated",
                 meta[3:4],
                 ("True", "False"),

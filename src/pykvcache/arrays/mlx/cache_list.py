@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int, as_kind, check_size
+from pykvcache.arrays._checks import as_int, as_kind, check_size, shown
 from pykvcache.arrays.mlx._base import Arrays, BaseCache
 from pykvcache.arrays.mlx._rows import Counts
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache
@@ -220,7 +220,7 @@ class CacheList(BaseCache):
     def _metas(self, meta: Sequence[Any]) -> Sequence[Any]:
         if len(meta) != 2:
             raise CacheValueError(
-                f"the meta state of a CacheList is names and metas; got {meta!r}",
+                f"the meta state of a CacheList is names and metas; got {shown(meta)}",
                 "meta_state",
                 meta,
                 2,

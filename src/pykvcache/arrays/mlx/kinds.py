@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+from pykvcache.arrays._checks import shown
 from pykvcache.arrays.mlx import _files as files
 from pykvcache.arrays.mlx._base import BaseCache
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache, MambaCache
@@ -72,7 +73,7 @@ class KvCacheKind(Enum):
         """
         if kind not in _BY_NAME:
             raise CacheValueError(
-                f"unknown cache kind {kind!r}; expected one of {', '.join(_BY_NAME)}",
+                f"unknown cache kind {shown(kind)}; expected one of {', '.join(_BY_NAME)}",
                 "kind",
                 kind,
                 tuple(_BY_NAME),
@@ -158,7 +159,10 @@ def from_state(
 def _list_from_state(state: Sequence[Any], meta: Sequence[Any]) -> CacheList:
     if len(meta) != 2 or len(meta[0]) != len(meta[1]):
         raise CacheValueError(
-            f"the meta state of a CacheList is names and metas; got {meta!r}", "meta_state", meta, 2
+            f"the meta state of a CacheList is names and metas; got {shown(meta)}",
+            "meta_state",
+            meta,
+            2,
         )
     names, metas = meta
     states = state if len(state) else [()] * len(names)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache._paths import as_file_name
+from pykvcache.arrays._checks import shown
 from pykvcache.arrays.mlx._base import BaseCache, as_caches
 from pykvcache.arrays.mlx._files import flattened, is_newer, mamba_keys, plain_values
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache
@@ -72,7 +73,10 @@ def save_prompt_cache(
 
     if not isinstance(layout, str) or layout not in ("0.31", "0.32"):
         raise CacheValueError(
-            f"layout is {layout!r}; expected '0.32' or '0.31'", "layout", layout, ("0.32", "0.31")
+            f"layout is {shown(layout)}; expected '0.32' or '0.31'",
+            "layout",
+            layout,
+            ("0.32", "0.31"),
         )
     layers = as_caches("cache", cache)
     if metadata is not None and not isinstance(metadata, Mapping):
@@ -80,7 +84,7 @@ def save_prompt_cache(
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise CacheDTypeError(
-                f"metadata is text under text; got {key!r}: {text!r}",
+                f"metadata is text under text; got {shown(key)}: {shown(text)}",
                 "metadata",
                 (key, text),
                 "text",
@@ -206,7 +210,7 @@ def _newer(
         place: dict[str, Any] = classes if key in classes else values
         if place.get(key) != "ArraysCache":
             raise CacheValueError(
-                f"{key[:80]!r} is not the class name of an ArraysCache",
+                f"{shown(key)} is not the class name of an ArraysCache",
                 "class name",
                 key,
                 "ArraysCache",
@@ -270,7 +274,7 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, NDArray[Any]], 
     foreign = [key for key in (*names, *(texts or ())) if not key[:1].isdigit()]
     if foreign:
         raise CacheValueError(
-            f"{path}: no prompt cache, it has {foreign[0][:80]!r}", "key", foreign[0], str(path)
+            f"{path}: no prompt cache, it has {shown(foreign[0])}", "key", foreign[0], str(path)
         )
     return found, texts or {}
 
@@ -296,15 +300,15 @@ def _tree(leaves: Mapping[str, Any]) -> dict[int, _Node]:
         if len(steps) > _MAX_DEPTH or not all(
             s.isascii() and s.isdigit() and len(s) < 7 for s in steps
         ):
-            raise CacheValueError(f"key {key[:80]!r} is not a path of numbers", "key", key)
+            raise CacheValueError(f"key {shown(key)} is not a path of numbers", "key", key)
         node = root
         for step in steps[:-1]:
             node = node.setdefault(int(step), {})
             if not isinstance(node, dict):
-                raise CacheValueError(f"key {key!r} lies within another one", "key", key)
+                raise CacheValueError(f"key {shown(key)} lies within another one", "key", key)
         if int(steps[-1]) in node:
             raise CacheValueError(
-                f"key {key!r} comes twice, or another one lies within it", "key", key
+                f"key {shown(key)} comes twice, or another one lies within it", "key", key
             )
         node[int(steps[-1])] = leaf
     return root

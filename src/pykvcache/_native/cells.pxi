@@ -150,6 +150,15 @@ cdef class Cells(Memory):
         finally:
             self.lock.unlock()
 
+    def needs_removal(self, seq_id):
+        """Tell whether a sequence holds the rest of a decode that was stopped, and cannot go on."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
+        self.lock_read()
+        try:
+            return bool(self.seqs.needs_removal(seq))
+        finally:
+            self.lock.unlock()
+
     def can_resume(self, seq_id, pos):
         """Tell whether a decode at pos, after removing from pos on, would be right."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), p, lo = 0, hi = 0

@@ -46,7 +46,7 @@ class CachedSequence(LlamaSequence):
     _cache: Owner
     _namespace: str
     _reuse: ReuseReport
-    _held_run: Run | None
+    _held_run: Run | None = None
     _search: Fetch | None = None
     _is_searched = False
     _pending: tuple[Fetch, float] | None = None  # the search that a request still waits for

@@ -167,7 +167,8 @@ class SequenceCells:
             last == n - 1 or (last >= n and self._native.seq_rm(self.live_id, n, None))
         ):
             return
-        if n or last >= 0:
+        # A decode that was stopped leaves states behind that no position shows.
+        if n or last >= 0 or self._native.needs_removal(self.live_id):
             self._restart()
 
     def _restart(self) -> None:

@@ -40,12 +40,15 @@ class _Call:
 class _Begun(threading.Event):
     """What `Thread.start` waits for; it does not wait for a thread that has ended already."""
 
-    call: Callable[[], _Call | None]
+    call: Callable[[], _Call | None] | None = None
 
     def wait(self, timeout: float | None = None) -> bool:
+        find = self.call
+        if find is None:
+            return super().wait(timeout)  # a Python whose `start` asks for something else
         until = time.monotonic() + PATIENCE
         while not super().wait(0.05):
-            call = self.call()
+            call = find()
             if call is None or call.is_over or (time.monotonic() > until and call.take()):
                 break
             del call  # it would be kept here

@@ -87,6 +87,51 @@ def test_a_failed_allocation_is_an_error_and_no_more(
     assert counts["tried"]["create"] > 500, "the preloaded allocator counts nothing"
 
 
+READING = """
+import ctypes, sys
+import numpy as np
+from pykvcache import LlamaContext, LlamaModel
+faults = ctypes.CDLL(None)
+faults.faults_arm.argtypes = [ctypes.c_long, ctypes.c_int]
+faults.faults_disarm.restype = faults.faults_counted.restype = ctypes.c_long
+ctx = LlamaContext(LlamaModel(sys.argv[1]), n_ctx=256, n_threads=1, flash_attn="disabled")
+ctx.decode(np.arange(60) + 5)
+for seq in (0, None):
+    wanted = bytes(ctx.get_state(seq))
+    faults.faults_arm(0, 0)
+    ctx.get_state(seq)
+    faults.faults_disarm()
+    for n in range(1, faults.faults_counted() + 1):
+        faults.faults_arm(n, 0)
+        try:
+            ctx.get_state(seq)
+            said = "nothing"
+        except Exception as error:
+            said = type(error).__name__
+        faults.faults_disarm()
+        assert bytes(ctx.get_state(seq)) == wanted
+        print(said)
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", *(["gemma3"] if ALL else [])])
+def test_reading_a_state_without_memory_breaks_nothing(
+    name: str, faults: Path, model_folder: Path
+) -> None:
+    """Each of its allocations fails in turn: the error is a `MemoryError`, and all goes on."""
+    done = subprocess.run(
+        [sys.executable, "-c", READING, str(make_model(name, model_folder))],
+        env=os.environ | {"LD_PRELOAD": str(faults), "GGML_NO_BACKTRACE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = done.stdout.split()
+    assert said.count("MemoryError") > 3
+    assert set(said) <= {"MemoryError", "nothing"}
+
+
 @pytest.mark.parametrize("name", ["llama", *(["gemma3", "jamba"] if ALL else [])])
 def test_a_copy_between_streams_that_fails_leaves_no_half_of_it(
     name: str, faults: Path, model_folder: Path, tmp_path: Path

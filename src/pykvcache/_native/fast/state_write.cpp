@@ -1,6 +1,7 @@
 // A sequence's state, written without llama.cpp's walk: that one asks every cell for every
 // sequence, twice, which costs as much as copying the cells of a small model.
 #include <cstring>
+#include <new>
 
 #include "fast/copy_threads.h"
 #include "guarded.h"
@@ -155,6 +156,9 @@ void walked_state::write(uint8_t * dst, bool two) const {
             const rows_job & job = rows[k];
             const auto &     held = cells[job.part];
             if (read_rows(m, parts[job.part].part, job.rows.layer, which_of(job.rows), seq, held, job.dst) == CAUGHT) {
+                if (caught_memory()) {
+                    throw std::bad_alloc();  // nothing has changed: the context stays usable
+                }
                 throw std::runtime_error(caught());
             }
         }

@@ -114,6 +114,7 @@ BESIDE = {
     "first": "see limit",
     "last": "see reason",
     "self._n_keep": "an argument of the same call",
+    "shown": "a function: how a value is written",
     "native.memory_kind": "what the context is, which ctx.memory_kind tells",
 }
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pykvcache._integers import as_int
 from pykvcache._paths import as_path
 from pykvcache.errors import ArgumentError
+from pykvcache.errors._shown import shown
 
 __all__ = [
     "IntArray",
@@ -52,14 +53,14 @@ def as_float(value: object, what: str, lo: float, hi: float) -> float:
     if type(value) not in (float, int) and (
         isinstance(value, (bool, np.bool_, str, np.ndarray)) or not isinstance(value, SupportsFloat)
     ):
-        raise TypeError(f"{what} must be a number, not {type(value).__name__}: {value!r}")
+        raise TypeError(f"{what} must be a number, not {type(value).__name__}: {shown(value)}")
     try:
         number = float(value)  # type: ignore[arg-type]
     except OverflowError:  # an integer past 1e308
         number = math.inf
     if not math.isfinite(number) or not lo <= number <= hi:
         raise ArgumentError(
-            f"{what} is {value!r}: it must be in [{lo:g}, {hi:g}]", what, value, (lo, hi)
+            f"{what} is {shown(value)}: it must be in [{lo:g}, {hi:g}]", what, value, (lo, hi)
         )
     return number
 
@@ -141,7 +142,7 @@ def choose(value: str | int, kind: type[E], what: str, names: Mapping[str, E]) -
     else:
         raise TypeError(f"{what} must be a string or a {kind.__name__}, not {type(value).__name__}")
     raise ArgumentError(
-        f"{what} is {value!r}: it must be one of {', '.join(sorted(names))}",
+        f"{what} is {shown(value)}: it must be one of {', '.join(sorted(names))}",
         what,
         value,
         tuple(sorted(names)),

@@ -8,6 +8,7 @@ from typing import SupportsIndex
 import numpy as np
 
 from pykvcache.errors import ArgumentError, DetailedError
+from pykvcache.errors._shown import shown
 
 __all__ = ["as_index", "as_int"]
 
@@ -24,7 +25,7 @@ def as_index(value: SupportsIndex, what: str) -> int:
         return value
     # bool has __index__, but a truth value is never meant as a number.
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {value!r}")
+        raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
     return operator.index(value)
 
 
@@ -47,6 +48,6 @@ def as_int(
         )
         passed = hi if lo is None or number >= lo else lo
         raise error(
-            f"{what} is {number}: it must be {limit}", what=what, value=number, limit=passed
+            f"{what} is {shown(number)}: it must be {limit}", what=what, value=number, limit=passed
         )
     return number

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 from binding.kit import words
-from pykvcache import LlamaBatch, LlamaContext, LlamaModel, Sampler, SequenceState, describe_state
-from pykvcache.errors import UnsupportedOperation
+from pykvcache import (
+    LlamaBatch,
+    LlamaContext,
+    LlamaModel,
+    PrefixCache,
+    Sampler,
+    SequenceState,
+    describe_state,
+)
+from pykvcache.errors import KvCacheError, UnsupportedOperation
 
 # Order of arguments --------------------------------------------------------------------
 
@@ -40,6 +48,59 @@ def test_swapped_arguments_name_the_order(make_context: Any, name: str, tmp_path
     assert "not int" in str(caught.value)
     assert ctx.kv_cache_seq_pos_max(0) == 4
     assert not [*tmp_path.iterdir()]
+
+
+class Unwritable:
+    """What has no text at all."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+TAKES_NUMBERS: dict[str, Callable[[LlamaContext, Any], object]] = {
+    "clear_kv_cache_seq": lambda c, n: c.clear_kv_cache_seq(n),
+    "p0": lambda c, n: c.clear_kv_cache_seq(0, n),
+    "p1": lambda c, n: c.clear_kv_cache_seq(0, 0, n),
+    "copy_prefix": lambda c, n: c.copy_prefix(0, 1, n),
+    "kv_cache_seq_div": lambda c, n: c.kv_cache_seq_div(0, None, None, n),
+    "decode": lambda c, n: c.decode(n),
+    "decode, token": lambda c, n: c.decode([n]),
+    "cells": lambda c, n: c.cells(n),
+    "kv": lambda c, n: c.kv(n),
+    "logits": lambda c, n: c.logits(n),
+    "n_ctx": lambda c, n: LlamaContext(c.model, n_ctx=n),
+    "n_threads": lambda c, n: LlamaContext(c.model, n_threads=n),
+    "rope_freq_base": lambda c, n: LlamaContext(c.model, rope_freq_base=n),
+    "type_k": lambda c, n: LlamaContext(c.model, type_k=n),
+    "detokenize": lambda c, n: c.model.detokenize([n]),
+    "Sampler": lambda c, n: Sampler(seed=n),
+    "Sampler, temperature": lambda c, n: Sampler(temperature=n),
+    "LlamaBatch": lambda c, n: LlamaBatch(n),
+    "LlamaBatch.add": lambda c, n: LlamaBatch(4).add(n, 0, [0], True),
+    "LlamaBatch.add, position": lambda c, n: LlamaBatch(4).add(5, n, [0], True),
+    "LlamaBatch.add, sequence": lambda c, n: LlamaBatch(4).add(5, 0, [n], True),
+    "PrefixCache": lambda c, n: PrefixCache(c, block_size=n),
+    "PrefixCache, ram_bytes": lambda c, n: PrefixCache(c, ram_bytes=n),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_NUMBERS)
+def test_an_error_tells_of_what_cannot_be_written(make_context: Any, name: str) -> None:
+    """Python refuses to write integers of more than 4300 digits, and other texts may be long."""
+    ctx = make_context("llama")
+    ctx.decode(words(5))
+    for wrong in (
+        -(10**5000),
+        10**5000,
+        [-(10**5000)],
+        "x" * 100_000,
+        Unwritable(),
+        [Unwritable()],
+    ):
+        with pytest.raises((KvCacheError, TypeError)) as caught:
+            TAKES_NUMBERS[name](ctx, wrong)
+        assert 5 < len(str(caught.value)) < 500
+    assert ctx.kv_cache_seq_pos_max(0) == 4
 
 
 @pytest.mark.parametrize("wrong", [5, None, 1.5, ["a"]])

@@ -71,7 +71,7 @@ cdef class Cells(Memory):
             which = _PARTS[part]
         else:
             raise ArgumentError(
-                f"part is {part!r}: it must be one of {', '.join(_PARTS)}",
+                f"part is {shown(part)}: it must be one of {', '.join(_PARTS)}",
                 what="part", value=part, limit=tuple(_PARTS))
         self.lock_read()
         try:

@@ -4,7 +4,7 @@ cdef inline long long _index(object value, str what, int* overflow) except? -1:
     """Read an integer; ``bool`` and ``float`` are not integers here."""
     if type(value) is not int:
         if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-            raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {value!r}")
+            raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
         value = value.__index__()
     return PyLong_AsLongLongAndOverflow(value, overflow)
 
@@ -31,7 +31,7 @@ cdef inline int32_t _p0(object value, str what="p0") except -1:
         raise P0TooLarge(int(value))
     if overflow < 0 or n < 0:
         raise PositionError(
-            f"{what} is {value}: positions start at 0", p0=int(value), value=int(value), limit=0)
+            f"{what} is {shown(int(value))}: positions start at 0", p0=int(value), value=int(value), limit=0)
     return <int32_t>n
 
 
@@ -46,7 +46,7 @@ cdef inline int32_t _p1(object value, str what="p1") except -1:
         raise P1TooLarge(int(value))
     if overflow < 0 or n < 0:
         raise PositionError(
-            f"{what} is {value}: positions start at 0", p1=int(value), value=int(value), limit=0)
+            f"{what} is {shown(int(value))}: positions start at 0", p1=int(value), value=int(value), limit=0)
     return <int32_t>n
 
 
@@ -66,7 +66,7 @@ cdef inline long long _int(object value, str what, long long lo, long long hi) e
     cdef long long n = _index(value, what, &overflow)
     if overflow or n < lo or n > hi:
         raise ArgumentError(
-            f"{what} is {value}: it must be in [{lo}, {hi}]",
+            f"{what} is {shown(int(value))}: it must be in [{lo}, {hi}]",
             what=what, value=value, limit=lo if value < lo else hi)
     return n
 
@@ -77,5 +77,5 @@ cdef inline int32_t _token(object value, long long n_vocab) except -1:
     cdef long long n = _index(value, "token", &overflow)
     if overflow or n < 0 or n >= n_vocab:
         raise OutOfRangeError(
-            f"token {value} is outside [0, {n_vocab})", what="token", value=value, limit=n_vocab - 1)
+            f"token {shown(int(value))} is outside [0, {n_vocab})", what="token", value=value, limit=n_vocab - 1)
     return <int32_t>n

@@ -64,6 +64,7 @@ from pykvcache.errors import (
     StateTruncated,
     UnsupportedOperation,
 )
+from pykvcache.errors._shown import shown
 
 # llama.cpp's own limit of sequences per context (LLAMA_MAX_SEQ).
 cdef enum:

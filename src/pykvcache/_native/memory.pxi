@@ -227,7 +227,7 @@ cdef class Memory(Handle):
                 problem = lib.add_check(self.mem, seq, a, b, by, where)
             if problem != lib.SHIFT_FITS:
                 to = delta.__index__() + <object>where
-                self.raise_problem(problem, f"adding {delta}", where, to, p0, p1)
+                self.raise_problem(problem, f"adding {shown(delta.__index__())}", where, to, p0, p1)
             self.raise_caught(self.seqs.shift(seq, a, b, <int32_t>by), "seq_add")
         finally:
             self.lock.unlock()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, TypeVar
 
@@ -11,6 +10,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from pykvcache import _integers
 from pykvcache.errors import CacheDTypeError, CacheValueError
+from pykvcache.errors._shown import shown
 
 __all__ = [
     "MOST",
@@ -20,24 +20,15 @@ __all__ = [
     "as_kind",
     "as_storable",
     "check_size",
-    "shown",
 ]
 
 T = TypeVar("T")
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
 
 MOST = 2**31 - 1
 """Tokens, cells or places that any one array may have."""
 
 # Names that llama.cpp's world uses; NumPy reads "f16" as a 16-byte float.
 _DTYPE_NAMES = {"f16": np.float16, "f32": np.float32}
-
-
-def shown(value: object) -> str:
-    """Return a value's text, of what a file holds its beginning and end."""
-    return _SHORT.repr(value)
 
 
 def as_int(
@@ -118,12 +109,12 @@ def as_float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
         found = np.dtype(name)
     except (TypeError, ValueError, SyntaxError):
         raise CacheDTypeError(
-            f"dtype is {dtype!r}, which NumPy does not know", "dtype", dtype
+            f"dtype is {shown(dtype)}, which NumPy does not know", "dtype", dtype
         ) from None
     # np.dtype(None) is float64, which nobody means.
     if dtype is None or found not in (np.float16, np.float32, np.float64):
         raise CacheDTypeError(
-            f"dtype is {dtype!r}; float16, float32 or float64 is needed",
+            f"dtype is {shown(dtype)}; float16, float32 or float64 is needed",
             "dtype",
             dtype,
             ("float16", "float32", "float64"),

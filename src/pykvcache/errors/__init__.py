@@ -34,6 +34,7 @@ from pykvcache.errors._decode import (
     OutputNotFinite,
 )
 from pykvcache.errors._making import ContextCreateError, DeviceLost, ModelLoadError
+from pykvcache.errors._shown import shown
 from pykvcache.errors._states import (
     PartialStateError,
     StateDamaged,
@@ -196,7 +197,8 @@ class SequenceIdError(KvCacheError, IndexError):
 
     def __init__(self, seq_id: int, n_seq_max: int, message: str | None = None) -> None:
         super().__init__(
-            message or f"sequence id {seq_id} is outside [0, {n_seq_max}): n_seq_max is {n_seq_max}"
+            message
+            or f"sequence id {shown(seq_id)} is outside [0, {n_seq_max}): n_seq_max is {n_seq_max}"
         )
         self.seq_id = seq_id
         self.n_seq_max = n_seq_max

@@ -9,6 +9,7 @@ from typing import SupportsIndex
 
 from pykvcache._convert import as_int
 from pykvcache.errors import ArgumentError
+from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores import BlockStore
 from pykvcache.prefix.tiers.stack import TierInput
 
@@ -34,7 +35,9 @@ def as_seconds(value: float, name: str, most: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is a number, not {type(value).__name__}")
     if not 0 <= value <= most:
-        raise ArgumentError(f"{name} is {value}: it must be in [0, {most}]", name, value, most)
+        raise ArgumentError(
+            f"{name} is {shown(value)}: it must be in [0, {most}]", name, value, most
+        )
     return float(value)
 
 

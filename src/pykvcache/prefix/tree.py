@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator
 
 from pykvcache.errors import ArgumentError
+from pykvcache.errors._shown import shown
 from pykvcache.prefix.match import Match, common_blocks
 from pykvcache.prefix.policies import Policy, make_policy
 from pykvcache.prefix.runs import Run
@@ -82,9 +83,8 @@ class BlockTree:
     @max_bytes.setter
     def max_bytes(self, value: int) -> None:
         if value < 0:
-            raise ArgumentError(
-                f"max_bytes is {value}: it must be at least 0", "max_bytes", value, 0
-            )
+            text = f"max_bytes is {shown(value)}: it must be at least 0"
+            raise ArgumentError(text, "max_bytes", value, 0)
         self._max_bytes = value
         self.policy.max_notes = value // 16 if self._run_bytes else None
         self.policy.resize(value)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from pykvcache._convert import TokenInput, as_int, as_token_array
 from pykvcache.errors import ArgumentError, SequenceIdError, StateDamaged
+from pykvcache.errors._shown import shown
 from pykvcache.state.container import Container, Tensor
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.files import json_of, layouts_of, read_ints, read_part, write_ints, write_part
@@ -199,7 +200,7 @@ class ContextState(Saved):
 
 def _int(value: object) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r} is not an integer")
+        raise TypeError(f"{shown(value)} is not an integer")
     return value
 
 

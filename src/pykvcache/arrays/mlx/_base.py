@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int, check_size, shown
+from pykvcache.arrays._checks import as_int, check_size
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.errors import CacheValueError, NotSupported
+from pykvcache.errors._shown import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import shown
 from pykvcache.errors import CacheValueError
+from pykvcache.errors._shown import shown
 
 __all__ = [
     "Serialized",

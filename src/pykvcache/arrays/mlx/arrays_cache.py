@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import MOST, as_int, as_kind, check_size, shown
+from pykvcache.arrays._checks import MOST, as_int, as_kind, check_size
 from pykvcache.arrays.mlx._base import Arrays, BaseCache
 from pykvcache.arrays.mlx._rows import Counts, Rows, announced, row_counts, row_indices
 from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
+from pykvcache.errors._shown import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int, as_kind, check_size, shown
+from pykvcache.arrays._checks import as_int, as_kind, check_size
 from pykvcache.arrays.mlx._base import Arrays, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.arrays.mlx._merge import BatchCache
@@ -25,6 +25,7 @@ from pykvcache.arrays.mlx._rows import (
 from pykvcache.arrays.mlx.masks import create_causal_mask
 from pykvcache.arrays.mlx.standard import KVCache
 from pykvcache.errors import CacheOrderError, CacheValueError
+from pykvcache.errors._shown import shown
 
 __all__ = ["BatchKVCache"]
 

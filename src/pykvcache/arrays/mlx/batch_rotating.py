@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int, as_kind, check_size, shown
+from pykvcache.arrays._checks import as_int, as_kind, check_size
 from pykvcache.arrays.mlx._base import Arrays, meta_ints, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.arrays.mlx._merge import BatchCache
@@ -26,6 +26,7 @@ from pykvcache.arrays.mlx.batch import parse_padding
 from pykvcache.arrays.mlx.masks import create_causal_mask
 from pykvcache.arrays.mlx.rotating import RotatingKVCache
 from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported
+from pykvcache.errors._shown import shown
 
 __all__ = ["BatchRotatingKVCache"]
 
@@ -355,12 +356,8 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         meta = tuple(meta)  # a scalar of NumPy's would raise an IndexError
         max_size, offset, index = meta_ints("BatchRotatingKVCache", names, meta[:3])
         if len(meta) < 4 or meta[3] not in ("True", "False"):
-            raise CacheValueError(
-                f"rotated of a BatchRotatingKVCache is {shown(meta[3:4])}, no flag",
-                "rotated",
-                meta[3:4],
-                ("True", "False"),
-            )
+            message = f"rotated of a BatchRotatingKVCache is {shown(meta[3:4])}, no flag"
+            raise CacheValueError(message, "rotated", meta[3:4], ("True", "False"))
         rotated, rows = meta[3] == "True", self._pair.length
         padding, row_offset = self.left_padding, self.rope_offset
         given: dict[str, object] = dict(zip(names, (max_size, offset, index), strict=True))

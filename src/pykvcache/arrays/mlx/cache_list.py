@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int, as_kind, check_size, shown
+from pykvcache.arrays._checks import as_int, as_kind, check_size
 from pykvcache.arrays.mlx._base import Arrays, BaseCache
 from pykvcache.arrays.mlx._rows import Counts
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache
 from pykvcache.errors import CacheValueError, NotSupported
+from pykvcache.errors._shown import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self

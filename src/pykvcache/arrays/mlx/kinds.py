@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from pykvcache.arrays._checks import shown
 from pykvcache.arrays.mlx import _files as files
 from pykvcache.arrays.mlx._base import BaseCache
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache, MambaCache
@@ -21,6 +20,7 @@ from pykvcache.arrays.mlx.quantized import QuantizedKVCache
 from pykvcache.arrays.mlx.rotating import RotatingKVCache
 from pykvcache.arrays.mlx.standard import KVCache
 from pykvcache.errors import CacheValueError
+from pykvcache.errors._shown import shown
 
 __all__ = ["KvCacheKind", "from_newer_state", "from_state", "newer_state"]
 

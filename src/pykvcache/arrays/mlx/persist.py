@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache._paths import as_file_name
-from pykvcache.arrays._checks import shown
 from pykvcache.arrays.mlx._base import BaseCache, as_caches
 from pykvcache.arrays.mlx._files import flattened, is_newer, mamba_keys, plain_values
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache
 from pykvcache.arrays.mlx.kinds import KvCacheKind, from_newer_state, from_state, newer_state
 from pykvcache.errors import ArgumentError, CacheDTypeError, CacheValueError
+from pykvcache.errors._shown import shown
 
 __all__ = ["PromptCacheLayout", "load_prompt_cache", "prompt_cache_layout", "save_prompt_cache"]
 

@@ -197,7 +197,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     bool picks_blocks(const memory*)
     bool windowed(const memory*)
     uint32_t n_stream(const memory*)
-    context_facts look_at_context(const llama_context*, const memory*)
+    context_facts look_at_context(const llama_context*, const memory*) except +
     memory_facts look_at_memory(const memory*) except +
     bool next_cell(const memory*, memory_part, uint32_t n_seq_max, uint32_t& stream, uint32_t& cell,
                    llama_pos& pos, uint8_t* members)

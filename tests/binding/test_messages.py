@@ -62,6 +62,7 @@ TAKES_NUMBERS: dict[str, Callable[[LlamaContext, Any], object]] = {
     "p0": lambda c, n: c.clear_kv_cache_seq(0, n),
     "p1": lambda c, n: c.clear_kv_cache_seq(0, 0, n),
     "copy_prefix": lambda c, n: c.copy_prefix(0, 1, n),
+    "kv_cache_seq_add": lambda c, n: c.kv_cache_seq_add(0, None, None, n),
     "kv_cache_seq_div": lambda c, n: c.kv_cache_seq_div(0, None, None, n),
     "decode": lambda c, n: c.decode(n),
     "decode, token": lambda c, n: c.decode([n]),

@@ -77,5 +77,6 @@ cdef inline int32_t _token(object value, long long n_vocab) except -1:
     cdef long long n = _index(value, "token", &overflow)
     if overflow or n < 0 or n >= n_vocab:
         raise OutOfRangeError(
-            f"token {shown(int(value))} is outside [0, {n_vocab})", what="token", value=value, limit=n_vocab - 1)
+            f"token {shown(int(value))} is outside [0, {n_vocab})",
+            what="token", value=value, limit=n_vocab - 1)
     return <int32_t>n

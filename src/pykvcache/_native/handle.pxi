@@ -200,7 +200,7 @@ cdef class Handle:
         else:
             why = "up to which this model's rotation (RoPE) is right in float32"
         return PositionError(
-            f"{what}: position {position} is past {last}, {why}", p0, p1, value=position, limit=last)
+            f"{what}: position {shown(position)} is past {last}, {why}", p0, p1, value=position, limit=last)
 
     cdef object fail(self, str where):
         """Mark the context after a caught C++ exception and return what to raise."""

@@ -99,7 +99,8 @@ cdef class Outputs(Partials):
                 b = middle
         if overflow or a == n or self.outputs[a] != index:
             raise OutOfRangeError(
-                f"token {shown(i.__index__())} of the last decode has no {what}: {n} of its tokens asked for them",
+                f"token {shown(i.__index__())} of the last decode has no {what}: "
+                f"{n} of its tokens asked for them",
                 what=what, value=i, limit=n)
         return self.check_held(<int>a, i, what)
 

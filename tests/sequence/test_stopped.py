@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -59,3 +60,22 @@ def test_a_first_evaluation_that_was_stopped_is_made_again(
     stopped(ctx, step)
     generator.run(progress=False)
     assert [handle.tokens.tolist() for handle in handles] == [alone] * len(handles)
+
+
+def test_an_interrupt_just_after_an_id_was_taken_lets_it_go_on_and_close(
+    make_context: Make, fresh_logits: Callable[..., Logits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx = make_context("llama", n_seq_max=2)
+    sequence = LlamaSequence(ctx, TOKENS[:9])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weakref, "finalize", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sequence.evaluate()
+    assert apart(sequence.logits(), fresh_logits("llama", TOKENS[:9])) < RIGHT
+    sequence.park()
+    sequence.close()
+    assert not ctx.sequences()

@@ -91,9 +91,9 @@ class SequenceCells:
         self._finalizer.atexit = False
 
     def _disown(self) -> None:
-        assert self._finalizer is not None
         self.ledger.seq_id = -1
-        self._finalizer.detach()
+        if self._finalizer is not None:  # None after an interrupt in the middle of `_own`
+            self._finalizer.detach()
         self.pool.give_back(self.live_id)
         self.seq_id = None
 

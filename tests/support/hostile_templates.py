@@ -86,6 +86,13 @@ ENDLESS = [
         + " %}{% endfor %}"
         for use in ("| float", "is lower", "is upper")
     ),
+    # What fails in a list that nobody reads goes on, and its error repeats the name.
+    *(
+        "{% set x = 'a' * 1000 * 300 %}{% for i in range(60) %}{% set y = "
+        + use
+        + " %}{% endfor %}"
+        for use in ("[1] | map(x)", "[1] | select(x)", "[[1]] | selectattr('a', x)", "x.islower()")
+    ),
     "{% set x = 'a' * 30000 %}{% set y = x.strip('b' * 30000 ~ 'a') %}",
     "{% set x = 'a' * 30000 %}{% set y = x.rstrip('b' * 30000 ~ 'a') %}",
     "{% set x = 'a' * 30000 %}{% set y = x | trim('b' * 30000 ~ 'a') %}",

@@ -7,7 +7,7 @@ Left out, because no template needs them and their work is not known beforehand:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jinja2 import pass_context
@@ -35,7 +35,7 @@ def times(factor: int) -> Cost:
 
     def cost(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> None:
         size = value.__sizeof__() if isinstance(value, str) else budget.walk(value).size
-        budget.read(value if isinstance(value, str) else "")
+        budget.scan(value if isinstance(value, str) else "")
         budget.make(factor * size)
 
     return cost
@@ -92,17 +92,25 @@ def rounded(budget: Budget, value: Any, precision: int = 0, method: str = "commo
     budget.integer(4 * abs(precision))
 
 
+def looked_up(budget: Budget, n: int, names: Iterable[Any]) -> None:
+    """Charge names, or paths, that n items are asked for; what is none is repeated in an error."""
+    for name in names:
+        size = len(name) if isinstance(name, str) else budget.walk(name).size
+        budget.step((size >> 7) + n * size)
+
+
 def ordered(budget: Budget, values: Any, *args: Any, attribute: Any = "", **kwargs: Any) -> None:
     """Charge comparisons of whole items."""
     n = operator.length_hint(values)
-    budget.step(n * (1 + len(str(attribute))))
+    budget.step(n)
+    looked_up(budget, n, (*args, attribute))
     budget.make(300 * n)
     budget.step(budget.walk(values).nodes * n.bit_length())
 
 
 def mapped(budget: Budget, values: Any, *args: Any, attribute: Any = "", **kwargs: Any) -> None:
-    """Charge the path that is looked up in each item."""
-    budget.step(operator.length_hint(values) * len(str(attribute)))
+    """Charge the path, the filter or the test that is looked up in each item."""
+    looked_up(budget, operator.length_hint(values), (*args[:2], attribute))
 
 
 def batch(budget: Budget, values: Any, linecount: int, fill_with: Any = None) -> None:
@@ -235,7 +243,7 @@ def by_text(method: Callable[[str], bool]) -> Callable[..., bool]:
     def test(context: Context, value: Any) -> bool:
         budget: Budget = context.environment.budget  # type: ignore[attr-defined]
         text = budget.text(value)
-        budget.read(text)
+        budget.scan(text)
         return method(text)
 
     return test

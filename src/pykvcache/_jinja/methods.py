@@ -69,6 +69,17 @@ def copied(budget: Budget, text: str, *args: Any) -> None:
     budget.make(3 * text.__sizeof__())
 
 
+def scanned(budget: Budget, text: str) -> None:
+    """Charge a look at each character."""
+    budget.scan(text)
+
+
+def recased(budget: Budget, text: str) -> None:
+    """Charge a look at each character, and a text of up to three times the size."""
+    budget.scan(text)
+    budget.make(3 * text.__sizeof__())
+
+
 def stripped(budget: Budget, text: str, chars: Any = None) -> None:
     """Charge a search among the characters for each of the text's, and the copy."""
     if isinstance(chars, str):
@@ -129,16 +140,18 @@ def free(budget: Budget, value: Any) -> None:
     """Charge nothing: views and facts."""
 
 
-_LOOKS = (
-    "count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower "
-    "isnumeric isprintable isspace istitle isupper rfind rindex startswith"
+_LOOKS = "count endswith find index rfind rindex startswith"
+_COPIES = "partition removeprefix removesuffix rpartition"
+_SCANS = (
+    "isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace "
+    "istitle isupper"
 )
-_COPIES = (
-    "capitalize casefold lower partition removeprefix removesuffix rpartition swapcase title upper"
-)
+_CASES = "capitalize casefold lower swapcase title upper"
 _TEXT: dict[str, Cost] = {
     **dict.fromkeys(_LOOKS.split(), looked),
     **dict.fromkeys(_COPIES.split(), copied),
+    **dict.fromkeys(_SCANS.split(), scanned),
+    **dict.fromkeys(_CASES.split(), recased),
     **dict.fromkeys(("lstrip", "rstrip", "strip"), stripped),
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), padded),
     "expandtabs": tabs,

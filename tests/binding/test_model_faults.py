@@ -26,6 +26,7 @@ for path in sys.argv[1:]:
         print(error)
 """
 
+WINDOWS = {".attention.sliding_window_pattern": [1, 1]}
 FULL = {".attention.indexer.types": [0, 1], ".attention.sliding_window_pattern": [0, 1]}
 
 # The first three and "blind" ended the process; the hybrids broke the context at its first decode.
@@ -39,6 +40,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "hybrid of attention": ("jamba", {"n_layer": 1}, {}, "lacks one of the two"),
     "hybrid of attention with windows": ("lfm2_swa", {"n_layer": 1}, {}, "lacks one of the two"),
     "hybrid": ("jamba", {}, {}, "works"),
+    "windows beside indexers": ("dots3note", {}, WINDOWS, "attends to more than a window"),
+    "one layer without an indexer": ("minimax_m3", {"n_layer": 1}, {}, "has an indexer"),
+    "indexer": ("minimax_m3", {}, {}, "works"),
+    "odd rotation": ("minimax_m3", {}, {".rope.dimension_count": 3}, "rotates 3 dimensions"),
+    "rotation of odd heads": ("minimax_m3", {"n_embd": 4}, {}, "rotates 1 dimensions"),
+    "no layer": (
+        "llama",
+        {"n_layer": 0},
+        {".block_count": 2, ".nextn_predict_layers": 2},
+        "nextn_predict_layers",
+    ),
 }
 
 

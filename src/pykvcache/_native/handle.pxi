@@ -91,6 +91,8 @@ cdef class Handle:
             raise ContextCreateError(
                 "the model is a hybrid of attention and recurrent layers, and lacks one of the two",
                 "model", 0, 1)
+        if self.effective.fault[0] != 0:
+            raise ContextCreateError(self.effective.fault.decode(), "model")
         if model.has_encoder and model.has_decoder and self.pooling_type != 0:
             raise ContextCreateError(
                 "an encoder-decoder model cannot pool: use pooling_type='none'",

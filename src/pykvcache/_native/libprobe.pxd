@@ -173,6 +173,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         bool gives_logits
         bool endless
         bool lacks_layers
+        const char* fault
     ctypedef struct memory_facts:
         uint32_t n_cells
         uint32_t n_swa

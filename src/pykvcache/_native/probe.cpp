@@ -249,7 +249,7 @@ static bool lacks_layers(const memory * m) {
 context_facts look_at_context(const llama_context * ctx, const memory * m) {
     const auto & c = ctx->get_cparams();
     return {c.flash_attn, c.kv_unified, c.causal_attn, int(c.pooling_type), c.n_threads, c.n_threads_batch,
-            m->gives_logits, m->endless, lacks_layers(m)};
+            m->gives_logits, m->endless, lacks_layers(m), m->fault.c_str()};
 }
 
 std::vector<std::string> buffer_types(const memory * m) {

@@ -55,13 +55,16 @@ class memory {
     std::map<uint32_t, key_rope> ropes;  // by layer of the model
     bool                      gives_logits = false;
     bool                      endless = false;
+    std::string               fault;  // why no decode can succeed
     llama_pos                 max_position = MOST_POSITIONS;
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
     std::vector<earlier_states> earlier = std::vector<earlier_states>(LLAMA_MAX_SEQ);
 };
 
-// Build the model's graph and fill in what only it tells: ropes, gives_logits, endless, max_position.
+// Build the model's graph and fill in what only it tells: ropes, gives_logits, endless, fault, max_position.
 void read_graph(const llama_context * ctx, memory & m);
+// What of a graph would fail at each decode; empty where nothing does (probe_graph.cpp).
+std::string graph_fault(const llm_graph_result & result);
 // The highest position whose angles are right in float32 (probe_positions.cpp).
 llama_pos last_position(const key_rope & rope);
 // Whether a shift rotates the keys of a layer as the graph did.

@@ -52,6 +52,7 @@ class unsplit_graph {
     }
 
     ggml_cgraph * nodes() const { return result.get_gf(); }
+    const llm_graph_result & built() const { return result; }
     bool          gives_logits() const { return result.get_logits() != nullptr; }
 
   private:
@@ -250,6 +251,7 @@ class copied_sources {
 void read_graph(const llama_context * ctx, memory & m) {
     const unsplit_graph graph(ctx);
     m.gives_logits = graph.gives_logits();
+    m.fault = graph_fault(graph.built());
     for (int i = 0; i < ggml_graph_n_nodes(graph.nodes()); ++i) {
         const ggml_tensor * t = ggml_graph_node(graph.nodes(), i);
         // ggml's kernel steps back and forth for ever then.

@@ -1,0 +1,114 @@
+// What of the graph of a model would fail at each decode: asked of the graph itself, once a context is there.
+#include <cmath>
+#include <cstring>
+#include <set>
+
+#include "probe_memory.h"
+#include "probe_private.h"
+
+namespace pykv {
+
+namespace {
+
+// The tensors that some node reads. llama.cpp gives memory to no other input.
+std::set<const ggml_tensor *> read_tensors(ggml_cgraph * nodes) {
+    std::set<const ggml_tensor *> read;
+    for (int i = 0; i < ggml_graph_n_nodes(nodes); ++i) {
+        const ggml_tensor * t = ggml_graph_node(nodes, i);
+        read.insert({t, t->view_src});
+        for (const ggml_tensor * source : t->src) {
+            if (source) {
+                read.insert({source, source->view_src});
+            }
+        }
+    }
+    return read;
+}
+
+// What llama.cpp fills in at each step, wherever it is, of the inputs of one kind.
+class unread_input {
+  public:
+    explicit unread_input(ggml_cgraph * nodes) : read(read_tensors(nodes)) {}
+
+    const char * find(const llm_graph_input_i * input) const {
+        if (const auto * in = dynamic_cast<const llm_graph_input_attn_kv_msa *>(input)) {
+            return is_unread(in->self_k_idxs_idx) ? "has an indexer" : nullptr;
+        }
+        if (const auto * in = dynamic_cast<const llm_graph_input_attn_k *>(input)) {
+            return of_keys(in);
+        }
+        if (const auto * in = dynamic_cast<const llm_graph_input_attn_k_dsa *>(input)) {
+            return of_indexed(in);
+        }
+        if (const auto * in = dynamic_cast<const llm_graph_input_attn_k_dsa_iswa *>(input)) {
+            const char * found = of_indexed(in->get_dsa());
+            return found ? found : is_unread(in->get_swa()->self_k_idxs) ? "has a window" : nullptr;
+        }
+        if (const auto * in = dynamic_cast<const llm_graph_input_mem_hybrid *>(input)) {
+            return is_unread(in->get_attn()->self_k_idxs) ? "attends" : of_states(in->get_recr());
+        }
+        if (const auto * in = dynamic_cast<const llm_graph_input_mem_hybrid_k *>(input)) {
+            const char * found = of_keys(in->get_attn());
+            return found ? found : of_states(in->get_recr());
+        }
+        if (const auto * in = dynamic_cast<const llm_graph_input_mem_hybrid_iswa *>(input)) {
+            return of_states(in->get_recr());
+        }
+        return of_states(dynamic_cast<const llm_graph_input_rs *>(input));
+    }
+
+  private:
+    const std::set<const ggml_tensor *> read;
+
+    bool is_unread(const ggml_tensor * t) const { return t && read.count(t) == 0; }
+
+    const char * of_keys(const llm_graph_input_attn_k * in) const {
+        return is_unread(in->self_k_idxs) || is_unread(in->self_kq_mask) ? "attends" : nullptr;
+    }
+
+    const char * of_indexed(const llm_graph_input_attn_k_dsa * in) const {
+        if (is_unread(in->self_k_idxs_mla) || is_unread(in->self_kq_mask_mla)) {
+            return "attends to more than a window";
+        }
+        return is_unread(in->self_k_idxs_lid) || is_unread(in->self_kq_mask_lid) ? "has an indexer" : nullptr;
+    }
+
+    const char * of_states(const llm_graph_input_rs * in) const {
+        return in && is_unread(in->s_copy) ? "has a recurrent state" : nullptr;
+    }
+};
+
+// ggml's kernels rotate pairs, and assert that these lie in the row.
+std::string rope_fault(const ggml_tensor * t) {
+    const int32_t n_rot = t->op_params[1], offset = t->op_params[15];
+    if (n_rot % 2 != 0) {
+        return "the model rotates " + std::to_string(n_rot) + " dimensions (rope.dimension_count): the number must be even";
+    }
+    if (offset < 0 || n_rot > t->ne[0] - offset) {
+        return "the model rotates " + std::to_string(n_rot) + " dimensions (rope.dimension_count): its heads have " +
+               std::to_string(t->ne[0] - offset);
+    }
+    return {};
+}
+
+}  // namespace
+
+std::string graph_fault(const llm_graph_result & result) {
+    ggml_cgraph * nodes = result.get_gf();
+    for (int i = 0; i < ggml_graph_n_nodes(nodes); ++i) {
+        const ggml_tensor * t = ggml_graph_node(nodes, i);
+        const std::string   fault = t->op == GGML_OP_ROPE ? rope_fault(t) : "";
+        if (!fault.empty()) {
+            return fault;
+        }
+    }
+    const unread_input unread(nodes);
+    for (const auto & input : result.inputs) {
+        if (const char * what = unread.find(input.get())) {
+            return std::string("no layer of the model ") + what + ", which its architecture takes for granted";
+        }
+    }
+    return {};
+}
+
+}  // namespace pykv

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 
 from binding.conftest import Child, assert_quiet
 from binding.test_hostile import CALLS, SEED, run
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache.errors import ContextCreateError, ModelLoadError
+from support.breaking import make_breaking
 from support.models import MODELS, make_model, write_gguf
 from test_quantized_weights import quantized
 
@@ -173,26 +173,6 @@ def test_an_assertion_in_one_compute_thread_stops_the_others(
 ) -> None:
     # A table from the file names experts that do not exist. Each thread looks at rows of its own,
     # and those that have none wait at a barrier for the others.
-    info = MODELS["deepseek4"]
-    words = info.vocab()
-    plan = info.plan(info.sizes, len(words))
-    plan.keys[".hash_layer_count"] = 1
-    del plan.tensors["blk.0.exp_probs_b.bias"]
-    path = tmp_path / "experts.gguf"
-    draft = tmp_path / "draft.gguf"
-    write_gguf(draft, plan, words, 0)
-    reader, writer = gguf.GGUFReader(draft), gguf.GGUFWriter(path, plan.arch)
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            kind = field.types[0]
-            inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), kind, inner)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data.copy())
-    writer.add_tensor("blk.0.ffn_gate_tid2eid.weight", np.full((len(words), 2), 77, np.int32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    path = make_breaking(tmp_path)
     done = child(ON_ONE, path, make_model("llama", model_folder), timeout=60)
     assert_quiet(done)

@@ -33,6 +33,14 @@ cdef class Turns:
         self.depth -= 1
         self.lock.release()
 
+    def renew(self):
+        """Free the lock in a forked child, if another thread of the parent held it."""
+        if self.lock.acquire(False):
+            self.lock.release()
+        else:
+            self.lock = _RLock()
+            self.depth = 0
+
     def reap(self):
         """Free what was dropped; the lock is held. Does nothing here."""
 

@@ -6,6 +6,7 @@ import threading
 import weakref
 
 from pykvcache._closing import Closing
+from pykvcache._fork import watch_locks
 from pykvcache._threads import Worker, start
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ClosedError, DecodeAborted, ReentryError
@@ -29,6 +30,7 @@ class Driving(Closing):
         self._schedule = Schedule(context, self._pool, max_sequences, cache)
         self._stepper = Stepper(self._schedule, n_chunk)
         self._changed = threading.Condition()
+        watch_locks(self, "_changed")
         self._driver: int | None = None  # the thread that makes a step now
         self._n_awaiting = 0  # threads that wait for the end of another's step
         self._thread: Worker | None = None

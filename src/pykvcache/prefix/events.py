@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
+from pykvcache._fork import watch_locks
+
 _log = logging.getLogger("pykvcache.prefix")
 T = TypeVar("T")
 
@@ -113,6 +115,7 @@ class EventLog:
         self._max_bytes = max_bytes
         self._nbytes = 0
         self._lock = threading.Lock()
+        watch_locks(self, "_lock")
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ from collections import deque
 import numpy as np
 
 from pykvcache._convert import TokenInput
+from pykvcache._fork import watch_locks
 from pykvcache._threads import Worker, has_started
 from pykvcache.prefix.below import TierMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
@@ -84,6 +85,7 @@ class Queue:
     def __init__(self) -> None:
         self._waiting: deque[Prefetch] = deque()
         self._lock = threading.Lock()
+        watch_locks(self, "_lock")
         self._is_working = False
         self._worker: Worker | None = None
 

@@ -149,7 +149,7 @@ class SequenceCells:
             self.incoming = None
         self.points = Checkpoints()
         if self.seq_id is not None:
-            self._native.seq_rm(self.live_id, None, None)
+            self.pool.clear(self.live_id)
             self._disown()
         self._emptied()
 

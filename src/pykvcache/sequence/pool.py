@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from pykvcache._fork import watch_forks, watch_locks
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
-from pykvcache.errors import NoKvCacheSlot
+from pykvcache.errors import InternalError, NoKvCacheSlot
 from pykvcache.sequence.checkpoints import Checkpoint
 from pykvcache.sequence.idle import IdleCost
 from pykvcache.sequence.member import Member
@@ -37,6 +40,10 @@ class SequencePool(lib.Turns):
         self._idle = IdleCost()
         #: Called with the first token, the end and the seconds of each evaluation.
         self.note_time: Callable[[int, int, float], None] = lambda begin, end, seconds: None
+        watch_forks(self)
+
+    def _after_fork(self) -> None:
+        self.renew()
 
     @property
     def ctx(self) -> LlamaContext:
@@ -95,6 +102,11 @@ class SequencePool(lib.Turns):
                 n_seq_max=self.ctx.n_seq_max,
             )
         return seq_id
+
+    def clear(self, seq_id: int) -> None:
+        """Free what an id holds; after an InternalError all is cleared before anything is used."""
+        with contextlib.suppress(InternalError):
+            self.ctx.native.seq_rm(seq_id, None, None)
 
     def give_back(self, seq_id: int) -> None:
         """Take an id back; its cells are gone already."""
@@ -214,6 +226,7 @@ class SequencePool(lib.Turns):
 
 _pools: weakref.WeakKeyDictionary[LlamaContext, SequencePool] = weakref.WeakKeyDictionary()
 _pools_lock = threading.Lock()
+watch_locks(sys.modules[__name__], "_pools_lock")
 
 
 def pool_of(ctx: LlamaContext) -> SequencePool:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from pykvcache._fork import watch_forks
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores._breaker import Breaker
 from pykvcache.prefix.stores._deadline import Deadline, with_deadline
-from pykvcache.prefix.stores._fork import watch_forks
 from pykvcache.prefix.stores._replies import NotUnderstood, receive
 from pykvcache.prefix.stores.base import BlockStore
 

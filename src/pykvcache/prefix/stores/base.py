@@ -16,9 +16,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pykvcache._fork import watch_forks
 from pykvcache._integers import as_int
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores._fork import watch_forks
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self

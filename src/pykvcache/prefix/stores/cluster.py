@@ -10,9 +10,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
+from pykvcache._fork import watch_forks
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores._cluster_node import ClusterNode
-from pykvcache.prefix.stores._fork import watch_forks
 from pykvcache.prefix.stores.base import (
     BlockStore,
     StoreEntry,

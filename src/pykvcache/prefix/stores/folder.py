@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pykvcache._fork import watch_forks
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores._files import BlockFiles
-from pykvcache.prefix.stores._fork import watch_forks
 from pykvcache.prefix.stores._index import Index, cost
 from pykvcache.prefix.stores._shared_index import FAILURES, SharedIndex, counter_of
 from pykvcache.prefix.stores.base import (

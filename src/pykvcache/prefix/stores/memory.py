@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pykvcache.prefix.stores._fork import watch_forks
+from pykvcache._fork import watch_forks
 from pykvcache.prefix.stores.base import (
     BlockStore,
     StoreEntry,

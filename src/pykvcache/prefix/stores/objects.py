@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pykvcache._fork import watch_forks
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores._breaker import Breaker
-from pykvcache.prefix.stores._fork import watch_forks
 from pykvcache.prefix.stores.base import (
     KEY_SIZE,
     BlockStore,

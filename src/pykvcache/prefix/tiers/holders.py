@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from pykvcache.prefix.stores._fork import watch_forks
+from pykvcache._fork import watch_forks
 
 __all__ = ["HOLDERS", "Holders"]
 

@@ -10,6 +10,7 @@ from itertools import islice
 
 import numpy as np
 
+from pykvcache._fork import watch_locks
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent
 
 __all__ = ["Notices", "Place", "place"]
@@ -81,6 +82,7 @@ class Notices:
         self._waiting: deque[CacheEvent] = deque()
         self._lock = threading.Lock()
         self._sending = threading.Lock()
+        watch_locks(self, "_lock", "_sending")
 
     def stored(self, blocks: Iterable[Place]) -> None:
         """Note that blocks are there."""

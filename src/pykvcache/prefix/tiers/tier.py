@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pykvcache._fork import watch_locks
 from pykvcache.prefix.events import CacheEvent
 from pykvcache.prefix.stores.base import BlockStore
 from pykvcache.prefix.stores.envelope import Envelope
@@ -116,6 +117,7 @@ class Tier:
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
         self._leasing = threading.Lock()
+        watch_locks(self, "_lock", "_leasing")
         self._is_logged = False
 
     def __repr__(self) -> str:

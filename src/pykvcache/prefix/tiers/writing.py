@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pykvcache._fork import watch_locks
 from pykvcache._threads import Worker, has_started
 from pykvcache.prefix.pace import Pace
 from pykvcache.prefix.tiers.notices import Place
@@ -88,6 +89,7 @@ class WriteBehind:
         self.n_bytes = self.n_items = 0
         self._queue: deque[Chain] = deque()
         self._changed = threading.Condition()
+        watch_locks(self, "_changed")
         self._busy = False
         self._closed = self._retired = False
         self._thread: Worker | None = None

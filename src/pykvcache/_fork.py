@@ -1,0 +1,58 @@
+"""What a forked child must know: another thread may have held any lock when it was made."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any, Protocol
+
+__all__ = ["Forked", "watch_forks", "watch_locks"]
+
+
+class Forked(Protocol):
+    """What has to change in a forked child."""
+
+    def _after_fork(self) -> None:
+        """Replace locks and let go of what the parent goes on using."""
+
+
+_watched: dict[int, weakref.ref[Forked]] = {}
+_locked: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
+
+
+def watch_forks(thing: Forked) -> None:
+    """Call ``thing._after_fork()`` in every forked child for as long as the thing lives."""
+    name = id(thing)
+    _watched[name] = weakref.ref(thing, lambda _: _watched.pop(name, None))
+
+
+def watch_locks(thing: object, *names: str) -> None:
+    """Free the locks of these attributes in every forked child: who held them is not there."""
+    name = id(thing)
+    _locked[name] = weakref.ref(thing, lambda _: _locked.pop(name, None)), names
+
+
+def _renew(thing: object, name: str) -> None:
+    lock = getattr(thing, name)
+    if lock.acquire(blocking=False):
+        lock.release()  # nobody had it, or this thread, which goes on
+    elif isinstance(lock, threading.Condition):
+        # In place: finalizers know it, too.
+        lock._at_fork_reinit()  # type: ignore[attr-defined]
+    else:
+        setattr(thing, name, threading.Lock())
+
+
+def _after_fork_in_child() -> None:
+    for thing, names in list(_locked.values()):
+        if (found := thing()) is not None:
+            for name in names:
+                _renew(found, name)
+    for reference in list(_watched.values()):
+        if (watched := reference()) is not None:
+            watched._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

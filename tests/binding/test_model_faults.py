@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
+from pykvcache import LlamaContext, LlamaModel
+from pykvcache.errors import UnsupportedOperation
+from support import vocab
+from support.blueprint import Blueprint, Sizes
 from support.models import MODELS, write_gguf
+from support.odd_models import cogvlm, falcon_h1, gpt2
 
 CHILD = """
 import sys
@@ -45,6 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "indexer": ("minimax_m3", {}, {}, "works"),
     "odd rotation": ("minimax_m3", {}, {".rope.dimension_count": 3}, "rotates 3 dimensions"),
     "rotation of odd heads": ("minimax_m3", {"n_embd": 4}, {}, "rotates 1 dimensions"),
+    "no sections": ("qwen2vl", {}, {".rope.dimension_sections": [0, 0, 0, 0]}, "has a section"),
     "no layer": (
         "llama",
         {"n_layer": 0},
@@ -58,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What a child said of each model, one line each."""
     folder = tmp_path_factory.mktemp("faults")
-    paths = []
+    paths: list[Path] = []
     for i, (name, sizes, keys, _) in enumerate(CASES.values()):
         info = MODELS[name]
         words = info.vocab()
@@ -66,6 +72,11 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         plan.keys |= keys
         paths.append(folder / f"{i}.gguf")
         write_gguf(Path(paths[-1]), plan, words, 0)
+    return dict(zip(CASES, told(paths), strict=True))
+
+
+def told(paths: list[Path]) -> list[str]:
+    """What a child says of each model, one line each."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, *map(str, paths)],
         env={**os.environ, "GGML_NO_BACKTRACE": "1"},
@@ -74,9 +85,47 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return dict(zip(CASES, done.stdout.splitlines(), strict=True))
+    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_layers_that_lack_an_index_or_a_state_are_refused(case: str, said: dict[str, str]) -> None:
     assert CASES[case][3] in said[case]
+
+
+def without_bias() -> Blueprint:
+    """Falcon-H1 without a weight that its loader lets be absent and its graph reads."""
+    plan = falcon_h1(Sizes(n_layer=1), len(vocab.spm()))
+    del plan.tensors["blk.0.ssm_conv1d.bias"]
+    return plan
+
+
+# The second ended the process; the last gave logits of the first tokens.
+PLANS: dict[str, tuple[Blueprint, str]] = {
+    "all weights": (falcon_h1(Sizes(n_layer=1), len(vocab.spm())), "works"),
+    "a weight is missing": (without_bias(), "lacks a weight that its graph reads"),
+    "logits of all": (cogvlm(Sizes(n_head_kv=4), len(vocab.spm())), "gives logits of all tokens"),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_graphs_that_read_or_give_something_else_are_refused(case: str, tmp_path: Path) -> None:
+    plan, expected = PLANS[case]
+    path = tmp_path / "odd.gguf"
+    write_gguf(path, plan, vocab.spm(), 0)
+    assert expected in told([path])[0]
+
+
+def test_a_learned_position_is_not_shifted(tmp_path: Path) -> None:
+    path = tmp_path / "gpt2.gguf"
+    write_gguf(path, gpt2(Sizes(), len(vocab.spm())), vocab.spm(), 0)
+    with LlamaModel(path) as model, LlamaContext(model, n_ctx=64, n_seq_max=1) as ctx:
+        ctx.decode(list(range(5, 25)))
+        assert not ctx.kv_cache_can_shift()
+        with pytest.raises(UnsupportedOperation, match="learned table"):
+            ctx.kv_cache_seq_add(0, None, None, 5)
+        with pytest.raises(UnsupportedOperation, match="learned table"):
+            ctx.remove(0, 4, 8)
+        assert ctx.kv_cache_seq_pos_max(0) == 19
+        ctx.clear_kv_cache_seq(0, 10, None)
+        ctx.decode([7])

@@ -47,6 +47,7 @@ static inline int pykv_noted(int refused) {
 #endif
 
 #if defined(PYKVCACHE_GGML)
+#include "operands.h"
 /* Looked at, but some answer with an assertion. */
 #define posix_memalign(out, alignment, size) pykv_noted(posix_memalign(out, alignment, size))
 #endif

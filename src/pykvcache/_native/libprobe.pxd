@@ -148,6 +148,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         SHIFT_PARTIAL
         SHIFT_SCALED
         SHIFT_OTHERWISE
+        SHIFT_TABLE
     enum shift_problem:
         SHIFT_FITS
         SHIFT_NEGATIVE

@@ -152,8 +152,7 @@ cdef class Model:
         self.vocab_only = p.vocab_only
         self.read_facts()
         if self.n_layer == 0 and not self.vocab_only:
-            raise ModelLoadError.of(
-                os.fsdecode(path), "no layer is left beside those that predict further tokens (nextn_predict_layers)")
+            raise ModelLoadError.of(os.fsdecode(path), "nextn_predict_layers leaves no layer")
         if self.facts.fault != NULL:
             raise ModelLoadError.of(os.fsdecode(path), self.facts.fault.decode())
 

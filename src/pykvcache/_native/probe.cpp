@@ -59,6 +59,9 @@ no_shift find_no_shift(const llama_context * ctx, memory & m) {
     if (m.hparams->n_pos_per_embd() > 1) {
         return SHIFT_MULTI_POS;
     }
+    if (ctx->get_model().pos_embd) {
+        return SHIFT_TABLE;
+    }
     bool first = true;
     for (const llama_kv_cache * cache : {m.base, m.swa}) {
         if (!cache) {

@@ -34,6 +34,7 @@ enum no_shift : int {
     SHIFT_PARTIAL,     // quantised keys of which a part is rotated, and the matrix mixes both
     SHIFT_SCALED,      // YaRN with another length factor in each part
     SHIFT_OTHERWISE,   // layers that shifts rotate by other settings than the graph, or though it does not
+    SHIFT_TABLE,       // a learned table of positions, which keys and values were computed from
 };
 
 enum shift_problem : int { SHIFT_FITS, SHIFT_NEGATIVE, SHIFT_OVERFLOW, SHIFT_COLLIDES };

@@ -1,5 +1,5 @@
 // What of the graph of a model would fail at each decode: asked of the graph itself, once a context is there.
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 #include <set>
 
@@ -54,6 +54,12 @@ class unread_input {
         if (const auto * in = dynamic_cast<const llm_graph_input_mem_hybrid_iswa *>(input)) {
             return of_states(in->get_recr());
         }
+        if (const auto * in = dynamic_cast<const llm_graph_input_attn_no_cache *>(input)) {
+            if (is_unread(in->self_kq_mask)) {
+                return "attends to more than a window";
+            }
+            return is_unread(in->self_kq_mask_swa) ? "has a window" : nullptr;
+        }
         return of_states(dynamic_cast<const llm_graph_input_rs *>(input));
     }
 
@@ -88,7 +94,19 @@ std::string rope_fault(const ggml_tensor * t) {
         return "the model rotates " + std::to_string(n_rot) + " dimensions (rope.dimension_count): its heads have " +
                std::to_string(t->ne[0] - offset);
     }
+    int32_t sections[4];
+    std::memcpy(sections, t->op_params + 11, sizeof sections);
+    if ((t->op_params[2] & GGML_ROPE_TYPE_MROPE) && sections[0] <= 0 && sections[1] <= 0 && sections[2] <= 0) {
+        return "the model rotates by several positions, none of which has a section (rope.dimension_sections)";
+    }
     return {};
+}
+
+// llama.cpp copies the first rows of the logits, as many as there are outputs: a graph has to pick those.
+bool picks_outputs(const llm_graph_result & result) {
+    return !result.get_logits() || std::any_of(result.inputs.begin(), result.inputs.end(), [](const auto & input) {
+        return dynamic_cast<const llm_graph_input_out_ids *>(input.get()) != nullptr;
+    });
 }
 
 }  // namespace
@@ -101,6 +119,9 @@ std::string graph_fault(const llm_graph_result & result) {
         if (!fault.empty()) {
             return fault;
         }
+    }
+    if (!picks_outputs(result)) {
+        return "the graph of this architecture gives logits of all tokens: llama.cpp would give out those of others";
     }
     const unread_input unread(nodes);
     for (const auto & input : result.inputs) {

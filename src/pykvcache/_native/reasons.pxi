@@ -10,6 +10,7 @@ cdef dict _NO_SHIFT = {
     lib.SHIFT_PARTIAL: "llama.cpp cannot rotate quantised keys of which RoPE turns a part; "
                        "create the context with type_k='f16'",
     lib.SHIFT_OTHERWISE: "llama.cpp would rotate keys of this model in another way than its graph does",
+    lib.SHIFT_TABLE: "the keys and values of this model were computed from positions in a learned table",
     lib.SHIFT_SCALED: "RoPE changes the length of this model's keys, in each part by another factor",
 }
 

@@ -54,7 +54,7 @@ ONLY = {
     "_threads": {"errors"},
     "arrays": {"errors", "_integers", "_paths"},
     "_native": {"errors", "_integers"},
-    "prefix/stores": {"errors", "_fork", "_integers"},
+    "prefix/stores": {"errors", "_fork", "_integers", "_threads"},
     "simulate": {"errors", "_paths", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports

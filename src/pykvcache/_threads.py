@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 from weakref import ref
 
 from pykvcache.errors import ThreadRefused
 
-__all__ = ["Worker", "has_started", "start"]
+__all__ = ["Worker", "has_started", "start", "work_together"]
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 #: Seconds after which a thread that was made and does nothing is given up.
 PATIENCE = 10.0
@@ -95,3 +100,40 @@ def start(thread: Worker) -> None:
     """Start a thread that something cannot be done without."""
     if not has_started(thread):
         raise ThreadRefused(f"the system gives no thread for {thread.name}", thread.name)
+
+
+def work_together(work: Callable[[_T], _R], things: Sequence[_T], name: str) -> list[_R]:
+    """Work on each of some things in a thread of its own, this one included.
+
+    With fewer threads where the system gives no more. Nothing is under way when it returns.
+    """
+    results: list[_R | None] = [None] * len(things)
+    left, errors = deque(range(len(things))), deque[BaseException]()
+
+    def run() -> None:
+        try:
+            while True:
+                try:
+                    i = left.popleft()
+                except IndexError:
+                    return
+                results[i] = work(things[i])
+        except BaseException as error:
+            left.clear()
+            errors.append(error)
+
+    workers: list[Worker] = []
+    try:
+        for _ in things[1:]:
+            worker = Worker(run, name)
+            if not left or not has_started(worker):
+                break
+            workers.append(worker)
+        run()
+    finally:
+        left.clear()
+        for worker in workers:
+            worker.join()
+    if errors:
+        raise errors[0]
+    return cast("list[_R]", results)

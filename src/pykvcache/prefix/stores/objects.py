@@ -7,10 +7,11 @@ import datetime
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pykvcache._fork import watch_forks
+from pykvcache._integers import as_int
+from pykvcache._threads import work_together
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores._breaker import Breaker
 from pykvcache.prefix.stores.base import (
@@ -67,8 +68,7 @@ class ObjectStore(BlockStore):
         self, url: str, *, timeout: float = 5.0, n_parallel: int = 8, **options: Any
     ) -> None:
         self._timeout = timeout = check_seconds(timeout, "timeout")
-        if not 1 <= n_parallel <= 256:
-            raise StoreError(f"n_parallel is {n_parallel}: 1 to 256", value=n_parallel, limit=256)
+        n_parallel = as_int(n_parallel, "n_parallel", 1, 256, StoreError)
         try:
             import obstore
             from obstore.store import from_url
@@ -93,12 +93,11 @@ class ObjectStore(BlockStore):
             raise StoreError(f"obstore cannot use the URL: {error}", value=scheme) from error
         self._breaker = Breaker()
         self._n_parallel = n_parallel
-        self._pool = ThreadPoolExecutor(n_parallel, thread_name_prefix="pykvcache-objects")
         self._closed = False
         watch_forks(self)
 
     def _after_fork(self) -> None:
-        # Neither our threads nor those of obstore exist here: waiting for them would never end.
+        # The threads of obstore do not exist here: waiting for them would never end.
         self._closed = True
         self._breaker.reset_lock()
 
@@ -255,10 +254,7 @@ class ObjectStore(BlockStore):
 
     def _map(self, work: Callable[[_T], _R], wave: list[_T]) -> list[_R]:
         """Work on one wave in parallel; nothing once the store is closed."""
-        try:
-            return [] if self._closed else list(self._pool.map(work, wave))
-        except (CancelledError, RuntimeError):  # closed meanwhile
-            return []
+        return [] if self._closed else work_together(work, wave, "pykvcache-objects")
 
     def _ask(self, work: Callable[[], _R]) -> _R | None:
         """Make a request; whatever goes wrong is counted and ends here, as None."""
@@ -291,10 +287,8 @@ class ObjectStore(BlockStore):
         return None
 
     def close(self) -> None:
-        """Finish the requests that run; later calls are misses."""
-        if not self._closed:
-            self._closed = True
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        """Let later calls be misses; the requests that run end as ever."""
+        self._closed = True
 
 
 def _duration(seconds: float) -> str:

@@ -55,7 +55,7 @@ ONLY = {
     "arrays": {"errors", "_integers", "_paths"},
     "_native": {"errors", "_integers"},
     "prefix/stores": {"errors", "_fork", "_integers", "_threads"},
-    "simulate": {"errors", "_paths", "prefix"},
+    "simulate": {"errors", "_integers", "_paths", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
 # errors and others of these.
@@ -178,9 +178,14 @@ def test_the_tree_and_the_simulator_need_no_model(path: Path) -> None:
         if ours(name) == "prefix":
             assert part(name) in MODEL_FREE, f"{path.name} imports {name}"
         else:
-            assert ours(name) in {None, "errors", "_fork", "_paths", inside[0]}, (
-                f"{path.name} imports {name}"
-            )
+            assert ours(name) in {
+                None,
+                "errors",
+                "_fork",
+                "_integers",
+                "_paths",
+                inside[0],
+            }, f"{path.name} imports {name}"
 
 
 @pytest.mark.parametrize("path", CYTHON, ids=lambda p: p.name)

@@ -11,6 +11,7 @@ from pykvcache._convert import as_float
 from pykvcache._native import lib
 from pykvcache.enums import DeviceKind
 from pykvcache.errors import ArgumentError
+from pykvcache.errors._shown import shown
 
 __all__ = ["Device", "devices"]
 
@@ -81,15 +82,15 @@ def chosen(names: object) -> list[bytes] | None:
     able = [name for name, kind in kinds.items() if kind in _TAKES_LAYERS]
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"devices must hold names, not {type(name).__name__}: {name!r}")
+            raise TypeError(f"devices must hold names, not {type(name).__name__}: {shown(name)}")
         if name not in able:
             why = "a device that takes no layers" if name in kinds else "no device of this build"
             hint = f"it must be one of {', '.join(able)}" if able else "leave it out"
             raise ArgumentError(
-                f"devices names {name!r}, {why}: {hint}", "devices", name, tuple(able)
+                f"devices names {shown(name)}, {why}: {hint}", "devices", name, tuple(able)
             )
         if name.encode() in found:
-            raise ArgumentError(f"devices names {name!r} twice", "devices", name)
+            raise ArgumentError(f"devices names {shown(name)} twice", "devices", name)
         found.append(name.encode())
     if len(found) > lib.max_devices():
         raise ArgumentError(
@@ -113,17 +114,17 @@ def endpoints(names: object) -> list[str]:
     found: list[str] = []
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"rpc must hold texts, not {type(name).__name__}: {name!r}")
+            raise TypeError(f"rpc must hold texts, not {type(name).__name__}: {shown(name)}")
         match = _ENDPOINT.fullmatch(name)
         if match is None or not 1 <= int(match[2]) <= 65535:
             raise ArgumentError(
-                f"rpc names {name!r}: it must be 'host:port', a name or an IPv4 address and a port "
-                "of 1 to 65535",
+                f"rpc names {shown(name)}: it must be 'host:port', a name or an IPv4 address and "
+                "a port of 1 to 65535",
                 "rpc",
                 name,
             )
         if name in found:
-            raise ArgumentError(f"rpc names {name!r} twice", "rpc", name)
+            raise ArgumentError(f"rpc names {shown(name)} twice", "rpc", name)
         found.append(name)
     if len(found) > lib.max_devices():
         raise ArgumentError(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from binding.kit import words
-from pykvcache import LlamaSequence
-from pykvcache.errors import StateError
+from pykvcache import LlamaModel, LlamaSequence, PrefixCache
+from pykvcache.errors import ArgumentError, StateError
 from pykvcache.kv import LayerKV, RecurrentState, SequenceKV, from_caches, to_caches
 
 NONE = SequenceKV(np.empty(0, np.int32), [])
@@ -104,3 +104,19 @@ def test_what_is_no_token_is_named_once(make_context: Any, given: Any, says: str
         with pytest.raises(TypeError, match=says) as error:
             call(given)
         assert str(error.value).count("tokens must be") == 1
+
+
+def test_integers_without_a_text_are_typed_errors_everywhere(make_context: Any, model: Any) -> None:
+    """Python writes no integer of more than 4,300 digits."""
+    huge: Any = 10**5000
+    path = model("llama").path
+    for name in ("devices", "rpc"):
+        with pytest.raises(TypeError, match=name):
+            LlamaModel(path, **{name: [huge]})
+    for wrong in (huge, [huge]):
+        with pytest.raises((TypeError, ArgumentError)):
+            make_context("llama").kv(0, dtype=wrong)
+    with pytest.raises(TypeError, match="policy"):
+        PrefixCache(make_context("llama"), policy=huge)
+    with pytest.raises(TypeError, match="tiers"):
+        PrefixCache(make_context("llama"), tiers=huge)

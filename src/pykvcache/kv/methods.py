@@ -12,6 +12,7 @@ from pykvcache._codec import NATURAL, as_floats, as_stored
 from pykvcache._convert import as_bool
 from pykvcache._native import lib
 from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation
+from pykvcache.errors._shown import shown
 from pykvcache.kv.rope import rotate
 from pykvcache.kv.types import LayerKV, LayerState, RecurrentState, SequenceKV
 from pykvcache.kv.view import CacheView
@@ -200,7 +201,7 @@ def _wanted(dtype: Any) -> str | np.dtype[Any] | None:
         wanted = None
     if wanted is None or wanted != np.float32:
         raise ArgumentError(
-            f"dtype is {dtype!r}: it must be None, float32 or 'stored'",
+            f"dtype is {shown(dtype)}: it must be None, float32 or 'stored'",
             "dtype",
             dtype,
             ("float32", "stored"),

@@ -356,7 +356,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             For how long at most; None for as long as it takes.
         """
         self._check_open()
-        return self._tiers.flush(seconds)
+        return self._tiers.flush(None if seconds is None else as_seconds(seconds, "seconds"))
 
     def close(self) -> None:
         """Forget everything; its sequences go on as plain ones. Twice does nothing.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
+
+import numpy as np
 
 from pykvcache._convert import as_int
 from pykvcache.errors import ArgumentError
@@ -38,11 +41,13 @@ def as_seconds(value: float, name: str, most: float = math.inf) -> float:
         raise ArgumentError(
             f"{name} is {shown(value)}: it must be in [0, {most}]", name, value, most
         )
-    return float(value)
+    return math.inf if value > sys.float_info.max else float(value)
 
 
 def as_tiers(tiers: Sequence[TierInput]) -> list[TierInput]:
     """Return the tiers as a list; TypeError for one that is not in a list."""
     if isinstance(tiers, str | os.PathLike | BlockStore):
         raise TypeError(f"tiers is a list of stores, not a {type(tiers).__name__}")
+    if isinstance(tiers, np.ndarray) or not isinstance(tiers, Iterable):
+        raise TypeError(f"tiers must be a list of stores, not {type(tiers).__name__}")
     return list(tiers)

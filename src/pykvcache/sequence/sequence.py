@@ -13,6 +13,7 @@ from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache._drawing.html import bar_html
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation
+from pykvcache.errors._shown import shown
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import POINTS, CheckpointPolicy
@@ -195,7 +196,7 @@ class LlamaSequence(EditMethods, Closing):
             raise TypeError(f"on_full must be a str, not {type(on_full).__name__}")
         if on_full not in _ON_FULL:
             raise ArgumentError(
-                f"on_full is {on_full!r}: it must be one of {', '.join(_ON_FULL)}",
+                f"on_full is {shown(on_full)}: it must be one of {', '.join(_ON_FULL)}",
                 "on_full",
                 on_full,
                 tuple(_ON_FULL),

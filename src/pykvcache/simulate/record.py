@@ -36,6 +36,8 @@ def record(events: EventLog, path: str | os.PathLike[str]) -> Iterator[None]:
     ArgumentError
         A ValueError: there can be no file of that name.
     """
+    if not isinstance(events, EventLog):
+        raise TypeError(f"events must be an EventLog, not {type(events).__name__}")
     path = as_file_name(path)
     is_packed = path.endswith(".gz")
     lock = threading.Lock()  # another thread may be looking something up when the block ends

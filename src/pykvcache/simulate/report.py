@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from pykvcache.errors import ArgumentError
+from pykvcache.errors._shown import shown
 from pykvcache.prefix.policies import DEFAULT, POLICIES
 from pykvcache.simulate.clairvoyant import BOUND, most_hits
 from pykvcache.simulate.replay import Result, replay
@@ -118,7 +119,7 @@ def compare(
     for name in names:
         if name not in POLICIES:
             raise ArgumentError(
-                f"there is no policy {name!r}: known are {', '.join(POLICIES)}",
+                f"there is no policy {shown(name)}: known are {', '.join(POLICIES)}",
                 "policies",
                 name,
                 tuple(POLICIES),

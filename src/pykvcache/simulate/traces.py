@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from pykvcache._paths import as_file_name
 from pykvcache.errors import ArgumentError
+from pykvcache.errors._shown import shown
 
 __all__ = ["Trace", "read_trace"]
 
@@ -140,10 +142,19 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
 def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
     with open(path, "rb") as file:
         is_packed = file.read(2) == b"\x1f\x8b"
-    with gzip.open(path, "rt") if is_packed else open(path, encoding="utf-8") as text:
-        for at, line in enumerate(text, 1):
-            if line.strip():
-                yield at, line
+    at = 0
+    try:
+        with (
+            gzip.open(path, "rt", encoding="utf-8")
+            if is_packed
+            else open(path, encoding="utf-8") as text
+        ):
+            for at, line in enumerate(text, 1):
+                if line.strip():
+                    yield at, line
+    except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
+        why = f"{os.fspath(path)}, after line {at}, is damaged: {error}"
+        raise ArgumentError(why, "path", path) from None
 
 
 def _prompt(line: str, where: str) -> tuple[list[Hashable], int, int | None] | None:
@@ -172,7 +183,7 @@ def _number(row: Mapping[str, Any], name: str, where: str, least: int) -> int:
     value = row.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ArgumentError(
-            f"{where}: {name} is {value!r}, not an integer from {least} on",
+            f"{where}: {name} is {shown(value)}, not an integer from {least} on",
             f"{where}: {name}",
             value,
             least,

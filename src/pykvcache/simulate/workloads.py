@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Final
 
+from pykvcache._integers import as_index, as_int
 from pykvcache.errors import ArgumentError
+from pykvcache.errors._shown import shown
 from pykvcache.simulate.traces import Trace
 
 __all__ = ["WORKLOADS", "workload"]
@@ -251,9 +253,12 @@ def workload(name: str, n_prompts: int = 4000, seed: int = 1) -> Trace:
     ValueError
         If there is no such workload.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {type(name).__name__}")
+    n_prompts, seed = as_int(n_prompts, "n_prompts", 0, 2**31 - 1), as_index(seed, "seed")
     if name not in WORKLOADS:
         raise ArgumentError(
-            f"there is no workload {name!r}: known are {', '.join(WORKLOADS)}",
+            f"there is no workload {shown(name)}: known are {', '.join(WORKLOADS)}",
             "name",
             name,
             tuple(WORKLOADS),

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Final
 
 from pykvcache.errors import ArgumentError
+from pykvcache.errors._shown import shown
 from pykvcache.prefix.policies.adaptive import Adaptive
 from pykvcache.prefix.policies.base import ByPriority, Policy
 from pykvcache.prefix.policies.density import HitDensity
@@ -54,9 +55,11 @@ def make_policy(policy: str | Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
+    if not isinstance(policy, str):
+        raise TypeError(f"policy must be a name or a Policy, not {type(policy).__name__}")
     if policy not in POLICIES:
         raise ArgumentError(
-            f"there is no policy {policy!r}: known are {', '.join(POLICIES)}",
+            f"there is no policy {shown(policy)}: known are {', '.join(POLICIES)}",
             "policy",
             policy,
             tuple(POLICIES),

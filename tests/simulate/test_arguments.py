@@ -1,0 +1,82 @@
+"""Wrong arguments and damaged files of the simulator and the cache: one typed error each."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pykvcache import KvCacheError, LlamaContext, PrefixCache
+from pykvcache.prefix.events import EventLog
+from pykvcache.simulate import compare, record, replay, workload
+from pykvcache.simulate.traces import read_trace
+
+HUGE = 10**5000
+TRACE = workload("chat", 20)
+WRONG: dict[str, Callable[[], object]] = {
+    "trace": lambda: replay(None, "lru", 9),  # type: ignore[arg-type]
+    "policy of another type": lambda: replay(TRACE, ["lru"], 9),  # type: ignore[arg-type]
+    "policy without a text": lambda: replay(TRACE, HUGE, 9),  # type: ignore[arg-type]
+    "policies": lambda: compare(TRACE, policies=[HUGE]),  # type: ignore[list-item]
+    "blocks": lambda: replay(TRACE, "lru", float("nan")),  # type: ignore[arg-type]
+    "blocks in an array": lambda: replay(TRACE, "lru", np.zeros((2, 2))),  # type: ignore[arg-type]
+    "negative blocks": lambda: replay(TRACE, "lru", -1),
+    "workload": lambda: workload(HUGE),  # type: ignore[arg-type]
+    "prompts": lambda: workload("chat", -1),
+    "seed": lambda: workload("chat", 1, "\ud800"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments_of_the_simulator_are_typed_errors(what: str) -> None:
+    with pytest.raises((TypeError, KvCacheError)) as caught:
+        WRONG[what]()
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_is_no_log_of_events_leaves_the_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text("mine")
+    other: Any = "events"
+    with pytest.raises(TypeError, match="EventLog"), record(other, path):
+        pass
+    assert path.read_text() == "mine"
+    with record(EventLog(), path):
+        pass
+    assert not path.read_text()
+
+
+def test_damaged_traces_are_refused(tmp_path: Path) -> None:
+    line = b'{"hash_ids": [1, 2], "input_length": 1024}\n'
+    path, packed = tmp_path / "trace", gzip.compress(line * 50)
+    assert len(packed) < 200
+    path.write_bytes(packed)
+    assert len(read_trace(path).prompts) == 50
+    for i in range(2, len(packed)):
+        for data in (packed[:i], packed[:i] + bytes([packed[i] ^ 255]) + packed[i + 1 :]):
+            path.write_bytes(data)
+            try:
+                read_trace(path)
+            except KvCacheError:
+                continue
+            assert 3 < i < 10, "only the time and the flags of the header mean nothing"
+    path.write_bytes(line + b"\xff\n")
+    with pytest.raises(KvCacheError, match="after line"):
+        read_trace(path)
+
+
+def test_times_that_no_float_holds(make_context: Callable[..., LlamaContext]) -> None:
+    wrong: Any
+    with PrefixCache(make_context("llama"), block_size=8) as cache:
+        assert cache.pin(range(5, 20), ttl=HUGE).n_tokens == 0
+        assert cache.flush(HUGE)
+        for wrong in (-1, -HUGE, float("nan")):
+            with pytest.raises(ValueError, match="seconds"):
+                cache.flush(wrong)
+        for wrong in ("1", [1], True):
+            with pytest.raises(TypeError, match="seconds"):
+                cache.flush(wrong)

@@ -14,9 +14,9 @@ import pytest
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache.errors import UnsupportedOperation
 from support import vocab
-from support.blueprint import Blueprint, Sizes
+from support.blueprint import Blueprint, Sizes, matrix
 from support.models import MODELS, write_gguf
-from support.odd_models import cogvlm, falcon_h1, gpt2
+from support.odd_models import afmoe, cogvlm, falcon_h1, gpt2, openelm
 
 CHILD = """
 import sys
@@ -51,6 +51,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "odd rotation": ("minimax_m3", {}, {".rope.dimension_count": 3}, "rotates 3 dimensions"),
     "rotation of odd heads": ("minimax_m3", {"n_embd": 4}, {}, "rotates 1 dimensions"),
     "no sections": ("qwen2vl", {}, {".rope.dimension_sections": [0, 0, 0, 0]}, "has a section"),
+    "no heads": ("gemma3", {}, {".attention.head_count": 0}, "head_count is 0"),
+    "no heads in the first layer": (
+        "gemma3",
+        {},
+        {".attention.head_count": [0, 4, 4, 4]},
+        "head_count is 0",
+    ),
     "no layer": (
         "llama",
         {"n_layer": 0},
@@ -100,10 +107,22 @@ def without_bias() -> Blueprint:
     return plan
 
 
-# The second ended the process; the last gave logits of the first tokens.
+def without_keys() -> Blueprint:
+    """OpenELM with a layer of queries only."""
+    plan = openelm(Sizes(), len(vocab.spm()))
+    plan.keys[".attention.head_count_kv"] = [2, 0]
+    plan.tensors["blk.1.attn_qkv.weight"] = matrix(64, 64)
+    return plan
+
+
+# The second, fourth and sixth ended the process; the last gave logits of the first tokens.
 PLANS: dict[str, tuple[Blueprint, str]] = {
     "all weights": (falcon_h1(Sizes(n_layer=1), len(vocab.spm())), "works"),
     "a weight is missing": (without_bias(), "lacks a weight that its graph reads"),
+    "a window": (afmoe(Sizes(), len(vocab.spm())), "works"),
+    "no window": (afmoe(Sizes(n_swa=0), len(vocab.spm())), "has no window"),
+    "heads": (openelm(Sizes(), len(vocab.spm())), "works"),
+    "no heads of keys": (without_keys(), "has nothing to compute with"),
     "logits of all": (cogvlm(Sizes(n_head_kv=4), len(vocab.spm())), "gives logits of all tokens"),
 }
 

@@ -67,3 +67,51 @@ def gpt2(sizes: Sizes, n_vocab: int) -> Blueprint:
         for name in ("attn_norm", "ffn_norm"):
             plan.add(prefix, **{name: norm(n), f"{name}_b": bias(n)})
     return plan
+
+
+def afmoe(sizes: Sizes, n_vocab: int) -> Blueprint:
+    """A window in three layers of four, and only dense layers."""
+    n = sizes.n_embd
+    plan = base("afmoe", sizes)
+    plan.keys |= heads(sizes) | rope()
+    plan.keys |= {
+        ".attention.key_length": sizes.head,
+        ".attention.value_length": sizes.head,
+        ".attention.sliding_window": sizes.n_swa,
+        ".expert_feed_forward_length": sizes.n_ff,
+        ".expert_shared_count": 1,
+        ".leading_dense_block_count": sizes.n_layer,
+    }
+    ends(plan, sizes, n_vocab)
+    for _, prefix in blocks(sizes):
+        attention(plan, prefix, sizes)
+        feed_forward(plan, prefix, sizes)
+        plan.add(
+            prefix,
+            attn_norm=norm(n),
+            post_attention_norm=norm(n),
+            attn_q_norm=norm(sizes.head),
+            attn_k_norm=norm(sizes.head),
+            attn_gate=matrix(n, n),
+            post_ffw_norm=norm(n),
+        )
+    return plan
+
+
+def openelm(sizes: Sizes, n_vocab: int) -> Blueprint:
+    """One matrix for queries, keys and values, of other numbers of heads in each layer."""
+    plan = base("openelm", sizes)
+    plan.keys |= heads(sizes) | rope()
+    ends(plan, sizes, n_vocab)
+    del plan.tensors["output.weight"]
+    for _, prefix in blocks(sizes):
+        plan.add(
+            prefix,
+            attn_norm=norm(sizes.n_embd),
+            attn_qkv=matrix(sizes.n_embd + 2 * sizes.n_kv, sizes.n_embd),
+            attn_q_norm=norm(sizes.head),
+            attn_k_norm=norm(sizes.head),
+            attn_output=matrix(sizes.n_embd, sizes.n_embd),
+        )
+        feed_forward(plan, prefix, sizes)
+    return plan

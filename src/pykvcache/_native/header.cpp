@@ -28,9 +28,24 @@ constexpr uint32_t     ITERATIONS_MAX = 1000;
 constexpr const char * WINDOW     = ".attention.sliding_window";
 constexpr uint32_t     WINDOW_MAX = uint32_t(1) << 30;
 
+// Architectures whose loaders divide by the number of heads of the first layer; others may have none.
+constexpr const char * HEADS = ".attention.head_count";
+constexpr const char * DIVIDED[] = {"deepseek2", "gemma2", "gemma3", "olmo2", "phimoe"};
+
 bool ends_with(const char * text, const char * end) {
     const size_t n = std::strlen(text), m = std::strlen(end);
     return n >= m && std::strcmp(text + n - m, end) == 0;
+}
+
+// Of a number, or of an array's first; llama.cpp takes both.
+bool first_is_zero(const gguf_context * header, int64_t i) {
+    const gguf_type type = gguf_get_kv_type(header, i);
+    if (type != GGUF_TYPE_ARRAY) {
+        return type == GGUF_TYPE_UINT32 && gguf_get_val_u32(header, i) == 0;
+    }
+    const gguf_type of = gguf_get_arr_type(header, i);
+    return (of == GGUF_TYPE_UINT32 || of == GGUF_TYPE_INT32) && gguf_get_arr_n(header, i) > 0 &&
+           static_cast<const uint32_t *>(gguf_get_arr_data(header, i))[0] == 0;
 }
 
 std::string find_problem(const gguf_context * header) {
@@ -39,6 +54,11 @@ std::string find_problem(const gguf_context * header) {
         const gguf_type type = gguf_get_kv_type(header, i);
         for (const char * end : DIVISORS) {
             if (ends_with(key, end) && type == GGUF_TYPE_UINT32 && gguf_get_val_u32(header, i) == 0) {
+                return std::string(key) + " is 0";
+            }
+        }
+        for (const char * arch : DIVIDED) {
+            if (std::string(arch) + HEADS == key && first_is_zero(header, i)) {
                 return std::string(key) + " is 0";
             }
         }

@@ -16,6 +16,15 @@ static inline pykv_tensor * pykv_given(pykv_tensor * operand, const char * opera
     return operand;
 }
 
+/* ggml divides by how many matrices there are: none, where a layer has no heads for keys. */
+static inline pykv_tensor * pykv_some(pykv_tensor * operand, const char * operation) {
+    pykv_given(operand, operation);
+    if (operand->ne[2] == 0 || operand->ne[3] == 0) {
+        GGML_ABORT("a layer of the model has nothing to compute with (an operand of %s is empty)", operation);
+    }
+    return operand;
+}
+
 /* ggml's own function gets another name, by the macros below; this one takes its place. */
 #define PYKV_GIVEN(op, parameters, arguments)                \
     pykv_tensor * pykv_##op parameters;                      \
@@ -33,7 +42,13 @@ PYKV_GIVEN_2(ggml_add)
 PYKV_GIVEN_2(ggml_sub)
 PYKV_GIVEN_2(ggml_mul)
 PYKV_GIVEN_2(ggml_div)
-PYKV_GIVEN_2(ggml_mul_mat)
+PYKV_GIVEN(ggml_mul_mat, (pykv_context * ctx, pykv_tensor * a, pykv_tensor * b),
+           (ctx, pykv_some(a, "ggml_mul_mat"), pykv_given(b, "ggml_mul_mat")))
+PYKV_GIVEN(ggml_flash_attn_ext,
+           (pykv_context * ctx, pykv_tensor * q, pykv_tensor * k, pykv_tensor * v, pykv_tensor * mask, float scale,
+            float max_bias, float softcap),
+           (ctx, pykv_given(q, "ggml_flash_attn_ext"), pykv_some(k, "ggml_flash_attn_ext"),
+            pykv_some(v, "ggml_flash_attn_ext"), mask, scale, max_bias, softcap))
 PYKV_GIVEN_2(ggml_get_rows)
 PYKV_GIVEN_2(ggml_repeat)
 PYKV_GIVEN_2(ggml_ssm_conv)
@@ -65,6 +80,7 @@ PYKV_GIVEN(ggml_view_2d, (pykv_context * ctx, pykv_tensor * a, int64_t n0, int64
 #define ggml_repeat     pykv_ggml_repeat
 #define ggml_ssm_conv   pykv_ggml_ssm_conv
 #define ggml_mul_mat_id pykv_ggml_mul_mat_id
+#define ggml_flash_attn_ext pykv_ggml_flash_attn_ext
 #define ggml_add_id     pykv_ggml_add_id
 #define ggml_concat     pykv_ggml_concat
 #define ggml_cont       pykv_ggml_cont

@@ -130,6 +130,8 @@ PLANS: dict[str, tuple[Blueprint, str]] = {
 @pytest.mark.parametrize("case", PLANS)
 def test_graphs_that_read_or_give_something_else_are_refused(case: str, tmp_path: Path) -> None:
     plan, expected = PLANS[case]
+    if sys.platform != "linux" and case in ("a weight is missing", "no heads of keys"):
+        pytest.skip("ggml.c is compiled behind operands.h on Linux only")
     path = tmp_path / "odd.gguf"
     write_gguf(path, plan, vocab.spm(), 0)
     assert expected in told([path])[0]

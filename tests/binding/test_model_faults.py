@@ -52,6 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "rotation of odd heads": ("minimax_m3", {"n_embd": 4}, {}, "rotates 1 dimensions"),
     "no sections": ("qwen2vl", {}, {".rope.dimension_sections": [0, 0, 0, 0]}, "has a section"),
     "no heads": ("gemma3", {}, {".attention.head_count": 0}, "head_count is 0"),
+    "no groups": ("llama", {}, {".attention.group_norm_groups": 0}, "group_norm_groups is 0"),
     "no heads in the first layer": (
         "gemma3",
         {},

@@ -14,7 +14,8 @@ namespace {
 
 // Keys, without the name of the architecture that they begin with. None of these is ever 0 in a model that works.
 constexpr const char * DIVISORS[] = {
-    ".attention.output_group_count", ".experts_per_group", ".ssm.group_count", ".ssm.time_step_rank", ".wkv.head_size",
+    ".attention.group_norm_groups", ".attention.output_group_count", ".experts_per_group",
+    ".ssm.group_count", ".ssm.time_step_rank", ".wkv.head_size",
 };
 constexpr const char * EPSILONS[] = {
     ".attention.group_norm_epsilon", ".attention.layer_norm_epsilon", ".attention.layer_norm_rms_epsilon",

@@ -7,7 +7,7 @@ import reprlib
 __all__ = ["shown"]
 
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 _MAX_BITS = 256  # of an integer that is written; Python refuses to write those of 4300 digits
 

@@ -12,7 +12,7 @@ import pytest
 
 from pykvcache import KvCacheError, LlamaContext, PrefixCache
 from pykvcache.prefix.events import EventLog
-from pykvcache.simulate import compare, record, replay, workload
+from pykvcache.simulate import compare, most_hits, record, replay, workload
 from pykvcache.simulate.traces import read_trace
 
 HUGE = 10**5000
@@ -22,6 +22,12 @@ WRONG: dict[str, Callable[[], object]] = {
     "policy of another type": lambda: replay(TRACE, ["lru"], 9),  # type: ignore[arg-type]
     "policy without a text": lambda: replay(TRACE, HUGE, 9),  # type: ignore[arg-type]
     "policies": lambda: compare(TRACE, policies=[HUGE]),  # type: ignore[list-item]
+    "jobs": lambda: compare(TRACE, ["lru"], jobs=10**400),
+    "no jobs": lambda: compare(TRACE, ["lru"], jobs=0),
+    "shares": lambda: compare(TRACE, ["lru"], [float("nan")]),
+    "shares without an end": lambda: compare(TRACE, ["lru"], [float("inf")]),
+    "shares of another type": lambda: compare(TRACE, ["lru"], ["0.1"]),  # type: ignore[list-item]
+    "blocks of the bound": lambda: most_hits(TRACE, float("nan")),  # type: ignore[arg-type]
     "blocks": lambda: replay(TRACE, "lru", float("nan")),  # type: ignore[arg-type]
     "blocks in an array": lambda: replay(TRACE, "lru", np.zeros((2, 2))),  # type: ignore[arg-type]
     "negative blocks": lambda: replay(TRACE, "lru", -1),

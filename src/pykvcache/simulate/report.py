@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from typing import SupportsFloat
 
+from pykvcache._integers import as_int
 from pykvcache.errors import ArgumentError
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.policies import DEFAULT, POLICIES
@@ -90,6 +93,20 @@ def _one(trace: Trace, policy: str, n_blocks: int) -> Result:
     return most_hits(trace, n_blocks) if policy == BOUND else replay(trace, policy, n_blocks)
 
 
+def _share(value: object) -> float:
+    if isinstance(value, (bool, str)) or not isinstance(value, SupportsFloat):
+        raise TypeError(f"shares must be numbers, not {type(value).__name__}: {shown(value)}")
+    try:
+        share = float(value)
+    except OverflowError:  # an integer past 1e308
+        share = math.inf
+    if not share > 0:
+        raise ArgumentError(f"a size is not above 0: {shown(value)}", "shares", value, 0)
+    if share == math.inf:
+        raise ArgumentError(f"a size is not finite: {shown(value)}", "shares", value)
+    return share
+
+
 def compare(
     trace: Trace,
     policies: Iterable[str] | None = None,
@@ -113,7 +130,7 @@ def compare(
     Raises
     ------
     ValueError
-        If a policy is not known, or a size is not above 0.
+        If a policy is not known, or a size is not above 0 or not finite.
     """
     names = [*(POLICIES if policies is None else policies)]
     for name in names:
@@ -124,18 +141,18 @@ def compare(
                 name,
                 tuple(POLICIES),
             )
-    if any(not share > 0 for share in shares):
-        raise ArgumentError(f"a size is not above 0: {min(shares)}", "shares", min(shares), 0)
+    jobs = as_int(jobs, "jobs", 1, 2**15)
+    given = tuple(map(_share, shares))
     names.append(BOUND)
     unique = trace.n_unique()
-    sizes = [max(int(share * unique), 1) for share in shares]
+    sizes = [max(int(share * unique), 1) for share in given]
     if jobs > 1:
         with ProcessPoolExecutor(jobs) as pool:
             waiting = [[pool.submit(_one, trace, name, n) for n in sizes] for name in names]
             results = [[each.result() for each in row] for row in waiting]
     else:
         results = [[_one(trace, name, n) for n in sizes] for name in names]
-    return Report(trace, tuple(shares), dict(zip(names, results, strict=True)))
+    return Report(trace, given, dict(zip(names, results, strict=True)))
 
 
 def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:

@@ -12,6 +12,8 @@ from pykvcache import BatchGenerator, LlamaContext, LlamaModel, LlamaSequence
 from pykvcache.errors import InternalError
 from support.breaking import make_breaking
 
+pytestmark = pytest.mark.not_on_a_device(reason="there the server fails, and is lost")
+
 BAD = 60
 Make = Callable[[], LlamaContext]
 

@@ -69,11 +69,6 @@ def copied(budget: Budget, text: str, *args: Any) -> None:
     budget.make(3 * text.__sizeof__())
 
 
-def scanned(budget: Budget, text: str) -> None:
-    """Charge a look at each character."""
-    budget.scan(text)
-
-
 def recased(budget: Budget, text: str) -> None:
     """Charge a look at each character, and a text of up to three times the size."""
     budget.scan(text)
@@ -150,7 +145,7 @@ _CASES = "capitalize casefold lower swapcase title upper"
 _TEXT: dict[str, Cost] = {
     **dict.fromkeys(_LOOKS.split(), looked),
     **dict.fromkeys(_COPIES.split(), copied),
-    **dict.fromkeys(_SCANS.split(), scanned),
+    **dict.fromkeys(_SCANS.split(), Budget.scan),
     **dict.fromkeys(_CASES.split(), recased),
     **dict.fromkeys(("lstrip", "rstrip", "strip"), stripped),
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), padded),

@@ -87,10 +87,6 @@ cdef class Handle:
             raise ContextCreateError(
                 "the model rotates 0 dimensions (rope.dimension_count), which never ends",
                 "model", 0, 1)
-        if self.effective.lacks_layers:
-            raise ContextCreateError(
-                "the model is a hybrid of attention and recurrent layers, and lacks one of the two",
-                "model", 0, 1)
         if self.effective.fault[0] != 0:
             raise ContextCreateError(self.effective.fault.decode(), "model")
         if model.has_encoder and model.has_decoder and self.pooling_type != 0:

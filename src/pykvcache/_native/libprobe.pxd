@@ -173,7 +173,6 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         int32_t n_threads_batch
         bool gives_logits
         bool endless
-        bool lacks_layers
         const char* fault
     ctypedef struct memory_facts:
         uint32_t n_cells

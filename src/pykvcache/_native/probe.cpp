@@ -239,20 +239,10 @@ bool         picks_blocks(const memory * m) { return m->bounded && m->recurrent;
 bool         windowed(const memory * m) { return m->swa != nullptr; }
 uint32_t     n_stream(const memory * m) { return m->base ? m->base->get_n_stream() : 1; }
 
-// Whether a memory of two kinds has a part that no layer uses: the graph's inputs for it are then nowhere.
-static bool lacks_layers(const memory * m) {
-    if (!m->recurrent || !m->base) {
-        return false;
-    }
-    const auto & states = m->recurrent->r_l;
-    const bool   has_states = std::any_of(states.begin(), states.end(), [](const ggml_tensor * t) { return t; });
-    return !has_states || (m->base->get_layer_ids().empty() && (!m->swa || m->swa->get_layer_ids().empty()));
-}
-
 context_facts look_at_context(const llama_context * ctx, const memory * m) {
     const auto & c = ctx->get_cparams();
     return {c.flash_attn, c.kv_unified, c.causal_attn, int(c.pooling_type), c.n_threads, c.n_threads_batch,
-            m->gives_logits, m->endless, lacks_layers(m), m->fault.c_str()};
+            m->gives_logits, m->endless, m->fault.c_str()};
 }
 
 std::vector<std::string> buffer_types(const memory * m) {

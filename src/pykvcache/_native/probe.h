@@ -61,8 +61,7 @@ struct context_facts {
     int32_t n_threads_batch;
     bool    gives_logits;  // some graphs leave them out beside embeddings
     bool    endless;       // RoPE of 0 dimensions, of which ggml's kernel makes an endless loop
-    bool    lacks_layers;  // a hybrid without layers of one kind, which no decode survives
-    const char * fault;    // what else of the graph none survives, or ""
+    const char * fault;    // what of the graph no decode survives, or ""
 };
 
 struct memory_facts {

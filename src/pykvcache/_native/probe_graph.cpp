@@ -52,7 +52,8 @@ class unread_input {
             return found ? found : of_states(in->get_recr());
         }
         if (const auto * in = dynamic_cast<const llm_graph_input_mem_hybrid_iswa *>(input)) {
-            return of_states(in->get_recr());
+            const auto * attn = in->get_attn();
+            return is_unread(attn->self_k_idxs) && is_unread(attn->self_k_idxs_swa) ? "attends" : of_states(in->get_recr());
         }
         if (const auto * in = dynamic_cast<const llm_graph_input_attn_no_cache *>(input)) {
             if (is_unread(in->self_kq_mask)) {

@@ -80,7 +80,8 @@ class Many(Worker):
         self.clear()
         best = float("inf")
         with BatchGenerator(self.context) as generator:
-            for prompt in self.endless(parallel, steps + 3, depth):
+            # With the token that the first step chooses as long as those of `do_decode`.
+            for prompt in self.endless(parallel, steps + 3, depth - 1):
                 generator.submit(prompt, steps + 3)
             for _ in range(2):
                 generator.step()

@@ -12,6 +12,7 @@ import pytest
 from memory.kit import CASES, Case
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache._native import lib
+from pykvcache.errors import InvalidBatch
 
 Make = Callable[..., LlamaContext]
 SERVED = tuple(case for case in CASES if case.name != "t5")
@@ -110,3 +111,49 @@ def test_nothing_is_decoded_after_cells_that_changed(make_context: Make) -> None
     assert ledger.n_evaluated == 12
     with pytest.raises(ValueError, match="pending"):
         native.decode_pending(ledger, 1, 14, False)
+
+
+def test_who_waits_for_a_place_costs_those_that_run_nothing(make_context: Make) -> None:
+    ctx = make_context("llama", n_ctx=512, n_seq_max=4)
+    generator = BatchGenerator(ctx)
+    running = [generator.submit(words(i, 9), 12, sampler(ctx, i)) for i in range(4)]
+    for _ in range(3):
+        generator.step()
+    calls = python_calls(generator.step)
+    waiting = generator.submit(words(9, 9), 3, sampler(ctx, 9))
+    assert python_calls(generator.step) <= calls + 5
+    assert python_calls(generator.step) == calls
+    assert (generator.n_running, generator.n_waiting) == (4, 1)
+    # Whoever ranks higher takes a place at once.
+    first = generator.submit(words(10, 9), 3, sampler(ctx, 10), priority=1)
+    generator.step()
+    assert (len(first.tokens), generator.n_waiting) == (1, 2)
+    generator.run()
+    assert [len(handle.tokens) for handle in (*running, waiting, first)] == [12] * 4 + [3, 3]
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, np.array, np.int64, np.uint8])
+def test_ids_of_any_kind_are_the_same_prompt(wrap: Any, make_context: Make) -> None:
+    ctx = make_context("llama", n_ctx=256)
+    generator = BatchGenerator(ctx)
+    handle = generator.submit(wrap(words(1, 9)), 4)
+    assert handle.sequence.tokens.tolist() == words(1, 9)
+    assert handle.wait().tokens.tolist() == generator.submit(words(1, 9), 4).wait().tokens.tolist()
+
+
+@pytest.mark.parametrize("wrap", [list, np.int32, np.int64])
+@pytest.mark.parametrize("at", [0, 8])
+@pytest.mark.parametrize("wrong", [-1, 2**31 - 1, "n_vocab"])
+def test_an_id_outside_of_the_vocabulary_is_named(
+    wrong: int | str, at: int, wrap: Any, make_context: Make
+) -> None:
+    ctx = make_context("llama", n_ctx=256)
+    generator = BatchGenerator(ctx)
+    n_vocab = ctx.model.n_vocab
+    value = n_vocab if isinstance(wrong, str) else wrong
+    prompt = words(1, 9)
+    prompt[at] = value
+    with pytest.raises(InvalidBatch, match=rf"token {value} \(at {at}\)") as caught:
+        generator.submit(wrap(prompt), 4)
+    assert (caught.value.index, caught.value.value, caught.value.limit) == (at, value, n_vocab)
+    assert not generator.n_waiting

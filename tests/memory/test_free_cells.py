@@ -52,6 +52,23 @@ def test_a_cell_is_free_when_its_last_sequence_leaves(
     assert of_sequence(ctx.cells(), 3) == set(range(20))
 
 
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
+def test_how_many_cells_a_decode_attends_over(
+    unified: bool, make_context: Callable[..., LlamaContext]
+) -> None:
+    ctx = make_context("llama", kv_unified=unified, n_seq_max=3)
+    spans = [ctx.native.n_cells_spanned]
+    for seq in range(3):
+        ctx.decode(TOKENS, seq_id=seq)
+        spans.append(int(ctx.cells().cell.max()) + 1)
+        assert ctx.native.n_cells_spanned == spans[-1]
+    assert spans == ([0, 20, 40, 60] if unified else [0, 20, 20, 20])
+    ctx.clear_kv_cache_seq(0)
+    assert ctx.native.n_cells_spanned == spans[-1]
+    ctx.clear_kv_cache_seq(2)
+    assert ctx.native.n_cells_spanned == (40 if unified else 20)
+
+
 @fast_only("llama.cpp's shift begins the search for cells at 0 again: such a rewind is refused")
 def test_a_shift_does_not_send_decodes_over_what_a_rewind_needs(
     make_context: Callable[..., LlamaContext],

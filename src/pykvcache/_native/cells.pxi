@@ -60,6 +60,15 @@ cdef class Cells(Memory):
         finally:
             self.lock.unlock()
 
+    @property
+    def n_cells_spanned(self):
+        """Number of cells up to the highest used one: a decode attends over all of them."""
+        self.lock_read()
+        try:
+            return lib.n_spanned(self.mem)
+        finally:
+            self.lock.unlock()
+
     def cells(self, part):
         """Return (stream, cell, pos, members) of the used cells of one part."""
         cdef int which

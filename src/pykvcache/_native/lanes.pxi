@@ -75,6 +75,22 @@ cdef class Tokens:
             self.n = begin + count
             self.changed()
 
+    def append_plain(self, values, int32_t n_vocab):
+        """Append ids of a vocabulary; False, and nothing done, where they are not plain or not all such."""
+        cdef vector[int32_t] more
+        cdef int32_t token
+        if not _plain_ints(values, more):
+            return False
+        for token in more:
+            if not 0 <= token < n_vocab:
+                return False
+        if more.size():
+            self.reserve(self.n + <Py_ssize_t>more.size())
+            memcpy(self.data + self.n, more.data(), more.size() * sizeof(int32_t))
+            self.n += <Py_ssize_t>more.size()
+            self.changed()
+        return True
+
     def append_one(self, int32_t token):
         """Append one token."""
         self.reserve(self.n + 1)

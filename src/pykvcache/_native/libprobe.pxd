@@ -203,6 +203,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     bool next_cell(const memory*, memory_part, uint32_t n_seq_max, uint32_t& stream, uint32_t& cell,
                    llama_pos& pos, uint8_t* members)
     uint32_t n_used(const memory*, memory_part)
+    uint32_t n_spanned(const memory*)
     int64_t n_free(const memory*, llama_seq_id)
     size_t n_held(const memory*, llama_seq_id)
     bool extent(const memory*, llama_seq_id, llama_pos& lo, llama_pos& hi)

@@ -111,6 +111,8 @@ memory_facts look_at_memory(const memory * m);
 bool next_cell(const memory * m, memory_part part, uint32_t n_seq_max, uint32_t & stream, uint32_t & cell,
                llama_pos & pos, uint8_t * members);
 uint32_t n_used(const memory * m, memory_part part);
+// Cells of attention up to the highest used one, in the stream where that is highest.
+uint32_t n_spanned(const memory * m);
 // Cells that a decode into this sequence may still take; -1 where a sequence does not consist of cells.
 int64_t  n_free(const memory * m, llama_seq_id seq);
 

@@ -69,6 +69,14 @@ uint32_t n_used(const memory * m, memory_part part) {
     return used;
 }
 
+uint32_t n_spanned(const memory * m) {
+    uint32_t most = 0;
+    for (uint32_t s = 0; m->base && s < m->base->get_n_stream(); ++s) {
+        most = std::max(most, m->base->get_cells(llama_seq_id(s)).used_max_p1());
+    }
+    return most;
+}
+
 int64_t n_free(const memory * m, llama_seq_id seq) {
     return m->base ? int64_t(m->base->get_size()) - int64_t(m->base->get_cells(seq).get_used()) : -1;
 }

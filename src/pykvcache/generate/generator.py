@@ -206,7 +206,7 @@ class BatchGenerator(Driving):
                 handle._end("length")
                 if handle._owns:
                     handle._sequence.close()
-        self._wake()
+        self._wake_waiting()
         return handles[0] if count == 1 else handles
 
     def _sequence(self, prompt: str | TokenInput | LlamaSequence) -> LlamaSequence:
@@ -238,9 +238,11 @@ class BatchGenerator(Driving):
         What LlamaSequence finds out of a context was found out when this was made, and does not
         change; that both are open has been checked, and the lock is held.
         """
-        sequence = LlamaSequence._made(self._ctx, SequenceCells(self._pool, Ledger(), POINTS))
-        if prompt is not None:
-            sequence._cells.ledger.append(sequence._as_tokens(prompt))
+        ledger = Ledger()
+        sequence = LlamaSequence._made(self._ctx, SequenceCells(self._pool, ledger, POINTS))
+        # What is plain is checked and copied at once.
+        if prompt is not None and not ledger.append_plain(prompt, self._ctx.model.n_vocab):
+            ledger.append(sequence._as_tokens(prompt))
         return sequence
 
     def _beside(self, sequence: LlamaSequence) -> LlamaSequence:

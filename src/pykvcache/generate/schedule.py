@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from pykvcache.context import LlamaContext
 from pykvcache.generate.handle import GenerationHandle
@@ -56,17 +54,9 @@ class Schedule:
         self.max_sequences = max_sequences
         self.waiting: list[GenerationHandle] = []
         self.running: list[GenerationHandle] = []
-        self._stage = Stage()
+        #: On within a step: nobody who runs, or starts, is parked then.
+        self.stage = Stage()
         self._sought: list[CachedSequence] = []
-
-    @contextmanager
-    def pinned(self) -> Iterator[None]:
-        """Pin the sequences of running requests, and of those that start, while this is open."""
-        self._stage.is_on = True
-        try:
-            yield
-        finally:
-            self._stage.is_on = False
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -105,7 +95,7 @@ class Schedule:
             # Running before it is attached: what it needs then is parked for it.
             if cached is not None and self.cache is not None:
                 self.cache._renew(cached)
-            head._cells.stage = self._stage
+            head._cells.stage = self.stage
             insort(self.running, head, key=rank)
             del self.waiting[i]
 
@@ -140,6 +130,13 @@ class Schedule:
         cache._seek(cached)
         self._sought.append(cached)
         return cache._is_ready(cached)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether all places are taken, by requests that nobody who waits may push aside."""
+        if len(self.running) < self.max_sequences or self.cache is not None:
+            return False
+        return not self.waiting or self.waiting[0]._priority <= self.running[-1]._priority
 
     @property
     def is_arrival(self) -> bool:

@@ -54,20 +54,25 @@ class Stepper:
         schedule = self._schedule
         if self._looks:
             self._look()
-        if (
-            self._owners
-            and not self.aborted
-            and len(schedule.waiting) == self._n_waiting
-            and not schedule.is_arrival
-        ):
+        if self._owners and not self.aborted and not self._may_join() and not schedule.is_arrival:
             made = self._step_together()
             if made is not None:
                 return made
         self._ungroup()
-        with schedule.pinned():
+        with schedule.stage:
             made = self._step()
         self._turns = schedule.pool.turns
         return made
+
+    def _may_join(self) -> bool:
+        """Whether somebody came since the last step who may have a place."""
+        n = len(self._schedule.waiting)
+        if n == self._n_waiting:
+            return False
+        if self._schedule.is_taken:
+            self._n_waiting = n
+            return False
+        return True
 
     def _step_together(self) -> list[tuple[GenerationHandle, int]] | None:
         """Make a step where nothing has changed; None, and nothing done, where something has."""
@@ -128,7 +133,7 @@ class Stepper:
         unchanged = (schedule.running, schedule.waiting) == before and len(self._rows) == len(
             shares
         )
-        if unchanged or not schedule.waiting:
+        if unchanged or not schedule.waiting or schedule.is_taken:
             self._regroup()
         return made
 
@@ -141,12 +146,10 @@ class Stepper:
         return ready[: self._n_batch]
 
     def _regroup(self) -> None:
-        """Let the next step be one call, if those that run wait for a token each and no more."""
+        """Let the next step be one call, which looks itself whether all wait for one token."""
         running = self._schedule.running
-        for handle in running:
-            ledger = handle._cells.ledger
-            if len(ledger) - ledger.n_evaluated != 1 or ledger.seq_id < 0 or handle._siblings:
-                return
+        if any([handle._siblings for handle in running]):
+            return
         self._owners = list(running)
         self._lanes = [handle._lane for handle in running]
         self._cells = tuple(handle._cells for handle in running)

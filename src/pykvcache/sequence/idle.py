@@ -75,8 +75,7 @@ class IdleCost:
                     assert cells.seq_id is not None
                     if int((members[:, cells.seq_id] & ~busy).sum()):
                         cells.park()
-        table = ctx.cells()
-        if len(table) and int(table.cell.max()) + 1 - len(table) >= PADDING:
+        if ctx.native.n_cells_spanned - ctx.n_cells_used >= PADDING:
             # Where cells cannot move (a plain build), decodes are slower, and as right.
             with suppress(UnsupportedOperation):
                 ctx.kv_cache_compact()

@@ -125,8 +125,9 @@ class SequencePool(lib.Turns):
 
     def _free_id(self) -> int | None:
         # From above: who works by hand begins at 0.
-        for seq_id in reversed(range(self.ctx.n_seq_max)):
-            if not self._is_lent(seq_id) and self.ctx.kv_cache_seq_pos_max(seq_id) < 0:
+        ctx = self.ctx
+        for seq_id in range(ctx.n_seq_max - 1, -1, -1):
+            if not self._is_lent(seq_id) and ctx.native.seq_pos(seq_id, True) < 0:
                 return seq_id
         return None
 

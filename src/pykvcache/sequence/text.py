@@ -56,6 +56,8 @@ class Stop:
         TypeError
             Something is neither a string nor an integer.
         """
+        if type(stop) is tuple and not stop:
+            return _NO_STOP
         items: list[str | SupportsIndex]
         if isinstance(stop, str) or hasattr(stop, "__index__"):
             items = [cast("str | SupportsIndex", stop)]
@@ -85,6 +87,9 @@ class Stop:
 
     def __bool__(self) -> bool:
         return bool(self.strings or self.tokens)
+
+
+_NO_STOP = Stop()
 
 
 class TextState(NamedTuple):

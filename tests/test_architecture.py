@@ -54,7 +54,7 @@ ONLY = {
     "_threads": {"errors"},
     "arrays": {"errors", "_integers", "_paths"},
     "_native": {"errors", "_integers"},
-    "prefix/stores": {"errors", "_fork", "_integers", "_threads"},
+    "prefix/stores": {"errors", "_fork", "_integers", "_paths", "_threads"},
     "simulate": {"errors", "_integers", "_paths", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports

@@ -26,7 +26,12 @@ def as_index(value: SupportsIndex, what: str) -> int:
     # bool has __index__, but a truth value is never meant as a number.
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
-    return operator.index(value)
+    try:
+        return operator.index(value)
+    except TypeError:  # arrays have __index__, whatever is in them
+        if type(value).__module__ != "numpy":
+            raise
+    raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
 
 
 def as_int(

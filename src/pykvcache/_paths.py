@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 
-from pykvcache.errors import ArgumentError
+from pykvcache.errors import ArgumentError, DetailedError
+from pykvcache.errors._shown import shown
 
 __all__ = ["as_file_name", "as_path"]
 
 
-def as_path(value: str | os.PathLike[str], what: str = "path", order: str = "") -> str:
+def as_path(
+    value: str | os.PathLike[str],
+    what: str = "path",
+    order: str = "",
+    error: type[DetailedError] = ArgumentError,
+) -> str:
     """Return a file name as text; the error of a method names the order of its arguments."""
     if not isinstance(value, (str, bytes, os.PathLike)):
         hint = f": the order is {order}" if order else ""
@@ -17,22 +23,20 @@ def as_path(value: str | os.PathLike[str], what: str = "path", order: str = "") 
     name = os.fsdecode(value)
     try:
         os.fsencode(name)
-    except UnicodeEncodeError as error:
-        raise ArgumentError(
-            f"{what} is {name!r}: character {error.start} is none that a file name can hold",
-            what,
-            name,
-            error.start,
-        ) from None
+    except UnicodeEncodeError as found:
+        at = found.start
+        text = f"{what} is {shown(name)}: character {at} is none that a file name can hold"
+        raise error(text, what, name, at) from None
     return name
 
 
-def as_file_name(value: str | os.PathLike[str], what: str = "path") -> str:
+def as_file_name(
+    value: str | os.PathLike[str], what: str = "path", error: type[DetailedError] = ArgumentError
+) -> str:
     """Return a name as text that a file can have: `as_path`, and no null character."""
-    name = as_path(value, what)
+    name = as_path(value, what, error=error)
     if "\0" in name:
         at = name.index("\0")
-        raise ArgumentError(
-            f"{what} is {name!r}: character {at} is none that a file name can hold", what, name, at
-        )
+        text = f"{what} is {shown(name)}: character {at} is none that a file name can hold"
+        raise error(text, what, name, at)
     return name

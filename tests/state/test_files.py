@@ -17,7 +17,7 @@ import pytest
 
 import pykvcache.state
 from pykvcache import SequenceState, describe_state
-from pykvcache.errors import StateDamaged, StateError, StateVersionError
+from pykvcache.errors import StateDamaged, StateError, StateFileError, StateVersionError
 from pykvcache.state import ContextState, StateInfo
 from state.kit import WORDS, Tensors, Text, forged
 
@@ -358,3 +358,11 @@ def test_checksums_that_are_not_installed_have_a_name(monkeypatch: pytest.Monkey
     assert best_checksum() == "sha256"
     with pytest.raises(StateVersionError, match="pykvcache\\[state\\]"):
         find_checksum("xxh3-128")
+
+
+def test_a_long_name_is_shortened_in_the_text_and_whole_in_the_facts() -> None:
+    name = "x" * 100_000
+    with pytest.raises(StateFileError, match=r"File name too long|[Ii]nvalid") as info:
+        SequenceState.load(name)
+    assert len(str(info.value)) < 300
+    assert info.value.filename == name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pykvcache.errors._base import DetailedError
+from pykvcache.errors._shown import shown
 
 __all__ = [
     "PartialStateError",
@@ -17,6 +18,10 @@ __all__ = [
     "StateTruncated",
     "StateVersionError",
 ]
+
+
+#: Names of files with more characters are shortened; of the system's no path has more.
+_LONGEST = 4096
 
 
 class StateError(DetailedError, ValueError):
@@ -81,7 +86,12 @@ class StateFileError(StateError, OSError):
     # Those of ValueError come first otherwise, and leave errno and filename empty.
     __new__ = OSError.__new__  # type: ignore[assignment]
     __init__ = OSError.__init__
-    __str__ = OSError.__str__
+
+    def __str__(self) -> str:
+        name = self.filename
+        if isinstance(name, str) and len(name) > _LONGEST:
+            return f"[Errno {self.errno}] {self.strerror}: {shown(name)}"
+        return OSError.__str__(self)
 
 
 class StateFileNotFound(StateFileError, FileNotFoundError):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from pykvcache._paths import as_path
 from pykvcache.errors import StoreError
+from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores.base import BlockStore
 from pykvcache.prefix.stores.cluster import CLUSTER_SCHEMES, RedisClusterStore
 from pykvcache.prefix.stores.folder import FolderStore
@@ -37,14 +39,17 @@ def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> Bl
     """
     if isinstance(where, BlockStore):
         return where
-    scheme, separator, _ = os.fspath(where).partition("://")
+    name = as_path(where, "a store", error=StoreError)
+    scheme, separator, _ = name.partition("://")
     if not separator:
-        return FolderStore(where, **options)
+        return FolderStore(name, **options)
     if scheme in SCHEMES:
-        return RedisStore(os.fspath(where), **options)
+        return RedisStore(name, **options)
     if scheme in CLUSTER_SCHEMES:
-        return RedisClusterStore(os.fspath(where), **options)
+        return RedisClusterStore(name, **options)
     if scheme in _OBJECTS:
-        return ObjectStore(os.fspath(where), **options)
+        return ObjectStore(name, **options)
     known = ", ".join(sorted(SCHEMES | CLUSTER_SCHEMES | _OBJECTS))
-    raise StoreError(f"{scheme}:// is not a store: known are {known}", value=scheme, limit=known)
+    raise StoreError(
+        f"{shown(scheme)[1:-1]}:// is not a store: known are {known}", value=scheme, limit=known
+    )

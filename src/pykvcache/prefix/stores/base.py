@@ -17,8 +17,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pykvcache._fork import watch_forks
-from pykvcache._integers import as_int
-from pykvcache.errors import StoreError
+from pykvcache.prefix.stores._arguments import (
+    KEY_SIZE,
+    check_items,
+    check_keys,
+    check_max_bytes,
+    check_seconds,
+    writable,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -28,17 +34,12 @@ __all__ = [
     "BlockStore",
     "StoreCounters",
     "StoreEntry",
+    "check_items",
     "check_keys",
     "check_max_bytes",
     "check_seconds",
     "writable",
 ]
-
-#: Length of a key in bytes, that of SHA-256.
-KEY_SIZE = 32
-
-#: The longest that a lease may last, in seconds.
-MAX_LEASE = 3600.0
 
 # Of the text of an error: a server's may be pages.
 _LONGEST = 300
@@ -231,7 +232,7 @@ class BlockStore(ABC):
         keys : sequence of bytes
             Keys of 32 bytes.
         """
-        return [self.contains([key]) == 1 for key in keys]
+        return [self.contains([key]) == 1 for key in check_keys(keys)]
 
     @property
     def n_probes(self) -> int:
@@ -290,67 +291,3 @@ class BlockStore(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-# Arguments --------------------------------------------------------------------------
-
-
-def check_keys(keys: Sequence[bytes], buffers: Sequence[Buffer] | None = None) -> list[bytes]:
-    """Return the keys as a list; raise if one is not 32 bytes, or has no buffer."""
-    found = list(keys)
-    for key in found:
-        if not isinstance(key, bytes):
-            raise TypeError(f"a key is bytes, not {type(key).__name__}")
-        if len(key) != KEY_SIZE:
-            raise StoreError(
-                f"a key has {KEY_SIZE} bytes, this one {len(key)}", value=len(key), limit=KEY_SIZE
-            )
-    if buffers is not None and len(buffers) != len(found):
-        raise StoreError(
-            f"{len(found)} keys need as many buffers, not {len(buffers)}",
-            value=len(buffers),
-            limit=len(found),
-        )
-    return found
-
-
-def check_items(items: Iterable[tuple[bytes, Buffer]]) -> list[tuple[bytes, memoryview]]:
-    """Return the items with their contents as flat bytes; of a key that comes twice, the first."""
-    found: dict[bytes, memoryview] = {}
-    for key, data in items:
-        check_keys([key])
-        found.setdefault(key, flat(data))
-    return list(found.items())
-
-
-def flat(data: Buffer) -> memoryview:
-    """Return a contiguous buffer as bytes, without a copy."""
-    try:
-        view = memoryview(data)
-    except ValueError as error:  # NumPy's dates and times are no buffers
-        raise TypeError(f"a block's content must be a buffer of bytes: {error}") from None
-    if not view.c_contiguous:
-        raise StoreError("a block's buffer is not contiguous", value=view.strides)
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-def writable(buffer: Buffer) -> memoryview:
-    """Return a contiguous writable buffer as bytes, without a copy."""
-    view = flat(buffer)
-    if view.readonly:
-        raise StoreError("blocks are read into writable buffers, and this one is read-only")
-    return view
-
-
-def check_max_bytes(value: int, least: int = 0) -> int:
-    """Return a size in bytes; raise if it is not an integer, or too small."""
-    return as_int(value, "max_bytes", least, error=StoreError)
-
-
-def check_seconds(value: float, name: str = "seconds", limit: float = MAX_LEASE) -> float:
-    """Return a time in seconds; raise unless it is above 0 and at most the limit."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is a number, not {type(value).__name__}")
-    if not 0 < value <= limit:
-        raise StoreError(f"{name} is {value}: above 0, at most {limit}", name, value, limit)
-    return float(value)

@@ -12,16 +12,16 @@ from urllib.parse import urlsplit
 
 from pykvcache._fork import watch_forks
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores._cluster_node import ClusterNode
-from pykvcache.prefix.stores.base import (
-    BlockStore,
-    StoreEntry,
+from pykvcache.prefix.stores._arguments import (
     check_items,
     check_keys,
     check_max_bytes,
     check_seconds,
+    check_text,
     writable,
 )
+from pykvcache.prefix.stores._cluster_node import ClusterNode
+from pykvcache.prefix.stores.base import BlockStore, StoreEntry
 from pykvcache.prefix.stores.redis import least_used
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class RedisClusterStore(BlockStore):
         timeout: float = 1.0,
         connect_timeout: float = 0.25,
     ) -> None:
-        scheme, separator, _ = url.partition("://")
+        scheme, separator, _ = check_text(url, "url").partition("://")
         if not separator or scheme not in CLUSTER_SCHEMES:
             known = ", ".join(sorted(CLUSTER_SCHEMES))
             raise StoreError(f"the URL begins with none of {known}", value=scheme, limit=known)
@@ -80,7 +80,7 @@ class RedisClusterStore(BlockStore):
         self._before = f"{scheme.removesuffix('+cluster')}://{who}{at}"
         self._after = f"/0?{parts.query}"
         self._options: dict[str, Any] = {
-            "prefix": prefix,
+            "prefix": check_text(prefix, "prefix"),
             "timeout": check_seconds(timeout, "timeout"),
             "connect_timeout": check_seconds(connect_timeout, "connect_timeout"),
         }

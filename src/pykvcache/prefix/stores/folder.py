@@ -10,20 +10,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pykvcache._fork import watch_forks
+from pykvcache._paths import as_file_name
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores._files import BlockFiles
-from pykvcache.prefix.stores._index import Index, cost
-from pykvcache.prefix.stores._shared_index import FAILURES, SharedIndex, counter_of
-from pykvcache.prefix.stores.base import (
+from pykvcache.errors._shown import shown
+from pykvcache.prefix.stores._arguments import (
     MAX_LEASE,
-    BlockStore,
-    StoreEntry,
     check_items,
     check_keys,
     check_max_bytes,
     check_seconds,
     writable,
 )
+from pykvcache.prefix.stores._files import BlockFiles
+from pykvcache.prefix.stores._index import Index, cost
+from pykvcache.prefix.stores._shared_index import FAILURES, SharedIndex, counter_of
+from pykvcache.prefix.stores.base import BlockStore, StoreEntry
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -66,7 +67,8 @@ class FolderStore(BlockStore):
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int = 10 << 30) -> None:
-        self.path = os.path.abspath(os.path.expanduser(os.fspath(path)))
+        name = as_file_name(path, error=StoreError)
+        self.path = os.path.abspath(os.path.expanduser(name))
         self.max_bytes = check_max_bytes(max_bytes, MIN_BYTES)
         self._shared: SharedIndex | None = None
         self._touched: dict[bytes, int] = {}
@@ -77,10 +79,10 @@ class FolderStore(BlockStore):
         watch_forks(self)
         try:
             # An empty name is not the current folder.
-            os.makedirs(self.path if os.fspath(path) else "", mode=0o700, exist_ok=True)
+            os.makedirs(self.path if name else "", mode=0o700, exist_ok=True)
         except (OSError, ValueError) as error:
-            why = f"{os.fspath(path)!r} cannot be a folder: {error}"
-            raise StoreError(why, "path", self.path) from error
+            text = f"{shown(name)} cannot be a folder: {getattr(error, 'strerror', None) or error}"
+            raise StoreError(text, "path", self.path) from error
         self._open()
 
     def __repr__(self) -> str:
@@ -367,8 +369,7 @@ class FolderStore(BlockStore):
             lock.release()
 
     def _after_fork(self) -> None:
-        self._lock = threading.RLock()
-        self._writing = threading.Lock()
+        self._lock, self._writing = threading.RLock(), threading.Lock()
         self._touched = {}
         self._retry_at = 0.0
         if self._shared is not None:

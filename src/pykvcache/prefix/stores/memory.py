@@ -9,15 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pykvcache._fork import watch_forks
-from pykvcache.prefix.stores.base import (
-    BlockStore,
-    StoreEntry,
+from pykvcache.prefix.stores._arguments import (
     check_items,
     check_keys,
     check_max_bytes,
     check_seconds,
     writable,
 )
+from pykvcache.prefix.stores.base import BlockStore, StoreEntry
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

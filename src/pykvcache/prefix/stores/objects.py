@@ -13,17 +13,17 @@ from pykvcache._fork import watch_forks
 from pykvcache._integers import as_int
 from pykvcache._threads import work_together
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores._breaker import Breaker
-from pykvcache.prefix.stores.base import (
+from pykvcache.prefix.stores._arguments import (
     KEY_SIZE,
-    BlockStore,
-    StoreEntry,
     check_items,
     check_keys,
     check_max_bytes,
     check_seconds,
+    check_text,
     writable,
 )
+from pykvcache.prefix.stores._breaker import Breaker
+from pykvcache.prefix.stores.base import BlockStore, StoreEntry
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -78,7 +78,7 @@ class ObjectStore(BlockStore):
             ) from error
         self._obstore: Any = obstore
         seconds = datetime.timedelta(seconds=timeout)
-        if not url.startswith(("file:", "memory:")):
+        if not check_text(url, "url").startswith(("file:", "memory:")):
             connect = min(timeout, 2.0)
             client = {"timeout": _duration(timeout), "connect_timeout": _duration(connect)}
             options["client_options"] = client | (options.get("client_options") or {})

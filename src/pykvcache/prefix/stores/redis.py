@@ -7,17 +7,17 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pykvcache.errors import StoreError
-from pykvcache.prefix.stores._redis_requests import SCHEMES, RedisRequests
-from pykvcache.prefix.stores.base import (
+from pykvcache.prefix.stores._arguments import (
     KEY_SIZE,
-    StoreEntry,
     check_items,
     check_keys,
     check_max_bytes,
     check_seconds,
+    check_text,
     writable,
 )
+from pykvcache.prefix.stores._redis_requests import SCHEMES, RedisRequests
+from pykvcache.prefix.stores.base import StoreEntry
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -72,12 +72,13 @@ class RedisStore(RedisRequests):
     ) -> None:
         timeout = check_seconds(timeout, "timeout")
         connect_timeout = check_seconds(connect_timeout, "connect_timeout")
-        try:
-            self._prefix = prefix.encode()
-        except UnicodeEncodeError:
-            raise StoreError(f"prefix {prefix!r} is not Unicode text", "prefix", prefix) from None
+        self._prefix = check_text(prefix, "prefix").encode()
+        super().__init__(check_text(url, "url"), timeout, connect_timeout)
+
+    def _after_fork(self) -> None:
+        super()._after_fork()
+        # What the parent has leased is not its child's to release.
         self._token = secrets.token_hex(8)
-        super().__init__(url, timeout, connect_timeout)
 
     def __repr__(self) -> str:
         return f"RedisStore(prefix={self._prefix.decode()!r})"

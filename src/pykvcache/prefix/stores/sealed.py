@@ -7,14 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pykvcache.prefix.stores.base import (
-    BlockStore,
-    StoreCounters,
-    StoreEntry,
-    check_items,
-    check_keys,
-    writable,
-)
+from pykvcache.prefix.stores._arguments import check_items, check_keys, writable
+from pykvcache.prefix.stores.base import BlockStore, StoreCounters, StoreEntry
 from pykvcache.prefix.stores.envelope import Envelope, Rejection
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pykvcache._paths import as_path
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores._open import open_store
 from pykvcache.prefix.stores.base import BlockStore, StoreEntry
@@ -56,6 +57,7 @@ def open_existing(where: str) -> BlockStore:
     StoreError
         The address is of no known kind, or cannot be used.
     """
+    where = as_path(where, "a store", error=StoreError)
     scheme, separator, _ = where.partition("://")
     if separator:
         # No request waits here: a slow server must not look like an empty one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -39,6 +40,7 @@ class Lease:
 
     def __init__(self, tiers: Sequence[Tier], key: bytes, seconds: float, thread: int) -> None:
         self.key, self.seconds, self.thread = key, seconds, thread
+        self._pid = os.getpid()
         self.held: list[Tier] = []
         self.follows: Tier | None = None
         self.holder: int | None = None
@@ -76,5 +78,7 @@ class Lease:
     def release(self) -> None:
         """Release the lease, if this process holds it."""
         held, self.held = self.held, []
+        if os.getpid() != self._pid:
+            return  # in a forked child: it is the parent who evaluates
         for tier in held:
             tier.release(self.key)

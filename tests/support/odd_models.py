@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from .blueprint import Blueprint, Sizes, bias, matrix, norm, table
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .blueprint import Blueprint, Sizes, Tensor, bias, matrix, norm, table
 from .layers import attention, base, blocks, ends, feed_forward, heads, mamba2, rope
 
 
@@ -114,4 +120,82 @@ def openelm(sizes: Sizes, n_vocab: int) -> Blueprint:
             attn_output=matrix(sizes.n_embd, sizes.n_embd),
         )
         feed_forward(plan, prefix, sizes)
+    return plan
+
+
+def rwkv7(sizes: Sizes, n_vocab: int, *, head: int = 64) -> Blueprint:
+    """A recurrent state of matrices, one for each head of so many values."""
+    n, rank = sizes.n_embd, 8
+    plan = base("rwkv7", sizes)
+    plan.keys |= {".attention.layer_norm_epsilon": 1e-5, ".wkv.head_size": head}
+    for what in ("decay", "iclr", "value_residual_mix", "gate"):
+        plan.keys[f".attention.{what}_lora_rank"] = rank
+    ends(plan, sizes, n_vocab)
+    plan.add("", token_embd_norm=norm(n), token_embd_norm_b=bias(n), output_norm_b=bias(n))
+    for _, prefix in blocks(sizes):
+        for name in ("attn_norm", "attn_norm_2", "time_mix_ln"):
+            plan.add(prefix, **{name: norm(n), f"{name}_b": bias(n)})
+        for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k"):
+            plan.add(prefix, **{f"time_mix_{name}": bias(n)})
+        for name in ("w", "a", "v", "g"):
+            low = {f"time_mix_{name}1": matrix(rank, n), f"time_mix_{name}2": matrix(n, rank)}
+            plan.add(prefix, **low)
+        for name in ("key", "value", "receptance", "output"):
+            plan.add(prefix, **{f"time_mix_{name}": matrix(n, n)})
+        plan.add(
+            prefix,
+            time_mix_lerp_fused=Tensor((6, 1, 1, n), scale=0.1),
+            channel_mix_lerp_k=Tensor((1, 1, n), scale=0.1),
+            channel_mix_key=matrix(sizes.n_ff, n),
+            channel_mix_value=matrix(n, sizes.n_ff),
+        )
+    return plan
+
+
+def experts(sizes: Sizes, n_vocab: int, used: list[int]) -> Blueprint:
+    """Hunyuan's mixture of four experts, of which each layer uses its own number."""
+    n, n_ff = sizes.n_embd, sizes.n_ff
+    plan = base("hunyuan-moe", sizes)
+    plan.keys |= heads(sizes) | rope()
+    plan.keys |= {
+        ".expert_count": 4,
+        ".expert_used_count": used,
+        ".expert_feed_forward_length": n_ff,
+        ".expert_shared_feed_forward_length": n_ff,
+    }
+    ends(plan, sizes, n_vocab)
+    for _, prefix in blocks(sizes):
+        attention(plan, prefix, sizes)
+        plan.add(
+            prefix,
+            attn_norm=norm(n),
+            attn_q_norm=norm(sizes.head),
+            attn_k_norm=norm(sizes.head),
+            ffn_norm=norm(n),
+            ffn_gate_inp=matrix(4, n),
+            ffn_gate_exps=Tensor((4, n_ff, n), scale=0.1),
+            ffn_up_exps=Tensor((4, n_ff, n), scale=0.1),
+            ffn_down_exps=Tensor((4, n, n_ff), scale=0.1),
+            ffn_gate_shexp=matrix(n_ff, n),
+            ffn_up_shexp=matrix(n_ff, n),
+            ffn_down_shexp=matrix(n, n_ff),
+        )
+    return plan
+
+
+@dataclass(frozen=True)
+class Stored(Tensor):
+    """A weight of another type than F32."""
+
+    dtype: type[np.generic] = np.float16
+
+    def values(self, name: str, seed: int) -> NDArray[Any]:
+        """Draw them as F32, and round."""
+        return super().values(name, seed).astype(self.dtype)
+
+
+def stored(plan: Blueprint, name: str, dtype: type[np.generic]) -> Blueprint:
+    """`plan` with one weight of another type."""
+    weight = plan.tensors[name]
+    plan.tensors[name] = Stored(weight.shape, weight.scale, weight.shift, weight.fill, dtype)
     return plan

@@ -4,6 +4,9 @@
  * ssm_conv1d.bias). Where ggml would read through NULL, an assertion fails instead, which guarded.h catches. */
 #pragma once
 
+#include <stdarg.h>
+#include <stdio.h>
+
 #include "ggml.h"
 
 typedef struct ggml_tensor  pykv_tensor;
@@ -25,6 +28,25 @@ static inline pykv_tensor * pykv_some(pykv_tensor * operand, const char * operat
     return operand;
 }
 
+/* Multiplication calls the dot product of the type: of these it has none, and reads through NULL. */
+static inline pykv_tensor * pykv_dotted(pykv_tensor * weight, const char * operation) {
+    pykv_some(weight, operation);
+    if (weight->type == GGML_TYPE_Q8_1 || weight->type == GGML_TYPE_Q8_K || weight->type == GGML_TYPE_F64 ||
+        (weight->type >= GGML_TYPE_I8 && weight->type <= GGML_TYPE_I64)) {
+        GGML_ABORT("%s has the type %s, which %s does not read", weight->name, ggml_type_name(weight->type), operation);
+    }
+    return weight;
+}
+
+/* Of a layer that has experts and uses none, nothing comes out. */
+static inline pykv_tensor * pykv_chosen(pykv_tensor * ids, const char * operation) {
+    pykv_given(ids, operation);
+    if (ids->ne[0] == 0) {
+        GGML_ABORT("a layer of the model has experts and uses none of them (expert_used_count)");
+    }
+    return ids;
+}
+
 /* ggml's own function gets another name, by the macros below; this one takes its place. */
 #define PYKV_GIVEN(op, parameters, arguments)                \
     pykv_tensor * pykv_##op parameters;                      \
@@ -43,7 +65,7 @@ PYKV_GIVEN_2(ggml_sub)
 PYKV_GIVEN_2(ggml_mul)
 PYKV_GIVEN_2(ggml_div)
 PYKV_GIVEN(ggml_mul_mat, (pykv_context * ctx, pykv_tensor * a, pykv_tensor * b),
-           (ctx, pykv_some(a, "ggml_mul_mat"), pykv_given(b, "ggml_mul_mat")))
+           (ctx, pykv_dotted(a, "ggml_mul_mat"), pykv_given(b, "ggml_mul_mat")))
 PYKV_GIVEN(ggml_flash_attn_ext,
            (pykv_context * ctx, pykv_tensor * q, pykv_tensor * k, pykv_tensor * v, pykv_tensor * mask, float scale,
             float max_bias, float softcap),
@@ -52,7 +74,8 @@ PYKV_GIVEN(ggml_flash_attn_ext,
 PYKV_GIVEN_2(ggml_get_rows)
 PYKV_GIVEN_2(ggml_repeat)
 PYKV_GIVEN_2(ggml_ssm_conv)
-PYKV_GIVEN_3(ggml_mul_mat_id)
+PYKV_GIVEN(ggml_mul_mat_id, (pykv_context * ctx, pykv_tensor * a, pykv_tensor * b, pykv_tensor * ids),
+           (ctx, pykv_dotted(a, "ggml_mul_mat_id"), pykv_given(b, "ggml_mul_mat_id"), pykv_chosen(ids, "ggml_mul_mat_id")))
 PYKV_GIVEN_3(ggml_add_id)
 PYKV_GIVEN(ggml_concat, (pykv_context * ctx, pykv_tensor * a, pykv_tensor * b, int dim),
            (ctx, pykv_given(a, "ggml_concat"), pykv_given(b, "ggml_concat"), dim))
@@ -70,6 +93,19 @@ PYKV_GIVEN(ggml_view_1d, (pykv_context * ctx, pykv_tensor * a, int64_t n0, size_
            (ctx, pykv_given(a, "ggml_view_1d"), n0, at))
 PYKV_GIVEN(ggml_view_2d, (pykv_context * ctx, pykv_tensor * a, int64_t n0, int64_t n1, size_t nb1, size_t at),
            (ctx, pykv_given(a, "ggml_view_2d"), n0, n1, nb1, at))
+
+/* What a graph computes gets a name, and so does what nothing computed. */
+pykv_tensor * ggml_format_name(pykv_tensor * tensor, const char * format, ...) {
+    if (!tensor) {
+        GGML_ABORT("the model lacks what its graph gives a name: a weight, or what its experts give (expert_used_count)");
+    }
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(tensor->name, sizeof(tensor->name), format, arguments);
+    va_end(arguments);
+    return tensor;
+}
+#define ggml_format_name pykv_ggml_format_name
 
 #define ggml_add        pykv_ggml_add
 #define ggml_sub        pykv_ggml_sub

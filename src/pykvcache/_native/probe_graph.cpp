@@ -116,7 +116,7 @@ std::string graph_fault(const llm_graph_result & result) {
     ggml_cgraph * nodes = result.get_gf();
     for (int i = 0; i < ggml_graph_n_nodes(nodes); ++i) {
         const ggml_tensor * t = ggml_graph_node(nodes, i);
-        const std::string   fault = t->op == GGML_OP_ROPE ? rope_fault(t) : "";
+        const std::string   fault = t->op == GGML_OP_ROPE ? rope_fault(t) : operand_fault(t);
         if (!fault.empty()) {
             return fault;
         }

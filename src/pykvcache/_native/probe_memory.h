@@ -65,6 +65,8 @@ class memory {
 void read_graph(const llama_context * ctx, memory & m);
 // What of a graph would fail at each decode; empty where nothing does (probe_graph.cpp).
 std::string graph_fault(const llm_graph_result & result);
+// What ggml's kernels would not do with the operands of a node; empty where nothing (probe_operands.cpp).
+std::string operand_fault(const ggml_tensor * node);
 // The highest position whose angles are right in float32 (probe_positions.cpp).
 llama_pos last_position(const key_rope & rope);
 // Whether a shift rotates the keys of a layer as the graph did.

@@ -66,6 +66,10 @@ def server(groups: dict[str, Rows]) -> Verdict:
         return Verdict("server", text, "-", None)
     values = medians(found)
     figure = worst_of(found, least(values), "times", 2)
+    loop = {name: ratios for name in found if (ratios := rows[name].ratios("C", SERVER))}
+    if loop:
+        by_c = medians(loop).values()
+        figure += f"; C's own loop {min(by_c):.2f} to {max(by_c):.2f} times"
     return Verdict("server", text, figure, min(values.values()) >= 2)
 
 

@@ -199,6 +199,8 @@ REASONS: dict[str, str] = {
     "llama-cpp-python has both, too, and single rows of the very same C program are as far apart",
     "together": "steps take what the line about a step says, a request that joins, is forked or ends takes about 0.1 ms once; where a "
     "decode takes a millisecond both are some percent",
+    "server": "the C loop that makes the same batches is no further ahead of it: nearly all of a step is llama.cpp's arithmetic, "
+    "which both have",
     "step": "the interpreter's code and objects leave the processor's caches during a decode, and choosing a token is part of a step",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
     "copies": "1 MiB stays in the processor's caches, where finding the cells counts; a load into an empty sequence makes "

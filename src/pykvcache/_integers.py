@@ -29,7 +29,7 @@ def as_index(value: SupportsIndex, what: str) -> int:
     try:
         return operator.index(value)
     except TypeError:  # arrays have __index__, whatever is in them
-        if type(value).__module__ != "numpy":
+        if not isinstance(value, np.ndarray):
             raise
     raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
 

@@ -120,3 +120,43 @@ def test_integers_without_a_text_are_typed_errors_everywhere(make_context: Any, 
         PrefixCache(make_context("llama"), policy=huge)
     with pytest.raises(TypeError, match="tiers"):
         PrefixCache(make_context("llama"), tiers=huge)
+
+
+NO_INTEGERS: list[Any] = [np.array(1.5), np.array([1, 2]), np.array("1"), np.zeros((0,), np.int32)]
+
+
+@pytest.mark.parametrize("given", NO_INTEGERS)
+def test_arrays_that_are_no_integers_are_named(make_context: Any, given: Any) -> None:
+    """They all have ``__index__``, whatever is in them."""
+    ctx = make_context("llama")
+    ctx.decode(words(3))
+    calls = {
+        "sequence id": lambda: ctx.kv_cache_seq_pos_max(given),
+        "p0": lambda: ctx.remove(0, given, 2),
+        "delta": lambda: ctx.kv_cache_seq_add(0, 0, 2, given),
+        "n_threads": lambda: ctx.set_n_threads(given),
+        "block_size": lambda: PrefixCache(ctx, block_size=given),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name} must be an integer, not ndarray"):
+            call()
+    assert ctx.kv_cache_seq_pos_max(0) == 2
+    ctx.remove(0, np.array(2), None)  # one that is an integer
+    assert ctx.kv_cache_seq_pos_max(0) == 1
+
+
+@pytest.mark.parametrize("given", [[], {}, bytearray(9), np.zeros(2), 5, "tail", [[1]]])
+def test_parts_are_named_whatever_they_are(make_context: Any, given: Any) -> None:
+    ctx = make_context("llama")
+    for call in (ctx.cells, ctx.plot):
+        with pytest.raises(ArgumentError, match=r"part is .*: it must be one of attention"):
+            call(given)
+
+
+@pytest.mark.parametrize("given", ["x" * 100_000, object(), [(1, 2)], [5], {}, 5, "f2"])
+def test_types_of_values_are_named_whatever_they_are(make_context: Any, given: Any) -> None:
+    ctx = make_context("llama")
+    ctx.decode(words(3))
+    with pytest.raises((ArgumentError, TypeError), match=r"^dtype (is|must be)") as info:
+        ctx.kv(0, dtype=given)
+    assert len(str(info.value)) < 300

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from pykvcache import KvCacheError, LlamaContext, PrefixCache
 from pykvcache.prefix.events import EventLog
-from pykvcache.simulate import compare, most_hits, record, replay, workload
+from pykvcache.simulate import compare, draw, most_hits, record, replay, workload
 from pykvcache.simulate.traces import read_trace
 
 HUGE = 10**5000
@@ -31,6 +33,16 @@ WRONG: dict[str, Callable[[], object]] = {
     "blocks": lambda: replay(TRACE, "lru", float("nan")),  # type: ignore[arg-type]
     "blocks in an array": lambda: replay(TRACE, "lru", np.zeros((2, 2))),  # type: ignore[arg-type]
     "negative blocks": lambda: replay(TRACE, "lru", -1),
+    "trace of the bound": lambda: most_hits(None, 9),  # type: ignore[arg-type]
+    "trace of a table": lambda: compare(None),  # type: ignore[arg-type]
+    "policies that cannot be looked up": lambda: compare(TRACE, [[]]),  # type: ignore[list-item]
+    "policies in no list": lambda: compare(TRACE, np.array("lru")),  # type: ignore[arg-type]
+    "no shares": lambda: compare(TRACE, ["lru"], None),  # type: ignore[arg-type]
+    "shares in no list": lambda: compare(TRACE, ["lru"], np.array(0.1)),  # type: ignore[arg-type]
+    "shares in arrays": lambda: compare(TRACE, ["lru"], [np.zeros((2, 2))]),  # type: ignore[list-item]
+    "size of blocks": lambda: read_trace("x", "16"),  # type: ignore[arg-type]
+    "size of blocks of no tokens": lambda: read_trace("x", 0),
+    "device": lambda: read_trace("/dev/zero"),
     "workload": lambda: workload(HUGE),  # type: ignore[arg-type]
     "prompts": lambda: workload("chat", -1),
     "seed": lambda: workload("chat", 1, "\ud800"),  # type: ignore[arg-type]
@@ -42,6 +54,26 @@ def test_wrong_arguments_of_the_simulator_are_typed_errors(what: str) -> None:
     with pytest.raises((TypeError, KvCacheError)) as caught:
         WRONG[what]()
     assert len(str(caught.value)) < 1000
+    # Those of somebody else's name nothing that was given.
+    assert not re.search("unhashable|object is not|0-d array|only .* arrays", str(caught.value))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of POSIX")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(KvCacheError, match="not a regular file"):
+        read_trace(tmp_path / "pipe")
+
+
+def test_what_cannot_be_drawn_leaves_the_file_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    reports: list[Any] = [None, 5, [], "x", [None], np.array(5)]
+    for wrong in reports:
+        with pytest.raises((TypeError, KvCacheError), match=r"reports (must|are)"):
+            draw(wrong, tmp_path / "a.svg")
+    with pytest.raises(TypeError, match="path must be"):
+        draw([compare(TRACE, ["lru"], [0.1])], 5)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_log_of_events_leaves_the_file_alone(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ cdef class Cells(Memory):
         cdef int32_t pos = 0
         if part is None:
             which = self.default_part()
-        elif part in _PARTS:
+        elif isinstance(part, str) and part in _PARTS:
             which = _PARTS[part]
         else:
             raise ArgumentError(

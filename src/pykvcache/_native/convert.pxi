@@ -5,7 +5,12 @@ cdef inline long long _index(object value, str what, int* overflow) except? -1:
     if type(value) is not int:
         if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
             raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
-        value = value.__index__()
+        try:
+            value = value.__index__()
+        except TypeError:
+            if not isinstance(value, np.ndarray):  # they all have one, whatever is in them
+                raise
+            raise TypeError(f"{what} must be an integer, not ndarray: {shown(value)}") from None
     return PyLong_AsLongLongAndOverflow(value, overflow)
 
 

@@ -199,6 +199,8 @@ def _wanted(dtype: Any) -> str | np.dtype[Any] | None:
         wanted: np.dtype[Any] | None = np.dtype(dtype)
     except (ValueError, SyntaxError):  # of texts and lists that describe no dtype
         wanted = None
+    except TypeError:
+        raise TypeError(f"dtype must be None, float32 or 'stored', not {shown(dtype)}") from None
     if wanted is None or wanted != np.float32:
         raise ArgumentError(
             f"dtype is {shown(dtype)}: it must be None, float32 or 'stored'",

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pykvcache._integers import as_int
 from pykvcache.simulate.replay import Result
-from pykvcache.simulate.traces import Trace
+from pykvcache.simulate.traces import Trace, check_trace
 
 __all__ = ["BOUND", "most_hits", "next_uses"]
 
@@ -39,6 +39,7 @@ def most_hits(trace: Trace, n_blocks: int) -> Result:
     block may be declined. A block is used whenever one after it is, so among equals the deeper ones
     leave first, and what stays is a tree.
     """
+    check_trace(trace)
     n_blocks = as_int(n_blocks, "n_blocks", 0)
     kept: dict[int, int] = {}  # block: the prompt that uses it next
     # (-next use, -depth, block); outdated entries are skipped when popped.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pykvcache._integers import as_int
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.tree import BlockTree
-from pykvcache.simulate.traces import Trace
+from pykvcache.simulate.traces import Trace, check_trace
 
 __all__ = ["Result", "replay"]
 
@@ -52,8 +52,7 @@ def replay(trace: Trace, policy: str | Policy, n_blocks: int) -> Result:
     n_blocks
         Size of the cache.
     """
-    if not isinstance(trace, Trace):
-        raise TypeError(f"trace must be a Trace, not {type(trace).__name__}")
+    check_trace(trace)
     n_blocks = as_int(n_blocks, "n_blocks", 0)
     # One id is one token of the tree, a block has one of them, and takes one byte.
     tree = BlockTree(1, policy, max_bytes=n_blocks)

@@ -7,17 +7,22 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import SupportsFloat
+from typing import SupportsFloat, TypeVar
+
+import numpy as np
 
 from pykvcache._integers import as_int
+from pykvcache._paths import as_file_name
 from pykvcache.errors import ArgumentError
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.policies import DEFAULT, POLICIES
 from pykvcache.simulate.clairvoyant import BOUND, most_hits
 from pykvcache.simulate.replay import Result, replay
-from pykvcache.simulate.traces import Trace
+from pykvcache.simulate.traces import Trace, check_trace
 
 __all__ = ["SIMPLE", "Report", "compare", "draw", "margin_table"]
+
+_T = TypeVar("_T")
 
 #: What the default policy is measured by.
 SIMPLE = ("lru", "fifo", "lfu", "slru", "s3fifo", "cost-aware")
@@ -93,8 +98,14 @@ def _one(trace: Trace, policy: str, n_blocks: int) -> Result:
     return most_hits(trace, n_blocks) if policy == BOUND else replay(trace, policy, n_blocks)
 
 
+def _listed(values: Iterable[_T], what: str) -> list[_T]:
+    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
+        raise TypeError(f"{what} must be a sequence, not {type(values).__name__}: {shown(values)}")
+    return list(values)
+
+
 def _share(value: object) -> float:
-    if isinstance(value, (bool, str)) or not isinstance(value, SupportsFloat):
+    if isinstance(value, (bool, np.bool_, str, np.ndarray)) or not isinstance(value, SupportsFloat):
         raise TypeError(f"shares must be numbers, not {type(value).__name__}: {shown(value)}")
     try:
         share = float(value)
@@ -132,9 +143,10 @@ def compare(
     ValueError
         If a policy is not known, or a size is not above 0 or not finite.
     """
-    names = [*(POLICIES if policies is None else policies)]
+    check_trace(trace)
+    names = list(POLICIES) if policies is None else _listed(policies, "policies")
     for name in names:
-        if name not in POLICIES:
+        if not isinstance(name, str) or name not in POLICIES:
             raise ArgumentError(
                 f"there is no policy {shown(name)}: known are {', '.join(POLICIES)}",
                 "policies",
@@ -142,7 +154,7 @@ def compare(
                 tuple(POLICIES),
             )
     jobs = as_int(jobs, "jobs", 1, 2**15)
-    given = tuple(map(_share, shares))
+    given = tuple(map(_share, _listed(shares, "shares")))
     names.append(BOUND)
     unique = trace.n_unique()
     sizes = [max(int(share * unique), 1) for share in given]
@@ -170,6 +182,12 @@ def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: pip install pykvcache[plot]") from error
+    reports, name = _listed(reports, "reports"), as_file_name(path)
+    for report in reports:
+        if not isinstance(report, Report):
+            raise TypeError(f"reports must hold Reports, not {type(report).__name__}")
+    if not reports:
+        raise ArgumentError("reports are 0: a picture needs one at least", "reports", 0, 1)
     figure = Figure(figsize=(6 * len(reports), 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     pictures = figure.subplots(1, len(reports), squeeze=False)[0]
@@ -182,4 +200,4 @@ def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
         axes.set(ylabel="prompt tokens found, %", title=report.trace.name)
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
-    figure.savefig(path)
+    figure.savefig(name)

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pykvcache._integers import as_int
 from pykvcache._paths import as_file_name
 from pykvcache.errors import ArgumentError
 from pykvcache.errors._shown import shown
 
-__all__ = ["Trace", "read_trace"]
+__all__ = ["Trace", "check_trace", "read_trace"]
 
 _BLOCK_SIZES = [2**n for n in range(15)]
 
@@ -80,6 +81,12 @@ class Trace:
         return Trace(self.name, self.block_size, self.prompts[:n_prompts], self.lengths[:n_prompts])
 
 
+def check_trace(trace: Trace) -> None:
+    """Raise a TypeError unless this is a trace."""
+    if not isinstance(trace, Trace):
+        raise TypeError(f"trace must be a Trace, not {type(trace).__name__}")
+
+
 def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> Trace:
     """Read a trace: JSON lines, plain or gzip.
 
@@ -106,6 +113,8 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
         If the file cannot be read.
     """
     name = as_file_name(path)
+    if block_size is not None:
+        block_size = as_int(block_size, "block_size", 1, 2**31 - 1)
     prompts: list[list[Hashable]] = []
     lengths: list[int] = []
     sizes = Counter[int]()
@@ -133,13 +142,15 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
         )
     title = os.path.basename(name).removesuffix(".gz").removesuffix(".jsonl")
     size = block_size or next(iter(sizes), None) or _guess_block_size(prompts, lengths)
-    if size is None or size < 1:
-        why = "lengths do not tell block_size" if size is None else f"block_size is {size}"
-        raise ArgumentError(f"{name}: {why}", "block_size", size, name)
+    if size is None:
+        raise ArgumentError(f"{name}: lengths do not tell block_size", "block_size", None, name)
     return Trace.from_ids(title, prompts, lengths, size)
 
 
-def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
+def _lines(path: str) -> Iterator[tuple[int, str]]:
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        # It is read twice; a pipe would wait for ever, and a device may have no end.
+        raise ArgumentError(f"{path} is not a regular file", "path", path)
     with open(path, "rb") as file:
         is_packed = file.read(2) == b"\x1f\x8b"
     at = 0
@@ -153,7 +164,7 @@ def _lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
                 if line.strip():
                     yield at, line
     except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
-        why = f"{os.fspath(path)}, after line {at}, is damaged: {error}"
+        why = f"{path}, after line {at}, is damaged: {error}"
         raise ArgumentError(why, "path", path) from None
 
 

@@ -11,7 +11,13 @@ import pytest
 
 from binding.kit import differ, words
 from pykvcache import LlamaBatch
-from pykvcache.errors import DecodeError, InvalidBatch, SequenceIdError, UnsupportedOperation
+from pykvcache.errors import (
+    ContextCreateError,
+    DecodeError,
+    InvalidBatch,
+    SequenceIdError,
+    UnsupportedOperation,
+)
 from support.models import RIGHT, make_model
 
 POOLINGS = ["mean", "cls", "last"]
@@ -61,6 +67,12 @@ def test_a_context_for_embeddings_gives_true_logits_or_none(
     except (UnsupportedOperation, IndexError):
         return
     assert differ(logits, fresh_logits(name, words(10))) < RIGHT
+
+
+def test_embeddings_of_another_width_than_llama_cpp_reads_are_refused(make_context: Any) -> None:
+    for pooling in ("none", "mean"):
+        with pytest.raises(ContextCreateError, match=r"of 64 values, and llama\.cpp reads 256"):
+            make_context("deepseek4", embeddings=True, pooling_type=pooling)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_swa"])

@@ -24,6 +24,7 @@ from support.odd_models import (
     falcon_h1,
     gpt2,
     openelm,
+    qwen3vl,
     rwkv7,
     stored,
 )
@@ -62,6 +63,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "rotation of odd heads": ("minimax_m3", {"n_embd": 4}, {}, "rotates 1 dimensions"),
     "no sections": ("qwen2vl", {}, {".rope.dimension_sections": [0, 0, 0, 0]}, "has a section"),
     "no heads": ("gemma3", {}, {".attention.head_count": 0}, "head_count is 0"),
+    "sections of more than a head": (
+        "qwen2vl",
+        {},
+        {".rope.dimension_sections": [12, 4, 4, 0]},
+        "sections of the model's rotation have 20",
+    ),
+    "no interval": ("llama", {}, {".full_attention_interval": 0}, "full_attention_interval is 0"),
+    "experts of no size": (
+        "llama",
+        {},
+        {".expert_count": 4, ".expert_used_count": [2, 0]},
+        "expert_used_count is 0 for layer 1",
+    ),
     "no groups": ("llama", {}, {".attention.group_norm_groups": 0}, "group_norm_groups is 0"),
     "no heads in the first layer": (
         "gemma3",
@@ -154,6 +168,12 @@ PLANS: dict[str, tuple[Blueprint, str]] = {
     "a table of ids": (llama("token_embd.weight", np.int32), "cannot create a context"),
     "doubles": (llama("blk.0.ffn_up.weight", np.float64), "has the type f64"),
     "half a norm": (llama("output_norm.weight", np.float16), "has the type f16"),
+    "a head in two groups": (
+        falcon_h1(Sizes(), len(vocab.spm()), n_heads=1),
+        "1 heads (ssm.time_step_rank) in 2 groups",
+    ),
+    "pictures": (qwen3vl(Sizes(), len(vocab.spm()), 1), "works"),
+    "pictures in the last layer": (qwen3vl(Sizes(), len(vocab.spm()), 2), "n_deepstack_layers"),
     "logits of all": (cogvlm(Sizes(n_head_kv=4), len(vocab.spm())), "gives logits of all tokens"),
 }
 

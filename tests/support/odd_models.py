@@ -12,22 +12,22 @@ from .blueprint import Blueprint, Sizes, Tensor, bias, matrix, norm, table
 from .layers import attention, base, blocks, ends, feed_forward, heads, mamba2, rope
 
 
-def falcon_h1(sizes: Sizes, n_vocab: int) -> Blueprint:
-    """Attention beside a state-space mixer in each layer."""
+def falcon_h1(sizes: Sizes, n_vocab: int, *, n_heads: int = 8) -> Blueprint:
+    """Attention beside a state-space mixer of so many heads, in two groups, in each layer."""
     plan = base("falcon-h1", sizes)
     plan.keys |= heads(sizes) | rope()
     plan.keys |= {
         ".ssm.conv_kernel": sizes.d_conv,
         ".ssm.inner_size": sizes.d_inner,
         ".ssm.state_size": sizes.d_state,
-        ".ssm.time_step_rank": 8,
+        ".ssm.time_step_rank": n_heads,
         ".ssm.group_count": 2,
     }
     ends(plan, sizes, n_vocab)
     for _, prefix in blocks(sizes):
         plan.add(prefix, attn_norm=norm(sizes.n_embd))
         attention(plan, prefix, sizes)
-        mamba2(plan, prefix, sizes, 8, 2)
+        mamba2(plan, prefix, sizes, n_heads, 2)
         feed_forward(plan, prefix, sizes)
         plan.tensors[f"{prefix}ffn_norm"] = plan.tensors.pop(f"{prefix}ffn_norm.weight")
     return plan
@@ -148,6 +148,24 @@ def rwkv7(sizes: Sizes, n_vocab: int, *, head: int = 64) -> Blueprint:
             channel_mix_lerp_k=Tensor((1, 1, n), scale=0.1),
             channel_mix_key=matrix(sizes.n_ff, n),
             channel_mix_value=matrix(n, sizes.n_ff),
+        )
+    return plan
+
+
+def qwen3vl(sizes: Sizes, n_vocab: int, n_deepstack: int) -> Blueprint:
+    """Its first layers, so many of them, add a part of a picture's embeddings."""
+    plan = base("qwen3vl", sizes)
+    plan.keys |= heads(sizes) | rope()
+    plan.keys |= {".rope.dimension_sections": [3, 3, 2, 0], ".n_deepstack_layers": n_deepstack}
+    ends(plan, sizes, n_vocab)
+    for _, prefix in blocks(sizes):
+        attention(plan, prefix, sizes)
+        feed_forward(plan, prefix, sizes)
+        plan.add(
+            prefix,
+            attn_norm=norm(sizes.n_embd),
+            attn_q_norm=norm(sizes.head),
+            attn_k_norm=norm(sizes.head),
         )
     return plan
 

@@ -14,7 +14,7 @@ namespace {
 
 // Keys, without the name of the architecture that they begin with. None of these is ever 0 in a model that works.
 constexpr const char * DIVISORS[] = {
-    ".attention.group_norm_groups", ".attention.output_group_count", ".experts_per_group",
+    ".attention.group_norm_groups", ".attention.output_group_count", ".experts_per_group", ".full_attention_interval",
     ".ssm.group_count", ".ssm.time_step_rank", ".wkv.head_size",
 };
 constexpr const char * EPSILONS[] = {
@@ -33,6 +33,8 @@ constexpr uint32_t     WINDOW_MAX = uint32_t(1) << 30;
 constexpr const char * HEADS = ".attention.head_count";
 constexpr const char * DIVIDED[] = {"deepseek2", "gemma2", "gemma3", "olmo2", "phimoe"};
 
+constexpr const char * USED = ".expert_used_count";
+
 bool ends_with(const char * text, const char * end) {
     const size_t n = std::strlen(text), m = std::strlen(end);
     return n >= m && std::strcmp(text + n - m, end) == 0;
@@ -49,6 +51,36 @@ bool first_is_zero(const gguf_context * header, int64_t i) {
            static_cast<const uint32_t *>(gguf_get_arr_data(header, i))[0] == 0;
 }
 
+// Of a number, or of an array's i-th; 0 where there is none.
+uint32_t value_of_layer(const gguf_context * header, const std::string & key, size_t i) {
+    const int64_t id = gguf_find_key(header, key.c_str());
+    if (id < 0) {
+        return 0;
+    }
+    const gguf_type type = gguf_get_kv_type(header, id);
+    if (type != GGUF_TYPE_ARRAY) {
+        return type == GGUF_TYPE_UINT32 ? gguf_get_val_u32(header, id) : 0;
+    }
+    const gguf_type of = gguf_get_arr_type(header, id);
+    return (of == GGUF_TYPE_UINT32 || of == GGUF_TYPE_INT32) && i < gguf_get_arr_n(header, id)
+               ? static_cast<const uint32_t *>(gguf_get_arr_data(header, id))[i] : 0;
+}
+
+// Where the size of a layer's experts is not said, loaders divide by how many of them it uses.
+std::string experts_problem(const gguf_context * header, int64_t used, const std::string & arch) {
+    if (gguf_get_kv_type(header, used) != GGUF_TYPE_ARRAY) {
+        return {};
+    }
+    const std::string size = arch + ".expert_feed_forward_length", key = arch + USED;
+    for (size_t i = 0; i < gguf_get_arr_n(header, used); ++i) {
+        if (value_of_layer(header, key, i) == 0 && value_of_layer(header, size, i) == 0 &&
+            value_of_layer(header, arch + ".feed_forward_length", i) != 0) {
+            return key + " is 0 for layer " + std::to_string(i) + ", and " + size + " too";
+        }
+    }
+    return {};
+}
+
 std::string find_problem(const gguf_context * header) {
     for (int64_t i = 0; i < gguf_get_n_kv(header); ++i) {
         const char *    key = gguf_get_key(header, i);
@@ -56,6 +88,12 @@ std::string find_problem(const gguf_context * header) {
         for (const char * end : DIVISORS) {
             if (ends_with(key, end) && type == GGUF_TYPE_UINT32 && gguf_get_val_u32(header, i) == 0) {
                 return std::string(key) + " is 0";
+            }
+        }
+        if (ends_with(key, USED)) {
+            const std::string problem = experts_problem(header, i, std::string(key, std::strlen(key) - std::strlen(USED)));
+            if (!problem.empty()) {
+                return problem;
             }
         }
         for (const char * arch : DIVIDED) {

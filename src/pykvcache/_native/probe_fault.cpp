@@ -66,6 +66,9 @@ const char * model_fault(const llama_model & model) {
     if (model.arch == LLM_ARCH_AFMOE && hparams.swa_type == LLAMA_SWA_TYPE_NONE) {
         return "it has no window (attention.sliding_window), which its graph takes for granted";
     }
+    if (hparams.n_deepstack_layers > 0 && hparams.n_deepstack_layers >= hparams.n_layer()) {
+        return "its last layer adds a picture's embeddings (n_deepstack_layers), of more tokens than it computes";
+    }
     for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
         if (hparams.rope_type != LLAMA_ROPE_TYPE_NONE && hparams.n_head(il) > 0 && hparams.n_rot(il) > hparams.n_embd_head_k(il)) {
             return "rope.dimension_count is larger than a head";

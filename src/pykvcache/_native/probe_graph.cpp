@@ -100,6 +100,11 @@ std::string rope_fault(const ggml_tensor * t) {
     if ((t->op_params[2] & GGML_ROPE_TYPE_MROPE) && sections[0] <= 0 && sections[1] <= 0 && sections[2] <= 0) {
         return "the model rotates by several positions, none of which has a section (rope.dimension_sections)";
     }
+    const int64_t turned = int64_t(sections[0]) + sections[1] + sections[2] + sections[3];
+    if ((t->op_params[2] & GGML_ROPE_TYPE_MROPE) && turned > t->ne[0]) {
+        return "the sections of the model's rotation have " + std::to_string(turned) +
+               " dimensions (rope.dimension_sections): its heads have " + std::to_string(t->ne[0]);
+    }
     return {};
 }
 
@@ -110,9 +115,22 @@ bool picks_outputs(const llm_graph_result & result) {
     });
 }
 
+// llama.cpp copies rows of the model's width, whatever the graph gives.
+std::string embedding_fault(const llm_graph_result & result, const llama_context * ctx) {
+    const bool          ranks = ctx->get_cparams().pooling_type == LLAMA_POOLING_TYPE_RANK;
+    const auto &        hparams = ctx->get_model().hparams;
+    const ggml_tensor * given = result.get_embd_pooled() ? result.get_embd_pooled() : result.get_embd();
+    const int64_t       width = ranks ? hparams.n_cls_out : hparams.n_embd_out();
+    if (!ctx->get_cparams().embeddings || !given || given->ne[0] == width) {
+        return {};
+    }
+    return "embeddings=True: the graph of this architecture gives embeddings of " + std::to_string(given->ne[0]) +
+           " values, and llama.cpp reads " + std::to_string(width);
+}
+
 }  // namespace
 
-std::string graph_fault(const llm_graph_result & result) {
+std::string graph_fault(const llm_graph_result & result, const llama_context * ctx) {
     ggml_cgraph * nodes = result.get_gf();
     for (int i = 0; i < ggml_graph_n_nodes(nodes); ++i) {
         const ggml_tensor * t = ggml_graph_node(nodes, i);
@@ -123,6 +141,10 @@ std::string graph_fault(const llm_graph_result & result) {
     }
     if (!picks_outputs(result)) {
         return "the graph of this architecture gives logits of all tokens: llama.cpp would give out those of others";
+    }
+    const std::string embedding = embedding_fault(result, ctx);
+    if (!embedding.empty()) {
+        return embedding;
     }
     const unread_input unread(nodes);
     for (const auto & input : result.inputs) {

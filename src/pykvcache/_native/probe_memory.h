@@ -64,7 +64,7 @@ class memory {
 // Build the model's graph and fill in what only it tells: ropes, gives_logits, endless, fault, max_position.
 void read_graph(const llama_context * ctx, memory & m);
 // What of a graph would fail at each decode; empty where nothing does (probe_graph.cpp).
-std::string graph_fault(const llm_graph_result & result);
+std::string graph_fault(const llm_graph_result & result, const llama_context * ctx);
 // What ggml's kernels would not do with the operands of a node; empty where nothing (probe_operands.cpp).
 std::string operand_fault(const ggml_tensor * node);
 // The highest position whose angles are right in float32 (probe_positions.cpp).

@@ -1,4 +1,6 @@
 // Operands that ggml's CPU kernels do not take: asked of the graph, before a decode fails for them or writes past them.
+#include <algorithm>
+
 #include "probe_memory.h"
 
 namespace pykv {
@@ -90,6 +92,10 @@ std::string operand_fault(const ggml_tensor * node) {
     if (node->op == GGML_OP_RWKV_WKV7 && node->src[1]->ne[0] % WKV7_STEP != 0) {
         return "the model's heads have " + std::to_string(node->src[1]->ne[0]) +
                " values (wkv.head_size): the kernel of its architecture takes multiples of " + std::to_string(WKV7_STEP);
+    }
+    if (node->op == GGML_OP_SSM_SCAN && node->src[1]->ne[1] % std::max<int64_t>(1, node->src[4]->ne[1]) != 0) {
+        return "a state-space layer has " + std::to_string(node->src[1]->ne[1]) + " heads (ssm.time_step_rank) in " +
+               std::to_string(node->src[4]->ne[1]) + " groups (ssm.group_count), which do not divide them";
     }
     for (int i = 0; i < GGML_MAX_SRC; ++i) {
         const ggml_tensor * t = node->src[i];

@@ -251,7 +251,7 @@ class copied_sources {
 void read_graph(const llama_context * ctx, memory & m) {
     const unsplit_graph graph(ctx);
     m.gives_logits = graph.gives_logits();
-    m.fault = graph_fault(graph.built());
+    m.fault = graph_fault(graph.built(), ctx);
     for (int i = 0; i < ggml_graph_n_nodes(graph.nodes()); ++i) {
         const ggml_tensor * t = ggml_graph_node(graph.nodes(), i);
         // ggml's kernel steps back and forth for ever then.

@@ -20,6 +20,7 @@ from support.models import MODELS, write_gguf
 from support.odd_models import (
     afmoe,
     cogvlm,
+    deci,
     experts,
     falcon_h1,
     gpt2,
@@ -63,6 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "rotation of odd heads": ("minimax_m3", {"n_embd": 4}, {}, "rotates 1 dimensions"),
     "no sections": ("qwen2vl", {}, {".rope.dimension_sections": [0, 0, 0, 0]}, "has a section"),
     "no heads": ("gemma3", {}, {".attention.head_count": 0}, "head_count is 0"),
+    "odd heads": ("deepseek4", {"n_embd": 68}, {}, "after the first 9 of a head"),
     "sections of more than a head": (
         "qwen2vl",
         {},
@@ -174,6 +176,9 @@ PLANS: dict[str, tuple[Blueprint, str]] = {
     ),
     "pictures": (qwen3vl(Sizes(), len(vocab.spm()), 1), "works"),
     "pictures in the last layer": (qwen3vl(Sizes(), len(vocab.spm()), 2), "n_deepstack_layers"),
+    "all feed forward": (deci(Sizes(), len(vocab.spm()), [96, 96]), "works"),
+    "the first does not": (deci(Sizes(), len(vocab.spm()), [0, 96]), "works"),
+    "the last does not": (deci(Sizes(), len(vocab.spm()), [96, 0]), "picks the tokens"),
     "logits of all": (cogvlm(Sizes(n_head_kv=4), len(vocab.spm())), "gives logits of all tokens"),
 }
 

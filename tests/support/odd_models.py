@@ -152,6 +152,19 @@ def rwkv7(sizes: Sizes, n_vocab: int, *, head: int = 64) -> Blueprint:
     return plan
 
 
+def deci(sizes: Sizes, n_vocab: int, n_ff: list[int]) -> Blueprint:
+    """Layers of which each has its own feed-forward part, or none."""
+    plan = base("deci", sizes)
+    plan.keys |= heads(sizes) | rope() | {".feed_forward_length": n_ff}
+    ends(plan, sizes, n_vocab)
+    for layer, prefix in blocks(sizes):
+        plan.add(prefix, attn_norm=norm(sizes.n_embd))
+        attention(plan, prefix, sizes)
+        if n_ff[layer]:
+            feed_forward(plan, prefix, sizes)
+    return plan
+
+
 def qwen3vl(sizes: Sizes, n_vocab: int, n_deepstack: int) -> Blueprint:
     """Its first layers, so many of them, add a part of a picture's embeddings."""
     plan = base("qwen3vl", sizes)

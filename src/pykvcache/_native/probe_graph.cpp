@@ -31,6 +31,9 @@ class unread_input {
     explicit unread_input(ggml_cgraph * nodes) : read(read_tensors(nodes)) {}
 
     const char * find(const llm_graph_input_i * input) const {
+        if (const auto * in = dynamic_cast<const llm_graph_input_out_ids *>(input)) {
+            return is_unread(in->out_ids) ? "picks the tokens that logits are asked of" : nullptr;
+        }
         if (const auto * in = dynamic_cast<const llm_graph_input_attn_kv_msa *>(input)) {
             return is_unread(in->self_k_idxs_idx) ? "has an indexer" : nullptr;
         }
@@ -94,6 +97,10 @@ std::string rope_fault(const ggml_tensor * t) {
     if (offset < 0 || n_rot > t->ne[0] - offset) {
         return "the model rotates " + std::to_string(n_rot) + " dimensions (rope.dimension_count): its heads have " +
                std::to_string(t->ne[0] - offset);
+    }
+    if (offset % 2 != 0) {
+        return "the model rotates the dimensions after the first " + std::to_string(offset) +
+               " of a head (rope.dimension_count): their number must be even";
     }
     int32_t sections[4];
     std::memcpy(sections, t->op_params + 11, sizeof sections);

@@ -168,3 +168,37 @@ def test_blocks_are_checked_without_the_memory(
             layout.is_good(data, n)
     b.ctx.close()
     assert layout.is_good(data, SIZE)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
+@pytest.mark.parametrize("flash_attn", ["disabled", "enabled"])
+def test_large_copies_are_shared_by_threads(
+    flash_attn: str, unified: bool, threads: int, make_context: Callable[..., LlamaContext]
+) -> None:
+    """From 512 KiB on two threads copy; every byte comes back, and NaN is found by either."""
+    options = {"n_ctx": 8192, "n_seq_max": 2, "kv_unified": unified, "flash_attn": flash_attn}
+    ctx = make_context("llama", **options, n_threads=threads, type_k="f16", type_v="f16")
+    native = ctx.native
+    size, n = 64, 60
+    rng = np.random.default_rng(5)
+    shape = n, native.block_bytes() * size // 2
+    blocks = rng.uniform(-1, 1, shape).astype(np.float16).view(np.uint8)
+    assert blocks.nbytes > 512 << 10  # WORTH_A_THREAD
+    for _ in range(3):
+        native.seq_rm(0, None, None)
+        native.set_blocks(0, [(block, size, size) for block in blocks])
+        out = np.empty_like(blocks)
+        assert native.get_blocks(0, 0, size, list(out))
+        np.testing.assert_array_equal(out, blocks)
+        state = native.get_state(0, None)
+        native.set_state(1, [state], None)
+        assert native.get_blocks(1, 0, size, list(out))
+        np.testing.assert_array_equal(out, blocks)
+    for at in rng.integers(0, n, 4):
+        spoiled = blocks.copy()
+        spoiled[at, rng.integers(0, shape[1]) * 2 + 1] = 0x7F
+        native.set_blocks(1, [(block, size, size) for block in spoiled], known_values=True)
+        with pytest.raises(StateDamaged):
+            native.get_blocks(1, 0, size, list(out))
+    assert not native.get_blocks(0, size, size, list(out))  # the last block is not there

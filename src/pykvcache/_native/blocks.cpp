@@ -1,5 +1,6 @@
 // Blocks out of the cells, and a state's bytes around blocks.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #ifdef __linux__
@@ -8,6 +9,7 @@
 #endif
 
 #include "blocks.h"
+#include "copy_threads.h"
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
@@ -86,6 +88,13 @@ class block_writer : public piece_writer {
     size_t                          before = 0;  // bytes of one cell in a block that come before these rows
 };
 
+// Rows of one tensor in each block, from byte `at` on.
+struct rows_copy {
+    live_tensor tensor;
+    state_rows  rows;
+    size_t      at, size;
+};
+
 // The cells at n positions from `first` on, in their order; fewer where one is missing.
 std::vector<live_cell> cells_from(const cell_set & held, llama_pos first, size_t n) {
     std::vector<live_cell> cells;
@@ -97,14 +106,16 @@ std::vector<live_cell> cells_from(const cell_set & held, llama_pos first, size_t
 }
 
 // Ask the system for all pages of new memory at once: at the first write to each they take twice as long.
-// A system that does not know this refuses, and goes on as before.
+// A system that does not know this refuses, and goes on as before. Memory whose last page is there was used before:
+// asking for it takes as long as a fifth of the copy.
 void populate(uint8_t * data, size_t size) {
 #ifdef __linux__
     constexpr int          WRITE = 23;  // MADV_POPULATE_WRITE, of Linux 5.14
     static const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
     const uintptr_t        begin = (uintptr_t(data) + page - 1) / page * page;
     const uintptr_t        end = (uintptr_t(data) + size) / page * page;
-    if (begin < end) {
+    unsigned char there = 0;
+    if (begin < end && !(mincore(reinterpret_cast<void *>(end - page), page, &there) == 0 && (there & 1))) {
         madvise(reinterpret_cast<void *>(begin), end - begin, WRITE);
     }
 #else
@@ -146,7 +157,7 @@ bool block_fits(const block_layout & layout, const uint8_t * data, uint32_t n) n
 }
 
 int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos first, uint32_t n,
-                     const std::vector<uint8_t *> & dst) noexcept {
+                     const std::vector<uint8_t *> & dst, bool two) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         const llama_kv_cells & held = m->base->get_cells(seq);
         const auto             cells = cells_from(held_cells(held, seq), first, n * dst.size());
@@ -154,41 +165,57 @@ int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos
             return int32_t(BLOCKS_MISSING);
         }
         const size_t size = block_cell_bytes(m, v_trans) * n;
-        for (uint8_t * data : dst) {
-            populate(data, size);
-        }
         std::vector<std::vector<cell_run>> runs;  // of each block
-        std::vector<uint8_t *>             at = dst;
         for (size_t b = 0; b < dst.size(); ++b) {
             runs.push_back(runs_of(cells.data() + b * n, n));
-            for (size_t i = 0; has_extended(m) && i < n; ++i) {
-                const auto ext = held.ext_get(cells[b * n + i].cell);
-                std::memcpy(at[b], &ext, CELL_EXT_BYTES);
-                at[b] += CELL_EXT_BYTES;
-            }
         }
-        tensor_reads reads;
-        for (const state_rows & rows : state_rows_of(m, v_trans, PART_ATTENTION)) {
-            const live_tensor t = tensor_at(m, rows.part, rows.layer, rows.kind == BLOCK_K ? 0 : 1, seq);
-            // A device is asked for all blocks together. What the CPU reaches is looked at while it is at hand.
-            const size_t step = t.host ? 1 : dst.size();
-            for (size_t begin = 0; begin < dst.size(); begin += step) {
-                for (size_t b = begin; b < begin + step; ++b) {
-                    add_rows(reads, t, runs[b], at[b]);
+        // Extensions are few bytes, and come first.
+        const size_t ext_bytes = has_extended(m) ? CELL_EXT_BYTES : 0;
+        for (size_t i = 0; ext_bytes && i < cells.size(); ++i) {
+            const auto ext = held.ext_get(cells[i].cell);
+            std::memcpy(dst[i / n] + i % n * ext_bytes, &ext, ext_bytes);
+        }
+        std::vector<rows_copy> rows;
+        size_t                 at = ext_bytes * n;
+        for (const state_rows & one : state_rows_of(m, v_trans, PART_ATTENTION)) {
+            rows.push_back({tensor_at(m, one.part, one.layer, one.kind == BLOCK_K ? 0 : 1, seq), one, at, one.row_bytes * n});
+            two = two && rows.back().tensor.host;
+            at += rows.back().size;
+        }
+        std::atomic<bool> fit{true};
+        const auto        look = [&](const rows_copy & row, const uint8_t * data) {
+            // Whoever puts the block back need not look again.
+            value_check values(ggml_type(row.rows.type), row.rows.n_embd, !v_trans);
+            values.take(data, row.size);
+            if (!values.fits()) {
+                fit.store(false, std::memory_order_relaxed);
+            }
+        };
+        counter jobs(dst.size() * (1 + rows.size()));
+        with_copy_threads(two && size * dst.size() >= WORTH_A_THREAD, jobs, [] {}, [&] {
+            tensor_reads reads;
+            for (size_t k; fit.load(std::memory_order_relaxed) && jobs.take(k);) {
+                const size_t b = k % dst.size();
+                if (k < dst.size()) {
+                    populate(dst[b], size);
+                    continue;
                 }
-                reads.run();
-                for (size_t b = begin; b < begin + step; ++b) {
-                    // Whoever puts the block back need not look again.
-                    value_check values(ggml_type(rows.type), rows.n_embd, !v_trans);
-                    values.take(at[b], rows.row_bytes * n);
-                    if (!values.fits()) {
-                        return int32_t(BLOCKS_VALUES);
+                const rows_copy & row = rows[k / dst.size() - 1];
+                add_rows(reads, row.tensor, runs[b], dst[b] + row.at);
+                // What the CPU reaches is there now, and looked at while it is at hand. A device is asked for the
+                // rows of all blocks together, by the one thread that there is then.
+                if (row.tensor.host) {
+                    look(row, dst[b] + row.at);
+                } else if (b + 1 == dst.size()) {
+                    reads.run();
+                    for (const uint8_t * block : dst) {
+                        look(row, block + row.at);
                     }
-                    at[b] += rows.row_bytes * n;
                 }
             }
-        }
-        return int32_t(BLOCKS_WRITTEN);
+            reads.run();
+        });
+        return int32_t(fit ? BLOCKS_WRITTEN : BLOCKS_VALUES);
     });
 }
 

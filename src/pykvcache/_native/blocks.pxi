@@ -202,7 +202,7 @@ cdef class Blocks(State):
         """
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), begin = _p0(first), code
         cdef uint32_t count = _int(n, "n", 1, INT32_MAX)
-        cdef bint v_trans
+        cdef bint v_trans, two = self.two_threads()
         cdef size_t size
         cdef vector[uint8_t*] to
         cdef uint8_t[::1] view
@@ -223,7 +223,7 @@ cdef class Blocks(State):
             if self.kind == lib.MEMORY_RECURRENT:
                 raise UnsupportedOperation("blocks", "recurrent memory has no cells per token")
             with nogil:
-                code = lib.blocks_write(self.mem, v_trans, seq, begin, count, to)
+                code = lib.blocks_write(self.mem, v_trans, seq, begin, count, to, two)
             if code == lib.CAUGHT:
                 raise _caught_error("blocks")
             if code == lib.BLOCKS_VALUES:

@@ -6,8 +6,8 @@
 #include <memory>
 #include <optional>
 
+#include "copy_threads.h"
 #include "edit.h"
-#include "fast/copy_threads.h"
 #include "fast/open_cells.h"
 #include "guarded.h"
 #include "probe_kv.h"

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <new>
 
-#include "fast/copy_threads.h"
+#include "copy_threads.h"
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"

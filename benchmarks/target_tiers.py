@@ -23,7 +23,10 @@ def first_token(groups: dict[str, Rows], what: str, factor: float, key: str) -> 
         return Verdict(key, text, "-", None)
     base = statistics.median(alone.samples[US])
     ratios = [base / one for one in loaded.samples[US]]
-    return Verdict(key, text, span(ratios, "times", 0), statistics.median(ratios) >= factor)
+    figure, memory = span(ratios, "times", 0), rows.get("first token, RAM, 4096")
+    if memory is not None and memory.samples:
+        figure += f"; the cache's own memory {base / memory.median(US):.0f} times"
+    return Verdict(key, text, figure, statistics.median(ratios) >= factor)
 
 
 def folder(groups: dict[str, Rows]) -> Verdict:

@@ -16,7 +16,7 @@ OUR_DECLARATIONS = ("libprobe.pxd", "libsampler.pxd", "libstate.pxd")
 
 READERS = {
     "probe.h": "heads_divisible kind class_name why_no_shift bounded picks_blocks windowed "
-    "n_stream look_at_context next_cell n_used n_free n_held extent first_kept "
+    "n_stream look_at_context next_cell n_used n_spanned n_free n_held extent first_kept "
     "first_of holds last_before window_intact window_dropped shared "
     "same_cells add_check div_check is_plain can_compact "
     "max_position",

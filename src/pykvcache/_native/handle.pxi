@@ -87,8 +87,6 @@ cdef class Handle:
             raise ContextCreateError(
                 "the model rotates 0 dimensions (rope.dimension_count), which never ends",
                 "model", 0, 1)
-        if self.effective.fault[0] != 0:
-            raise ContextCreateError(self.effective.fault.decode(), "model")
         if model.has_encoder and model.has_decoder and self.pooling_type != 0:
             raise ContextCreateError(
                 "an encoder-decoder model cannot pool: use pooling_type='none'",
@@ -96,6 +94,9 @@ cdef class Handle:
         if self.pooling_type == 4 and not model.facts.has_classifier:
             raise ContextCreateError(
                 "pooling_type='rank' needs a model with a classifier", "pooling_type", "rank")
+        # After what an argument can mend.
+        if self.effective.fault[0] != 0:
+            raise ContextCreateError(self.effective.fault.decode(), "model")
         _live.add(self)
 
     cdef int check_kept_states(self, uint32_t asked) except -1:

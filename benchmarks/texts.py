@@ -140,7 +140,7 @@ GROUPS = {
         "tokens, because it writes none above 255. xllamacpp's file is that of its slot, restored over HTTP."
     ),
     "state": (
-        "GB/s on one sequence of the story model, in contexts of two threads: ours copies states of 4 MiB and more with both, everybody else and *memcpy* with one. Rows of 32 KiB per cell are those of a model with 16 layers of 4 heads of 128, as one of some billions of parameters has. *save* writes into a buffer that is "
+        "GB/s on one sequence of the story model, in contexts of two threads: ours copies states of 512 KiB and more with both, everybody else and *memcpy* with one. Rows of 32 KiB per cell are those of a model with 16 layers of 4 heads of 128, as one of some billions of parameters has. *save* writes into a buffer that is "
         "there, *save_new* into a new object (in C: malloc and free); *memcpy* and *memcpy_new* copy as many bytes in the same "
         "process; *load* is into an empty sequence, *load_over* into one that holds as much. *file_save* replaces a "
         "file, *file_make* makes one, *file_load* loads it into nothing, *file_write* is one bare write(2) of as many bytes, without waiting for the disk: "

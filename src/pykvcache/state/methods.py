@@ -56,7 +56,7 @@ class StateMethods(PartialStateMethods):
         """Copy what a sequence holds, or the whole context, as llama.cpp's bytes.
 
         One copy at memory speed, without the GIL (``llama_state_seq_get_data``,
-        ``llama_state_get_data``); of a sequence's 4 MiB and more by two threads, unless
+        ``llama_state_get_data``); of a sequence's 512 KiB and more by two threads, unless
         ``n_threads_batch`` is 1. Shifts and copies that are pending are applied first. The
         bytes carry no checksum and do not say which model they belong to: `save_sequence`
         does. Logits are not part of a state.

@@ -85,6 +85,29 @@ def test_an_interrupt_anywhere_loses_nothing(name: str, make_context: Make) -> N
         assert program(ctx, InterruptAnywhere(int(place))) == wanted, place
 
 
+def short(ctx: LlamaContext, interrupt: InterruptAnywhere) -> Found:
+    """Two that run, one of two samples that waits, and another one's sequence between two steps."""
+    generator = BatchGenerator(ctx)
+    handles = [generator.submit(words(seed, 5), 4) for seed in (1, 2)]
+    handles += generator.submit(words(3, 5), 2, n=2)
+    if interrupt.run(partial(run, generator)) and generator.n_running:
+        with LlamaSequence(ctx, words(4, 3)) as other:  # parks one of those that run
+            other.logits()
+    run(generator)
+    return found(handles)
+
+
+def test_an_interrupt_at_each_place_of_a_step(make_context: Make) -> None:
+    """The next step finds all of what the step's own code puts down, or nothing."""
+    ctx = make_context("llama", n_ctx=128, n_seq_max=2)
+    files = "/generate/step.py", "/sequence/member.py"
+    counting = InterruptAnywhere(0, files)
+    wanted = short(ctx, counting)
+    assert counting.seen > 80
+    for place in range(1, counting.seen + 1):
+        assert short(ctx, InterruptAnywhere(place, files)) == wanted, place
+
+
 def test_ctrl_c_in_run(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=512, n_seq_max=3)
     wanted = program(ctx, None)

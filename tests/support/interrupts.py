@@ -62,7 +62,9 @@ class InterruptAnywhere:
             self._last[frame] = frame.f_lasti
             called = frame in self._entered
             self._entered.discard(frame)
-            name = "" if last is None else self._name(frame.f_code, last)
+            # CPython 3.11 tells of no opcode before the first one of the function's own.
+            begins = last is None and self._name(frame.f_code, frame.f_lasti) != "RESUME"
+            name = self._name(frame.f_code, last) if last is not None else "RESUME" * begins
             # A function in Python looks at its beginning, not at its end.
             if name.startswith(_LOOKS) and not (called and name.startswith("CALL")):
                 self.seen += 1

@@ -59,8 +59,13 @@ class Stepper:
             if made is not None:
                 return made
         self._ungroup()
-        with schedule.stage:
+        stage = schedule.stage
+        try:
+            stage.is_on = True
             made = self._step()
+        finally:
+            # Nothing is called here: an interrupt cannot leave it on.
+            stage.is_on = False
         self._turns = schedule.pool.turns
         return made
 
@@ -150,10 +155,10 @@ class Stepper:
         running = self._schedule.running
         if any([handle._siblings for handle in running]):
             return
-        self._owners = list(running)
-        self._lanes = [handle._lane for handle in running]
-        self._cells = tuple(handle._cells for handle in running)
-        self._n_waiting = len(self._schedule.waiting)
+        owners, lanes = list(running), [handle._lane for handle in running]
+        cells, n_waiting = tuple([handle._cells for handle in running]), len(self._schedule.waiting)
+        # Nothing is called here: an interrupt leaves all of them or none.
+        self._owners, self._lanes, self._cells, self._n_waiting = owners, lanes, cells, n_waiting
 
     def _ungroup(self) -> None:
         """Let the next step look at everything; nobody who has ended is kept for it."""

@@ -17,12 +17,6 @@ class Stage:
     def __init__(self) -> None:
         self.is_on = False
 
-    def __enter__(self) -> None:
-        self.is_on = True
-
-    def __exit__(self, *_: object) -> None:
-        self.is_on = False
-
 
 class Member(Protocol):
     """One that borrows an id, and can be parked; `SequenceCells` is one."""

@@ -20,7 +20,13 @@ def as_path(
     if not isinstance(value, (str, bytes, os.PathLike)):
         hint = f": the order is {order}" if order else ""
         raise TypeError(f"{what} must be a str or an os.PathLike, not {type(value).__name__}{hint}")
-    name = os.fsdecode(value)
+    raw = value if isinstance(value, (str, bytes)) else type(value).__fspath__(value)
+    if not isinstance(raw, (str, bytes)):
+        raise TypeError(
+            f"{what} must be a str or an os.PathLike, not {type(value).__name__}, "
+            f"whose __fspath__() gives {type(raw).__name__}"
+        )
+    name = os.fsdecode(raw)
     try:
         os.fsencode(name)
     except UnicodeEncodeError as found:

@@ -12,6 +12,7 @@ from binding.kit import words
 from pykvcache import LlamaModel, LlamaSequence, PrefixCache
 from pykvcache.errors import ArgumentError, StateError
 from pykvcache.kv import LayerKV, RecurrentState, SequenceKV, from_caches, to_caches
+from pykvcache.prefix.stores import FolderStore
 
 NONE = SequenceKV(np.empty(0, np.int32), [])
 
@@ -160,3 +161,15 @@ def test_types_of_values_are_named_whatever_they_are(make_context: Any, given: A
     with pytest.raises((ArgumentError, TypeError), match=r"^dtype (is|must be)") as info:
         ctx.kv(0, dtype=given)
     assert len(str(info.value)) < 300
+
+
+@pytest.mark.parametrize("name", [5, None, bytearray(b"x"), ["x"]])
+def test_names_of_files_that_are_no_text_are_type_errors(name: Any) -> None:
+    class Named:
+        def __fspath__(self) -> Any:
+            return name
+
+    with pytest.raises(TypeError, match=f"path must be .*not Named, .* {type(name).__name__}"):
+        LlamaModel(Named())
+    with pytest.raises(TypeError, match=f"not Named, .* {type(name).__name__}"):
+        FolderStore(Named())

@@ -216,6 +216,30 @@ def test_pipes_and_folders_are_misses_and_do_not_hang(tmp_path: Path) -> None:
         store.trim(0)
 
 
+def test_what_stands_in_the_way_of_one_block_keeps_no_other_out(tmp_path: Path) -> None:
+    """A folder in a block's place, and a file in that of a folder of blocks."""
+    for folder, i in ((tmp_path / "one", 3), (tmp_path / "two", 5)):
+        with FolderStore(folder) as store:
+            path = path_of(folder, KEYS[i])
+            if i == 3:
+                path.mkdir(parents=True)
+            else:
+                path.parent.write_bytes(b"")
+            others = [key for key in KEYS if path_of(folder, key).parent != path.parent]
+            assert len(others) >= 10
+            for _ in range(2):
+                assert store.put(BLOCKS) >= len(others)
+                assert all(store.contains([key]) for key in others)
+                assert not store.contains(KEYS[i : i + 1])
+                assert store.counters.failed > 0
+                assert len(list(store.entries())) == sum(store.present(KEYS))
+                assert store.discard(KEYS) >= len(others)
+                assert not any(store.present(KEYS)), "discard stopped there"
+            store.put(BLOCKS)
+        with FolderStore(folder) as again:
+            assert sum(again.present(KEYS)) == len(list(again.entries())) >= len(others)
+
+
 def test_a_bit_that_flips_in_any_region_is_a_miss(tmp_path: Path) -> None:
     envelope = Envelope(model="m", layout="l")
     with SealedStore(FolderStore(tmp_path), envelope) as store:

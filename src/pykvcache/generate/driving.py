@@ -6,6 +6,7 @@ import threading
 import weakref
 
 from pykvcache._closing import Closing
+from pykvcache._convert import as_bool
 from pykvcache._fork import watch_locks
 from pykvcache._threads import Worker, start
 from pykvcache.context import LlamaContext
@@ -81,11 +82,14 @@ class Driving(Closing):
             Nothing is lost: the next `run` or `step` goes on.
         ClosedError
             It is closed.
+        TypeError
+            ``progress`` is neither None nor a flag.
         """
         from pykvcache.generate.progress import watching  # only here: rich is an extra
 
         self._check_open()
-        with watching(self._schedule.count, progress) as look:
+        wanted = None if progress is None else as_bool(progress, "progress")
+        with watching(self._schedule.count, wanted) as look:
             while len(self._schedule):
                 if not self._take_turn():
                     self._await_change()

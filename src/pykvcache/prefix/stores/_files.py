@@ -9,7 +9,10 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 
-__all__ = ["SHARDS", "BlockFiles"]
+__all__ = ["IN_THE_WAY", "SHARDS", "BlockFiles"]
+
+#: What somebody put in the place of one block, or of its folder: others can still be written.
+IN_THE_WAY = (IsADirectoryError, NotADirectoryError, FileExistsError)
 
 #: Folders that the blocks are spread over, by their keys' first byte.
 SHARDS = [f"{byte:02x}" for byte in range(256)]
@@ -118,15 +121,15 @@ class BlockFiles:
             raise
 
     def remove(self, key: bytes) -> None:
-        """Remove a block; nothing happens where there is none."""
-        with contextlib.suppress(FileNotFoundError):
+        """Remove a block; nothing happens where there is none, or a folder in its place."""
+        with contextlib.suppress(FileNotFoundError, *IN_THE_WAY):
             os.unlink(self.path(key))
 
     def keys(self, shard: str) -> set[bytes]:
         """Return the keys of all files in one of the `SHARDS`; no file is looked at."""
         try:
             names = os.listdir(os.path.join(self._blocks, shard))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return set()
         keys = set()
         for name in names:

@@ -21,7 +21,7 @@ from pykvcache.prefix.stores._arguments import (
     check_seconds,
     writable,
 )
-from pykvcache.prefix.stores._files import BlockFiles
+from pykvcache.prefix.stores._files import IN_THE_WAY, BlockFiles
 from pykvcache.prefix.stores._index import Index, cost
 from pykvcache.prefix.stores._shared_index import FAILURES, SharedIndex, counter_of
 from pykvcache.prefix.stores.base import BlockStore, StoreEntry
@@ -160,9 +160,8 @@ class FolderStore(BlockStore):
         found = check_items(items)
         with self._writing:
             # The last ones first: the head of a chain is the newest then, and goes last.
-            stored = 0
-            for begin in reversed(range(0, len(found), _AT_ONCE)):
-                stored += self._put(found[begin : begin + _AT_ONCE])
+            groups = reversed(range(0, len(found), _AT_ONCE))
+            stored = sum(self._put(found[at : at + _AT_ONCE]) for at in groups)
             self._n_puts += 1
             with self._locked() as shared:
                 if shared is not None:
@@ -173,21 +172,22 @@ class FolderStore(BlockStore):
 
     def _put(self, items: list[tuple[bytes, memoryview]]) -> int:
         wanted = self._announce(items)
-        n_written = 0
-        for key, view in wanted:
+        done: set[int] = set()
+        for i, (key, view) in enumerate(wanted):
             try:
                 self._files.write(key, view, self._token)
+                done.add(i)
+                self.counters.add(written=1, bytes_written=len(view))
             except OSError as error:
                 if self._failed(error):
-                    self.counters.add(full=len(wanted) - n_written - 1)
-                break
-            n_written += 1
-            self.counters.add(written=1, bytes_written=len(view))
+                    self.counters.add(full=len(wanted) - i - 1)
+                if not isinstance(error, IN_THE_WAY):
+                    break
         with self._locked() as shared:
             if shared is not None and wanted:
                 with shared.transaction() as index:
-                    self._finish(index, wanted, n_written)
-        return n_written
+                    self._finish(index, wanted, done)
+        return len(done)
 
     def _announce(self, items: list[tuple[bytes, memoryview]]) -> list[tuple[bytes, memoryview]]:
         """Make room, and write the rows of what is new: whatever reaches the disk is counted."""
@@ -251,7 +251,7 @@ class FolderStore(BlockStore):
             for key, size in oldest:
                 if excess <= 0:
                     break
-                with contextlib.suppress(IsADirectoryError, PermissionError):
+                with contextlib.suppress(PermissionError):
                     self._files.remove(key)
                 index.remove(key)
                 excess -= cost(size)
@@ -259,11 +259,11 @@ class FolderStore(BlockStore):
         self.counters.add(removed=len(removed))
         return removed
 
-    def _finish(self, index: Index, wanted: list[tuple[bytes, memoryview]], n_written: int) -> None:
+    def _finish(self, index: Index, wanted: list[tuple[bytes, memoryview]], done: set[int]) -> None:
         """Note what was written; rows of what was not go."""
         now = time.time_ns()
         for position, (key, view) in enumerate(wanted):
-            if position < n_written:
+            if position in done:
                 index.write(key, len(view), now - position, None)
             else:
                 index.remove(key)

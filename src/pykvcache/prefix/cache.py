@@ -252,15 +252,15 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         finally:
             self._open.discard(sequence)
             self._evaluated(sequence)
-            if run is not None:
-                self._ram.tree.release(run)
+            self._dropped.extend([] if run is None else [run])
+            self._reap()
 
     def _let_go(self, run: Run) -> None:
         self._dropped.append(run)
 
     def _reap(self) -> None:
         """Release what sequences held that were garbage collected during another call."""
-        while self._dropped:
+        while self._dropped and not self._ram.tree.asked.is_busy:
             self._ram.tree.release(self._dropped.popleft())
 
     # Names and events -----------------------------------------------------------------------------
@@ -372,9 +372,9 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
                     if not sequence.is_closed:
                         with contextlib.suppress(DeviceLost):
                             self._keep(sequence)
+            self._ram.clear(None)
             self._closed = True
             self._prefetches.cancel()
-            self._ram.clear(None)
             self._open.clear()
             self._reserve.close()
         self._tiers.close()

@@ -49,6 +49,7 @@ class Pins:
 
     def add(self, pool: SequencePool, tokens: bytes, namespace: str, until: float | None) -> Pin:
         """Hold what is known of some tokens."""
+        self._tree.asked.check()
         match = self._tree.match(tokens, namespace)
         run = None if match.run.is_root else self._tree.use(match)
         if self._needs_rest:
@@ -63,6 +64,7 @@ class Pins:
 
     def release(self, pin: Pin) -> None:
         """Release what a pin holds."""
+        self._tree.asked.check()
         run, pin._run = pin._run, None
         if run is not None and pin in self._pins:
             del self._pins[pin]

@@ -152,6 +152,7 @@ class RamTier:
 
         ``read(first, n)`` returns the bytes of n blocks, from a token on.
         """
+        self.tree.asked.check()
         size = self.block_cost(cell_bytes)
         run = self.tree.insert(tokens, size, namespace)
         if run is None:
@@ -176,6 +177,7 @@ class RamTier:
 
     def add_checkpoint(self, tokens: bytes, namespace: str, rest: Any, saved: int) -> None:
         """Store the partial state (window, recurrent) at the end of some full blocks."""
+        self.tree.asked.check()
         match = self.tree.match(tokens, namespace)
         if match.n_blocks * self.tree.step != len(tokens) or match.run.is_root:
             return
@@ -187,6 +189,7 @@ class RamTier:
 
     def add_tail(self, tokens: bytes, namespace: str, tail: Tail) -> None:
         """Store what comes after the last full block of some tokens."""
+        self.tree.asked.check()
         match = self.tree.match(tokens, namespace)
         if match.n_blocks * self.tree.step + len(tail.tokens) != len(tokens):
             return  # the blocks before it are not kept
@@ -248,6 +251,7 @@ class RamTier:
         ``needs_rest``: the memory has parts that blocks do not hold (window, recurrent), so that
         only prefixes that end at a checkpoint are usable.
         """
+        self.tree.asked.check()
         if is_use:
             match = self.tree.lookup(tokens, namespace)
         else:
@@ -336,6 +340,7 @@ class RamTier:
 
     def clear(self, namespace: str | None) -> None:
         """Drop a namespace, or all of them."""
+        self.tree.asked.check()
         for key in list(self._tails):
             if namespace is None or key[0].namespace == namespace:
                 self._forget(key)  # tails after blocks are dropped with these

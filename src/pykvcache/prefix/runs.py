@@ -10,7 +10,7 @@ from typing import Any
 from pykvcache.prefix.alike import TokenKeys
 from pykvcache.prefix.blocks import block_names
 
-__all__ = ["Run", "block_keys"]
+__all__ = ["Run", "below", "block_keys", "new_root", "salt_of"]
 
 
 def block_keys(tokens: bytes, step: int, start_key: int) -> array[int]:
@@ -246,3 +246,37 @@ class Run:
         # Cut now and then, so that taking one block at a time does not copy the rest each time.
         if not self.is_checkpoint and 2 * self.n_blocks * self.step <= len(self.tokens):
             self.tokens = self.text
+
+
+def below(root: Run) -> Iterator[Run]:
+    """Yield the runs after a root, each before those that follow it."""
+    waiting = [root]
+    while waiting:
+        run = waiting.pop()
+        if not run.is_root:
+            yield run
+        waiting.extend(run.children.values())
+        if run.checkpoint is not None:
+            waiting.append(run.checkpoint)
+
+
+def salt_of(namespace: str) -> bytes:
+    """Return the bytes of a namespace, of which its names and numbers are made."""
+    return namespace.encode("utf-8", "surrogatepass")
+
+
+def new_root(namespace: str, step: int, name: bytes) -> Run:
+    """Return where the paths of a namespace begin."""
+    root = Run(
+        None,
+        b"",
+        step,
+        start=0,
+        start_key=zlib.crc32(salt_of(namespace)),
+        block_bytes=0,
+        tokens_saved=0,
+        now=0,
+        names=[name],
+    )
+    root.namespace = namespace
+    return root

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator
 
 from pykvcache.errors import ArgumentError
 from pykvcache.errors._shown import shown
+from pykvcache.prefix.asked import Asked
 from pykvcache.prefix.match import Match, common_blocks
 from pykvcache.prefix.policies import Policy, make_policy
-from pykvcache.prefix.runs import Run
+from pykvcache.prefix.runs import Run, below, new_root, salt_of
 
 __all__ = ["BlockTree", "Match"]
 
@@ -63,6 +65,8 @@ class BlockTree:
         self.step = block_size * _TOKEN_BYTES
         self.policy = make_policy(policy)
         self.policy.make_tree = BlockTree
+        #: The policy, while which answers nothing may change.
+        self.asked = Asked(self.policy)
         self.clock = 0
         self.n_bytes = 0
         self.n_blocks = 0
@@ -125,7 +129,7 @@ class BlockTree:
     def lookup(self, tokens: bytes, namespace: str = "") -> Match:
         """Match the tokens of a prompt, and count it as a use; the match ends with its run."""
         match = self.match(tokens, namespace)
-        self.policy.asked(tokens, self.step, zlib.crc32(_salt(namespace)))
+        self.asked.asked(tokens, self.step, zlib.crc32(salt_of(namespace)))
         self.use(match)
         return match
 
@@ -154,7 +158,7 @@ class BlockTree:
     def _count_use(self, run: Run) -> None:
         run.uses += 1
         run.last_use = self.clock
-        self.policy.used(run)
+        self.asked.used(run)
 
     def insert(self, tokens: bytes, block_bytes: int, namespace: str = "") -> Run | None:
         """Add the full blocks of some tokens that are not known yet, as far as the budget allows.
@@ -229,19 +233,34 @@ class BlockTree:
         self.n_bytes += new.n_bytes + self._run_bytes
         self.n_blocks += 0 if new.is_checkpoint else new.n_blocks
         self.n_runs += 1
-        self.policy.added(new)
-        if self.policy.declines:
-            self.policy.evictable(new)
-            self.fit()
-        else:
+        try:
+            self._settle(new)
+        except BaseException:  # of the policy, or an interrupt
+            self._take_back(new)
+            raise
+        return new if new.n_blocks else None
+
+    def _settle(self, new: Run) -> None:
+        self.asked.added(new)
+        fits = self.policy.declines
+        if not fits:
             # The others go first, whatever the policy thinks of something that was never used.
             new.held += 1
-            fits = self.fit()
-            new.held -= 1
-            self.policy.evictable(new)
-            if not fits:
-                self.fit()
-        return new if new.n_blocks else None
+            try:
+                fits = self.fit()
+            finally:
+                new.held -= 1
+        self.asked.evictable(new)
+        if self.policy.declines or not fits:
+            self.fit()
+
+    def _take_back(self, new: Run) -> None:
+        """Remove a run that nobody has filled: without its blocks' bytes it serves no prompt."""
+        if new.parent is not None:
+            with contextlib.suppress(Exception):
+                self.asked.removing(new, new.n_blocks)
+            self._forget(new, new.n_blocks)
+            self._unlink(new)
 
     def hold(self, run: Run) -> None:
         """Keep a run, and with it all before it, until it is released as often as it was held."""
@@ -260,7 +279,7 @@ class BlockTree:
         for each in run.path():
             each.last_use = self.clock
         if run.is_evictable:
-            self.policy.evictable(run)
+            self.asked.evictable(run)
         self.fit()
 
     def fit(self) -> bool:
@@ -275,7 +294,7 @@ class BlockTree:
         while (excess := self.used_bytes - max_bytes) > 0:
             if self._release(excess):
                 continue
-            run = self.policy.victim()
+            run = self.asked.victim()
             if run is None:
                 return False
             if self.policy.whole or not run.block_bytes:
@@ -301,12 +320,15 @@ class BlockTree:
         if run.n_blocks == 0 and parent is not None:
             self._unlink(run)
             if parent.is_evictable:
-                self.policy.evictable(parent)
+                self.asked.evictable(parent)
 
     def _drop(self, run: Run, n: int) -> None:
         if self._on_remove is not None:
             self._on_remove(run, run.n_blocks - n)
-        self.policy.removing(run, n)
+        self.asked.removing(run, n)
+        self._forget(run, n)
+
+    def _forget(self, run: Run, n: int) -> None:
         self.n_bytes -= n * run.block_bytes
         self.n_blocks -= 0 if run.is_checkpoint else n
         key = run.tokens[: run.step]
@@ -331,43 +353,32 @@ class BlockTree:
         """Remove all blocks of a namespace, or of all; held ones too: holds keep nothing then."""
         names = list(self._roots) if namespace is None else [namespace]
         for name in names:
-            if (root := self._roots.pop(name, None)) is None:
+            if (root := self._roots.get(name)) is None:
                 continue
-            for run in reversed(list(_below(root))):
+            for run in reversed(list(below(root))):
                 self._drop(run, run.n_blocks)
                 self._unlink(run)
+            self._roots.pop(name, None)
 
     def runs(self, namespace: str | None = None) -> Iterator[Run]:
         """Yield every run and checkpoint, those before others first."""
         for name in list(self._roots) if namespace is None else [namespace]:
             if name in self._roots:
-                yield from _below(self._roots[name])
+                yield from below(self._roots[name])
 
     def _cut(self, run: Run, n_blocks: int) -> Run:
         head = run.cut(n_blocks)
         self.n_bytes += self._run_bytes
         self.n_runs += 1
-        self.policy.split(head, run)
+        self.asked.split(head, run)
         return head
 
     def root(self, namespace: str) -> Run:
         """Return the root of a namespace; it is kept as long as something follows or holds it."""
         if (root := self._roots.get(namespace)) is not None:
             return root
-        salt = _salt(namespace)
-        root = Run(
-            None,
-            b"",
-            self.step,
-            start=0,
-            start_key=zlib.crc32(salt),
-            block_bytes=0,
-            tokens_saved=0,
-            now=0,
-            names=[self._root_name(namespace) if self._root_name else salt],
-        )
-        root.namespace = namespace
-        return root
+        named = self._root_name or salt_of
+        return new_root(namespace, self.step, named(namespace))
 
     def _keep_root(self, run: Run) -> None:
         if run.namespace is not None:
@@ -382,19 +393,3 @@ class BlockTree:
             return
         if not root.children and not root.held and self._roots.get(root.namespace) is root:
             del self._roots[root.namespace]
-
-
-def _salt(namespace: str) -> bytes:
-    return namespace.encode("utf-8", "surrogatepass")
-
-
-def _below(root: Run) -> Iterator[Run]:
-    """Yield the runs after a root, each before those that follow it."""
-    waiting = [root]
-    while waiting:
-        run = waiting.pop()
-        if not run.is_root:
-            yield run
-        waiting.extend(run.children.values())
-        if run.checkpoint is not None:
-            waiting.append(run.checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,3 +186,53 @@ def test_without(code: str, model_folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("well"), done.stdout
     print(done.stdout)
+
+
+SEVERAL = [
+    ("llama", {"flash_attn": "disabled", "type_k": "f16", "type_v": "f16"}),
+    ("llama", {"flash_attn": "enabled", "type_k": "q8_0", "type_v": "q4_0", "kv_unified": False}),
+    ("qwen2vl", {}),
+    ("llama", FLASH),
+]
+
+
+def test_several_contexts_copy_at_once(make_context: ContextFactory, model: ModelFactory) -> None:
+    """Blocks and states, each thread of a context of its own, while another context computes."""
+    several = [
+        make_context(model(name, **WIDE), **({"n_ctx": 1024, "n_seq_max": 2} | options))
+        for name, options in SEVERAL
+    ]
+    start, failed = threading.Barrier(len(several) + 1), list[BaseException]()
+    busy = make_context("llama", n_ctx=512)
+    busy.decode(WORDS[:50])
+    wanted = busy.logits()
+
+    def copy(ctx: LlamaContext) -> None:
+        native, size, n = ctx.native, 40, 10
+        try:
+            native.set_n_threads(2, 2)
+            ctx.decode(WORDS)
+            start.wait(60)
+            first = np.zeros((n, native.block_bytes() * size), np.uint8)
+            assert first.nbytes > 512 << 10
+            assert native.get_blocks(0, 0, size, list(first))
+            for _ in range(2):
+                again = np.zeros_like(first)
+                native.set_blocks(1, [(block, size, size) for block in first])
+                assert native.get_blocks(1, 0, size, list(again))
+                np.testing.assert_array_equal(first, again)
+                state = ctx.get_state(0)
+                ctx.set_state(state, 1)
+                assert ctx.sequence_state(1).to_bytes() == ctx.sequence_state(0).to_bytes()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=copy, args=(ctx,)) for ctx in several]
+    for thread in threads:
+        thread.start()
+    start.wait(60)
+    while any(thread.is_alive() for thread in threads):
+        busy.clear_kv_cache()
+        busy.decode(WORDS[:50])
+        np.testing.assert_array_equal(busy.logits(), wanted)
+    assert not failed, failed

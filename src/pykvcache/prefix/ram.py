@@ -211,12 +211,15 @@ class RamTier:
             self.fit()
 
     def _forget(self, key: tuple[Run, bytes]) -> None:
-        tail = self._tails.pop(key)
+        # An interrupt may have come in the middle of this: what is left of it is done now.
         run, tokens = key
-        here = self._tails_at[run]
-        del here[tokens]
-        if not here:
-            del self._tails_at[run]
+        if (here := self._tails_at.get(run)) is not None:
+            if tokens in here:
+                del here[tokens]
+            if not here:
+                self._tails_at.pop(run, None)
+        if (tail := self._tails.pop(key, None)) is None:
+            return
         if run.namespace is not None:
             self.tree.release(run)
         self._tail_bytes -= tail.nbytes

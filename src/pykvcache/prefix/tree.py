@@ -67,6 +67,9 @@ class BlockTree:
         self.policy.make_tree = BlockTree
         #: The policy, while which answers nothing may change.
         self.asked = Asked(self.policy)
+        # A policy of our own calls nobody.
+        is_own = type(self.policy).__module__.startswith(f"{__package__}.policies.")
+        self._ask = self.policy if is_own else self.asked
         self.clock = 0
         self.n_bytes = 0
         self.n_blocks = 0
@@ -129,7 +132,7 @@ class BlockTree:
     def lookup(self, tokens: bytes, namespace: str = "") -> Match:
         """Match the tokens of a prompt, and count it as a use; the match ends with its run."""
         match = self.match(tokens, namespace)
-        self.asked.asked(tokens, self.step, zlib.crc32(salt_of(namespace)))
+        self._ask.asked(tokens, self.step, zlib.crc32(salt_of(namespace)))
         self.use(match)
         return match
 
@@ -158,7 +161,7 @@ class BlockTree:
     def _count_use(self, run: Run) -> None:
         run.uses += 1
         run.last_use = self.clock
-        self.asked.used(run)
+        self._ask.used(run)
 
     def insert(self, tokens: bytes, block_bytes: int, namespace: str = "") -> Run | None:
         """Add the full blocks of some tokens that are not known yet, as far as the budget allows.
@@ -241,7 +244,7 @@ class BlockTree:
         return new if new.n_blocks else None
 
     def _settle(self, new: Run) -> None:
-        self.asked.added(new)
+        self._ask.added(new)
         fits = self.policy.declines
         if not fits:
             # The others go first, whatever the policy thinks of something that was never used.
@@ -250,7 +253,7 @@ class BlockTree:
                 fits = self.fit()
             finally:
                 new.held -= 1
-        self.asked.evictable(new)
+        self._ask.evictable(new)
         if self.policy.declines or not fits:
             self.fit()
 
@@ -258,7 +261,7 @@ class BlockTree:
         """Remove a run that nobody has filled: without its blocks' bytes it serves no prompt."""
         if new.parent is not None:
             with contextlib.suppress(Exception):
-                self.asked.removing(new, new.n_blocks)
+                self._ask.removing(new, new.n_blocks)
             self._forget(new, new.n_blocks)
             self._unlink(new)
 
@@ -279,7 +282,7 @@ class BlockTree:
         for each in run.path():
             each.last_use = self.clock
         if run.is_evictable:
-            self.asked.evictable(run)
+            self._ask.evictable(run)
         self.fit()
 
     def fit(self) -> bool:
@@ -294,7 +297,7 @@ class BlockTree:
         while (excess := self.used_bytes - max_bytes) > 0:
             if self._release(excess):
                 continue
-            run = self.asked.victim()
+            run = self._ask.victim()
             if run is None:
                 return False
             if self.policy.whole or not run.block_bytes:
@@ -320,12 +323,12 @@ class BlockTree:
         if run.n_blocks == 0 and parent is not None:
             self._unlink(run)
             if parent.is_evictable:
-                self.asked.evictable(parent)
+                self._ask.evictable(parent)
 
     def _drop(self, run: Run, n: int) -> None:
         if self._on_remove is not None:
             self._on_remove(run, run.n_blocks - n)
-        self.asked.removing(run, n)
+        self._ask.removing(run, n)
         self._forget(run, n)
 
     def _forget(self, run: Run, n: int) -> None:
@@ -370,7 +373,7 @@ class BlockTree:
         head = run.cut(n_blocks)
         self.n_bytes += self._run_bytes
         self.n_runs += 1
-        self.asked.split(head, run)
+        self._ask.split(head, run)
         return head
 
     def root(self, namespace: str) -> Run:

@@ -103,7 +103,7 @@ class KeepMethods:
 
     def _take_out(self, seq_id: int, first: int, n: int, n_blocks: int) -> list[Buffer]:
         """Copy runs of n cells, all in one call; each has memory of its own, to be freed alone."""
-        found = [self._reserve.array(self._cell_bytes * n) for _ in range(n_blocks)]
+        found = self._reserve.arrays(self._cell_bytes * n, n_blocks)
         if self._ctx.memory_kind == "recurrent" or not n:
             return found
         if not self._native.get_blocks(seq_id, first, n, found):

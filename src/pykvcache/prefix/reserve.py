@@ -73,8 +73,9 @@ class Reserve:
 
     def take(self, size: int) -> memoryview:
         """Return memory of that many bytes, whatever they are."""
-        if not self._lends(size):
-            return np.empty(size, np.uint8).data
+        return self._lend(size) if self._lends(size) else _new(size).data
+
+    def _lend(self, size: int) -> memoryview:
         try:
             memory = self._free.pop()
         except IndexError:
@@ -85,10 +86,12 @@ class Reserve:
         lent.memory = memory
         return array.data
 
-    def array(self, size: int) -> Memory:
-        """Return an array of so many bytes, whatever they are."""
+    def arrays(self, size: int, n: int) -> list[Memory]:
+        """Return n arrays of so many bytes each, whatever they are."""
         # Of small ones a memoryview would be a large part.
-        return np.frombuffer(self.take(size), np.uint8) if self._lends(size) else _new(size)
+        if not self._lends(size):
+            return [_new(size) for _ in range(n)]
+        return [np.frombuffer(self._lend(size), np.uint8) for _ in range(n)]
 
     def _lends(self, size: int) -> bool:
         return self.max_bytes > 0 and 0.9 * self.size < size <= self.size

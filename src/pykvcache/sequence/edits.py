@@ -100,11 +100,20 @@ class EditMethods:
             A token is not in the vocabulary; nothing was appended.
         """
         with self._held():
-            tokens = self._as_tokens(more)
-            if len(tokens):
-                # First: after an interrupt logits must not be those of other tokens.
-                self._cells.row = None
-                self._cells.ledger.append(tokens)
+            cells = self._cells
+            ledger, n = cells.ledger, len(cells.ledger)
+            # First: after an interrupt logits must not be those of other tokens.
+            row, cells.row = cells.row, None
+            # What is plain is checked and copied at once.
+            if len(ledger.stale) or not ledger.append_plain(more, self._context.model.n_vocab):
+                try:
+                    ledger.append(self._as_tokens(more))
+                except BaseException:
+                    if len(ledger) == n:
+                        cells.row = row
+                    raise
+            if len(ledger) == n:
+                cells.row = row
 
     def truncate(self, n: SupportsIndex) -> None:
         """Keep the first n tokens.

@@ -205,7 +205,8 @@ $(VENV)-plain/.built: pyproject.toml $(NATIVE)
 	    --config-settings=build-dir=build/plain --config-settings=cmake.define.PYKVCACHE_PLAIN=ON
 	@touch $@
 
-$(VENV)-wheel/.built: pyproject.toml $(NATIVE)
+# Installed, not editable: of Python files, too.
+$(VENV)-wheel/.built: pyproject.toml $(NATIVE) $(shell find src -name "*.py" -o -name "*.pyi")
 	rm -rf $(VENV)-wheel
 	$(PYTHON) -m venv $(VENV)-wheel
 	$(VENV)-wheel/bin/python -m pip install --quiet --upgrade "pip>=25.1"

@@ -17,8 +17,6 @@ OURS = "pykvcache"
 #: What is generated, and how many at once.
 WORKLOADS = {"best": ("best of 8", 8), "prompts": ("16 prompts", 16), "arrivals": ("arrivals", 16)}
 PARALLEL = (1, 8, 16)
-#: Runs of a workload, one right after the other.
-RUNS = 3
 IDLE = 8000
 LONG = 4096
 
@@ -44,18 +42,12 @@ def workloads(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     # Of a quick run the first, which shows that everybody takes part.
     for what, (name, slots) in list(WORKLOADS.items())[: 1 if plan.quick else 3]:
         sides: dict[str, Any] = {
-            who: partial(best, c, what=what, slots=slots) for who, c in contestants.items()
+            who: partial(c.ask, "many", what=what, slots=slots) for who, c in contestants.items()
         }
-        sides[ALONE] = partial(best, contestants[OURS], what=what, slots=slots, alone=True)
+        sides[ALONE] = partial(contestants[OURS].ask, "many", what=what, slots=slots, alone=True)
         rows.append(interleave(f"{name}, {slots} at once", "tokens/s", sides, plan, rate))
         show(rows[-1], 1, "tokens/s")
     return rows
-
-
-def best(contestant: Contestant, **request: Any) -> Answer:
-    """Return the fastest of some runs: the first one finds the processor's caches with others."""
-    answers = [contestant.ask("many", **request) for _ in range(RUNS)]
-    return min(answers, key=lambda answer: answer.get("seconds", 0.0))
 
 
 def steps(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:

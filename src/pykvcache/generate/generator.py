@@ -238,11 +238,9 @@ class BatchGenerator(Driving):
         What LlamaSequence finds out of a context was found out when this was made, and does not
         change; that both are open has been checked, and the lock is held.
         """
-        ledger = Ledger()
-        sequence = LlamaSequence._made(self._ctx, SequenceCells(self._pool, ledger, POINTS))
-        # What is plain is checked and copied at once.
-        if prompt is not None and not ledger.append_plain(prompt, self._ctx.model.n_vocab):
-            ledger.append(sequence._as_tokens(prompt))
+        sequence = LlamaSequence._made(self._ctx, SequenceCells(self._pool, Ledger(), POINTS))
+        if prompt is not None:
+            sequence._append(prompt)
         return sequence
 
     def _beside(self, sequence: LlamaSequence) -> LlamaSequence:

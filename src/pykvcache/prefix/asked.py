@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 from pykvcache.errors import ReentryError
-from pykvcache.prefix.policies import Policy
-from pykvcache.prefix.runs import Run
 
 __all__ = ["Asked"]
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 
 class Asked:
-    """Call a policy's methods, which may be a user's; see `Policy` for each."""
+    """Call methods of a policy, which may be a user's."""
 
-    __slots__ = ("_policy", "is_busy")
+    __slots__ = ("is_busy",)
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self.is_busy = False
 
     def check(self) -> None:
@@ -23,58 +26,10 @@ class Asked:
         if self.is_busy:
             raise ReentryError("a policy called the cache in the middle of a call that asks it")
 
-    def asked(self, tokens: bytes, step: int, start_key: int) -> None:
-        """Tell of a prompt."""
+    def __call__(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Ask, or tell of something."""
         self.is_busy = True
         try:
-            self._policy.asked(tokens, step, start_key)
-        finally:
-            self.is_busy = False
-
-    def added(self, run: Run) -> None:
-        """Tell of a new run."""
-        self.is_busy = True
-        try:
-            self._policy.added(run)
-        finally:
-            self.is_busy = False
-
-    def used(self, run: Run) -> None:
-        """Tell of a use."""
-        self.is_busy = True
-        try:
-            self._policy.used(run)
-        finally:
-            self.is_busy = False
-
-    def split(self, head: Run, tail: Run) -> None:
-        """Tell of a run that was cut."""
-        self.is_busy = True
-        try:
-            self._policy.split(head, tail)
-        finally:
-            self.is_busy = False
-
-    def removing(self, run: Run, n_blocks: int) -> None:
-        """Tell of blocks that leave."""
-        self.is_busy = True
-        try:
-            self._policy.removing(run, n_blocks)
-        finally:
-            self.is_busy = False
-
-    def evictable(self, run: Run) -> None:
-        """Tell of a run that may go."""
-        self.is_busy = True
-        try:
-            self._policy.evictable(run)
-        finally:
-            self.is_busy = False
-
-    def victim(self) -> Run | None:
-        """Ask who goes first."""
-        self.is_busy = True
-        try:
-            return self._policy.victim()
+            return method(*args, **kwargs)
         finally:
             self.is_busy = False

@@ -65,11 +65,8 @@ class BlockTree:
         self.step = block_size * _TOKEN_BYTES
         self.policy = make_policy(policy)
         self.policy.make_tree = BlockTree
-        #: The policy, while which answers nothing may change.
-        self.asked = Asked(self.policy)
-        # A policy of our own calls nobody.
-        is_own = type(self.policy).__module__.startswith(f"{__package__}.policies.")
-        self._ask = self.policy if is_own else self.asked
+        #: Asks the policy: nothing may change until it has answered.
+        self.asked = Asked()
         self.clock = 0
         self.n_bytes = 0
         self.n_blocks = 0
@@ -132,7 +129,7 @@ class BlockTree:
     def lookup(self, tokens: bytes, namespace: str = "") -> Match:
         """Match the tokens of a prompt, and count it as a use; the match ends with its run."""
         match = self.match(tokens, namespace)
-        self._ask.asked(tokens, self.step, zlib.crc32(salt_of(namespace)))
+        self.asked(self.policy.asked, tokens, self.step, zlib.crc32(salt_of(namespace)))
         self.use(match)
         return match
 
@@ -161,7 +158,7 @@ class BlockTree:
     def _count_use(self, run: Run) -> None:
         run.uses += 1
         run.last_use = self.clock
-        self._ask.used(run)
+        self.asked(self.policy.used, run)
 
     def insert(self, tokens: bytes, block_bytes: int, namespace: str = "") -> Run | None:
         """Add the full blocks of some tokens that are not known yet, as far as the budget allows.
@@ -244,7 +241,7 @@ class BlockTree:
         return new if new.n_blocks else None
 
     def _settle(self, new: Run) -> None:
-        self._ask.added(new)
+        self.asked(self.policy.added, new)
         fits = self.policy.declines
         if not fits:
             # The others go first, whatever the policy thinks of something that was never used.
@@ -253,7 +250,7 @@ class BlockTree:
                 fits = self.fit()
             finally:
                 new.held -= 1
-        self._ask.evictable(new)
+        self.asked(self.policy.evictable, new)
         if self.policy.declines or not fits:
             self.fit()
 
@@ -261,7 +258,7 @@ class BlockTree:
         """Remove a run that nobody has filled: without its blocks' bytes it serves no prompt."""
         if new.parent is not None:
             with contextlib.suppress(Exception):
-                self._ask.removing(new, new.n_blocks)
+                self.asked(self.policy.removing, new, new.n_blocks)
             self._forget(new, new.n_blocks)
             self._unlink(new)
 
@@ -282,7 +279,7 @@ class BlockTree:
         for each in run.path():
             each.last_use = self.clock
         if run.is_evictable:
-            self._ask.evictable(run)
+            self.asked(self.policy.evictable, run)
         self.fit()
 
     def fit(self) -> bool:
@@ -297,7 +294,7 @@ class BlockTree:
         while (excess := self.used_bytes - max_bytes) > 0:
             if self._release(excess):
                 continue
-            run = self._ask.victim()
+            run = self.asked(self.policy.victim)
             if run is None:
                 return False
             if self.policy.whole or not run.block_bytes:
@@ -323,12 +320,12 @@ class BlockTree:
         if run.n_blocks == 0 and parent is not None:
             self._unlink(run)
             if parent.is_evictable:
-                self._ask.evictable(parent)
+                self.asked(self.policy.evictable, parent)
 
     def _drop(self, run: Run, n: int) -> None:
         if self._on_remove is not None:
             self._on_remove(run, run.n_blocks - n)
-        self._ask.removing(run, n)
+        self.asked(self.policy.removing, run, n)
         self._forget(run, n)
 
     def _forget(self, run: Run, n: int) -> None:
@@ -373,7 +370,7 @@ class BlockTree:
         head = run.cut(n_blocks)
         self.n_bytes += self._run_bytes
         self.n_runs += 1
-        self._ask.split(head, run)
+        self.asked(self.policy.split, head, run)
         return head
 
     def root(self, namespace: str) -> Run:

@@ -100,20 +100,20 @@ class EditMethods:
             A token is not in the vocabulary; nothing was appended.
         """
         with self._held():
-            cells = self._cells
-            ledger, n = cells.ledger, len(cells.ledger)
+            cells, n = self._cells, len(self)
             # First: after an interrupt logits must not be those of other tokens.
             row, cells.row = cells.row, None
-            # What is plain is checked and copied at once.
-            if len(ledger.stale) or not ledger.append_plain(more, self._context.model.n_vocab):
-                try:
-                    ledger.append(self._as_tokens(more))
-                except BaseException:
-                    if len(ledger) == n:
-                        cells.row = row
-                    raise
-            if len(ledger) == n:
-                cells.row = row
+            try:
+                self._append(more)
+            finally:
+                if len(self) == n:
+                    cells.row = row
+
+    def _append(self, more: str | TokenInput) -> None:
+        """Put tokens into the ledger; what is plain is checked and copied at once."""
+        ledger = self._cells.ledger
+        if len(ledger.stale) or not ledger.append_plain(more, self._context.model.n_vocab):
+            ledger.append(self._as_tokens(more))
 
     def truncate(self, n: SupportsIndex) -> None:
         """Keep the first n tokens.

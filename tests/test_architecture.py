@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
     {"errors", "enums", "_closing", "_drawing", "_fork"},
-    {"_integers", "_paths", "_threads"},
+    {"_integers", "_lists", "_paths", "_threads"},
     {"_native", "arrays", "prefix/stores"},
     {"_convert"},
     {"batch", "_jinja", "_grammar"},
@@ -48,14 +48,15 @@ ONLY = {
     "_drawing": set(),
     "enums": set(),
     "_integers": {"errors"},
+    "_lists": set(),
     "_paths": {"errors"},
     "_closing": set(),
     "_fork": set(),
     "_threads": {"errors"},
     "arrays": {"errors", "_integers", "_paths"},
     "_native": {"errors", "_integers"},
-    "prefix/stores": {"errors", "_fork", "_integers", "_paths", "_threads"},
-    "simulate": {"errors", "_integers", "_paths", "prefix"},
+    "prefix/stores": {"errors", "_fork", "_integers", "_lists", "_paths", "_threads"},
+    "simulate": {"errors", "_integers", "_lists", "_paths", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
 # errors and others of these.
@@ -183,6 +184,7 @@ def test_the_tree_and_the_simulator_need_no_model(path: Path) -> None:
                 "errors",
                 "_fork",
                 "_integers",
+                "_lists",
                 "_paths",
                 inside[0],
             }, f"{path.name} imports {name}"

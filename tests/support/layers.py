@@ -57,6 +57,11 @@ def attention(plan: Blueprint, prefix: str, sizes: Sizes) -> None:
     )
 
 
+def query_key_norms(plan: Blueprint, prefix: str, sizes: Sizes) -> None:
+    """Norms of the heads' queries and keys."""
+    plan.add(prefix, attn_q_norm=norm(sizes.head), attn_k_norm=norm(sizes.head))
+
+
 def feed_forward(plan: Blueprint, prefix: str, sizes: Sizes) -> None:
     """Gated feed-forward block with its norm."""
     plan.add(

@@ -9,7 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .blueprint import Blueprint, Sizes, Tensor, bias, matrix, norm, table
-from .layers import attention, base, blocks, ends, feed_forward, heads, mamba2, rope
+from .layers import (
+    attention,
+    base,
+    blocks,
+    ends,
+    feed_forward,
+    heads,
+    mamba2,
+    query_key_norms,
+    rope,
+)
 
 
 def falcon_h1(sizes: Sizes, n_vocab: int, *, n_heads: int = 8) -> Blueprint:
@@ -90,14 +100,13 @@ def afmoe(sizes: Sizes, n_vocab: int) -> Blueprint:
     }
     ends(plan, sizes, n_vocab)
     for _, prefix in blocks(sizes):
+        query_key_norms(plan, prefix, sizes)
         attention(plan, prefix, sizes)
         feed_forward(plan, prefix, sizes)
         plan.add(
             prefix,
             attn_norm=norm(n),
             post_attention_norm=norm(n),
-            attn_q_norm=norm(sizes.head),
-            attn_k_norm=norm(sizes.head),
             attn_gate=matrix(n, n),
             post_ffw_norm=norm(n),
         )
@@ -111,12 +120,11 @@ def openelm(sizes: Sizes, n_vocab: int) -> Blueprint:
     ends(plan, sizes, n_vocab)
     del plan.tensors["output.weight"]
     for _, prefix in blocks(sizes):
+        query_key_norms(plan, prefix, sizes)
         plan.add(
             prefix,
             attn_norm=norm(sizes.n_embd),
             attn_qkv=matrix(sizes.n_embd + 2 * sizes.n_kv, sizes.n_embd),
-            attn_q_norm=norm(sizes.head),
-            attn_k_norm=norm(sizes.head),
             attn_output=matrix(sizes.n_embd, sizes.n_embd),
         )
         feed_forward(plan, prefix, sizes)
@@ -172,14 +180,10 @@ def qwen3vl(sizes: Sizes, n_vocab: int, n_deepstack: int) -> Blueprint:
     plan.keys |= {".rope.dimension_sections": [3, 3, 2, 0], ".n_deepstack_layers": n_deepstack}
     ends(plan, sizes, n_vocab)
     for _, prefix in blocks(sizes):
+        query_key_norms(plan, prefix, sizes)
         attention(plan, prefix, sizes)
         feed_forward(plan, prefix, sizes)
-        plan.add(
-            prefix,
-            attn_norm=norm(sizes.n_embd),
-            attn_q_norm=norm(sizes.head),
-            attn_k_norm=norm(sizes.head),
-        )
+        plan.add(prefix, attn_norm=norm(sizes.n_embd))
     return plan
 
 
@@ -196,12 +200,11 @@ def experts(sizes: Sizes, n_vocab: int, used: list[int]) -> Blueprint:
     }
     ends(plan, sizes, n_vocab)
     for _, prefix in blocks(sizes):
+        query_key_norms(plan, prefix, sizes)
         attention(plan, prefix, sizes)
         plan.add(
             prefix,
             attn_norm=norm(n),
-            attn_q_norm=norm(sizes.head),
-            attn_k_norm=norm(sizes.head),
             ffn_norm=norm(n),
             ffn_gate_inp=matrix(4, n),
             ffn_gate_exps=Tensor((4, n_ff, n), scale=0.1),

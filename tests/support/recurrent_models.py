@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from .blueprint import Blueprint, Key, Sizes, matrix, norm, table
-from .layers import attention, base, blocks, ends, feed_forward, mamba, mamba2, rope
+from .layers import (
+    attention,
+    base,
+    blocks,
+    ends,
+    feed_forward,
+    mamba,
+    mamba2,
+    query_key_norms,
+    rope,
+)
 
 SSM_HEADS, SSM_GROUPS, SSM_DT_RANK = 8, 2, 4
 
@@ -80,11 +90,7 @@ def lfm2(sizes: Sizes, n_vocab: int) -> Blueprint:
     for layer, prefix in blocks(sizes):
         plan.add(prefix, attn_norm=norm(sizes.n_embd))
         if _attends(layer):
-            plan.add(
-                prefix,
-                attn_q_norm=norm(sizes.head),
-                attn_k_norm=norm(sizes.head),
-            )
+            query_key_norms(plan, prefix, sizes)
             attention(plan, prefix, sizes)
         else:
             plan.tensors[f"{prefix}shortconv.conv.weight"] = matrix(sizes.n_embd, 3, 1.5)

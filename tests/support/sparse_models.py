@@ -7,7 +7,17 @@ hyper-connections. Each is as small as its graph allows.
 from __future__ import annotations
 
 from .blueprint import Blueprint, Sizes, Tensor, bias, matrix, norm, table
-from .layers import ROPE_BASE, attention, base, blocks, ends, feed_forward, heads, rope
+from .layers import (
+    ROPE_BASE,
+    attention,
+    base,
+    blocks,
+    ends,
+    feed_forward,
+    heads,
+    query_key_norms,
+    rope,
+)
 
 EXPERTS = 4
 Q_RANK = 32
@@ -78,12 +88,8 @@ def minimax_m3(sizes: Sizes, n_vocab: int) -> Blueprint:
     ends(plan, sizes, n_vocab)
     for layer, prefix in blocks(sizes):
         attention(plan, prefix, sizes)
-        plan.add(
-            prefix,
-            attn_norm=norm(sizes.n_embd),
-            attn_q_norm=norm(sizes.head),
-            attn_k_norm=norm(sizes.head),
-        )
+        plan.add(prefix, attn_norm=norm(sizes.n_embd))
+        query_key_norms(plan, prefix, sizes)
         if layer > 0:
             plan.add(
                 prefix,

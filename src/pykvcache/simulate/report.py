@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import SupportsFloat, TypeVar
+from typing import SupportsFloat
 
 import numpy as np
 
 from pykvcache._integers import as_int
+from pykvcache._lists import as_list
 from pykvcache._paths import as_file_name
 from pykvcache.errors import ArgumentError
 from pykvcache.errors._shown import shown
@@ -21,8 +22,6 @@ from pykvcache.simulate.replay import Result, replay
 from pykvcache.simulate.traces import Trace, check_trace
 
 __all__ = ["SIMPLE", "Report", "compare", "draw", "margin_table"]
-
-_T = TypeVar("_T")
 
 #: What the default policy is measured by.
 SIMPLE = ("lru", "fifo", "lfu", "slru", "s3fifo", "cost-aware")
@@ -98,12 +97,6 @@ def _one(trace: Trace, policy: str, n_blocks: int) -> Result:
     return most_hits(trace, n_blocks) if policy == BOUND else replay(trace, policy, n_blocks)
 
 
-def _listed(values: Iterable[_T], what: str) -> list[_T]:
-    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
-        raise TypeError(f"{what} must be a sequence, not {type(values).__name__}: {shown(values)}")
-    return list(values)
-
-
 def _share(value: object) -> float:
     if isinstance(value, (bool, np.bool_, str, np.ndarray)) or not isinstance(value, SupportsFloat):
         raise TypeError(f"shares must be numbers, not {type(value).__name__}: {shown(value)}")
@@ -144,7 +137,7 @@ def compare(
         If a policy is not known, or a size is not above 0 or not finite.
     """
     check_trace(trace)
-    names = list(POLICIES) if policies is None else _listed(policies, "policies")
+    names = list(POLICIES) if policies is None else as_list(policies, "policies", "names")
     for name in names:
         if not isinstance(name, str) or name not in POLICIES:
             raise ArgumentError(
@@ -154,7 +147,7 @@ def compare(
                 tuple(POLICIES),
             )
     jobs = as_int(jobs, "jobs", 1, 2**15)
-    given = tuple(map(_share, _listed(shares, "shares")))
+    given = tuple(map(_share, as_list(shares, "shares", "numbers")))
     names.append(BOUND)
     unique = trace.n_unique()
     sizes = [max(int(share * unique), 1) for share in given]
@@ -182,7 +175,7 @@ def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: pip install pykvcache[plot]") from error
-    reports, name = _listed(reports, "reports"), as_file_name(path)
+    reports, name = as_list(reports, "reports", "Reports"), as_file_name(path)
     for report in reports:
         if not isinstance(report, Report):
             raise TypeError(f"reports must hold Reports, not {type(report).__name__}")

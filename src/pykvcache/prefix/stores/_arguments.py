@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pykvcache._integers import as_int
+from pykvcache._lists import as_list
 from pykvcache.errors import StoreError
 from pykvcache.errors._shown import shown
 
@@ -37,12 +38,10 @@ _NOT_NUMBERS = frozenset("OPX&uw")
 
 _NOT_GIVEN: Any = object()
 
-_T = TypeVar("_T")
-
 
 def check_keys(keys: Sequence[bytes], buffers: Sequence[Buffer] = _NOT_GIVEN) -> list[bytes]:
     """Return the keys as a list; raise if one is not 32 bytes, or has no buffer."""
-    found = _listed(keys, "keys", "bytes")
+    found = as_list(keys, "keys", "bytes")
     for key in found:
         if not isinstance(key, bytes):
             raise TypeError(f"a key is bytes, not {type(key).__name__}")
@@ -63,17 +62,10 @@ def check_keys(keys: Sequence[bytes], buffers: Sequence[Buffer] = _NOT_GIVEN) ->
     return found
 
 
-def _listed(values: Iterable[_T], what: str, of: str) -> list[_T]:
-    """Return what is iterated over; TypeError where nothing can be."""
-    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
-        raise TypeError(f"{what} must be a sequence of {of}, not {type(values).__name__}")
-    return list(values)
-
-
 def check_items(items: Iterable[tuple[bytes, Buffer]]) -> list[tuple[bytes, memoryview]]:
     """Return the items with their contents as flat bytes; of a key that comes twice, the first."""
     found: dict[bytes, memoryview] = {}
-    for item in _listed(items, "items", "(key, content)"):
+    for item in as_list(items, "items", "(key, content)"):
         try:
             key, data = item
         except (TypeError, ValueError):

@@ -62,4 +62,6 @@ def writing(groups: dict[str, Rows]) -> Verdict:
     ratios = row.ratios("written behind", "no tier") if row is not None else []
     if not ratios:
         return Verdict("tier_writing", text, "-", None)
-    return Verdict("tier_writing", text, span(ratios, "", 3), statistics.median(ratios) <= WRITING)
+    low, middle, high = (f"{value:.3f}" for value in statistics.quantiles(ratios, n=4))
+    figure = f"{middle} over {len(ratios)} pairs (quartiles {low} to {high})"
+    return Verdict("tier_writing", text, figure, statistics.median(ratios) <= WRITING)

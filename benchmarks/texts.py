@@ -205,7 +205,7 @@ REASONS: dict[str, str] = {
     "tier_folder": "24 MiB are copied out of the system's page cache, their checksums and values are looked at, and they are copied "
     "into the cells. The cache's own memory needs the last step alone, and the decode after it",
     "tier_writing": "on two processors the thread that writes takes one of them from the decode: 7 ms in all for 4 MiB, at 1 % of its "
-    "time; runs of the very same are as far apart",
+    "time",
     "reuse_alone": "keys and values of a prompt, 0.9 MiB, are copied when it closes: 0.25 ms of 28, and 0.15 more where the memory is new. "
     "The rest is Python, once per prompt: what is known, names, the tree, events",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",

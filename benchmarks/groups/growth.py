@@ -46,8 +46,9 @@ def by_cells(who: Mapping[str, Contestant], cells: int, plan: Plan) -> list[Row]
     of, table = counted(cells, "cell"), Table(there, plan)
     slices = plan.slices if cells <= 4096 else 4
     for what in ("pos_max", "copy", "remove", "remove_part", "keep", "add", "div", "logits"):
-        # C asks every cell what to keep: one call is long enough, and 64 would take seconds.
-        once = what == "keep" and cells > 4096
+        # C asks every cell what to keep, and before each look at logits there is a decode: one
+        # call is long enough, and 64 would take minutes.
+        once = what in ("keep", "logits") and cells > 4096
         table.call(what, of, slices, 1 if once else rounds_of(what, 4))
     one = table.call("decode1", of, min(slices, 2) if cells > 4096 else slices)
     # The same samples, read as throughput.

@@ -44,14 +44,23 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
         name = f"{latency * 1e3:.0f} ms a request, {bandwidth / 1e6:g} MB/s"
         rows.append(interleave(f"beside evaluating alone: {name}", "ratio", {OURS: ask}, plan))
         show(rows[-1], 1, "")
-    sides = {
-        "written behind": partial(ours[OURS].ask, "tier_write", n=1024, steps=64, busy=True),
-        "no tier": partial(ours[OURS].ask, "tier_write", n=1024, steps=64, busy=False),
-    }
-    rows.append(interleave("a token while blocks are written", "s", sides, plan))
-    show(rows[-1], 1e6, "us")
+    rows.append(written_behind(ours[OURS], plan))
     shutil.rmtree(folder, ignore_errors=True)
     return rows
+
+
+def written_behind(ours: Contestant, plan: Plan) -> Row:
+    """Generate while blocks are written and while none are, right after each other."""
+    row = Row("a token while blocks are written", "s")
+    for turn in range(plan.samples + 1):
+        answer = ours.ask("tier_write", n=1024, steps=64, pairs=2 if plan.quick else 8)
+        if "error" in answer:
+            row.errors[OURS] = answer["error"]
+        elif turn:
+            for how in ("written behind", "no tier"):
+                row.samples.setdefault(how, []).extend(answer[how])
+    show(row, 1e6, "us", base="no tier")
+    return row
 
 
 def own_files(ours: Contestant, others: Mapping[str, Contestant], n: int, plan: Plan) -> Row:

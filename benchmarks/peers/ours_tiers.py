@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -111,8 +110,16 @@ class Tiered(Many):
             plain.logits()
         return time.perf_counter() - start
 
-    def do_tier_write(self, n: int, steps: int, busy: bool) -> Answer:
-        """Seconds per token while blocks are written behind, or while nothing is."""
+    def do_tier_write(self, n: int, steps: int, pairs: int) -> Answer:
+        """Seconds per token while blocks are written behind, and while nothing is, in turns."""
+        took: dict[str, list[float]] = {"written behind": [], "no tier": []}
+        for pair in range(pairs):
+            for again in range(2):
+                busy = (pair + again) % 2 > 0
+                took["written behind" if busy else "no tier"].append(self._write(n, steps, busy))
+        return dict(took)
+
+    def _write(self, n: int, steps: int, busy: bool) -> float:
         self.do_tier_close()
         shutil.rmtree(self._tier, ignore_errors=True)
         cache = PrefixCache(self.context, tiers=[self._tier] if busy else [])
@@ -120,15 +127,16 @@ class Tiered(Many):
         sequence.logits()
         with cache.sequence(self.array(0, n)) as other:
             other.evaluate()
-        times = []
+        start = time.perf_counter()
         for _ in range(steps):
-            start = time.perf_counter()
             next(sequence.generate(1, self.sampler(1)))
-            times.append(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        if busy and not cache.stats().tiers[0].pending:
+            raise ValueError("all was written before the tokens were there")
         cache._open.clear()
         sequence.close()
         cache.close()
-        return {"seconds": statistics.fmean(times)}
+        return seconds / steps
 
 
 def drop_page_cache(folder: Path) -> None:

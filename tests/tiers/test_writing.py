@@ -70,7 +70,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_writing_pauses_while_tokens_are_evaluated() -> None:
-    """5 ms of work at a fiftieth of the time: each pause is the longest one."""
+    """5 ms of work at a hundredth of the time: each pause is the longest one."""
     with writer(itertools.count().__next__) as (store, _):
         store.wait(N)
         assert len(store.pauses()) == N - 1
@@ -99,3 +99,70 @@ def test_what_somebody_waits_for_is_written_at_once(why: str) -> None:
             assert time.monotonic() < until
             time.sleep(0.001)
         assert len(store.began) <= 5  # not in single steps any more
+
+
+LEASE = b"k" * 32
+
+
+def leased(behind: WriteBehind, due: float) -> None:
+    """Let a lease end after what waits, as the cache does."""
+    behind.offer(Chain(leases=[LEASE], due=time.monotonic() + due))
+
+
+def test_a_lease_that_nobody_waits_for_hurries_nobody() -> None:
+    with writer(itertools.count().__next__) as (store, behind):
+        assert behind.tier.lease(LEASE, 60, 1)
+        leased(behind, 60)
+        store.wait(N)
+        assert min(store.pauses()) >= 0.9 * PAUSE
+
+
+def test_what_another_process_waits_for_is_written_at_once() -> None:
+    with writer(itertools.count().__next__, 12) as (store, behind):
+        other = Tier(store, behind.tier.sealed.envelope, owned=False)
+        assert behind.tier.lease(LEASE, 60, 1)
+        store.wait(1)
+        leased(behind, 60)
+        assert not other.lease(LEASE, 60, 1)
+        assert not other.is_wanted(b"x" * 32)
+        other.ring(LEASE)
+        store.wait(3)
+        assert len(store.began) <= 4  # not in single steps any more
+        until = time.monotonic() + 30
+        while not other.lease(LEASE, 60, 1):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+
+def test_a_lease_that_ends_soon_is_not_waited_for() -> None:
+    with writer(itertools.count().__next__, 12) as (store, behind):
+        assert behind.tier.lease(LEASE, 60, 1)
+        leased(behind, 1.5 * PAUSE)
+        store.wait(3)
+        assert store.pauses()[0] >= 0.9 * PAUSE
+        until = time.monotonic() + 30
+        while behind.n_items:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert len(store.began) <= 4  # not in single steps any more
+
+
+@pytest.mark.parametrize("answer", [True, False, None])
+def test_a_store_that_says_anything_of_leases_ends_nothing(answer: bool | None) -> None:
+    class Odd(Working):
+        def lease(self, key: bytes, seconds: float) -> bool:
+            if answer is None:
+                raise OSError("no answer")
+            return answer
+
+    store = Odd()
+    behind = WriteBehind(
+        Tier(store, Envelope(model=b"m" * 32, layout=b"l" * 32), owned=True), 64 << 20
+    )
+    leased(behind, 60)
+    behind.offer(Chain([(bytes(32), np.zeros(8, np.uint8))]))
+    assert behind.flush(30)
+    behind.tier.ring(LEASE)
+    assert behind.tier.is_wanted(LEASE) is (answer is False)
+    behind.close(30)
+    assert len(store.ended) == 1

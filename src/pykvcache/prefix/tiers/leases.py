@@ -18,6 +18,8 @@ SHORTEST = 2.0
 
 # How often who waits looks again: at first, and at most.
 _FIRST, _LONGEST = 0.01, 0.1
+# Of a lease, the part after which what others may wait for is written without pauses.
+_DUE = 2 / 3
 
 
 def lease_seconds(evaluation: float) -> float:
@@ -36,10 +38,13 @@ class Lease:
         The tier in which somebody else has it; None where nobody has.
     holder
         The thread that has it, where that is one of this process.
+    due
+        When it should be released at the latest, on the monotonic clock.
     """
 
     def __init__(self, tiers: Sequence[Tier], key: bytes, seconds: float, thread: int) -> None:
         self.key, self.seconds, self.thread = key, seconds, thread
+        self.due = time.monotonic() + _DUE * seconds
         self._pid = os.getpid()
         self.held: list[Tier] = []
         self.follows: Tier | None = None
@@ -67,12 +72,15 @@ class Lease:
         until = time.monotonic() + self.seconds
         looks = 0
         while tier is not None and time.monotonic() < until and not is_over():
+            if looks % 4 == 0:
+                tier.ring(self.key)
             time.sleep(pause)
             pause = min(_LONGEST, 1.5 * pause)
             looks += 1
             # Asking for the lease is a write: not each time.
             if (looks % 4 == 0 or is_there()) and tier.lease(self.key, self.seconds, self.thread):
                 self.held, self.follows = [tier], None
+                self.due = time.monotonic() + _DUE * self.seconds
                 return
 
     def release(self) -> None:

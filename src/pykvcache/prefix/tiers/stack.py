@@ -130,7 +130,7 @@ class Tiers:
         held, lease.held = lease.held, []
         for tier, writer in zip(self.tiers, self.writers, strict=True):
             if tier in held:
-                writer.offer(Chain(leases=[lease.key]))
+                writer.offer(Chain(leases=[lease.key], due=lease.due))
 
     def remove(self, keys: list[bytes]) -> None:
         """Let the threads remove blocks, after what waits before them."""

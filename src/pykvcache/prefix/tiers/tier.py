@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -36,6 +37,9 @@ KNOWN, KNOWN_SECONDS = 1 << 15, 60.0
 _SPEED = {"disk": (5e-4, 1 / 1.5e9), "remote": (2e-3, 1 / 2e8)}
 # A tier that is too slow is tried again every so many requests.
 _TRY_EVERY = 16
+
+# For how many seconds a ring is heard; who waits rings again.
+_RING_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -319,6 +323,23 @@ class Tier:
         except Exception as error:
             self._raised(error)
 
+    def ring(self, key: bytes) -> None:
+        """Let who has the lease of a block know that somebody waits; a lease of its own says so."""
+        try:
+            self.sealed.lease(_bell(key), _RING_SECONDS)
+        except Exception as error:
+            self._raised(error)
+
+    def is_wanted(self, key: bytes) -> bool:
+        """Whether somebody waits for the block of a lease that this process has."""
+        try:
+            if not self.sealed.lease(_bell(key), _RING_SECONDS):
+                return True
+            self.sealed.release(_bell(key))
+        except Exception as error:
+            self._raised(error)
+        return False
+
     def close(self) -> None:
         """Close the store, where it is the cache's own."""
         if self.owned:
@@ -359,3 +380,7 @@ class Tier:
             skipped=counters.skipped,
             too_slow=self.too_slow,
         )
+
+
+def _bell(key: bytes) -> bytes:
+    return hashlib.sha256(b"pykvcache.wanted.1" + key).digest()

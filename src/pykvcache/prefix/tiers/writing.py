@@ -28,6 +28,8 @@ Item = tuple[bytes, "Buffer"]
 # How much is written before the queue is looked at again: where it is waited for, and else.
 _AT_ONCE, _AT_ONCE_BYTES = 64, 8 << 20
 _STEP_BYTES = 1 << 20
+# How often to look, in seconds, whether somebody waits for what has a lease.
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(eq=False)
@@ -42,6 +44,8 @@ class Chain:
         Whose they are.
     leases
         Keys to release once everything is written.
+    due
+        From when on their release must not wait, on the monotonic clock.
     removes
         Keys to remove instead.
     written
@@ -53,6 +57,7 @@ class Chain:
     items: list[Item] = field(default_factory=list)
     namespace: str = ""
     leases: list[bytes] = field(default_factory=list)
+    due: float = 0.0
     removes: list[bytes] = field(default_factory=list)
     written: list[bytes] = field(default_factory=list)
     blocks: dict[bytes, Place] = field(default_factory=dict)
@@ -84,7 +89,8 @@ class WriteBehind:
         self.tier = tier
         self.max_bytes = max_bytes
         self._pace = Pace(progress)
-        self._n_waiting = self._n_urgent = 0  # who waits; chains with leases or removals
+        self._n_waiting = self._n_leased = self._n_removals = 0  # who waits here; chains
+        self._is_awaited = False  # by another process
         self.dropped = 0
         self.n_bytes = self.n_items = 0
         self._queue: deque[Chain] = deque()
@@ -117,12 +123,15 @@ class WriteBehind:
                 self._count_off(taken)
                 self.dropped += len(taken)
             elif is_work:
-                self._n_urgent += bool(chain.leases or chain.removes)
+                self._n_leased += bool(chain.leases)
+                self._n_removals += bool(chain.removes)
+                self._is_awaited |= bool(chain.leases) and chain.due <= time.monotonic()
                 self._queue.append(
                     Chain(
                         taken,
                         chain.namespace,
                         list(chain.leases),
+                        chain.due,
                         list(chain.removes),
                         blocks=chain.blocks,
                     )
@@ -178,7 +187,7 @@ class WriteBehind:
             for chain in self._queue:
                 self.dropped += len(chain.items)
             self._queue.clear()
-            self.n_bytes = self.n_items = self._n_urgent = 0
+            self.n_bytes = self.n_items = self._n_leased = self._n_removals = 0
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
@@ -220,12 +229,17 @@ class WriteBehind:
                             self.tier.close()
                         return
                     self._changed.wait()
+            self._ask_waiters()
+            with self._changed:
+                if not self._queue:
+                    continue  # closed meanwhile
                 chain = self._queue[0]
                 items = self._take(chain)
                 self._busy = True
                 if is_last := not chain.items:
                     self._queue.popleft()
-                    self._n_urgent -= bool(chain.leases or chain.removes)
+                    self._n_leased -= bool(chain.leases)
+                    self._n_removals -= bool(chain.removes)
             began = time.thread_time()
             if chain.removes:
                 self.tier.discard(chain.removes)
@@ -242,14 +256,30 @@ class WriteBehind:
             self._closed
             or self._n_waiting > 0
             or self.n_bytes > self.max_bytes // 4
-            or self._n_urgent > 0
+            or self._n_removals > 0
+            or self._is_awaited
+        )
+
+    def _ask_waiters(self) -> None:
+        """Find out whether another process waits, or a lease is about to end; no lock is held."""
+        leased: list[Chain] = []
+        with self._changed:
+            if self._n_leased:
+                leased = [chain for chain in self._queue if chain.leases]
+        now = time.monotonic()
+        self._is_awaited = any(
+            chain.due <= now or any(map(self.tier.is_wanted, chain.leases)) for chain in leased
         )
 
     def _pause(self, worked: float) -> None:
         """Let those go first who evaluate, where somebody does."""
-        if pause := self._pace.pause(worked):
+        until = time.monotonic() + self._pace.pause(worked)
+        while (left := until - time.monotonic()) > 0:
             with self._changed:
-                self._changed.wait_for(lambda: not self._queue or self._is_urgent(), pause)
+                pause = min(left, _LOOK_SECONDS) if self._n_leased else left
+                if self._changed.wait_for(lambda: not self._queue or self._is_urgent(), pause):
+                    return
+            self._ask_waiters()
 
     def _take(self, chain: Chain) -> list[Item]:
         """Take the next items of a chain: not all at once, so that it can be cancelled."""

@@ -23,9 +23,12 @@ def first_token(groups: dict[str, Rows], what: str, factor: float, key: str) -> 
         return Verdict(key, text, "-", None)
     base = statistics.median(alone.samples[US])
     ratios = [base / one for one in loaded.samples[US]]
-    figure, memory = span(ratios, "times", 0), rows.get("first token, RAM, 4096")
-    if memory is not None and memory.samples:
-        figure += f"; the cache's own memory {base / memory.median(US):.0f} times"
+    figure = span(ratios, "times", 0)
+    floors = {"RAM": "the cache's own memory", "the last one decoded alone": "the last token alone"}
+    for name, words in floors.items():
+        floor = rows.get(f"first token, {name}, 4096")
+        if floor is not None and floor.samples:
+            figure += f"; {words} {base / floor.median(US):.0f} times"
     return Verdict(key, text, figure, statistics.median(ratios) >= factor)
 
 

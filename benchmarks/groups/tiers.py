@@ -94,6 +94,9 @@ def first_tokens(ours: Contestant, n: int, folder: str, url: str | None, plan: P
         few(plan),
     )
     rows.append(evaluate)
+    name = f"first token, the last one decoded alone, {n}"
+    rows.append(interleave(name, "s", {OURS: partial(ours.ask, "tier_last", n=n)}, plan))
+    show(rows[-1], 1e3, "ms")
     tiers: dict[str, tuple[str | None, bool]] = {
         "RAM": (None, False),
         "folder, page cache": (folder, False),

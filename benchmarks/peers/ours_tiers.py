@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,20 @@ class Tiered(Many):
         sequence.close()
         self._forget()
         return {"seconds": seconds, "evaluated": report.evaluated}
+
+    def do_tier_last(self, n: int, again: int = 5) -> Answer:
+        """Seconds to decode the last token alone: all before it lies in the cells."""
+        self.do_tier_close()
+        took = []
+        with LlamaSequence(self.context, self.array(0, n + 1)) as sequence:
+            sequence.logits()
+            for turn in range(again):
+                sequence.truncate(n)
+                sequence.append([int(self.array(n + 1 + turn, 1)[0])])
+                start = time.perf_counter()
+                sequence.logits()
+                took.append(time.perf_counter() - start)
+        return {"seconds": statistics.median(took)}
 
     def do_tier_close(self) -> Answer:
         """End the cache in memory."""

@@ -15,6 +15,7 @@ import pytest
 
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.prefix.events import BlockRemoved, BlockStored, EventLog
+from pykvcache.prefix.stores import MemoryStore
 from support.models import make_model
 
 Make = Callable[..., LlamaContext]
@@ -180,3 +181,16 @@ def test_pins_say_what_they_keep(make_context: Make) -> None:
     for ttl in (float("nan"), -1):
         with pytest.raises(ValueError, match="ttl is "):
             cache.pin(words(1, 40), ttl=ttl)
+
+
+def test_what_tiers_tell_while_nothing_can_leave_is_in_the_budget(make_context: Make) -> None:
+    ctx, limit, told = make_context("llama"), 400_000, 0
+    with PrefixCache(ctx, block_size=1, ram_bytes=limit, tiers=[MemoryStore()]) as cache:
+        for i in range(60):
+            with cache.sequence(words(i, 20)) as sequence:
+                sequence.evaluate()
+            assert cache.flush(60)
+            assert cache.stats().ram_bytes <= limit, "an event of a tier is over the budget"
+            told += len(list(cache.events))
+        assert cache.stats().removed
+        assert told > 60

@@ -19,7 +19,7 @@ from pykvcache.prefix.blocks import root_name, token_bytes
 from pykvcache.prefix.digests import digests, end_bytes, least_seconds, progress_of
 from pykvcache.prefix.events import AllBlocksCleared, EventLog
 from pykvcache.prefix.exits import close_at_exit
-from pykvcache.prefix.options import as_namespace, as_queue_bytes, as_seconds, as_tiers
+from pykvcache.prefix.options import as_namespace, as_queue_bytes, as_seconds, as_tiers, as_wait
 from pykvcache.prefix.outline import OutlineMethods
 from pykvcache.prefix.pins import Pin, Pins
 from pykvcache.prefix.policies import DEFAULT, Policy
@@ -135,7 +135,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._digests = digests(context)
         self._end_bytes = end_bytes(context)
         most = as_int(ram_bytes, "ram_bytes", 0, 2**62)
-        self._events = EventLog(min(most // 32, 16 << 20))
+        stores = as_tiers(tiers)
+        self._events = EventLog(min(most // 32, 16 << 20), has_room=len(stores) > 0)
         self._reserve = Reserve(self._block_size * self._cell_bytes + Envelope.overhead, most)
         self._ram = RamTier(
             self._block_size,
@@ -145,6 +146,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._removed,
             lambda: self._events.nbytes + self._reserve.n_bytes,
             self._reserve.release,
+            lambda: self._events.room,
         )
         self._pool = pool_of(context)
         self._evaluation = EvaluationTime(least_seconds(context))
@@ -153,12 +155,10 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             raise ArgumentError(
                 "the context has a PrefixCache already: close() that one first", "ctx"
             )
-        self._tier_seconds = (
-            None if tier_seconds is None else as_seconds(tier_seconds, "tier_seconds", 3600)
-        )
+        self._tier_seconds = as_wait(tier_seconds, "tier_seconds", 3600)
         model, _, layout = self._digests
         self._tiers = Tiers(
-            as_tiers(tiers),
+            stores,
             Envelope(model=model, layout=layout, secret=secret, memory=self._reserve.take),
             as_queue_bytes(queue_bytes, most),
             self._events.add,
@@ -356,7 +356,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             For how long at most; None for as long as it takes.
         """
         self._check_open()
-        return self._tiers.flush(None if seconds is None else as_seconds(seconds, "seconds"))
+        return self._tiers.flush(as_wait(seconds, "seconds"))
 
     def close(self) -> None:
         """Forget everything; its sequences go on as plain ones. Twice does nothing.

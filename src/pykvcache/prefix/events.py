@@ -106,13 +106,17 @@ class EventLog:
     max_bytes
         Most memory of events that wait to be taken out: the oldest are forgotten. They are part of
         what ``ram_bytes`` of the cache bounds.
+    has_room
+        Whether so much is kept free for them. Tiers tell what they wrote at any time, also when
+        nothing can leave for it.
     """
 
-    def __init__(self, max_bytes: int = 1 << 20) -> None:
+    def __init__(self, max_bytes: int = 1 << 20, *, has_room: bool = False) -> None:
         self._events: deque[tuple[CacheEvent, int, str | None]] = deque()
         self._callbacks: list[Callable[[CacheEvent], object]] = []
         self._listeners: list[Callable[[Lookup], object]] = []
         self._max_bytes = max_bytes
+        self._has_room = has_room
         self._nbytes = 0
         self._lock = threading.Lock()
         watch_locks(self, "_lock")
@@ -121,6 +125,11 @@ class EventLog:
     def nbytes(self) -> int:
         """Bytes of the events that wait."""
         return self._nbytes
+
+    @property
+    def room(self) -> int:
+        """Bytes that are kept free for events to come."""
+        return max(0, self._max_bytes - self._nbytes) if self._has_room else 0
 
     def subscribe(self, callback: Callable[[CacheEvent], object]) -> Callable[[], None]:
         """Call a function for every event from now on; returns what ends that."""

@@ -16,7 +16,7 @@ from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores import BlockStore
 from pykvcache.prefix.tiers.stack import TierInput
 
-__all__ = ["as_namespace", "as_queue_bytes", "as_seconds", "as_tiers"]
+__all__ = ["as_namespace", "as_queue_bytes", "as_seconds", "as_tiers", "as_wait"]
 
 
 def as_namespace(namespace: str) -> str:
@@ -42,6 +42,11 @@ def as_seconds(value: float, name: str, most: float = math.inf) -> float:
             f"{name} is {shown(value)}: it must be in [0, {most}]", name, value, most
         )
     return math.inf if value > sys.float_info.max else float(value)
+
+
+def as_wait(value: float | None, name: str, most: float = math.inf) -> float | None:
+    """As `as_seconds`; None stays None."""
+    return None if value is None else as_seconds(value, name, most)
 
 
 def as_tiers(tiers: Sequence[TierInput]) -> list[TierInput]:

@@ -81,6 +81,8 @@ class RamTier:
         Returns how many bytes of the budget something else takes.
     release
         Called before anything is evicted, and where there is room, as in `BlockTree`.
+    room
+        Returns how many bytes of the budget are kept free for what comes at any time.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class RamTier:
         on_remove: Callable[[list[bytes]], None],
         other_bytes: Callable[[], int] = lambda: 0,
         release: Callable[[int], bool] = lambda _: False,
+        room: Callable[[], int] = lambda: 0,
     ) -> None:
         self.block_size = block_size
         self.max_bytes = max_bytes
@@ -101,7 +104,7 @@ class RamTier:
         self._in_use: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._tail_bytes = 0
         self._fixed_bytes = min(FIXED_BYTES, max_bytes // 16)
-        self._more_bytes = other_bytes
+        self._more_bytes, self._room = other_bytes, room
         self.stored = self.removed = self.n_checkpoints = 0
         self.tree = BlockTree(
             block_size,
@@ -117,11 +120,11 @@ class RamTier:
     @property
     def nbytes(self) -> int:
         """Bytes that are kept, overhead included."""
-        return self.tree.used_bytes
+        return self.tree.used_bytes - self._room()
 
     def _other_bytes(self) -> int:
         in_use = sum(size for _, size in self._in_use.copy().values()) if self._in_use else 0
-        return self._fixed_bytes + self._tail_bytes + in_use + self._more_bytes()
+        return self._fixed_bytes + self._tail_bytes + in_use + self._more_bytes() + self._room()
 
     def block_cost(self, cell_bytes: int) -> int:
         """Return what a block takes of the budget."""

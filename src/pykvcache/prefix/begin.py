@@ -55,22 +55,19 @@ class BeginMethods:
         self._pins.expire()
         found = self._ram.find(tokens, space, needs_rest=self._needs_rest)
         parent, live, common = self._nearest(ledger, space, sequence)
-        if parent is not None and live >= found.n:
+        is_live = parent is not None and live >= found.n
+        if is_live and parent is not None:
             parent._cells.fork_into(cells, live)
             if live == n == len(parent) and parent._cells.row is not None:
                 cells.row = parent._cells.row
-            report = ReuseReport(n, live=ledger.n_evaluated)
-        elif found.n:
+            if self._usable(cells) < found.n:  # no id was free: a state cannot be cut as cells can
+                cells.release()
+                is_live = False
+        if not is_live and found.n:
             self._put(cells, found)
-            report = ReuseReport(n, ram=found.n)
-        else:
-            report = ReuseReport(n)
         self._hold(sequence, found)
-        if cells.row is None and ledger.n_evaluated == n:
-            # Logits are made by a decode: of the last token, and of what cannot be gone back over.
-            left = self._left(cells, n - 1)
-            live, ram = (left, 0) if report.live else (0, left)
-            report = replace(report, live=live, ram=ram)
+        usable = self._usable(cells)
+        report = ReuseReport(n, live=usable) if is_live else ReuseReport(n, ram=usable)
         reused = report.live + report.ram
         if self._needs_rest:
             cells.branch = max(found.n_known, common) // self._block_size * self._block_size
@@ -154,6 +151,14 @@ class BeginMethods:
                 best, most = other, usable
         return best, most, agrees
 
+    def _usable(self, cells: SequenceCells) -> int:
+        """How many tokens of a new sequence need not be evaluated to make its logits."""
+        n = cells.ledger.n_evaluated
+        if cells.row is None and n == len(cells.ledger):
+            # Logits are made by a decode: of the last token, and of what cannot be gone back over.
+            return self._left(cells, n - 1) if n else 0
+        return self._forkable(cells, n)
+
     def _left(self, cells: SequenceCells, n: int) -> int:
         """How many of the first n tokens stay when what comes after them is decoded again."""
         is_window = self._ctx.memory_kind == "sliding-window"
@@ -161,9 +166,14 @@ class BeginMethods:
             return n  # a state has all that its last token saw
         return self._forkable(cells, n)
 
+    def _is_whole(self, cells: SequenceCells) -> bool:
+        """Whether a parked sequence has all tokens of its window: none has left it."""
+        is_window = self._ctx.memory_kind == "sliding-window"
+        return is_window and cells.seq_id is None and cells.n_held <= self._ctx.model.n_swa
+
     def _forkable(self, cells: SequenceCells, n: int) -> int:
         """How many of the first n tokens a fork would hold without evaluating."""
-        if not self._needs_rest or n == cells.n_held:
+        if not self._needs_rest or n == cells.n_held or self._is_whole(cells):
             return n
         if cells.seq_id is not None and self._native.can_resume(cells.seq_id, n):
             return n

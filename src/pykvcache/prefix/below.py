@@ -92,6 +92,7 @@ class TierMethods(BeginMethods, KeepMethods):
             limit=limit,
             needs_rest=self._needs_rest,
             is_good=self._layout.is_good,
+            n_row=self._n_row,
         )
         seconds = self._evaluation.seconds(known, n) if self._tier_seconds is None else math.inf
         fetch = self._tiers.search(wanted, seconds)
@@ -258,20 +259,23 @@ class TierMethods(BeginMethods, KeepMethods):
         self._promote(tokens, space, got, len(mine))
         row = None
         if got.end is not None and got.n == len(cells.ledger):
-            row = self._checked_row(got.end.row)
+            row = self._checked_row(got.end)
         cells.release()
         self._put(cells, Found(got.n, got.blocks, got.rest, row=row))
         run, sequence._held_run = sequence._held_run, None
         if run is not None:
             self._ram.tree.release(run)
         self._hold(sequence, self._ram.find(tokens, space, needs_rest=self._needs_rest))
-        self._account(sequence, got, ram=len(mine) * size)
+        self._account(sequence, got)
 
-    def _checked_row(self, row: Row | None) -> Row | None:
-        n_vocab = self._ctx.model.n_vocab
-        if row is None or len(row) != n_vocab or not np.isfinite(row).all():
-            return None
-        return row
+    def _checked_row(self, end: End) -> Row | None:
+        return end.row if end.has_row(self._ctx.model.n_vocab) else None
+
+    @property
+    def _n_row(self) -> int:
+        """How many logits an end of a whole prompt must have to be of use."""
+        can_resume = self._ctx.memory_kind in ("attention", "sliding-window")
+        return 0 if can_resume or not self._keep_logits else self._ctx.model.n_vocab
 
     def _promote(
         self, tokens: bytes, space: str, got: Gathered, begin: int, *, saved: int = 0
@@ -293,17 +297,18 @@ class TierMethods(BeginMethods, KeepMethods):
             return
         if got.end.n_cells:
             text = tokens[4 * size * n_full : 4 * got.n]
-            tail = Tail(text, got.end.cells, got.rest, self._checked_row(got.end.row))
+            tail = Tail(text, got.end.cells, got.rest, self._checked_row(got.end))
             self._ram.add_tail(tokens[: 4 * got.n], space, tail)
         elif got.rest is not None:
             self._ram.add_checkpoint(
                 tokens[: 4 * got.n], space, got.rest, saved or len(got.loaded) * size
             )
 
-    def _account(self, sequence: CachedSequence, got: Gathered, *, ram: int) -> None:
+    def _account(self, sequence: CachedSequence, got: Gathered) -> None:
         """Say in the sequence's report, and in the cache's sums, where tokens came from."""
         n = len(sequence._cells.ledger)
-        used = {"ram": ram, "disk": got.count("disk"), "remote": got.count("remote")}
+        used = {"ram": got.n - got.n_loaded}  # of what is there, perhaps less than all
+        used |= {"disk": got.count("disk"), "remote": got.count("remote")}
         if sequence._cells.row is None and got.n == n:
             # Logits are made by a decode: the last token counts as evaluated.
             last = next(name for name in ("remote", "disk", "ram") if used[name])

@@ -212,6 +212,7 @@ class PrefetchMethods(TierMethods):
                 limit=limit,
                 needs_rest=self._needs_rest,
                 is_good=self._layout.is_good,
+                n_row=self._n_row,
             ),
         )
         spans = fetch.look()

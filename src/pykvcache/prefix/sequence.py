@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from pykvcache.prefix.runs import Run
     from pykvcache.prefix.tiers.fetch import Fetch
+    from pykvcache.sequence.cells import SequenceCells
 
 __all__ = ["CachedSequence"]
 
@@ -26,6 +27,9 @@ class Owner(Protocol):
 
     def _joined(self, sequence: CachedSequence, parent: CachedSequence) -> None:
         """Take note of a new sequence, a fork of another; of one that was cleared it is not."""
+
+    def _usable(self, cells: SequenceCells) -> int:
+        """Return how many tokens of a new sequence need not be evaluated."""
 
     def _let_go(self, run: Run) -> None:
         """Release what a dropped sequence held, once no other call is running."""
@@ -65,10 +69,11 @@ class CachedSequence(LlamaSequence):
         """As `LlamaSequence.fork`; the fork belongs to the cache, too."""
         child = super().fork(n)
         child._cache, child._namespace = self._cache, self._namespace
-        evaluated = len(child) - child.n_evaluated
-        child._reuse = ReuseReport(len(child), live=child.n_evaluated, evaluated=evaluated)
         child._held_run = None
-        self._cache._joined(child, self)
+        with child._held():
+            live = self._cache._usable(child._cells)
+            self._cache._joined(child, self)
+        child._reuse = ReuseReport(len(child), live=live, evaluated=len(child) - live)
         return child
 
     def _evaluated(self) -> None:

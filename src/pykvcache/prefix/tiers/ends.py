@@ -61,6 +61,10 @@ class End:
     pos: int = 0
     row: npt.NDArray[np.float32] | None = None
 
+    def has_row(self, n: int) -> bool:
+        """Whether it has that many logits, all of them finite."""
+        return self.row is not None and len(self.row) == n and bool(np.isfinite(self.row).all())
+
     def encode(self) -> bytes:
         """Return the bytes that a store gets."""
         rest = b"" if self.rest is None else self.rest.data

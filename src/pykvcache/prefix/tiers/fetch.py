@@ -49,6 +49,8 @@ class Wanted:
         Whether only places are of use where an end has the state of other parts.
     is_good
         Tells whether bytes are that many cells, whose values a memory may have.
+    n_row
+        How many logits an end of the whole prompt needs; 0 where it is of use without them.
     """
 
     tokens: bytes
@@ -61,6 +63,7 @@ class Wanted:
     limit: int
     needs_rest: bool
     is_good: Callable[[npt.NDArray[np.uint8], int], bool]
+    n_row: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -284,6 +287,9 @@ class Fetch:
             tier.discard([key], refused=True)
             return None
         if wanted.needs_rest and (end.rest is None or end.pos != n - 1):
+            return None
+        # A memory that cannot be rewound would have nothing to make the logits from.
+        if wanted.n_row and 4 * n == len(wanted.tokens) and not end.has_row(wanted.n_row):
             return None
         return end
 

@@ -1,0 +1,97 @@
+"""`ReuseReport` says how many tokens are evaluated, also where little can be gone back over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memory.kit import CASES, Case, Logits, apart
+from pykvcache import LlamaContext, PrefixCache
+from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.prefix.stores import MemoryStore
+
+Make = Callable[..., LlamaContext]
+Fresh = Callable[..., Logits]
+SERVED = tuple(case for case in CASES if case.has_states and case.name != "t5")
+WITHOUT_ROWS = tuple(case for case in SERVED if case.info.has_recurrent_state)
+SIZE = 8
+
+
+def words(seed: int, n: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
+    return found
+
+
+def evaluated(sequence: CachedSequence) -> int:
+    """Evaluate, and return how many tokens that took; the report said so before."""
+    before, said = sequence.context.tokens_evaluated, sequence.reuse.evaluated
+    sequence.logits()
+    assert sequence.context.tokens_evaluated - before == said, sequence.reuse
+    return said
+
+
+@pytest.mark.parametrize("n_seq_max", [1, 2])
+@pytest.mark.parametrize("n", [20, 90])
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_what_is_forked_without_an_id(
+    case: Case, n: int, n_seq_max: int, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """A state that is taken out of a window has what its end sees, and no more."""
+    options: dict[str, Any] = case.options | {"n_seq_max": n_seq_max}
+    ctx, text = make_context(case.name, **options), words(1, n)
+    with PrefixCache(ctx, block_size=SIZE) as cache:
+        first = cache.sequence(text)
+        assert evaluated(first) == n
+        for at in (3, n // 2, n - 9, n - 1):
+            prompt = [*text[:at], *words(at, 4)]
+            other = cache.sequence(prompt)
+            assert evaluated(other) <= at + 4
+            assert apart(other.logits(), fresh_logits(case.name, prompt)) < case.tolerance
+            fork = first.fork(at)
+            assert evaluated(fork) <= at
+            assert apart(fork.logits(), fresh_logits(case.name, text[:at])) < case.tolerance
+        with first.fork() as fork:
+            assert evaluated(fork) == 0
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_more_blocks_are_in_memory_than_a_tier_has_states_for(
+    case: Case, make_context: Make
+) -> None:
+    store, text = MemoryStore(), words(1, 80)
+    both: dict[str, Any] = {"block_size": SIZE, "tiers": [store], "tier_seconds": 20}
+    with PrefixCache(make_context(case.name, **case.options), checkpoint_bytes=0, **both) as cache:
+        with cache.sequence(text) as sequence:
+            evaluated(sequence)
+        cache.flush()
+        with (
+            PrefixCache(make_context(case.name, **case.options), **both) as other,
+            other.sequence(text[:45]) as sequence,
+        ):
+            sequence.logits()
+        with cache.sequence([*text, *words(2, 5)]) as sequence:
+            assert evaluated(sequence) <= 45
+            assert sequence.reuse.disk + sequence.reuse.remote == 0
+
+
+@pytest.mark.parametrize("n", [40, 43])
+@pytest.mark.parametrize("is_prefetched", [False, True])
+@pytest.mark.parametrize("case", WITHOUT_ROWS, ids=str)
+def test_an_end_without_logits_is_no_place_to_begin_a_repeat(
+    case: Case, is_prefetched: bool, n: int, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """Who wrote it did not keep them, and who reads it does; a state cannot go back one token."""
+    store, text = MemoryStore(), words(1, n)
+    for keep_logits in (False, True):
+        ctx = make_context(case.name, **case.options)
+        with PrefixCache(
+            ctx, block_size=SIZE, tiers=[store], tier_seconds=20, keep_logits=keep_logits
+        ) as cache:
+            if is_prefetched:
+                assert cache.prefetch(text).wait()
+            with cache.sequence(text) as sequence:
+                assert evaluated(sequence) <= (SIZE if keep_logits else n)
+                assert apart(sequence.logits(), fresh_logits(case.name, text)) < case.tolerance

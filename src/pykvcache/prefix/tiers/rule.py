@@ -9,7 +9,7 @@ With T the seconds that evaluating would take, and E what is left of loading, as
   where prompts are short: once the tiers have said what they have, it may be 10 ms, and 0.2 T.
 - Nobody waits for what will not come in time: only where 1.5 E is within what may be lost. But
   what a tier does beside an evaluation tells little of what it could do alone: after 8 requests
-  that did not wait, one waits 0.03 T.
+  that did not wait, one waits 0.03 T; after 2, where half an evaluation has been put by.
 - What has come from the back need not be evaluated: for as long as that would have taken, a
   request waits for the rest at no loss.
 - Else, and after the wait: both. Evaluation begins at the front, loading at the back, and they
@@ -38,6 +38,8 @@ LATE = 3.0
 SHORTEST = 0.001
 #: After so many requests that did not wait, one does.
 TRY_AFTER = 8
+#: The same where loading has saved this part of an evaluation before.
+TRY_AFTER_SAVED, SAVED = 2, 0.5
 
 
 class Savings:
@@ -67,7 +69,8 @@ class Savings:
 
     def try_until(self, evaluation: float) -> float:
         """Return for how many seconds a request waits though nothing is thought to come."""
-        if self.in_a_row < TRY_AFTER:
+        has_saved = self.seconds >= SAVED * evaluation
+        if self.in_a_row < (TRY_AFTER_SAVED if has_saved else TRY_AFTER):
             return 0.0
         return min(self.allowance(evaluation, answered=False), PATIENCE * evaluation)
 

@@ -328,6 +328,8 @@ def test_a_folder_that_may_only_be_read(tmp_path: Path) -> None:
     folder.chmod(0o555)
     code = f"""
         import os
+        import pykvcache.cli.app
+        from pykvcache.cli import main
         from pykvcache.prefix.stores import FolderStore
         from pykvcache.prefix.stores.conformance import chain
         blocks = chain(12, "folder")
@@ -343,7 +345,12 @@ def test_a_folder_that_may_only_be_read(tmp_path: Path) -> None:
         store.touch(keys)
         assert store.trim(0) == []
         assert store.counters.denied > 0, store.counters
+        assert {{(e.key, e.size) for e in store.entries()}} == {{(k, len(d)) for k, d in blocks}}
         store.close()
+        assert list(store.entries()) == []
+        for command, code in (("du", 0), ("ls", 0), ("trim", 1), ("clear", 1)):
+            more = {{"trim": ["0"], "clear": ["--yes"]}}.get(command, [])
+            assert main(["cache", command, {str(folder)!r}, *more]) == code, command
     """
     try:
         subprocess.run(
@@ -351,6 +358,23 @@ def test_a_folder_that_may_only_be_read(tmp_path: Path) -> None:
         )
     finally:
         folder.chmod(0o755)
+
+
+def test_a_clock_that_was_ahead_keeps_no_block_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, size = chain(10, "ahead", 100_000), 100_000
+    with FolderStore(tmp_path, max_bytes=4 << 20) as store:
+        now = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() + 10**9 * 86400 * 365)
+        store.put(ahead)
+        monkeypatch.undo()
+        for i in range(10):
+            new = chain(4, i, size)
+            assert store.put(new) == 4
+            assert store.contains([key for key, _ in new]) == 4, "what is new goes first"
+        assert store.contains([ahead[-1][0]]) == 0
+        assert max(entry.used for entry in store.entries()) < time.time() + 60
 
 
 def test_what_cannot_be_a_folder_raises(tmp_path: Path) -> None:

@@ -166,3 +166,11 @@ def test_a_store_that_says_anything_of_leases_ends_nothing(answer: bool | None) 
     assert behind.tier.is_wanted(LEASE) is (answer is False)
     behind.close(30)
     assert len(store.ended) == 1
+
+
+def test_a_full_disk_and_a_folder_that_is_only_read_show_in_the_figures() -> None:
+    store = MemoryStore()
+    tier = Tier(store, Envelope(model="m", layout="l"), owned=False)
+    store.counters.add(full=2, denied=3)
+    stats = tier.stats(0, 0, 0)
+    assert (stats.full, stats.denied) == (2, 3)

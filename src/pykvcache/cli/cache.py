@@ -50,7 +50,7 @@ def cache() -> None:
 @JSON
 def list_blocks(where: str, number: int, as_json: bool) -> None:
     """List blocks, the last used first."""
-    with _open(where) as store:
+    with _open(where, changes=False) as store:
         found = sorted(store.entries(), key=lambda entry: -entry.used)
     shown = found[:number] if number > 0 else found
     if as_json:
@@ -70,7 +70,7 @@ def disk_usage(where: str, as_json: bool) -> None:
     """Say how many blocks there are, and how much they take."""
     from pykvcache.prefix.stores import tools
 
-    with _open(where) as store:
+    with _open(where, changes=False) as store:
         found = tools.usage(store)
     if as_json:
         click.echo(json.dumps(vars(found), indent=1))
@@ -108,7 +108,7 @@ def verify_all(where: str, remove: bool) -> None:
     from pykvcache.prefix.stores import Rejection, tools
 
     count: Counter[Rejection | None] = Counter()
-    with _open(where) as store:
+    with _open(where, changes=remove) as store:
         for entry, why in tools.verify(store, os.environ.get("PYKVCACHE_SECRET")):
             count[why] += 1
             if why is None:
@@ -135,19 +135,23 @@ def clear_all(where: str, yes: bool) -> None:
             if not is_terminal(sys.stdin):
                 raise click.UsageError("nobody is there to ask: --yes removes all blocks")
             click.confirm(f"Remove all blocks of {where}?", abort=True)
-        click.echo(f"{len(store.trim(0)):,} blocks removed")
+        removed = store.trim(0)
+    click.echo(f"{len(removed):,} blocks removed")
 
 
 @contextmanager
-def _open(where: str) -> Iterator[BlockStore]:
+def _open(where: str, *, changes: bool = True) -> Iterator[BlockStore]:
     """Open a store; what was asked of it has to have been answered when the body ends."""
     from pykvcache.prefix.stores import tools
 
     with tools.open_existing(where) as store:
+        count = store.counters
+        # The index of a folder that can only be read cannot be opened; its files tell as much.
+        n_denied = 0 if changes else count.denied
         yield store
         # A cache treats a dead server as an empty one; this command must not.
-        count = store.counters
-        if count.failed or count.timed_out or count.skipped or count.denied:
+        n_skipped = 0 if n_denied else count.skipped
+        if count.failed or count.timed_out or n_skipped or count.denied > n_denied:
             # Addresses may hold a password.
             place = re.sub(r"(://[^/@]*):[^/@]*@", r"\1:***@", where)
             why = f" ({count.last_error})" if count.last_error else ""

@@ -7,7 +7,7 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 __all__ = ["IN_THE_WAY", "SHARDS", "BlockFiles"]
 
@@ -138,6 +138,19 @@ class BlockFiles:
                 if len(key) == 32 and name == key.hex() + _SUFFIX and name[:2] == shard:
                     keys.add(key)
         return keys
+
+    def rows(self, failed: Callable[[OSError], object]) -> Iterator[tuple[bytes, int, int]]:
+        """Yield (key, size, used in nanoseconds) of every block, as an index would know them."""
+        for shard in SHARDS:
+            try:
+                keys = self.keys(shard)
+            except OSError as error:
+                failed(error)
+                continue
+            for key in keys:
+                facts = self.stat(key)
+                if facts is not None:
+                    yield key, facts.st_size, facts.st_mtime_ns
 
     def temporaries(self) -> Iterator[tuple[str, str]]:
         """Yield (token of the writer, path) of what is not yet renamed."""

@@ -159,6 +159,13 @@ class Index:
         sql = "UPDATE blocks SET used = max(used, ?) WHERE key = ?"
         return self._execute(sql, [used, key]).rowcount > 0
 
+    def not_after(self, now: int) -> None:
+        """Let no block be used after now: a clock that was ahead would keep it for good."""
+        (last,) = self._row("SELECT max(used) FROM blocks")
+        if last is not None and last > now:
+            sql = "UPDATE blocks SET used = used - ? WHERE used > ?"
+            self._execute(sql, [last - now, now])
+
     def remove(self, key: bytes) -> bool:
         """Remove the row of a block; return whether there was one."""
         return self._execute("DELETE FROM blocks WHERE key = ?", [key]).rowcount > 0

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import sqlite3
+import time
 from collections.abc import Iterator
 
 from pykvcache.prefix.stores._files import SHARDS, BlockFiles
@@ -123,6 +124,7 @@ class SharedIndex:
         """Hold the right to write; raises one of `FAILURES`."""
         seconds = WAIT if seconds is None else seconds
         with self._hold(seconds) as index, index.transaction(seconds):
+            index.not_after(time.time_ns())
             yield index
 
     @contextlib.contextmanager

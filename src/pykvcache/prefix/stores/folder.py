@@ -145,12 +145,12 @@ class FolderStore(BlockStore):
         return done
 
     def entries(self) -> Iterator[StoreEntry]:
-        """Yield every block that the index knows."""
-        found: list[tuple[bytes, int, int]] = []
+        """Yield every block that the index knows; every file where it cannot be opened."""
+        found = iter(()) if self._closed else self._files.rows(self._failed)
         with self._locked() as shared:
             if shared is not None:
                 with shared.reading() as index:
-                    found = index.rows()
+                    found = iter(index.rows())
         return (StoreEntry(key, size, used / 1e9) for key, size, used in found)
 
     # Writing ----------------------------------------------------------------------------

@@ -68,6 +68,8 @@ class TierStats:
         Requests that failed, had no answer in time, or were not made because of those.
     too_slow
         Requests that were not made because evaluating is faster.
+    full, denied
+        Not written, because the disk or the server is full, or because that is not allowed.
     """
 
     medium: str
@@ -85,6 +87,8 @@ class TierStats:
     timed_out: int = 0
     skipped: int = 0
     too_slow: int = 0
+    full: int = 0
+    denied: int = 0
 
 
 class Tier:
@@ -379,6 +383,8 @@ class Tier:
             timed_out=counters.timed_out,
             skipped=counters.skipped,
             too_slow=self.too_slow,
+            full=counters.full,
+            denied=counters.denied,
         )
 
 

@@ -37,6 +37,7 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", action="append", choices=GROUPS, help="a group; may be repeated")
+    parser.add_argument("--skip", action="append", choices=GROUPS, default=[], help="not this one")
     parser.add_argument("--quick", action="store_true", help="few samples: to see that it works")
     parser.add_argument("--brief", action="store_true", help="2 samples of what takes seconds")
     parser.add_argument("--samples", type=int, default=7)
@@ -72,8 +73,13 @@ def main() -> None:
     if options.merge and path.exists():
         earlier = json.loads(path.read_text())
         result |= {key: earlier[key] for key in ("groups", "setup_seconds")}
+        for group in result["groups"].values():  # measured there, and then
+            group.setdefault("cpu", earlier["machine"]["cpu"])
+            group.setdefault("commit", earlier["versions"]["commit"])
         reported |= earlier.get("settings", {}).get("reported", {})
     for name in options.only or GROUPS:
+        if name in options.skip:
+            continue
         group = importlib.import_module(f"benchmarks.groups.{name}")
         print(f"{name}: {group.TITLE}", file=sys.stderr)
         start, load = time.perf_counter(), os.getloadavg()
@@ -85,6 +91,8 @@ def main() -> None:
             "title": group.TITLE,
             "seconds": round(time.perf_counter() - start, 1),
             "load_before_and_after": [load[0], os.getloadavg()[0]],
+            "cpu": result["machine"]["cpu"],
+            "commit": result["versions"]["commit"],
             "rows": [row.as_json() for row in rows],
         }
     for name, contestant in contestants.items():

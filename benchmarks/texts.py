@@ -20,6 +20,20 @@ GGUF files, the same tokens, the same number of threads, on {machine["cpus"]} co
 page is written by `make bench` from [benchmarks.json](benchmarks.json), which holds every raw sample."""
 
 
+def elsewhere(result: dict[str, Any]) -> str:
+    """Return a line about the groups of earlier runs, which other machines may have made."""
+    here = result["machine"]["cpu"], result["versions"]["commit"]
+    there: dict[tuple[str, str], list[str]] = {}
+    for name, group in result["groups"].items():
+        of = group.get("cpu", here[0]), group.get("commit", here[1])
+        if of != here:
+            there.setdefault(of, []).append(name)
+    texts = [
+        f"{', '.join(names)} on {cpu}, commit {commit}" for (cpu, commit), names in there.items()
+    ]
+    return f"- Of earlier runs: {'; '.join(texts)}\n" if texts else ""
+
+
 def details(result: dict[str, Any]) -> str:
     """Write how it was measured, on what, and how to read the tables that follow."""
     machine, versions = result["machine"], result["versions"]
@@ -48,7 +62,7 @@ First times here: {costs}; less where pip has kept an earlier build.
 ## What it was measured on
 
 - {machine["cpu"]}, {machine["cpus"]} cores, {machine["memory"]}, {machine["system"]}
-- Load average by group, before and after (a benchmark alone makes 1 to 2): {loads}.
+{elsewhere(result)}- Load average by group, before and after (a benchmark alone makes 1 to 2): {loads}.
   What is above that is other programs, and shows in the spread.
 - `OMP_WAIT_POLICY`: {machine["OMP_WAIT_POLICY"] or "not set"}
 - Python {versions["python"]}, {versions["compiler"]}, commit {versions["commit"]},

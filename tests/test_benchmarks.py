@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # The tests' import path holds tests/ alone.
 sys.path.insert(0, os.fspath(ROOT))
 
-from benchmarks import absent, report, settings, target_generate, targets  # noqa: E402
+from benchmarks import absent, report, settings, target_generate, targets, texts  # noqa: E402
 from benchmarks.__main__ import dumps  # noqa: E402
 from benchmarks.groups import growth, reuse  # noqa: E402
 from benchmarks.harness import AGAIN, Contestant, Plan, Row, interleave  # noqa: E402
@@ -160,6 +160,14 @@ def test_many_generations_run_and_leave_nothing(ours: Contestant, tmp_path: Path
     for what in ("fork", "sync"):
         assert ours.ask("sequence", what=what, n=64, slices=2)["seconds"] > 0
     assert ours.ask("held") == {"sequences": {}}
+
+
+def test_tokens_are_generated_while_blocks_are_written(ours: Contestant, tmp_path: Path) -> None:
+    folder = os.fspath(tmp_path / "tier")
+    assert ours.ask("tier", where=folder, n=96)["seconds"] > 0
+    assert ours.ask("tier_last", n=96)["seconds"] > 0
+    answer = ours.ask("tier_write", n=128, steps=1, pairs=1)
+    assert {name: len(took) for name, took in answer.items()} == {"written behind": 1, "no tier": 1}
 
 
 def test_the_targets_of_many_generations_are_judged() -> None:
@@ -313,6 +321,18 @@ def test_the_report_holds_every_figure_and_every_reason(tmp_path: Path) -> None:
     assert "n_batch 512, n_ubatch 512, flash_attn 1" in text
     # Who was never asked is said to be so, not left as a dash.
     assert "- cyllama: `pos_max`, `batch512`, `decode1" in text
+
+
+def test_groups_of_other_machines_are_named() -> None:
+    result = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
+    for group in result["groups"].values():
+        group.pop("cpu", None)
+        group.pop("commit", None)
+    assert texts.elsewhere(result) == ""
+    result["groups"]["state"] |= {"cpu": "Old One", "commit": "abc"}
+    result["groups"]["growth"] |= {"cpu": "Old One", "commit": "abc"}
+    assert texts.elsewhere(result) == "- Of earlier runs: state, growth on Old One, commit abc\n"
+    assert "\n- Of earlier runs: state" in texts.details(result)
 
 
 def test_what_was_not_measured_is_grouped_by_reason() -> None:

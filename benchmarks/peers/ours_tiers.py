@@ -146,8 +146,6 @@ class Tiered(Many):
         for _ in range(steps):
             next(sequence.generate(1, self.sampler(1)))
         seconds = time.perf_counter() - start
-        if busy and not cache.stats().tiers[0].pending:
-            raise ValueError("all was written before the tokens were there")
         cache._open.clear()
         sequence.close()
         cache.close()

@@ -360,6 +360,14 @@ def test_a_folder_that_may_only_be_read(tmp_path: Path) -> None:
         folder.chmod(0o755)
 
 
+def test_trim_leaves_what_fits(tmp_path: Path) -> None:
+    with FolderStore(tmp_path) as store:
+        store.put(BLOCKS)
+        assert store.trim(disk_bytes(tmp_path) + 4096) == []
+        assert store.contains([key for key, _ in BLOCKS]) == len(BLOCKS)
+        assert store.trim(8192)
+
+
 def test_a_clock_that_was_ahead_keeps_no_block_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,16 +12,17 @@ import threading
 import time
 from collections import deque
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from pykvcache._integers import as_int
 from pykvcache._threads import Worker, start
-from pykvcache.errors import ArgumentError, ThreadRefused
+from pykvcache.errors import ArgumentError, ClosedError, ThreadRefused
+from pykvcache.errors._shown import shown
+from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from pykvcache.prefix.cache import PrefixCache
 
 __all__ = ["EventPublisher", "as_map"]
 
@@ -60,6 +61,16 @@ def as_map(event: CacheEvent) -> dict[str, Any]:
     }
 
 
+def _encoded(text: str, name: str) -> bytes:
+    """Return a text as UTF-8; raise if it is none."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a str, not {type(text).__name__}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise ArgumentError(f"{name} {text!r} is not Unicode text", name, text) from None
+
+
 def _low(name: bytes) -> int:
     return int.from_bytes(name[-8:], "big")
 
@@ -82,14 +93,16 @@ class EventPublisher:
         Where to bind a ROUTER socket that sends the last 10,000 messages again, from the sequence
         number that it is asked for on.
     data_parallel_rank
-        Third part of each message.
+        Third part of each message, from 0 on.
 
     Raises
     ------
     ImportError
         pyzmq or msgpack is not installed: ``pip install 'pykvcache[zmq]'``.
     OSError
-        The address cannot be bound.
+        An address cannot be bound.
+    TypeError, ValueError
+        An argument is wrong, or the cache is closed.
     ThreadRefused
         The system gives no thread.
     """
@@ -101,7 +114,7 @@ class EventPublisher:
         *,
         topic: str = "",
         replay_endpoint: str | None = None,
-        data_parallel_rank: int | None = None,
+        data_parallel_rank: SupportsIndex | None = None,
     ) -> None:
         try:
             import zmq
@@ -111,12 +124,16 @@ class EventPublisher:
             raise ImportError(
                 f"EventPublisher needs zmq: pip install 'pykvcache[zmq]' ({error})"
             ) from error
+        if not isinstance(cache, PrefixCache):
+            raise TypeError(f"cache must be a PrefixCache, not {type(cache).__name__}")
+        if cache.is_closed:
+            raise ClosedError("the cache is closed")
         self._zmq: Any = zmq
         self._pack = msgpack.packb
-        try:
-            self._topic, self._rank = topic.encode(), data_parallel_rank
-        except UnicodeEncodeError:
-            raise ArgumentError(f"topic {topic!r} is not Unicode text", "topic", topic) from None
+        self._topic = _encoded(topic, "topic")
+        rank = data_parallel_rank
+        # What cannot be packed would end the thread with the first event.
+        self._rank = None if rank is None else as_int(rank, "data_parallel_rank", 0, 2**31 - 1)
         self._waiting: deque[CacheEvent] = deque(maxlen=MAX_WAITING)
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=MAX_REPLAY)
         self._next = 0
@@ -127,11 +144,15 @@ class EventPublisher:
         self._sockets: list[Any] = []
         self._bound: list[str] = []
         try:
-            self._publish = self._bind(zmq.PUB, endpoint)
-            self._replay = self._bind(zmq.ROUTER, replay_endpoint) if replay_endpoint else None
-        except zmq.ZMQError as error:
+            self._publish = self._bind(zmq.PUB, endpoint, "endpoint")
+            self._replay = (
+                None
+                if replay_endpoint is None
+                else self._bind(zmq.ROUTER, replay_endpoint, "replay_endpoint")
+            )
+        except BaseException:
             self._close_sockets()
-            raise OSError(error.errno, f"{error.strerror}: {endpoint}") from error
+            raise
         self._stop = cache.events.subscribe(self._note)
         self._thread = Worker(self._work, "pykvcache-events")
         try:
@@ -151,11 +172,16 @@ class EventPublisher:
         """The address of the replay socket; None without one."""
         return self._bound[1] if self._replay is not None else None
 
-    def _bind(self, kind: int, endpoint: str) -> Any:
+    def _bind(self, kind: int, endpoint: str, name: str) -> Any:
+        _encoded(endpoint, name)
         socket: Any = self._context.socket(kind)
         self._sockets.append(socket)
         socket.setsockopt(self._zmq.LINGER, 0)
-        socket.bind(endpoint)
+        try:
+            socket.bind(endpoint)
+        except self._zmq.ZMQError as error:
+            text = f"{self._zmq.strerror(error.errno)}: {name} {shown(endpoint)}"
+            raise OSError(error.errno, text) from error
         bound: Any = socket.getsockopt(self._zmq.LAST_ENDPOINT)
         self._bound.append(bound.rstrip(b"\0").decode())
         return socket

@@ -138,6 +138,10 @@ class Index:
         total, blocks = self._row("SELECT bytes, blocks FROM total")
         return total, blocks
 
+    def fits(self, max_bytes: int) -> bool:
+        """Return whether all blocks and the index take so much at most, as it is now."""
+        return self.totals()[0] + self.disk_bytes() <= max_bytes
+
     # Rows: all of these belong inside a transaction ---------------------------------------
 
     def find(self, key: bytes) -> tuple[int, str | None] | None:

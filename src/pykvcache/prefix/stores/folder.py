@@ -295,13 +295,13 @@ class FolderStore(BlockStore):
                 shared.sweep()
                 with shared.transaction() as index:
                     self._use(index)
-                    return self._shrink(index, self._room(index, max_bytes))
+                    if not index.fits(max_bytes):
+                        return self._shrink(index, self._room(index, max_bytes))
         return []
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks; see `BlockStore.discard`."""
-        keys = check_keys(keys)
-        removed = 0
+        keys, removed = check_keys(keys), 0
         with self._locked() as shared:
             if shared is not None:
                 with shared.transaction() as index:

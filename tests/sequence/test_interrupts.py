@@ -13,7 +13,7 @@ import pytest
 
 from memory.kit import Logits, apart
 from pykvcache import LlamaContext, LlamaSequence, Sampler
-from support.interrupts import InterruptAnywhere
+from support.interrupts import CtrlCAnywhere, InterruptAnywhere
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
@@ -138,3 +138,28 @@ def test_an_edit_was_made_or_not(
 
         for place in places(attempt(0)):
             attempt(place)
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+def test_a_sequence_that_was_leaving_goes_on(
+    name: str, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """It has an id and the pool knows of it, or neither, wherever that is cut short."""
+    ctx = make_context(name, n_ctx=256, n_seq_max=2)
+    files = "/sequence/cells.py", "/sequence/pool.py", "/sequence/sequence.py"
+
+    def attempt(how: str, place: int) -> int:
+        sequence = LlamaSequence(ctx, words(1, 20))
+        sequence.logits()
+        interrupt = CtrlCAnywhere(place, files)
+        interrupt.run(getattr(sequence, how))
+        if not sequence.is_closed:
+            got = sequence.logits()
+            assert apart(got, fresh_logits(name, words(1, 20))) < 1e-2, (how, place)
+        sequence.close()
+        assert not ctx.n_cells_used
+        return interrupt.seen
+
+    for how in ("park", "close"):
+        for place in range(1, attempt(how, 0) + 1):
+            attempt(how, place)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import _thread
 import dis
+import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
 _LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+_CALLS = ("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 _instructions: dict[CodeType, dict[int, str]] = {}
 
 
@@ -78,3 +82,42 @@ class InterruptAnywhere:
         if names is None:
             names = _instructions[code] = {i.offset: i.opname for i in dis.get_instructions(code)}
         return names.get(at, "")
+
+
+class CtrlCAnywhere(InterruptAnywhere):
+    """As `InterruptAnywhere`, by the signal itself, and so within the `try` or `with` of the call.
+
+    A place is a call, the end of a round of a loop, or the beginning of a function that is called
+    by something else than a call: Python looks for the signal when it has done that.
+    """
+
+    def __init__(self, at: int, folders: tuple[str, ...]) -> None:
+        super().__init__(at, folders)
+        # Asking it for something presses the keys. After a call Python would look at once.
+        self._keys = defaultdict[int, None](_thread.interrupt_main)
+
+    def run(self, call: Callable[[], object]) -> bool:
+        """Call; return whether it was interrupted."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return super().run(call)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        step = super()._enter(frame, event, arg)
+        caller = frame.f_back
+        if step is not None and caller is not None:
+            code, at = caller.f_code, caller.f_lasti
+            if caller.f_trace is None or not self._name(code, at).startswith(_LOOKS):
+                self.seen += 1
+                if self.seen == self.at:
+                    self._keys[self.at]
+        return step
+
+    def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode" and self._name(frame.f_code, frame.f_lasti).startswith(_CALLS):
+            self.seen += 1
+            if self.seen == self.at:
+                self._keys[self.at]
+        return self._step

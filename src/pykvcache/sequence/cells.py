@@ -91,11 +91,12 @@ class SequenceCells:
         self._finalizer.atexit = False
 
     def _disown(self) -> None:
-        self.ledger.seq_id = -1
+        seq_id = self.live_id
         if self._finalizer is not None:  # None after an interrupt in the middle of `_own`
             self._finalizer.detach()
-        self.pool.give_back(self.live_id)
-        self.seq_id = None
+        # The pool lends again what nobody has, whoever it noted.
+        self.seq_id, self.ledger.seq_id = None, -1
+        self.pool.give_back(seq_id)
 
     def _unpark(self) -> None:
         assert self.state is not None

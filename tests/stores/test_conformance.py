@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pytest
 
 from pykvcache.prefix.stores import BlockStore, Envelope, FolderStore, MemoryStore, SealedStore
-from pykvcache.prefix.stores.base import check_items, check_keys, check_max_bytes, writable
+from pykvcache.prefix.stores.base import check_items, check_keys, writable
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
+from support.doc_blocks import read_blocks
 
 
 class TestMemory(StoreConformance):
@@ -64,69 +64,39 @@ class TestAuthenticated(TestEncrypted):
     encrypt = False
 
 
-class Smallest(BlockStore):
-    """What somebody writes in an afternoon: the README of the interface."""
+def blocks_of_the_document() -> list[str]:
+    text = (Path(__file__).parents[2] / "docs" / "stores.md").read_text(encoding="utf-8")
+    return [block.code for block in read_blocks(text)]
 
-    def __init__(self) -> None:
-        self.blocks: dict[bytes, bytes] = {}
-        self.is_open = True
 
-    def contains(self, keys: Sequence[bytes]) -> int:
-        keys = check_keys(keys)
-        return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+def store_of_the_document() -> Any:
+    """What somebody writes in an afternoon."""
+    names: dict[str, Any] = {}
+    exec(blocks_of_the_document()[1], names)
+    return names["MyStore"]
 
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Any]) -> int:
-        n = 0
-        for key, view in zip(check_keys(keys, buffers), map(writable, buffers), strict=True):
-            data = self.blocks.get(key)
-            if data is None or len(data) > len(view):
-                break
-            view[: len(data)] = data
-            n += 1
-        return n
 
-    def put(self, items: Iterable[tuple[bytes, Any]]) -> int:
-        new = {key: bytes(data) for key, data in check_items(items) if key not in self.blocks}
-        if self.is_open:
-            self.blocks.update(reversed(new.items()))
-        return len(new) if self.is_open else 0
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(check_keys(keys)):
-            if key in self.blocks:
-                self.blocks[key] = self.blocks.pop(key)
-
-    def trim(self, max_bytes: int) -> list[bytes]:
-        check_max_bytes(max_bytes)
-        removed = []
-        while sum(map(len, self.blocks.values())) > max_bytes:
-            removed.append(next(iter(self.blocks)))
-            del self.blocks[removed[-1]]
-        return removed
-
-    def close(self) -> None:
-        self.is_open = False
-        self.blocks.clear()
+Smallest: Any = store_of_the_document()
 
 
 class TestSmallest(StoreConformance):
     shared = has_leases = can_discard = False
 
     def make_store(self) -> BlockStore:
-        return Smallest()
+        store: BlockStore = Smallest()
+        return store
 
 
 def test_the_smallest_store_has_40_lines() -> None:
-    lines = inspect.getsource(Smallest).splitlines()
-    assert len([line for line in lines if line.strip()]) <= 41
+    lines = blocks_of_the_document()[1].splitlines()
+    assert len([line for line in lines if line.strip()]) <= 43, "with two of imports"
 
 
 def test_the_example_of_the_document_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "stores.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    exec(text.split("```python\n")[1].split("```")[0], {})
+    exec(blocks_of_the_document()[0], {})
     assert capsys.readouterr().out == "b'what a block holds' 1\n"
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from memory.kit import Logits, apart
 from pykvcache import LlamaContext, PrefixCache
+from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import BlockStore, Envelope, MemoryStore, SealedStore
 from tiers.test_tiers import SIZE, WAIT, words
 
@@ -135,6 +136,28 @@ def test_a_store_that_raises_or_lies_costs_nothing_but_its_blocks(
             cache.flush(30)
             cache._ram.clear(None)
         assert cache.stats().disk == cache.stats().remote == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("medium", "nvme"),
+        ("medium", None),
+        ("medium", property(lambda _: 1 // 0)),
+        ("n_probes", "all"),
+        ("n_probes", None),
+        ("counters", None),
+    ],
+)
+def test_a_store_of_properties_that_serve_no_cache_is_refused(
+    name: str, value: object, make_context: Make
+) -> None:
+    """Every prompt that was found in one of another medium ended in a `StopIteration`."""
+    store = type("Theirs", (MemoryStore,), {name: value})()
+    ctx = make_context("llama")
+    with pytest.raises((StoreError, TypeError), match="Theirs"):
+        PrefixCache(ctx, tiers=[store])
+    PrefixCache(ctx).close()
 
 
 def test_blocks_of_another_model_under_the_same_names_are_misses(make_context: Make) -> None:

@@ -17,6 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pykvcache._fork import watch_forks
+from pykvcache._integers import as_int
+from pykvcache.errors import StoreError
+from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores._arguments import (
     KEY_SIZE,
     check_items,
@@ -34,12 +37,16 @@ __all__ = [
     "BlockStore",
     "StoreCounters",
     "StoreEntry",
+    "check_facts",
     "check_items",
     "check_keys",
     "check_max_bytes",
     "check_seconds",
     "writable",
 ]
+
+#: Where blocks can be, for a cache: on this machine, or elsewhere.
+MEDIA = ("disk", "remote")
 
 # Of the text of an error: a server's may be pages.
 _LONGEST = 300
@@ -221,7 +228,7 @@ class BlockStore(ABC):
 
     @property
     def medium(self) -> str:
-        """Where the blocks are: ``"disk"`` of this machine, or ``"remote"``; for reports only."""
+        """Where the blocks are: ``"disk"`` of this machine, or ``"remote"``; no other word."""
         return "remote"
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
@@ -291,3 +298,25 @@ class BlockStore(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_facts(store: BlockStore) -> tuple[str, int]:
+    """Return the medium of a store and for how many keys it can be asked at once.
+
+    Raises
+    ------
+    StoreError, TypeError
+        A property of a class of somebody's own is none that a cache can work with.
+    """
+    name = type(store).__name__
+    try:
+        medium, n_probes, counters = store.medium, store.n_probes, store.counters
+    except Exception as error:
+        raise StoreError(f"{name}: {type(error).__name__}: {error}", "store", name) from error
+    if not isinstance(counters, StoreCounters):
+        kind = type(counters).__name__
+        raise TypeError(f"{name}.counters must be StoreCounters, not {kind}")
+    if not isinstance(medium, str) or medium not in MEDIA:
+        text = f"{name}.medium is {shown(medium)}: it must be one of {', '.join(MEDIA)}"
+        raise StoreError(text, "medium", medium, MEDIA)
+    return medium, max(0, as_int(n_probes, f"{name}.n_probes", error=StoreError))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pykvcache._fork import watch_locks
 from pykvcache.prefix.events import CacheEvent
-from pykvcache.prefix.stores.base import BlockStore
+from pykvcache.prefix.stores.base import BlockStore, check_facts
 from pykvcache.prefix.stores.envelope import Envelope
 from pykvcache.prefix.stores.sealed import SealedStore
 from pykvcache.prefix.tiers.holders import HOLDERS
@@ -104,6 +104,11 @@ class Tier:
         Whether to close the store.
     sink
         Takes events of what is there, and what is not any more.
+
+    Raises
+    ------
+    StoreError, TypeError
+        A property of the store is none that a cache can work with.
     """
 
     def __init__(
@@ -114,12 +119,11 @@ class Tier:
         owned: bool,
         sink: Callable[[CacheEvent], object] = lambda _: None,
     ) -> None:
+        self.medium, self.n_probes = check_facts(store)
         self.sealed = SealedStore(store, envelope)
-        self.medium = store.medium
-        self.n_probes = max(0, store.n_probes)
         self.owned = owned
         self.notices = Notices(self.medium, sink)
-        self.speed = TwoTerms(*_SPEED.get(self.medium, _SPEED["remote"]))
+        self.speed = TwoTerms(*_SPEED[self.medium])
         self.read = self.read_bytes = self.written = self.written_bytes = 0
         self.refused = self.raised = self.too_slow = 0
         self._known: OrderedDict[bytes, float] = OrderedDict()

@@ -281,7 +281,7 @@ class BlockStore(ABC):
         Parameters
         ----------
         key : bytes
-            Key of the block.
+            Key of the block; of no block where somebody waits, and says so by a lease of its own.
         seconds : float
             After how long it ends by itself: above 0, at most 3600.
         """

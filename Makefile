@@ -50,7 +50,7 @@ fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models, random progr
 	  tests/arrays/test_arrays_hostile.py tests/memory/test_random_programs.py tests/binding/test_damaged.py tests/binding/test_words.py \
 	  tests/state/test_llama_files.py tests/binding/test_faults.py tests/generate/test_interrupts.py \
 	  tests/generate/test_mixed.py tests/state/test_partial_programs.py tests/arrays/ollama/test_ollama_properties.py \
-	  tests/arrays/mlx/test_mlx_properties.py tests/arrays/independent tests/sequence/test_interrupts.py tests/sequence/test_shifted.py tests/prefix/test_programs.py tests/tiers/test_crowd.py \
+	  tests/arrays/mlx/test_mlx_properties.py tests/arrays/independent tests/sequence/test_interrupts.py tests/sequence/test_shifted.py tests/prefix/test_programs.py tests/prefix/test_interrupts.py tests/generate/test_interrupts_cached.py tests/tiers/test_crowd.py \
 	  tests/binding/test_threads.py::test_two_threads_hammer_one_context_without_a_wrong_result
 
 # Two at a time; the long ones first.

@@ -60,7 +60,18 @@ ONLY = {
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
 # errors and others of these.
-MODEL_FREE = {"alike", "asked", "blocks", "events", "policies", "match", "runs", "tree"}
+MODEL_FREE = {
+    "alike",
+    "asked",
+    "blocks",
+    "changes",
+    "events",
+    "match",
+    "policies",
+    "repair",
+    "runs",
+    "tree",
+}
 # Outside the standard library. Whatever is not NumPy is an extra: imported where it is used.
 REQUIRED = {"numpy"}
 EXTRAS = {

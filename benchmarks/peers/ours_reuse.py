@@ -11,6 +11,7 @@ from benchmarks.peers.primitives import Answer
 from benchmarks.peers.prompts import play, strangers
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache, Sampler
 from pykvcache.prefix.blocks import token_bytes
+from pykvcache.prefix.events import EventLog
 from pykvcache.prefix.policies import DEFAULT
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.tree import BlockTree
@@ -106,7 +107,7 @@ class Reuse:
     def do_lookup_new(self, n_blocks: int = 100_000, slices: int = 200) -> Answer:
         """Seconds of a whole lookup for a prompt that shares a first token with all known ones."""
         draw = np.random.default_rng(0)
-        ram = RamTier(64, 1 << 40, DEFAULT, lambda space: b"root", lambda names: None)
+        ram = RamTier(64, 1 << 40, DEFAULT, lambda space: b"root", EventLog(0))
 
         def prompt() -> bytes:
             return token_bytes(np.concatenate([[1], draw.integers(5, 32_000, 4095)]))

@@ -12,6 +12,7 @@ import pytest
 
 from pykvcache.prefix.alike import TokenKeys, common_tokens
 from pykvcache.prefix.blocks import token_bytes
+from pykvcache.prefix.events import EventLog
 from pykvcache.prefix.ram import RamTier
 
 
@@ -45,7 +46,7 @@ def test_what_is_found_is_what_asking_every_key_finds(seed: int) -> None:
 def calls_of_find(n_prompts: int, length: int) -> int:
     """How many calls looking up a new prompt makes, beside so many others that share a token."""
     rng = np.random.default_rng(1)
-    ram = RamTier(8, 1 << 30, "lru", lambda space: b"root", lambda names: None)
+    ram = RamTier(8, 1 << 30, "lru", lambda space: b"root", EventLog(0))
     for _ in range(n_prompts):
         tokens = token_bytes(np.concatenate([[1], rng.integers(5, 30_000, length)]))
         ram.add(tokens, "", 1, lambda first, n: [np.empty(8, np.uint8)] * n)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefix.accounts import check_accounts
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.prefix.events import BlockRemoved, BlockStored, EventLog
 from pykvcache.prefix.stores import MemoryStore
@@ -137,6 +138,25 @@ def test_a_tail_that_goes_makes_room(make_context: Make) -> None:
     assert cache._ram._tail_bytes == 0
     stats = cache.stats()
     assert stats.max_ram_bytes - stats.ram_bytes < 65 * cell + 2_000, "all but a block is used"
+
+
+def test_a_state_that_is_kept_again_counts_once(make_context: Make) -> None:
+    """It left while a sequence used it, and comes back from that sequence."""
+    ctx = make_context("gemma3", n_ctx=512)
+    cache = PrefixCache(ctx, block_size=8)
+    sequence = cache.sequence(np.random.default_rng(1).integers(5, 56, 100).tolist())
+    sequence.evaluate()
+    sequence.fork().close()
+    check_accounts(cache)
+    kept = cache.stats()
+    assert kept.ram_checkpoints
+    cache._ram.clear(None)
+    list(cache.events)
+    assert cache._ram._in_use
+    sequence.fork().close()
+    check_accounts(cache)
+    assert abs(cache.stats().ram_bytes - kept.ram_bytes) < 2_000
+    sequence.close()
 
 
 def test_waiting_events_are_bounded_in_bytes() -> None:

@@ -34,7 +34,7 @@ def check(tree: BlockTree) -> None:
     blocks = [run for run in runs if not run.is_checkpoint]
     assert tree.n_runs == len(runs)
     assert tree.n_blocks == sum(run.n_blocks for run in blocks)
-    assert tree.n_bytes == sum(run.n_bytes + tree._run_bytes for run in runs)
+    assert tree.n_bytes == sum(run.n_bytes + tree.run_bytes for run in runs)
     for run in runs:
         assert run.n_blocks >= 1
         assert len(run.payloads) == run.n_blocks

@@ -87,35 +87,30 @@ class BeginMethods:
             found = self._ram.find(tokens, space, needs_rest=self._needs_rest, is_use=False)
             if found.n <= known:
                 return
-        run, sequence._held_run = sequence._held_run, None
-        if run is not None:
-            self._ram.tree.release(run)
-        self._sum(sequence._reuse, -1)
         cells.release()
         self._begin(sequence)
-        self._sum(sequence._reuse)
+        self._sum(sequence)
 
     def _count(self, sequence: CachedSequence) -> None:
         """Count a request, and tell who wants to know of it."""
-        self._requests += 1
-        self._sum(sequence._reuse)
+        self._sum(sequence, is_new=True)
         ledger, size = sequence._cells.ledger, self._block_size
         if self._events.hears_lookups and (n := len(ledger)):
             tokens = token_bytes(ledger.part(0, n).view(np.uint32))
             names = block_names(self._root_name(sequence._namespace), tokens, 4 * size)
             self._events.looked_up(Lookup(tuple(names), n, size))
 
-    def _sum(self, one: ReuseReport, sign: int = 1) -> None:
-        sums = self._sums
-        self._sums = ReuseReport(
-            sums.n_tokens + sign * one.n_tokens,
-            live=sums.live + sign * one.live,
-            ram=sums.ram + sign * one.ram,
-            disk=sums.disk + sign * one.disk,
-            remote=sums.remote + sign * one.remote,
-            evaluated=sums.evaluated + sign * one.evaluated,
-        )
-        self._hits += sign * (one.evaluated < one.n_tokens)
+    def _sum(self, sequence: CachedSequence, *, is_new: bool = False) -> None:
+        """Count what the report of a request says now, in place of what it said before."""
+        new, old = sequence._reuse, sequence._counted
+        if new is old or (old is None and not is_new):
+            return  # nothing has changed, or it is a fork, which is no request
+        sums, hits = self._sums.plus(new), self._hits + (new.evaluated < new.n_tokens)
+        if old is not None:
+            sums, hits = sums.plus(old, -1), hits - (old.evaluated < old.n_tokens)
+        requests = self._requests + is_new
+        # No interrupt can come between these.
+        self._sums, self._hits, self._requests, sequence._counted = sums, hits, requests, new
 
     def _put(self, cells: SequenceCells, found: Found) -> None:
         """Let a sequence begin parked, on blocks that it shares with the cache."""
@@ -130,9 +125,10 @@ class BeginMethods:
             cells.row = found.row
 
     def _hold(self, sequence: CachedSequence, found: Found) -> None:
-        if found.run is not None and not found.run.is_root:
-            self._ram.tree.hold(found.run)
-            sequence._held_run = found.run
+        if found.run is None or found.run.is_root:
+            self._ram.release(sequence)
+        else:
+            self._ram.hold(sequence, found.run)
 
     def _nearest(
         self, ledger: Ledger, space: str, new: CachedSequence

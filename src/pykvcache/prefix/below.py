@@ -159,6 +159,7 @@ class TierMethods(BeginMethods, KeepMethods):
 
     def _await(self, sequence: CachedSequence, fetch: Fetch, evaluation: float) -> None:
         """Wait for a search as long as it is worth it; what is still to come is met later."""
+        sequence._search = fetch  # whatever comes now: it knows of its lease
         fetch = sequence._search = self._follow(fetch, evaluation)
         if self._wait(fetch, fetch.looked, evaluation):
             self._wait(fetch, fetch.done, evaluation)
@@ -262,9 +263,6 @@ class TierMethods(BeginMethods, KeepMethods):
             row = self._checked_row(got.end)
         cells.release()
         self._put(cells, Found(got.n, got.blocks, got.rest, row=row))
-        run, sequence._held_run = sequence._held_run, None
-        if run is not None:
-            self._ram.tree.release(run)
         self._hold(sequence, self._ram.find(tokens, space, needs_rest=self._needs_rest))
         self._account(sequence, got)
 
@@ -290,9 +288,7 @@ class TierMethods(BeginMethods, KeepMethods):
             return [block[0] for block, _ in got.loaded[at : at + n_blocks]]
 
         if got.loaded:
-            added = self._ram.add(tokens[: 4 * size * n_full], space, self._cell_bytes, read)
-            if added is not None:
-                self._stored(added)
+            self._ram.add(tokens[: 4 * size * n_full], space, self._cell_bytes, read)
         if got.end is None:
             return
         if got.end.n_cells:
@@ -315,16 +311,13 @@ class TierMethods(BeginMethods, KeepMethods):
             used[last] -= 1
         evaluated = n - sum(used.values())
         reason = "all of it was known" if evaluated <= 1 else "the rest is new"
-        self._sum(sequence._reuse, -1)
         sequence._reuse = replace(ReuseReport(n), **used, evaluated=evaluated, reason=reason)
-        self._sum(sequence._reuse)
+        self._sum(sequence)
 
     def _account_met(self, sequence: CachedSequence, got: Gathered, placed: int) -> None:
         """As `_account`, for what came while the sequence was being evaluated."""
         remote = min(placed, got.count("remote"))
         old = sequence._reuse
-        if sequence in self._open:
-            self._sum(old, -1)
         sequence._reuse = replace(
             old,
             disk=old.disk + placed - remote,
@@ -332,7 +325,7 @@ class TierMethods(BeginMethods, KeepMethods):
             evaluated=old.evaluated - placed,
         )
         if sequence in self._open:
-            self._sum(sequence._reuse)
+            self._sum(sequence)
 
     # Down ---------------------------------------------------------------------------------------
 

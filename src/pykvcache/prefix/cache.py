@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import SupportsIndex
 
@@ -27,7 +26,6 @@ from pykvcache.prefix.prefetch import PrefetchMethods, Queue
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.reserve import Reserve
 from pykvcache.prefix.reuse import CacheStats, ReuseReport
-from pykvcache.prefix.runs import Run
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.prefix.stores import Envelope
 from pykvcache.prefix.tiers.speeds import EvaluationTime
@@ -143,7 +141,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             most,
             policy,
             self._root_name,
-            self._removed,
+            self._events,
+            lambda: self._tiers.forget_notices(),
             lambda: self._events.nbytes + self._reserve.n_bytes,
             self._reserve.release,
             lambda: self._events.room,
@@ -164,20 +163,19 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._events.add,
             progress_of(context),
         )
-        _caches[context] = weakref.ref(self)
         if len(self._tiers):
             self._pool.note_time = self._evaluation.note
         self._fill_reserve()
         self._open: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
-        self._dropped: deque[Run] = deque()
-        self._pins = Pins(self._ram.tree, needs_rest=self._needs_rest)
+        self._pins = Pins(self._ram, needs_rest=self._needs_rest)
         self._prefetches = Queue()
         self._sums = ReuseReport()
         self._requests = self._hits = 0
-        self._closed = False
+        self._closed = self._has_ended = False
         if len(self._tiers):
             close_at_exit(self)
             weakref.finalize(self, self._tiers.retire).atexit = False
+        _caches[context] = weakref.ref(self)
 
     @property
     def context(self) -> LlamaContext:
@@ -222,12 +220,12 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
     def _new(self, prompt: str | TokenInput | None, namespace: str | None = None) -> CachedSequence:
         """As `sequence`, of which the tiers are not asked; the pool's lock is held."""
         self._check_open()
-        self._reap()
+        self._ram.reap()
         space = self._namespace if namespace is None else as_namespace(namespace)
         cells = SequenceCells(self._pool, Ledger(), self._points)
         sequence = CachedSequence._made(self._ctx, cells)
         sequence._cache, sequence._namespace = self, space
-        sequence._held_run, sequence._reuse = None, ReuseReport()
+        sequence._reuse = ReuseReport()
         if prompt is not None:
             sequence.append(prompt)
         self._begin(sequence)
@@ -243,27 +241,18 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
 
     def _give(self, sequence: CachedSequence) -> None:
         """Keep what a sequence evaluated; called when it is closed."""
-        self._reap()
+        self._ram.reap()
         self._pins.expire()
-        run, sequence._held_run = sequence._held_run, None
         try:
             if not self._closed and sequence in self._open:
                 self._keep(sequence)
         finally:
+            self._sum(sequence)
             self._open.discard(sequence)
             self._evaluated(sequence)
-            self._dropped.extend([] if run is None else [run])
-            self._reap()
+            self._ram.release(sequence)
 
-    def _let_go(self, run: Run) -> None:
-        self._dropped.append(run)
-
-    def _reap(self) -> None:
-        """Release what sequences held that were garbage collected during another call."""
-        while self._dropped and not self._ram.tree.asked.is_busy:
-            self._ram.tree.release(self._dropped.popleft())
-
-    # Names and events -----------------------------------------------------------------------------
+    # Names -------------------------------------------------------------------------------------
 
     def _root_name(self, namespace: str) -> bytes:
         model, rope, layout = self._digests
@@ -319,8 +308,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._tiers.cancel(space)
             for sequence in list(self._open):
                 if space is None or sequence._namespace == space:
-                    sequence._held_run = None
                     self._open.discard(sequence)
+                    self._ram.release(sequence)
             if space is None:
                 self._tiers.forget_notices()
                 self._events.add(AllBlocksCleared())
@@ -328,6 +317,10 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
     def stats(self) -> CacheStats:
         """Return the figures since the cache was made."""
         with self._pool.hold():
+            if not self._ram.is_busy:  # a policy may look at figures, too
+                self._ram.check()
+                for sequence in list(self._open):
+                    self._sum(sequence)
             sums, ram = self._sums, self._ram
             return CacheStats(
                 requests=self._requests,
@@ -365,19 +358,21 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         seconds at most.
         """
         with self._pool.hold():
-            if self._closed:
+            if self._has_ended:
                 return
-            if len(self._tiers) and not self._ctx.is_closed:
-                for sequence in list(self._open):
-                    if not sequence.is_closed:
-                        with contextlib.suppress(DeviceLost):
-                            self._keep(sequence)
-            self._ram.clear(None)
-            self._closed = True
+            if not self._closed:
+                if len(self._tiers) and not self._ctx.is_closed:
+                    for sequence in list(self._open):
+                        if not sequence.is_closed:
+                            with contextlib.suppress(DeviceLost):
+                                self._keep(sequence)
+                self._ram.clear(None)
+                self._closed = True
             self._prefetches.cancel()
             self._open.clear()
             self._reserve.close()
         self._tiers.close()
+        self._has_ended = True  # after an interrupt a second call does the rest
 
     @property
     def is_closed(self) -> bool:

@@ -66,7 +66,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Nothing is left."""
+    """Nothing is left; or, after a call that Ctrl-C cut short, what follows says what is left."""
 
     time: float = field(default_factory=time.time)
 
@@ -98,8 +98,9 @@ class EventLog:
     """The last events of a cache: iterate to take them out, or subscribe to be called.
 
     A callback is called while the cache is locked, in the thread that caused the event; of events
-    that are about tiers, in any thread. It should note the event and return. What it raises is
-    logged, and goes no further.
+    that are about tiers, in any thread. It should note the event and return. It may call the cache:
+    what it hears of is done. What it raises is logged, and goes no further; what Ctrl-C cuts short
+    is said again.
 
     Parameters
     ----------
@@ -117,19 +118,28 @@ class EventLog:
         self._listeners: list[Callable[[Lookup], object]] = []
         self._max_bytes = max_bytes
         self._has_room = has_room
-        self._nbytes = 0
+        self._nbytes: int | None = 0  # None where an interrupt came: counted again
         self._lock = threading.Lock()
         watch_locks(self, "_lock")
 
     @property
     def nbytes(self) -> int:
         """Bytes of the events that wait."""
-        return self._nbytes
+        if (n := self._nbytes) is None:
+            with self._lock:
+                n = self._counted()
+                self._nbytes = n
+        return n
+
+    def _counted(self) -> int:
+        """Return the bytes of what waits, of which nobody knows until they are set again."""
+        n, self._nbytes = self._nbytes, None
+        return sum(size for _, size, _ in self._events) if n is None else n
 
     @property
     def room(self) -> int:
         """Bytes that are kept free for events to come."""
-        return max(0, self._max_bytes - self._nbytes) if self._has_room else 0
+        return max(0, self._max_bytes - self.nbytes) if self._has_room else 0
 
     def subscribe(self, callback: Callable[[CacheEvent], object]) -> Callable[[], None]:
         """Call a function for every event from now on; returns what ends that."""
@@ -162,8 +172,9 @@ class EventLog:
         with self._lock:
             if not self._events:
                 return None
+            n = self._counted()
             event, size, _ = self._events.popleft()
-            self._nbytes -= size
+            self._nbytes = n - size
             return event
 
     def add(self, event: CacheEvent, namespace: str | None = None) -> None:
@@ -190,11 +201,13 @@ class EventLog:
     def _put(self, packed: CacheEvent, namespace: str | None) -> None:
         """Let an event wait to be taken out; the oldest ones go where it is too much."""
         size = _size(packed)
+        waiting = packed, size, namespace
         if size <= self._max_bytes:
             with self._lock:
-                self._events.append((packed, size, namespace))
-                self._nbytes += size
-            while self._nbytes > self._max_bytes and self._taken() is not None:
+                n = self._counted()
+                self._events.append(waiting)
+                self._nbytes = n + size
+            while self.nbytes > self._max_bytes and self._taken() is not None:
                 pass
 
     def withdraw(self, namespace: str | None) -> None:
@@ -205,7 +218,7 @@ class EventLog:
         """
         with self._lock:
             waiting, unread = list(self._events), set[bytes]()
-            self._events.clear()
+            kept: deque[tuple[CacheEvent, int, str | None]] = deque()
             for event, size, space in waiting:
                 if space is not None and namespace in (None, space):
                     assert isinstance(event, BlockStored)
@@ -219,10 +232,11 @@ class EventLog:
                     unread.difference_update(event.block_hashes)
                     if left:
                         event = replace(event, block_hashes=left)
-                        self._events.append((event, _size(event), space))
+                        kept.append((event, _size(event), space))
                 else:
-                    self._events.append((event, size, space))
-            self._nbytes = sum(size for _, size, _ in self._events)
+                    kept.append((event, size, space))
+            n = sum(size for _, size, _ in kept)
+            self._events, self._nbytes = kept, n
 
 
 def _joined(

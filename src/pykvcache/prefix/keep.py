@@ -11,10 +11,8 @@ from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.blocks import token_bytes
-from pykvcache.prefix.events import BlockRemoved, EventLog
 from pykvcache.prefix.ram import Buffer, RamTier, Tail
 from pykvcache.prefix.reserve import Reserve
-from pykvcache.prefix.runs import Run
 from pykvcache.prefix.tiers.stack import Tiers
 from pykvcache.sequence.cells import SequenceCells
 
@@ -31,7 +29,6 @@ class KeepMethods:
     _native: lib.Context
     _ram: RamTier
     _tiers: Tiers
-    _events: EventLog
     _reserve: Reserve
     _block_size: int
     _cell_bytes: int
@@ -69,9 +66,7 @@ class KeepMethods:
         size = self._block_size
         read = partial(self._read_blocks, cells.live_id)
         full = n // size * size
-        added = self._ram.add(tokens[: 4 * full], space, self._cell_bytes, read)
-        if added is not None:
-            self._stored(added)
+        self._ram.add(tokens[: 4 * full], space, self._cell_bytes, read)
         before = 0
         for point in cells.points:
             if point.n and point.n % size == 0 and point.n <= n:
@@ -111,14 +106,3 @@ class KeepMethods:
         for buffer in found:
             buffer.flags.writeable = False  # its values are not looked at again
         return found
-
-    def _removed(self, names: list[bytes]) -> None:
-        self._events.add(BlockRemoved(tuple(names)))
-
-    def _stored(self, run: Run) -> None:
-        parent = run.parent
-        before = None if parent is None or parent.is_root else parent.last_name
-        self._events.add_stored(
-            tuple(run.names), before, run.text, self._block_size, run.root.namespace
-        )
-        self._ram.fit()

@@ -140,6 +140,7 @@ class OutlineMethods:
         wanted = None if namespace is None else as_namespace(namespace)
         with self._pool.hold():
             self._check_open()
+            self._ram.check()
             nodes: list[TreeNode] = []
             for root in self._ram.tree.roots():
                 if wanted is None or root.namespace == wanted:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.runs import Run
-from pykvcache.prefix.tree import BlockTree
 from pykvcache.sequence.pool import SequencePool
 
 __all__ = ["Pin", "Pins"]
@@ -43,32 +43,30 @@ class Pin:
 class Pins:
     """The pins of one cache. The pool's lock is held."""
 
-    def __init__(self, tree: BlockTree, *, needs_rest: bool = False) -> None:
-        self._tree, self._needs_rest = tree, needs_rest
+    def __init__(self, ram: RamTier, *, needs_rest: bool = False) -> None:
+        self._ram, self._needs_rest = ram, needs_rest
         self._pins: dict[Pin, None] = {}
 
     def add(self, pool: SequencePool, tokens: bytes, namespace: str, until: float | None) -> Pin:
         """Hold what is known of some tokens."""
-        self._tree.asked.check()
-        match = self._tree.match(tokens, namespace)
-        run = None if match.run.is_root else self._tree.use(match)
-        if self._needs_rest:
-            run = match.checkpoint  # without it the blocks serve nobody; it keeps those before it
-        if run is not None:
-            self._tree.hold(run)
+        match = self._ram.use(tokens, namespace)
+        # Without a checkpoint the blocks serve nobody; it keeps those before it.
+        run = match.checkpoint if self._needs_rest else match.run
+        if run is not None and run.is_root:
+            run = None
         n_blocks = 0 if run is None else run.end
-        pin = Pin(self, pool, run, n_blocks * self._tree.block_size, until)
+        pin = Pin(self, pool, run, n_blocks * self._ram.block_size, until)
         if run is not None:
-            self._pins[pin] = None
+            self._ram.hold(pin, run)
+            self._pins[pin] = None  # before that nothing keeps it
         return pin
 
     def release(self, pin: Pin) -> None:
         """Release what a pin holds."""
-        self._tree.asked.check()
-        run, pin._run = pin._run, None
-        if run is not None and pin in self._pins:
-            del self._pins[pin]
-            self._tree.release(run)
+        self._ram.check()
+        self._ram.release(pin)
+        self._pins.pop(pin, None)
+        pin._run = None
 
     def expire(self) -> None:
         """Release the pins whose time is over."""

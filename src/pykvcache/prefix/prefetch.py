@@ -255,11 +255,9 @@ class PrefetchMethods(TierMethods):
             if known < first:
                 return False  # what was before it had to go
             if known < first + len(good):
-                added = self._ram.add(
+                self._ram.add(
                     text, space, self._cell_bytes, lambda at, n: good[at // size - first :][:n]
                 )
-                if added is not None:
-                    self._stored(added)
             kept = len(self._ram.full_blocks(text, space))
             one.n_tokens += size * max(0, kept - known)
         if bad:

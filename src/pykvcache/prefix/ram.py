@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,34 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache.prefix.alike import TokenKeys
-from pykvcache.prefix.policies import Policy
+from pykvcache.prefix.changes import change
+from pykvcache.prefix.kept import RUN_BYTES, Buffer, Kept, Tail, parts_of
 from pykvcache.prefix.runs import Run
-from pykvcache.prefix.tree import BlockTree
 
-__all__ = ["Found", "RamTier", "Tail"]
-
-Buffer = npt.NDArray[np.uint8]
-
-#: Overhead in bytes of a run, of a block, and of an empty cache: measured with tracemalloc
-#: (tests/prefix/test_budget.py).
-RUN_BYTES, BLOCK_BYTES, FIXED_BYTES = 1_230, 230, 1 << 16
-
-
-@dataclass(eq=False)
-class Tail:
-    """The tokens of a prompt after its last full block, always fewer than a block holds."""
-
-    tokens: bytes
-    buffer: Buffer
-    rest: Any  # the partial state (window, recurrent), where the memory has such parts
-    row: npt.NDArray[np.float32] | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything that it keeps."""
-        rest = self.rest.nbytes if self.rest is not None else 0
-        row = self.row.nbytes if self.row is not None else 0
-        return len(self.tokens) + self.buffer.nbytes + rest + row + RUN_BYTES
+__all__ = ["Buffer", "Found", "RamTier", "Tail"]
 
 
 @dataclass
@@ -59,11 +33,12 @@ class Found:
     nearest: bytes = b""  # tokens after n_known in the nearest known prompt
 
 
-class RamTier:
+class RamTier(Kept):
     """Keep full blocks in a `BlockTree` and tails beside it, within one budget.
 
     Tails may take a quarter of the budget; the least recently used is dropped first. A block that
-    is evicted while a parked sequence still uses it counts until that sequence releases it.
+    is evicted while a parked sequence still uses it counts until that sequence releases it. After
+    a call that was cut short the next one keeps what is whole, and counts it again.
 
     Parameters
     ----------
@@ -75,8 +50,10 @@ class RamTier:
         What is evicted first.
     root
         Returns the name of a namespace's root.
-    on_remove
-        Called with the names of the blocks that are evicted.
+    events
+        Are told of the blocks that come and go.
+    on_restart
+        Called when nothing of what they were told is true any more: what is there is said again.
     other_bytes
         Returns how many bytes of the budget something else takes.
     release
@@ -84,63 +61,6 @@ class RamTier:
     room
         Returns how many bytes of the budget are kept free for what comes at any time.
     """
-
-    def __init__(
-        self,
-        block_size: int,
-        max_bytes: int,
-        policy: str | Policy,
-        root: Callable[[str], bytes],
-        on_remove: Callable[[list[bytes]], None],
-        other_bytes: Callable[[], int] = lambda: 0,
-        release: Callable[[int], bool] = lambda _: False,
-        room: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self.block_size = block_size
-        self.max_bytes = max_bytes
-        self._on_remove = on_remove
-        self._tails: OrderedDict[tuple[Run, bytes], Tail] = OrderedDict()
-        self._tails_at: dict[Run, TokenKeys[Tail]] = {}
-        self._in_use: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._tail_bytes = 0
-        self._fixed_bytes = min(FIXED_BYTES, max_bytes // 16)
-        self._more_bytes, self._room = other_bytes, room
-        self.stored = self.removed = self.n_checkpoints = 0
-        self.tree = BlockTree(
-            block_size,
-            policy,
-            max_bytes=max_bytes,
-            root=root,
-            run_bytes=RUN_BYTES + 4 * block_size,
-            on_remove=self._removing,
-            other_bytes=self._other_bytes,
-            release=release,
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are kept, overhead included."""
-        return self.tree.used_bytes - self._room()
-
-    def _other_bytes(self) -> int:
-        in_use = sum(size for _, size in self._in_use.copy().values()) if self._in_use else 0
-        return self._fixed_bytes + self._tail_bytes + in_use + self._more_bytes() + self._room()
-
-    def block_cost(self, cell_bytes: int) -> int:
-        """Return what a block takes of the budget."""
-        return (cell_bytes + 4) * self.block_size + BLOCK_BYTES
-
-    def fit(self) -> None:
-        """Evict until the budget is kept."""
-        self.tree.fit()
-
-    def _count_while_used(self, things: Iterable[Any]) -> None:
-        """Count what is dropped for as long as something else refers to it."""
-        for thing in things:
-            key = id(thing)
-            with contextlib.suppress(TypeError):  # None, or nothing that can be watched
-                watch = weakref.ref(thing, lambda _, key=key: self._in_use.pop(key, None))  # type: ignore[misc]
-                self._in_use[key] = watch, thing.nbytes
 
     # Storing -------------------------------------------------------------------------------------
 
@@ -155,19 +75,33 @@ class RamTier:
 
         ``read(first, n)`` returns the bytes of n blocks, from a token on.
         """
-        self.tree.asked.check()
-        size = self.block_cost(cell_bytes)
+        run = self._insert(tokens, namespace, self.block_cost(cell_bytes), read)
+        if isinstance(run, BaseException):
+            raise run
+        return run
+
+    @change
+    def _insert(
+        self,
+        tokens: bytes,
+        namespace: str,
+        size: int,
+        read: Callable[[int, int], list[Buffer]],
+    ) -> Run | BaseException | None:
         run = self.tree.insert(tokens, size, namespace)
         if run is None:
             return None
         try:
-            run.payloads[:] = read(run.start * self.block_size, run.n_blocks)
-        except BaseException:
+            payloads = read(run.start * self.block_size, run.n_blocks)
+        except BaseException as error:  # this takes longest: often an interrupt comes here
             self.tree.remove(run)
-            raise
-        self.stored += run.n_blocks
+            return error
+        self.stored += run.n_blocks  # before they are there: `_repair` counts what is missing
+        run.payloads[:] = payloads
+        self._count_as_kept(payloads)
         if run.parent is not None:
             self._forget_begun(run.parent, run.tokens)
+        self._say_stored(run)
         return run
 
     def _forget_begun(self, run: Run, tokens: bytes) -> None:
@@ -178,9 +112,9 @@ class RamTier:
             if tails[begun].rest is None and tails[begun].row is None:
                 self._forget((run, begun))
 
+    @change
     def add_checkpoint(self, tokens: bytes, namespace: str, rest: Any, saved: int) -> None:
         """Store the partial state (window, recurrent) at the end of some full blocks."""
-        self.tree.asked.check()
         match = self.tree.match(tokens, namespace)
         if match.n_blocks * self.tree.step != len(tokens) or match.run.is_root:
             return
@@ -188,11 +122,12 @@ class RamTier:
         point = self.tree.add_checkpoint(run, rest.nbytes + RUN_BYTES, saved)
         if point is not None:
             point.payloads[0] = rest
+            self._count_as_kept([rest])
             self.n_checkpoints += 1
 
+    @change
     def add_tail(self, tokens: bytes, namespace: str, tail: Tail) -> None:
         """Store what comes after the last full block of some tokens."""
-        self.tree.asked.check()
         match = self.tree.match(tokens, namespace)
         if match.n_blocks * self.tree.step + len(tail.tokens) != len(tokens):
             return  # the blocks before it are not kept
@@ -207,48 +142,16 @@ class RamTier:
             if run.is_root:
                 self.tree.hold(run)
             self._tails[run, tail.tokens] = tail
+            self._count_as_kept(parts_of(tail))
             self._tails_at.setdefault(run, TokenKeys())[tail.tokens] = tail
             self._tail_bytes += tail.nbytes
             while self._tail_bytes > self.max_bytes // 4:
                 self._forget(next(iter(self._tails)))
-            self.fit()
-
-    def _forget(self, key: tuple[Run, bytes]) -> None:
-        # An interrupt may have come in the middle of this: what is left of it is done now.
-        run, tokens = key
-        if (here := self._tails_at.get(run)) is not None:
-            if tokens in here:
-                del here[tokens]
-            if not here:
-                self._tails_at.pop(run, None)
-        if (tail := self._tails.pop(key, None)) is None:
-            return
-        if run.namespace is not None:
-            self.tree.release(run)
-        self._tail_bytes -= tail.nbytes
-        self._count_while_used((tail.buffer, tail.rest, tail.row))
-
-    def _removing(self, run: Run, first: int) -> None:
-        if run.is_checkpoint:
-            # A checkpoint without a state was never counted: the budget had no room for it.
-            self.n_checkpoints -= run.payloads[0] is not None
-            self._count_while_used(run.payloads)
-            return
-        for tokens in list(self._tails_at.get(run, ())):
-            self._forget((run, tokens))
-        self._count_while_used(run.payloads[first:])
-        # Blocks without bytes were never stored: the budget had no room for them.
-        names = [
-            name
-            for name, payload in zip(run.names[first:], run.payloads[first:], strict=True)
-            if payload is not None
-        ]
-        self.removed += len(names)
-        if names:
-            self._on_remove(names)
+            self.tree.fit()
 
     # Finding -------------------------------------------------------------------------------------
 
+    @change
     def find(
         self, tokens: bytes, namespace: str, *, needs_rest: bool, is_use: bool = True
     ) -> Found:
@@ -257,7 +160,6 @@ class RamTier:
         ``needs_rest``: the memory has parts that blocks do not hold (window, recurrent), so that
         only prefixes that end at a checkpoint are usable.
         """
-        self.tree.asked.check()
         if is_use:
             match = self.tree.lookup(tokens, namespace)
         else:
@@ -281,6 +183,7 @@ class RamTier:
 
     def full_blocks(self, tokens: bytes, namespace: str) -> list[Buffer]:
         """Return the bytes of the full blocks of some tokens; they do not count as used."""
+        self.check()
         match = self.tree.match(tokens, namespace)
         blocks: list[Buffer] = []
         for run, n in match.parts():
@@ -343,11 +246,3 @@ class RamTier:
                 if n == whole:
                     found.row = self._tails[tail_key].row
         found.nearest = nearest[4 * n :]
-
-    def clear(self, namespace: str | None) -> None:
-        """Drop a namespace, or all of them."""
-        self.tree.asked.check()
-        for key in list(self._tails):
-            if namespace is None or key[0].namespace == namespace:
-                self._forget(key)  # tails after blocks are dropped with these
-        self.tree.clear(namespace)

@@ -91,6 +91,7 @@ class Reserve:
         # Of small ones a memoryview would be a large part.
         if not self._lends(size):
             return [_new(size) for _ in range(n)]
+        self._take_back()
         return [np.frombuffer(self._lend(size), np.uint8) for _ in range(n)]
 
     def _lends(self, size: int) -> bool:
@@ -99,8 +100,14 @@ class Reserve:
     def _back(self, lent: weakref.ref[Any]) -> None:
         """Take memory back; any thread, in the middle of anything."""
         assert isinstance(lent, _Lent)
-        self._lent.pop(id(lent.memory), None)
-        self._add(lent.memory)
+        if self._lent.pop(id(lent.memory), None) is lent:  # nobody else takes it back
+            self._add(lent.memory)
+
+    def _take_back(self) -> None:
+        """Take back what is free already: an interrupt came just when it was to come back."""
+        for lent in list(self._lent.values()):
+            if lent() is None:
+                self._back(lent)
 
     def _add(self, memory: Memory) -> bool:
         """Keep memory if there is room for it; whether there is."""
@@ -165,6 +172,7 @@ class Reserve:
         most = min(self.max_bytes, SPARE_BYTES)
         self.max_bytes = 0
         self._closed.set()
+        self._take_back()
         while self._free:
             memory = self._free.pop()
             if memory.size <= most:

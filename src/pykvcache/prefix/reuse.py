@@ -42,6 +42,17 @@ class ReuseReport:
     first_difference: int | None = None
     reason: str = ""
 
+    def plus(self, other: ReuseReport, sign: int = 1) -> ReuseReport:
+        """Return the sums of both, or the differences."""
+        return ReuseReport(
+            self.n_tokens + sign * other.n_tokens,
+            live=self.live + sign * other.live,
+            ram=self.ram + sign * other.ram,
+            disk=self.disk + sign * other.disk,
+            remote=self.remote + sign * other.remote,
+            evaluated=self.evaluated + sign * other.evaluated,
+        )
+
     def _repr_html_(self) -> str:
         parts = [(name, getattr(self, name)) for name in ("live", "ram", "disk", "remote")]
         return bar_html(

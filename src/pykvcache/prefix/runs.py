@@ -224,6 +224,8 @@ class Run:
         )
         head.last_use, head.uses = self.last_use, self.uses
         head.payloads = self.payloads[:n_blocks]
+        head.children[self.tokens[size : size + self.step]] = self
+        # An interrupt from here on leaves this run where it is found, and seen to be half cut.
         self._start_key = head.end_key
         self.tokens = self.text[size:]
         self.n_blocks -= n_blocks
@@ -233,7 +235,6 @@ class Run:
             del self._names[:n_blocks]
         assert self.parent is not None
         self.parent.children[head.tokens[: self.step]] = head
-        head.children[self.tokens[: self.step]] = self
         self.parent = head
         return head
 

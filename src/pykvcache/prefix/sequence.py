@@ -15,7 +15,6 @@ from pykvcache.state.saved import Path
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pykvcache.prefix.runs import Run
     from pykvcache.prefix.tiers.fetch import Fetch
     from pykvcache.sequence.cells import SequenceCells
 
@@ -30,9 +29,6 @@ class Owner(Protocol):
 
     def _usable(self, cells: SequenceCells) -> int:
         """Return how many tokens of a new sequence need not be evaluated."""
-
-    def _let_go(self, run: Run) -> None:
-        """Release what a dropped sequence held, once no other call is running."""
 
     def _evaluated(self, sequence: CachedSequence) -> None:
         """Give other processes the blocks that they wait for."""
@@ -50,7 +46,7 @@ class CachedSequence(LlamaSequence):
     _cache: Owner
     _namespace: str
     _reuse: ReuseReport
-    _held_run: Run | None = None
+    _counted: ReuseReport | None = None  # what the cache's sums have of it
     _search: Fetch | None = None
     _is_searched = False
     _pending: tuple[Fetch, float] | None = None  # the search that a request still waits for
@@ -69,7 +65,6 @@ class CachedSequence(LlamaSequence):
         """As `LlamaSequence.fork`; the fork belongs to the cache, too."""
         child = super().fork(n)
         child._cache, child._namespace = self._cache, self._namespace
-        child._held_run = None
         with child._held():
             live = self._cache._usable(child._cells)
             self._cache._joined(child, self)
@@ -109,18 +104,15 @@ class CachedSequence(LlamaSequence):
         super().close()
 
     def __del__(self) -> None:
-        # In the middle of something else there is no giving: the cells are freed all the same.
+        # In the middle of something else there is no giving: the cells are freed all the same, and
+        # what it holds is released by the next call.
         cells = getattr(self, "_cells", None)
         if cells is None or self._closed or self._context.is_closed:
             return
-        run: Run | None = getattr(self, "_held_run", None)
         if cells.pool.lock.acquire(blocking=False):
             try:
                 if cells.pool.is_quiet:
                     with contextlib.suppress(Exception):
                         self.close()
-                    run = self._held_run
             finally:
                 cells.pool.lock.release()
-        if run is not None:
-            self._cache._let_go(run)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Callable, Iterator
 
 from pykvcache.errors import ArgumentError
 from pykvcache.errors._shown import shown
-from pykvcache.prefix.asked import Asked
+from pykvcache.prefix.asked import PolicyMethods
 from pykvcache.prefix.match import Match, common_blocks
-from pykvcache.prefix.policies import Policy, make_policy
+from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.runs import Run, below, new_root, salt_of
 
 __all__ = ["BlockTree", "Match"]
@@ -18,7 +17,7 @@ __all__ = ["BlockTree", "Match"]
 _TOKEN_BYTES = 4
 
 
-class BlockTree:
+class BlockTree(PolicyMethods):
     """Which blocks are known, found by their tokens; at most ``max_bytes`` of them.
 
     Blocks leave from the ends of the tree only, and never while they are held. Nothing here is
@@ -63,16 +62,13 @@ class BlockTree:
             )
         self.block_size = block_size
         self.step = block_size * _TOKEN_BYTES
-        self.policy = make_policy(policy)
-        self.policy.make_tree = BlockTree
-        #: Asks the policy: nothing may change until it has answered.
-        self.asked = Asked()
+        self._set_policy(policy)
         self.clock = 0
         self.n_bytes = 0
         self.n_blocks = 0
         self.n_runs = 0
         self._root_name = root
-        self._run_bytes = run_bytes
+        self.run_bytes = run_bytes
         self._on_remove = on_remove
         self._other_bytes = other_bytes
         self._release = release
@@ -90,16 +86,15 @@ class BlockTree:
             text = f"max_bytes is {shown(value)}: it must be at least 0"
             raise ArgumentError(text, "max_bytes", value, 0)
         self._max_bytes = value
-        self.policy.max_notes = value // 16 if self._run_bytes else None
-        self.policy.resize(value)
+        self._resize_policy()
         self.fit()
 
     @property
     def used_bytes(self) -> int:
         """What counts towards the budget: blocks, runs, the policy's notes, and the rest."""
         used = self.n_bytes + self._other_bytes()
-        if self._run_bytes:
-            used += self.policy.n_bytes + self._run_bytes * len(self._roots)
+        if self.run_bytes:
+            used += self._policy_bytes() + self.run_bytes * len(self._roots)
         return used
 
     def match(self, tokens: bytes, namespace: str = "") -> Match:
@@ -230,37 +225,20 @@ class BlockTree:
         return self._add(new)
 
     def _add(self, new: Run) -> Run | None:
-        self.n_bytes += new.n_bytes + self._run_bytes
+        self.n_bytes += new.n_bytes + self.run_bytes
         self.n_blocks += 0 if new.is_checkpoint else new.n_blocks
         self.n_runs += 1
-        try:
-            self._settle(new)
-        except BaseException:  # of the policy, or an interrupt
-            self._take_back(new)
-            raise
-        return new if new.n_blocks else None
-
-    def _settle(self, new: Run) -> None:
         self.asked(self.policy.added, new)
         fits = self.policy.declines
         if not fits:
             # The others go first, whatever the policy thinks of something that was never used.
             new.held += 1
-            try:
-                fits = self.fit()
-            finally:
-                new.held -= 1
+            fits = self.fit()
+            new.held -= 1
         self.asked(self.policy.evictable, new)
         if self.policy.declines or not fits:
             self.fit()
-
-    def _take_back(self, new: Run) -> None:
-        """Remove a run that nobody has filled: without its blocks' bytes it serves no prompt."""
-        if new.parent is not None:
-            with contextlib.suppress(Exception):
-                self.asked(self.policy.removing, new, new.n_blocks)
-            self._forget(new, new.n_blocks)
-            self._unlink(new)
+        return new if new.n_blocks else None
 
     def hold(self, run: Run) -> None:
         """Keep a run, and with it all before it, until it is released as often as it was held."""
@@ -346,7 +324,7 @@ class BlockTree:
             if parent.is_root:
                 self._forget_root(parent)
         run.parent = None
-        self.n_bytes -= self._run_bytes
+        self.n_bytes -= self.run_bytes
         self.n_runs -= 1
 
     def clear(self, namespace: str | None = None) -> None:
@@ -368,7 +346,7 @@ class BlockTree:
 
     def _cut(self, run: Run, n_blocks: int) -> Run:
         head = run.cut(n_blocks)
-        self.n_bytes += self._run_bytes
+        self.n_bytes += self.run_bytes
         self.n_runs += 1
         self.asked(self.policy.split, head, run)
         return head

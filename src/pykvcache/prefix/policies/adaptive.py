@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pykvcache.prefix.policies.base import Policy
@@ -203,6 +203,15 @@ class Adaptive(Policy):
         if not run.is_checkpoint and (uses := self._known_uses(run)) > run.uses:
             run.uses = uses
             self._policy.remembered(run)
+
+    def adopt(self, runs: Sequence[Run]) -> None:
+        """Pass it on."""
+        for run in runs:
+            self._runs[run] = None
+            if not run.is_checkpoint:
+                self._block_bytes = max(run.block_bytes, 1)
+                self._bytes += run.n_bytes
+        self._policy.adopt(runs)
 
     def _known_uses(self, run: Run) -> int:
         """Return how often the leader's shadow saw a run used that comes back to the real tree.

@@ -36,7 +36,7 @@ class Policy:
     make_tree: Callable[..., Any] | None = None
 
     def resize(self, max_bytes: int) -> None:
-        """Learn the budget; called first, and whenever it changes."""
+        """Learn the budget; called first, whenever it changes, and before `adopt`."""
 
     def asked(self, tokens: bytes, step: int, start_key: int) -> None:
         """Learn of a prompt that was looked up, known or not: `used` follows for what is known.
@@ -60,7 +60,8 @@ class Policy:
     def adopt(self, runs: Sequence[Run]) -> None:
         """Learn of runs that another policy had, in the order of their last use.
 
-        Of one path the last comes first. `evictable` follows.
+        Of one path the last comes first. `evictable` follows. After a call that was cut short (by
+        Ctrl-C, or by what the policy raised) these are all that are left, known or not.
         """
         for run in runs:
             self.added(run)

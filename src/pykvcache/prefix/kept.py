@@ -1,0 +1,254 @@
+"""What a cache keeps in memory: who holds it, what it counts, and what a cut call leaves of it."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache.prefix.alike import TokenKeys
+from pykvcache.prefix.changes import Changing, change
+from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
+from pykvcache.prefix.match import Match
+from pykvcache.prefix.policies import Policy
+from pykvcache.prefix.repair import rebuild
+from pykvcache.prefix.runs import Run
+from pykvcache.prefix.tree import BlockTree
+
+__all__ = ["BLOCK_BYTES", "RUN_BYTES", "Buffer", "Kept", "Tail", "parts_of"]
+
+Buffer = npt.NDArray[np.uint8]
+
+#: Overhead in bytes of a run, of a block, and of an empty cache: measured with tracemalloc
+#: (tests/prefix/test_budget.py).
+RUN_BYTES, BLOCK_BYTES, FIXED_BYTES = 1_230, 230, 1 << 16
+
+
+@dataclass(eq=False)
+class Tail:
+    """The tokens of a prompt after its last full block, always fewer than a block holds."""
+
+    tokens: bytes
+    buffer: Buffer
+    rest: Any  # the partial state (window, recurrent), where the memory has such parts
+    row: npt.NDArray[np.float32] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that it keeps."""
+        rest = self.rest.nbytes if self.rest is not None else 0
+        row = self.row.nbytes if self.row is not None else 0
+        return len(self.tokens) + self.buffer.nbytes + rest + row + RUN_BYTES
+
+
+class Kept(Changing):
+    """A tree of full blocks, tails beside it, and their accounts; `RamTier` stores and finds."""
+
+    def __init__(
+        self,
+        block_size: int,
+        max_bytes: int,
+        policy: str | Policy,
+        root: Callable[[str], bytes],
+        events: EventLog,
+        on_restart: Callable[[], object] = lambda: None,
+        other_bytes: Callable[[], int] = lambda: 0,
+        release: Callable[[int], bool] = lambda _: False,
+        room: Callable[[], int] = lambda: 0,
+    ) -> None:
+        super().__init__()
+        self.block_size = block_size
+        self.max_bytes = max_bytes
+        self._events, self._on_restart = events, on_restart
+        self._tails: OrderedDict[tuple[Run, bytes], Tail] = OrderedDict()
+        self._tails_at: dict[Run, TokenKeys[Tail]] = {}
+        self._in_use: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._holds: dict[int, tuple[Callable[[], object], Run]] = {}
+        self._tail_bytes = 0
+        self._fixed_bytes = min(FIXED_BYTES, max_bytes // 16)
+        self._more_bytes, self._room = other_bytes, room
+        self.stored = self.removed = self.n_checkpoints = 0
+        self.tree = BlockTree(
+            block_size,
+            policy,
+            max_bytes=max_bytes,
+            root=root,
+            run_bytes=RUN_BYTES + 4 * block_size,
+            on_remove=self._removing,
+            other_bytes=self._other_bytes,
+            release=release,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept, overhead included."""
+        return self.tree.used_bytes - self._room()
+
+    def _other_bytes(self) -> int:
+        in_use = sum(size for _, size in self._in_use.copy().values()) if self._in_use else 0
+        return self._fixed_bytes + self._tail_bytes + in_use + self._more_bytes() + self._room()
+
+    def block_cost(self, cell_bytes: int) -> int:
+        """Return what a block takes of the budget."""
+        return (cell_bytes + 4) * self.block_size + BLOCK_BYTES
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it, or its policy, is in the middle of something."""
+        return self._is_changing or self.tree.asked.is_busy
+
+    @change
+    def fit(self) -> None:
+        """Evict until the budget is kept."""
+        self.tree.fit()
+
+    def _told(self) -> None:
+        self.fit()  # events that wait take memory, too
+
+    def _count_while_used(self, things: Iterable[Any]) -> None:
+        """Count what is to be dropped for as long as something else refers to it."""
+        for thing in things:
+            key = id(thing)
+            with contextlib.suppress(TypeError):  # None, or nothing that can be watched
+                # No interrupt can come in the middle of this callback.
+                watch = weakref.ref(thing, partial(self._in_use.pop, key))
+                self._in_use[key] = watch, thing.nbytes
+
+    def _count_as_kept(self, things: Iterable[Any]) -> None:
+        """Count what is to be kept, perhaps again, no more because somebody uses it."""
+        for thing in things:
+            self._in_use.pop(id(thing), None)
+
+    def _repair(self) -> None:
+        """Keep what is whole of what a call has left that was cut short."""
+        tree, tails = self.tree, self._tails
+        holds = [run for _, run in list(self._holds.values())]
+        roots = {run for run, _ in tails if run.namespace is not None}
+        runs = rebuild(tree, roots)
+        there = {*runs, *tree.roots()}
+        for run, tokens in [key for key in tails if key[0] not in there]:
+            self._count_while_used(parts_of(tails[run, tokens]))
+            del tails[run, tokens]
+        self._tails_at = {}
+        for run, tokens in tails:
+            self._tails_at.setdefault(run, TokenKeys())[tokens] = tails[run, tokens]
+        self._tail_bytes = sum(tail.nbytes for tail in tails.values())
+        for run in [*holds, *(run for run, _ in tails if run.namespace is not None)]:
+            if run in there:
+                run.held += 1
+            else:
+                run.parent = None
+        self.n_checkpoints = sum(run.is_checkpoint for run in runs)
+        self.removed = self.stored - tree.n_blocks
+        for run in runs:
+            self._count_as_kept(run.payloads)
+        for tail in tails.values():
+            self._count_as_kept(parts_of(tail))
+        tree.renew_policy(runs)
+        self._untold.clear()
+        self._untold += [self._on_restart, partial(self._events.add, AllBlocksCleared())]
+        for run in runs:
+            self._say_stored(run)
+
+    def _say_stored(self, run: Run) -> None:
+        if run.is_checkpoint:
+            return
+        parent, text = run.parent, run.text
+        before = None if parent is None or parent.is_root else parent.last_name
+        told = tuple(run.names), before, text, self.block_size, run.root.namespace
+        self._untold.append(partial(self._events.add_stored, *told))
+
+    # Holding -------------------------------------------------------------------------------------
+
+    @change
+    def hold(self, holder: object, run: Run) -> None:
+        """Keep a run until its holder releases it, holds another one, or is there no more."""
+        self._release(id(holder))
+        self._holds[id(holder)] = weakref.ref(holder), run
+        self.tree.hold(run)
+
+    def release(self, holder: object) -> None:
+        """Release what a holder has, now or with the next call; nothing where that is none."""
+        if (held := self._holds.get(id(holder))) is not None:
+            self._holds[id(holder)] = _nobody, held[1]
+            if not self.is_busy:
+                self._reap_one(id(holder))
+
+    def reap(self) -> None:
+        """Release what holders had that are there no more."""
+        if self._holds and not self.is_busy:
+            for key in [key for key, (holder, _) in list(self._holds.items()) if holder() is None]:
+                self._reap_one(key)
+
+    @change
+    def _reap_one(self, key: int) -> None:
+        self._release(key)
+
+    def _release(self, key: int) -> None:
+        if (held := self._holds.pop(key, None)) is not None:
+            self.tree.release(held[1])
+
+    @change
+    def use(self, tokens: bytes, namespace: str) -> Match:
+        """Count a use of what is known of some tokens."""
+        match = self.tree.match(tokens, namespace)
+        if not match.run.is_root:
+            self.tree.use(match)
+        return match
+
+    # Leaving -------------------------------------------------------------------------------------
+
+    def _forget(self, key: tuple[Run, bytes]) -> None:
+        run, tokens = key
+        tail = self._tails[key]
+        self._count_while_used(parts_of(tail))
+        here = self._tails_at[run]
+        del here[tokens], self._tails[key]
+        if not here:
+            del self._tails_at[run]
+        self._tail_bytes -= tail.nbytes
+        if run.namespace is not None:
+            self.tree.release(run)
+
+    def _removing(self, run: Run, first: int) -> None:
+        if run.is_checkpoint:
+            # A checkpoint without a state was never counted: the budget had no room for it.
+            self.n_checkpoints -= run.payloads[0] is not None
+            self._count_while_used(run.payloads)
+            return
+        for tokens in list(self._tails_at.get(run, ())):
+            self._forget((run, tokens))
+        self._count_while_used(run.payloads[first:])
+        # Blocks without bytes were never stored: the budget had no room for them.
+        names = [
+            name
+            for name, payload in zip(run.names[first:], run.payloads[first:], strict=True)
+            if payload is not None
+        ]
+        self.removed += len(names)
+        if names:
+            self._untold.append(partial(self._events.add, BlockRemoved(tuple(names))))
+
+    @change
+    def clear(self, namespace: str | None) -> None:
+        """Drop a namespace, or all of them."""
+        for key in list(self._tails):
+            if namespace is None or key[0].namespace == namespace:
+                self._forget(key)  # tails after blocks are dropped with these
+        self.tree.clear(namespace)
+
+
+def parts_of(tail: Tail) -> tuple[Any, ...]:
+    """Return what takes memory of a tail: None for what it has not."""
+    return tail.buffer, tail.rest, tail.row
+
+
+def _nobody() -> None:
+    """Stand for a holder that is there no more."""

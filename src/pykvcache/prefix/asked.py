@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from pykvcache._integers import as_int
+from pykvcache.errors import ArgumentError
 from pykvcache.prefix.policies import Policy, make_policy
 from pykvcache.prefix.runs import Run
 
@@ -39,13 +41,17 @@ class PolicyMethods:
     asked: Asked
     run_bytes: int
     _made_by: str | Policy
+    _is_ours: bool
     _max_bytes: int
+    _notes: int
+    _roots: dict[str, Run]
 
     def _set_policy(self, policy: str | Policy) -> None:
-        self._made_by = policy
+        self._made_by, self._is_ours = policy, isinstance(policy, str)
         self.policy = self._make_policy()
         #: Asks the policy: nothing may change until it has answered.
         self.asked = Asked()
+        self._notes = 0
 
     def _make_policy(self) -> Policy:
         policy = make_policy(self._made_by)
@@ -74,5 +80,22 @@ class PolicyMethods:
                     self.asked(self.policy.evictable, run)
 
     def _policy_bytes(self) -> int:
-        """Return what the policy takes."""
-        return self.policy.n_bytes
+        """Return what the policy takes; while it is asked, what it said last."""
+        if self._is_ours:
+            return self.policy.n_bytes
+        if not self.asked.is_busy:
+            n_bytes = self.asked(getattr, self.policy, "n_bytes")
+            self._notes = as_int(n_bytes, "n_bytes of the policy", 0)
+        return self._notes
+
+    def _check_own(self, run: Run) -> None:
+        """Raise where a user's policy has chosen what is no run of this tree."""
+        if self._is_ours:
+            return
+        if not isinstance(run, Run):
+            raise TypeError(f"victim of the policy must be a Run or None, not {type(run).__name__}")
+        root = run.root
+        is_here = root.namespace is not None and self._roots.get(root.namespace) is root
+        if not is_here or not all(one.is_linked for one in run.path()):
+            text = f"victim of the policy is {run}, which is not here"
+            raise ArgumentError(text, "victim", repr(run))

@@ -238,6 +238,16 @@ class Run:
         self.parent = head
         return head
 
+    @property
+    def is_linked(self) -> bool:
+        """Whether what comes before it has it."""
+        parent = self.parent
+        if parent is None:
+            return self.namespace is not None
+        if self.is_checkpoint:
+            return parent.checkpoint is self
+        return parent.children.get(self.tokens[: self.step]) is self
+
     def drop(self, n_blocks: int) -> None:
         """Forget the last blocks."""
         self.n_blocks -= n_blocks

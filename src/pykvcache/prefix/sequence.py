@@ -99,8 +99,13 @@ class CachedSequence(LlamaSequence):
         if not self.is_closed:
             with self._cells.pool.hold():
                 if not self._closed:
-                    with contextlib.suppress(DeviceLost):  # there is nothing left to give
+                    try:
                         self._cache._give(self)
+                    except DeviceLost:
+                        pass  # there is nothing left to give
+                    except Exception:  # of a policy of the user's
+                        super().close()
+                        raise
         super().close()
 
     def __del__(self) -> None:

@@ -275,6 +275,7 @@ class BlockTree(PolicyMethods):
             run = self.asked(self.policy.victim)
             if run is None:
                 return False
+            self._check_own(run)
             if self.policy.whole or not run.block_bytes:
                 n = run.n_blocks
             else:

@@ -96,21 +96,16 @@ class Queue:
                 one._done.set()
                 return
             self._waiting.append(one)
-            if self._is_working and self._worker is not None and not self._worker.has_ended:
+            if self._is_working and self._worker is not None and self._worker.is_alive():
                 one._worker = self._worker
                 return
-            self._is_working = True
             one._worker = worker = Worker(self._work, "pykvcache-prefetch", weakref.ref(cache))
-            self._worker = worker
-        if not has_started(worker):
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Let nothing wait for a thread that is not to be had."""
-        with self._lock:
-            waiting = list(self._waiting)
-            self._waiting.clear()
+            self._is_working, self._worker = True, worker
+            if has_started(worker):
+                return
+            # Nothing waits for a thread that is not to be had.
             self._is_working = False
+            waiting, self._waiting = self._waiting, deque()
         for one in waiting:
             one.cancel()
             one._done.set()
@@ -124,6 +119,8 @@ class Queue:
     def _work(self, ref: weakref.ref[PrefetchMethods]) -> None:
         while True:
             with self._lock:
+                if self._worker is not threading.current_thread():
+                    return  # an interrupt came while it was started, and it was given up
                 if not self._waiting:
                     self._is_working = False
                     return

@@ -94,7 +94,9 @@ class WriteBehind:
         self.dropped = 0
         self.n_bytes = self.n_items = 0
         self._queue: deque[Chain] = deque()
-        self._changed = threading.Condition()
+        # Taken by itself: an interrupt in a Condition's `__enter__` leaves it taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         watch_locks(self, "_changed")
         self._busy = False
         self._closed = self._retired = False
@@ -105,37 +107,38 @@ class WriteBehind:
         """Queue what there is room for; returns how many items that is."""
         if os.getpid() != self._pid:
             return 0  # a forked child has no such thread
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return 0
             taken: list[Item] = []
+            n_bytes = self.n_bytes
             for item in chain.items:
                 size = memoryview(item[1]).nbytes
-                if self.n_bytes + size > self.max_bytes:
+                if n_bytes + size > self.max_bytes:
                     break
-                self.n_bytes += size
+                n_bytes += size
                 taken.append(item)
-            self.dropped += len(chain.items) - len(taken)
-            self.n_items += len(taken)
             is_work = bool(taken or chain.leases or chain.removes)
             if is_refused := is_work and not self._has_thread():
                 # There is none to be had: what would be written is lost.
-                self._count_off(taken)
-                self.dropped += len(taken)
-            elif is_work:
-                self._n_leased += bool(chain.leases)
-                self._n_removals += bool(chain.removes)
-                self._is_awaited |= bool(chain.leases) and chain.due <= time.monotonic()
-                self._queue.append(
-                    Chain(
-                        taken,
-                        chain.namespace,
-                        list(chain.leases),
-                        chain.due,
-                        list(chain.removes),
-                        blocks=chain.blocks,
-                    )
+                self.dropped += len(chain.items)
+            else:
+                n_items, dropped = self.n_items + len(taken), len(chain.items) - len(taken)
+                leases, removes = list(chain.leases), list(chain.removes)
+                n_leased, n_removals = (
+                    self._n_leased + bool(leases),
+                    self._n_removals + bool(removes),
                 )
+                is_awaited = self._is_awaited or (bool(leases) and chain.due <= time.monotonic())
+                queued = Chain(
+                    taken, chain.namespace, leases, chain.due, removes, blocks=chain.blocks
+                )
+                # No interrupt can come between these.
+                self.dropped += dropped
+                if is_work:
+                    self.n_bytes, self.n_items, self._is_awaited = n_bytes, n_items, is_awaited
+                    self._n_leased, self._n_removals = n_leased, n_removals
+                    self._queue.append(queued)
                 self._changed.notify_all()
         if is_refused:
             # What was cleared must go all the same, and others wait for leases.
@@ -149,21 +152,22 @@ class WriteBehind:
         """Forget what waits of a namespace, or everything; what is being written is waited for."""
         if os.getpid() != self._pid:
             return
-        with self._changed:
+        with self._lock:
             for chain in self._queue:
                 if namespace is None or chain.namespace == namespace:
-                    self._count_off(chain.items)
-                    chain.items = []
+                    n_bytes = self.n_bytes - chain.n_bytes
+                    n_items = self.n_items - len(chain.items)
+                    self.n_bytes, self.n_items, chain.items = n_bytes, n_items, []
 
     def flush(self, seconds: float | None = None) -> bool:
         """Wait until everything is written; False if that takes longer than the timeout."""
         if os.getpid() != self._pid:
             return False
         until = math.inf if seconds is None else time.monotonic() + seconds
-        with self._changed:
+        with self._lock:
             self._n_waiting += 1
-            self._changed.notify_all()
             try:
+                self._changed.notify_all()
                 while self._queue or self._busy:
                     left = until - time.monotonic()
                     if left <= 0 or not self._has_thread():
@@ -177,12 +181,12 @@ class WriteBehind:
         """Write what waits, and end the thread; False where that takes longer: the rest is lost."""
         if os.getpid() != self._pid:
             return False
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         until = time.monotonic() + seconds
         done = self.flush(seconds)
-        with self._changed:
+        with self._lock:
             thread = self._thread
             for chain in self._queue:
                 self.dropped += len(chain.items)
@@ -195,7 +199,7 @@ class WriteBehind:
 
     def retire(self) -> None:
         """Accept no more blocks; the thread closes the tier once everything is written."""
-        with self._changed:
+        with self._lock:
             self._closed = self._retired = True
             if self._thread is None:
                 self.tier.close()
@@ -205,14 +209,15 @@ class WriteBehind:
 
     def _has_thread(self) -> bool:
         """Whether there is the thread, or it can be started now; the lock is held."""
-        if self._thread is not None and self._thread.has_ended:
-            # Memory may have ended in the middle of it: what it was writing is lost.
+        if self._thread is not None and not self._thread.is_alive():
+            # Memory may have ended in the middle of it, and what it was writing is lost; or an
+            # interrupt came before it began.
             self._thread, self._busy = None, False
         if self._thread is None:
-            thread = Worker(self._work, "pykvcache-write-behind")
-            if not has_started(thread):
+            self._thread = Worker(self._work, "pykvcache-write-behind")
+            if not has_started(self._thread):
+                self._thread = None
                 return False
-            self._thread = thread
         return True
 
     def _work(self) -> None:
@@ -220,7 +225,9 @@ class WriteBehind:
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while True:
-            with self._changed:
+            with self._lock:
+                if self._thread is not threading.current_thread():
+                    return  # an interrupt came while it was started, and it was given up
                 self._busy = False
                 self._changed.notify_all()
                 while not self._queue:
@@ -230,7 +237,7 @@ class WriteBehind:
                         return
                     self._changed.wait()
             self._ask_waiters()
-            with self._changed:
+            with self._lock:
                 if not self._queue:
                     continue  # closed meanwhile
                 chain = self._queue[0]
@@ -263,7 +270,7 @@ class WriteBehind:
     def _ask_waiters(self) -> None:
         """Find out whether another process waits, or a lease is about to end; no lock is held."""
         leased: list[Chain] = []
-        with self._changed:
+        with self._lock:
             if self._n_leased:
                 leased = [chain for chain in self._queue if chain.leases]
         now = time.monotonic()
@@ -275,7 +282,7 @@ class WriteBehind:
         """Let those go first who evaluate, where somebody does."""
         until = time.monotonic() + self._pace.pause(worked)
         while (left := until - time.monotonic()) > 0:
-            with self._changed:
+            with self._lock:
                 pause = min(left, _LOOK_SECONDS) if self._n_leased else left
                 if self._changed.wait_for(lambda: not self._queue or self._is_urgent(), pause):
                     return

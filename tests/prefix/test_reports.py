@@ -95,3 +95,22 @@ def test_an_end_without_logits_is_no_place_to_begin_a_repeat(
             with cache.sequence(text) as sequence:
                 assert evaluated(sequence) <= (SIZE if keep_logits else n)
                 assert apart(sequence.logits(), fresh_logits(case.name, text)) < case.tolerance
+
+
+@pytest.mark.parametrize("n", [20, 90])
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_what_is_forked_off_a_parked_sequence(
+    case: Case, n: int, make_context: Make, fresh_logits: Fresh
+) -> None:
+    ctx, text = make_context(case.name, **case.options), words(1, n)
+    with PrefixCache(ctx, block_size=SIZE, ram_bytes=0, checkpoint_bytes=0) as cache:
+        first = cache.sequence(text)
+        first.logits()
+        for at in (n - 1, n - 2, n // 2):
+            first.park()
+            prompt = [*text[:at], *words(at, 4)]
+            with cache.sequence(prompt) as other:
+                n_evaluated = evaluated(other)
+                assert apart(other.logits(), fresh_logits(case.name, prompt)) < case.tolerance
+            if case.info.memory == "sliding-window" and (at == n - 1 or n <= case.info.n_swa):
+                assert n_evaluated <= 5

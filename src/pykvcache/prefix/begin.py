@@ -152,29 +152,24 @@ class BeginMethods:
         n = cells.ledger.n_evaluated
         if cells.row is None and n == len(cells.ledger):
             # Logits are made by a decode: of the last token, and of what cannot be gone back over.
-            return self._left(cells, n - 1) if n else 0
+            return self._forkable(cells, n - 1) if n else 0
         return self._forkable(cells, n)
-
-    def _left(self, cells: SequenceCells, n: int) -> int:
-        """How many of the first n tokens stay when what comes after them is decoded again."""
-        is_window = self._ctx.memory_kind == "sliding-window"
-        if is_window and cells.seq_id is None and cells.n_held == n + 1:
-            return n  # a state has all that its last token saw
-        return self._forkable(cells, n)
-
-    def _is_whole(self, cells: SequenceCells) -> bool:
-        """Whether a parked sequence has all tokens of its window: none has left it."""
-        is_window = self._ctx.memory_kind == "sliding-window"
-        return is_window and cells.seq_id is None and cells.n_held <= self._ctx.model.n_swa
 
     def _forkable(self, cells: SequenceCells, n: int) -> int:
         """How many of the first n tokens a fork would hold without evaluating."""
-        if not self._needs_rest or n == cells.n_held or self._is_whole(cells):
+        if not self._needs_rest or n == cells.n_held or self._is_in_state(cells, n):
             return n
         if cells.seq_id is not None and self._native.can_resume(cells.seq_id, n):
             return n
         point = cells.points.at_most(n)
         return point.n if point is not None else 0
+
+    def _is_in_state(self, cells: SequenceCells, n: int) -> bool:
+        """Whether a window that is parked has what comes after n tokens sees of it."""
+        if self._ctx.memory_kind != "sliding-window" or cells.seq_id is not None:
+            return False
+        # All that its last token saw, and before one has left the window, all of it.
+        return n == cells.n_held - 1 or cells.n_held <= self._ctx.model.n_swa
 
     def _explain(
         self,

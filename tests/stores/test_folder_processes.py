@@ -81,7 +81,7 @@ def test_kill_9_loses_only_what_was_being_written(tmp_path: Path) -> None:
             time.sleep(dice.random() / 50)
             for writer in writers:
                 writer.kill()
-            # What the one that was killed last has said last is too new to have been evicted.
+            # What the one that was killed last has said last is among the newest.
             assert writers[-1].stdout is not None
             last = (writers[-1].stdout.read() or "").splitlines()[-1:]
         with FolderStore(tmp_path, 1 << 30) as store:
@@ -90,9 +90,12 @@ def test_kill_9_loses_only_what_was_being_written(tmp_path: Path) -> None:
             found = blocks_of(tmp_path)
             assert all(map(is_whole, found))
             assert rows(tmp_path) == len(found)
-            for name in last:
-                assert store.contains([block(name)[0], block(name + "b")[0]]) == 2
-                n_checked += 1
+            for name, began in map(str.split, last):
+                is_there = store.contains([block(name)[0], block(name + "b")[0]]) == 2
+                # On a busy machine the other one may have gone on for long after it.
+                oldest = min(entry.used for entry in store.entries())
+                assert is_there or oldest > float(began) - 1e-3
+                n_checked += is_there
             assert disk_bytes(tmp_path) <= MAX_BYTES
     assert n_checked > 0
     assert len(list((tmp_path / "owners").iterdir())) == 0

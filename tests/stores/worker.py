@@ -28,12 +28,12 @@ def is_whole(path: Path) -> bool:
 
 
 def write(folder: str, max_bytes: int, seed: str) -> None:
-    """Put blocks without end; say each name once it is stored."""
+    """Put blocks without end; once they are stored say their name, and when that began."""
     with FolderStore(folder, max_bytes) as store:
         for i in itertools.count():
-            name = f"{seed}/{i}"
+            name, began = f"{seed}/{i}", time.time()
             if store.put([block(name), block(name + "b", 40_000)]):
-                os.write(1, f"{name}\n".encode())
+                os.write(1, f"{name} {began}\n".encode())
 
 
 def hold(folder: str, max_bytes: int, seed: str) -> None:

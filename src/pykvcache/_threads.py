@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import TypeVar, cast
 from weakref import ref
 
 from pykvcache.errors import ThreadRefused
 
-__all__ = ["Worker", "has_started", "start", "work_together"]
+__all__ = ["Flag", "Worker", "has_started", "start", "work_together"]
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 #: Seconds after which a thread that was made and does nothing is given up.
 PATIENCE = 10.0
+# So often who waits looks whether somebody was interrupted while waking it.
+_LOOK_SECONDS = 0.5
+
+
+class Flag:
+    """As `threading.Event`, which Ctrl-C can leave with its lock taken: then all others hang.
+
+    It takes its lock in a method written in Python, and an interrupt may come before that returns.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it, and wake who waits."""
+        self._is_set = True
+        self._wake()
+
+    def clear(self) -> None:
+        """Set it no more."""
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set; False where that takes longer."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._is_set:
+            left = min(until - time.monotonic(), _LOOK_SECONDS)
+            if left <= 0:
+                return False
+            with contextlib.suppress(Empty):
+                self._wakes.get(timeout=left)
+        self._wake()  # others may wait, too
+        return True
+
+    def _wake(self) -> None:
+        if self._wakes.empty():
+            self._wakes.put(None)
 
 
 class _Call:

@@ -24,10 +24,16 @@ class InterruptAnywhere:
     calls of Cython's functions.)
     """
 
-    def __init__(self, at: int, folders: tuple[str, ...] = ("/generate/", "/sequence/")) -> None:
+    def __init__(
+        self,
+        at: int,
+        folders: tuple[str, ...] = ("/generate/", "/sequence/"),
+        also: tuple[str, ...] = (),
+    ) -> None:
         self.at = at
         self.seen = 0
         self._folders = folders
+        self._also = also  # ends of names of Python's own files
         self._last: dict[FrameType, int] = {}
         self._entered: set[FrameType] = set()
 
@@ -51,7 +57,8 @@ class InterruptAnywhere:
         if frame.f_back is not None:
             self._entered.add(frame.f_back)
         name = frame.f_code.co_filename
-        if "pykvcache" not in name or not any(folder in name for folder in self._folders):
+        is_ours = "pykvcache" in name and any(folder in name for folder in self._folders)
+        if not (is_ours or name.endswith(self._also)):
             return None
         frame.f_trace_lines = False
         frame.f_trace_opcodes = True
@@ -91,8 +98,8 @@ class CtrlCAnywhere(InterruptAnywhere):
     by something else than a call: Python looks for the signal when it has done that.
     """
 
-    def __init__(self, at: int, folders: tuple[str, ...]) -> None:
-        super().__init__(at, folders)
+    def __init__(self, at: int, folders: tuple[str, ...], also: tuple[str, ...] = ()) -> None:
+        super().__init__(at, folders, also)
         # Asking it for something presses the keys. After a call Python would look at once.
         self._keys = defaultdict[int, None](_thread.interrupt_main)
 

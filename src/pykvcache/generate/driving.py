@@ -30,7 +30,9 @@ class Driving(Closing):
         self._pool = pool_of(context)
         self._schedule = Schedule(context, self._pool, max_sequences, cache)
         self._stepper = Stepper(self._schedule, n_chunk)
-        self._changed = threading.Condition()
+        # Taken by itself: an interrupt in a Condition's `__enter__` leaves it taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         watch_locks(self, "_changed")
         self._driver: int | None = None  # the thread that makes a step now
         self._n_awaiting = 0  # threads that wait for the end of another's step
@@ -107,7 +109,7 @@ class Driving(Closing):
         ThreadRefused
             The system gives no thread: `run` and `step` need none.
         """
-        with self._changed:
+        with self._lock:
             self._check_open()
             if not self._has_thread:
                 # It must not keep the generator alive, and has to hear of its end.
@@ -119,7 +121,7 @@ class Driving(Closing):
 
     def close(self) -> None:
         """Abort what is left, and end the thread; twice does nothing."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             thread, self._thread = self._thread, None
             self._changed.notify_all()
@@ -140,7 +142,7 @@ class Driving(Closing):
         self._wake()
 
     def _wake(self) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def _wake_waiting(self) -> None:
@@ -149,7 +151,7 @@ class Driving(Closing):
             self._wake()
 
     def _await_change(self) -> None:
-        with self._changed:
+        with self._lock:
             self._n_awaiting += 1
             try:
                 self._changed.wait(0.05)
@@ -165,7 +167,7 @@ class Driving(Closing):
         """Make a step, unless another thread does."""
         me = threading.get_ident()
         try:
-            with self._changed:
+            with self._lock:
                 if self._has_thread or self._driver not in (None, me):
                     return False
                 self._driver = me

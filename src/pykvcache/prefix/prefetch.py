@@ -13,7 +13,7 @@ import numpy as np
 
 from pykvcache._convert import TokenInput
 from pykvcache._fork import watch_locks
-from pykvcache._threads import Worker, has_started
+from pykvcache._threads import Flag, Worker, has_started
 from pykvcache.prefix.below import TierMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
 from pykvcache.prefix.gather import gather, is_good
@@ -42,7 +42,7 @@ class Prefetch:
         self.n_tokens = 0
         self._tokens, self._namespace = tokens, namespace
         self._is_cancelled = False
-        self._done = threading.Event()
+        self._done = Flag()
         self._worker: Worker | None = None
         self._pid = os.getpid()
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections import deque
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from pykvcache._integers import as_int
-from pykvcache._threads import Worker, start
+from pykvcache._threads import Flag, Worker, start
 from pykvcache.errors import ArgumentError, ClosedError, ThreadRefused
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.cache import PrefixCache
@@ -138,7 +137,7 @@ class EventPublisher:
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=MAX_REPLAY)
         self._next = 0
         self._pid = os.getpid()
-        self._wake = threading.Event()
+        self._wake = Flag()
         self._closed = False
         self._context = zmq.Context()
         self._sockets: list[Any] = []

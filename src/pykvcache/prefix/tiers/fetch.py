@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._threads import Worker, has_started
+from pykvcache._threads import Flag, Worker, has_started
 from pykvcache.prefix.tiers.ends import END_OVERHEAD, End, end_key
 from pykvcache.prefix.tiers.leases import Lease
 from pykvcache.prefix.tiers.notices import place
@@ -147,8 +147,8 @@ class Fetch:
     is_cancelled: bool = False
     is_abandoned: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
-    looked: threading.Event = field(default_factory=threading.Event)
-    done: threading.Event = field(default_factory=threading.Event)
+    looked: Flag = field(default_factory=Flag)
+    done: Flag = field(default_factory=Flag)
     began: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)

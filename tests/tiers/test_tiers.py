@@ -177,3 +177,22 @@ def test_arguments_are_checked(make_context: Make, tmp_path: Path) -> None:
     with pytest.raises(ClosedError):
         cache.flush()
     assert store.put([(bytes(32), b"x")]) == 1, "a store that was given is not closed"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
+def test_what_somebody_removed_is_written_again_at_once(name: str, make_context: Make) -> None:
+    """A store that is cleared while a cache runs: its blocks were known for another minute."""
+    store, prompt = MemoryStore(), words(1, 61)
+    with PrefixCache(
+        make_context(name), block_size=SIZE, **WAIT, ram_bytes=0, tiers=[store]
+    ) as cache:
+        for _ in range(2):
+            with cache.sequence(prompt) as sequence:
+                sequence.logits()
+                assert sequence.reuse.evaluated == 61
+            assert cache.flush(60)
+            with cache.sequence(prompt) as sequence:
+                assert sequence.reuse.evaluated <= SIZE
+                sequence.logits()
+            assert cache.flush(60)
+            assert store.trim(0)

@@ -150,6 +150,7 @@ class Tier:
         self.speed.note(1, 0, time.perf_counter() - began)
         if n < len(keys) and self._failures() == failures:
             self.notices.removed(keys[n : n + 1])
+            self._is_gone(keys[n : n + 1])
         return n
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
@@ -160,6 +161,7 @@ class Tier:
         except Exception as error:
             self._raised(error)
             there = []
+        self._is_gone(key for key, is_there in zip(asked, there, strict=False) if not is_there)
         return (there + [False] * len(keys))[: len(keys)]
 
     def get(
@@ -198,8 +200,7 @@ class Tier:
         if len(found) < len(keys) and self._failures() == failures:
             gone = keys[len(found)]
             self.notices.removed([gone])
-            with self._lock:
-                self._known.pop(gone, None)  # it is written again
+            self._is_gone([gone])
         return found
 
     def estimate(self, n_bytes: int) -> float:
@@ -225,11 +226,17 @@ class Tier:
         """Return for each key whether it is worth writing: not when it was there just now."""
         now = time.monotonic()
         with self._lock:
-            return [self._known.get(key, 0.0) <= now for key in keys]
+            return [abs(self._known.get(key, 0.0)) <= now for key in keys]
 
-    def note_known(self, keys: Iterable[bytes]) -> None:
-        """Remember for a while that blocks are there."""
-        until = time.monotonic() + KNOWN_SECONDS
+    def _is_gone(self, keys: Iterable[bytes]) -> None:
+        """Let all be written again where one that was there is not: others may have gone, too."""
+        with self._lock:
+            if any(self._known.get(key, 0.0) > 0 for key in keys):
+                self._known.clear()
+
+    def note_known(self, keys: Iterable[bytes], *, are_there: bool = True) -> None:
+        """Remember for a while that blocks are there, or (below 0) that they were offered."""
+        until = (time.monotonic() + KNOWN_SECONDS) * (1 if are_there else -1)
         with self._lock:
             for key in keys:
                 self._known[key] = until
@@ -262,7 +269,7 @@ class Tier:
             size = sum(memoryview(data).nbytes for _, data in new)
             self.written_bytes += size * n // max(1, len(new))
         # What was not stored is offered again after a while, not at each turn.
-        self.note_known(keys)
+        self.note_known(keys, are_there=n == len(new))
         if blocks:
             there = self.present(keys) if n < len(new) else [True] * len(keys)
             self.notices.stored(
@@ -282,15 +289,12 @@ class Tier:
                 return
             gone = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
             self.notices.removed(gone)
-            with self._lock:
-                for key in gone:
-                    self._known.pop(key, None)
+            self._is_gone(gone)
 
     def discard(self, keys: Sequence[bytes], *, refused: bool = False) -> None:
         """Remove blocks; ``refused``: because of what is in them."""
+        self._is_gone(keys)
         with self._lock:
-            for key in keys:
-                self._known.pop(key, None)
             self.refused += len(keys) if refused else 0
         try:
             self.sealed.discard(keys)

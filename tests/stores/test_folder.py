@@ -155,10 +155,12 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
         shutil.rmtree(folder)
         assert store.contains(KEYS) == 0
         assert store.get_into(KEYS, buffers()) == 0
-        store.put(BLOCKS)
-        store.put(BLOCKS)
+        assert store.put(BLOCKS) == 12
         assert store.contains(KEYS) == 12
         assert rows(folder) == 12
+        shutil.rmtree(folder)
+        folder.write_text("a file")
+        assert store.put(BLOCKS) == 0
 
 
 def test_files_that_come_and_go_are_found(tmp_path: Path) -> None:

@@ -134,11 +134,13 @@ class SharedIndex:
             yield index
 
     def look_around(self) -> None:
-        """Compare another one of the folders with the index; all have had their turn after 256."""
+        """Compare another one of the folders with the index; after all 256, sweep leftovers."""
         self._next_shard = (self._next_shard + 1) % len(SHARDS)
         with self._hold(WAIT) as index:
             if index.reconcile(self._files, [SHARDS[self._next_shard]]):
                 self._counters.add(rebuilt=1)
+        if not self._next_shard:
+            self.sweep()
 
     def sweep(self) -> None:
         """Remove what processes have left that died while they wrote."""

@@ -39,8 +39,6 @@ _MARGIN = 1 << 20
 _AT_ONCE = 64
 #: For how long touches and leases wait for other writers, in seconds: requests wait for them.
 _SHORT = 0.05
-# After how many calls of `put` leftovers are looked for again.
-_SWEEP_EVERY = 256
 
 
 class FolderStore(BlockStore):
@@ -73,7 +71,6 @@ class FolderStore(BlockStore):
         self._shared: SharedIndex | None = None
         self._touched: dict[bytes, int] = {}
         self._files = BlockFiles(self.path)
-        self._n_puts = 0
         self._closed = False
         self._after_fork()
         watch_forks(self)
@@ -162,16 +159,13 @@ class FolderStore(BlockStore):
             # The last ones first: the head of a chain is the newest then, and goes last.
             groups = reversed(range(0, len(found), _AT_ONCE))
             stored = sum(self._put(found[at : at + _AT_ONCE]) for at in groups)
-            self._n_puts += 1
             with self._locked() as shared:
                 if shared is not None:
                     shared.look_around()
-                    if self._n_puts % _SWEEP_EVERY == 0:
-                        shared.sweep()
         return stored
 
-    def _put(self, items: list[tuple[bytes, memoryview]]) -> int:
-        wanted = self._announce(items)
+    def _put(self, items: list[tuple[bytes, memoryview]], *, is_first: bool = True) -> int:
+        before, wanted = self._shared, self._announce(items)
         done: set[int] = set()
         for i, (key, view) in enumerate(wanted):
             try:
@@ -187,6 +181,8 @@ class FolderStore(BlockStore):
             if shared is not None and wanted:
                 with shared.transaction() as index:
                     self._finish(index, wanted, done)
+        if is_first and before is not None and self._shared is not before and not self._closed:
+            return self._put(items, is_first=False)  # the folder was removed: it is made again
         return len(done)
 
     def _announce(self, items: list[tuple[bytes, memoryview]]) -> list[tuple[bytes, memoryview]]:

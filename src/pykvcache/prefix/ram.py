@@ -75,10 +75,13 @@ class RamTier(Kept):
 
         ``read(first, n)`` returns the bytes of n blocks, from a token on.
         """
-        run = self._insert(tokens, namespace, self.block_cost(cell_bytes), read)
-        if isinstance(run, BaseException):
-            raise run
-        return run
+        added = self._insert(tokens, namespace, self.block_cost(cell_bytes), read)
+        if isinstance(added, BaseException):
+            try:
+                raise added
+            finally:
+                del added  # with its traceback it would keep this call's arrays
+        return added
 
     @change
     def _insert(

@@ -104,6 +104,7 @@ def test_a_flag_that_was_waited_for_can_be_set_after_an_interrupt() -> None:
         setting = threading.Thread(target=flag.set, daemon=True)
         setting.start()
         waiting.join(60)
+        setting.join(60)
         assert not waiting.is_alive(), place
         assert not setting.is_alive(), place
         return interrupt.seen

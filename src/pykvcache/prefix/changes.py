@@ -54,13 +54,17 @@ class Changing:
             return
         self._is_telling = True
         try:
-            while self._untold:
-                self._untold[0]()
-                self._untold.popleft()
-                if not self._untold:
-                    self._told()
+            # A call: the end of a loop itself lies outside of its `try` in CPython 3.13.
+            self._tell_all()
         finally:
             self._is_telling = False
+
+    def _tell_all(self) -> None:
+        while self._untold:
+            self._untold[0]()
+            self._untold.popleft()
+            if not self._untold:
+                self._told()
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

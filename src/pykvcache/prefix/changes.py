@@ -54,7 +54,7 @@ class Changing:
             return
         self._is_telling = True
         try:
-            # A call: the end of a loop itself lies outside of its `try` in CPython 3.13.
+            # A call: from CPython 3.11 on, the jump at a loop's end lies outside of its `try`.
             self._tell_all()
         finally:
             self._is_telling = False

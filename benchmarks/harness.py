@@ -110,6 +110,26 @@ class Row:
         values = self.samples.get(who)
         return statistics.median(values) if values else float("nan")
 
+    def take(
+        self,
+        who: str,
+        answer: Answer,
+        value: Callable[[Answer], float] = lambda answer: float(answer["seconds"]),
+        note: Sequence[str] = (),
+        *,
+        warm_up: bool = False,
+    ) -> None:
+        """Keep a sample of a contestant, but for that of a warm-up; or why it has none."""
+        if "error" in answer:
+            # Where the project lies on this machine is nobody's business.
+            self.errors[who] = answer["error"].replace(f"{Path.cwd()}{os.sep}", "")
+            self.samples.pop(who, None)
+        elif not warm_up:
+            self.samples.setdefault(who, []).append(value(answer))
+            for key in note:
+                if key in answer:
+                    self.notes.setdefault(key, {})[who] = answer[key]
+
     def ratios(self, who: str, other: str) -> list[float]:
         """Return sample by sample ratios of two contestants."""
         pairs = zip(self.samples.get(who, []), self.samples.get(other, []), strict=False)
@@ -172,15 +192,7 @@ def interleave(
                 continue
             answer = sides[who]()
             time.sleep(PAUSE)
-            if "error" in answer:
-                # Where the project lies on this machine is nobody's business.
-                row.errors[who] = answer["error"].replace(f"{Path.cwd()}{os.sep}", "")
-                row.samples.pop(who, None)
-            elif turn:
-                row.samples.setdefault(who, []).append(value(answer))
-                for key in note:
-                    if key in answer:
-                        row.notes.setdefault(key, {})[who] = answer[key]
+            row.take(who, answer, value, note, warm_up=not turn)
     return row
 
 

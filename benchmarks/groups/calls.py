@@ -75,7 +75,8 @@ def one_call(who: Mapping[str, Contestant], plan: Plan) -> list[Row]:
             asked = [OURS] if what in EMPTY else rotated(list(who), turn)
             for name in asked:
                 if name not in row.errors:
-                    take(row, turn, name, ask(name, who[name], what, plan))
+                    answer = ask(name, who[name], what, plan)
+                    row.take(name, answer, note=["statement"], warm_up=not turn)
     for row in rows.values():
         show(row, 1e9, "ns")
     return list(rows.values())
@@ -103,13 +104,3 @@ def ask(name: str, contestant: Contestant, what: str, plan: Plan) -> Answer:
     """Ask for one call."""
     asked = IN_C.get(what, what) if name in ("C", AGAIN) else what
     return contestant.ask("call", what=asked, slices=plan.slices)
-
-
-def take(row: Row, turn: int, name: str, answer: Answer) -> None:
-    """Keep a sample, but for the round of warm-up."""
-    if "error" in answer:
-        row.errors[name] = answer["error"]
-        row.samples.pop(name, None)
-    elif turn:
-        row.samples.setdefault(name, []).append(float(answer["seconds"]))
-        row.notes.setdefault("statement", {})[name] = answer.get("statement", "")

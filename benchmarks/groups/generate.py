@@ -7,7 +7,17 @@ from functools import partial
 from typing import Any
 
 from benchmarks.groups.throughput import rate
-from benchmarks.harness import AGAIN, Answer, Contestant, Plan, Row, closing, interleave, show
+from benchmarks.harness import (
+    AGAIN,
+    Answer,
+    Contestant,
+    Plan,
+    Row,
+    closing,
+    interleave,
+    rotated,
+    show,
+)
 from benchmarks.models import STORIES, tiny
 from benchmarks.rows import ALONE
 from benchmarks.settings import open_all
@@ -19,6 +29,8 @@ WORKLOADS = {"best": ("best of 8", 8), "prompts": ("16 prompts", 16), "arrivals"
 PARALLEL = (1, 8, 16)
 IDLE = 8000
 LONG = 4096
+#: How many launches a sample of the others is worth: a step is short, and its place varies.
+LAUNCHES = 3
 
 
 def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
@@ -51,18 +63,31 @@ def workloads(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
 
 
 def steps(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
-    """Seconds of a step of a `BatchGenerator`, beside the bare decode of the same batch in C."""
-    rows = []
+    """Seconds of a step of a `BatchGenerator`, beside the bare decode of the same batch in C.
+
+    In new processes for each sample: where a model happens to lie in memory changes a decode by
+    more than a step costs.
+    """
+    rows: list[Row] = []
     for name, path in (("tiny", tiny()), ("stories", STORIES)):
-        open_all(contestants, path, n_ctx=2048, n_seq_max=16, threads=1)
-        for n in PARALLEL[: 2 if plan.quick else 3]:
-            sides = {
-                who: partial(c.ask, "steps" if who == OURS else "decode", parallel=n, steps=32)
-                for who, c in contestants.items()
-            }
-            rows.append(interleave(f"step of {n}, {name}", "s", sides, plan))
-            show(rows[-1], 1e6, "us")
+        those = {n: Row(f"step of {n}, {name}", "s") for n in PARALLEL[: 2 if plan.quick else 3]}
+        for turn in range(LAUNCHES * plan.samples + 1):
+            for contestant in contestants.values():
+                contestant.close()
+            open_all(contestants, path, n_ctx=2048, n_seq_max=16, threads=1)
+            for n, row in those.items():
+                for who in rotated(list(contestants), turn):
+                    if who not in row.errors:
+                        row.take(who, one_step(who, contestants[who], n), warm_up=not turn)
+        rows += those.values()
+    for row in rows:
+        show(row, 1e6, "us")
     return rows
+
+
+def one_step(who: str, contestant: Contestant, n: int) -> Answer:
+    """Ask for the fastest of 32 steps, or decodes."""
+    return contestant.ask("steps" if who == OURS else "decode", parallel=n, steps=32)
 
 
 def sequences(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:

@@ -1,7 +1,7 @@
 """llama.cpp, 1:1, behind checks: pointers, locks, codes turned into exceptions."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, SupportsIndex, TypeVar, final
 
 import numpy as np
@@ -369,11 +369,11 @@ class Context(Decoding):
     def decode_shares(
         self, rows: Rows, shares: list[tuple[Tokens, int, int, int]]
     ) -> list[_Floats | None] | None: ...
-    def not_ready(self, lanes: list[Lane], owners: list[_T]) -> list[_T]: ...
+    def not_ready(self, lanes: Sequence[Lane], owners: Sequence[_T]) -> list[_T]: ...
     def step(
         self,
-        lanes: list[Lane],
-        owners: list[_T],
+        lanes: Sequence[Lane],
+        owners: Sequence[_T],
         looks: list[_T],
         rows: Rows | None = None,
         shares: list[tuple[Tokens, int, int, int]] | None = None,

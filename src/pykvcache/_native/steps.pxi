@@ -62,17 +62,17 @@ cdef class Context(Decoding):
         finally:
             self.lock.unlock()
 
-    def not_ready(self, list lanes not None, list owners not None):
+    def not_ready(self, lanes not None, owners not None):
         """Return the owners whose lanes cannot take part in a `step` as they are."""
-        cdef list pairs = _pairs(lanes, owners)
+        cdef tuple own_lanes = tuple(lanes), own_owners = tuple(owners)
+        _check_lanes(own_lanes, own_owners)
         self.lock_read()
         try:
-            return [owner for lane, owner in pairs if not self.is_ready(<Lane>lane)]
+            return [owner for lane, owner in zip(own_lanes, own_owners) if not self.is_ready(<Lane>lane)]
         finally:
             self.lock.unlock()
 
-    def step(self, list lanes not None, list owners not None, list looks not None, Rows rows=None,
-             list shares=None):
+    def step(self, lanes not None, owners not None, list looks not None, Rows rows=None, list shares=None):
         """Decode, choose and append one token for each lane; decode parts of others beside them.
 
         Returns (owner, token) for each token, and rows of logits as `decode_shares` does; None, and
@@ -82,12 +82,11 @@ cdef class Context(Decoding):
         cdef Py_ssize_t i, n, total
         cdef Tokens ledger
         cdef list found
-        # Lists of this call alone: others may change theirs while the decode runs.
-        pairs = _pairs(lanes, owners)
-        lanes = [lane for lane, _ in pairs]
-        owners = [owner for _, owner in pairs]
+        # Of this call alone: others may change theirs while the decode runs. A tuple is not copied.
+        cdef tuple own_lanes = tuple(lanes), own_owners = tuple(owners)
+        _check_lanes(own_lanes, own_owners)
         shares = [] if shares is None else list(shares)
-        n = total = len(lanes)
+        n = total = len(own_lanes)
         if rows is not None:
             total += rows.n
         self.lock_write()
@@ -95,12 +94,12 @@ cdef class Context(Decoding):
             if not self.is_plain(total, rows) or not self.are_as_noted(shares):
                 return None
             for i in range(n):
-                if not self.is_ready(<Lane>lanes[i]):
+                if not self.is_ready(<Lane>own_lanes[i]):
                     return None
             try:
                 self.make_room(total, 1)
                 for i in range(n):
-                    ledger = (<Lane>lanes[i]).ledger
+                    ledger = (<Lane>own_lanes[i]).ledger
                     ledger.reserve(ledger.n + 1)
                     self.token[i] = ledger.data[ledger.n - 1]
                     self.put_row(i, <int32_t>(ledger.n - 1), ledger.seq_id, True)
@@ -110,17 +109,17 @@ cdef class Context(Decoding):
                 self.check_batch(total, 1, False)
                 self.run_parts(total, 1)
                 for i in range(n):
-                    ledger = (<Lane>lanes[i]).ledger
+                    ledger = (<Lane>own_lanes[i]).ledger
                     self.note_held(ledger, ledger.seq_id, ledger.n)
                 found = self.note_shares(shares, n)
-                self.find_rows(lanes, n)
+                self.find_rows(own_lanes, n)
             except BaseException:
                 for i in range(n):
-                    ledger = (<Lane>lanes[i]).ledger
+                    ledger = (<Lane>own_lanes[i]).ledger
                     self.note_left(ledger, ledger.seq_id)
                 self.note_shares_left(shares)
                 raise
-            return self.choose_all(lanes, owners, n, looks), found
+            return self.choose_all(own_lanes, own_owners, n, looks), found
         finally:
             self.lock.unlock()
 
@@ -185,7 +184,7 @@ cdef class Context(Decoding):
                 and ledger.n - 1 <= self.max_position
                 and self.is_as_noted(ledger, ledger.seq_id))
 
-    cdef int find_rows(self, list lanes, Py_ssize_t n) except -1:
+    cdef int find_rows(self, tuple lanes, Py_ssize_t n) except -1:
         """Have everything ready that a choice needs, so that nothing can fail but the choice."""
         cdef Py_ssize_t i
         cdef Lane lane
@@ -202,7 +201,7 @@ cdef class Context(Decoding):
             lane.row = self.copy_row(row, self.n_vocab) if lane.keeps_rows else None
         return 0
 
-    cdef list choose_all(self, list lanes, list owners, Py_ssize_t n, list looks):
+    cdef list choose_all(self, tuple lanes, tuple owners, Py_ssize_t n, list looks):
         """Let each lane choose from its row; the interpreter's lock is free meanwhile."""
         cdef Py_ssize_t i
         cdef Lane lane
@@ -227,14 +226,13 @@ cdef class Context(Decoding):
         return made
 
 
-cdef list _pairs(list lanes, list owners):
-    """Lanes with their owners, checked."""
-    cdef list pairs = list(zip(lanes, owners))
-    if len(pairs) != len(lanes) or len(pairs) != len(owners):
+cdef int _check_lanes(tuple lanes, tuple owners) except -1:
+    """Refuse lanes that have not an owner each, and what is no lane."""
+    if len(lanes) != len(owners):
         raise ArgumentError(
             f"{len(lanes)} lanes have {len(owners)} owners",
             what="owners", value=len(owners), limit=len(lanes))
-    for lane, _ in pairs:
+    for lane in lanes:
         if type(lane) is not Lane:
             raise TypeError(f"a Lane is expected, not {type(lane).__name__}")
-    return pairs
+    return 0

@@ -26,7 +26,7 @@ class Driving(Closing):
     def __init__(
         self, context: LlamaContext, max_sequences: int, n_chunk: int, cache: PrefixCache | None
     ) -> None:
-        self._ctx = context
+        self._ctx, self._native = context, context.native
         self._pool = pool_of(context)
         self._schedule = Schedule(context, self._pool, max_sequences, cache)
         self._stepper = Stepper(self._schedule, n_chunk)
@@ -66,7 +66,8 @@ class Driving(Closing):
                     raise ReentryError("step() was called in the middle of a step")
                 made = self._stepper.step()
             is_waiting = not made and self._schedule.await_tiers()
-        self._wake_waiting()
+        if self._n_awaiting or self._thread is not None:
+            self._wake()
         return made
 
     def run(self, *, progress: bool | None = None) -> None:
@@ -132,7 +133,7 @@ class Driving(Closing):
         self._wake()
 
     def _check_open(self) -> None:
-        if self._ctx.is_closed:
+        if self._native.is_closed:
             raise ClosedError("the context of this generator is closed")
         if self._closed:
             raise ClosedError("the generator is closed")

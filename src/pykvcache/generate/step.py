@@ -43,8 +43,8 @@ class Stepper:
         self._rows = lib.Rows(max(16, schedule.max_sequences), 1)
         self._looks: list[GenerationHandle] = []  # those whose last token is to be looked at
         # Those that made the last step and will make the next one, if nothing comes between.
-        self._owners: list[GenerationHandle] = []
-        self._lanes: list[lib.Lane] = []
+        self._owners: tuple[GenerationHandle, ...] = ()
+        self._lanes: tuple[lib.Lane, ...] = ()
         self._cells: tuple[SequenceCells, ...] = ()
         self._n_waiting = 0
         self._turns = 0  # of the pool, after the last step
@@ -54,7 +54,13 @@ class Stepper:
         schedule = self._schedule
         if self._looks:
             self._look()
-        if self._owners and not self.aborted and not self._may_join() and not schedule.is_arrival:
+        # Of a step on a warm model the interpreter is a third: no call here that finds nothing.
+        if (
+            self._owners
+            and not self.aborted
+            and (len(schedule.waiting) == self._n_waiting or not self._may_join())
+            and (schedule.cache is None or not schedule.is_arrival)
+        ):
             made = self._step_together()
             if made is not None:
                 return made
@@ -71,11 +77,8 @@ class Stepper:
 
     def _may_join(self) -> bool:
         """Whether somebody came since the last step who may have a place."""
-        n = len(self._schedule.waiting)
-        if n == self._n_waiting:
-            return False
         if self._schedule.is_taken:
-            self._n_waiting = n
+            self._n_waiting = len(self._schedule.waiting)
             return False
         return True
 
@@ -95,7 +98,7 @@ class Stepper:
         if pool.turns != self._turns + 1:
             # Others were used between the steps: these were used last.
             pool.touch_all(self._cells)
-        pool.count_step(*self._cells)
+        pool.count_step(self._cells)
         if looks:
             self._look()
             if not self._owners and not self._schedule.waiting:
@@ -133,7 +136,7 @@ class Stepper:
             except NoKvCacheSlot as error:
                 if not schedule.make_room():
                     self._refuse(schedule.running[0], error)
-        schedule.pool.count_step(*(h._cells for h in schedule.running))
+        schedule.pool.count_step(tuple([h._cells for h in schedule.running]))
         # Who waits could not come before; nothing has changed since, and no prompt was evaluated.
         unchanged = (schedule.running, schedule.waiting) == before and len(self._rows) == len(
             shares
@@ -155,14 +158,14 @@ class Stepper:
         running = self._schedule.running
         if any([handle._siblings for handle in running]):
             return
-        owners, lanes = list(running), [handle._lane for handle in running]
+        owners, lanes = tuple(running), tuple([handle._lane for handle in running])
         cells, n_waiting = tuple([handle._cells for handle in running]), len(self._schedule.waiting)
         # Nothing is called here: an interrupt leaves all of them or none.
         self._owners, self._lanes, self._cells, self._n_waiting = owners, lanes, cells, n_waiting
 
     def _ungroup(self) -> None:
         """Let the next step look at everything; nobody who has ended is kept for it."""
-        self._owners, self._lanes, self._cells = [], [], ()
+        self._owners, self._lanes, self._cells = (), (), ()
 
     # In -----------------------------------------------------------------------------------------
 

@@ -291,7 +291,7 @@ class SequenceCells:
         self.row = None
         self.with_room(run)
         if done:
-            self.pool.count_step(self)
+            self.pool.count_step((self,))
         return done
 
     def failed(self) -> None:

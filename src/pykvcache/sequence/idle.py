@@ -32,13 +32,23 @@ class IdleCost:
         self._steps = 0
         self._last: int | None = None
 
-    def step(
-        self,
+    def is_due(self, running: tuple[Member, ...]) -> bool:
+        """Count one decode by those who run; whether to look for idle ones now."""
+        first = running[0].seq_id if len(running) == 1 else None
+        self._steps = self._steps + 1 if first == self._last else 1
+        self._last = first
+        if self._steps < STEPS:
+            return False
+        self._steps = 0
+        return True
+
+    @staticmethod
+    def leave(
         ctx: LlamaContext,
         running: tuple[Member, ...],
         idle_members: Callable[[tuple[Member, ...]], Iterable[Member]],
     ) -> None:
-        """Count one decode by those who run; park the idle ones where that pays.
+        """Park the idle ones where that pays.
 
         Parameters
         ----------
@@ -49,20 +59,8 @@ class IdleCost:
         idle_members
             Gives those who can be parked, except the ones it is called with.
         """
-        first = running[0].seq_id if len(running) == 1 else None
-        self._steps = self._steps + 1 if first == self._last else 1
-        self._last = first
-        if self._steps < STEPS or not ctx.kv_unified:
+        if not ctx.kv_unified:
             return
-        self._steps = 0
-        self._leave(ctx, running, idle_members)
-
-    @staticmethod
-    def _leave(
-        ctx: LlamaContext,
-        running: tuple[Member, ...],
-        idle_members: Callable[[tuple[Member, ...]], Iterable[Member]],
-    ) -> None:
         if ctx.memory_kind == "recurrent":
             return
         # Without anybody to park, who holds which cell need not be known.

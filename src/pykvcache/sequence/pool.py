@@ -145,9 +145,10 @@ class SequencePool(lib.Turns):
                 continue
             yield cells
 
-    def count_step(self, *running: Member) -> None:
+    def count_step(self, running: tuple[Member, ...]) -> None:
         """Count a decode by those who run: who is idle is parked where staying costs more."""
-        self._idle.step(self.ctx, running, self.idle_members)
+        if self._idle.is_due(running):
+            self._idle.leave(self.ctx, running, self.idle_members)
 
     # Room ---------------------------------------------------------------------------------
 

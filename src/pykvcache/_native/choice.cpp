@@ -158,7 +158,7 @@ int32_t chooser::narrow(const float * row, int32_t n, candidate_list & list) noe
 }
 
 int32_t chooser::choose(const float * row, int32_t n, candidate_list & list, llama_token & token) noexcept {
-    if (!grammar && !penalties && !cuts && bias.empty()) {
+    if (is_greedy()) {
         return largest_of(row, n, token);
     }
     int32_t problem = CHOSEN;

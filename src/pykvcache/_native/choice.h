@@ -49,8 +49,12 @@ class chooser {
     int32_t narrow(const float * row, int32_t n, candidate_list & list) noexcept;
     // Choose, and let grammar and penalties take note of it.
     int32_t choose(const float * row, int32_t n, candidate_list & list, llama_token & token) noexcept;
+    // What a choice takes, in logits that a greedy one looks at in that time (0.3 to 0.6 ns each).
+    size_t cost(int32_t n) const noexcept { return is_greedy() ? size_t(n) : 16384 + 4 * size_t(n); }
 
   private:
+    // The first of the largest, without a list of candidates.
+    bool    is_greedy() const noexcept { return !grammar && !penalties && !cuts && bias.empty(); }
     int32_t narrowed(const float * row, int32_t n, candidate_list & list);
     int32_t largest_of(const float * row, int32_t n, llama_token & token) noexcept;
     int32_t not_finite(const float * row, int32_t n) noexcept;

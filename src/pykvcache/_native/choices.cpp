@@ -12,8 +12,8 @@ namespace pykv {
 
 namespace {
 
-// Logits per thread below which another thread gains nothing: some 20 us of choosing.
-constexpr size_t LOGITS_PER_THREAD = 32768;
+// What a thread should have to do (chooser::cost), so that another one is a gain: some 10 us.
+constexpr size_t COST_PER_THREAD = 32768;
 
 }  // namespace
 
@@ -57,7 +57,11 @@ bool choices::have_own_samplers() noexcept {
 
 void choices::run(int32_t n_vocab) noexcept {
 #ifdef PYKVCACHE_TEAM
-    const size_t most = std::min({lists.size(), all.size(), all.size() * size_t(n_vocab) / LOGITS_PER_THREAD});
+    size_t cost = 0;
+    for (const one & each : all) {
+        cost += each.sampler->cost(n_vocab);
+    }
+    const size_t most = std::min({lists.size(), all.size(), cost / COST_PER_THREAD});
     if (most > 1 && have_own_samplers()) {
         struct choosing : team_work {
             choices &           mine;

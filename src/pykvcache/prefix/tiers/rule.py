@@ -3,13 +3,13 @@
 With T the seconds that evaluating would take, and E what is left of loading, as far as is known:
 
 - E over 20 T: nothing is loaded.
-- A request may lose 0.03 T, by waiting and by cutting its evaluation in parts. What it does not
+- A request may lose 0.025 T, by waiting and by cutting its evaluation in parts. What it does not
   lose, and what loading saves, is put by (`Savings`): later requests may lose that, too, but none
-  of them more than 0.04 T. So all requests together lose 0.03 T at most. Of that 0.04 T is little
-  where prompts are short: once the tiers have said what they have, it may be 10 ms, and 0.2 T.
+  of them more than 0.035 T. So all requests together lose 0.025 T at most. 0.035 T is little where
+  prompts are short: once the tiers have said what they have, it may be 10 ms, and 0.2 T.
 - Nobody waits for what will not come in time: only where 1.5 E is within what may be lost. But
   what a tier does beside an evaluation tells little of what it could do alone: after 8 requests
-  that did not wait, one waits 0.03 T; after 2, where half an evaluation has been put by.
+  that did not wait, one waits 0.025 T; after 2, where half an evaluation has been put by.
 - What has come from the back need not be evaluated: for as long as that would have taken, a
   request waits for the rest at no loss.
 - Else, and after the wait: both. Evaluation begins at the front, loading at the back, and they
@@ -23,9 +23,9 @@ __all__ = ["PATIENCE", "RISK", "Savings", "is_hopeless", "next_part", "wait_unti
 #: Estimates over this many times the evaluation are not tried.
 HOPELESS = 20.0
 #: What a request may lose, as a part of its evaluation, whatever was before.
-PATIENCE = 0.03
+PATIENCE = 0.025
 #: What it may lose at most: a tier that does not answer costs no more.
-RISK = 0.04
+RISK = 0.035
 #: The same of tiers that have just answered, ...
 RISK_ANSWERED = 0.2
 #: ... in seconds.

@@ -221,7 +221,7 @@ REASONS: dict[str, str] = {
     "tier_folder": "decoding the one token that is new, over 4,096 cells, takes the most of it, and is what llama.cpp takes; copying 24 "
     "MiB into the cells comes on top in the cache's own memory, and in a folder copying them out of the system's page cache, their "
     "checksums and a look at their values",
-    "tier_writing": "on two processors the thread that writes takes one of them from the decode: 7 ms in all for 4 MiB, at 1 % of its "
+    "tier_writing": "on two processors the thread that writes takes one of them from the decode: 7 ms in all for 4 MiB, at 0.5 % of its "
     "time",
     "reuse_alone": "Python, once per prompt: 0.2 ms to begin and 0.4 ms to close, of 28. What is known, names, the tree, events: a few hundred "
     "calls, which take five times as long after decodes that have emptied the processor's caches as one after the other. Copying keys and "

@@ -70,7 +70,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_writing_pauses_while_tokens_are_evaluated() -> None:
-    """5 ms of work at a hundredth of the time: each pause is the longest one."""
+    """5 ms of work at a small part of the time: each pause is the longest one."""
     with writer(itertools.count().__next__) as (store, _):
         store.wait(N)
         assert len(store.pauses()) == N - 1
@@ -85,7 +85,7 @@ def test_writing_does_not_pause_where_nothing_is_evaluated() -> None:
 
 @pytest.mark.parametrize("why", ["flush", "lease", "full"])
 def test_what_somebody_waits_for_is_written_at_once(why: str) -> None:
-    with writer(itertools.count().__next__, 12) as (store, behind):
+    with writer(itertools.count().__next__, 24) as (store, behind):
         store.wait(1)
         if why == "flush":
             assert behind.flush(30)
@@ -118,7 +118,7 @@ def test_a_lease_that_nobody_waits_for_hurries_nobody() -> None:
 
 
 def test_what_another_process_waits_for_is_written_at_once() -> None:
-    with writer(itertools.count().__next__, 12) as (store, behind):
+    with writer(itertools.count().__next__, 24) as (store, behind):
         other = Tier(store, behind.tier.sealed.envelope, owned=False)
         assert behind.tier.lease(LEASE, 60, 1)
         store.wait(1)
@@ -135,7 +135,7 @@ def test_what_another_process_waits_for_is_written_at_once() -> None:
 
 
 def test_a_lease_that_ends_soon_is_not_waited_for() -> None:
-    with writer(itertools.count().__next__, 12) as (store, behind):
+    with writer(itertools.count().__next__, 20) as (store, behind):
         assert behind.tier.lease(LEASE, 60, 1)
         leased(behind, 1.5 * PAUSE)
         store.wait(3)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 __all__ = ["SHARE", "Pace"]
 
 #: While tokens are evaluated, work beside takes this part of the time of one processor. The threads
-#: of a decode wait for each other: it may delay them by as much, and at most 2 % is wanted.
-SHARE = 0.01
+#: of a decode wait for each other: it delays them by as much and more, and at most 2 % is wanted.
+SHARE = 0.005
 # No pause is longer, in seconds: the machine may have been busy with other things.
 _LONGEST_PAUSE = 0.5
 

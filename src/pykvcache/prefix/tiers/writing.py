@@ -27,7 +27,7 @@ Item = tuple[bytes, "Buffer"]
 
 # How much is written before the queue is looked at again: where it is waited for, and else.
 _AT_ONCE, _AT_ONCE_BYTES = 64, 8 << 20
-_STEP_BYTES = 1 << 20
+_STEP_BYTES = 1 << 19
 # How often to look, in seconds, whether somebody waits for what has a lease.
 _LOOK_SECONDS = 0.1
 

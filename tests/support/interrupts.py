@@ -16,6 +16,11 @@ _CALLS = ("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 _instructions: dict[CodeType, dict[int, str]] = {}
 
 
+def _looks(name: str, which: tuple[str, ...]) -> bool:
+    """Whether Python looks for signals in this instruction, one of those."""
+    return name.startswith(which) and not name.endswith("_NO_INTERRUPT")
+
+
 class InterruptAnywhere:
     """Raise KeyboardInterrupt at the n-th place; with n below 1 only count the places.
 
@@ -60,6 +65,8 @@ class InterruptAnywhere:
         is_ours = "pykvcache" in name and any(folder in name for folder in self._folders)
         if not (is_ours or name.endswith(self._also)):
             return None
+        # CPython 3.13 tells of the opcodes of a frame that has a trace function when it asks.
+        frame.f_trace = self._step
         frame.f_trace_lines = False
         frame.f_trace_opcodes = True
         return self._step
@@ -77,7 +84,7 @@ class InterruptAnywhere:
             begins = last is None and self._name(frame.f_code, frame.f_lasti) != "RESUME"
             name = self._name(frame.f_code, last) if last is not None else "RESUME" * begins
             # A function in Python looks at its beginning, not at its end.
-            if name.startswith(_LOOKS) and not (called and name.startswith("CALL")):
+            if _looks(name, _LOOKS) and not (called and name.startswith("CALL")):
                 self.seen += 1
                 if self.seen == self.at:
                     raise KeyboardInterrupt
@@ -116,14 +123,14 @@ class CtrlCAnywhere(InterruptAnywhere):
         caller = frame.f_back
         if step is not None and caller is not None:
             code, at = caller.f_code, caller.f_lasti
-            if caller.f_trace is None or not self._name(code, at).startswith(_LOOKS):
+            if caller.f_trace is None or not _looks(self._name(code, at), _LOOKS):
                 self.seen += 1
                 if self.seen == self.at:
                     self._keys[self.at]
         return step
 
     def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode" and self._name(frame.f_code, frame.f_lasti).startswith(_CALLS):
+        if event == "opcode" and _looks(self._name(frame.f_code, frame.f_lasti), _CALLS):
             self.seen += 1
             if self.seen == self.at:
                 self._keys[self.at]

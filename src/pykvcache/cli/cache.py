@@ -17,7 +17,7 @@ import click
 from pykvcache.cli.terminal import is_terminal, table
 
 if TYPE_CHECKING:
-    from pykvcache.prefix.stores import BlockStore
+    from pykvcache.prefix.stores import BlockStore, Rejection
 
 __all__ = ["cache"]
 
@@ -105,24 +105,32 @@ def verify_all(where: str, remove: bool) -> None:
     The secret of blocks that were written with one is taken from PYKVCACHE_SECRET: the command
     line is no place for it.
     """
-    from pykvcache.prefix.stores import Rejection, tools
+    from pykvcache.prefix.stores import Rejection
 
-    count: Counter[Rejection | None] = Counter()
     with _open(where, changes=remove) as store:
-        for entry, why in tools.verify(store, os.environ.get("PYKVCACHE_SECRET")):
-            count[why] += 1
-            if why is None:
-                continue
-            gone = ""
-            if remove and why not in (Rejection.LOCKED, Rejection.UNVERIFIABLE):
-                gone = ", removed" if store.discard([entry.key]) else ""
-            if why is not Rejection.LOCKED:
-                click.echo(f"{entry.key.hex()}: {why.value}{gone}")
+        count = _verified(store, remove)
     click.echo(f"{count[None]:,} blocks are intact")
     if count[Rejection.LOCKED]:
         click.echo(f"{count[Rejection.LOCKED]:,} cannot be checked without PYKVCACHE_SECRET")
     if set(count) - {None, Rejection.LOCKED}:
         raise click.exceptions.Exit(1)
+
+
+def _verified(store: BlockStore, remove: bool) -> Counter[Rejection | None]:
+    """Show which blocks are not what was written; count why, None for those that are."""
+    from pykvcache.prefix.stores import Rejection, tools
+
+    count: Counter[Rejection | None] = Counter()
+    for entry, why in tools.verify(store, os.environ.get("PYKVCACHE_SECRET")):
+        count[why] += 1
+        if why is None:
+            continue
+        gone = ""
+        if remove and why not in (Rejection.LOCKED, Rejection.UNVERIFIABLE):
+            gone = ", removed" if store.discard([entry.key]) else ""
+        if why is not Rejection.LOCKED:
+            click.echo(f"{entry.key.hex()}: {why.value}{gone}")
+    return count
 
 
 @cache.command("clear")

@@ -131,8 +131,8 @@ def generate(
                     handles = generator.submit(sequence, max_tokens, sampler, n=samples, stop=stop)
                     generator.run()
                     texts = [(h.text, len(h.tokens), h.finish_reason) for h in handles]
-                    for number, (each, _, _) in enumerate(texts):
-                        if not as_json:
+                    if not as_json:
+                        for number, (each, _, _) in enumerate(texts):
                             click.secho(f"--- {number}", dim=True)
                             click.echo(each)
             seconds = time.perf_counter() - start

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pykvcache.context import LlamaContext
 from pykvcache.demo.acts import Stage, answer_of, one_line, time_of
 from pykvcache.demo.measure import Meter, Row
 from pykvcache.generate import BatchGenerator
@@ -73,21 +74,25 @@ def reuse(stage: Stage) -> None:
             stage.fresh.context(2 * stage.ctx.n_ctx, n_seq_max=4) as ctx,
             PrefixCache(ctx, block_size=BLOCK, tiers=[folder]) as cache,
         ):
-            for number, question in enumerate(questions[:2]):
-                tokens = prefix + question
-                with Meter(ctx) as meter, cache.sequence(tokens) as sequence:
-                    logits = sequence.logits()
-                    answer = list(sequence.generate(12))
-                asked = one_line(stage.text(question))
-                stage.screen.given("", asked, answer_of(stage.text(answer)))
-                if number == 1:
-                    _add(stage, "a prefix that is known", sequence.reuse.evaluated, tokens, meter)
-                    stage.rows[-1].differences.append(stage.fresh.difference(logits, tokens))
-                    stage.screen.figures(
-                        f"{sequence.reuse.evaluated} of {len(tokens)} tokens evaluated: "
-                        f"{sequence.reuse.reason}"
-                    )
+            for question in questions[:2]:
+                _ask(stage, ctx, cache, prefix + question, question)
         _second_process(stage, Path(folder), prefix + questions[2], questions[2])
+
+
+def _ask(
+    stage: Stage, ctx: LlamaContext, cache: PrefixCache, tokens: list[int], question: list[int]
+) -> None:
+    """Ask a question; where its prefix is known, show what that saves."""
+    with Meter(ctx) as meter, cache.sequence(tokens) as sequence:
+        logits = sequence.logits()
+        answer = list(sequence.generate(12))
+    stage.screen.given("", one_line(stage.text(question)), answer_of(stage.text(answer)))
+    if sequence.reuse.evaluated < len(tokens):
+        _add(stage, "a prefix that is known", sequence.reuse.evaluated, tokens, meter)
+        stage.rows[-1].differences.append(stage.fresh.difference(logits, tokens))
+        stage.screen.figures(
+            f"{sequence.reuse.evaluated} of {len(tokens)} tokens evaluated: {sequence.reuse.reason}"
+        )
 
 
 def _second_process(stage: Stage, folder: Path, tokens: list[int], question: list[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 
 from pykvcache._closing import Closing
 from pykvcache._convert import as_bool
@@ -93,10 +94,13 @@ class Driving(Closing):
         self._check_open()
         wanted = None if progress is None else as_bool(progress, "progress")
         with watching(self._schedule.count, wanted) as look:
-            while len(self._schedule):
-                if not self._take_turn():
-                    self._await_change()
-                look()
+            self._run_all(look)
+
+    def _run_all(self, look: Callable[[], object]) -> None:
+        while len(self._schedule):
+            if not self._take_turn():
+                self._await_change()
+            look()
 
     def start(self) -> None:
         """Let a thread of its own make the steps, until `close`. Twice does nothing.
@@ -209,26 +213,30 @@ class Driving(Closing):
 
 
 def _work(ref: weakref.ref[Driving], changed: threading.Condition) -> None:
-    """Make steps whenever there are requests, as long as the generator lives and is open."""
     try:
-        while True:
-            with changed:
-                generator = ref()
-                if generator is None or generator._closed:
-                    return
-                if not len(generator._schedule):
-                    del generator
-                    changed.wait()
-                    continue
-            if not generator._work_once():
-                return
-            del generator
+        _drive(ref, changed)
     finally:
         generator = ref()
         if generator is not None:
             with changed:
                 # Others may drive again, if this ended by an error.
                 generator._thread = None
+
+
+def _drive(ref: weakref.ref[Driving], changed: threading.Condition) -> None:
+    """Make steps whenever there are requests, as long as the generator lives and is open."""
+    while True:
+        with changed:
+            generator = ref()
+            if generator is None or generator._closed:
+                return
+            if not len(generator._schedule):
+                del generator
+                changed.wait()
+                continue
+        if not generator._work_once():
+            return
+        del generator
 
 
 def _notify(changed: threading.Condition) -> None:

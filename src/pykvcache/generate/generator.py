@@ -202,10 +202,8 @@ class BatchGenerator(Driving):
                 handles[0]._siblings = handles[1:]
                 self._schedule.add(handles[0])
                 self._schedule.seek(handles[0])
-            for handle in handles if not limit else ():
-                handle._end("length")
-                if handle._owns:
-                    handle._sequence.close()
+            else:
+                self._end_empty(handles)
         self._wake_waiting()
         return handles[0] if count == 1 else handles
 
@@ -254,6 +252,14 @@ class BatchGenerator(Driving):
             own = self._plain(None)
         own._cells.ledger.append(sequence.tokens)
         return own
+
+    @staticmethod
+    def _end_empty(handles: list[GenerationHandle]) -> None:
+        """End requests of no tokens."""
+        for handle in handles:
+            handle._end("length")
+            if handle._owns:
+                handle._sequence.close()
 
     @staticmethod
     def _sampler_of(sampler: Sampler, i: int) -> Sampler:

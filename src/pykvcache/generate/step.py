@@ -336,13 +336,16 @@ class Stepper:
             return
         self.aborted = False
         try:
-            for handle in [*self._schedule.running, *self._schedule.waiting]:
-                self._drop_samples(handle)
-                if handle._abort:
-                    self._end(handle, "aborted", alone=True)
+            self._end_aborted()
         except BaseException:
             self.aborted = True  # an interrupt: again at the next step
             raise
+
+    def _end_aborted(self) -> None:
+        for handle in [*self._schedule.running, *self._schedule.waiting]:
+            self._drop_samples(handle)
+            if handle._abort:
+                self._end(handle, "aborted", alone=True)
 
     @staticmethod
     def _drop_samples(handle: GenerationHandle) -> None:

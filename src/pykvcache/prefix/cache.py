@@ -306,13 +306,15 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._ram.clear(space)
             self._events.withdraw(space)
             self._tiers.cancel(space)
-            for sequence in list(self._open):
-                if space is None or sequence._namespace == space:
-                    self._open.discard(sequence)
-                    self._ram.release(sequence)
+            for sequence in self._open_in(space):
+                self._open.discard(sequence)
+                self._ram.release(sequence)
             if space is None:
                 self._tiers.forget_notices()
                 self._events.add(AllBlocksCleared())
+
+    def _open_in(self, space: str | None) -> list[CachedSequence]:
+        return [one for one in list(self._open) if space is None or one._namespace == space]
 
     def stats(self) -> CacheStats:
         """Return the figures since the cache was made."""
@@ -362,10 +364,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
                 return
             if not self._closed:
                 if len(self._tiers) and not self._ctx.is_closed:
-                    for sequence in list(self._open):
-                        if not sequence.is_closed:
-                            with contextlib.suppress(DeviceLost):
-                                self._keep(sequence)
+                    self._keep_open()
                 self._ram.clear(None)
                 self._closed = True
             self._prefetches.cancel()
@@ -373,6 +372,12 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._reserve.close()
         self._tiers.close()
         self._has_ended = True  # after an interrupt a second call does the rest
+
+    def _keep_open(self) -> None:
+        for sequence in list(self._open):
+            if not sequence.is_closed:
+                with contextlib.suppress(DeviceLost):
+                    self._keep(sequence)
 
     @property
     def is_closed(self) -> bool:

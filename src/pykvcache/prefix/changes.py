@@ -54,7 +54,7 @@ class Changing:
             return
         self._is_telling = True
         try:
-            # A call: from CPython 3.11 on, the jump at a loop's end lies outside of its `try`.
+            # A call: Ctrl-C at the end of a loop may pass its `try` by (tests/support/jumps.py).
             self._tell_all()
         finally:
             self._is_telling = False

@@ -92,6 +92,8 @@ class Lookup:
 
 
 CacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+#: An event, its bytes, and the namespace whose tokens it names.
+_Waiting: TypeAlias = tuple[CacheEvent, int, str | None]
 
 
 class EventLog:
@@ -113,7 +115,7 @@ class EventLog:
     """
 
     def __init__(self, max_bytes: int = 1 << 20, *, has_room: bool = False) -> None:
-        self._events: deque[tuple[CacheEvent, int, str | None]] = deque()
+        self._events: deque[_Waiting] = deque()
         self._callbacks: list[Callable[[CacheEvent], object]] = []
         self._listeners: list[Callable[[Lookup], object]] = []
         self._max_bytes = max_bytes
@@ -217,26 +219,31 @@ class EventLog:
         before are still reported as removed.
         """
         with self._lock:
-            waiting, unread = list(self._events), set[bytes]()
-            kept: deque[tuple[CacheEvent, int, str | None]] = deque()
-            for event, size, space in waiting:
-                if space is not None and namespace in (None, space):
-                    assert isinstance(event, BlockStored)
-                    unread.update(event.block_hashes)
-                elif (
-                    isinstance(event, BlockRemoved)
-                    and event.medium == "CPU"
-                    and not unread.isdisjoint(event.block_hashes)
-                ):
-                    left = tuple(name for name in event.block_hashes if name not in unread)
-                    unread.difference_update(event.block_hashes)
-                    if left:
-                        event = replace(event, block_hashes=left)
-                        kept.append((event, _size(event), space))
-                else:
-                    kept.append((event, size, space))
+            kept = _without(list(self._events), namespace)
             n = sum(size for _, size, _ in kept)
             self._events, self._nbytes = kept, n
+
+
+def _without(waiting: list[_Waiting], namespace: str | None) -> deque[_Waiting]:
+    """Return events without those that name tokens of a namespace, or of any."""
+    kept, unread = deque[_Waiting](), set[bytes]()
+    for event, size, space in waiting:
+        if space is not None and namespace in (None, space):
+            assert isinstance(event, BlockStored)
+            unread.update(event.block_hashes)
+        elif (
+            isinstance(event, BlockRemoved)
+            and event.medium == "CPU"
+            and not unread.isdisjoint(event.block_hashes)
+        ):
+            left = tuple(name for name in event.block_hashes if name not in unread)
+            unread.difference_update(event.block_hashes)
+            if left:
+                event = replace(event, block_hashes=left)
+                kept.append((event, _size(event), space))
+        else:
+            kept.append((event, size, space))
+    return kept
 
 
 def _joined(

@@ -141,11 +141,15 @@ class OutlineMethods:
         with self._pool.hold():
             self._check_open()
             self._ram.check()
-            nodes: list[TreeNode] = []
-            for root in self._ram.tree.roots():
-                if wanted is None or root.namespace == wanted:
-                    self._add_below(root, nodes)
-            return CacheTree(tuple(nodes), self._block_size)
+            return CacheTree(tuple(self._nodes(wanted)), self._block_size)
+
+    def _nodes(self, space: str | None) -> list[TreeNode]:
+        """Return what is in the tree of a namespace, or of all."""
+        nodes: list[TreeNode] = []
+        for root in self._ram.tree.roots():
+            if space is None or root.namespace == space:
+                self._add_below(root, nodes)
+        return nodes
 
     def _add_below(self, root: Run, nodes: list[TreeNode]) -> None:
         space, size = root.namespace or "", self._block_size

@@ -128,8 +128,8 @@ class Reserve:
         n = max(0, self.n_bytes - max(0, excess)) // max(1, self.size)
         self._limit = n * self.size if excess > 0 else self.n_bytes - excess
         had = len(self._free)
-        with contextlib.suppress(IndexError):
-            while excess > 0 and len(self._free) > n:
+        while excess > 0 and len(self._free) > n:
+            with contextlib.suppress(IndexError):  # a thread took it meanwhile
                 self._free.pop()
         return len(self._free) < had
 
@@ -178,8 +178,8 @@ class Reserve:
             if memory.size <= most:
                 most -= memory.size
                 _spare.append(memory)
-        with contextlib.suppress(IndexError):  # another thread was faster
-            while sum(memory.size for memory in _spare.copy()) > SPARE_BYTES:
+        while sum(memory.size for memory in _spare.copy()) > SPARE_BYTES:
+            with contextlib.suppress(IndexError):  # another thread was faster
                 _spare.popleft()
 
 

@@ -119,7 +119,7 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
     lengths: list[int] = []
     sizes = Counter[int]()
     for at, line in _lines(name):
-        prompt = _prompt(line, f"{name}, line {at}")
+        prompt = _prompt(line, f"{name}, line {at}") if line.strip() else None
         if prompt is None:
             continue
         ids, length, size = prompt
@@ -161,8 +161,7 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
             else open(path, encoding="utf-8") as text
         ):
             for at, line in enumerate(text, 1):
-                if line.strip():
-                    yield at, line
+                yield at, line
     except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
         why = f"{path}, after line {at}, is damaged: {error}"
         raise ArgumentError(why, "path", path) from None

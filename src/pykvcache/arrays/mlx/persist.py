@@ -258,11 +258,7 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, NDArray[Any]], 
         with safe_open(path, framework="np") as file:
             texts = file.metadata()
             names = list(file.keys())
-            found: dict[str, NDArray[Any]] = {}
-            if arrays:
-                halves = {k for k in names if file.get_slice(k).get_dtype() == "BF16"}
-                found = {k: file.get_tensor(k) for k in names if k not in halves}
-                found |= _widened(path, halves) if halves else {}
+            found = _load_arrays(path, file, names) if arrays else {}
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise CacheValueError(
             f"{path}: damaged, or no safetensors file: {error}", "file", str(path)
@@ -277,6 +273,12 @@ def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, NDArray[Any]], 
             f"{path}: no prompt cache, it has {shown(foreign[0])}", "key", foreign[0], str(path)
         )
     return found, texts or {}
+
+
+def _load_arrays(path: Path, file: Any, names: list[str]) -> dict[str, NDArray[Any]]:
+    halves = {name for name in names if file.get_slice(name).get_dtype() == "BF16"}
+    found = {name: file.get_tensor(name) for name in names if name not in halves}
+    return found | _widened(path, halves) if halves else found
 
 
 def _widened(path: Path, names: set[str]) -> dict[str, NDArray[Any]]:

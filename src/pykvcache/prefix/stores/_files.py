@@ -80,13 +80,7 @@ class BlockFiles:
                 self.is_cold = done < facts.st_size
             if done:
                 file.seek(done)
-            done = done or 0
-            while done < facts.st_size:
-                n_read = file.readinto(view[done:])
-                if not n_read:
-                    break
-                done += n_read
-            return done
+            return _read_rest(file, view[: facts.st_size], done or 0)
 
     def expect(self, keys: Iterable[bytes]) -> None:
         """Let the system read blocks in advance, where the last one had to come from the disk."""
@@ -106,8 +100,7 @@ class BlockFiles:
         descriptor = os.open(temporary, _WRITE, 0o666)
         try:
             try:
-                while len(view):
-                    view = view[os.write(descriptor, view) :]
+                _write_all(descriptor, view)
             finally:
                 os.close(descriptor)
             try:
@@ -156,6 +149,21 @@ class BlockFiles:
         """Yield (token of the writer, path) of what is not yet renamed."""
         for name in os.listdir(self._temporary):
             yield name.partition("-")[0], os.path.join(self._temporary, name)
+
+
+def _read_rest(file: io.FileIO, view: memoryview, done: int) -> int:
+    """Read on to the end of a buffer, or of the file; return where that was."""
+    while done < len(view):
+        n_read = file.readinto(view[done:])
+        if not n_read:
+            break
+        done += n_read
+    return done
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while len(view):
+        view = view[os.write(descriptor, view) :]
 
 
 def _read_cached(descriptor: int, view: memoryview) -> int | None:

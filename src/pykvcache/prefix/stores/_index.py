@@ -206,21 +206,24 @@ class Index:
         """
         n_added = 0
         for shard in shards:
-            first = bytes.fromhex(shard)
             with self.transaction():
-                # A file is renamed only after its row was written: the order matters.
-                sql = "SELECT key, owner FROM blocks WHERE key >= ? AND key < ?"
-                end = first + b"\xff" * 32
-                rows = dict(self._execute(sql, [first, end]).fetchall())
-                found = files.keys(shard)
-                for key in sorted(found - rows.keys()):
-                    facts = files.stat(key)
-                    if facts is not None:
-                        self.write(key, facts.st_size, facts.st_mtime_ns, None)
-                        n_added += 1
-                for key in rows.keys() - found:
-                    if rows[key] is None:
-                        self.remove(key)
+                n_added += self._reconcile(files, shard)
+        return n_added
+
+    def _reconcile(self, files: BlockFiles, shard: str) -> int:
+        # A file is renamed only after its row was written: the order matters.
+        first, n_added = bytes.fromhex(shard), 0
+        sql = "SELECT key, owner FROM blocks WHERE key >= ? AND key < ?"
+        rows = dict(self._execute(sql, [first, first + b"\xff" * 32]).fetchall())
+        found = files.keys(shard)
+        for key in sorted(found - rows.keys()):
+            facts = files.stat(key)
+            if facts is not None:
+                self.write(key, facts.st_size, facts.st_mtime_ns, None)
+                n_added += 1
+        for key in rows.keys() - found:
+            if rows[key] is None:
+                self.remove(key)
         return n_added
 
     # Leases -----------------------------------------------------------------------------

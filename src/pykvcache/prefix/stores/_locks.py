@@ -33,16 +33,23 @@ def _try_lock(descriptor: int, *, exclusive: bool) -> bool:
     return True
 
 
+def _has_locked(descriptor: int, *, exclusive: bool, seconds: float) -> bool:
+    """Wait for the lock; False where another process keeps it for that long."""
+    end = time.monotonic() + seconds
+    while not _try_lock(descriptor, exclusive=exclusive):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.002)
+    return True
+
+
 @contextlib.contextmanager
 def shared_or_exclusive(path: str, *, exclusive: bool, seconds: float) -> Iterator[None]:
     """Hold a file's lock; TimeoutError where another process keeps it for that long."""
     descriptor = os.open(path, _FLAGS, 0o666)
     try:
-        end = time.monotonic() + seconds
-        while not _try_lock(descriptor, exclusive=exclusive):
-            if time.monotonic() > end:
-                raise TimeoutError(f"{path} is locked by another process")
-            time.sleep(0.002)
+        if not _has_locked(descriptor, exclusive=exclusive, seconds=seconds):
+            raise TimeoutError(f"{path} is locked by another process")
         yield
     finally:
         os.close(descriptor)

@@ -153,9 +153,12 @@ class SharedIndex:
                     os.unlink(path)
                     self._counters.add(swept=1)
         with self.transaction() as index:
-            for token in index.owners():
-                if not self.owner.is_alive(token):
-                    self.resolve(index, token)
+            self._resolve_dead(index)
+
+    def _resolve_dead(self, index: Index) -> None:
+        for token in index.owners():
+            if not self.owner.is_alive(token):
+                self.resolve(index, token)
 
     def resolve(self, index: Index, token: str) -> None:
         """Keep what a writer has finished, and forget what it has only announced."""

@@ -315,11 +315,12 @@ class FolderStore(BlockStore):
         check_keys([key])
         seconds = check_seconds(seconds)
         wait = max(_SHORT, 0.01 * seconds)  # longer where evaluating twice costs more
+        is_ours = True
         with self._locked(wait) as shared:
             if shared is not None:
                 with shared.transaction(wait) as index:
-                    return index.lease(key, self._token, time.time(), seconds, MAX_LEASE)
-        return True
+                    is_ours = index.lease(key, self._token, time.time(), seconds, MAX_LEASE)
+        return is_ours
 
     def release(self, key: bytes) -> None:
         """End a lease of this store."""

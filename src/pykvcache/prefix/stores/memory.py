@@ -99,10 +99,13 @@ class MemoryStore(BlockStore):
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used now; see `BlockStore.touch`."""
         with self._lock:
-            for key in reversed(check_keys(keys)):
-                if key in self._blocks:
-                    self._blocks[key] = self._blocks[key][0], time.time()
-                    self._blocks.move_to_end(key)
+            self._use(check_keys(keys))
+
+    def _use(self, keys: list[bytes]) -> None:
+        for key in reversed(keys):
+            if key in self._blocks:
+                self._blocks[key] = self._blocks[key][0], time.time()
+                self._blocks.move_to_end(key)
 
     def trim(self, max_bytes: int) -> list[bytes]:
         """Remove the least recently used; see `BlockStore.trim`."""
@@ -121,14 +124,18 @@ class MemoryStore(BlockStore):
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks; see `BlockStore.discard`."""
-        removed = 0
         with self._lock:
-            for key in check_keys(keys):
-                found = self._blocks.pop(key, None)
-                if found is not None:
-                    self._size -= len(found[0]) + ENTRY_BYTES
-                    removed += 1
+            removed = self._remove(check_keys(keys))
         self.counters.add(removed=removed)
+        return removed
+
+    def _remove(self, keys: list[bytes]) -> int:
+        removed = 0
+        for key in keys:
+            found = self._blocks.pop(key, None)
+            if found is not None:
+                self._size -= len(found[0]) + ENTRY_BYTES
+                removed += 1
         return removed
 
     def entries(self) -> Iterator[StoreEntry]:
@@ -144,11 +151,14 @@ class MemoryStore(BlockStore):
         now = time.monotonic()
         with self._lock:
             if len(self._leases) > 1000:
-                self._leases = {k: until for k, until in self._leases.items() if until > now}
+                self._forget_ended(now)
             if self._leases.get(key, 0.0) > now:
                 return False
             self._leases[key] = now + seconds
             return True
+
+    def _forget_ended(self, now: float) -> None:
+        self._leases = {key: until for key, until in self._leases.items() if until > now}
 
     def release(self, key: bytes) -> None:
         """End the lease of a block."""

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -172,10 +173,8 @@ class Fetch:
         """Return which tokens need not be evaluated: what has come up to the last block."""
         size = self.wanted.block_size
         with self.lock:
-            at = self.depth
-            while at - 1 in self.blocks:
-                at -= 1
-            return at * size, self.depth * size
+            begin = next(at for at in count(self.depth, -1) if at - 1 not in self.blocks)
+            return begin * size, self.depth * size
 
     def start(self) -> None:
         """Let a thread search; where there is none to be had, nothing is found."""

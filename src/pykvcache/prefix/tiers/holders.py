@@ -26,10 +26,13 @@ class Holders:
         """Note that a thread has a lease."""
         now = time.monotonic()
         with self._lock:
-            for other, leases in list(self._held.items()):
-                if all(until <= now for _, until in leases.values()):
-                    del self._held[other]
+            self._forget_ended(now)
             self._held.setdefault(key, {})[tier] = thread, now + seconds
+
+    def _forget_ended(self, now: float) -> None:
+        for key, leases in list(self._held.items()):
+            if all(until <= now for _, until in leases.values()):
+                del self._held[key]
 
     def forget(self, key: bytes, tier: int) -> None:
         """Note that a lease has ended."""
@@ -46,7 +49,8 @@ class Holders:
         """
         now = time.monotonic()
         with self._lock:
-            leases = {at: t for at, (t, until) in self._held.get(key, {}).items() if until > now}
+            held = self._held.get(key, {}).copy()
+        leases = {at: holder for at, (holder, until) in held.items() if until > now}
         return leases.get(tier, thread if thread in leases.values() else None)
 
 

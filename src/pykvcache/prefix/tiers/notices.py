@@ -145,7 +145,10 @@ class Notices:
         """Hand out what waits; whoever is at it takes what others add."""
         while self._waiting and self._sending.acquire(blocking=False):
             try:
-                while self._waiting:
-                    self._sink(self._waiting.popleft())
+                self._send_all()
             finally:
                 self._sending.release()
+
+    def _send_all(self) -> None:
+        while self._waiting:
+            self._sink(self._waiting.popleft())

@@ -241,7 +241,7 @@ class Tier:
             for key in keys:
                 self._known[key] = until
                 self._known.move_to_end(key)
-            while len(self._known) > KNOWN:
+            for _ in range(len(self._known) - KNOWN):
                 self._known.popitem(last=False)
 
     def put(

@@ -153,11 +153,14 @@ class WriteBehind:
         if os.getpid() != self._pid:
             return
         with self._lock:
-            for chain in self._queue:
-                if namespace is None or chain.namespace == namespace:
-                    n_bytes = self.n_bytes - chain.n_bytes
-                    n_items = self.n_items - len(chain.items)
-                    self.n_bytes, self.n_items, chain.items = n_bytes, n_items, []
+            self._cancel(namespace)
+
+    def _cancel(self, namespace: str | None) -> None:
+        for chain in self._queue:
+            if namespace is None or chain.namespace == namespace:
+                n_bytes = self.n_bytes - chain.n_bytes
+                n_items = self.n_items - len(chain.items)
+                self.n_bytes, self.n_items, chain.items = n_bytes, n_items, []
 
     def flush(self, seconds: float | None = None) -> bool:
         """Wait until everything is written; False if that takes longer than the timeout."""
@@ -168,14 +171,18 @@ class WriteBehind:
             self._n_waiting += 1
             try:
                 self._changed.notify_all()
-                while self._queue or self._busy:
-                    left = until - time.monotonic()
-                    if left <= 0 or not self._has_thread():
-                        return False
-                    self._changed.wait(min(left, 0.5))
-                return True
+                return self._is_written(until)
             finally:
                 self._n_waiting -= 1
+
+    def _is_written(self, until: float) -> bool:
+        """Wait for that; False where it takes longer, or there is no thread."""
+        while self._queue or self._busy:
+            left = until - time.monotonic()
+            if left <= 0 or not self._has_thread():
+                return False
+            self._changed.wait(min(left, 0.5))
+        return True
 
     def close(self, seconds: float) -> bool:
         """Write what waits, and end the thread; False where that takes longer: the rest is lost."""
@@ -230,12 +237,8 @@ class WriteBehind:
                     return  # an interrupt came while it was started, and it was given up
                 self._busy = False
                 self._changed.notify_all()
-                while not self._queue:
-                    if self._closed:
-                        if self._retired:
-                            self.tier.close()
-                        return
-                    self._changed.wait()
+                if not self._has_work():
+                    return
             self._ask_waiters()
             with self._lock:
                 if not self._queue:
@@ -257,6 +260,16 @@ class WriteBehind:
                 self._finish(chain)
             self._pause(time.thread_time() - began)
 
+    def _has_work(self) -> bool:
+        """Wait for something to write; False where nothing will come. The lock is held."""
+        while not self._queue:
+            if self._closed:
+                if self._retired:
+                    self.tier.close()
+                return False
+            self._changed.wait()
+        return True
+
     def _is_urgent(self) -> bool:
         """Whether somebody waits for what is in the queue, or it grows; the lock is held."""
         return (
@@ -269,13 +282,13 @@ class WriteBehind:
 
     def _ask_waiters(self) -> None:
         """Find out whether another process waits, or a lease is about to end; no lock is held."""
-        leased: list[Chain] = []
         with self._lock:
-            if self._n_leased:
-                leased = [chain for chain in self._queue if chain.leases]
+            queue = list(self._queue) if self._n_leased else []
         now = time.monotonic()
         self._is_awaited = any(
-            chain.due <= now or any(map(self.tier.is_wanted, chain.leases)) for chain in leased
+            chain.due <= now or any(map(self.tier.is_wanted, chain.leases))
+            for chain in queue
+            if chain.leases
         )
 
     def _pause(self, worked: float) -> None:

@@ -18,7 +18,7 @@ _instructions: dict[CodeType, dict[int, str]] = {}
 
 def _looks(name: str, which: tuple[str, ...]) -> bool:
     """Whether Python looks for signals in this instruction, one of those."""
-    return name.startswith(which) and not name.endswith("_NO_INTERRUPT")
+    return name.startswith(which) and "_INTRINSIC" not in name and "_NO_INTERRUPT" not in name
 
 
 class InterruptAnywhere:

@@ -53,7 +53,7 @@ def written_behind(ours: Contestant, plan: Plan) -> Row:
     """Generate while blocks are written and while none are, right after each other."""
     row = Row("a token while blocks are written", "s")
     for turn in range(plan.samples + 1):
-        answer = ours.ask("tier_write", n=1024, steps=64, pairs=2 if plan.quick else 8)
+        answer = ours.ask("tier_write", n=1024, steps=256, pairs=1 if plan.quick else 4)
         if "error" in answer:
             row.errors[OURS] = answer["error"]
         elif turn:

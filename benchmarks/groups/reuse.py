@@ -32,7 +32,9 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
                 for peer, c in who.items()
             }
             rows.append(counted(f"{work}, {name}", sides, once))
-    rows += [*alone(who[OURS], plan), *steps(who[OURS], plan)]
+    rows += [*alone(who[OURS], "story model", plan), *steps(who[OURS], plan)]
+    open_one(who[OURS], medium(), n_ctx=4096, n_seq_max=4, threads=2)
+    rows += alone(who[OURS], "30M", plan)
     leave_out(rows, "C", "has no cache of prompts")
     leave_out(rows, "cyllama", "has no cache of prompts")
     return rows
@@ -61,16 +63,16 @@ def counted(name: str, sides: Mapping[str, Any], plan: Plan) -> Row:
     return row
 
 
-def alone(ours: Contestant, plan: Plan) -> list[Row]:
+def alone(ours: Contestant, model: str, plan: Plan) -> list[Row]:
     """Send prompts that share nothing, each with a cache and without, right after each other."""
-    rows = [Row("nothing shared", "s"), Row("nothing shared, processor", "s")]
+    rows = [Row(f"nothing shared, {model}{of}", "s") for of in ("", ", processor")]
     for turn in range(plan.samples + 1):
         answer = ours.ask("strangers", ram_mib=PLENTY, quick=plan.quick)
         for row, suffix in zip(rows, ("", ", processor"), strict=True):
             if "error" in answer:
                 row.errors[OURS] = answer["error"]
             elif turn:
-                for how in ("with a cache", "without"):
+                for how in ("with a cache", "without", "without, blocks copied"):
                     row.samples.setdefault(how, []).extend(answer[how + suffix])
     for row in rows:
         show(row, 1e3, "ms", base="without")

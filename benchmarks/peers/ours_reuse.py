@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import rotated
 from benchmarks.peers.primitives import Answer
 from benchmarks.peers.prompts import play, strangers
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache, Sampler
@@ -15,6 +16,18 @@ from pykvcache.prefix.events import EventLog
 from pykvcache.prefix.policies import DEFAULT
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.tree import BlockTree
+
+CACHED, COPIED = "with a cache", "without, blocks copied"
+ALONE = (CACHED, "without", COPIED)
+
+
+def copies(ctx: LlamaContext, sequence: LlamaSequence, size: int = 64) -> list[Any]:
+    """Copy all full blocks of a sequence to new memory."""
+    cells = sequence._cells
+    n_bytes, n = ctx.native.block_bytes() * size, cells.n_fresh // size
+    blocks: list[Any] = [np.empty(n_bytes, np.uint8) for _ in range(n)]
+    assert ctx.native.get_blocks(cells.live_id, 0, size, blocks)
+    return blocks
 
 
 class Reuse:
@@ -45,24 +58,29 @@ class Reuse:
         return answer
 
     def do_strangers(self, ram_mib: int, quick: bool = False) -> Answer:
-        """Seconds per token of prompts that share nothing, with a cache and without, in turns."""
+        """Seconds per token of prompts that share nothing, with a cache and without, in turns.
+
+        And without a cache, but with their blocks copied to new memory: what keeping them takes.
+        """
         assert self.ctx is not None
         ctx = self.ctx
         took: dict[str, list[float]] = {}
+        kept: list[list[Any]] = []
+
+        def ask(prompt: list[int], how: str) -> None:
+            wall, own = time.perf_counter(), time.process_time()
+            with cache.sequence(prompt) if how == CACHED else LlamaSequence(ctx, prompt) as one:
+                n = 1 + sum(1 for _ in one.generate(16, sampler=Sampler(temperature=0)))
+                if how == COPIED:
+                    kept.append(copies(ctx, one))
+            took.setdefault(how, []).append((time.perf_counter() - wall) / n)
+            took.setdefault(f"{how}, processor", []).append((time.process_time() - own) / n)
+
         with PrefixCache(ctx, ram_bytes=ram_mib << 20) as cache:
-
-            def ask(prompt: list[int], *, cached: bool) -> None:
-                name = "with a cache" if cached else "without"
-                wall, own = time.perf_counter(), time.process_time()
-                with cache.sequence(prompt) if cached else LlamaSequence(ctx, prompt) as one:
-                    n = 1 + sum(1 for _ in one.generate(16, sampler=Sampler(temperature=0)))
-                took.setdefault(name, []).append((time.perf_counter() - wall) / n)
-                took.setdefault(f"{name}, processor", []).append((time.process_time() - own) / n)
-
             for turn, prompt in enumerate(strangers(4 if quick else 24)):
-                for again in range(2):
-                    ask(prompt, cached=(turn + again) % 2 > 0)
-        return dict(took)
+                for how in rotated(ALONE, turn):
+                    ask(prompt, how)
+        return took
 
     def do_restore_blocks(self, n: int, block_size: int = 64, slices: int = 9) -> Answer:
         """Seconds to put back sequence 0 into sequence 1, from one state and from blocks."""

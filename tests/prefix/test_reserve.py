@@ -241,3 +241,23 @@ def test_memory_that_comes_later_keeps_the_budget() -> None:
     assert one.release(100 * SIZE)
     assert one.n_bytes == 0
     assert not one.release(1)
+
+
+def test_keeping_a_block_does_not_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an interrupt all that is lent has to be looked at, but not for each block."""
+    one, n, looked = Reserve(SIZE, 8 * SIZE), 400, []
+    take_back = Reserve._take_back
+    monkeypatch.setattr(
+        Reserve, "_take_back", lambda self: (looked.append(len(self._lent)), take_back(self))
+    )
+    blocks = [one.arrays(SIZE, 1) for _ in range(n)]
+    assert len(blocks) == n
+    assert sum(looked) <= reserve._PER_ASKED * (n + 1)
+    # As if Ctrl-C had come in the middle of the callback: what is dead is still listed.
+    key, lost = next(iter(one._lent.items()))
+    del blocks[0]
+    assert lost() is None
+    one._lent[key] = lost
+    for _ in range(n):
+        one.arrays(SIZE, 1)
+    assert one._lent.get(key) is not lost

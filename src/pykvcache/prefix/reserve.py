@@ -27,6 +27,8 @@ MOST_BYTES = 64 << 20
 LEAST_BLOCK = 128 << 10
 #: Most bytes that caches which were closed leave to later ones of their process.
 SPARE_BYTES = 16 << 20
+# How much of what is lent is looked at per block that is asked for.
+_PER_ASKED = 8
 # Priority of the thread that writes to new memory: a decode goes on beside it.
 _NICE = 19
 
@@ -62,6 +64,7 @@ class Reserve:
         self._limit = self.max_bytes
         self._free: deque[Memory] = deque()
         self._lent: dict[int, _Lent] = {}
+        self._n_asked = 0  # since all that is lent was looked at
         self._filling = threading.Lock()
         self._closed = threading.Event()
         self._pid = os.getpid()
@@ -91,7 +94,10 @@ class Reserve:
         # Of small ones a memoryview would be a large part.
         if not self._lends(size):
             return [_new(size) for _ in range(n)]
-        self._take_back()
+        self._n_asked += n
+        if _PER_ASKED * self._n_asked >= len(self._lent):
+            self._n_asked = 0
+            self._take_back()
         return [np.frombuffer(self._lend(size), np.uint8) for _ in range(n)]
 
     def _lends(self, size: int) -> bool:

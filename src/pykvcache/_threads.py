@@ -9,12 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 from weakref import ref
 
 from pykvcache.errors import ThreadRefused
 
-__all__ = ["Flag", "Worker", "has_started", "start", "work_together"]
+__all__ = ["Flag", "Lock", "Worker", "has_started", "start", "take", "work_together"]
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -128,6 +128,26 @@ class Worker(threading.Thread):
         call = _Call(super()._bootstrap)  # type: ignore[misc]
         self._started.call = ref(call)
         return call
+
+
+class Lock(Protocol):
+    """A lock of `threading`, whether one thread can take it twice or not."""
+
+    def acquire(self, blocking: bool = ..., timeout: float = ...) -> bool:
+        """Take it."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+
+def take(lock: Lock, taken: list[bool], seconds: float = 0.0) -> bool:
+    """Take a lock if it can be had in that time, and note in a list whether it was.
+
+    No interrupt comes between the two: compiled code does both. Who calls it gives the lock back
+    where True is in the list, in a `finally` of a `try` that this call is in.
+    """
+    taken.extend(map(lock.acquire, (True,), (seconds,)))
+    return taken[-1]
 
 
 def has_started(thread: Worker) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pykvcache import BatchGenerator, LlamaContext, PrefixCache
-from pykvcache.prefix.events import BlockRemoved, BlockStored, EventLog
-from pykvcache.prefix.stores import Envelope, MemoryStore
+from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, PrefixCache
+from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent, EventLog
+from pykvcache.prefix.stores import Envelope, FolderStore, MemoryStore
 from pykvcache.prefix.tiers.fetch import Fetch
 from pykvcache.prefix.tiers.holders import Holders
 from pykvcache.prefix.tiers.notices import Notices, Place
@@ -19,6 +20,9 @@ from pykvcache.prefix.tiers.tier import Tier
 from support.interrupts import CtrlCAnywhere
 
 Make = Callable[..., LlamaContext]
+
+#: Python's own code that is called there.
+ALSO = ("/contextlib.py",)
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 ITEMS = [(key, bytes(40)) for key in KEYS]
@@ -153,6 +157,73 @@ def test_the_lock_of_a_context_is_free_after_an_interrupt(make_context: Make) ->
             assert not taken.is_alive(), place
         generator.close()
         sequence.close()
+        cache.close()
+        return interrupt.seen
+
+    sweep(attempt)
+
+
+def test_a_folder_can_be_used_after_an_interrupt(tmp_path: Path) -> None:
+    """By another thread: its lock counts how often one thread has it."""
+
+    def attempt(place: int) -> int:
+        with FolderStore(tmp_path / "blocks") as store:
+
+            def work() -> None:
+                store.put(ITEMS[:2])
+                store.contains(KEYS)
+                store.lease(KEYS[3], 1)
+                store.discard(KEYS)
+
+            files = "/stores/folder.py", "/stores/_shared_index.py", "/stores/_index.py"
+            interrupt = CtrlCAnywhere(place, (*files, "/_locks.py", "/_threads.py"), ALSO)
+            interrupt.run(work)
+            put = threading.Thread(target=store.put, args=(ITEMS,), daemon=True)
+            put.start()
+            put.join(60)
+            assert not put.is_alive(), place
+            assert store.contains(KEYS) == len(KEYS), place
+            store.discard(KEYS)
+        return interrupt.seen
+
+    sweep(attempt)
+
+
+def test_who_sends_after_an_interrupt_sends_all() -> None:
+    """Whoever was interrupted as it sent is not taken for one that sends still."""
+
+    def attempt(place: int) -> int:
+        sent: list[CacheEvent] = []
+        told = Notices("disk", sent.append)
+        interrupt = CtrlCAnywhere(place, ("/tiers/notices.py", "/_threads.py"))
+        interrupt.run(lambda: told.stored([Place(KEYS[0], None, bytes(8))]))
+        told.stored([Place(KEYS[1], None, bytes(8))])
+        assert not told._sending.locked(), place
+        assert not told._waiting, place
+        assert sent, place
+        return interrupt.seen
+
+    sweep(attempt)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_other_threads_go_on_after_an_interrupt_as_a_sequence_was_dropped(
+    is_cached: bool, make_context: Make
+) -> None:
+    ctx = make_context("llama", n_ctx=256, n_seq_max=3)
+
+    def attempt(place: int) -> int:
+        cache = PrefixCache(ctx, block_size=8)
+        held = [cache.sequence([5, 6, 7]) if is_cached else LlamaSequence(ctx, [5, 6, 7])]
+        held[0].evaluate()
+        files = "/prefix/sequence.py", "/sequence/pool.py", "/_threads.py"
+        interrupt = CtrlCAnywhere(place, files)
+        interrupt.run(held.clear)
+        using = threading.Thread(target=lambda: LlamaSequence(ctx, [5]).close(), daemon=True)
+        using.start()
+        using.join(60)
+        assert not using.is_alive(), place
         cache.close()
         return interrupt.seen
 

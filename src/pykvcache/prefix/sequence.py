@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
+from pykvcache._threads import take
 from pykvcache.context import LlamaContext
 from pykvcache.errors import DeviceLost
 from pykvcache.prefix.reuse import ReuseReport
@@ -114,10 +115,11 @@ class CachedSequence(LlamaSequence):
         cells = getattr(self, "_cells", None)
         if cells is None or self._closed or self._context.is_closed:
             return
-        if cells.pool.lock.acquire(blocking=False):
-            try:
-                if cells.pool.is_quiet:
-                    with contextlib.suppress(Exception):
-                        self.close()
-            finally:
+        taken: list[bool] = []
+        try:
+            if take(cells.pool.lock, taken) and cells.pool.is_quiet:
+                with contextlib.suppress(Exception):
+                    self.close()
+        finally:
+            if True in taken:
                 cells.pool.lock.release()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pykvcache._fork import watch_forks, watch_locks
 from pykvcache._native import lib
+from pykvcache._threads import take
 from pykvcache.context import LlamaContext
 from pykvcache.errors import InternalError, NoKvCacheSlot
 from pykvcache.sequence.checkpoints import Checkpoint
@@ -198,11 +199,12 @@ class SequencePool(lib.Turns):
     def drop(self, seq_id: int) -> None:
         """Free what a collected sequence held; may be called in the middle of anything."""
         self.dropped.append(seq_id)
-        if self.lock.acquire(blocking=False):
-            try:
-                if not self.depth:
-                    self.reap()
-            finally:
+        taken: list[bool] = []
+        try:
+            if take(self.lock, taken) and not self.depth:
+                self.reap()
+        finally:
+            if True in taken:
                 self.lock.release()
 
     def _bury(self) -> bool:

@@ -98,8 +98,8 @@ class Index:
         """Hold the one right to write; wait for it for at most that many seconds."""
         wait = self._seconds if seconds is None else seconds
         self._execute(f"PRAGMA busy_timeout = {int(wait * 1000)}")
-        self._execute("BEGIN IMMEDIATE")
         try:
+            self._execute("BEGIN IMMEDIATE")
             yield
             self._execute("COMMIT")
         except BaseException:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pykvcache._fork import watch_forks
 from pykvcache._paths import as_file_name
+from pykvcache._threads import take
 from pykvcache.errors import StoreError
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores._arguments import (
@@ -345,12 +346,12 @@ class FolderStore(BlockStore):
     @contextlib.contextmanager
     def _locked(self, seconds: float = -1) -> Iterator[SharedIndex | None]:
         """Give the index to one thread; what disks and other processes do ends here."""
-        lock = self._lock
-        if not lock.acquire(timeout=seconds):
-            self.counters.add(timed_out=1)
-            yield None
-            return
+        lock, taken = self._lock, list[bool]()
         try:
+            if not take(lock, taken, seconds):
+                self.counters.add(timed_out=1)
+                yield None
+                return
             if self._shared is None and not self._closed and time.monotonic() > self._retry_at:
                 self._open()
             if self._shared is None and not self._closed:
@@ -363,7 +364,8 @@ class FolderStore(BlockStore):
                 self._shared.close()
                 self._shared, self._retry_at = None, 0.0
         finally:
-            lock.release()
+            if True in taken:
+                lock.release()
 
     def _after_fork(self) -> None:
         self._lock, self._writing = threading.RLock(), threading.Lock()

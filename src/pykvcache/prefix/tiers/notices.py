@@ -11,6 +11,7 @@ from itertools import islice
 import numpy as np
 
 from pykvcache._fork import watch_locks
+from pykvcache._threads import take
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent
 
 __all__ = ["Notices", "Place", "place"]
@@ -143,12 +144,20 @@ class Notices:
 
     def _send(self) -> None:
         """Hand out what waits; whoever is at it takes what others add."""
-        while self._waiting and self._sending.acquire(blocking=False):
-            try:
-                self._send_all()
-            finally:
+        while self._waiting and self._send_all():
+            pass
+
+    def _send_all(self) -> bool:
+        """Hand out all, unless another thread is at it; tell which."""
+        taken: list[bool] = []
+        try:
+            if take(self._sending, taken):
+                self._hand_out()
+            return taken[0]
+        finally:
+            if True in taken:
                 self._sending.release()
 
-    def _send_all(self) -> None:
+    def _hand_out(self) -> None:
         while self._waiting:
             self._sink(self._waiting.popleft())

@@ -336,23 +336,19 @@ class Stepper:
             return
         self.aborted = False
         try:
-            self._end_aborted()
+            for handle in [*self._schedule.running, *self._schedule.waiting]:
+                self._end_aborted(handle)
         except BaseException:
             self.aborted = True  # an interrupt: again at the next step
             raise
 
-    def _end_aborted(self) -> None:
-        for handle in [*self._schedule.running, *self._schedule.waiting]:
-            self._drop_samples(handle)
-            if handle._abort:
-                self._end(handle, "aborted", alone=True)
-
-    @staticmethod
-    def _drop_samples(handle: GenerationHandle) -> None:
+    def _end_aborted(self, handle: GenerationHandle) -> None:
         for one in [sibling for sibling in handle._siblings if sibling._abort]:
             one._end("aborted")
             one._sequence.close()
             handle._siblings.remove(one)
+        if handle._abort:
+            self._end(handle, "aborted", alone=True)
 
     def _end(
         self,

@@ -132,7 +132,7 @@ GROUPS = {
         "`Llama` has no other way. xllamacpp is its server with as many slots: its clients come when a slot is free, not by steps. "
         "A sample is the fastest of three runs in new processes.\n\n"
         "A step of a `BatchGenerator` (greedy, one thread) is the fastest of 32, beside C's fastest decode of the same batch without "
-        "choosing a token; three times as many samples, in new processes each: where a model happens to lie in memory changes a decode "
+        "choosing a token; six times as many samples, in new processes each: where a model happens to lie in memory changes a decode "
         "by more than a step costs. The rest is ours alone, one thread: a busy sequence that lies above 8,000 cells of 16 idle ones, in its first 8 steps and "
         "after they were parked and its cells moved down by themselves (medians of steps); edits of a `LlamaSequence`, the best of 7."
     ),

@@ -31,7 +31,7 @@ PARALLEL = (1, 8, 16)
 IDLE = 8000
 LONG = 4096
 #: How many launches a sample of the others is worth: a step is short, and its place varies.
-LAUNCHES = 3
+LAUNCHES = 6
 #: How often a workload of 50 to 500 ms is run for a sample, its fastest.
 SLICES = 3
 

@@ -37,12 +37,14 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
             rows.append(own_files(ours[OURS], others, n, plan))
             rows += first_tokens(ours[OURS], n, str(folder), url, plan)
     ours[OURS].ask("tier", where=str(folder), n=LENGTHS[1])
+    # A ratio of two evaluations varies by more than a tier may cost.
+    more = plan if plan.quick else Plan(3 * plan.samples, plan.few)
     for latency, bandwidth in SLOW[:: 2 if plan.quick else 1]:
         ask = partial(
             ours[OURS].ask, "tier_slow", latency=latency, bandwidth=bandwidth, n=LENGTHS[1]
         )
         name = f"{latency * 1e3:.0f} ms a request, {bandwidth / 1e6:g} MB/s"
-        rows.append(interleave(f"beside evaluating alone: {name}", "ratio", {OURS: ask}, plan))
+        rows.append(interleave(f"beside evaluating alone: {name}", "ratio", {OURS: ask}, more))
         show(rows[-1], 1, "")
     rows.append(written_behind(ours[OURS], plan))
     shutil.rmtree(folder, ignore_errors=True)
@@ -53,7 +55,7 @@ def written_behind(ours: Contestant, plan: Plan) -> Row:
     """Generate while blocks are written and while none are, right after each other."""
     row = Row("a token while blocks are written", "s")
     for turn in range(plan.samples + 1):
-        answer = ours.ask("tier_write", n=1024, steps=256, pairs=1 if plan.quick else 4)
+        answer = ours.ask("tier_write", n=1024, steps=256, pairs=1 if plan.quick else 8)
         if "error" in answer:
             row.errors[OURS] = answer["error"]
         elif turn:

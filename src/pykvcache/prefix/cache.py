@@ -76,7 +76,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         At least 16 bytes that only trusted writers and readers know: blocks in tiers are then
         encrypted, and others' are not taken. Needs ``pykvcache[crypto]``.
     tier_seconds
-        For how long a request waits for the tiers at most. Default: 4 % of the time that evaluating
+        For how long a request waits for the tiers at most. Default: 3.5 % of what evaluating
         is thought to take, and only where loading is thought to take less than half of it; what
         comes later is used where evaluation meets it, and tiers that are too slow are left alone.
     queue_bytes

@@ -68,7 +68,7 @@ class Driving(Closing):
                 made = self._stepper.step()
             is_waiting = not made and self._schedule.await_tiers()
         if self._n_awaiting or self._thread is not None:
-            self._wake()
+            self._wake()  # who begins to wait looks again, once it is noted here
         return made
 
     def run(self, *, progress: bool | None = None) -> None:
@@ -149,11 +149,6 @@ class Driving(Closing):
     def _wake(self) -> None:
         with self._lock:
             self._changed.notify_all()
-
-    def _wake_waiting(self) -> None:
-        """Wake threads that wait, if there are any: they look again once they are noted here."""
-        if self._n_awaiting or self._thread is not None:
-            self._wake()
 
     def _await_change(self) -> None:
         with self._lock:

@@ -204,7 +204,7 @@ class BatchGenerator(Driving):
                 self._schedule.seek(handles[0])
             else:
                 self._end_empty(handles)
-        self._wake_waiting()
+        self._wake()
         return handles[0] if count == 1 else handles
 
     def _sequence(self, prompt: str | TokenInput | LlamaSequence) -> LlamaSequence:

@@ -59,9 +59,7 @@ class IdleCost:
         idle_members
             Gives those who can be parked, except the ones it is called with.
         """
-        if not ctx.kv_unified:
-            return
-        if ctx.memory_kind == "recurrent":
+        if not ctx.kv_unified or ctx.memory_kind == "recurrent":
             return
         # Without anybody to park, who holds which cell need not be known.
         candidates = list(idle_members(running))

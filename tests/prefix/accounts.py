@@ -46,6 +46,9 @@ def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None
         assert ram._tails_at[run][tokens] is tail
     assert sum(map(len, ram._tails_at.values())) == len(ram._tails)
     assert ram._tail_bytes == sum(tail.nbytes for tail in ram._tails.values())
+    points = {id(run.payloads[0]) for run in runs if run.is_checkpoint}
+    rests = [tail.rest for tail in ram._tails.values() if tail.rest is not None]
+    assert ram._twice_bytes == sum(rest.nbytes for rest in rests if id(rest) in points)
     kept = {id(payload) for run in runs for payload in run.payloads}
     kept |= {id(x) for tail in ram._tails.values() for x in (tail.buffer, tail.rest, tail.row)}
     for key, (watch, _) in ram._in_use.items():

@@ -16,6 +16,7 @@ import pytest
 from prefix.accounts import check_accounts
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.prefix.events import BlockRemoved, BlockStored, EventLog
+from pykvcache.prefix.ram import RUN_BYTES
 from pykvcache.prefix.stores import MemoryStore
 from support.models import make_model
 
@@ -157,6 +158,59 @@ def test_a_state_that_is_kept_again_counts_once(make_context: Make) -> None:
     check_accounts(cache)
     assert abs(cache.stats().ram_bytes - kept.ram_bytes) < 2_000
     sequence.close()
+
+
+@pytest.mark.parametrize("is_repaired", [False, True])
+@pytest.mark.parametrize("first", ["checkpoint", "tail"])
+@pytest.mark.parametrize("name", ["gemma3", "jamba", "mamba"])
+def test_a_state_of_a_checkpoint_and_a_tail_counts_once(
+    name: str, first: str, is_repaired: bool, make_context: Make
+) -> None:
+    """A prompt ends with a block, and its logits are kept; whichever of the two leaves first."""
+    ctx = make_context(name, n_ctx=512, n_seq_max=2)
+    cache = PrefixCache(ctx, block_size=8, keep_logits=True)
+    ram, prompt = cache._ram, words(1, 40)
+    with cache.sequence(prompt) as sequence:
+        sequence.logits()
+    (key,) = ram._tails
+    run, tail = key[0], ram._tails[key]
+
+    def lose_checkpoint() -> None:
+        assert run.checkpoint is not None
+        ram.tree.remove(run.checkpoint)
+
+    def lose_tail() -> None:
+        ram._forget(key)
+
+    def counted() -> int:
+        gc.collect()
+        check_accounts(cache)
+        return cache.stats().ram_bytes
+
+    lose_checkpoint()
+    with cache.sequence(prompt + words(2, 8)) as sequence:
+        assert sequence.reuse.ram == 40
+        sequence.logits()
+    del sequence
+    assert run.checkpoint is not None
+    assert run.checkpoint.payloads[0] is tail.rest
+    if is_repaired:
+        ram._is_whole = False
+    before = counted()
+    overhead = ram.tree.run_bytes + RUN_BYTES
+    size, others = tail.rest.nbytes, tail.nbytes - tail.rest.nbytes
+    if first == "checkpoint":
+        lose_checkpoint()
+        assert before - counted() == overhead
+        lose_tail()
+    else:
+        lose_tail()
+        del tail
+        assert before - counted() == others
+        lose_checkpoint()
+    tail = None
+    assert before - counted() == overhead + others + size
+    cache.close()
 
 
 def test_waiting_events_are_bounded_in_bytes() -> None:

@@ -72,6 +72,7 @@ class Kept(Changing):
         self._in_use: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._holds: dict[int, tuple[Callable[[], object], Run]] = {}
         self._tail_bytes = 0
+        self._twice_bytes = 0  # of states that a tail and a checkpoint have in common
         self._fixed_bytes = min(FIXED_BYTES, max_bytes // 16)
         self._more_bytes, self._room = other_bytes, room
         self.stored = self.removed = self.n_checkpoints = 0
@@ -93,7 +94,8 @@ class Kept(Changing):
 
     def _other_bytes(self) -> int:
         in_use = sum(size for _, size in self._in_use.copy().values()) if self._in_use else 0
-        return self._fixed_bytes + self._tail_bytes + in_use + self._more_bytes() + self._room()
+        tails = self._tail_bytes - self._twice_bytes
+        return self._fixed_bytes + tails + in_use + self._more_bytes() + self._room()
 
     def block_cost(self, cell_bytes: int) -> int:
         """Return what a block takes of the budget."""
@@ -111,6 +113,17 @@ class Kept(Changing):
 
     def _told(self) -> None:
         self.fit()  # events that wait take memory, too
+
+    def _shared_at(self, run: Run) -> tuple[Any, ...]:
+        """Return the state that both the checkpoint at the end of a run and a tail there keep."""
+        here, point = self._tails_at.get(run), run.checkpoint
+        if here is None or point is None or (tail := here.get(b"")) is None:
+            return ()
+        return tuple(state for state in point.payloads if state is tail.rest is not None)
+
+    def _count_twice(self, run: Run, sign: int = 1) -> None:
+        """Count what is shared at the end of a run once alone; with -1 no more."""
+        self._twice_bytes += sign * sum(state.nbytes for state in self._shared_at(run))
 
     def _count_while_used(self, things: Iterable[Any]) -> None:
         """Count what is to be dropped for as long as something else refers to it."""
@@ -140,6 +153,9 @@ class Kept(Changing):
         for run, tokens in tails:
             self._tails_at.setdefault(run, TokenKeys())[tokens] = tails[run, tokens]
         self._tail_bytes = sum(tail.nbytes for tail in tails.values())
+        self._twice_bytes = 0
+        for run in self._tails_at:
+            self._count_twice(run)
         for run in [*holds, *(run for run, _ in tails if run.namespace is not None)]:
             if run in there:
                 run.held += 1
@@ -209,6 +225,9 @@ class Kept(Changing):
         run, tokens = key
         tail = self._tails[key]
         self._count_while_used(parts_of(tail))
+        if not tokens:
+            self._count_twice(run, -1)
+            self._count_as_kept(self._shared_at(run))
         here = self._tails_at[run]
         del here[tokens], self._tails[key]
         if not here:
@@ -222,6 +241,9 @@ class Kept(Changing):
             # A checkpoint without a state was never counted: the budget had no room for it.
             self.n_checkpoints -= run.payloads[0] is not None
             self._count_while_used(run.payloads)
+            assert run.parent is not None
+            self._count_twice(run.parent, -1)
+            self._count_as_kept(self._shared_at(run.parent))
             return
         for tokens in list(self._tails_at.get(run, ())):
             self._forget((run, tokens))

@@ -126,6 +126,7 @@ class RamTier(Kept):
         if point is not None:
             point.payloads[0] = rest
             self._count_as_kept([rest])
+            self._count_twice(run)
             self.n_checkpoints += 1
 
     @change
@@ -148,6 +149,8 @@ class RamTier(Kept):
             self._count_as_kept(parts_of(tail))
             self._tails_at.setdefault(run, TokenKeys())[tail.tokens] = tail
             self._tail_bytes += tail.nbytes
+            if not tail.tokens:
+                self._count_twice(run)
             while self._tail_bytes > self.max_bytes // 4:
                 self._forget(next(iter(self._tails)))
             self.tree.fit()

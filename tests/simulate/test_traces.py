@@ -38,7 +38,7 @@ def test_hash_ids(tmp_path: Path, block_size: int, packed: bool) -> None:
     assert trace.lengths == [3 * block_size, block_size + 1, block_size // 2]
     assert (trace.n_blocks, trace.n_unique(), trace.n_tokens) == (5, 4, sum(trace.lengths))
     assert ids(trace.head(1)) == [[0, 1, 2]]
-    assert read_trace(tmp_path / "a.jsonl.gz", 7).block_size == 7
+    assert read_trace(tmp_path / "a.jsonl.gz", block_size).block_size == block_size
 
 
 def test_our_own_events(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_our_own_events(tmp_path: Path) -> None:
     assert trace.lengths == [130, 70]
 
 
-LOOKUP = {"type": "Lookup", "n_tokens": 4, "block_size": 2, "block_hashes": ["a"]}
+LOOKUP = {"type": "Lookup", "n_tokens": 4, "block_size": 2, "block_hashes": ["a", "b"]}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,61 @@ def test_files_without_a_trace_raise(tmp_path: Path, rows: list[Any], message: s
     with pytest.raises(ValueError, match=message) as caught:
         read_trace(path)
     assert str(path) in str(caught.value)
+
+
+MOONCAKE = [{"hash_ids": list(range(n)), "input_length": 512 * n - 5} for n in range(1, 20)]
+WITHOUT_LAST = [row | {"hash_ids": row["hash_ids"][:-1]} for row in MOONCAKE]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("block_size", [None, 512])
+@pytest.mark.parametrize(
+    ("length", "n_ids", "message"),
+    [
+        (1000, 5, "line 20: 1,000 tokens in blocks of 512 have 1 or 2 ids, not 5"),
+        (1000, 3, "line 20: 1,000 tokens in blocks of 512 have 1 or 2 ids, not 3"),
+        (1024, 3, "line 20: 1,024 tokens in blocks of 512 have 2 ids, not 3"),
+        (1024, 1, "line 20: 1,024 tokens in blocks of 512 have 2 ids, not 1"),
+        (100_000, 2, "line 20: 100,000 tokens in blocks of 512 have 195 or 196 ids, not 2"),
+        (0, 1, "line 20: 0 tokens in blocks of 512 have 0 ids, not 1"),
+        (1, 2, "line 20: 1 tokens in blocks of 512 have 0 or 1 ids, not 2"),
+        (1000, 1, None),
+        (1000, 2, None),
+        (1024, 2, None),
+        (0, 0, None),
+        (1000, 0, None),  # nothing of it is kept
+    ],
+)
+def test_lengths_that_the_ids_contradict_raise(
+    tmp_path: Path, length: int, n_ids: int, message: str | None, block_size: int | None
+) -> None:
+    wrong = {"hash_ids": list(range(n_ids)), "input_length": length}
+    path = write(tmp_path / "x.jsonl", [*MOONCAKE, wrong, *WITHOUT_LAST])
+    if message is None:
+        assert read_trace(path, block_size).lengths[19] == length
+        return
+    with pytest.raises(ArgumentError, match=message) as caught:
+        read_trace(path, block_size)
+    assert str(path) in str(caught.value)
+    assert (caught.value.value, caught.value.limit) == (n_ids, (length, 512))
+
+
+def test_a_size_that_the_lines_contradict_raises(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.jsonl", MOONCAKE)
+    with pytest.raises(ArgumentError, match="line 1: 507 tokens in blocks of 64 have 7 or 8 ids"):
+        read_trace(path, 64)
+    path = write(tmp_path / "y.jsonl", [LOOKUP])
+    with pytest.raises(ArgumentError, match="has blocks of 2 tokens, not of 4"):
+        read_trace(path, 4)
+    wrong = LOOKUP | {"n_tokens": 6, "block_hashes": ["a", "b"]}
+    with pytest.raises(ArgumentError, match="line 2: 6 tokens in blocks of 2 have 3 ids, not 2"):
+        read_trace(write(path, [LOOKUP, wrong]))
+
+
+def test_a_trace_that_is_made_is_checked_too() -> None:
+    with pytest.raises(ArgumentError, match="x, prompt 1: 31 tokens in blocks of 10 have 3 or 4"):
+        Trace.from_ids("x", [[1, 2], [1, 2]], [15, 31], block_size=10)
+    with pytest.raises(ArgumentError, match="x: 2 prompts, and 1 lengths"):
+        Trace.from_ids("x", [[1, 2], [1, 2]], [15], block_size=10)
 
 
 def test_what_is_no_name_of_a_file_is_an_argument_error() -> None:

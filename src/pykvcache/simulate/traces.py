@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,13 +37,27 @@ class Trace:
     prompts : list of ndarray
         Ids of each prompt's blocks in order, uint32; an id stands for a block and all before it.
     lengths : list of int
-        Tokens of each prompt. Its last block may be a part of one, or have no id.
+        Tokens of each prompt. Its last block may be a part of one, and have an id or none; a prompt
+        without any id is one that no cache keeps.
+
+    Raises
+    ------
+    ValueError
+        The lengths are not those of so many blocks.
     """
 
     name: str
     block_size: int
     prompts: list[NDArray[np.uint32]] = field(repr=False)
     lengths: list[int] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) != len(self.lengths):
+            counts = len(self.prompts), len(self.lengths)
+            text = f"{self.name}: {counts[0]} prompts, and {counts[1]} lengths"
+            raise ArgumentError(text, "lengths", counts[1], counts[0])
+        for i, (ids, length) in enumerate(zip(self.prompts, self.lengths, strict=True)):
+            _check_length(ids, length, self.block_size, f"{self.name}, prompt {i}")
 
     @classmethod
     def from_ids(
@@ -102,13 +116,14 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
         The file.
     block_size
         Tokens per block, where the file does not say. By default the power of two that explains
-        the lengths: 512 in Mooncake's traces, 16 in Qwen-Bailian's.
+        the lengths: 512 in Mooncake's traces, 16 in Qwen-Bailian's. The last block of a prompt may
+        be a part of one, with an id (as there) or without (as in our own).
 
     Raises
     ------
     ValueError
-        If a line is not such an object, no line is a prompt, or the size of a block is not clear;
-        or there can be no file of that name.
+        If a line is not such an object, has another number of ids than its length has blocks, no
+        line is a prompt, or the size of a block is not clear; or there can be no file of that name.
     OSError
         If the file cannot be read.
     """
@@ -118,6 +133,7 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
     prompts: list[list[Hashable]] = []
     lengths: list[int] = []
     sizes = Counter[int]()
+    lines: list[int] = []
     for at, line in _lines(name):
         prompt = _prompt(line, f"{name}, line {at}") if line.strip() else None
         if prompt is None:
@@ -125,6 +141,7 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
         ids, length, size = prompt
         prompts.append(ids)
         lengths.append(length)
+        lines.append(at)
         if size is not None:
             sizes[size] += 1
     if not prompts:
@@ -140,11 +157,25 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
             sorted(sizes),
             name,
         )
+    if block_size is not None and sizes and block_size not in sizes:
+        text = f"{name} has blocks of {max(sizes)} tokens, not of {block_size}"
+        raise ArgumentError(text, "block_size", block_size, max(sizes))
     title = os.path.basename(name).removesuffix(".gz").removesuffix(".jsonl")
     size = block_size or next(iter(sizes), None) or _guess_block_size(prompts, lengths)
     if size is None:
         raise ArgumentError(f"{name}: lengths do not tell block_size", "block_size", None, name)
+    for at, ids, length in zip(lines, prompts, lengths, strict=True):
+        _check_length(ids, length, size, f"{name}, line {at}")
     return Trace.from_ids(title, prompts, lengths, size)
+
+
+def _check_length(ids: Sized, length: int, block_size: int, where: str) -> None:
+    """Raise unless a prompt of that length has so many blocks."""
+    n, full = len(ids), length // block_size
+    if n and not full <= n <= -(-length // block_size):
+        last = f" or {full + 1}" if length % block_size else ""
+        text = f"{length:,} tokens in blocks of {block_size:,} have {full:,}{last} ids, not {n:,}"
+        raise ArgumentError(f"{where}: {text}", where, n, (length, block_size))
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:

@@ -114,3 +114,37 @@ def test_what_is_forked_off_a_parked_sequence(
                 assert apart(other.logits(), fresh_logits(case.name, prompt)) < case.tolerance
             if case.info.memory == "sliding-window" and (at == n - 1 or n <= case.info.n_swa):
                 assert n_evaluated <= 5
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_the_first_difference_is_that_of_the_nearest_prompt(case: Case, make_context: Make) -> None:
+    """Windows and states begin at a checkpoint before it, and the report says both."""
+    ctx, text = make_context(case.name, **case.options), words(1, 60)
+    with PrefixCache(ctx, block_size=SIZE, ram_bytes=1 << 24) as cache:
+        cache.sequence(text).close()
+        with cache.sequence(text) as first:
+            evaluated(first)
+        for at in (0, 3, 20, 43, 58):
+            with cache.sequence([*text[:at], 56, *text[at + 1 :]]) as other:
+                report = other.reuse
+            assert report.first_difference == at, report
+            assert f"token {at}" in report.reason
+            reused = report.n_tokens - report.evaluated
+            assert reused == at or f"{at} tokens are known" in report.reason
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_tokens_that_nobody_has_evaluated_are_not_known(case: Case, make_context: Make) -> None:
+    """The reason names the sequence that waits; no checkpoint is missing."""
+    ctx, text = make_context(case.name, **case.options), words(1, 40)
+    with PrefixCache(ctx, block_size=SIZE) as cache:
+        waits = cache.sequence(text)
+        other = cache.sequence([*text[:30], 56, *text[31:]])
+        assert other.reuse.evaluated == 40
+        assert other.reuse.first_difference == 30
+        assert "30 tokens are those of a sequence in use" in other.reuse.reason
+        assert "checkpoint" not in other.reuse.reason
+        again = cache.sequence(text)
+        assert "40 tokens are those of a sequence in use" in again.reuse.reason
+        waits.evaluate()
+        assert evaluated(cache.sequence(text)) <= 1

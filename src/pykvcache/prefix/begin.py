@@ -54,7 +54,7 @@ class BeginMethods:
         tokens = token_bytes(ledger.part(0, n).view(np.uint32))
         self._pins.expire()
         found = self._ram.find(tokens, space, needs_rest=self._needs_rest)
-        parent, live, common = self._nearest(ledger, space, sequence)
+        parent, live, near, common = self._nearest(ledger, space, sequence)
         is_live = parent is not None and live >= found.n
         if is_live and parent is not None:
             parent._cells.fork_into(cells, live)
@@ -71,7 +71,7 @@ class BeginMethods:
         reused = report.live + report.ram
         if self._needs_rest:
             cells.branch = max(found.n_known, common) // self._block_size * self._block_size
-        first, reason = self._explain(ledger, found, parent, common, reused)
+        first, reason = self._explain(ledger, found, near, common, reused)
         sequence._reuse = replace(
             report, evaluated=n - reused, first_difference=first, reason=reason
         )
@@ -132,20 +132,25 @@ class BeginMethods:
 
     def _nearest(
         self, ledger: Ledger, space: str, new: CachedSequence
-    ) -> tuple[CachedSequence | None, int, int]:
-        """Return the open sequence of which most can be forked, how much, and how much agrees."""
-        best, most, agrees = None, 0, 0
+    ) -> tuple[CachedSequence | None, int, CachedSequence | None, int]:
+        """Return the open sequence of which most can be forked, and the one that agrees most.
+
+        How much after each; pending tokens agree, too.
+        """
+        best, most, near, agrees = None, 0, None, (0, 0)
         wanted = ledger.part(0, len(ledger))
         for other in self._open:
             if other is new or other._namespace != space or other.is_closed:
                 continue
             theirs = other._cells
             same = common_prefix(theirs.ledger.part(0, len(theirs.ledger)), wanted)
-            agrees = max(agrees, same)
-            usable = self._forkable(theirs, min(same, theirs.n_fresh))
+            fresh = min(same, theirs.n_fresh)
+            if (same, fresh) > agrees:
+                near, agrees = other, (same, fresh)
+            usable = self._forkable(theirs, fresh)
             if usable > most:
                 best, most = other, usable
-        return best, most, agrees
+        return best, most, near, agrees[0]
 
     def _usable(self, cells: SequenceCells) -> int:
         """How many tokens of a new sequence need not be evaluated to make its logits."""
@@ -175,29 +180,37 @@ class BeginMethods:
         self,
         ledger: Ledger,
         found: Found,
-        parent: CachedSequence | None,
+        near: CachedSequence | None,
         common: int,
         reused: int,
     ) -> tuple[int | None, str]:
-        n, known = len(ledger), max(found.n_known, common)
-        if reused >= n - 1 and known >= n:
-            return None, "all of it was known"
-        first, what = None, ""
-        if common >= found.n_known and parent is not None:
-            theirs = parent._cells.ledger
-            if common < min(n, len(theirs)):
-                first, what = common, self._difference(ledger, theirs.token_at(common), common)
-        elif found.nearest and known < n:
-            other = int(np.frombuffer(found.nearest[:4], np.uint32)[0])
-            first, what = known, self._difference(ledger, other, known)
-        if not known:
-            return first, what or "nothing that begins like it is known"
-        if reused < known - 1:
-            return first, (
+        n, agrees = len(ledger), max(found.n_known, common)
+        is_live = near is not None and common >= found.n_known
+        first, reasons = None, []
+        if agrees < n:
+            if is_live and near is not None and common < len(theirs := near._cells.ledger):
+                first, other = common, theirs.token_at(common)
+            elif not is_live and found.nearest:
+                first, other = agrees, int(np.frombuffer(found.nearest[:4], np.uint32)[0])
+            if first is not None:
+                reasons.append(self._difference(ledger, other, first))
+        known = agrees
+        if is_live and near is not None and (fresh := near._cells.n_fresh) < common:
+            known = max(found.n_known, fresh)
+            has = "holds" if near._cells.ledger.shifted_at is None else "held before a discard"
+            reasons.append(
+                f"{common} tokens are those of a sequence in use, which {has} {fresh} of them"
+            )
+        if reused < min(known, n - 1):
+            reasons.append(
                 f"{known} tokens are known, and a checkpoint of the memory's other parts only "
                 f"at {reused}"
             )
-        return first, what or "the rest is new"
+        if reasons:
+            return first, "; ".join(reasons)
+        if agrees >= n:
+            return first, "all of it was known"
+        return first, "the rest is new" if agrees else "nothing that begins like it is known"
 
     def _difference(self, ledger: Ledger, other: int, at: int) -> str:
         model, own = self._ctx.model, ledger.token_at(at)

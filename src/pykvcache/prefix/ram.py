@@ -28,7 +28,7 @@ class Found:
     row: npt.NDArray[np.float32] | None = None
     #: Where it ends with the tokens and has a rest: a rest before the last token, and where.
     below: tuple[int, Any] | None = None
-    #: How many tokens have blocks in memory; `n` is less where the partial state is missing.
+    #: How many tokens some known prompt begins with; `n` is less where a partial state is missing.
     n_known: int = 0
     nearest: bytes = b""  # tokens after n_known in the nearest known prompt
 
@@ -179,6 +179,8 @@ class RamTier(Kept):
         if needs_rest:
             self._to_checkpoint(found, run)
             self._exact_tail(found, run, after)
+            nearest, n, _ = self._nearest(run, after)
+            found.n_known, found.nearest = match.n_blocks * size + n, nearest[4 * n :]
             if found.rest is not None and 4 * found.n == len(tokens):
                 found.below = self._point_before(run, found.n)
         elif after:
@@ -229,26 +231,35 @@ class RamTier(Kept):
             blocks += [(buffer, self.block_size, self.block_size) for buffer in part.payloads]
         n = len(best.tokens) // 4
         found.blocks = [*blocks, (best.buffer, n, n)]
-        found.n = found.n_known = len(blocks) * self.block_size + n
+        found.n = len(blocks) * self.block_size + n
         found.rest, found.row = best.rest, best.row
         self._tails.move_to_end((run, best.tokens))
 
+    def _nearest(self, run: Run, after: bytes) -> tuple[bytes, int, bool]:
+        """Return which block or tail after a run begins most like some tokens.
+
+        Its tokens, how many of them agree, and whether it is a tail.
+        """
+        text, n = run.children.nearest(after)
+        if (here := self._tails_at.get(run)) is not None:
+            tail, same = here.nearest(after)
+            if same > n or not text:
+                return tail, same, True
+        return text, n, False
+
     def _begun_block(self, found: Found, run: Run, after: bytes) -> None:
         """Add the first cells of the block, or tail, that shares the most tokens with `after`."""
-        nearest, n = run.children.nearest(after)
-        best = run.children[nearest].payloads[0] if nearest else None
-        whole, tail_key = self.block_size, None
-        if (here := self._tails_at.get(run)) is not None:
-            text, same = here.nearest(after)
-            if same > n or not nearest:
-                nearest, n = text, same
-                best, whole, tail_key = here[text].buffer, len(text) // 4, (run, text)
-        if best is not None and n:
-            found.blocks.append((best, whole, n))
-            found.n += n
-            found.n_known = found.n
-            if tail_key is not None:
-                self._tails.move_to_end(tail_key)
-                if n == whole:
-                    found.row = self._tails[tail_key].row
+        nearest, n, is_tail = self._nearest(run, after)
         found.nearest = nearest[4 * n :]
+        if not n:
+            return
+        if not is_tail:
+            found.blocks.append((run.children[nearest].payloads[0], self.block_size, n))
+        else:
+            tail, whole = self._tails_at[run][nearest], len(nearest) // 4
+            found.blocks.append((tail.buffer, whole, n))
+            self._tails.move_to_end((run, nearest))
+            if n == whole:
+                found.row = tail.row
+        found.n += n
+        found.n_known = found.n

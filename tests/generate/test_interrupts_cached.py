@@ -45,6 +45,7 @@ def program(ctx: LlamaContext, interrupt: CtrlCAnywhere | None) -> Found:
     run: Any = partial(generator.run, progress=False)
     if interrupt is not None:
         interrupt.run(run)
+        assert not cache._pool.depth, "nobody is inside"
     run()
     found = [(handle.tokens.tolist(), handle.finish_reason) for handle in handles]
     for handle in handles:

@@ -86,6 +86,7 @@ class Bench:
     def go_on(self) -> None:
         """Use the cache as before, and let go of everything."""
         cache = self.cache
+        assert not cache._pool.depth, "nobody is inside"
         gc.collect()
         if not cache.is_closed:
             check_accounts(cache, self.heard)
@@ -109,6 +110,7 @@ class Bench:
             check_accounts(cache, self.heard)
             assert not cache.stats().ram_blocks
             assert not cache._ram._tails
+        assert not cache._pool.depth
         self.open.close()
         cache.close()
         assert not self.ctx.sequences()
@@ -264,6 +266,7 @@ def test_what_puts_it_right_may_be_cut_short_too(
     def attempt(first: int, place: int) -> int:
         bench = Bench(ctx, name, fresh_logits, tmp_path, ram_bytes=60_000)
         CtrlCAnywhere(first, TREE).run(partial(sequence, bench))
+        assert not bench.cache._pool.depth, first
         interrupt = CtrlCAnywhere(place, FILES)
         if not bench.cache._ram._is_whole:
             interrupt.run(bench.cache.stats)

@@ -75,6 +75,7 @@ def test_a_prompt_is_brought_after_an_interrupt(make_context: Make) -> None:
             cache._ram.clear(None)
             interrupt = CtrlCAnywhere(place, ("/prefix/prefetch.py", "/_threads.py"), ALSO)
             interrupt.run(lambda: cache.prefetch(first).wait(60))
+            assert not cache._pool.depth, place
             one = cache.prefetch(second)
             assert one.wait(60), place
             assert one.n_tokens >= 40, place

@@ -220,6 +220,7 @@ def test_other_threads_go_on_after_an_interrupt_as_a_sequence_was_dropped(
         files = "/prefix/sequence.py", "/sequence/pool.py", "/_threads.py"
         interrupt = CtrlCAnywhere(place, files)
         interrupt.run(held.clear)
+        assert not cache._pool.depth, place
         using = threading.Thread(target=lambda: LlamaSequence(ctx, [5]).close(), daemon=True)
         using.start()
         using.join(60)

@@ -118,6 +118,28 @@ def test_branches_begin_at_a_checkpoint(
     assert "token 42" in report.reason
 
 
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_a_chat_goes_on_wherever_an_answer_ends(
+    case: Case, keep_logits: bool, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """At the end of a block, too: no tail comes after it."""
+    ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
+    with PrefixCache(ctx, block_size=SIZE, keep_logits=keep_logits) as cache:
+        for n in range(1, SIZE + 2):
+            chat = words(n, 2 * SIZE + 3)
+            with cache.sequence(chat) as sequence:
+                for token in words(50 + n, n):  # one by one, as answers come
+                    sequence.logits()
+                    sequence.append([token])
+                    chat.append(token)
+                sequence.evaluate()
+            chat += words(90 + n, 3)
+            with cache.sequence(chat) as sequence:
+                assert sequence.reuse.evaluated == 3, (n, sequence.reuse)
+                assert apart(sequence.logits(), fresh_logits(case.name, chat)) < case.tolerance
+
+
 def test_what_was_shifted_is_given_to_nobody(make_context: Make, fresh_logits: Fresh) -> None:
     ctx = make_context("llama", n_seq_max=3)
     cache = PrefixCache(ctx, block_size=SIZE)

@@ -46,8 +46,7 @@ class Oracle:
             places.add(max((common(prompt, x) // SIZE * SIZE for x in self.texts), default=0))
             self.ends |= {tuple(prompt[:at]) for at in places if begin < at <= n}
         self.texts.append(text)
-        if len(text) % SIZE:
-            self.ends.add(tuple(text))
+        self.ends.add(tuple(text))
 
 
 def common(a: Tokens, b: Tokens) -> int:

@@ -15,6 +15,7 @@ from pykvcache.prefix.ram import Buffer, RamTier, Tail
 from pykvcache.prefix.reserve import Reserve
 from pykvcache.prefix.tiers.stack import Tiers
 from pykvcache.sequence.cells import SequenceCells
+from pykvcache.sequence.checkpoints import Checkpoint
 
 if TYPE_CHECKING:
     from pykvcache.prefix.sequence import CachedSequence
@@ -50,11 +51,20 @@ class KeepMethods:
             cells.attach()
             cells.rewind(min(n, cells.ledger.n_evaluated))
             n = min(n, cells.n_fresh)
+            self._point_at_end(cells, n)
             if n and self._ram.max_bytes:
                 self._keep_blocks(cells, n, space)
             self._write_down(sequence, n)
         except (KvCacheError, MemoryError):
             return  # a cache that cannot keep something goes without it
+
+    def _point_at_end(self, cells: SequenceCells, n: int) -> None:
+        """Take the state after a last block that is full, where no tail would bring it."""
+        if self._needs_rest and n and n % self._block_size == 0 and n == cells.n_held:
+            point = cells.points.at_most(n)
+            if point is None or point.n < n:
+                state = self._native.get_partial_state(cells.live_id)
+                cells.points.add(Checkpoint(n, state))
 
     def _is_known(self, cells: SequenceCells, n: int, space: str) -> bool:
         """Whether everything that a parked sequence holds is stored already."""
@@ -84,7 +94,11 @@ class KeepMethods:
         if self._needs_rest:
             if n != cells.n_held:
                 return
-            rest = self._native.get_partial_state(cells.live_id)
+            point = cells.points.at_most(n)
+            if point is not None and point.n == n:
+                rest = point.state
+            else:
+                rest = self._native.get_partial_state(cells.live_id)
         row = cells.row if self._keep_logits and n == len(cells.ledger) else None
         buffer = self._read(cells.live_id, full, n - full)
         tail = Tail(tokens[4 * full :], buffer, rest, None if row is None else row.copy())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -47,11 +48,11 @@ np.save(sys.argv[2], [one, fork, fresh])
 """
 
 
-def quantized(path: Path, kind: Kind) -> Path:
+def quantized(path: Path, kind: Kind, name: str = NAME, **sizes: int) -> Path:
     """Write the generated model with its matrices stored as `kind`."""
-    info = MODELS[NAME]
+    info = MODELS[name]
     words = info.vocab()
-    plan = info.plan(info.sizes, len(words))
+    plan = info.plan(replace(info.sizes, **sizes), len(words))
     writer = gguf.GGUFWriter(path, plan.arch)
     for key, value in plan.keys.items():
         _add_key(writer, f"{plan.arch}{key}" if key.startswith(".") else key, value)

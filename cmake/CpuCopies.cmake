@@ -5,14 +5,13 @@
 # nor a template of one copy can then serve another. cpu/cpu.cpp chooses, and has the original names.
 
 # The best first.
-set(cpu_copies_known sapphirerapids zen4 icelake skylakex alderlake haswell sse42)
+set(cpu_copies_known zen4 icelake skylakex alderlake haswell sse42)
 set(cpu_flags_sse42 -msse4.2)
 set(cpu_flags_haswell ${cpu_flags_sse42} -mavx -mavx2 -mfma -mf16c -mbmi2)
 set(cpu_flags_alderlake ${cpu_flags_haswell} -mavxvnni)
 set(cpu_flags_skylakex ${cpu_flags_haswell} -mavx512f -mavx512cd -mavx512vl -mavx512dq -mavx512bw)
 set(cpu_flags_icelake ${cpu_flags_skylakex} -mavx512vbmi -mavx512vnni)
 set(cpu_flags_zen4 ${cpu_flags_icelake} -mavx512bf16)
-set(cpu_flags_sapphirerapids ${cpu_flags_zen4} -mamx-tile -mamx-int8)
 
 set(PYKVCACHE_CPU_COPIES OFF CACHE STRING "ggml's CPU code once per instruction set: ON, or a list")
 set(cpu_copies "")
@@ -31,16 +30,10 @@ if(PYKVCACHE_CPU_COPIES)
     endforeach()
   else()
     set(cpu_copies zen4 icelake skylakex haswell sse42)
-    if(PYKVCACHE_HAS_SOUND_AMX)
-      list(PREPEND cpu_copies sapphirerapids)
-    endif()
-  endif()
-  if("sapphirerapids" IN_LIST cpu_copies AND NOT PYKVCACHE_HAS_SOUND_AMX)
-    message(FATAL_ERROR " pykvcache: PYKVCACHE_CPU_COPIES names 'sapphirerapids', and this compiler drops stores before AMX instructions: GCC 12.4, 13.3 or newer does not")
   endif()
   # The target that ggml makes is only a pattern for the copies.
   set(GGML_NATIVE OFF)
-  foreach(feature SSE42 AVX AVX2 BMI2 FMA F16C AVX_VNNI AVX512 AVX512_VBMI AVX512_VNNI AVX512_BF16 AMX_TILE AMX_INT8 AMX_BF16)
+  foreach(feature SSE42 AVX AVX2 BMI2 FMA F16C AVX_VNNI AVX512 AVX512_VBMI AVX512_VNNI AVX512_BF16)
     set(GGML_${feature} OFF)
   endforeach()
   set(copies_in_order "")

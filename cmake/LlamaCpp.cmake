@@ -48,19 +48,18 @@ foreach(extra APP COMMON TOOLS TESTS EXAMPLES SERVER UI MTMD)
 endforeach()
 set(LLAMA_OPENSSL OFF)
 
-# GCC before 11.5, 12.4, 13.3 and 14.1 drops the stores that _tile_loadconfig reads (GCC PR
-# 114098): ggml's AMX kernels then crash at the first decode with quantised weights.
-if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  include(CheckCXXSourceCompiles)
-  set(CMAKE_REQUIRED_FLAGS "-mamx-tile")
-  set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
-  check_cxx_source_compiles("int main() { return 0; }" PYKVCACHE_HAS_AMX)
-  check_cxx_source_compiles(
-    "#if !__has_builtin(__builtin_ia32_ldtilecfg)\n#error\n#endif\nint main() { return 0; }"
-    PYKVCACHE_HAS_SOUND_AMX)
-  unset(CMAKE_REQUIRED_FLAGS)
-  unset(CMAKE_TRY_COMPILE_TARGET_TYPE)
-endif()
+# ggml's code for AMX is left out. It computes products of one matrix alone, and reads and writes elsewhere where there
+# are more, as with several recurrent sequences: wrong logits, or a crash. And GCC before 11.5, 12.4, 13.3 and 14.1
+# drops the stores that _tile_loadconfig reads (GCC PR 114098).
+include(CheckCXXSourceCompiles)
+set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
+set(CMAKE_REQUIRED_FLAGS "-Werror -mno-amx-tile -mno-amx-int8 -mno-amx-bf16")
+check_cxx_source_compiles("int main() { return 0; }" PYKVCACHE_HAS_AMX)
+unset(CMAKE_REQUIRED_FLAGS)
+unset(CMAKE_TRY_COMPILE_TARGET_TYPE)
+foreach(part TILE INT8 BF16)
+  set(GGML_AMX_${part} OFF)
+endforeach()
 include(CpuCopies)
 
 # Of ggml's RPC the sockets are ours (_native/rpc/), and InfiniBand is left out.
@@ -79,7 +78,7 @@ endif()
 
 add_subdirectory("${LLAMA_CPP_SOURCE_DIR}" "${CMAKE_CURRENT_BINARY_DIR}/llama.cpp" EXCLUDE_FROM_ALL)
 
-if(TARGET ggml-cpu AND PYKVCACHE_HAS_AMX AND NOT PYKVCACHE_HAS_SOUND_AMX)
+if(TARGET ggml-cpu AND PYKVCACHE_HAS_AMX)
   target_compile_options(ggml-cpu PRIVATE -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 endif()
 

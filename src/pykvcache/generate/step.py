@@ -294,7 +294,7 @@ class Stepper:
         self, handle: GenerationHandle, row: Row, made: list[tuple[GenerationHandle, int]]
     ) -> None:
         """Let a request choose its next token; a failure ends this request alone."""
-        handle._sequence._evaluated()
+        handle._sequence._evaluated(row)
         while handle._siblings:
             sibling = handle._siblings[0]
             if sibling._sequence.is_closed:

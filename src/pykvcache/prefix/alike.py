@@ -46,12 +46,16 @@ class TokenKeys(dict[bytes, V]):
         return self._sorted
 
     def nearest(self, tokens: bytes) -> tuple[bytes, int]:
-        """Return a key that shares most leading tokens with others, and how many; b"" of none."""
+        """Return a key that shares most leading tokens with others, and how many; b"" of none.
+
+        Rather one that goes on with others than one that ends there.
+        """
         order = self._order()
         at = bisect_left(order, tokens)
         best, most = b"", -1
         for key in order[max(0, at - 1) : at + 1]:
-            if (same := common_tokens(key, tokens)) > most:
+            same = common_tokens(key, tokens)
+            if same > most or (same == most and len(best) == 4 * same):
                 best, most = key, same
         return best, max(most, 0)
 

@@ -16,7 +16,7 @@ from pykvcache.prefix.events import EventLog, Lookup
 from pykvcache.prefix.pins import Pins
 from pykvcache.prefix.ram import Found, RamTier
 from pykvcache.prefix.reuse import ReuseReport
-from pykvcache.sequence.cells import SequenceCells
+from pykvcache.sequence.cells import Row, SequenceCells
 from pykvcache.sequence.checkpoints import Checkpoint
 from pykvcache.sequence.ledger import Ledger, common_prefix
 from pykvcache.sequence.text import piece_of, text_of
@@ -55,11 +55,13 @@ class BeginMethods:
         self._pins.expire()
         found = self._ram.find(tokens, space, needs_rest=self._needs_rest)
         parent, live, near, common = self._nearest(ledger, space, sequence)
+        row = self._row_of(parent, n) if parent is not None and live == n else None
         is_live = parent is not None and live >= found.n
+        if found.row is not None and found.n == n and row is None:
+            is_live = False  # a fork would evaluate a token
         if is_live and parent is not None:
             parent._cells.fork_into(cells, live)
-            if live == n == len(parent) and parent._cells.row is not None:
-                cells.row = parent._cells.row
+            cells.row = row
             if self._usable(cells) < found.n:  # no id was free: a state cannot be cut as cells can
                 cells.release()
                 is_live = False
@@ -151,6 +153,15 @@ class BeginMethods:
             if usable > most:
                 best, most = other, usable
         return best, most, near, agrees[0]
+
+    @staticmethod
+    def _row_of(parent: CachedSequence, n: int) -> Row | None:
+        """Return the logits after the first n tokens of a sequence in use, where they are known."""
+        cells = parent._cells
+        if n == len(parent) and cells.row is not None:
+            return cells.row
+        row = cells.points.row
+        return row[1] if row is not None and row[0] == n else None
 
     def _usable(self, cells: SequenceCells) -> int:
         """How many tokens of a new sequence need not be evaluated to make its logits."""

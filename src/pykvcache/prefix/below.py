@@ -376,7 +376,7 @@ class TierMethods(BeginMethods, KeepMethods):
                 rest = self._native.get_partial_state(cells.live_id)
             if rest is None or rest.pos != at - 1:
                 return None
-        row = cells.row if self._keep_logits and at == len(cells.ledger) else None
+        row = self._row_at(cells, at)
         try:
             tail = self._read(cells.live_id, full, at - full)
         except KvCacheError:

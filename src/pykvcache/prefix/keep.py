@@ -14,7 +14,7 @@ from pykvcache.prefix.blocks import token_bytes
 from pykvcache.prefix.ram import Buffer, RamTier, Tail
 from pykvcache.prefix.reserve import Reserve
 from pykvcache.prefix.tiers.stack import Tiers
-from pykvcache.sequence.cells import SequenceCells
+from pykvcache.sequence.cells import Row, SequenceCells
 from pykvcache.sequence.checkpoints import Checkpoint
 
 if TYPE_CHECKING:
@@ -84,25 +84,36 @@ class KeepMethods:
                     tokens[: 4 * point.n], space, point.state, point.n - before
                 )
                 before = point.n
+        if cells.points.row is not None and (at := cells.points.row[0]) < n:
+            self._keep_tail(cells, tokens, at, space)
         if n > full or self._keep_logits:
-            self._keep_tail(cells, tokens, full, n, space)
+            self._keep_tail(cells, tokens, n, space)
 
-    def _keep_tail(
-        self, cells: SequenceCells, tokens: bytes, full: int, n: int, space: str
-    ) -> None:
+    def _row_at(self, cells: SequenceCells, n: int) -> Row | None:
+        """Return the logits after n tokens, where they are to be kept and known."""
+        if not self._keep_logits:
+            return None
+        if n == len(cells.ledger) and cells.row is not None:
+            return cells.row
+        row = cells.points.row
+        return row[1] if row is not None and row[0] == n else None
+
+    def _keep_tail(self, cells: SequenceCells, tokens: bytes, n: int, space: str) -> None:
+        full = n // self._block_size * self._block_size
         rest = None
         if self._needs_rest:
-            if n != cells.n_held:
-                return
             point = cells.points.at_most(n)
             if point is not None and point.n == n:
                 rest = point.state
-            else:
+            elif n == cells.n_held:
                 rest = self._native.get_partial_state(cells.live_id)
-        row = cells.row if self._keep_logits and n == len(cells.ledger) else None
+            else:
+                return
+        row = self._row_at(cells, n)
         buffer = self._read(cells.live_id, full, n - full)
-        tail = Tail(tokens[4 * full :], buffer, rest, None if row is None else row.copy())
-        self._ram.add_tail(tokens, space, tail)
+        text = tokens[4 * full : 4 * n]
+        tail = Tail(text, buffer, rest, None if row is None else row.copy())
+        self._ram.add_tail(tokens[: 4 * n], space, tail)
 
     def _read(self, seq_id: int, first: int, n: int) -> Buffer:
         return self._take_out(seq_id, first, n, 1)[0]

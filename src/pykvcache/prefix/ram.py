@@ -138,9 +138,13 @@ class RamTier(Kept):
         run = self.tree.end_of(match)
         if (here := self._tails_at.get(run)) is not None:
             for begun in here.beginnings(tail.tokens):
+                if begun == tail.tokens:
+                    tail.row = here[begun].row if tail.row is None else tail.row
+                elif here[begun].rest is not None or here[begun].row is not None:
+                    continue  # what the longer one does not have
                 self._forget((run, begun))
             longer = here.continuation(tail.tokens)
-            if longer is not None and here[longer].rest is None:
+            if longer is not None and tail.rest is None and tail.row is None:
                 return  # it contains this one
         if tail.nbytes <= self.max_bytes // 4:
             if run.is_root:
@@ -185,8 +189,9 @@ class RamTier(Kept):
                 found.below = self._point_before(run, found.n)
         elif after:
             self._begun_block(found, run, after)
-        elif (run, b"") in self._tails:
-            found.row = self._tails[run, b""].row
+        if not needs_rest and (whole := self._tails.get((run, after))) is not None:
+            found.row = whole.row
+            self._tails.move_to_end((run, after))
         return found
 
     def full_blocks(self, tokens: bytes, namespace: str) -> list[Buffer]:
@@ -256,10 +261,8 @@ class RamTier(Kept):
         if not is_tail:
             found.blocks.append((run.children[nearest].payloads[0], self.block_size, n))
         else:
-            tail, whole = self._tails_at[run][nearest], len(nearest) // 4
-            found.blocks.append((tail.buffer, whole, n))
+            buffer = self._tails_at[run][nearest].buffer
+            found.blocks.append((buffer, len(nearest) // 4, n))
             self._tails.move_to_end((run, nearest))
-            if n == whole:
-                found.row = tail.row
         found.n += n
         found.n_known = found.n

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
+import numpy as np
+import numpy.typing as npt
+
 from pykvcache._threads import take
 from pykvcache.context import LlamaContext
 from pykvcache.errors import DeviceLost
@@ -24,6 +27,8 @@ __all__ = ["CachedSequence"]
 
 class Owner(Protocol):
     """What a sequence needs of its `PrefixCache`."""
+
+    _keep_logits: bool
 
     def _joined(self, sequence: CachedSequence, parent: CachedSequence) -> None:
         """Take note of a new sequence, a fork of another; of one that was cleared it is not."""
@@ -72,7 +77,10 @@ class CachedSequence(LlamaSequence):
         child._reuse = ReuseReport(len(child), live=live, evaluated=len(child) - live)
         return child
 
-    def _evaluated(self) -> None:
+    def _evaluated(self, row: npt.NDArray[np.float32] | None) -> None:
+        cells = self._cells
+        if row is not None and self._cache._keep_logits and len(self) == self._reuse.n_tokens:
+            cells.points.row = len(self), row.copy()
         if self._search is not None:
             self._cache._evaluated(self)
 
@@ -81,7 +89,7 @@ class CachedSequence(LlamaSequence):
         super().evaluate()
         if self._search is not None:
             with self._held():
-                self._evaluated()
+                self._evaluated(None)
 
     @classmethod
     def load(

@@ -6,6 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from pykvcache._integers import as_int
 from pykvcache._native import lib
 
@@ -83,12 +86,14 @@ class BlockCheckpoints(CheckpointPolicy):
 
 
 class Checkpoints:
-    """The checkpoints of one sequence, by number of tokens."""
+    """The checkpoints of one sequence, by number of tokens; and its logits at one place."""
 
-    __slots__ = ("_points",)
+    __slots__ = ("_points", "row")
 
     def __init__(self, points: Iterable[Checkpoint] = ()) -> None:
         self._points = list(points)
+        #: After how many tokens, and the logits there: a cache keeps those after a prompt.
+        self.row: tuple[int, npt.NDArray[np.float32]] | None = None
 
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self._points)
@@ -116,6 +121,8 @@ class Checkpoints:
     def drop_after(self, n: int) -> None:
         """Forget those that lie beyond n tokens."""
         del self._points[bisect_right(self._points, n, key=lambda point: point.n) :]
+        if self.row is not None and self.row[0] > n:
+            self.row = None
 
     def remove(self, point: Checkpoint) -> None:
         """Forget one."""

@@ -240,11 +240,14 @@ class EditMethods:
             )
         row = self._cells.evaluate(want_row=True)
         assert row is not None
-        self._evaluated()
+        self._evaluated(row)
         return row
 
-    def _evaluated(self) -> None:
-        """Everything is evaluated: called with the lock held; sequences of a cache tell it."""
+    def _evaluated(self, row: npt.NDArray[np.float32] | None) -> None:
+        """Everything is evaluated, with these logits; sequences of a cache tell it.
+
+        The lock is held.
+        """
 
     def _as_tokens(self, more: str | TokenInput, *, empty: bool = False) -> IntArray:
         if isinstance(more, str):

@@ -1,0 +1,93 @@
+"""What is kept at the end of a prompt: its logits, and a state that cannot be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from memory.kit import CASES, Case, Logits, apart
+from pykvcache import BatchGenerator, LlamaContext, PrefixCache
+
+Make = Callable[..., LlamaContext]
+Fresh = Callable[..., Logits]
+SERVED = tuple(case for case in CASES if case.has_states and case.name != "t5")
+SIZE = 8
+
+
+def words(seed: int, n: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
+    return found
+
+
+@pytest.mark.parametrize("n", [21, 24, 25])  # in, at and after the end of a block
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_kept_logits_outlive_the_answer(
+    case: Case, n: int, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """What is generated, appended or stored after a prompt takes nothing from its repeat."""
+    ctx = make_context(case.name, **(case.options | {"n_seq_max": 3}))
+    with PrefixCache(ctx, block_size=SIZE, keep_logits=True) as cache:
+        prompt = words(n, n)
+        for longer in (2, 5, SIZE + 3):
+            with cache.sequence(prompt) as sequence:
+                list(sequence.generate(longer))
+            with cache.sequence([*prompt, *words(longer, longer)]) as sequence:
+                sequence.logits()
+        BatchGenerator(cache).submit(prompt, 3).wait()
+        before = ctx.tokens_evaluated
+        with cache.sequence(prompt) as sequence:
+            assert sequence.reuse.evaluated == 0
+            assert apart(sequence.logits(), fresh_logits(case.name, prompt)) < case.tolerance
+        assert ctx.tokens_evaluated == before
+        used = cache.sequence(prompt)  # in use, and gone on from
+        list(used.generate(3))
+        other = cache.sequence(prompt)
+        assert other.reuse.evaluated == 0
+        assert apart(other.logits(), fresh_logits(case.name, prompt)) < case.tolerance
+
+
+def test_the_prompt_of_a_batch_keeps_its_logits(make_context: Make, fresh_logits: Fresh) -> None:
+    with PrefixCache(make_context("llama"), block_size=SIZE, keep_logits=True) as cache:
+        prompt = words(1, 21)
+        answer = BatchGenerator(cache).submit(prompt, 3).wait().tokens.tolist()
+        with cache.sequence(prompt) as sequence:
+            assert sequence.reuse.evaluated == 0
+            assert apart(sequence.logits(), fresh_logits("llama", prompt)) < 1e-3
+        with cache.sequence([*prompt, answer[0] + 1]) as sequence:
+            assert sequence.reuse.first_difference == 21, "the answer is nearest, not its prompt"
+
+
+def test_edits_before_the_end_of_a_prompt_take_its_logits(
+    make_context: Make, fresh_logits: Fresh
+) -> None:
+    with PrefixCache(make_context("llama"), block_size=SIZE, keep_logits=True) as cache:
+        prompt, other = words(1, 21), words(2, 21)
+        for edit in ("sync", "truncate", "discard"):
+            cache.clear()
+            with cache.sequence(prompt) as sequence:
+                list(sequence.generate(2))
+                if edit == "sync":
+                    sequence.sync([*prompt[:20], *other])
+                elif edit == "truncate":
+                    sequence.truncate(20)
+                    sequence.append(other)
+                else:
+                    sequence.discard(3, 6)
+                sequence.evaluate()
+                tokens = sequence.tokens.tolist()
+            for again in (prompt, tokens[:21], tokens):
+                with cache.sequence(again) as sequence:
+                    assert apart(sequence.logits(), fresh_logits("llama", again)) < 1e-3
+
+
+def test_a_state_outlives_a_longer_end_in_its_block(make_context: Make) -> None:
+    """A state cannot be cut: what begins where a prompt ended, begins there."""
+    with PrefixCache(make_context("mamba"), block_size=SIZE) as cache:
+        first = words(1, 19)
+        for prompt in (first, [*first, 5, 6], [*first, 6, 5]):
+            with cache.sequence(prompt) as sequence:
+                sequence.logits()
+                evaluated = sequence.reuse.evaluated
+        assert evaluated == 2

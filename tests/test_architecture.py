@@ -328,3 +328,16 @@ def test_the_reader_of_imports_sees_them() -> None:
         "pykvcache.x",
         "pykvcache.z",
     ]
+
+
+def test_files_are_opened_by_number_in_one_place() -> None:
+    """Ctrl-C between `os.open` and the `try` that closes it would lose the file."""
+    users = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (node.value.id, node.attr) in {("os", "open"), ("os", "dup"), ("os", "pipe")}
+    }
+    assert users == {"_paths.py"}

@@ -77,7 +77,8 @@ def run(argv: Sequence[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has gone; Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return FAILURE
     except (KvCacheError, OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         # The first line says what happened.

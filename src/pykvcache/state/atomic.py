@@ -10,6 +10,7 @@ import stat
 from collections.abc import Sequence
 
 from pykvcache._native import lib
+from pykvcache._paths import open_into
 from pykvcache.errors import StateFileError, StateFileNotFound
 
 __all__ = ["check_regular", "file_error", "write_atomically"]
@@ -53,9 +54,11 @@ def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> 
         # 40 characters are at most 160 of the 255 bytes that a name may have.
         temporary = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
         # O_CLOEXEC is Python's default. A file that only its owner may read stays one.
-        descriptor = os.open(temporary, flags, 0o666 if mode is None else mode & 0o666)
+        opened: list[int] = []
         try:
             try:
+                own = 0o666 if mode is None else mode & 0o666
+                descriptor = open_into(opened, temporary, flags, own)
                 if mode is not None and hasattr(os, "fchmod"):
                     os.fchmod(descriptor, mode)
                 # ext4 would claim blocks when the old file is replaced, and wait there until
@@ -65,7 +68,8 @@ def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> 
                 if sync:
                     os.fsync(descriptor)
             finally:
-                os.close(descriptor)
+                if opened:
+                    os.close(*opened)
             os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -109,8 +113,9 @@ def _sync_folder(folder: str) -> None:
     """Make the new name last; Windows has no such call and needs none."""
     if os.name == "nt":
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    opened: list[int] = []
     try:
-        os.fsync(descriptor)
+        os.fsync(open_into(opened, folder, os.O_RDONLY))
     finally:
-        os.close(descriptor)
+        if opened:
+            os.close(*opened)

@@ -9,6 +9,8 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 
+from pykvcache._paths import open_into
+
 __all__ = ["IN_THE_WAY", "SHARDS", "BlockFiles"]
 
 #: What somebody put in the place of one block, or of its folder: others can still be written.
@@ -69,15 +71,25 @@ class BlockFiles:
         int
             Its length; -1 where the buffer is too short.
         """
-        with io.FileIO(self.path(key), opener=lambda path, _: os.open(path, _READ)) as file:
-            facts = os.fstat(file.fileno())
-            if not stat.S_ISREG(facts.st_mode):
-                raise FileNotFoundError("not a regular file")
-            if facts.st_size > len(view):
-                return -1
-            done = _read_cached(file.fileno(), view[: facts.st_size])
-            if done is not None:
-                self.is_cold = done < facts.st_size
+        opened: list[int] = []
+        try:
+            return self._read(open_into(opened, self.path(key), _READ), view)
+        finally:
+            if opened:
+                os.close(*opened)
+
+    def _read(self, descriptor: int, view: memoryview) -> int:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise FileNotFoundError("not a regular file")
+        if facts.st_size > len(view):
+            return -1
+        done = _read_cached(descriptor, view[: facts.st_size])
+        if done is not None:
+            self.is_cold = done < facts.st_size
+        if done == facts.st_size:
+            return done
+        with io.FileIO(descriptor, closefd=False) as file:
             if done:
                 file.seek(done)
             return _read_rest(file, view[: facts.st_size], done or 0)
@@ -88,21 +100,24 @@ class BlockFiles:
             return
         for key in keys:
             with contextlib.suppress(OSError):
-                descriptor = os.open(self.path(key), _READ)
+                opened: list[int] = []
                 try:
+                    descriptor = open_into(opened, self.path(key), _READ)
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
                 finally:
-                    os.close(descriptor)
+                    if opened:
+                        os.close(*opened)
 
     def write(self, key: bytes, view: memoryview, token: str) -> None:
         """Write a block beside its place, and rename it."""
         temporary = os.path.join(self._temporary, f"{token}-{secrets.token_hex(8)}")
-        descriptor = os.open(temporary, _WRITE, 0o666)
+        opened: list[int] = []
         try:
             try:
-                _write_all(descriptor, view)
+                _write_all(open_into(opened, temporary, _WRITE), view)
             finally:
-                os.close(descriptor)
+                if opened:
+                    os.close(*opened)
             try:
                 os.replace(temporary, self.path(key))
             except FileNotFoundError:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import secrets
 import time
 from collections.abc import Iterator
+
+from pykvcache._paths import open_into
 
 try:
     import fcntl
@@ -17,7 +20,7 @@ __all__ = ["Owner", "shared_or_exclusive"]
 
 #: Without file locks, an owner whose file is older than this many seconds counts as dead.
 _OLD = 3600.0
-_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
 
 def _try_lock(descriptor: int, *, exclusive: bool) -> bool:
@@ -46,13 +49,15 @@ def _has_locked(descriptor: int, *, exclusive: bool, seconds: float) -> bool:
 @contextlib.contextmanager
 def shared_or_exclusive(path: str, *, exclusive: bool, seconds: float) -> Iterator[None]:
     """Hold a file's lock; TimeoutError where another process keeps it for that long."""
-    descriptor = os.open(path, _FLAGS, 0o666)
+    opened: list[int] = []
     try:
+        descriptor = open_into(opened, path, os.O_RDWR | os.O_CREAT | _CLOEXEC)
         if not _has_locked(descriptor, exclusive=exclusive, seconds=seconds):
             raise TimeoutError(f"{path} is locked by another process")
         yield
     finally:
-        os.close(descriptor)
+        if opened:
+            os.close(*opened)
 
 
 class Owner:
@@ -60,16 +65,15 @@ class Owner:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._descriptor = -1
-        while self._descriptor < 0:
+        while True:
             self.token = secrets.token_hex(8)
             path = self._path(self.token)
-            descriptor = os.open(path, _FLAGS | os.O_EXCL, 0o666)
+            # An object closes its file when it is gone, wherever an interrupt comes.
+            self._file = io.FileIO(path, "x+")
             # Between creation and lock a sweep may have taken it for a dead one.
-            if _try_lock(descriptor, exclusive=True) and os.path.exists(path):
-                self._descriptor = descriptor
-            else:
-                os.close(descriptor)
+            if _try_lock(self._file.fileno(), exclusive=True) and os.path.exists(path):
+                break
+            self._file.close()
 
     def _path(self, token: str) -> str:
         return os.path.join(self._folder, f"{token}.lock")
@@ -78,11 +82,12 @@ class Owner:
         """Return whether the store of that name is still open somewhere."""
         if token == self.token:
             return True
+        opened: list[int] = []
         try:
-            descriptor = os.open(self._path(token), os.O_RDWR)
-        except OSError:
-            return False
-        try:
+            try:
+                descriptor = open_into(opened, self._path(token), os.O_RDWR | _CLOEXEC)
+            except OSError:
+                return False
             if fcntl is None:
                 return time.time() - os.fstat(descriptor).st_mtime < _OLD
             if not _try_lock(descriptor, exclusive=True):
@@ -91,7 +96,8 @@ class Owner:
                 os.unlink(self._path(token))
             return False
         finally:
-            os.close(descriptor)
+            if opened:
+                os.close(*opened)
 
     def others(self) -> list[str]:
         """Return the names of all other stores that were opened here and not closed."""
@@ -100,13 +106,11 @@ class Owner:
 
     def close(self) -> None:
         """Say that this one is closed."""
-        if self._descriptor >= 0:
+        if not self._file.closed:
             with contextlib.suppress(OSError):
                 os.unlink(self._path(self.token))
             self.forget()
 
     def forget(self) -> None:
         """Close this process's handle alone, after a fork."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()

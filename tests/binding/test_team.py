@@ -136,3 +136,52 @@ def test_any_wait_policy_gives_the_same_logits(child: Child, model: Any, policy:
     before = f"import os; os.environ['OMP_WAIT_POLICY'] = {policy!r}"
     code = before + START + "assert np.abs(row(ctx) - alone).max() < 0.05"
     assert_quiet(child(code, model("llama").path))
+
+
+LATE = """
+import os, sys, threading, time
+import numpy as np
+from pykvcache import LlamaContext, LlamaModel
+model = LlamaModel(sys.argv[1])
+words = np.random.default_rng(1).integers(5, 60, 200).astype(np.int32)
+
+def work(rounds, is_wrong):
+    with LlamaContext(model, n_ctx=512, n_seq_max=2, n_threads=1) as ctx:
+        ctx.decode(words)
+        state, row = bytes(ctx.get_state(0)), ctx.logits()
+        assert len(state) > 1 << 20
+        ctx.set_n_threads(1, 3)
+        for i in range(rounds):
+            if i % 3 == 0:
+                time.sleep(0.002)  # who waits for work sleeps by then
+            is_wrong.append(bytes(ctx.get_state(0)) != state)
+            ctx.clear_kv_cache()
+            ctx.set_state(state, 0)
+            is_wrong.append(bytes(ctx.get_state(0)) != state)
+            if i % 4 == 0:
+                ctx.clear_kv_cache()
+                ctx.decode(words)
+                is_wrong.append(np.abs(ctx.logits() - row).max() > 0.05)
+                ctx.set_state(state, 0)
+"""
+
+
+@pytest.mark.parametrize("n_callers", [1, 3])
+def test_a_worker_that_comes_late_is_not_waited_for(
+    n_callers: int, child: Child, model: Any
+) -> None:
+    """On one processor it never comes in time: who copies lets it go, and gives it other work."""
+    code = (
+        LATE
+        + f"""
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+lists = [[] for _ in range({n_callers})]
+threads = [threading.Thread(target=work, args=(40, one)) for one in lists]
+for one in threads: one.start()
+for one in threads: one.join()
+assert all(len(one) == 90 for one in lists), [len(one) for one in lists]
+assert not any(map(any, lists))
+"""
+    )
+    wide = model("llama", n_embd=512, n_head_kv=4, n_layer=4)
+    assert_quiet(child(code, wide.path, timeout=120))

@@ -70,6 +70,7 @@ void choices::run(int32_t n_vocab) noexcept {
             choosing(choices & c, int32_t n) : mine(c), n_vocab(n) {}
         };
         choosing all_of_them(*this, n_vocab);
+        all_of_them.may_miss = true;
         all_of_them.run = [](team_work & work, int index) {
             auto & w = static_cast<choosing &>(work);
             for (size_t i; (i = w.next.fetch_add(1, std::memory_order_relaxed)) < w.mine.all.size();) {

@@ -17,7 +17,7 @@
 namespace pykv {
 
 // Less is done before another thread has begun: one of the team that has just computed looks for work all the time,
-// and one that sleeps takes some 50 us.
+// and one that sleeps is not waited for.
 #ifdef PYKVCACHE_TEAM
 constexpr size_t WORTH_A_THREAD = size_t(512) << 10;
 #else
@@ -81,6 +81,7 @@ template <class First, class Work> void with_copy_threads(bool two, counter & jo
             }
         };
         both of_them(here, there);
+        of_them.may_miss = true;
         run_team(of_them, 2);
 #else
         std::thread other;

@@ -77,9 +77,12 @@ thread_local patience patient;
 thread_local patience between;
 
 struct worker {
-    turnstile   job;   // counts what it was given
-    turnstile   done;  // counts what it has ended
+    turnstile   job;   // the number of the last job that it was given
+    turnstile   done;  // the last job that it has ended
     turnstile   born;  // says once whether it has what a thread needs
+    // The number of a job that it has not begun, else 0: who takes it out has it, the worker or whom it would be late for.
+    std::atomic<uint32_t> open{0};
+    // Of that job: only who has it may look at these.
     team_work * work = nullptr;
     int         index = 0;
     worker **   team = nullptr;
@@ -132,9 +135,13 @@ void * serve(void * data) {
     while (true) {
         me.job.wait_for_work(last, me.spin_ns.load(std::memory_order_relaxed));
         last = me.job.now();
+        const uint32_t mine = me.open.exchange(0, std::memory_order_acq_rel);
+        if (mine == 0) {
+            continue;  // it was late
+        }
         wake_next(me.team, me.work->n_threads, me.index);
         me.work->run(*me.work, me.index);
-        me.done.set(last);
+        me.done.set(mine);
     }
 }
 
@@ -320,12 +327,17 @@ void run_team(team_work & work, int n_threads) {
         team[i]->team = team;
         team[i]->index = i;
         team[i]->spin_ns.store(crowded ? 0 : p.between_ns, std::memory_order_relaxed);
-        team[i]->job.set_quietly(team[i]->job.now() + 1);
+        const uint32_t next = team[i]->job.now() + 1, number = next == 0 ? 1 : next;
+        team[i]->open.store(number, std::memory_order_release);
+        team[i]->job.set_quietly(number);
     }
     wake_next(team, n, 0);
     work.run(work, 0);
     for (int i = 1; i < n; ++i) {
-        // It has ended when it has counted as many as it was given.
+        if (work.may_miss && team[i]->open.exchange(0, std::memory_order_acq_rel) != 0) {
+            continue;
+        }
+        // It has ended when that was the last job that it was given.
         for (uint32_t done = team[i]->done.now(); done != team[i]->job.now(); done = team[i]->done.now()) {
             team[i]->done.wait_while(done, work.spin_ns);
         }

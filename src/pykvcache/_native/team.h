@@ -59,9 +59,12 @@ struct team_work {
     void (*run)(team_work & work, int index);
     int     n_threads = 0;  // how many there are: set before the first run
     int64_t spin_ns = 0;    // how long a thread of this team spins before it sleeps
+    // Whether a worker that has not begun when the caller has ended is let go: for work that is taken piece by piece.
+    // Waking one that sleeps may take longer than all of it: on virtual machines near a millisecond.
+    bool may_miss = false;
 };
 
-// Run `work` on up to `n_threads` threads, this one included, and return when all have ended.
+// Run `work` on up to `n_threads` threads, this one included, and return when all that have begun have ended.
 void run_team(team_work & work, int n_threads);
 
 // The processors that this process may use.

@@ -10,7 +10,13 @@ import pytest
 
 from memory.kit import CASES, Bench, Case
 from pykvcache import LlamaContext
-from pykvcache.errors import NoKvCacheSlot, StateDamaged, StateLayoutMismatch, UnsupportedOperation
+from pykvcache.errors import (
+    ArgumentError,
+    NoKvCacheSlot,
+    StateDamaged,
+    StateLayoutMismatch,
+    UnsupportedOperation,
+)
 
 MakeBench = Callable[..., Bench]
 WITH_STATES = tuple(case for case in CASES if case.has_states and case.name != "t5")
@@ -118,6 +124,19 @@ def test_values_are_looked_at_when_blocks_come_out(case: Case, bench: MakeBench)
     np.testing.assert_array_equal(one, blocks[0][0])
     np.testing.assert_array_equal(two, blocks[1][0])
     assert not native.get_blocks(0, 8, SIZE, [one, two])
+    last = np.empty(native.block_bytes() * 5, np.uint8)
+    alone = np.empty_like(last)
+    two[:] = 0
+    assert native.get_blocks(0, 0, SIZE, [one, two, last], 5)
+    assert native.get_block(0, 2 * SIZE, 5, alone)
+    np.testing.assert_array_equal(two, blocks[1][0])
+    np.testing.assert_array_equal(last, alone)
+    assert not native.get_blocks(0, 0, SIZE, [one, two, two], 6)
+    if native.block_bytes():
+        with pytest.raises(ArgumentError, match="6 cells need more"):
+            native.get_blocks(0, 0, SIZE, [one, last], 6)
+    with pytest.raises(ArgumentError, match="last"):
+        native.get_blocks(0, 0, SIZE, [one, last], 0)
     # NaN that got into the cells all the same does not get out of them.
     spoiled = (np.full_like(one, 0xFF), SIZE, SIZE)
     if is_attention:

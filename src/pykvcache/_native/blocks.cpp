@@ -88,11 +88,11 @@ class block_writer : public piece_writer {
     size_t                          before = 0;  // bytes of one cell in a block that come before these rows
 };
 
-// Rows of one tensor in each block, from byte `at` on.
+// Rows of one tensor; `before`: bytes of one cell in a block that come before them.
 struct rows_copy {
     live_tensor tensor;
     state_rows  rows;
-    size_t      at, size;
+    size_t      before;
 };
 
 // The cells at n positions from `first` on, in their order; fewer where one is missing.
@@ -157,17 +157,18 @@ bool block_fits(const block_layout & layout, const uint8_t * data, uint32_t n) n
 }
 
 int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos first, uint32_t n,
-                     const std::vector<uint8_t *> & dst, bool two) noexcept {
+                     uint32_t last, const std::vector<uint8_t *> & dst, bool two) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
         const llama_kv_cells & held = m->base->get_cells(seq);
-        const auto             cells = cells_from(held_cells(held, seq), first, n * dst.size());
-        if (cells.size() < n * dst.size()) {
+        const size_t           n_blocks = dst.size(), n_cells = n_blocks ? size_t(n) * (n_blocks - 1) + last : 0;
+        const auto             cells = cells_from(held_cells(held, seq), first, n_cells);
+        if (cells.size() < n_cells) {
             return int32_t(BLOCKS_MISSING);
         }
-        const size_t size = block_cell_bytes(m, v_trans) * n;
+        const auto n_of = [&](size_t b) { return b + 1 == n_blocks ? last : n; };
         std::vector<std::vector<cell_run>> runs;  // of each block
-        for (size_t b = 0; b < dst.size(); ++b) {
-            runs.push_back(runs_of(cells.data() + b * n, n));
+        for (size_t b = 0; b < n_blocks; ++b) {
+            runs.push_back(runs_of(cells.data() + b * n, n_of(b)));
         }
         // Extensions are few bytes, and come first.
         const size_t ext_bytes = has_extended(m) ? CELL_EXT_BYTES : 0;
@@ -176,40 +177,40 @@ int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos
             std::memcpy(dst[i / n] + i % n * ext_bytes, &ext, ext_bytes);
         }
         std::vector<rows_copy> rows;
-        size_t                 at = ext_bytes * n;
+        size_t                 before = ext_bytes;
         for (const state_rows & one : state_rows_of(m, v_trans, PART_ATTENTION)) {
-            rows.push_back({tensor_at(m, one.part, one.layer, one.kind == BLOCK_K ? 0 : 1, seq), one, at, one.row_bytes * n});
+            rows.push_back({tensor_at(m, one.part, one.layer, one.kind == BLOCK_K ? 0 : 1, seq), one, before});
             two = two && rows.back().tensor.host;
-            at += rows.back().size;
+            before += one.row_bytes;
         }
         std::atomic<bool> fit{true};
-        const auto        look = [&](const rows_copy & row, const uint8_t * data) {
+        const auto        look = [&](const rows_copy & row, size_t b) {
             // Whoever puts the block back need not look again.
             value_check values(ggml_type(row.rows.type), row.rows.n_embd, !v_trans);
-            values.take(data, row.size);
+            values.take(dst[b] + row.before * n_of(b), row.rows.row_bytes * n_of(b));
             if (!values.fits()) {
                 fit.store(false, std::memory_order_relaxed);
             }
         };
-        counter jobs(dst.size() * (1 + rows.size()));
-        with_copy_threads(two && size * dst.size() >= WORTH_A_THREAD, jobs, [] {}, [&] {
+        counter jobs(n_blocks * (1 + rows.size()));
+        with_copy_threads(two && before * n_cells >= WORTH_A_THREAD, jobs, [] {}, [&] {
             tensor_reads reads;
             for (size_t k; fit.load(std::memory_order_relaxed) && jobs.take(k);) {
-                const size_t b = k % dst.size();
-                if (k < dst.size()) {
-                    populate(dst[b], size);
+                const size_t b = k % n_blocks;
+                if (k < n_blocks) {
+                    populate(dst[b], before * n_of(b));
                     continue;
                 }
-                const rows_copy & row = rows[k / dst.size() - 1];
-                add_rows(reads, row.tensor, runs[b], dst[b] + row.at);
+                const rows_copy & row = rows[k / n_blocks - 1];
+                add_rows(reads, row.tensor, runs[b], dst[b] + row.before * n_of(b));
                 // What the CPU reaches is there now, and looked at while it is at hand. A device is asked for the
                 // rows of all blocks together, by the one thread that there is then.
                 if (row.tensor.host) {
-                    look(row, dst[b] + row.at);
-                } else if (b + 1 == dst.size()) {
+                    look(row, b);
+                } else if (b + 1 == n_blocks) {
                     reads.run();
-                    for (const uint8_t * block : dst) {
-                        look(row, block + row.at);
+                    for (size_t i = 0; i < n_blocks; ++i) {
+                        look(row, i);
                     }
                 }
             }

@@ -28,10 +28,10 @@ enum block_result : int32_t {
     BLOCKS_VALUES,  // NaN, infinity, or values whose products overflow
 };
 
-// Copy n cells from `first` on to each of dst, one run after the other, and look at their values: a block_result.
+// Copy n cells from `first` on to each of dst, `last` to the last of them, and look at their values: a block_result.
 // `two`: with a second thread where that pays.
 int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos first, uint32_t n,
-                     const std::vector<uint8_t *> & dst, bool two) noexcept;
+                     uint32_t last, const std::vector<uint8_t *> & dst, bool two) noexcept;
 
 // A block, of which the first `used` of its n cells count.
 struct block_part {

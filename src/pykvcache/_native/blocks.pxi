@@ -194,14 +194,19 @@ cdef class Blocks(State):
         finally:
             self.lock.unlock()
 
-    def get_blocks(self, seq_id, first, n, list out not None):
+    def get_blocks(self, seq_id, first, n, list out not None, last=None):
         """Copy the cells at positions from `first` on, n into each array of `out`.
+
+        The last array gets `last` of them, where that is given.
 
         False if they are not all there. `StateDamaged` where they hold NaN, infinity, or values whose
         products overflow: what comes out may go back with `known_values`.
         """
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), begin = _p0(first), code
         cdef uint32_t count = _int(n, "n", 1, INT32_MAX)
+        cdef uint32_t rest = count if last is None else _int(last, "last", 1, INT32_MAX)
+        cdef uint32_t fill
+        cdef size_t i
         cdef bint v_trans, two = self.two_threads()
         cdef size_t size
         cdef vector[uint8_t*] to
@@ -211,19 +216,20 @@ cdef class Blocks(State):
         try:
             self.readable("blocks", seq)
             v_trans = self.v_trans()
-            size = lib.block_cell_bytes(self.mem, v_trans) * count
-            for array in out:
-                view = array
-                if size > <size_t>view.shape[0]:
+            size = lib.block_cell_bytes(self.mem, v_trans)
+            for i in range(<size_t>len(out)):
+                view = out[i]
+                fill = rest if i + 1 == <size_t>len(out) else count
+                if size * fill > <size_t>view.shape[0]:
                     raise ArgumentError(
-                        f"out has {view.shape[0]} bytes: {n} cells need more",
-                        what="out", value=view.shape[0], limit=n)
+                        f"out has {view.shape[0]} bytes: {fill} cells need more",
+                        what="out", value=view.shape[0], limit=fill)
                 views.append(view)
                 to.push_back(&view[0] if view.shape[0] else NULL)
             if self.kind == lib.MEMORY_RECURRENT:
                 raise UnsupportedOperation("blocks", "recurrent memory has no cells per token")
             with nogil:
-                code = lib.blocks_write(self.mem, v_trans, seq, begin, count, to, two)
+                code = lib.blocks_write(self.mem, v_trans, seq, begin, count, rest, to, two)
             if code == lib.CAUGHT:
                 raise _caught_error("blocks")
             if code == lib.BLOCKS_VALUES:

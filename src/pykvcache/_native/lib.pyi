@@ -217,6 +217,7 @@ class Partial:
     def nbytes(self) -> int: ...
 
 _Rest = Partial | None
+_N = SupportsIndex
 
 @final
 class BlockLayout:
@@ -226,7 +227,7 @@ class Blocks(State):
     def block_bytes(self) -> int: ...
     def block_layout(self) -> BlockLayout: ...
     def get_blocks(
-        self, seq_id: SupportsIndex, first: SupportsIndex, n: SupportsIndex, out: list[_Bytes]
+        self, seq_id: _N, first: _N, n: _N, out: list[_Bytes], last: _N | None = ...
     ) -> bool: ...
     def get_block(
         self, seq_id: SupportsIndex, first: SupportsIndex, n: SupportsIndex, out: _Bytes

@@ -105,7 +105,7 @@ cdef extern from "blocks.h" namespace "pykv" nogil:
     int32_t BLOCKS_WRITTEN
     int32_t BLOCKS_VALUES
     int32_t blocks_write(const memory*, bool v_trans, llama_seq_id, llama_pos first, uint32_t n,
-                         const vector[uint8_t*]& dst, bool two)
+                         uint32_t last, const vector[uint8_t*]& dst, bool two)
     int32_t block_join(const memory*, bool v_trans, const vector[block_part]&, state_piece rest,
                        joined_state&)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,13 +11,14 @@ from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.prefix.blocks import block_names, token_bytes
 from pykvcache.prefix.events import EventLog, Lookup
+from pykvcache.prefix.in_use import InUse
 from pykvcache.prefix.pins import Pins
 from pykvcache.prefix.ram import Found, RamTier
+from pykvcache.prefix.reason import Difference, Reason
 from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.sequence.cells import Row, SequenceCells
 from pykvcache.sequence.checkpoints import Checkpoint
 from pykvcache.sequence.ledger import Ledger, common_prefix
-from pykvcache.sequence.text import piece_of, text_of
 
 if TYPE_CHECKING:
     from pykvcache.prefix.sequence import CachedSequence
@@ -34,7 +33,7 @@ class BeginMethods:
     _native: lib.Context
     _ram: RamTier
     _pins: Pins
-    _open: weakref.WeakSet[CachedSequence]
+    _open: InUse
     _needs_rest: bool
     _block_size: int
     _events: EventLog
@@ -69,13 +68,18 @@ class BeginMethods:
             self._put(cells, found)
         self._hold(sequence, found)
         usable = self._usable(cells)
-        report = ReuseReport(n, live=usable) if is_live else ReuseReport(n, ram=usable)
-        reused = report.live + report.ram
         if self._needs_rest:
             cells.branch = max(found.n_known, common) // self._block_size * self._block_size
-        first, reason = self._explain(ledger, found, near, common, reused)
-        sequence._reuse = replace(
-            report, evaluated=n - reused, first_difference=first, reason=reason
+        where = self._difference(ledger, found, near, common)
+        reason = sequence._reason = Reason(n, max(found.n_known, common), usable, where)
+        if near is not None and common >= found.n_known and near._cells.n_fresh < common:
+            reason.pends(near._cells.n_fresh, found.n_known, near._cells.ledger.shifted_at)
+        sequence._reuse = ReuseReport(
+            n,
+            live=usable if is_live else 0,
+            ram=0 if is_live else usable,
+            evaluated=n - usable,
+            first_difference=None if where is None else where.at,
         )
 
     def _renew(self, sequence: CachedSequence) -> None:
@@ -187,46 +191,15 @@ class BeginMethods:
         # All that its last token saw, and before one has left the window, all of it.
         return n == cells.n_held - 1 or cells.n_held <= self._ctx.model.n_swa
 
-    def _explain(
-        self,
-        ledger: Ledger,
-        found: Found,
-        near: CachedSequence | None,
-        common: int,
-        reused: int,
-    ) -> tuple[int | None, str]:
-        n, agrees = len(ledger), max(found.n_known, common)
-        is_live = near is not None and common >= found.n_known
-        first, reasons = None, []
-        if agrees < n:
-            if is_live and near is not None and common < len(theirs := near._cells.ledger):
-                first, other = common, theirs.token_at(common)
-            elif not is_live and found.nearest:
-                first, other = agrees, int(np.frombuffer(found.nearest[:4], np.uint32)[0])
-            if first is not None:
-                reasons.append(self._difference(ledger, other, first))
-        known = agrees
-        if is_live and near is not None and (fresh := near._cells.n_fresh) < common:
-            known = max(found.n_known, fresh)
-            has = "holds" if near._cells.ledger.shifted_at is None else "held before a discard"
-            reasons.append(
-                f"{common} tokens are those of a sequence in use, which {has} {fresh} of them"
-            )
-        if reused < min(known, n - 1):
-            reasons.append(
-                f"{known} tokens are known, and a checkpoint of the memory's other parts only "
-                f"at {reused}"
-            )
-        if reasons:
-            return first, "; ".join(reasons)
-        if agrees >= n:
-            return first, "all of it was known"
-        return first, "the rest is new" if agrees else "nothing that begins like it is known"
-
-    def _difference(self, ledger: Ledger, other: int, at: int) -> str:
-        model, own = self._ctx.model, ledger.token_at(at)
-        text = text_of(model, ledger.part(max(0, at - 8), at))
-        mine, theirs = piece_of(model, own), piece_of(model, other)
-        if text is None or mine is None or theirs is None:
-            return f"token {at} is {own}: the nearest known has {other}"
-        return f"token {at}, after {text[-40:]!r}, is {mine!r}: the nearest known has {theirs!r}"
+    def _difference(
+        self, ledger: Ledger, found: Found, near: CachedSequence | None, common: int
+    ) -> Difference | None:
+        """Return where a prompt differs from the nearest known one; None where it does not."""
+        n = len(ledger)
+        if near is not None and common >= found.n_known:
+            if common < min(n, len(theirs := near._cells.ledger)):
+                return Difference(self._ctx.model, ledger, common, theirs.token_at(common))
+        elif found.nearest and found.n_known < n:
+            other = int.from_bytes(found.nearest[:4], "little")
+            return Difference(self._ctx.model, ledger, found.n_known, other)
+        return None

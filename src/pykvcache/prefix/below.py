@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from pykvcache.prefix.begin import BeginMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
 from pykvcache.prefix.digests import progress_of
 from pykvcache.prefix.gather import Block, Gathered, gather
+from pykvcache.prefix.in_use import InUse
 from pykvcache.prefix.keep import KeepMethods
 from pykvcache.prefix.meeting import Meeting
 from pykvcache.prefix.ram import Buffer, Found, RamTier, Tail
@@ -47,7 +47,7 @@ class TierMethods(BeginMethods, KeepMethods):
     _layout: lib.BlockLayout
     _ram: RamTier
     _tiers: Tiers
-    _open: weakref.WeakSet[CachedSequence]
+    _open: InUse
     _block_size: int
     _cell_bytes: int
     _end_bytes: int
@@ -283,7 +283,7 @@ class TierMethods(BeginMethods, KeepMethods):
             return
         size, n_full = self._block_size, begin + len(got.loaded)
 
-        def read(first: int, n_blocks: int) -> list[Buffer]:
+        def read(first: int, n_blocks: int, _: int) -> list[Buffer]:
             at = first // size - begin
             return [block[0] for block, _ in got.loaded[at : at + n_blocks]]
 

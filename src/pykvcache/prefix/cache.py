@@ -18,6 +18,7 @@ from pykvcache.prefix.blocks import root_name, token_bytes
 from pykvcache.prefix.digests import digests, end_bytes, least_seconds, progress_of
 from pykvcache.prefix.events import AllBlocksCleared, EventLog
 from pykvcache.prefix.exits import close_at_exit
+from pykvcache.prefix.in_use import InUse
 from pykvcache.prefix.options import as_namespace, as_queue_bytes, as_seconds, as_tiers, as_wait
 from pykvcache.prefix.outline import OutlineMethods
 from pykvcache.prefix.pins import Pin, Pins
@@ -166,7 +167,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         if len(self._tiers):
             self._pool.note_time = self._evaluation.note
         self._fill_reserve()
-        self._open: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
+        self._open = InUse()
         self._pins = Pins(self._ram, needs_rest=self._needs_rest)
         self._prefetches = Queue()
         self._sums = ReuseReport()
@@ -306,22 +307,20 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._ram.clear(space)
             self._events.withdraw(space)
             self._tiers.cancel(space)
-            for sequence in self._open_in(space):
-                self._open.discard(sequence)
-                self._ram.release(sequence)
+            for sequence in self._open:
+                if space is None or sequence._namespace == space:
+                    self._open.discard(sequence)
+                    self._ram.release(sequence)
             if space is None:
                 self._tiers.forget_notices()
                 self._events.add(AllBlocksCleared())
-
-    def _open_in(self, space: str | None) -> list[CachedSequence]:
-        return [one for one in list(self._open) if space is None or one._namespace == space]
 
     def stats(self) -> CacheStats:
         """Return the figures since the cache was made."""
         with self._pool.hold():
             if not self._ram.is_busy:  # a policy may look at figures, too
                 self._ram.check()
-                for sequence in list(self._open):
+                for sequence in self._open:
                     self._sum(sequence)
             sums, ram = self._sums, self._ram
             return CacheStats(
@@ -374,7 +373,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._has_ended = True  # after an interrupt a second call does the rest
 
     def _keep_open(self) -> None:
-        for sequence in list(self._open):
+        for sequence in self._open:
             if not sequence.is_closed:
                 with contextlib.suppress(DeviceLost):
                     self._keep(sequence)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
 from pykvcache._fork import watch_locks
+from pykvcache.prefix.blocks import block_names
 
 _log = logging.getLogger("pykvcache.prefix")
 T = TypeVar("T")
@@ -91,9 +92,25 @@ class Lookup:
     time: float = field(default_factory=time.time)
 
 
+@dataclass(slots=True, eq=False)
+class _Stored:
+    """What `BlockStored` is made of when somebody reads it."""
+
+    root: bytes
+    parent: bytes | None
+    tokens: bytes
+    block_size: int
+    time: float
+
+    @property
+    def names(self) -> tuple[bytes, ...]:
+        return tuple(block_names(self.root, self.tokens, 4 * self.block_size))
+
+
 CacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+_Packed: TypeAlias = CacheEvent | _Stored
 #: An event, its bytes, and the namespace whose tokens it names.
-_Waiting: TypeAlias = tuple[CacheEvent, int, str | None]
+_Waiting: TypeAlias = tuple[_Packed, int, str | None]
 
 
 class EventLog:
@@ -170,7 +187,7 @@ class EventLog:
     def __len__(self) -> int:
         return len(self._events)
 
-    def _taken(self) -> CacheEvent | None:
+    def _taken(self) -> _Packed | None:
         with self._lock:
             if not self._events:
                 return None
@@ -186,21 +203,25 @@ class EventLog:
 
     def add_stored(
         self,
-        names: tuple[bytes, ...],
+        root: bytes,
         parent: bytes | None,
         tokens: bytes,
         block_size: int,
         namespace: str | None,
     ) -> None:
-        """Note that blocks came in, as `add` does; no integers are made before somebody reads."""
-        ids = array("I")
-        ids.frombytes(tokens)
-        packed = BlockStored(names, parent, ids, block_size)  # type: ignore[arg-type]
+        """Note that blocks came in, as `add` does; they are named when somebody reads it.
+
+        Parameters
+        ----------
+        root
+            What the first name is computed from: the parent's name, or that of the root.
+        """
+        packed = _Stored(root, parent, tokens, block_size, time.time())
         self._put(packed, namespace)
         if self._callbacks:
             _call(self._callbacks, _unpacked(packed))
 
-    def _put(self, packed: CacheEvent, namespace: str | None) -> None:
+    def _put(self, packed: _Packed, namespace: str | None) -> None:
         """Let an event wait to be taken out; the oldest ones go where it is too much."""
         size = _size(packed)
         waiting = packed, size, namespace
@@ -229,8 +250,8 @@ def _without(waiting: list[_Waiting], namespace: str | None) -> deque[_Waiting]:
     kept, unread = deque[_Waiting](), set[bytes]()
     for event, size, space in waiting:
         if space is not None and namespace in (None, space):
-            assert isinstance(event, BlockStored)
-            unread.update(event.block_hashes)
+            assert isinstance(event, (BlockStored, _Stored))
+            unread.update(event.names if isinstance(event, _Stored) else event.block_hashes)
         elif (
             isinstance(event, BlockRemoved)
             and event.medium == "CPU"
@@ -275,16 +296,21 @@ def _packed(event: CacheEvent) -> CacheEvent:
     return event
 
 
-def _unpacked(event: CacheEvent) -> CacheEvent:
+def _unpacked(event: _Packed) -> CacheEvent:
+    if isinstance(event, _Stored):
+        ids = tuple(array("I", event.tokens))
+        return BlockStored(event.names, event.parent, ids, event.block_size, time=event.time)
     if isinstance(event, BlockStored):
         return replace(event, token_ids=tuple(event.token_ids))
     return event
 
 
-def _size(event: CacheEvent) -> int:
+def _size(event: _Packed) -> int:
     """Return about how many bytes a packed event takes; names outlive their blocks in it."""
     if isinstance(event, AllBlocksCleared):
         return _EVENT_BYTES
+    if isinstance(event, _Stored):
+        return _EVENT_BYTES + len(event.tokens)
     n = _EVENT_BYTES + _NAME_BYTES * len(event.block_hashes)
     return n + 4 * len(event.token_ids) if isinstance(event, BlockStored) else n
 

@@ -74,9 +74,13 @@ class KeepMethods:
     def _keep_blocks(self, cells: SequenceCells, n: int, space: str) -> None:
         tokens = token_bytes(cells.ledger.part(0, n).view(np.uint32))
         size = self._block_size
-        read = partial(self._read_blocks, cells.live_id)
         full = n // size * size
-        self._ram.add(tokens[: 4 * full], space, self._cell_bytes, read)
+        is_plain = not (self._needs_rest or self._keep_logits)
+        read = partial(self._take_out, cells.live_id)
+        known = tokens if is_plain else tokens[: 4 * full]
+        self._ram.add(known, space, self._cell_bytes, read, with_tail=is_plain)
+        if is_plain:
+            return
         before = 0
         for point in cells.points:
             if point.n and point.n % size == 0 and point.n <= n:
@@ -116,18 +120,18 @@ class KeepMethods:
         self._ram.add_tail(tokens[: 4 * n], space, tail)
 
     def _read(self, seq_id: int, first: int, n: int) -> Buffer:
-        return self._take_out(seq_id, first, n, 1)[0]
+        return self._take_out(seq_id, first, 0, n)[0] if n else np.empty(0, np.uint8)
 
-    def _read_blocks(self, seq_id: int, first: int, n_blocks: int) -> list[Buffer]:
-        return self._take_out(seq_id, first, self._block_size, n_blocks)
-
-    def _take_out(self, seq_id: int, first: int, n: int, n_blocks: int) -> list[Buffer]:
-        """Copy runs of n cells, all in one call; each has memory of its own, to be freed alone."""
-        found = self._reserve.arrays(self._cell_bytes * n, n_blocks)
-        if self._ctx.memory_kind == "recurrent" or not n:
+    def _take_out(self, seq_id: int, first: int, n_blocks: int, n_tail: int) -> list[Buffer]:
+        """Copy blocks and the cells after them; each has memory of its own, to be freed alone."""
+        size, cell = self._block_size, self._cell_bytes
+        found = self._reserve.arrays(cell * size, n_blocks) if n_blocks else []
+        if n_tail:
+            found += self._reserve.arrays(cell * n_tail, 1)
+        if not found or self._ctx.memory_kind == "recurrent":
             return found
-        if not self._native.get_blocks(seq_id, first, n, found):
+        if not self._native.get_blocks(seq_id, first, size, found, n_tail or None):
             raise UnsupportedOperation("PrefixCache", "the cells of the sequence are not all there")
         for buffer in found:
-            buffer.flags.writeable = False  # its values are not looked at again
+            buffer.setflags(write=False)  # its values are not looked at again
         return found

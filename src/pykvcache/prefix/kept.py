@@ -176,9 +176,11 @@ class Kept(Changing):
     def _say_stored(self, run: Run) -> None:
         if run.is_checkpoint:
             return
-        parent, text = run.parent, run.text
-        before = None if parent is None or parent.is_root else parent.last_name
-        told = tuple(run.names), before, text, self.block_size, run.root.namespace
+        parent = run.parent
+        assert parent is not None
+        root = parent.last_name
+        before = None if parent.is_root else root
+        told = root, before, run.text, self.block_size, run.root.namespace
         self._untold.append(partial(self._events.add_stored, *told))
 
     # Holding -------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ class PrefetchMethods(TierMethods):
                 return False  # what was before it had to go
             if known < first + len(good):
                 self._ram.add(
-                    text, space, self._cell_bytes, lambda at, n: good[at // size - first :][:n]
+                    text, space, self._cell_bytes, lambda at, n, _: good[at // size - first :][:n]
                 )
             kept = len(self._ram.full_blocks(text, space))
             one.n_tokens += size * max(0, kept - known)

@@ -14,7 +14,10 @@ from pykvcache.prefix.changes import change
 from pykvcache.prefix.kept import RUN_BYTES, Buffer, Kept, Tail, parts_of
 from pykvcache.prefix.runs import Run
 
-__all__ = ["Buffer", "Found", "RamTier", "Tail"]
+__all__ = ["Buffer", "Found", "RamTier", "Read", "Tail"]
+
+#: Returns the bytes of n blocks, from a token on, and of so many cells after them.
+Read = Callable[[int, int, int], list[Buffer]]
 
 
 @dataclass
@@ -69,13 +72,17 @@ class RamTier(Kept):
         tokens: bytes,
         namespace: str,
         cell_bytes: int,
-        read: Callable[[int, int], list[Buffer]],
+        read: Read,
+        *,
+        with_tail: bool = False,
     ) -> Run | None:
         """Store the full blocks of some tokens; return the new run, or None if nothing was stored.
 
-        ``read(first, n)`` returns the bytes of n blocks, from a token on.
+        ``read(first, n, n_tail)`` returns the bytes of n blocks, from a token on, and those of the
+        cells after them. ``with_tail``: what comes after the full blocks is stored, too.
         """
-        added = self._insert(tokens, namespace, self.block_cost(cell_bytes), read)
+        size = self.block_cost(cell_bytes)
+        added = self._insert(tokens, namespace, size, read, with_tail=with_tail)
         if isinstance(added, BaseException):
             try:
                 raise added
@@ -85,27 +92,44 @@ class RamTier(Kept):
 
     @change
     def _insert(
-        self,
-        tokens: bytes,
-        namespace: str,
-        size: int,
-        read: Callable[[int, int], list[Buffer]],
+        self, tokens: bytes, namespace: str, size: int, read: Read, *, with_tail: bool
     ) -> Run | BaseException | None:
-        run = self.tree.insert(tokens, size, namespace)
-        if run is None:
+        tree, step = self.tree, self.tree.step
+        run = end = tree.insert(tokens, size, namespace)
+        text = tokens[len(tokens) // step * step :] if with_tail else b""
+        if text:
+            if end is None:
+                end = tree.end_of(tree.match(tokens, namespace))
+            if end.end * step + len(text) != len(tokens) or self._has_tail(end, text):
+                text = b""  # the blocks before it are not kept, or it is
+        if end is None or (run is None and not text):
             return None
+        n = 0 if run is None else run.n_blocks
         try:
-            payloads = read(run.start * self.block_size, run.n_blocks)
+            payloads = read((end.end - n) * self.block_size, n, len(text) // 4)
         except BaseException as error:  # this takes longest: often an interrupt comes here
-            self.tree.remove(run)
+            if run is not None:
+                tree.remove(run)
             return error
-        self.stored += run.n_blocks  # before they are there: `_repair` counts what is missing
-        run.payloads[:] = payloads
-        self._count_as_kept(payloads)
-        if run.parent is not None:
-            self._forget_begun(run.parent, run.tokens)
-        self._say_stored(run)
+        if run is not None:
+            self.stored += n  # before they are there: `_repair` counts what is missing
+            run.payloads[:] = payloads[:n]
+            self._count_as_kept(run.payloads)
+            if run.parent is not None:
+                self._forget_begun(run.parent, run.tokens)
+            self._say_stored(run)
+        if text:
+            self._put_tail(end, Tail(text, payloads[n], None, None))
         return run
+
+    def _has_tail(self, run: Run, text: bytes) -> bool:
+        """Whether a tail after a run begins with some tokens; that counts as a use of it."""
+        if (here := self._tails_at.get(run)) is None:
+            return False
+        known = text if text in here else here.continuation(text)
+        if known is not None:
+            self._tails.move_to_end((run, known))
+        return known is not None
 
     def _forget_begun(self, run: Run, tokens: bytes) -> None:
         """Drop the tails of a run that its new blocks contain."""
@@ -135,7 +159,10 @@ class RamTier(Kept):
         match = self.tree.match(tokens, namespace)
         if match.n_blocks * self.tree.step + len(tail.tokens) != len(tokens):
             return  # the blocks before it are not kept
-        run = self.tree.end_of(match)
+        self._put_tail(self.tree.end_of(match), tail)
+
+    def _put_tail(self, run: Run, tail: Tail) -> None:
+        """Store a tail after a run, in place of those that it contains."""
         if (here := self._tails_at.get(run)) is not None:
             for begun in here.beginnings(tail.tokens):
                 if begun == tail.tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 import numpy as np
@@ -19,6 +20,7 @@ from pykvcache.state.saved import Path
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from pykvcache.prefix.reason import Reason
     from pykvcache.prefix.tiers.fetch import Fetch
     from pykvcache.sequence.cells import SequenceCells
 
@@ -52,6 +54,7 @@ class CachedSequence(LlamaSequence):
     _cache: Owner
     _namespace: str
     _reuse: ReuseReport
+    _reason: Reason | None = None  # put into words when it is asked for
     _counted: ReuseReport | None = None  # what the cache's sums have of it
     _search: Fetch | None = None
     _is_searched = False
@@ -60,7 +63,10 @@ class CachedSequence(LlamaSequence):
     @property
     def reuse(self) -> ReuseReport:
         """How much of its prompt was known when it was made."""
-        return self._reuse
+        report, reason = self._reuse, self._reason
+        if report.reason or reason is None:
+            return report
+        return replace(report, reason=reason.text)
 
     @property
     def namespace(self) -> str:

@@ -13,7 +13,7 @@ from pykvcache.prefix.runs import Run, block_keys
 __all__ = ["Adaptive"]
 
 #: What a run of a shadow costs, and a block: measured with tracemalloc.
-_RUN_BYTES, _BLOCK_BYTES = 1_000, 4
+_RUN_BYTES, _BLOCK_BYTES = 1_000, 12
 
 #: What parts of the budget the experts are tried with before it is full.
 _TRIALS = (2, 4)
@@ -22,7 +22,7 @@ _TRIALS = (2, 4)
 class Adaptive(Policy):
     """Follow the policy, of several, that would have found most of the recent prompts.
 
-    Each of them, an expert, has a shadow: a tree of 4 bytes per block without keys and values,
+    Each of them, an expert, has a shadow: a tree of 12 bytes per block without keys and values,
     that is sent the same prompts and evicts as that expert would in the whole budget. What the
     shadows find is counted, old prompts less than new ones. The expert that found most decides
     what leaves the real tree; the next one takes over when it has found a little more. So no way

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array as c_array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from enum import IntEnum
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
@@ -97,6 +97,8 @@ def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:
                 pass  # said below with the value
         if isinstance(tokens, Mapping):
             raise TypeError(f"{what} must be integers, not a mapping{_MESSAGES}")
+        if isinstance(tokens, Set):
+            raise TypeError(f"{what} must be integers in order, not a {type(tokens).__name__}")
         try:
             items = list(tokens)
         except TypeError:

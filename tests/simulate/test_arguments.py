@@ -15,7 +15,7 @@ import pytest
 from pykvcache import KvCacheError, LlamaContext, PrefixCache
 from pykvcache.prefix.events import EventLog
 from pykvcache.simulate import compare, draw, most_hits, record, replay, workload
-from pykvcache.simulate.traces import read_trace
+from pykvcache.simulate.traces import Trace, read_trace
 
 HUGE = 10**5000
 TRACE = workload("chat", 20)
@@ -43,6 +43,10 @@ WRONG: dict[str, Callable[[], object]] = {
     "size of blocks": lambda: read_trace("x", "16"),  # type: ignore[arg-type]
     "size of blocks of no tokens": lambda: read_trace("x", 0),
     "device": lambda: read_trace("/dev/zero"),
+    "ids of no tokens": lambda: Trace.from_ids("x", [[1]], block_size=0),
+    "ids in no list": lambda: Trace.from_ids("x", [3]),  # type: ignore[list-item]
+    "ids that are lists": lambda: Trace.from_ids("x", [[[]]]),  # type: ignore[list-item]
+    "prompts of a head": lambda: TRACE.head(-1),
     "workload": lambda: workload(HUGE),  # type: ignore[arg-type]
     "prompts": lambda: workload("chat", -1),
     "seed": lambda: workload("chat", 1, "\ud800"),  # type: ignore[arg-type]
@@ -86,6 +90,14 @@ def test_what_is_no_log_of_events_leaves_the_file_alone(tmp_path: Path) -> None:
     with record(EventLog(), path):
         pass
     assert not path.read_text()
+
+
+def test_tokens_have_an_order(make_context: Callable[..., LlamaContext]) -> None:
+    with PrefixCache(make_context("llama")) as cache:
+        for call in (cache.sequence, cache.pin, cache.prefetch):
+            with pytest.raises(TypeError, match="in order, not a set"):
+                call({9, 5, 30})  # type: ignore[arg-type]
+        assert cache.stats().requests == 0
 
 
 def test_damaged_traces_are_refused(tmp_path: Path) -> None:

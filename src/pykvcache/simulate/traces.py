@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache._integers import as_int
+from pykvcache._lists import as_list
 from pykvcache._paths import as_file_name
 from pykvcache.errors import ArgumentError
 from pykvcache.errors._shown import shown
@@ -52,6 +53,7 @@ class Trace:
     lengths: list[int] = field(repr=False)
 
     def __post_init__(self) -> None:
+        as_int(self.block_size, "block_size", 1)
         if len(self.prompts) != len(self.lengths):
             counts = len(self.prompts), len(self.lengths)
             text = f"{self.name}: {counts[0]} prompts, and {counts[1]} lengths"
@@ -68,11 +70,14 @@ class Trace:
         block_size: int = 1,
     ) -> Trace:
         """Make a trace of ids of any kind; without lengths, every block is full."""
+        block_size = as_int(block_size, "block_size", 1)
         numbers: dict[Hashable, int] = {}
-        arrays = [
-            np.array([numbers.setdefault(x, len(numbers)) for x in ids], np.uint32)
-            for ids in prompts
-        ]
+        arrays: list[NDArray[np.uint32]] = []
+        for ids in as_list(prompts, "prompts", "lists of ids"):
+            row = as_list(ids, "prompts", "ids")
+            if not all(isinstance(x, Hashable) for x in row):
+                raise TypeError(f"{name}, prompt {len(arrays)}: an id cannot be compared by hash")
+            arrays.append(np.array([numbers.setdefault(x, len(numbers)) for x in row], np.uint32))
         known = [len(x) * block_size for x in arrays] if lengths is None else list(lengths)
         return cls(name, block_size, arrays, known)
 
@@ -92,7 +97,8 @@ class Trace:
 
     def head(self, n_prompts: int) -> Trace:
         """Return the trace of the first prompts."""
-        return Trace(self.name, self.block_size, self.prompts[:n_prompts], self.lengths[:n_prompts])
+        n = as_int(n_prompts, "n_prompts", 0)
+        return Trace(self.name, self.block_size, self.prompts[:n], self.lengths[:n])
 
 
 def check_trace(trace: Trace) -> None:
@@ -213,7 +219,7 @@ def _prompt(line: str, where: str) -> tuple[list[Hashable], int, int | None] | N
         size = _number(row, "block_size", where, 1)
     else:
         return None
-    if not isinstance(ids, list) or not all(isinstance(x, int | str) for x in ids):
+    if not isinstance(ids, list) or not all(type(x) in (int, str) for x in ids):
         raise ArgumentError(
             f"{where}: the ids of blocks are not a list of numbers or strings", "line", where
         )

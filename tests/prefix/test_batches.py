@@ -49,3 +49,67 @@ def test_samples_of_one_prompt(make_context: Make) -> None:
         generator.run()
         assert ctx.tokens_evaluated <= 50 + 6 * 4
         assert len({tuple(handle.tokens) for handle in handles}) > 3
+
+
+@pytest.mark.parametrize("n_seq_max", [1, 8])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "mamba"])
+def test_requests_that_come_in_the_middle_of_their_prefix_evaluate_the_rest_of_it_never(
+    name: str, n_seq_max: int, make_context: Make
+) -> None:
+    """They are forks of what is evaluated when they come, and wait for more."""
+    ctx = make_context(name, n_ctx=1024, n_seq_max=n_seq_max)
+    trunk, ends = words(1, 160), [words(10 + i, 30) for i in range(5)]
+    with PrefixCache(ctx, block_size=SIZE) as cache:
+        generator = BatchGenerator(cache, n_chunk=16)
+        handles = [generator.submit(trunk + ends[0], 1)]
+        for end in ends[1:]:
+            generator.step()
+            handles.append(generator.submit(trunk + end, 1))
+        generator.run()
+        assert ctx.tokens_evaluated == 160 + 5 * 30
+
+
+@pytest.mark.parametrize("n_seq_max", [1, 2, 6])
+@pytest.mark.parametrize("name", ["gemma3", "jamba", "mamba"])
+def test_what_cannot_be_rewound_is_kept_where_those_who_wait_part(
+    name: str, n_seq_max: int, make_context: Make
+) -> None:
+    """Far before the end of the first prompt, and behind one that stands in their way."""
+    ctx = make_context(name, n_ctx=2048, n_seq_max=n_seq_max)
+    lonely = make_context(name, n_ctx=2048, n_seq_max=1)
+    first = words(1, 200)
+    prompts = [first, words(2, 40), *(first[:n] + words(10 + n, 9) for n in (20, 41, 104))]
+    with PrefixCache(ctx, block_size=SIZE) as cache:
+        generator = BatchGenerator(cache)
+        handles = [generator.submit(prompt, 1) for prompt in prompts]
+        generator.run()
+        for prompt, handle in zip(prompts, handles, strict=True):
+            with LlamaSequence(lonely, prompt) as alone:
+                assert handle.tokens.tolist() == list(alone.generate(1))
+        once = 200 + 40 + (20 - 16 + 9) + (41 - 40 + 9) + 9
+        assert ctx.tokens_evaluated <= once
+
+
+@pytest.mark.parametrize("n", [40, 41, 56])
+@pytest.mark.parametrize("n_chunk", [1, 2, 3, 5, 13, 39, 64])
+@pytest.mark.parametrize("name", ["gemma3", "jamba"])
+def test_parts_of_any_size_leave_the_checkpoints_of_a_prompt(
+    name: str, n_chunk: int, n: int, make_context: Make
+) -> None:
+    """Also where a part is one token, as what is generated is."""
+    prompt = words(1, n)
+    kept = []
+    for is_batch in (False, True):
+        ctx = make_context(name, n_ctx=512, n_seq_max=2)
+        with PrefixCache(ctx, block_size=SIZE) as cache:
+            if is_batch:
+                BatchGenerator(cache, n_chunk=n_chunk).submit(prompt, 4).wait()
+            else:
+                with cache.sequence(prompt) as sequence:
+                    list(sequence.generate(4))
+            runs = cache._ram.tree.runs()
+            kept.append({run.start * SIZE for run in runs if run.is_checkpoint})
+            known = [cache.sequence(prompt[:i] + words(2, 9)).reuse.ram for i in range(1, n)]
+            kept.append(set(known))
+    assert kept[0] <= kept[2]
+    assert kept[1] <= kept[3]

@@ -98,6 +98,9 @@ class Schedule:
             head._cells.stage = self.stage
             insort(self.running, head, key=rank)
             del self.waiting[i]
+            if head._cells.needs_points:
+                for other in self.waiting:
+                    self._waits_for_prefix(other)  # notes where they part
 
     def _cached(self, handle: GenerationHandle) -> CachedSequence | None:
         """Return the sequence of a request, if it is one of the cache."""
@@ -169,9 +172,9 @@ class Schedule:
         if self.cache is None or not isinstance(head._sequence, CachedSequence):
             return False
         mine = head._cells.ledger
-        running = [(other._sequence, other._cells.ledger) for other in self.running]
-        seeking = [(other, other._cells.ledger) for other in self._seeking()]
-        for sequence, theirs in (*running, *seeking):
+        size = self.cache.block_size
+        for sequence in (*(other._sequence for other in self.running), *self._seeking()):
+            theirs = sequence._cells.ledger
             if (
                 isinstance(sequence, CachedSequence)
                 and sequence is not head._sequence
@@ -180,7 +183,9 @@ class Schedule:
             ):
                 same = common_prefix(theirs.part(0, len(theirs)), mine.part(0, len(mine)))
                 known = max(theirs.n_evaluated, mine.n_evaluated)
-                if same - known >= self.cache.block_size:
+                if same - known >= size:
+                    # Where they part, what cannot be rewound is wanted.
+                    sequence._cells.branches.add(same // size * size)
                     return True
         return False
 

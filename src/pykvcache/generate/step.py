@@ -9,6 +9,7 @@ import numpy as np
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError, DecodeAborted, NoKvCacheSlot, OvertakenError
 from pykvcache.generate.handle import FinishReason, GenerationHandle
+from pykvcache.generate.parts import end_of_part, is_part
 from pykvcache.generate.schedule import Schedule
 from pykvcache.sequence.cells import Row, SequenceCells
 from pykvcache.sequence.length import most_tokens
@@ -220,7 +221,7 @@ class Stepper:
             begin, n = ledger.n_evaluated, len(ledger)
             end = min(n, begin + min(room, self._n_chunk))
             if handle._cells.needs_points:
-                end = min(end, handle._cells.next_stop(n))
+                end = end_of_part(handle._cells, end, room)
             shares.append(self._put(handle, end))
             room -= end - begin
         return shares
@@ -245,7 +246,7 @@ class Stepper:
     ) -> bool:
         """Decode and hand out tokens; False, and nothing done, where that cannot be done so."""
         self._check_room(len(self._rows) + len(ready))
-        prompts = [s for s in shares if s.end - s.handle._cells.ledger.n_evaluated > 1]
+        prompts = [s for s in shares if is_part(s.handle._cells, s.end)]
         for share in shares:
             share.handle._cells.row = None
         parts: list[tuple[lib.Tokens, int, int, int]]
@@ -266,8 +267,7 @@ class Stepper:
             return False
         tokens, rows = found
         for share in prompts:
-            if share.handle._cells.needs_points:
-                share.handle._cells.checkpoint()
+            share.handle._cells.checkpoint()
         made += tokens
         self._look()
         for share, row in zip(shares, rows, strict=True):

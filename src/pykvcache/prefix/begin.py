@@ -69,7 +69,7 @@ class BeginMethods:
         self._hold(sequence, found)
         usable = self._usable(cells)
         if self._needs_rest:
-            cells.branch = max(found.n_known, common) // self._block_size * self._block_size
+            cells.branches = {max(found.n_known, common) // self._block_size * self._block_size}
         where = self._difference(ledger, found, near, common)
         reason = sequence._reason = Reason(n, max(found.n_known, common), usable, where)
         if near is not None and common >= found.n_known and near._cells.n_fresh < common:
@@ -85,9 +85,12 @@ class BeginMethods:
     def _renew(self, sequence: CachedSequence) -> None:
         """Begin again with what others have evaluated meanwhile, where that is more."""
         cells = sequence._cells
-        if cells.seq_id is not None or sequence not in self._open:
+        if cells.ledger.shifted_at is not None or sequence not in self._open:
             return
-        known, space = cells.ledger.n_evaluated, sequence._namespace
+        # Of a fork, too: it has what its parent had when the request came.
+        known, space = self._usable(cells), sequence._namespace
+        if known >= len(cells.ledger) - 1:
+            return
         if self._nearest(cells.ledger, space, sequence)[1] <= known:
             tokens = token_bytes(cells.ledger.part(0, len(cells.ledger)).view(np.uint32))
             found = self._ram.find(tokens, space, needs_rest=self._needs_rest, is_use=False)

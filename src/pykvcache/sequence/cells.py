@@ -46,7 +46,7 @@ class SequenceCells:
         self.state: PutBack | None = None
         self.row: Row | None = None  # logits after the last token, while nothing is edited
         self.pins = 0
-        self.branch = 0  # where another sequence went another way: a place for a checkpoint
+        self.branches: set[int] = set()  # where others went another way: places for checkpoints
         self.stage: Stage | None = None
         self.incoming: Incoming | None = None
         self._twins: tuple[tuple[int, int], Twins] | None = None  # and what they hold by name
@@ -316,7 +316,7 @@ class SequenceCells:
         """Where to pause an evaluation up to ``end``, to take a checkpoint there."""
         begin = self.ledger.n_evaluated
         stop = self.policy.next_stop(begin, end)
-        return self.branch if begin < self.branch < stop else stop
+        return min([n for n in self.branches if begin < n < stop], default=stop)
 
     def checkpoint(self) -> None:
         """Keep the part of the memory that cannot be rewound, where there is such a part."""

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Case, Logits, apart
+from prefix.accounts import check_accounts
 from pykvcache import BatchGenerator, LlamaContext, PrefixCache
+from pykvcache.prefix.stores import MemoryStore
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
@@ -91,3 +93,50 @@ def test_a_state_outlives_a_longer_end_in_its_block(make_context: Make) -> None:
                 sequence.logits()
                 evaluated = sequence.reuse.evaluated
         assert evaluated == 2
+
+
+@pytest.mark.parametrize("is_prefetched", [False, True])
+@pytest.mark.parametrize("n", [21, 24, 25, 32])
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_logits_come_out_of_tiers_wherever_a_prompt_ends(
+    case: Case, n: int, is_prefetched: bool, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """And stay in memory for the next repeat."""
+    store, prompt = MemoryStore(), words(n, n)
+    for evaluated in (n, 0):
+        ctx = make_context(case.name, **(case.options | {"n_seq_max": 3}))
+        with PrefixCache(
+            ctx, block_size=SIZE, keep_logits=True, tiers=[store], tier_seconds=20
+        ) as cache:
+            if is_prefetched:
+                assert cache.prefetch(prompt).wait()
+            for expected in (evaluated, 0, 0):
+                before = ctx.tokens_evaluated
+                with cache.sequence(prompt) as sequence:
+                    assert apart(sequence.logits(), fresh_logits(case.name, prompt)) < (
+                        case.tolerance
+                    )
+                    assert sequence.reuse.evaluated == expected
+                assert ctx.tokens_evaluated - before == expected
+            check_accounts(cache)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "jamba", "mamba"])
+def test_a_state_that_cannot_go_back_a_token_is_no_reason_to_ask_no_tier(
+    name: str, make_context: Make
+) -> None:
+    """Memory has the end of a block, where the prompt ends; tiers have what is before it."""
+    store, text = MemoryStore(), words(1, 48)
+    with PrefixCache(
+        make_context(name, n_ctx=512), block_size=SIZE, tiers=[store], tier_seconds=20
+    ) as cache:
+        cache.sequence(text).logits()
+    with PrefixCache(
+        make_context(name, n_ctx=512), block_size=SIZE, tiers=[store], tier_seconds=20
+    ) as cache:
+        longer = cache.sequence(text + words(2, 5))
+        assert longer.reuse.remote == 48
+        longer.close()
+        again = cache.sequence(text)
+        again.logits()
+        assert again.reuse.evaluated <= SIZE

@@ -75,7 +75,7 @@ class TierMethods(BeginMethods, KeepMethods):
             And for how many seconds to wait for it.
         """
         ledger, size = sequence._cells.ledger, self._block_size
-        n, known = len(ledger), ledger.n_evaluated
+        n, known = len(ledger), self._usable(sequence._cells)
         if not len(self._tiers) or n - 1 <= known or n < size:
             return None
         # Without the logits after it, a state that cannot be rewound is of no use at the end.
@@ -93,6 +93,7 @@ class TierMethods(BeginMethods, KeepMethods):
             needs_rest=self._needs_rest,
             is_good=self._layout.is_good,
             n_row=self._n_row,
+            wants_row=self._keep_logits,
         )
         seconds = self._evaluation.seconds(known, n) if self._tier_seconds is None else math.inf
         fetch = self._tiers.search(wanted, seconds)
@@ -179,9 +180,9 @@ class TierMethods(BeginMethods, KeepMethods):
         may_lose = savings.allowance(evaluation, answered=answered) - waited
         savings.note(evaluation, waited)
         if fetch.done.is_set():
-            known = sequence._cells.ledger.n_evaluated
+            known = self._usable(sequence._cells)
             self._arrived(sequence, fetch)
-            come = sequence._cells.ledger.n_evaluated
+            come = self._usable(sequence._cells)
             savings.gain(evaluation, self._evaluation.seconds(known, max(known, come)))
         elif is_too_slow and self._tiers.give_up(fetch):
             fetch.cancel()
@@ -255,7 +256,7 @@ class TierMethods(BeginMethods, KeepMethods):
         size = self._block_size
         mine: list[Block] = [(one, size, size) for one in self._ram.full_blocks(tokens, space)]
         got = gather(self._native, fetch, mine, len(mine))
-        if got is None or got.n <= cells.ledger.n_evaluated:
+        if got is None or got.n <= self._usable(cells):
             return
         self._promote(tokens, space, got, len(mine))
         row = None
@@ -291,14 +292,14 @@ class TierMethods(BeginMethods, KeepMethods):
             self._ram.add(tokens[: 4 * size * n_full], space, self._cell_bytes, read)
         if got.end is None:
             return
-        if got.end.n_cells:
-            text = tokens[4 * size * n_full : 4 * got.n]
-            tail = Tail(text, got.end.cells, got.rest, self._checked_row(got.end))
-            self._ram.add_tail(tokens[: 4 * got.n], space, tail)
-        elif got.rest is not None:
+        if not got.end.n_cells and got.rest is not None:
             self._ram.add_checkpoint(
                 tokens[: 4 * got.n], space, got.rest, saved or len(got.loaded) * size
             )
+        row = self._checked_row(got.end) if self._keep_logits else None
+        if got.end.n_cells or row is not None:
+            text = tokens[4 * size * n_full : 4 * got.n]
+            self._ram.add_tail(tokens[: 4 * got.n], space, Tail(text, got.end.cells, got.rest, row))
 
     def _account(self, sequence: CachedSequence, got: Gathered) -> None:
         """Say in the sequence's report, and in the cache's sums, where tokens came from."""
@@ -362,8 +363,12 @@ class TierMethods(BeginMethods, KeepMethods):
             if n == cells.n_held and n % size:
                 places.add(n)
         else:
-            places = {at for at in (sequence._reuse.n_tokens, n) if at <= n and at % size}
+            ends = sequence._reuse.n_tokens, n
+            places = {at for at in ends if at <= n and (at % size or self._has_row(cells, at))}
         return sorted(at for at in places if at >= size)
+
+    def _has_row(self, cells: SequenceCells, n: int) -> bool:
+        return self._row_at(cells, n) is not None
 
     def _end_at(self, cells: SequenceCells, at: int, n: int) -> bytes | None:
         full = at // self._block_size * self._block_size

@@ -210,6 +210,7 @@ class PrefetchMethods(TierMethods):
                 needs_rest=self._needs_rest,
                 is_good=self._layout.is_good,
                 n_row=self._n_row,
+                wants_row=self._keep_logits,
             ),
         )
         spans = fetch.look()

@@ -52,6 +52,8 @@ class Wanted:
         Tells whether bytes are that many cells, whose values a memory may have.
     n_row
         How many logits an end of the whole prompt needs; 0 where it is of use without them.
+    wants_row
+        Whether logits after the whole prompt are of use where nothing else is.
     """
 
     tokens: bytes
@@ -65,6 +67,7 @@ class Wanted:
     needs_rest: bool
     is_good: Callable[[npt.NDArray[np.uint8], int], bool]
     n_row: int = 0
+    wants_row: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -80,6 +83,8 @@ class Wanted:
             for n in range(min(most, size - 1), 0, -1):
                 if n_blocks * size + n > self.known:
                     yield n_blocks * size + n, end_key(name, self.tokens[at : at + 4 * n])
+            if self.wants_row and not self.needs_rest and at == len(self.tokens):
+                yield at // 4, end_key(name, b"")
         if self.needs_rest:
             for block in range(min(n_blocks, self.limit // size), self.known // size, -1):
                 yield block * size, end_key(self.names[block - 1], b"")

@@ -281,6 +281,13 @@ cdef class Handle:
             return False
         return self.abort_flag.ask()
 
+    def abort_at(self, step):
+        """Stop the decode that makes this step of a graph from now on, 0 for none; for tests.
+
+        Returns how many steps the last such call still waited for: 0 where it has stopped one.
+        """
+        return self.abort_flag.ask_at(_int(step, "step", 0, INT32_MAX))
+
     def set_n_threads(self, n_threads, n_threads_batch):
         """Call ``llama_set_n_threads``."""
         cdef int n = _int(n_threads, "n_threads", 1, 512)

@@ -307,6 +307,7 @@ cdef extern from "sync.h" namespace "pykv" nogil:
         void end()
         bool is_wanted()
         bool ask()
+        int64_t ask_at(int64_t poll)
 
         @staticmethod
         bool poll(void*) noexcept

@@ -152,8 +152,8 @@ cdef class Context(Decoding):
         self.flags[i] = flag
 
     cdef bint is_as_noted(self, Tokens ledger, int32_t seq) noexcept:
-        """Whether a sequence holds what its tokens say, and nothing else."""
-        return (self.seqs.next_pos(seq) == ledger.n_evaluated
+        """Whether a sequence holds what its tokens say, nothing else, and can go on from there."""
+        return (self.seqs.next_pos(seq) == ledger.n_evaluated and not self.seqs.needs_removal(seq)
                 and (ledger.n_evaluated == 0 or self.seqs.is_version(seq, ledger.version)))
 
     cdef int note_held(self, Tokens ledger, int32_t seq, Py_ssize_t n) except -1:

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <mutex>
 #include <thread>
 
@@ -62,6 +63,7 @@ struct abort_flag {
     std::atomic<bool> running{false};
     std::atomic<bool> wanted{false};
     std::atomic<bool> armed{false};  // off while a pending shift is applied: a part of one is damage
+    std::atomic<int64_t> countdown{0};  // for tests: polls until abort() is asked for; 0 for never
 
     void begin() {
         wanted = false;
@@ -79,8 +81,13 @@ struct abort_flag {
         }
         return running;
     }
-    static bool poll(void * self) { 
-        const auto * flag = static_cast<abort_flag *>(self);
+    // Ask at a poll from now on, 0 for none; how many of the last such wish have not come yet.
+    int64_t ask_at(int64_t poll) noexcept { return countdown.exchange(poll); }
+    static bool poll(void * self) {
+        auto * flag = static_cast<abort_flag *>(self);
+        if (flag->countdown.load(std::memory_order_relaxed) > 0 && flag->armed && --flag->countdown == 0) {
+            flag->wanted = true;
+        }
         return flag->wanted.load(std::memory_order_relaxed) && flag->armed.load(std::memory_order_relaxed);
     }
 };

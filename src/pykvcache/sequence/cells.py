@@ -163,13 +163,15 @@ class SequenceCells:
     def _verify(self) -> None:
         """Drop what was changed by hand, or lost when a decode of another sequence failed."""
         n, last = self.n_held, self._native.seq_pos(self.live_id, True)
-        is_mine = n and self._native.holds_prefix(self.live_id, self.ledger.version)
-        if is_mine and (
-            last == n - 1 or (last >= n and self._native.seq_rm(self.live_id, n, None))
-        ):
-            return
         # A decode that was stopped leaves states behind that no position shows.
-        if n or last >= 0 or self._native.needs_removal(self.live_id):
+        is_cut = self.needs_points and self._native.needs_removal(self.live_id)
+        if n and self._native.holds_prefix(self.live_id, self.ledger.version):
+            is_whole = self._go_back(self.ledger.n_evaluated) if is_cut else last == n - 1
+            if is_whole or (
+                last >= n and not is_cut and self._native.seq_rm(self.live_id, n, None)
+            ):
+                return
+        if n or last >= 0 or is_cut:
             self._restart()
 
     def _restart(self) -> None:

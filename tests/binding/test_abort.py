@@ -101,6 +101,34 @@ def test_a_recurrent_sequence_refuses_to_go_on_until_it_is_removed(
     assert differ(ctx.logits(), fresh_logits(name, words(30))) < RIGHT
 
 
+@pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "jamba", "granitehybrid", "nemotron_h"])
+def test_a_sequence_that_begins_after_an_abort_begins_with_nothing(
+    make_context: Any, fresh_logits: Any, name: str
+) -> None:
+    """Whatever step of a graph comes last: zeros may be noted, and not written."""
+    ctx = make_context(name, n_ctx=1024, n_seq_max=3)
+    batch = LlamaBatch()
+    for seq in (0, 1):
+        batch.add(5, 12, seq, True)
+    for step in range(1, 200):
+        ctx.clear_kv_cache()
+        for seq in (0, 2, 1):
+            ctx.decode(words(12, seq), seq_id=seq)
+        ctx.clear_kv_cache_seq(2)  # its cell lies between those of the others
+        ctx.native.abort_at(step)
+        try:
+            ctx.decode(batch)
+        except DecodeAborted as error:
+            assert 2 not in error.needs_removal  # noqa: PT017
+        else:
+            break
+        ctx.decode(words(20, 9), seq_id=2)
+        assert differ(ctx.logits(), fresh_logits(name, words(20, 9))) < RIGHT, step
+    assert 20 < step < 199
+    assert ctx.native.abort_at(0)
+
+
 @pytest.mark.parametrize("cure", ["clear_kv_cache", "kv_cache_seq_keep", "copy_kv_cache_seq"])
 def test_every_way_of_removing_cures(make_context: Any, fresh_logits: Any, cure: str) -> None:
     ctx, _ = aborted(make_context, "mamba", n_batch=4096, n_ubatch=64)

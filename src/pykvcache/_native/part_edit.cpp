@@ -68,6 +68,15 @@ int32_t cut_attention(edit_key, memory * m, llama_seq_id seq, llama_pos from) no
     });
 }
 
+void forget_free_states(edit_key, memory * m) noexcept {
+    for (size_t i = 0; m->recurrent && i < m->recurrent->cells.size(); ++i) {
+        auto & cell = m->recurrent->cells[i];
+        if (cell.is_empty()) {
+            cell.src = -1;
+        }
+    }
+}
+
 int32_t zero_free_states(edit_key key, memory * m) noexcept {
     return guarded_void([&] {
         const auto * part = m->recurrent;

@@ -110,6 +110,7 @@ void sequence_facts::failed(const llama_batch & batch, int32_t code, const int32
         for (int32_t i = 0; i < batch.n_tokens; ++i) {
             last_damaged.set(size_t(batch.seq_id[i][0]));
         }
+        forget_free_states({}, mem);
         // States change places before the graph that copies them runs: a sequence
         // that is not in the batch may have been moved, and its data not.
         for (llama_seq_id s = 0; s < n_seq_max; ++s) {

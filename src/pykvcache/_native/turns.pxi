@@ -34,12 +34,16 @@ cdef class Turns:
         self.lock.release()
 
     def renew(self):
-        """Free the lock in a forked child, if another thread of the parent held it."""
+        """Free the lock in a forked child, if another thread of the parent held it.
+
+        Returns whether this thread is not in the middle of something.
+        """
         if self.lock.acquire(False):
             self.lock.release()
         else:
             self.lock = _RLock()
             self.depth = 0
+        return self.depth == 0
 
     def reap(self):
         """Free what was dropped; the lock is held. Does nothing here."""

@@ -137,6 +137,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         stores = as_tiers(tiers)
         self._events = EventLog(min(most // 32, 16 << 20), has_room=len(stores) > 0)
         self._reserve = Reserve(self._block_size * self._cell_bytes + Envelope.overhead, most)
+        self._pool = pool_of(context)
         self._ram = RamTier(
             self._block_size,
             most,
@@ -147,8 +148,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             lambda: self._events.nbytes + self._reserve.n_bytes,
             self._reserve.release,
             lambda: self._events.room,
+            self._pool.renew,
         )
-        self._pool = pool_of(context)
         self._evaluation = EvaluationTime(least_seconds(context))
         other = _caches.get(context, lambda: None)()
         if other is not None and not other.is_closed:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
-from pykvcache._fork import watch_locks
+from pykvcache._fork import watch_forks, watch_locks
 from pykvcache.prefix.blocks import block_names
 
 _log = logging.getLogger("pykvcache.prefix")
@@ -140,6 +140,12 @@ class EventLog:
         self._nbytes: int | None = 0  # None where an interrupt came: counted again
         self._lock = threading.Lock()
         watch_locks(self, "_lock")
+        watch_forks(self)
+
+    def _after_fork(self) -> None:
+        # What becomes of a copy is no news for those who follow the parent's cache.
+        self._callbacks.clear()
+        self._listeners.clear()
 
     @property
     def nbytes(self) -> int:

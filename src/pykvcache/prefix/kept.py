@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._fork import watch_forks
 from pykvcache.prefix.alike import TokenKeys
 from pykvcache.prefix.changes import Changing, change
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
@@ -62,6 +63,7 @@ class Kept(Changing):
         other_bytes: Callable[[], int] = lambda: 0,
         release: Callable[[int], bool] = lambda _: False,
         room: Callable[[], int] = lambda: 0,
+        renew: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__()
         self.block_size = block_size
@@ -86,6 +88,16 @@ class Kept(Changing):
             other_bytes=self._other_bytes,
             release=release,
         )
+        self._renew = renew
+        watch_forks(self)
+
+    def _after_fork(self) -> None:
+        if self._renew():
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self.tree.asked.is_busy = False
 
     @property
     def nbytes(self) -> int:

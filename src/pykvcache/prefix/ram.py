@@ -63,6 +63,8 @@ class RamTier(Kept):
         Called before anything is evicted, and where there is room, as in `BlockTree`.
     room
         Returns how many bytes of the budget are kept free for what comes at any time.
+    renew
+        Frees, in a forked child, what another thread holds; returns whether this one is in no call.
     """
 
     # Storing -------------------------------------------------------------------------------------

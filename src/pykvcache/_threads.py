@@ -88,16 +88,29 @@ class _Call:
 
 
 class _Begun(threading.Event):
-    """What `Thread.start` waits for; it does not wait for a thread that has ended already."""
+    """What `Thread.start` waits for; it does not wait for a thread that has ended already.
+
+    Nor does it wait in an Event's way: Ctrl-C there can become a RuntimeError of a lock.
+    """
 
     call: Callable[[], _Call | None] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        super().set()
+        self._wakes.put(None)
 
     def wait(self, timeout: float | None = None) -> bool:
         find = self.call
         if find is None:
             return super().wait(timeout)  # a Python whose `start` asks for something else
         until = time.monotonic() + PATIENCE
-        while not super().wait(0.05):
+        while not self.is_set():
+            with contextlib.suppress(Empty):
+                self._wakes.get(timeout=0.05)
             call = find()
             if call is None or call.is_over or (time.monotonic() > until and call.take()):
                 break

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from pykvcache._threads import Worker, has_started
+from support.interrupts import CtrlCAnywhere
 
 # Threads with small stacks, so that what is missing is sometimes the memory of the interpreter.
 CHILD = """
@@ -49,3 +53,25 @@ def test_a_thread_that_ends_before_it_begins_is_not_waited_for() -> None:
     # On a machine whose threads need no memory for their first frame there is nothing to see.
     ended = done.stderr.count("in thread started by")
     assert counts["refused"] >= ended
+
+
+def test_ctrl_c_as_a_thread_is_started_is_no_refusal() -> None:
+    """The thread was running, and who had started it was told that the system gave none."""
+    went = threading.Event()
+
+    def begin() -> None:
+        worker = Worker(went.wait, "waits", 30)
+        assert has_started(worker)
+
+    def attempt(place: int) -> int:
+        interrupt = CtrlCAnywhere(place, ("/_threads.py",), ("/threading.py",))
+        interrupt.run(begin)
+        return interrupt.seen
+
+    # How often it looks whether the thread has begun differs.
+    n = max(attempt(0) for _ in range(5))
+    assert n > 20
+    for place in range(1, n + 1):
+        for _ in range(3):
+            attempt(place)
+    went.set()

@@ -15,6 +15,7 @@ from memory.kit import Logits, apart
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.prefix import reserve
 from pykvcache.prefix.reserve import LEAST_BLOCK, Reserve
+from support.interrupts import CtrlCAnywhere
 
 SIZE = LEAST_BLOCK
 Make = Callable[..., LlamaContext]
@@ -261,3 +262,22 @@ def test_keeping_a_block_does_not_look_at_all_others(monkeypatch: pytest.MonkeyP
     for _ in range(n):
         one.arrays(SIZE, 1)
     assert one._lent.get(key) is not lost
+
+
+def test_after_ctrl_c_as_it_closes_it_is_closed_again() -> None:
+    """An Event of Python's was left with its lock taken, and waited for it for ever."""
+
+    def attempt(place: int) -> int:
+        one = Reserve(SIZE, 8 * SIZE)
+        interrupt = CtrlCAnywhere(place, ("/prefix/reserve.py", "/_threads.py"), ("/threading.py",))
+        interrupt.run(one.close)
+        again = threading.Thread(target=one.close, daemon=True)
+        again.start()
+        again.join(60)
+        assert not again.is_alive(), place
+        return interrupt.seen
+
+    n = attempt(0)
+    assert n > 5
+    for place in range(1, n + 1):
+        attempt(place)

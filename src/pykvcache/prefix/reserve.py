@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._threads import Worker, has_started
+from pykvcache._threads import Flag, Worker, has_started
 from pykvcache.prefix.pace import Pace
 
 __all__ = ["Reserve"]
@@ -66,7 +66,7 @@ class Reserve:
         self._lent: dict[int, _Lent] = {}
         self._n_asked = 0  # since all that is lent was looked at
         self._filling = threading.Lock()
-        self._closed = threading.Event()
+        self._closed = Flag()
         self._pid = os.getpid()
 
     @property

@@ -14,7 +14,7 @@ class Forked(Protocol):
     """What has to change in a forked child."""
 
     def _after_fork(self) -> None:
-        """Replace locks and let go of what the parent goes on using."""
+        """Replace locks and let go of what the parent goes on using; called twice."""
 
 
 _watched: dict[int, weakref.ref[Forked]] = {}
@@ -35,12 +35,11 @@ def watch_locks(thing: object, *names: str) -> None:
 
 def _renew(thing: object, name: str) -> None:
     lock = getattr(thing, name)
-    if lock.acquire(blocking=False):
-        lock.release()  # nobody had it, or this thread, which goes on
-    elif isinstance(lock, threading.Condition):
-        # In place: finalizers know it, too.
-        lock._at_fork_reinit()  # type: ignore[attr-defined]
-    else:
+    if isinstance(lock, threading.Condition):
+        if not lock._is_owned():  # type: ignore[attr-defined]
+            # In place: finalizers know it, too.
+            lock._at_fork_reinit()  # type: ignore[attr-defined]
+    elif lock.locked():
         setattr(thing, name, threading.Lock())
 
 
@@ -55,4 +54,6 @@ def _after_fork_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
+    # Twice: Python reports what a call raises, Ctrl-C too, and goes on with the next one.
+    os.register_at_fork(after_in_child=_after_fork_in_child)
     os.register_at_fork(after_in_child=_after_fork_in_child)

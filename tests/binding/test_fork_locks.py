@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,3 +84,93 @@ def test_locks_that_were_held_at_a_fork_are_free_in_the_child(
     child: Child, model: Any, end: str
 ) -> None:
     assert_quiet(child(CHILD, model("llama").path, end, timeout=60))
+
+
+SWEEP = """
+import os, signal, sys, threading, warnings
+from contextlib import ExitStack
+from pykvcache import BatchGenerator, LlamaContext, LlamaModel, PrefixCache
+from pykvcache.prefix.stores import FolderStore, MemoryStore
+from pykvcache.sequence import pool
+from support.interrupts import CtrlCAnywhere, InterruptAnywhere
+warnings.simplefilter("ignore", DeprecationWarning)
+ctx = LlamaContext(LlamaModel(sys.argv[1]), n_ctx=256, n_threads=1)
+folder, memory = FolderStore(sys.argv[2]), MemoryStore()
+cache = PrefixCache(ctx, block_size=8, tiers=[memory, folder])
+cache.events.subscribe(print)
+generator = BatchGenerator(cache)
+tier, writer = cache._tiers.tiers[0], cache._tiers.writers[0]
+WHERE = [
+    (pool.pool_of(ctx), "lock"), (pool, "_pools_lock"), (generator, "_lock"),
+    (cache.events, "_lock"), (cache._prefetches, "_lock"), (writer, "_lock"), (tier, "_lock"),
+    (tier, "_leasing"), (tier.speed, "_lock"), (tier.notices, "_lock"), (tier.notices, "_sending"),
+    (folder, "_lock"), (folder, "_writing"), (memory, "_lock"),
+]
+held, done = threading.Event(), threading.Event()
+
+def hold():
+    with ExitStack() as stack:
+        for thing, name in WHERE: stack.enter_context(getattr(thing, name))
+        cache._ram._is_changing = True
+        held.set()
+        done.wait()
+
+thread = threading.Thread(target=hold, daemon=True); thread.start(); held.wait()
+
+def is_free(thing, name):
+    found = []
+    def look():  # another thread, which owns none of them
+        lock = getattr(thing, name)
+        if lock.acquire(blocking=False): found.append(name); lock.release()
+    other = threading.Thread(target=look); other.start(); other.join()
+    return bool(found)
+
+def attempt(kind, place):
+    read, write = os.pipe()
+    parent, interrupt = os.getpid(), kind(place, ("pykvcache",))
+    sys.unraisablehook = lambda found: None
+    try: interrupt.run(os.fork)
+    except KeyboardInterrupt: pass
+    if os.getpid() != parent:
+        signal.alarm(30)
+        still = [name for thing, name in WHERE if not is_free(thing, name)]
+        still += ["events"] * bool(cache.events._callbacks) + ["change"] * cache._ram.is_busy
+        os.write(write, f"{interrupt.seen} {still}".encode())
+        os._exit(0)
+    os.close(write)
+    os.wait()
+    with open(read) as answer: n, still = answer.read().split(" ", 1)
+    assert still == "[]", (place, still)
+    return int(n)
+
+for kind in (InterruptAnywhere, CtrlCAnywhere):
+    n = attempt(kind, 0)
+    assert n > 50, n
+    for place in range(1, n + 1): attempt(kind, place)
+os._exit(0)
+"""
+
+
+def test_ctrl_c_in_a_child_that_is_just_forked_leaves_no_lock(
+    child: Child, model: Any, tmp_path: Path
+) -> None:
+    """What it comes in the middle of is done by the second call."""
+    assert_quiet(child(SWEEP, model("llama").path, tmp_path, timeout=300))
+
+
+SUBSCRIBER = """
+import os, sys, threading, warnings
+from pykvcache.prefix.tiers.notices import Notices, Place
+warnings.simplefilter("ignore", DeprecationWarning)
+pids = []
+notices = Notices("disk", lambda event: pids.append(os.fork()))
+notices.stored([Place(bytes(32), None, bytes(32))])
+if pids == [0]:
+    notices.stored([Place(bytes(31) + b"1", None, bytes(32))])  # it goes on, too
+    os._exit(0)
+assert os.waitpid(pids[0], 0)[1] == 0
+"""
+
+
+def test_a_child_that_a_subscriber_forks_returns(child: Child) -> None:
+    assert_quiet(child(SUBSCRIBER))

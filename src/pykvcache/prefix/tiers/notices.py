@@ -150,13 +150,14 @@ class Notices:
     def _send_all(self) -> bool:
         """Hand out all, unless another thread is at it; tell which."""
         taken: list[bool] = []
+        lock = self._sending  # another one in a child that who hears of it has forked
         try:
-            if take(self._sending, taken):
+            if take(lock, taken):
                 self._hand_out()
             return taken[0]
         finally:
             if True in taken:
-                self._sending.release()
+                lock.release()
 
     def _hand_out(self) -> None:
         while self._waiting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -170,6 +171,9 @@ class EventLog:
         """Call a function for every event from now on; returns what ends that."""
         return _joined(self._callbacks, callback)
 
+    def _unsubscribe(self, callback: Callable[[CacheEvent], object]) -> None:
+        _remove(self._callbacks, callback)
+
     def subscribe_lookups(self, callback: Callable[[Lookup], object]) -> Callable[[], None]:
         """Call a function for every prompt that is looked up from now on; returns what ends that.
 
@@ -280,11 +284,12 @@ def _joined(
         raise TypeError(f"callback must be callable, not {type(callback).__name__}")
     all_.append(callback)
 
-    def stop() -> None:
-        if callback in all_:
-            all_.remove(callback)
+    return lambda: _remove(all_, callback)
 
-    return stop
+
+def _remove(all_: list[Callable[[T], object]], callback: Callable[[T], object]) -> None:
+    with contextlib.suppress(ValueError):  # it is not there, or another thread was faster
+        all_.remove(callback)
 
 
 def _call(callbacks: list[Callable[[T], object]], event: T) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from pykvcache._integers import as_int
 from pykvcache._threads import Flag, Worker, start
-from pykvcache.errors import ArgumentError, ClosedError, ThreadRefused
+from pykvcache.errors import ArgumentError, ClosedError
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
@@ -137,11 +137,14 @@ class EventPublisher:
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=MAX_REPLAY)
         self._next = 0
         self._pid = os.getpid()
-        self._wake = Flag()
+        self._wake, self._ended = Flag(), Flag()
         self._closed = False
         self._context = zmq.Context()
         self._sockets: list[Any] = []
         self._bound: list[str] = []
+        self._thread = Worker(self._work, "pykvcache-events")
+        self._turn = [True]  # whoever takes it closes the sockets: the thread, or who gives it up
+        events = cache.events
         try:
             self._publish = self._bind(zmq.PUB, endpoint, "endpoint")
             self._replay = (
@@ -149,17 +152,31 @@ class EventPublisher:
                 if replay_endpoint is None
                 else self._bind(zmq.ROUTER, replay_endpoint, "replay_endpoint")
             )
-        except BaseException:
-            self._close_sockets()
-            raise
-        self._stop = cache.events.subscribe(self._note)
-        self._thread = Worker(self._work, "pykvcache-events")
-        try:
             start(self._thread)
-        except ThreadRefused:
-            self._stop()
-            self._close_sockets()
+            self._stop = events.subscribe(self._note)
+        except BaseException:
+            events._unsubscribe(self._note)  # what ends that may not have come back
+            self._abandon()
             raise
+
+    def _abandon(self) -> None:
+        """Leave nothing of what could not be made: no thread, no address that is taken."""
+        self._closed = True
+        if self._is_taken():
+            self._wake.set()
+            self._ended.wait(5)
+            return
+        for socket in self._sockets:
+            socket.close(0)
+        # Ctrl-C may have left a socket that is not in the list: waiting for that would never end.
+        self._context.destroy(0)
+
+    def _is_taken(self) -> bool:
+        try:
+            self._turn.pop()
+        except IndexError:
+            return True
+        return False
 
     @property
     def endpoint(self) -> str:
@@ -191,6 +208,15 @@ class EventPublisher:
             self._wake.set()
 
     def _work(self) -> None:
+        if self._is_taken():
+            return
+        try:
+            self._serve()
+        finally:
+            self._close_sockets()
+            self._ended.set()
+
+    def _serve(self) -> None:
         while True:
             # The replay socket is looked at now and then: it is for who has missed something.
             self._wake.wait(None if self._replay is None else 0.05)
@@ -205,7 +231,6 @@ class EventPublisher:
             if self._replay is not None:
                 self._answer()
             if self._closed and not self._waiting:
-                self._close_sockets()
                 return
 
     def _send(self, events: list[dict[str, Any]]) -> None:
@@ -237,10 +262,10 @@ class EventPublisher:
 
     def close(self) -> None:
         """Send what waits, and give the addresses back; twice does nothing."""
-        if not self._closed and os.getpid() == self._pid:
+        if os.getpid() == self._pid:
             self._stop()
             self._closed = True
-            self._wake.set()
+            self._wake.set()  # again in a second call: Ctrl-C may have come before it
             self._thread.join(5)
 
     def __enter__(self) -> Self:

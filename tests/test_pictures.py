@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -157,3 +158,27 @@ else:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_names_are_text_and_no_formulas(tmp_path: Path) -> None:
+    """Matplotlib takes what stands between dollar signs for a formula, and fails where it is none."""
+    spaces = ["$\\frac$", "a$b", "\\$$_$", "\u4e2d\u6587", "a\x00\nb", "\u202ea", "x" * 300, ""]
+    with (
+        LlamaModel(embedded_model_path()) as model,
+        LlamaContext(model, n_ctx=256) as ctx,
+        PrefixCache(ctx, block_size=4) as cache,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")  # of letters that the font lacks, and of too little room
+        for space in spaces:
+            with cache.sequence("Once $\\frac$ upon $x_ a time", namespace=space) as sequence:
+                sequence.evaluate()
+        figure = cache.plot()
+        figure.savefig(tmp_path / "tree.png")
+        labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+        assert labels[:2] == ["'$\\\\frac$'", "'a$b'"]
+        assert len(labels) == len(spaces)
+        assert max(map(len, labels)) < 30
+        for space in spaces:
+            assert repr(space) in str(cache.tree())
+            ElementTree.fromstring(cache.plot(space)._repr_svg_())

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pykvcache import KvCacheError, LlamaContext, PrefixCache
+from pykvcache.errors import ArgumentError
 from pykvcache.prefix.events import EventLog
 from pykvcache.simulate import compare, draw, most_hits, record, replay, workload
 from pykvcache.simulate.traces import Trace, read_trace
@@ -77,7 +78,16 @@ def test_what_cannot_be_drawn_leaves_the_file_alone(tmp_path: Path) -> None:
             draw(wrong, tmp_path / "a.svg")
     with pytest.raises(TypeError, match="path must be"):
         draw([compare(TRACE, ["lru"], [0.1])], 5)  # type: ignore[arg-type]
+    for name in ("a.foo", "a", "a.", ".svg", "a.svg.gz", "a.jpg~"):
+        with pytest.raises(ArgumentError, match=re.escape(name) + r".*\.pdf.*\.png") as caught:
+            draw([compare(TRACE, ["lru"], [0.1])], tmp_path / name)
+        assert caught.value.value == str(tmp_path / name)
+        assert ".svg" in caught.value.limit
     assert not list(tmp_path.iterdir())
+    draw([compare(TRACE, ["lru"], [0.1])], tmp_path / "a.SVG")
+    named = Trace("$a_$ $\\frac", TRACE.block_size, TRACE.prompts, TRACE.lengths)
+    draw([compare(named, ["lru"], [0.1])], tmp_path / "b.png")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.SVG", "b.png"]
 
 
 def test_what_is_no_log_of_events_leaves_the_file_alone(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["Bar", "draw_tree"]
 
 _MOST_ROWS = 120
+_MOST_LETTERS = 24  # of the name of a group
+_FONT = "DejaVu Sans"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def draw_tree(bars: Sequence[Bar], title: str) -> Figure:
             groups.setdefault(bar.group, []).extend((first, min(first + n, n_rows)))
     if any(groups):  # names, not the default alone
         places = [(min(rows) + max(rows)) / 2 - 0.5 for rows in groups.values()]
-        axes.set_yticks(places, [repr(name) for name in groups])
+        names = [_cut(_printable(repr(name)), _MOST_LETTERS) for name in groups]
+        axes.set_yticks(places, names, parse_math=False, family=_FONT)
     else:
         axes.set_yticks([])
     if not shown:
@@ -112,27 +115,31 @@ def _draw(axes: Axes, bar: Bar, first: int, n: int, end: int, most: int) -> None
         axes.plot(bar.start + bar.length, first + n / 2 - 0.5, "k>", markersize=4, clip_on=False)
     room = int(bar.length / end * 105)  # letters of this size in the whole width
     if room >= 4:
-        text = bar.text if len(bar.text) <= room else bar.text[: room - 1] + "…"
         middle = first + n / 2 - 0.5
         dark = most and bar.uses > 0.6 * most
-        plain = _printable(text).replace("$", r"\$")
         axes.text(
             bar.start + end * 0.004,
             middle,
-            plain,
+            _printable(_cut(bar.text, room)),
+            parse_math=False,
             fontsize=7,
             va="center",
             color="white" if dark else "0.2",
             clip_on=True,
-            family="DejaVu Sans",
+            family=_FONT,
         )
+
+
+def _cut(text: str, n: int) -> str:
+    """Return a text, or as much of it as fits n letters."""
+    return text if len(text) <= n else text[: n - 1] + "…"
 
 
 def _printable(text: str) -> str:
     """Return a text with a dot for what the font does not have."""
     from matplotlib.font_manager import findfont, get_font
 
-    known = get_font(findfont("DejaVu Sans")).get_charmap()
+    known = get_font(findfont(_FONT)).get_charmap()
     return "".join(letter if ord(letter) in known and letter >= " " else "·" for letter in text)
 
 
@@ -143,7 +150,9 @@ def _explain(figure: Figure, bars: Sequence[Bar]) -> None:
     most = max((bar.uses for bar in bars), default=0)
     handles: list[Patch | Line2D] = [Patch(color=_shade(0, 1), label="not used again")]
     if most:
-        handles.append(Patch(color=_shade(1, 1), label=f"used {most} times"))
+        handles.append(
+            Patch(color=_shade(1, 1), label=f"used {most} times" if most > 1 else "used once")
+        )
     if any(bar.is_framed for bar in bars):
         handles.append(Patch(facecolor="white", edgecolor="C3", label="held"))
     if any(bar.is_hatched for bar in bars):

@@ -169,6 +169,13 @@ def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
         What to draw.
     path
         Where to: the ending says what kind of file, as ``.svg`` or ``.png``.
+
+    Raises
+    ------
+    ValueError
+        Matplotlib has no pictures of that ending, or there are no reports.
+    ImportError
+        matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -182,7 +189,12 @@ def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
     if not reports:
         raise ArgumentError("reports are 0: a picture needs one at least", "reports", 0, 1)
     figure = Figure(figsize=(6 * len(reports), 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    endings = tuple(f".{one}" for one in sorted(FigureCanvasAgg(figure).get_supported_filetypes()))
+    if os.path.splitext(name)[1].lower() not in endings:
+        known = ", ".join(endings)
+        raise ArgumentError(
+            f"path is {shown(name)}: it ends with none of {known}", "path", name, endings
+        )
     pictures = figure.subplots(1, len(reports), squeeze=False)[0]
     for axes, report in zip(pictures, reports, strict=True):
         for policy, results in report.results.items():
@@ -190,7 +202,8 @@ def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
             rates = [100 * result.hit_rate for result in results]
             axes.plot([100 * share for share in report.shares], rates, style, label=policy)
         axes.set(xscale="log", xlabel="size of the cache, % of all blocks", ylim=(0, None))
-        axes.set(ylabel="prompt tokens found, %", title=report.trace.name)
+        axes.set_ylabel("prompt tokens found, %")
+        axes.set_title(report.trace.name, parse_math=False)
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
     figure.savefig(name)

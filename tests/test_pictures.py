@@ -161,7 +161,7 @@ else:
 
 
 def test_names_are_text_and_no_formulas(tmp_path: Path) -> None:
-    """Matplotlib takes what stands between dollar signs for a formula, and fails where it is none."""
+    """Matplotlib takes what stands between dollar signs for a formula, and fails elsewhere."""
     spaces = ["$\\frac$", "a$b", "\\$$_$", "\u4e2d\u6587", "a\x00\nb", "\u202ea", "x" * 300, ""]
     with (
         LlamaModel(embedded_model_path()) as model,

@@ -43,7 +43,7 @@ def test_the_tree_says_what_is_kept(make_context: Make) -> None:
         ("tenant", 1, 32, 1, 0, False),
     ]
     assert [x.uses for x in tree][:2] == [2, 0]
-    assert all(x.n_bytes >= x.n_tokens * cell for x in tree)
+    assert all(x.n_bytes == x.n_tokens * cell for x in tree)
     assert sum(x.n_blocks for x in tree) == cache.stats().ram_blocks
     assert [x.namespace for x in cache.tree("tenant")] == ["tenant"] * 2
     lines = str(tree).splitlines()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pykvcache._drawing.tree import Bar, draw_tree
 from pykvcache.context import LlamaContext
+from pykvcache.prefix.kept import parts_of
 from pykvcache.prefix.options import as_namespace
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.runs import Run
@@ -39,7 +40,7 @@ class TreeNode:
     n_blocks
         Full blocks; 0 for the tokens after the last full block of a prompt.
     n_bytes
-        What they take, without accounts.
+        What their keys and values take, with the state and the logits at their end.
     uses
         How often a prompt began with them after they were stored.
     is_held
@@ -120,6 +121,10 @@ def _words(node: TreeNode) -> str:
     return f"{', '.join(facts)}: {node.text!r}"
 
 
+def _bytes_of(things: Iterable[Any]) -> int:
+    return sum(thing.nbytes for thing in things if thing is not None)
+
+
 class OutlineMethods:
     """Looking at all that is kept; part of `PrefixCache`."""
 
@@ -158,6 +163,7 @@ class OutlineMethods:
         while waiting:
             run, depth = waiting.pop()
             if not run.is_root:
+                point = run.checkpoint
                 nodes.append(
                     TreeNode(
                         space,
@@ -165,10 +171,10 @@ class OutlineMethods:
                         run.start * size,
                         run.n_blocks * size,
                         run.n_blocks,
-                        run.n_bytes,
+                        _bytes_of([*run.payloads, *(point.payloads if point else ())]),
                         run.uses,
                         id(run) in held,
-                        run.checkpoint is not None,
+                        point is not None,
                         self._beginning(run.text),
                     )
                 )
@@ -180,7 +186,16 @@ class OutlineMethods:
                     has_state = tail.rest is not None
                     nodes.append(
                         TreeNode(
-                            space, depth + 1, start, n, 0, tail.nbytes, 0, False, has_state, text
+                            space,
+                            depth + 1,
+                            start,
+                            n,
+                            0,
+                            _bytes_of(parts_of(tail)),
+                            0,
+                            False,
+                            has_state,
+                            text,
                         )
                     )
             children = sorted(run.children.values(), key=lambda child: child.created, reverse=True)

@@ -17,8 +17,9 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # Lowest first. A module imports from lines below its own only; a name may be a file or a folder,
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
-    {"errors", "enums", "_closing", "_drawing", "_fork"},
+    {"errors", "enums", "_closing", "_drawing"},
     {"_integers", "_lists", "_paths", "_threads"},
+    {"_fork"},
     {"_native", "arrays", "prefix/stores"},
     {"_convert"},
     {"batch", "_jinja", "_grammar"},
@@ -51,7 +52,7 @@ ONLY = {
     "_lists": set(),
     "_paths": {"errors"},
     "_closing": set(),
-    "_fork": set(),
+    "_fork": {"_threads"},
     "_threads": {"errors"},
     "arrays": {"errors", "_integers", "_paths"},
     "_native": {"errors", "_integers"},

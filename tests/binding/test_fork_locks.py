@@ -91,11 +91,13 @@ import os, signal, sys, threading, warnings
 from contextlib import ExitStack
 from pykvcache import BatchGenerator, LlamaContext, LlamaModel, PrefixCache
 from pykvcache.prefix.stores import FolderStore, MemoryStore
+from pykvcache import _fork
 from pykvcache.sequence import pool
 from support.interrupts import CtrlCAnywhere, InterruptAnywhere
 warnings.simplefilter("ignore", DeprecationWarning)
+_fork.PATIENCE = 0  # for how long a fork waits for the folder's lock
 ctx = LlamaContext(LlamaModel(sys.argv[1]), n_ctx=256, n_threads=1)
-folder, memory = FolderStore(sys.argv[2]), MemoryStore()
+folder, memory, free = FolderStore(sys.argv[2]), MemoryStore(), FolderStore(sys.argv[2])
 cache = PrefixCache(ctx, block_size=8, tiers=[memory, folder])
 cache.events.subscribe(print)
 generator = BatchGenerator(cache)
@@ -134,11 +136,13 @@ def attempt(kind, place):
     if os.getpid() != parent:
         signal.alarm(30)
         still = [name for thing, name in WHERE if not is_free(thing, name)]
+        still += [] if is_free(free, "_lock") and is_free(_fork, "_changing") else ["kept"]
         still += ["events"] * bool(cache.events._callbacks) + ["change"] * cache._ram.is_busy
         os.write(write, f"{interrupt.seen} {still}".encode())
         os._exit(0)
     os.close(write)
     os.wait()
+    assert is_free(free, "_lock") and is_free(_fork, "_changing"), place
     with open(read) as answer: n, still = answer.read().split(" ", 1)
     assert still == "[]", (place, still)
     return int(n)

@@ -238,3 +238,32 @@ def test_a_forked_child_and_its_parent_both_go_on(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
     subprocess.run(command, check=True, timeout=60, cwd=TESTS)
     assert rows(tmp_path) == len(blocks_of(tmp_path)) == 20
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_that_is_forked_while_others_are_in_sqlite_opens_a_store(tmp_path: Path) -> None:
+    """A lock of SQLite's own, held by a thread that is not there, was waited for for ever."""
+    code = f"""
+        import os, signal, threading
+        from pykvcache.prefix.stores import FolderStore
+        over = False
+        def work(name):
+            n = 0
+            while not over:
+                with FolderStore(os.path.join({str(tmp_path)!r}, name)) as store:
+                    store.put([(bytes([n % 256]) * 32, b"x")])
+                n += 1
+        threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+        for thread in threads: thread.start()
+        for n in range(80):
+            pid = os.fork()
+            if not pid:
+                signal.alarm(30)
+                with FolderStore(os.path.join({str(tmp_path)!r}, "c")) as store:
+                    os._exit(store.put([(bytes([n]) * 32, b"x")]) != 1)
+            assert os.waitpid(pid, 0)[1] == 0, n
+        over = True
+        for thread in threads: thread.join()
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
+    subprocess.run(command, check=True, timeout=300, cwd=TESTS)

@@ -74,14 +74,15 @@ class FolderStore(BlockStore):
         self._files = BlockFiles(self.path)
         self._closed = False
         self._after_fork()
-        watch_forks(self)
+        watch_forks(self, "_lock")
         try:
             # An empty name is not the current folder.
             os.makedirs(self.path if name else "", mode=0o700, exist_ok=True)
         except (OSError, ValueError) as error:
             text = f"{shown(name)} cannot be a folder: {getattr(error, 'strerror', None) or error}"
             raise StoreError(text, "path", self.path) from error
-        self._open()
+        with self._lock:
+            self._open()
 
     def __repr__(self) -> str:
         return f"FolderStore({self.path!r}, max_bytes={self.max_bytes})"

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # Lowest first. A module imports from lines below its own only; a name may be a file or a folder,
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
-    {"errors", "enums", "_closing", "_drawing"},
+    {"errors", "enums", "_closing", "_drawing", "_once"},
     {"_integers", "_lists", "_paths", "_threads"},
     {"_fork"},
     {"_native", "arrays", "prefix/stores"},
@@ -53,10 +53,11 @@ ONLY = {
     "_paths": {"errors"},
     "_closing": set(),
     "_fork": {"_threads"},
+    "_once": set(),
     "_threads": {"errors"},
     "arrays": {"errors", "_integers", "_paths"},
     "_native": {"errors", "_integers"},
-    "prefix/stores": {"errors", "_fork", "_integers", "_lists", "_paths", "_threads"},
+    "prefix/stores": {"errors", "_fork", "_integers", "_lists", "_once", "_paths", "_threads"},
     "simulate": {"errors", "_integers", "_lists", "_paths", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports

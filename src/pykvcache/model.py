@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, SupportsIndex
 
 from pykvcache._chat import render, special_token_texts
@@ -25,6 +24,7 @@ from pykvcache._fingerprint import file_ids, model_fingerprint
 from pykvcache._model_facts import ModelFacts
 from pykvcache._model_file import readable_path
 from pykvcache._native import lib
+from pykvcache._once import once
 from pykvcache.enums import LoadMode, LoadModeName, SplitMode, SplitModeName
 from pykvcache.errors import ArgumentError
 
@@ -164,7 +164,7 @@ class LlamaModel(ModelFacts, Closing):
         """The path the model was loaded from."""
         return self._path
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """What tells this model from every other: a SHA-256 in hexadecimal.
 
@@ -176,6 +176,10 @@ class LlamaModel(ModelFacts, Closing):
         ModelLoadError
             The file is gone, or was changed since it was loaded.
         """
+        return self._digest
+
+    @once
+    def _digest(self) -> str:
         return model_fingerprint(self._files, self.metadata)
 
     # Special tokens --------------------------------------------------------------------

@@ -178,3 +178,36 @@ assert os.waitpid(pids[0], 0)[1] == 0
 
 def test_a_child_that_a_subscriber_forks_returns(child: Child) -> None:
     assert_quiet(child(SUBSCRIBER))
+
+
+ONCE = """
+import os, signal, sys, threading, warnings
+from pykvcache import LlamaContext, LlamaModel, PrefixCache
+from pykvcache import model as models
+from pykvcache.prefix.stores import MemoryStore
+warnings.simplefilter("ignore", DeprecationWarning)
+model, asked, done = LlamaModel(sys.argv[1]), threading.Event(), threading.Event()
+compute = models.model_fingerprint
+
+def slow(*arguments):
+    if threading.current_thread() is not threading.main_thread():
+        asked.set()
+        done.wait()
+    return compute(*arguments)
+
+models.model_fingerprint = slow
+thread = threading.Thread(target=lambda: model.fingerprint); thread.start(); asked.wait()
+pid = os.fork()
+if not pid:
+    signal.alarm(30)
+    with LlamaModel(sys.argv[1]) as own, LlamaContext(own, n_ctx=64) as ctx:
+        PrefixCache(ctx, tiers=[MemoryStore()]).close()
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+done.set(); thread.join()
+"""
+
+
+def test_a_child_computes_what_another_thread_is_computing(child: Child, model: Any) -> None:
+    """Up to Python 3.11 `functools.cached_property` has a lock, which was held in the child."""
+    assert_quiet(child(ONCE, model("llama").path, timeout=90))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from pykvcache._convert import IntArray
+from pykvcache._once import once
 from pykvcache.model import LlamaModel
 from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.text import piece_of, text_of
@@ -59,9 +58,9 @@ class Reason:
         self.known = max(fresh, stored)
         self.held = f"{'holds' if shifted_at is None else 'held before a discard'} {fresh}"
 
-    @cached_property
+    @once
     def text(self) -> str:
-        """The reason in words."""
+        """Return the reason in words."""
         reasons = [] if self.difference is None else [str(self.difference)]
         if self.held is not None:
             reasons.append(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from pykvcache._convert import TokenInput, as_bool, as_path
 from pykvcache._native import lib
+from pykvcache._once import once
 from pykvcache.errors import ClosedError, StateLayoutMismatch
 from pykvcache.model import LlamaModel
 from pykvcache.state.buffers import ByteArray, as_bytes
@@ -365,13 +365,13 @@ class StateMethods(PartialStateMethods):
 
     # What does not change while a context lives -------------------------------------------
 
-    @cached_property
+    @once
     def _layouts(self) -> tuple[PartLayout, ...]:
         native = self._native.state_layout()
         rotations = {part["part"]: self._native.hadamard(part["part"]) for part in native}
         return layouts_from_native(native, rotations)
 
-    @cached_property
+    @once
     def _fingerprint(self) -> Fingerprint:
         return fingerprint_of(self._native, self._model.fingerprint)
 

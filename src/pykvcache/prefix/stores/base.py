@@ -10,7 +10,6 @@ method speaks of the leading run that is there. A class of your own writes `cont
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from pykvcache._fork import watch_forks
 from pykvcache._integers import as_int
+from pykvcache._once import once
 from pykvcache.errors import StoreError
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores._arguments import (
@@ -155,9 +155,17 @@ class BlockStore(ABC):
     arguments raise. Any thread may call any method. After `close` everything is a miss.
     """
 
-    @functools.cached_property
+    @property
     def counters(self) -> StoreCounters:
         """What this object has done and what went wrong."""
+        return self._counters
+
+    @counters.setter
+    def counters(self, counters: StoreCounters) -> None:
+        self._counters = counters
+
+    @once
+    def _counters(self) -> StoreCounters:
         return StoreCounters()
 
     @abstractmethod

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pykvcache._once import once
 from pykvcache.prefix.stores._arguments import check_items, check_keys, writable
 from pykvcache.prefix.stores.base import BlockStore, StoreCounters, StoreEntry
 from pykvcache.prefix.stores.envelope import Envelope, Rejection
@@ -44,9 +44,8 @@ class SealedStore(BlockStore):
         self.envelope = envelope
         self.rejections: Counter[Rejection] = Counter()
 
-    @functools.cached_property
-    def counters(self) -> StoreCounters:
-        """The counters of the store inside."""
+    @once
+    def _counters(self) -> StoreCounters:
         return self.store.counters
 
     def contains(self, keys: Sequence[bytes]) -> int:

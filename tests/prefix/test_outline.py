@@ -123,8 +123,11 @@ def test_prometheus_reads_what_stats_says(make_context: Make) -> None:
 
     cache, other = chats(make_context("llama")), PrefixCache(make_context("llama"))
     registry = client.CollectorRegistry()
-    registry.register(CacheCollector(cache, "a"))
-    registry.register(CacheCollector(other, "b"))
+    collector = CacheCollector(cache, "a")
+    collector.add(other, "b")
+    registry.register(collector)
+    with pytest.raises(ValueError, match="Duplicated"):  # each metric stands there once
+        registry.register(CacheCollector(other, "c"))
 
     def value(name: str, **labels: str) -> float | None:
         found: float | None = registry.get_sample_value(name, {"cache": "a", **labels})
@@ -141,7 +144,14 @@ def test_prometheus_reads_what_stats_says(make_context: Make) -> None:
     assert counts == [getattr(stats, source) for source in sources]
     text = client.generate_latest(registry).decode()
     assert 'pykvcache_requests_total{cache="b"} 0.0' in text
+    about = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(about) == len(set(about)) == 9
+    for wrong, name in ((other, "a"), (other, "\ud800"), (None, "c"), (make_context("llama"), "c")):
+        with pytest.raises((ValueError, TypeError), match=r"name|cache"):
+            collector.add(wrong, name)  # type: ignore[arg-type]
     cache.close()
     assert value("pykvcache_requests_total") is None
+    collector.add(PrefixCache(cache.context), "a")  # in the place of the one that was closed
+    assert value("pykvcache_requests_total") == 0
     with pytest.raises(TypeError, match="name must be a str"):
         CacheCollector(other, 5)  # type: ignore[arg-type]

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from pykvcache.errors import ArgumentError
+from pykvcache.errors._shown import shown
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.reuse import CacheStats
 
@@ -48,6 +50,8 @@ class CacheCollector:
     ------
     ImportError
         prometheus-client is not installed.
+    TypeError, ValueError
+        An argument is wrong.
 
     Examples
     --------
@@ -55,7 +59,9 @@ class CacheCollector:
 
         from prometheus_client import REGISTRY, start_http_server
 
-        REGISTRY.register(CacheCollector(cache))
+        collector = CacheCollector(cache, "chat")
+        collector.add(other_cache, "search")
+        REGISTRY.register(collector)
         start_http_server(9000)
     """
 
@@ -66,41 +72,83 @@ class CacheCollector:
             raise ImportError(
                 "metrics need prometheus-client: pip install 'pykvcache[prometheus]'"
             ) from error
+        self._core: Any = prometheus_client.core
+        self._caches: dict[str, _Source] = {}
+        self.add(cache, name)
+
+    def add(self, cache: PrefixCache, name: str) -> None:
+        """Give the figures of another cache, too: a registry takes one such collector.
+
+        Parameters
+        ----------
+        cache
+            Whose.
+        name
+            Its label; one that no open cache here has.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is wrong, or the name is taken.
+        """
+        if not isinstance(cache, PrefixCache):
+            raise TypeError(f"cache must be a PrefixCache, not {type(cache).__name__}")
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, not {type(name).__name__}")
-        self._core: Any = prometheus_client.core
-        self._cache = weakref.ref(cache)
-        self._name = name
-        self._highest: dict[str, int] = {}
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ArgumentError(f"name {name!r} is not Unicode text", "name", name) from None
+        known = self._caches.get(name)
+        if known is not None and known.stats() is not None:
+            raise ArgumentError(f"name {shown(name)} is that of another cache", "name", name)
+        # Replaced as a whole: another thread may be collecting.
+        self._caches = {**self._caches, name: _Source(cache)}
 
     def describe(self) -> list[Metric]:
-        """Return nothing: several caches have metrics of the same names."""
-        return []
+        """Return the metrics without figures: a registry refuses a second collector of the same."""
+        return list(self._metrics([]))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; nothing once the cache is closed or gone."""
-        cache = self._cache()
-        if cache is not None and not cache.is_closed:
-            yield from self._metrics(cache.stats())
+        """Yield the metrics; nothing of a cache that is closed or gone."""
+        found = [(name, one, one.stats()) for name, one in self._caches.items()]
+        if some := [(name, one, stats) for name, one, stats in found if stats is not None]:
+            yield from self._metrics(some)
 
-    def _metrics(self, stats: CacheStats) -> Iterator[Metric]:
-        core, label = self._core, [self._name]
+    def _metrics(self, found: list[tuple[str, _Source, CacheStats]]) -> Iterator[Metric]:
+        core = self._core
         for field, text in _COUNTERS.items():
             counter = core.CounterMetricFamily(f"pykvcache_{field}", text, labels=["cache"])
-            counter.add_metric(label, self._counted(stats, field))
+            for name, one, stats in found:
+                counter.add_metric([name], one.counted(stats, field))
             yield counter
         tokens = core.CounterMetricFamily(
             "pykvcache_prompt_tokens", "Tokens of prompts, by origin", labels=["cache", "source"]
         )
-        for source in _SOURCES:
-            tokens.add_metric([*label, source], self._counted(stats, source))
+        for name, one, stats in found:
+            for source in _SOURCES:
+                tokens.add_metric([name, source], one.counted(stats, source))
         yield tokens
         for field, text in _GAUGES.items():
             gauge = core.GaugeMetricFamily(f"pykvcache_{field}", text, labels=["cache"])
-            gauge.add_metric(label, getattr(stats, field))
+            for name, _, stats in found:
+                gauge.add_metric([name], getattr(stats, field))
             yield gauge
 
-    def _counted(self, stats: CacheStats, field: str) -> int:
+
+class _Source:
+    """A cache, and the highest counts that were given of it."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = weakref.ref(cache)
+        self._highest: dict[str, int] = {}
+
+    def stats(self) -> CacheStats | None:
+        """Return its figures; None once it is closed or gone."""
+        cache = self._cache()
+        return None if cache is None or cache.is_closed else cache.stats()
+
+    def counted(self, stats: CacheStats, field: str) -> int:
         """Return a count that never falls: a waiting sequence may get tokens elsewhere later."""
         value: int = max(self._highest.get(field, 0), getattr(stats, field))
         self._highest[field] = value

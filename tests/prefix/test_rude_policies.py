@@ -36,10 +36,15 @@ class Own(LRU):
         self.size: Callable[[], Any] = lambda: 0
         self.chosen: Callable[[], Any] = super().victim
         self.resized: Callable[[], object] = lambda: None
+        self.most: Callable[[], Any] = lambda: 10**30
 
     @property
     def n_bytes(self) -> Any:  # type: ignore[override]
         return self.size()
+
+    @property
+    def most_blocks(self) -> Any:  # type: ignore[override]
+        return self.most()
 
     def resize(self, max_bytes: int) -> None:
         self.resized()
@@ -100,6 +105,31 @@ def test_what_a_policy_takes(how: str, make_context: Make, fresh_logits: Fresh) 
     if error is None:
         use(cache, 2)
     policy.size = lambda: 0
+    goes_on(cache, fresh_logits, make_context)
+
+
+@pytest.mark.parametrize("how", ["raise", "clear", "none", "negative", "text", "float", "one"])
+def test_how_many_blocks_a_policy_lets_go(
+    how: str, make_context: Make, fresh_logits: Fresh
+) -> None:
+    policy = Own()
+    cache = PrefixCache(
+        make_context("llama", n_seq_max=2), block_size=8, ram_bytes=LIMIT, policy=policy
+    )
+    use(cache, 1)
+    answers: dict[str, tuple[Callable[[], object], type[Exception] | None]] = {
+        "raise": (odd, Odd),
+        "clear": (cache.clear, ReentryError),
+        "none": (lambda: 0, ArgumentError),
+        "negative": (lambda: -1, ArgumentError),
+        "text": (lambda: "all", TypeError),
+        "float": (lambda: 1.5, TypeError),
+        "one": (lambda: 1, None),
+    }
+    policy.most, error = answers[how]
+    with contextlib.nullcontext() if error is None else pytest.raises(error), cache._pool.hold():
+        cache._ram.tree.shrink(0)
+    policy.most = lambda: 10**30
     goes_on(cache, fresh_logits, make_context)
 
 

@@ -17,8 +17,6 @@ from pykvcache.simulate.report import SIMPLE, margin_table
 
 TRACES = Path(os.environ.get("PYKVCACHE_TRACES", "."))
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-#: Points that the default may be below the best one where it changes too late.
-LATE = {("scan", 0.2): 1.8, ("phases", 0.5): 1.5}
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -65,10 +63,7 @@ def test_no_simple_policy_is_close_everywhere() -> None:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_default_is_within_a_point_everywhere(name: str) -> None:
     report = compare(workload(name, 4000), [*SIMPLE, DEFAULT], SHARES)
-    margins = report.margins()
-    for share, margin in zip(SHARES, margins, strict=True):
-        assert margin > -LATE.get((name, share), 1.3), margin_table([report])
-    assert sum(margin < -1 for margin in margins) <= 2
+    assert min(report.margins()) > -1, margin_table([report])
 
 
 @pytest.mark.slow

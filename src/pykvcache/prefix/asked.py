@@ -53,6 +53,10 @@ class PolicyMethods:
         self.asked = Asked()
         self._notes = 0
 
+    def trust(self) -> None:
+        """Take what the policy answers as it is: for objects that are not a user's."""
+        self._is_ours = True
+
     def _make_policy(self) -> Policy:
         policy = make_policy(self._made_by)
         policy.make_tree = type(self)
@@ -87,6 +91,13 @@ class PolicyMethods:
             n_bytes = self.asked(getattr, self.policy, "n_bytes")
             self._notes = as_int(n_bytes, "n_bytes of the policy", 0)
         return self._notes
+
+    def _most_blocks(self) -> int:
+        """Return how many blocks of a victim may leave before the policy is asked again."""
+        if self._is_ours:
+            return self.policy.most_blocks
+        most = self.asked(getattr, self.policy, "most_blocks")
+        return as_int(most, "most_blocks of the policy", 1)
 
     def _check_own(self, run: Run) -> None:
         """Raise where a user's policy has chosen what is no run of this tree."""

@@ -195,12 +195,17 @@ class Run:
         return zlib.crc32(self.tokens[: (block + 1) * self.step], self._start_key)
 
     @property
+    def keys(self) -> array[int]:
+        """The numbers of all its blocks; a checkpoint has none."""
+        return block_keys(self.text, self.step, self._start_key)
+
+    @property
     def path_keys(self) -> array[int]:
         """The numbers of all blocks of the path up to the end of this run."""
         keys = array("I")
         for run in reversed(list(self.path())):
             if not run.is_checkpoint:
-                keys.extend(block_keys(run.text, run.step, run._start_key))
+                keys.extend(run.keys)
         return keys
 
     @property

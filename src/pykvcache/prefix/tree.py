@@ -69,7 +69,7 @@ class BlockTree(PolicyMethods):
         self.n_runs = 0
         self._root_name = root
         self.run_bytes = run_bytes
-        self._on_remove = on_remove
+        self.on_remove = on_remove
         self._other_bytes = other_bytes
         self._release = release
         self._roots: dict[str, Run] = {}
@@ -279,7 +279,7 @@ class BlockTree(PolicyMethods):
             if self.policy.whole or not run.block_bytes:
                 n = run.n_blocks
             else:
-                n = min(run.n_blocks, -(-excess // run.block_bytes))
+                n = min(run.n_blocks, -(-excess // run.block_bytes), self._most_blocks())
             self.remove(run, n)
         return True
 
@@ -302,8 +302,8 @@ class BlockTree(PolicyMethods):
                 self.asked(self.policy.evictable, parent)
 
     def _drop(self, run: Run, n: int) -> None:
-        if self._on_remove is not None:
-            self._on_remove(run, run.n_blocks - n)
+        if self.on_remove is not None:
+            self.on_remove(run, run.n_blocks - n)
         self.asked(self.policy.removing, run, n)
         self._forget(run, n)
 

@@ -1,13 +1,16 @@
-"""The default policy: the one of several that would have found most lately."""
+"""The default policy: several vote, those more that would have found more lately."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pykvcache.prefix.policies.base import Policy
+from pykvcache.prefix.policies.votes import Votes
 from pykvcache.prefix.runs import Run, block_keys
 
 __all__ = ["Adaptive"]
@@ -20,13 +23,18 @@ _TRIALS = (2, 4)
 
 
 class Adaptive(Policy):
-    """Follow the policy, of several, that would have found most of the recent prompts.
+    """Keep what those of several policies would keep that would have found most lately.
 
     Each of them, an expert, has a shadow: a tree of 12 bytes per block without keys and values,
     that is sent the same prompts and evicts as that expert would in the whole budget. What the
-    shadows find is counted, old prompts less than new ones. The expert that found most decides
-    what leaves the real tree; the next one takes over when it has found a little more. So no way
-    of sharing prompts that one expert serves well is served much worse for long.
+    shadows find is counted, old prompts less than new ones. Each shadow votes for the blocks that
+    it holds, and the block with the fewest votes leaves first. A vote weighs less the less its
+    shadow has found: where one is far ahead the tree becomes what that shadow is, and where
+    several are close it keeps what most of them agree about, so that little is lost when another
+    one comes to the front.
+
+    Checkpoints are in no shadow. Once there was one, the expert that found most decides alone, and
+    the next one takes over when it has found a little more.
 
     Shadows begin when the first block has to leave; until then there is nothing to decide. They
     get a 16th of the budget at most: where that is too little, experts that found least are given
@@ -39,7 +47,9 @@ class Adaptive(Policy):
     half_life
         After how many prompts a hit counts half.
     margin
-        By what share more another one must have found to take over.
+        By what share more another one must have found to take over where one decides alone.
+    spread
+        By what share less a shadow has found whose vote weighs 1/e of that of the best.
     """
 
     def __init__(
@@ -48,26 +58,34 @@ class Adaptive(Policy):
         *,
         half_life: float = 1000.0,
         margin: float = 0.005,
+        spread: float = 0.02,
     ) -> None:
         self._experts = dict(experts)
-        self._margin = margin
+        self._margin, self._spread = margin, spread
         self._fade = 0.5 ** (1 / half_life)
-        self._leader = next(iter(experts))
+        self._max_bytes = 0
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._leader = next(iter(self._experts))
         self._policy = self._experts[self._leader]()
+        self.whole, self.declines = self._policy.whole, self._policy.declines
+        self.most_blocks = Policy.most_blocks
         self._shadows: dict[str, Any] = {}
+        # None until there are shadows, and where one decides alone.
+        self._votes: Votes | None = None
+        self._had_checkpoints = False
         self._hits: dict[str, float] = {}
         self._runs: dict[Run, None] = {}
         # Prompts before the first eviction: what the shadows begin with.
         self._log: deque[array[int]] = deque(maxlen=1000)
-        self._log_bytes = 0
-        self._max_bytes = self._bytes = 0
+        self._log_bytes = self._bytes = 0
         self._block_bytes = 1
         self._is_full = self._has_begun = False
-        self.whole, self.declines = self._policy.whole, self._policy.declines
 
     @property
     def leader(self) -> str:
-        """The name of the policy that decides now."""
+        """The name of the policy whose vote weighs most, or that decides alone."""
         return self._leader
 
     # What the shadows are sent --------------------------------------------------------------
@@ -83,6 +101,7 @@ class Adaptive(Policy):
         self._look_up(keys)
         self._resize_shadows()
         self._elect()
+        self._weigh()
 
     def _note(self, keys: array[int]) -> None:
         if len(self._log) == self._log.maxlen:
@@ -94,6 +113,8 @@ class Adaptive(Policy):
 
     def _look_up(self, keys: array[int]) -> None:
         data = keys.tobytes()
+        if self._votes is not None:
+            self._votes.sent(keys)
         for name, tree in self._shadows.items():
             found = self._sent(tree, data)
             self._hits[name] = self._hits[name] * self._fade + found
@@ -109,22 +130,60 @@ class Adaptive(Policy):
         self._has_begun = True
         if len(self._experts) < 2 or self.make_tree is None:
             return
-        for name, make in self._experts.items():
-            # Nothing had to leave yet: smaller trees show who would have done well.
-            self._hits[name] = 0.0
-            for part in _TRIALS:
-                tree = self.make_tree(1, make(), max_bytes=self._max_bytes // part)
-                self._hits[name] += sum(self._sent(tree, keys.tobytes()) for keys in self._log)
-        best = max(self._hits, key=self._hits.__getitem__)
-        if self._hits[best] > (1 + self._margin) * self._hits[self._leader]:
-            self._change(best)
-        self._hits = dict.fromkeys(self._experts, 0.0)
-        for name, make in self._experts.items():
-            self._shadows[name] = self.make_tree(1, make(), max_bytes=self._max_bytes)
+        self._try_experts()
+        votes = Votes(len(self._experts), self._runs)
+        for i, (name, make) in enumerate(self._experts.items()):
+            gone = partial(votes.gone, 1 << i)
+            tree = self.make_tree(1, make(), max_bytes=self._max_bytes, on_remove=gone)
+            if type(tree.policy).__module__.startswith(__package__):
+                tree.trust()
+            self._shadows[name] = tree
+        if not self._had_checkpoints:
+            self._begin_votes(votes)
         while self._log:
             self._look_up(self._log.popleft())
         self._log_bytes = 0
         self._give_up()
+        self._weigh()
+        if self._votes is not None:
+            for run in self._runs:
+                votes.evictable(run)
+
+    def _try_experts(self) -> None:
+        """Let the expert lead that would have found most in smaller trees: nothing left yet."""
+        assert self.make_tree is not None
+        for name, make in self._experts.items():
+            found = 0
+            for part in _TRIALS:
+                tree = self.make_tree(1, make(), max_bytes=self._max_bytes // part)
+                found += sum(self._sent(tree, keys.tobytes()) for keys in self._log)
+            self._hits[name] = found / len(_TRIALS)
+        best = max(self._hits, key=self._hits.__getitem__)
+        if self._hits[best] > (1 + self._margin) * self._hits[self._leader]:
+            self._change(best)
+
+    def _begin_votes(self, votes: Votes) -> None:
+        """Let the shadows vote from now on."""
+        self._votes, self._policy = votes, Policy()
+        self.whole, self.declines = False, True
+        # What no prompt had.
+        rest = {}
+        for run in sorted(self._runs, key=lambda run: (run.last_use, run.start)):
+            votes.added(run)
+            rest[run.state[-1]] = run
+        for keys in self._log:
+            for key in keys:
+                rest.pop(key, None)
+        for run in rest.values():
+            self._show(run)
+
+    def _show(self, run: Run) -> None:
+        """Put what no prompt had into the shadows: an answer, say."""
+        keys = run.path_keys
+        if self._votes is not None:
+            self._votes.sent(keys)
+        for tree in self._shadows.values():
+            tree.insert(keys.tobytes(), self._block_bytes)
 
     def _resize_shadows(self) -> None:
         """Give them what the real blocks have now, beside tails, checkpoints and accounts."""
@@ -146,6 +205,8 @@ class Adaptive(Policy):
                 key=self._hits.__getitem__,
             )
             del self._shadows[last], self._hits[last]
+            if len(self._shadows) == 1:
+                self._end_votes()
 
     @property
     def n_bytes(self) -> int:  # type: ignore[override]
@@ -154,7 +215,8 @@ class Adaptive(Policy):
             _RUN_BYTES * tree.n_runs + _BLOCK_BYTES * tree.n_blocks + tree.policy.n_bytes
             for tree in self._shadows.values()
         )
-        taken: int = self._policy.n_bytes + self._log_bytes + sum(shadows)
+        own = self._policy.n_bytes if self._votes is None else self._votes.n_bytes
+        taken: int = own + self._log_bytes + sum(shadows)
         return taken
 
     # Who decides ----------------------------------------------------------------------------
@@ -168,9 +230,32 @@ class Adaptive(Policy):
         if best != self._leader and hits[best] > least + 1:
             self._change(best)
 
+    def _weigh(self) -> None:
+        """Give each shadow's votes a weight by what it found."""
+        if self._votes is None:
+            return
+        most = max(self._hits.values())
+        scale = self._spread * most + 1
+        self._votes.weigh(
+            [
+                math.exp((self._hits[name] - most) / scale) if name in self._hits else 0.0
+                for name in self._experts
+            ]
+        )
+
+    def _end_votes(self) -> None:
+        """Let the leader decide alone from now on."""
+        if self._votes is not None:
+            self._votes, self.most_blocks = None, Policy.most_blocks
+            for tree in self._shadows.values():
+                tree.on_remove = None
+            self._change(self._leader)
+
     def _change(self, name: str) -> None:
-        """Let another policy decide, which hears of all runs in the tree."""
+        """Let another policy lead; where it decides alone it hears of all runs in the tree."""
         self._leader = name
+        if self._votes is not None:
+            return
         policy = self._policy = self._experts[name]()
         self.whole, self.declines = policy.whole, policy.declines
         policy.max_notes = self.max_notes
@@ -195,23 +280,39 @@ class Adaptive(Policy):
 
     def added(self, run: Run) -> None:
         """Pass it on."""
-        self._runs[run] = None
-        if not run.is_checkpoint:
-            self._block_bytes = max(run.block_bytes, 1)
-            self._bytes += run.n_bytes
+        self._note_run(run)
+        if self._votes is not None:
+            if run.is_checkpoint:
+                self._end_votes()
+                return
+            self._votes.added(run)
+            if not self._votes.knows(run):
+                self._show(run)
+            return
         self._policy.added(run)
         if not run.is_checkpoint and (uses := self._known_uses(run)) > run.uses:
             run.uses = uses
             self._policy.remembered(run)
 
     def adopt(self, runs: Sequence[Run]) -> None:
-        """Pass it on."""
+        """Begin anew: of what was noted before nothing may be true any more."""
+        self._forget_all()
+        self.resize(self._max_bytes)
         for run in runs:
-            self._runs[run] = None
-            if not run.is_checkpoint:
-                self._block_bytes = max(run.block_bytes, 1)
-                self._bytes += run.n_bytes
+            self._note_run(run)
         self._policy.adopt(runs)
+
+    def _note_run(self, run: Run) -> None:
+        self._runs[run] = None
+        if run.is_checkpoint:
+            self._had_checkpoints = True
+        else:
+            self._block_bytes = max(run.block_bytes, 1)
+            self._bytes += run.n_bytes
+
+    @property
+    def _decides(self) -> Votes | Policy:
+        return self._policy if self._votes is None else self._votes
 
     def _known_uses(self, run: Run) -> int:
         """Return how often the leader's shadow saw a run used that comes back to the real tree.
@@ -228,12 +329,12 @@ class Adaptive(Policy):
 
     def used(self, run: Run) -> None:
         """Pass it on."""
-        self._policy.used(run)
+        self._decides.used(run)
 
     def split(self, head: Run, tail: Run) -> None:
         """Pass it on."""
         self._runs[head] = None
-        self._policy.split(head, tail)
+        self._decides.split(head, tail)
 
     def removing(self, run: Run, n_blocks: int) -> None:
         """Pass it on."""
@@ -241,18 +342,21 @@ class Adaptive(Policy):
             del self._runs[run]
         if not run.is_checkpoint:
             self._bytes -= n_blocks * run.block_bytes
-        self._policy.removing(run, n_blocks)
+        self._decides.removing(run, n_blocks)
 
     def evictable(self, run: Run) -> None:
         """Pass it on."""
-        self._policy.evictable(run)
+        self._decides.evictable(run)
 
     def victim(self) -> Run | None:
-        """Return what the policy chooses that decides now."""
+        """Return what has the fewest votes, or what the policy chooses that decides alone."""
         self._is_full = True
         if not self._has_begun:
             self._begin()
-        return self._policy.victim()
+        if self._votes is None:
+            return self._policy.victim()
+        run, self.most_blocks = self._votes.least()
+        return run
 
 
 def _size(keys: array[int]) -> int:

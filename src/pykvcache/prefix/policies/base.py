@@ -21,6 +21,9 @@ class Policy:
         Whether a run leaves whole, and not only as many of its last blocks as must.
     declines : bool
         Whether what was just added may be the first to go. Otherwise all else goes before it.
+    most_blocks : int
+        The most blocks of the run that `victim` returned last that may leave before it is asked
+        again.
     n_bytes : int
         What it remembers of runs that left, in bytes; what it notes of a run counts with the run.
     max_notes : int or None
@@ -31,6 +34,7 @@ class Policy:
 
     whole: bool = False
     declines: bool = False
+    most_blocks: int = 2**62
     n_bytes: int = 0
     max_notes: int | None = None
     make_tree: Callable[..., Any] | None = None

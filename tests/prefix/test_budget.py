@@ -109,6 +109,25 @@ def test_long_chains_of_tiny_blocks_fit_the_budget(tmp_path: Path) -> None:
         assert taken <= 1.01 * counted, (size, policy)
 
 
+#: The most that is taken at any time, where the first run that has to leave is where shadows begin.
+PEAK = CHILD.replace("before = tracemalloc", "tracemalloc.reset_peak(); before = tracemalloc")
+PEAK = PEAK.replace(
+    "bytes = tracemalloc.get_traced_memory()[0]", "bytes = tracemalloc.get_traced_memory()[1]"
+)
+PEAK = PEAK.replace("prompt = np.concatenate([begin, ", "prompt = np.concatenate([")
+
+
+def test_shadows_take_no_more_than_they_may_while_they_are_made(tmp_path: Path) -> None:
+    limit = 4 << 20
+    model = make_model("llama", tmp_path)
+    for size, policy, taken, counted, _, removed in measured(
+        model, [4, 16], ["lru", "adaptive"], limit, 700, PEAK
+    ):
+        assert removed > 50
+        assert counted <= limit
+        assert taken <= 1.05 * limit, (size, policy)
+
+
 @pytest.mark.slow
 def test_thousands_of_blocks_of_every_policy_fit_the_budget(tmp_path: Path) -> None:
     from pykvcache.prefix.policies import POLICIES

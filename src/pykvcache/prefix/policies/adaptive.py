@@ -141,9 +141,10 @@ class Adaptive(Policy):
         if not self._had_checkpoints:
             self._begin_votes(votes)
         while self._log:
-            self._look_up(self._log.popleft())
-        self._log_bytes = 0
-        self._give_up()
+            keys = self._log.popleft()
+            self._log_bytes -= _size(keys)
+            self._look_up(keys)
+            self._give_up()
         self._weigh()
         if self._votes is not None:
             for run in self._runs:
@@ -152,11 +153,14 @@ class Adaptive(Policy):
     def _try_experts(self) -> None:
         """Let the expert lead that would have found most in smaller trees: nothing left yet."""
         assert self.make_tree is not None
+        # Each may take what notes may, at most a run for each block.
+        room = self._most_notes / (_RUN_BYTES + _BLOCK_BYTES) * self._block_bytes
         for name, make in self._experts.items():
             found = 0
             for part in _TRIALS:
-                tree = self.make_tree(1, make(), max_bytes=self._max_bytes // part)
+                tree = self.make_tree(1, make(), max_bytes=int(min(self._max_bytes // part, room)))
                 found += sum(self._sent(tree, keys.tobytes()) for keys in self._log)
+                tree.clear()  # at once: its runs know each other
             self._hits[name] = found / len(_TRIALS)
         best = max(self._hits, key=self._hits.__getitem__)
         if self._hits[best] > (1 + self._margin) * self._hits[self._leader]:
@@ -176,6 +180,7 @@ class Adaptive(Policy):
                 rest.pop(key, None)
         for run in rest.values():
             self._show(run)
+            self._give_up()
 
     def _show(self, run: Run) -> None:
         """Put what no prompt had into the shadows: an answer, say."""
@@ -204,7 +209,10 @@ class Adaptive(Policy):
                 (name for name in self._shadows if name != self._leader or len(self._shadows) < 2),
                 key=self._hits.__getitem__,
             )
-            del self._shadows[last], self._hits[last]
+            tree = self._shadows.pop(last)
+            tree.on_remove = None
+            tree.clear()  # at once: its runs know each other
+            del self._hits[last]
             if len(self._shadows) == 1:
                 self._end_votes()
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefix.accounts import check_accounts
+from prefix.accounts import check_accounts, told
 from pykvcache import LlamaContext, PrefixCache
-from pykvcache.prefix.events import BlockRemoved, BlockStored, EventLog
+from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from pykvcache.prefix.ram import RUN_BYTES
 from pykvcache.prefix.stores import MemoryStore
 from support.models import make_model
@@ -258,12 +258,33 @@ def test_waiting_events_are_bounded_in_bytes() -> None:
         log.add(BlockRemoved(names))
         assert log.nbytes <= 100_000
     assert 20 < len(log) < 200
-    *_, stored, removed = log
+    first, *_, stored, removed = log
+    assert isinstance(first, AllBlocksCleared), "what was forgotten is said to be"
     assert stored == BlockStored(names, None, tuple(range(999, 1639)), 64, time=stored.time)
     assert isinstance(removed, BlockRemoved)
     assert (len(log), log.nbytes) == (0, 0)
     log.add(BlockStored(names, None, tuple(range(100_000)), 64))
-    assert len(log) == 0, "one that is too large for the log alone"
+    assert [type(one) for one in log] == [AllBlocksCleared], "it is too large for the log alone"
+    log.add(BlockRemoved(names[:1]))
+    log.add(BlockStored(names, None, tuple(range(100_000)), 64))
+    log.add(BlockRemoved(names))
+    assert [type(one) for one in log] == [AllBlocksCleared, BlockRemoved]
+    assert not list(log)
+
+
+def test_who_reads_events_late_believes_in_no_block_that_is_gone(make_context: Make) -> None:
+    """What left while nobody read was forgotten, and readers kept it for ever."""
+    cache = PrefixCache(make_context("llama"), block_size=2, ram_bytes=60_000)
+    believed: set[bytes] = set()
+    for i in range(40):
+        with cache.sequence(np.random.default_rng(i).integers(5, 50, 30)) as sequence:
+            sequence.evaluate()
+        if i % 7 == 0:
+            events = list(cache.events)
+            believed = told([BlockStored(tuple(believed), None, (), 2), *events])
+            with cache._pool.hold():
+                assert believed <= {n for run in cache._ram.tree.runs() for n in run.names}
+    assert cache.stats().removed
 
 
 def test_tenants_that_left_are_forgotten(make_context: Make) -> None:

@@ -68,7 +68,10 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Nothing is left; or, after a call that Ctrl-C cut short, what follows says what is left."""
+    """Nothing is left; or, after a call that Ctrl-C cut short, what follows says what is left.
+
+    To who takes events out, also in the place of those that were forgotten before.
+    """
 
     time: float = field(default_factory=time.time)
 
@@ -125,8 +128,9 @@ class EventLog:
     Parameters
     ----------
     max_bytes
-        Most memory of events that wait to be taken out: the oldest are forgotten. They are part of
-        what ``ram_bytes`` of the cache bounds.
+        Most memory of events that wait to be taken out: the oldest are forgotten, and
+        `AllBlocksCleared` stands in their place. They are part of what ``ram_bytes`` of the cache
+        bounds.
     has_room
         Whether so much is kept free for them. Tiers tell what they wrote at any time, also when
         nothing can leave for it.
@@ -138,6 +142,7 @@ class EventLog:
         self._listeners: list[Callable[[Lookup], object]] = []
         self._max_bytes = max_bytes
         self._has_room = has_room
+        self._has_gap = False  # whether some were forgotten before what waits
         self._nbytes: int | None = 0  # None where an interrupt came: counted again
         self._lock = threading.Lock()
         watch_locks(self, "_lock")
@@ -191,11 +196,17 @@ class EventLog:
         _call(self._listeners, lookup)
 
     def __iter__(self) -> Iterator[CacheEvent]:
-        while (event := self._taken()) is not None:
+        while (event := self._next()) is not None:
             yield _unpacked(event)
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self._events) + self._has_gap
+
+    def _next(self) -> _Packed | None:
+        if self._has_gap:
+            self._has_gap = False
+            return AllBlocksCleared()
+        return self._taken()
 
     def _taken(self) -> _Packed | None:
         with self._lock:
@@ -240,8 +251,19 @@ class EventLog:
                 n = self._counted()
                 self._events.append(waiting)
                 self._nbytes = n + size
-            while self.nbytes > self._max_bytes and self._taken() is not None:
+            while self.nbytes > self._max_bytes and self._forget_oldest():
                 pass
+        else:
+            self._forget_all()
+
+    def _forget_oldest(self) -> bool:
+        self._has_gap = True
+        return self._taken() is not None
+
+    def _forget_all(self) -> None:
+        """Forget what waits before an event that there is no room for."""
+        while self._forget_oldest():
+            pass
 
     def withdraw(self, namespace: str | None) -> None:
         """Forget the tokens of a namespace, or of all, that wait; who reads on misses nothing.

@@ -21,6 +21,7 @@ from tiers.test_tiers import SIZE, words
 pytest.importorskip("zmq", reason="pip install 'pykvcache[zmq]'")
 pytest.importorskip("msgpack", reason="pip install 'pykvcache[zmq]'")
 
+from pykvcache.prefix import publish
 from pykvcache.prefix.publish import EventPublisher
 
 Make = Callable[..., LlamaContext]
@@ -111,6 +112,34 @@ def test_what_was_missed_can_be_asked_for(make_context: Make) -> None:
                 answers.append((int.from_bytes(number, "big"), msgpack.unpackb(payload)))
     assert [number for number, _ in answers] == [1, 2]
     assert answers[0][1][1][0]["token_ids"] == words(1, 20)[:16]
+
+
+def test_events_that_were_forgotten_leave_a_gap(
+    make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than can wait came while the thread was at one: no number was left out for them."""
+    import msgpack
+
+    monkeypatch.setattr(publish, "MAX_WAITING", 5)
+    cache = PrefixCache(make_context("llama"), block_size=SIZE)
+    at_it, go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        at_it.set()
+        assert go_on.wait(60)
+        return msgpack.packb(*arguments, **options)
+
+    with EventPublisher(cache, "tcp://127.0.0.1:*") as publisher:
+        publisher._pack = slow
+        for i in range(9):
+            with cache.sequence(words(i, 20)) as sequence:
+                sequence.evaluate()
+            assert at_it.wait(60)
+        go_on.set()
+        publisher.close()
+        assert [number for number, _ in publisher._sent] == [0, 2]
+        found = [msgpack.unpackb(payload)[1] for _, payload in publisher._sent]
+        assert [len(events) for events in found] == [1, 5]
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of sockets that were just being made

@@ -136,6 +136,7 @@ class EventPublisher:
         self._waiting: deque[CacheEvent] = deque(maxlen=MAX_WAITING)
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=MAX_REPLAY)
         self._next = 0
+        self._has_gap = False  # whether events were forgotten since the last message
         self._pid = os.getpid()
         self._wake, self._ended = Flag(), Flag()
         self._closed = False
@@ -204,6 +205,8 @@ class EventPublisher:
 
     def _note(self, event: CacheEvent) -> None:
         if os.getpid() == self._pid:  # a forked child has no thread
+            # The oldest one goes: as with messages that nobody took, a gap tells.
+            self._has_gap = self._has_gap or len(self._waiting) == self._waiting.maxlen
             self._waiting.append(event)
             self._wake.set()
 
@@ -222,11 +225,13 @@ class EventPublisher:
             self._wake.wait(None if self._replay is None else 0.05)
             self._wake.clear()
             events: list[dict[str, Any]] = []
+            has_gap, self._has_gap = self._has_gap, False  # before what is taken out now
             while self._waiting and len(events) < 1000:
                 events.append(as_map(self._waiting.popleft()))
             if self._waiting:
                 self._wake.set()
             if events:
+                self._next += has_gap
                 self._send(events)
             if self._replay is not None:
                 self._answer()

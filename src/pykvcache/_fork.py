@@ -88,7 +88,8 @@ def _renew(thing: object, name: str) -> None:
         if not lock._is_owned():  # type: ignore[attr-defined]
             # In place: finalizers know it, too.
             lock._at_fork_reinit()  # type: ignore[attr-defined]
-    elif lock.locked():
+    else:
+        # Whether it is taken cannot be asked: a thread may have it, and wait for the GIL to say so.
         setattr(thing, name, threading.Lock())
 
 

@@ -77,7 +77,9 @@ MemoryKind: TypeAlias = (
     | Literal["other"]
 )
 #: The parts of a memory that `LlamaContext.cells` shows.
-MemoryPart: TypeAlias = Literal["attention"] | Literal["window"] | Literal["recurrent"]
+MemoryPart: TypeAlias = (
+    Literal["attention"] | Literal["window"] | Literal["recurrent"] | Literal["index"]
+)
 #: What a `Device` is.
 DeviceKind: TypeAlias = (
     Literal["cpu"]

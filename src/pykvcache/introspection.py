@@ -157,8 +157,9 @@ class IntrospectionMethods:
         Parameters
         ----------
         part
-            ``"attention"``, ``"window"`` (the cache of sliding-window layers) or
-            ``"recurrent"``. Default: attention, or recurrent where there is nothing else.
+            ``"attention"``, ``"window"`` (the cache of sliding-window layers), ``"recurrent"`` or
+            ``"index"`` (of sparse attention). Default: attention, or recurrent where there is nothing
+            else.
         """
         return CellTable(*self._native.cells(part))
 

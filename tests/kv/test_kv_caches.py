@@ -19,7 +19,7 @@ from support.models import EXACT, MODELS, RIGHT, make_model
 from .kit import N, different, next_logits, words
 
 ROOT = Path(__file__).parents[2]
-NAMES = [n for n, i in MODELS.items() if i.has_states and not i.has_mrope]
+NAMES = [n for n, i in MODELS.items() if i.has_arrays and not i.has_mrope]
 
 
 def context(model: LlamaModel, n: int = N) -> LlamaContext:

@@ -15,7 +15,7 @@ from support.models import EXACT, MODELS, RIGHT, make_model
 
 from .kit import N, different, next_logits, words
 
-WITH_MEMORY = [name for name, info in MODELS.items() if info.has_states]
+WITH_MEMORY = [name for name, info in MODELS.items() if info.has_arrays]
 TYPES: dict[str, dict[str, Any]] = {
     "exact": dict(EXACT),
     "f16-flash": {"flash_attn": "enabled"},

@@ -22,7 +22,7 @@ from .kit import different, pairs, words
 
 pytestmark = pytest.mark.not_on_a_device(reason="the CPU cannot look into its memory")
 
-WITH_MEMORY = [name for name, info in MODELS.items() if info.has_states]
+WITH_MEMORY = [name for name, info in MODELS.items() if info.has_arrays]
 
 
 @pytest.fixture(scope="module")

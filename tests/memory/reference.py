@@ -166,7 +166,7 @@ class Reference:
         keys = [{cell.key for cell in self.cells[seq]} for seq in seqs]
         starts = {max(self.positions(seq), default=-1) for seq in seqs}
         reasons = [INVALID] if len(starts) > 1 or any(keys[0] != key for key in keys) else []
-        if not self.unified or self.whole_only:
+        if not self.unified or not self.info.can_couple:
             reasons.append(UNSUPPORTED)
         if reasons:
             return verdict(nothing, *reasons)
@@ -319,6 +319,8 @@ class Reference:
 
     def load(self, seq: int, saved: Saved) -> Verdict:
         """Put arrays into a sequence; they know where a recurrent state began."""
+        if not self.info.has_arrays:
+            return verdict(nothing, UNSUPPORTED)
         return self.put(seq, saved, saved.positions)
 
     def _window_may_be_full(self) -> tuple[str, ...]:

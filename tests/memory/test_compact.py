@@ -33,7 +33,7 @@ def test_cells_move_down_and_logits_stay(case: Case, bench: MakeBench) -> None:
     try:
         moved = b.ctx.kv_cache_compact()
     except UnsupportedOperation:
-        assert not case.has_states or case.info.memory == "recurrent"
+        assert not case.info.has_arrays or case.info.memory == "recurrent"
         return
     if case.info.memory != "recurrent":
         assert moved > 0 or not case.unified
@@ -49,7 +49,7 @@ def test_cells_move_down_and_logits_stay(case: Case, bench: MakeBench) -> None:
     b.check(1, 2, 3, n=3)
 
 
-@pytest.mark.parametrize("case", [c for c in MOVED if c.has_states], ids=str)
+@pytest.mark.parametrize("case", [c for c in MOVED if c.info.has_arrays], ids=str)
 def test_partial_states_and_outputs_stay_good(case: Case, bench: MakeBench) -> None:
     b = bench(case, n_seq_max=3)
     b.feed(0, 20)

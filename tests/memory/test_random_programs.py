@@ -53,7 +53,7 @@ def possible(case: Case) -> set[str]:
         return WITHOUT_MEMORY
     refused = {"kv_cache_seq_add", "kv_cache_seq_div"} if case.info.has_mrope else set()
     refused |= set() if case.has_states else {"get_state", "set_state", "state_size", "write_kv"}
-    refused |= {"kv"} if case.info.bounded else set()
+    refused |= {"kv", "write_kv"} if case.info.bounded else set()
     return OPERATIONS - refused
 
 

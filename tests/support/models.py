@@ -92,7 +92,17 @@ class ModelInfo:
     @property
     def has_states(self) -> bool:
         """Whether what a sequence holds can be taken out and put back."""
-        return self.has_memory and not self.has_encoder and not self.bounded
+        return self.has_memory and not self.has_encoder and self.arch != "deepseek4"
+
+    @property
+    def has_arrays(self) -> bool:
+        """Whether keys and values are all that it keeps of a token, or states of all of them."""
+        return self.has_states and not self.bounded
+
+    @property
+    def can_couple(self) -> bool:
+        """Whether a token may belong to several sequences of one pool."""
+        return self.can_remove_partial and not self.bounded
 
     @property
     def n_swa(self) -> int:
@@ -102,7 +112,9 @@ class ModelInfo:
     @property
     def can_remove_partial(self) -> bool:
         """Whether cells can be removed from the middle or the tail of a sequence."""
-        return self.has_memory and not self.has_recurrent_state and self.memory != "other"
+        return (
+            self.has_memory and not self.has_recurrent_state and self.arch != "deepseek4"
+        )
 
     @property
     def can_copy_partial(self) -> bool:

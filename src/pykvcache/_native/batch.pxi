@@ -220,7 +220,7 @@ cdef class Batch(Outputs):
     cdef int check_coupled(self, const int32_t* seqs, Py_ssize_t i, int32_t n) except -1:
         """A token of several sequences is computed once, over the cells of the first of them."""
         cdef int32_t j, s, a = seqs[0]
-        if self.streams or self.seqs.whole_only():
+        if self.streams or self.seqs.whole_only() or lib.bounded(self.mem):
             raise UnsupportedOperation(
                 "decode", f"token at {i} belongs to several sequences, which needs kv_unified=True "
                 "and a memory without recurrent state", "context")

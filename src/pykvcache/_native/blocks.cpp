@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <stdexcept>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -20,9 +21,16 @@ namespace pykv {
 
 namespace {
 
-// The attention part, or null.
-const state_part * attention_of(const std::vector<state_part> & parts) {
-    return !parts.empty() && parts[0].part == PART_ATTENTION ? &parts[0] : nullptr;
+// The rows of a block, in their order.
+std::vector<state_rows> block_rows(const memory * m, bool v_trans) {
+    std::vector<state_rows> all;
+    for (const state_part & part : state_parts(m, v_trans, false)) {
+        if (in_blocks(part.part)) {
+            const auto rows = state_rows_of(m, v_trans, part.part);
+            all.insert(all.end(), rows.begin(), rows.end());
+        }
+    }
+    return all;
 }
 
 class block_writer : public piece_writer {
@@ -37,7 +45,8 @@ class block_writer : public piece_writer {
         put(n);
         if (n > 0) {
             records(part, room(n * cell_bytes(part)));
-            before = part.extended ? CELL_EXT_BYTES : 0;
+            // An index has the same extensions: they are there once.
+            before = before == 0 && part.extended ? CELL_EXT_BYTES : before;
         }
         return n;
     }
@@ -126,15 +135,13 @@ void populate(uint8_t * data, size_t size) {
 }  // namespace
 
 block_layout block_layout_of(const memory * m, bool v_trans) {
-    block_layout       layout;
-    const auto         parts = state_parts(m, v_trans, false);
-    const state_part * part = attention_of(parts);
-    if (!part) {
+    block_layout layout;
+    if (!m->base) {
         return layout;
     }
     layout.v_trans = v_trans;
-    layout.ext_bytes = layout.cell_bytes = part->extended ? CELL_EXT_BYTES : 0;
-    layout.rows = state_rows_of(m, v_trans, PART_ATTENTION);
+    layout.ext_bytes = layout.cell_bytes = has_extended(m) ? CELL_EXT_BYTES : 0;
+    layout.rows = block_rows(m, v_trans);
     for (const state_rows & rows : layout.rows) {
         layout.cell_bytes += rows.row_bytes;
     }
@@ -165,6 +172,9 @@ int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos
         if (cells.size() < n_cells) {
             return int32_t(BLOCKS_MISSING);
         }
+        if (m->index && held_cells(*m->index, seq) != held_cells(*m->base, seq)) {
+            throw std::logic_error("the index of a memory has other cells than what it is an index of");
+        }
         const auto n_of = [&](size_t b) { return b + 1 == n_blocks ? last : n; };
         std::vector<std::vector<cell_run>> runs;  // of each block
         for (size_t b = 0; b < n_blocks; ++b) {
@@ -178,7 +188,7 @@ int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos
         }
         std::vector<rows_copy> rows;
         size_t                 before = ext_bytes;
-        for (const state_rows & one : state_rows_of(m, v_trans, PART_ATTENTION)) {
+        for (const state_rows & one : block_rows(m, v_trans)) {
             rows.push_back({tensor_at(m, one.part, one.layer, one.kind == BLOCK_K ? 0 : 1, seq), one, before});
             two = two && rows.back().tensor.host;
             before += one.row_bytes;
@@ -225,12 +235,14 @@ int32_t block_join(const memory * m, bool v_trans, const std::vector<block_part>
     return guarded_void([&] {
         block_writer writer(out, blocks);
         visit_head(writer, 0, nullptr);
-        const auto parts = state_parts(m, v_trans, false);
-        if (const state_part * part = attention_of(parts)) {
-            visit_part(writer, *part, state_rows_of(m, v_trans, PART_ATTENTION));
-        }
-        if (rest.size > SEQ_HEAD_BYTES) {  // a partial state has a head, too
-            writer.refer(rest.data + SEQ_HEAD_BYTES, rest.size - SEQ_HEAD_BYTES);
+        bool has_come = rest.size <= SEQ_HEAD_BYTES;  // a partial state has a head, too
+        for (const state_part & part : state_parts(m, v_trans, false)) {
+            if (in_blocks(part.part)) {
+                visit_part(writer, part, state_rows_of(m, v_trans, part.part));
+            } else if (!has_come) {
+                writer.refer(rest.data + SEQ_HEAD_BYTES, rest.size - SEQ_HEAD_BYTES);
+                has_come = true;
+            }
         }
         writer.finish();
     });

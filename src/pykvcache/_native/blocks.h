@@ -1,5 +1,5 @@
 // Runs of a sequence's attention cells as single pieces of memory, and whole states made of them.
-// A block of n cells: their extensions (M-RoPE), then for each kind of row of each layer n rows.
+// A block of n cells: their extensions (M-RoPE), then for each kind of row of each layer n rows; then those of an index.
 #pragma once
 
 #include <vector>
@@ -39,8 +39,8 @@ struct block_part {
     uint32_t        n, used;
 };
 
-// The state of one sequence that begins at 0. `rest`: a partial state, whose parts come after the attention part;
-// empty where the memory has no other parts.
+// The state of one sequence that begins at 0. `rest`: a partial state, of the parts that are in no block; empty where
+// the memory has none.
 int32_t block_join(const memory * m, bool v_trans, const std::vector<block_part> & blocks, state_piece rest,
                    joined_state & out) noexcept;
 

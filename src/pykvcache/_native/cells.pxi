@@ -4,6 +4,7 @@ cdef dict _PARTS = {
     "attention": lib.PART_ATTENTION,
     "window": lib.PART_WINDOW,
     "recurrent": lib.PART_RECURRENT,
+    "index": lib.PART_INDEX,
 }
 
 

@@ -184,6 +184,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
         PART_ATTENTION
         PART_WINDOW
         PART_RECURRENT
+        PART_INDEX
     cdef cppclass memory:
         pass
 
@@ -196,6 +197,8 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     llama_pos max_position(const memory*)
     bool bounded(const memory*)
     bool picks_blocks(const memory*)
+    bool has_layout(const memory*)
+    bool has_rest(const memory*)
     bool windowed(const memory*)
     uint32_t n_stream(const memory*)
     context_facts look_at_context(const llama_context*, const memory*) except +

@@ -62,7 +62,9 @@ int32_t drop_parts(edit_key, memory * m, llama_seq_id seq) noexcept {
 
 int32_t cut_attention(edit_key, memory * m, llama_seq_id seq, llama_pos from) noexcept {
     return guarded_void([&] {
-        if (m->base) {
+        if (m->index) {
+            m->mem->seq_rm(seq, from, -1);  // keeps both alike; the other parts end before
+        } else if (m->base) {
             m->base->seq_rm(seq, from, -1);
         }
     });

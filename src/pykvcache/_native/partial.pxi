@@ -39,11 +39,17 @@ cdef class Partials(Blocks):
         return (self.kind == lib.MEMORY_RECURRENT or state.pos < 0
                 or self.seqs.is_version(state.seq_id, state.version))
 
+    @property
+    def has_rest(self):
+        """Whether states have parts that no block holds, which cannot be rewound."""
+        self.check_open()
+        return lib.has_rest(self.mem)
+
     cdef int has_partial(self, str operation) except -1:
         self.has_states(operation)
-        if self.kind == lib.MEMORY_ATTENTION:
+        if not lib.has_rest(self.mem):
             raise UnsupportedOperation(
-                operation, "attention memory needs none: clear_kv_cache_seq(seq_id, p0) rewinds it", "memory")
+                operation, "this memory needs none: clear_kv_cache_seq(seq_id, p0) rewinds it", "memory")
         return 0
 
     def get_partial_state(self, seq_id):

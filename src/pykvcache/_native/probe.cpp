@@ -14,10 +14,20 @@
 #include "copies.h"
 #include "edit.h"
 #include "guarded.h"
+#include "opened.h"
 #include "probe_memory.h"
 #include "probe_private.h"
 
 namespace pykv {
+
+namespace opened {
+
+// An index has other sizes of heads than the model says.
+PYKV_OPEN(dsa_index, llama_kv_cache_dsa, hparams_lid, llama_hparams llama_kv_cache_dsa::*)
+PYKV_OPEN(msa_index, llama_kv_cache_msa, hparams_idx, llama_hparams llama_kv_cache_msa::*)
+PYKV_OPEN(hybrid_index, llama_memory_hybrid_idx, hparams_idx, llama_hparams llama_memory_hybrid_idx::*)
+
+}  // namespace opened
 
 namespace {
 
@@ -118,17 +128,27 @@ std::string readable(const char * mangled) {
 
 // The cells that say what a sequence holds; indexes and compressed copies go along with them.
 void find_caches(memory & m) {
-    if (auto * dsa = dynamic_cast<llama_kv_cache_dsa *>(m.mem)) {
+    const auto find_dsa = [&m](llama_kv_cache_dsa * dsa) {
         m.base = dsa->get_mla();
+        m.index = dsa->get_lid();
+        m.index_hparams = &(dsa->*member(opened::dsa_index()));
+    };
+    if (auto * dsa = dynamic_cast<llama_kv_cache_dsa *>(m.mem)) {
+        find_dsa(dsa);
     } else if (auto * dsa_iswa = dynamic_cast<llama_kv_cache_dsa_iswa *>(m.mem)) {
-        m.base = dsa_iswa->get_dsa()->get_mla();
+        find_dsa(dsa_iswa->get_dsa());
         m.swa = dsa_iswa->get_swa();
     } else if (auto * msa = dynamic_cast<llama_kv_cache_msa *>(m.mem)) {
         m.base = msa->get_base();
+        m.index = msa->get_idx();
+        m.index_hparams = &(msa->*member(opened::msa_index()));
     } else if (auto * dsv4 = dynamic_cast<llama_kv_cache_dsv4 *>(m.mem)) {
         m.keys_only = true;
         m.base = dsv4->get_raw()->get_base();
         m.swa = dsv4->get_raw()->get_swa();
+        m.has_layout = false;
+    } else {
+        m.has_layout = false;
     }
 }
 
@@ -156,6 +176,10 @@ void classify(memory & m) {
         m.name = m.bounded ? "llama_memory_hybrid_idx" : "llama_memory_hybrid";
         m.base = hybrid->get_mem_attn();
         m.recurrent = hybrid->get_mem_recr();
+        if (auto * idx = dynamic_cast<llama_memory_hybrid_idx *>(m.mem)) {
+            m.index = idx->get_mem_idx();
+            m.index_hparams = &(idx->*member(opened::hybrid_index()));
+        }
     } else if (auto * hybrid_iswa = dynamic_cast<llama_memory_hybrid_iswa *>(m.mem)) {
         m.kind = MEMORY_HYBRID_SLIDING_WINDOW;
         m.name = "llama_memory_hybrid_iswa";
@@ -236,6 +260,9 @@ no_shift     why_no_shift(const memory * m) { return m->shift; }
 llama_pos    max_position(const memory * m) { return m->max_position; }
 bool         bounded(const memory * m) { return m->bounded; }
 bool         picks_blocks(const memory * m) { return m->bounded && m->recurrent; }
+bool         has_layout(const memory * m) { return m->has_layout; }
+bool         whole_only(const memory * m) { return m->recurrent || (m->mem && !m->has_layout); }
+bool         has_rest(const memory * m) { return m->swa || whole_only(m); }
 bool         windowed(const memory * m) { return m->swa != nullptr; }
 uint32_t     n_stream(const memory * m) { return m->base ? m->base->get_n_stream() : 1; }
 
@@ -270,12 +297,13 @@ memory_facts look_at_memory(const memory * m) {
         facts.n_cells = m->recurrent->size;
         facts.max_rollback = m->recurrent->n_rs_seq;
     }
-    for (const llama_kv_cache * cache : {m->base, m->swa}) {
+    for (const memory_part part : {PART_ATTENTION, PART_WINDOW, PART_INDEX}) {
+        const llama_kv_cache * cache = cache_of(m, part);
         if (!cache) {
             continue;
         }
         for (const uint32_t il : cache->get_layer_ids()) {
-            const auto & h = *m->hparams;
+            const auto & h = hparams_of(m, part);
             facts.bytes_per_token += ggml_row_size(cache->type_k(), h.n_embd_k_gqa(il));
             facts.bytes_per_token += h.is_mla() || m->keys_only ? 0 : ggml_row_size(cache->type_v(), h.n_embd_v_gqa(il));
         }

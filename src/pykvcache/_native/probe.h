@@ -21,7 +21,7 @@ enum memory_kind : int {
     MEMORY_RECURRENT,
     MEMORY_HYBRID,
     MEMORY_HYBRID_SLIDING_WINDOW,
-    MEMORY_OTHER,  // a class with indexes or compressed copies: whole sequences and nothing else
+    MEMORY_OTHER,  // a class with indexes or compressed copies
 };
 
 enum no_shift : int {
@@ -72,7 +72,8 @@ struct memory_facts {
     uint64_t bytes_per_token;  // of attention cells; a recurrent state costs the same for any length
 };
 
-enum memory_part : int { PART_ATTENTION, PART_WINDOW, PART_RECURRENT };
+// The index of sparse attention has a cell of its own for each of attention's: what is looked for among them.
+enum memory_part : int { PART_ATTENTION, PART_WINDOW, PART_RECURRENT, PART_INDEX };
 
 model_facts look_at_model(const llama_model * model);
 // What the loader lets pass and no graph survives, or NULL.
@@ -100,6 +101,12 @@ llama_pos    max_position(const memory * m);
 bool         bounded(const memory * m);
 // Whether attention goes to blocks of neighbouring cells that belong to the same sequences.
 bool         picks_blocks(const memory * m);
+// Whether it is known here how a state of it is laid out.
+bool         has_layout(const memory * m);
+// Whether sequences go as wholes alone: folded into a state, or into copies that cannot be cut.
+bool         whole_only(const memory * m);
+// Whether a state has parts that no block holds (state_parts): they cannot be rewound.
+bool         has_rest(const memory * m);
 // Whether a part of the layers keeps a sliding window of cells only.
 bool         windowed(const memory * m);
 uint32_t     n_stream(const memory * m);

@@ -60,7 +60,7 @@ uint32_t n_used(const memory * m, memory_part part) {
     if (part == PART_RECURRENT) {
         return m->recurrent ? m->recurrent->used : 0;
     }
-    const llama_kv_cache * cache = part == PART_WINDOW ? m->swa : m->base;
+    const llama_kv_cache * cache = cache_of(m, part);
     uint32_t used = 0;
     // A stream is reached through a sequence of its own.
     for (uint32_t s = 0; cache && s < cache->get_n_stream(); ++s) {
@@ -97,7 +97,7 @@ bool next_cell(const memory * m, memory_part part, uint32_t n_seq_max, uint32_t 
         }
         return false;
     }
-    const llama_kv_cache * cache = part == PART_WINDOW ? m->swa : m->base;
+    const llama_kv_cache * cache = cache_of(m, part);
     for (; cache && stream < cache->get_n_stream(); ++stream, cell = 0) {
         const auto & cells = cache->get_cells(llama_seq_id(stream));
         for (; cell < cells.used_max_p1(); ++cell) {

@@ -11,10 +11,6 @@ namespace pykv {
 
 namespace {
 
-const llama_kv_cache * cache_of(const memory * m, memory_part part) {
-    return part == PART_WINDOW ? m->swa : m->base;
-}
-
 // A place for the descriptors of views; no data.
 class scratch {
   public:
@@ -39,12 +35,12 @@ const ggml_tensor * stream_tensor(ggml_context * ctx, const llama_kv_cache * cac
 
 bool is_transposed(const ggml_tensor * t, int which) { return which == 1 && t->nb[1] > t->nb[2]; }
 
-live_tensor attention_tensor(const memory * m, const llama_kv_cache * cache, uint32_t il, int which, llama_seq_id seq) {
-    if (which == 1 && m->hparams->is_mla()) {
+live_tensor attention_tensor(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq) {
+    if (which == 1 && hparams_of(m, part).is_mla()) {
         return {};
     }
     const scratch ctx;
-    const ggml_tensor * t = stream_tensor(ctx.get(), cache, il, which, seq);
+    const ggml_tensor * t = stream_tensor(ctx.get(), cache_of(m, part), il, which, seq);
     const bool transposed = is_transposed(t, which);
     live_tensor live{};
     live.data = static_cast<const char *>(t->data);
@@ -151,7 +147,7 @@ hadamard_facts part_hadamard(const memory * m, memory_part part) {
 live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq) {
     const assertions_throw scope;
     return part == PART_RECURRENT ? state_tensor(m, il, which)
-                                  : attention_tensor(m, cache_of(m, part), il, which, seq);
+                                  : attention_tensor(m, part, il, which, seq);
 }
 
 std::string buffer_of(const live_tensor & t) { return ggml_backend_buffer_name(t.owner->buffer); }

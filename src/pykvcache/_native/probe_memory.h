@@ -37,7 +37,7 @@ struct earlier_states {
     uint32_t plane = 0, n = 0;
 };
 
-// A memory is at most one attention cache, a window cache beside it, and a recurrent part.
+// A memory is at most one attention cache, an index of its cells, a window cache beside it, and a recurrent part.
 class memory {
   public:
     memory_kind               kind = MEMORY_NONE;
@@ -49,6 +49,9 @@ class memory {
     llama_memory_i *          mem = nullptr;
     llama_kv_cache *          base = nullptr;
     llama_kv_cache *          swa = nullptr;
+    llama_kv_cache *          index = nullptr;  // of sparse attention: cell by cell beside base
+    const llama_hparams *     index_hparams = nullptr;
+    bool                      has_layout = true;
     llama_memory_recurrent *  recurrent = nullptr;
     const llama_hparams *     hparams = nullptr;
     llm_arch                  arch = LLM_ARCH_UNKNOWN;
@@ -60,6 +63,13 @@ class memory {
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
     std::vector<earlier_states> earlier = std::vector<earlier_states>(LLAMA_MAX_SEQ);
 };
+
+inline llama_kv_cache * cache_of(const memory * m, memory_part part) {
+    return part == PART_WINDOW ? m->swa : part == PART_INDEX ? m->index : m->base;
+}
+inline const llama_hparams & hparams_of(const memory * m, memory_part part) {
+    return part == PART_INDEX ? *m->index_hparams : *m->hparams;
+}
 
 // Build the model's graph and fill in what only it tells: ropes, gives_logits, endless, fault, max_position.
 void read_graph(const llama_context * ctx, memory & m);

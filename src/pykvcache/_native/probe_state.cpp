@@ -114,6 +114,40 @@ struct walk {
         }
     }
 
+    // An index belongs to the cells of attention one by one. Its cells may do without extensions.
+    void compare_index(const state_part & part, bool extended) {
+        for (uint32_t stream = 0; stream < part.n_stream; ++stream) {
+            const state_block *theirs = cells_of(PART_ATTENTION, stream), *own = cells_of(part.part, stream);
+            bool same = !theirs == !own && (!own || theirs->n_cells == own->n_cells);
+            if (same && own) {
+                cursor a = in.from(theirs->offset), b = in.from(own->offset);
+                for (uint32_t i = 0; same && i < own->n_cells; ++i) {
+                    same = members(a, extended) == members(b, part.extended);
+                }
+            }
+            if (!same) {
+                throw fault{STATE_DAMAGED, "has an index of other cells than its attention part holds"};
+            }
+        }
+    }
+
+    // Position and sequences of the next cell.
+    static std::vector<int32_t> members(cursor & from, bool extended) {
+        uint8_t record[cell_head_bytes(true)];
+        from.read(record, cell_head_bytes(extended));
+        const cell_head      head = read_cell_head(record, extended);
+        std::vector<int32_t> all(head.n_ids + 1, head.pos);
+        from.read(all.data() + 1, head.n_ids * sizeof(llama_seq_id));
+        return all;
+    }
+
+    const state_block * cells_of(memory_part part, uint32_t stream) const {
+        const auto found = std::find_if(blocks.begin(), blocks.end(), [&](const state_block & block) {
+            return block.part == part && block.kind == BLOCK_CELLS && block.stream == stream;
+        });
+        return found == blocks.end() ? nullptr : &*found;
+    }
+
     void check_position(llama_pos pos) const {
         if (pos > m->max_position) {
             throw fault{STATE_POSITION, "holds position " + std::to_string(pos), pos};
@@ -209,7 +243,7 @@ struct walk {
         if (n > 0) {
             const uint64_t size = row.row_bytes * n;
             blocks.push_back({part.part, row.kind, stream, row.layer, n, in.tell(), size});
-            if (known_values && in_blocks(m, part.part)) {
+            if (known_values && in_blocks(part.part)) {
                 in.skip(size);
                 return;
             }
@@ -230,7 +264,9 @@ struct walk {
             held.assign(m->swa ? n_seq_max : 0, {});
             n_filled = 0;
             visit_part(*this, part, state_rows_of(m, v_trans, part.part));
-            if (part.part != PART_RECURRENT) {
+            if (part.part == PART_INDEX) {
+                compare_index(part, has_extended(m));
+            } else if (part.part != PART_RECURRENT) {
                 compare_window(part);
             }
             if (ends.empty()) {
@@ -254,8 +290,6 @@ struct walk {
 
 }  // namespace
 
-bool in_blocks(const memory *, memory_part part) { return part == PART_ATTENTION; }
-
 std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial) {
     std::vector<state_part> parts;
     const auto add = [&](memory_part part, const llama_kv_cache * cache) {
@@ -265,20 +299,26 @@ std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial
                              STATES_SAY_ROTATIONS ? part_hadamard(m, part) : hadamard_facts{}});
         }
     };
+    // As llama.cpp writes them: of a memory with a recurrent part, the index comes last.
+    const auto add_index = [&] { partial ? void() : add(PART_INDEX, m->index); };
     if (!partial) {
         add(PART_ATTENTION, m->base);
+    }
+    if (!m->recurrent) {
+        add_index();
     }
     add(PART_WINDOW, m->swa);
     if (m->recurrent) {
         parts.push_back({PART_RECURRENT, 1, m->recurrent->size, m->hparams->n_layer(), false, false, {}});
+        add_index();
     }
     return parts;
 }
 
 std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_part part) {
     std::vector<state_rows> result;
-    const llama_hparams & h = *m->hparams;
     if (part == PART_RECURRENT) {
+        const llama_hparams & h = *m->hparams;
         const auto add = [&](block_kind kind, uint32_t il, const ggml_tensor * t, uint32_t n) {
             if (t) {
                 result.push_back({part, kind, il, int32_t(t->type), n, ggml_row_size(t->type, n), 0, 0});
@@ -296,12 +336,13 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
         }
         return result;
     }
-    const llama_kv_cache * cache = part == PART_WINDOW ? m->swa : m->base;
+    const llama_kv_cache * cache = cache_of(m, part);
     // A part may have no layer, and then no types either.
     const auto layers = cache ? cache->get_layer_ids() : std::vector<uint32_t>{};
     if (layers.empty()) {
         return result;
     }
+    const llama_hparams & h = hparams_of(m, part);
     // MLA keeps no values.
     const ggml_type types[] = {cache->type_k(), h.is_mla() ? cache->type_k() : cache->type_v()};
     for (const uint32_t il : layers) {

@@ -88,7 +88,7 @@ std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial
 std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_part part);
 
 // Whether blocks (blocks.h) hold the cells of a part.
-bool in_blocks(const memory * m, memory_part part);
+constexpr bool in_blocks(memory_part part) { return part == PART_ATTENTION || part == PART_INDEX; }
 
 // Walk the bytes without touching the memory; `seq` is -1 for a whole context's state. `known_values`: the
 // values of cells that blocks hold were looked at before.

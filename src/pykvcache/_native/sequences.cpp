@@ -17,9 +17,7 @@ bool sequence_facts::open(llama_context * context) noexcept {
     ctx = context;
     n_seq_max = llama_seq_id(llama_n_seq_max(ctx));
     streams = n_stream(mem) > 1;
-    const memory_kind what = kind(mem);
-    whole = what == MEMORY_RECURRENT || what == MEMORY_HYBRID || what == MEMORY_HYBRID_SLIDING_WINDOW ||
-            what == MEMORY_OTHER;
+    whole = pykv::whole_only(mem);
     return true;
 }
 

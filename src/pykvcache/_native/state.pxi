@@ -4,6 +4,7 @@ cdef dict _PART_NAMES = {
     lib.PART_ATTENTION: "attention",
     lib.PART_WINDOW: "window",
     lib.PART_RECURRENT: "recurrent",
+    lib.PART_INDEX: "index",
 }
 
 # Names of lib.block_kind, in its order.
@@ -168,7 +169,7 @@ cdef class State(Arrays):
 
     cdef int has_states(self, str operation) except -1:
         self.need_memory(operation)
-        if self.kind == lib.MEMORY_OTHER or lib.picks_blocks(self.mem):
+        if not lib.has_layout(self.mem):
             raise UnsupportedOperation(
                 operation, f"the layout of {lib.class_name(self.mem).decode()} is not known here")
         if self.model.has_encoder:

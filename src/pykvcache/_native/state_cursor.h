@@ -11,7 +11,6 @@
 
 namespace pykv {
 
-// What stopped the walk.
 // Bytes in several pieces, read as one.
 class cursor {
   public:
@@ -63,6 +62,13 @@ class cursor {
     // The next bytes where they lie, if all of them lie in one piece; not taken.
     const uint8_t * direct(uint64_t n) const {
         return i < pieces.size() && n <= pieces[i].size - inside ? pieces[i].data + inside : nullptr;
+    }
+
+    // Another one over the same bytes, that begins at a byte of them.
+    cursor from(uint64_t offset) const {
+        cursor other(pieces);
+        other.skip(offset);
+        return other;
     }
 
     uint64_t tell() const { return at; }

@@ -26,6 +26,10 @@ def as_parts(native: lib.Context, arrays: SequenceKV[Any]) -> list[Part]:
     layout = native.state_layout("write_kv")
     edges = {part["part"]: native.hadamard(part["part"]) for part in layout}
     layouts = {part.part: part for part in layouts_from_native(layout, edges)}
+    if "index" in layouts:
+        raise UnsupportedOperation(
+            "write_kv", "keys and values are not all that this memory keeps: use get_state()"
+        )
     for name, given in (("window", arrays.window), ("recurrent", arrays.recurrent)):
         if (given is None) == (name in layouts):
             needs = "needs a" if given is None else "has no"

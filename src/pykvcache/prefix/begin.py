@@ -35,6 +35,7 @@ class BeginMethods:
     _pins: Pins
     _open: InUse
     _needs_rest: bool
+    _can_cut: bool
     _block_size: int
     _events: EventLog
     _sums: ReuseReport
@@ -189,7 +190,7 @@ class BeginMethods:
 
     def _is_in_state(self, cells: SequenceCells, n: int) -> bool:
         """Whether a window that is parked has what comes after n tokens sees of it."""
-        if self._ctx.memory_kind != "sliding-window" or cells.seq_id is not None:
+        if not self._can_cut or cells.seq_id is not None:
             return False
         # All that its last token saw, and before one has left the window, all of it.
         return n == cells.n_held - 1 or cells.n_held <= self._ctx.model.n_swa

@@ -53,6 +53,7 @@ class TierMethods(BeginMethods, KeepMethods):
     _end_bytes: int
     _tier_seconds: float | None
     _needs_rest: bool
+    _can_cut: bool
     _pool: SequencePool
     _evaluation: EvaluationTime
     _keep_logits: bool
@@ -273,8 +274,7 @@ class TierMethods(BeginMethods, KeepMethods):
     @property
     def _n_row(self) -> int:
         """How many logits an end of a whole prompt must have to be of use."""
-        can_resume = self._ctx.memory_kind in ("attention", "sliding-window")
-        return 0 if can_resume or not self._keep_logits else self._ctx.model.n_vocab
+        return 0 if self._can_cut or not self._keep_logits else self._ctx.model.n_vocab
 
     def _promote(
         self, tokens: bytes, space: str, got: Gathered, begin: int, *, saved: int = 0

@@ -126,7 +126,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._native = context.native
         self._cell_bytes = self._native.block_bytes()
         self._layout = self._native.block_layout()
-        self._needs_rest = context.memory_kind != "attention"
+        self._needs_rest = self._native.has_rest
+        self._can_cut = context.memory_info.can_remove_partial
         self._points = BlockCheckpoints(
             max_bytes=as_int(checkpoint_bytes, "checkpoint_bytes", 0, 2**62),
             block_size=self._block_size,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
+from pykvcache.state.layout import BLOCK_PARTS
 
 __all__ = ["digests", "end_bytes", "least_seconds", "progress_of"]
 
@@ -23,7 +24,7 @@ def digests(ctx: LlamaContext) -> tuple[bytes, bytes, bytes]:
     fingerprint = ctx._fingerprint
     parts = [
         # The states of other parts say how many streams there are; windows, what they keep.
-        (part.to_json(), None if part.part == "attention" else (part.n_stream, _is_whole(ctx)))
+        (part.to_json(), None if part.part in BLOCK_PARTS else (part.n_stream, _is_whole(ctx)))
         for part in ctx._layouts
     ]
     layout = repr((parts, fingerprint.causal, fingerprint.n_swa, fingerprint.adapters))
@@ -44,7 +45,7 @@ def end_bytes(ctx: LlamaContext) -> int:
     """Return the most bytes that the state of other parts and a row of logits can have."""
     size = 4096 + 4 * ctx.model.n_vocab
     for part in ctx.native.state_layout("PrefixCache"):
-        if part["part"] != "attention":
+        if part["part"] not in BLOCK_PARTS:
             per_cell = 64 + sum(row[4] for row in part["rows"])
             size += per_cell * part["n_cells"] + 64 * len(part["rows"]) + 16 * part["n_stream"]
     return size

@@ -52,7 +52,7 @@ class SequenceCells:
         self._twins: tuple[tuple[int, int], Twins] | None = None  # and what they hold by name
         self._finalizer: weakref.finalize[[int], SequenceCells] | None = None
         self._native = pool.ctx.native
-        self.needs_points = self._native.memory_kind != "attention"
+        self.needs_points = self._native.has_rest
         pool.join(self)
 
     @property

@@ -70,7 +70,8 @@ class PartLayout:
     Attributes
     ----------
     part
-        ``"attention"``, ``"window"`` or ``"recurrent"``.
+        ``"attention"``, ``"window"``, ``"recurrent"``, or ``"index"`` (of sparse attention, beside
+        its cells).
     n_layer
         Number of layers, as llama.cpp's states count them.
     extended
@@ -120,7 +121,10 @@ class PartLayout:
         )
 
 
-PARTS = ("attention", "window", "recurrent")
+PARTS = ("attention", "window", "recurrent", "index")
+
+#: Of them, what blocks hold: a row for each token, of which any run can be put back.
+BLOCK_PARTS = ("attention", "index")
 
 
 def _count(value: object) -> int:

@@ -57,7 +57,7 @@ void move_entries(open_cells & open, const std::vector<cell_move> & moves) noexc
 }
 
 int64_t compact_part(const edit_key & key, const memory * m, memory_part part, uint32_t n_seq_max) {
-    llama_kv_cache & cache = part == PART_WINDOW ? *m->swa : *m->base;
+    llama_kv_cache & cache = *cache_of(m, part);
     int64_t moved = 0;
     std::vector<bool> seen(LLAMA_MAX_SEQ);
     for (uint32_t seq = 0; seq < n_seq_max; ++seq) {

@@ -118,6 +118,9 @@ class placing {
         return std::any_of(targets.begin(), targets.end(), [&](uint32_t i) { return open.pos(i) != -1; });
     }
 
+    // Whether the same cells were chosen: an index belongs to its neighbour by number.
+    bool is_beside(const placing & other) const { return targets == other.targets; }
+
     // Everything that needs memory.
     void prepare() {
         same = open.held(seq).size() == targets.size();
@@ -279,7 +282,7 @@ bool fits(const state_block & block, const live_tensor & t) {
 
 bool place(const edit_key & key, memory * m, bool v_trans, llama_seq_id seq, const std::vector<state_block> & blocks,
            const std::vector<state_piece> & pieces, bool two) {
-    if (m->kind != MEMORY_ATTENTION && m->kind != MEMORY_SLIDING_WINDOW) {
+    if (whole_only(m)) {
         return false;
     }
     std::vector<std::unique_ptr<placing>>             caches;
@@ -289,7 +292,7 @@ bool place(const edit_key & key, memory * m, bool v_trans, llama_seq_id seq, con
     bool                                              early = true;
     bool                                              all_host = true;
     for (const state_part & part : state_parts(m, v_trans, false)) {
-        auto & cache = *(part.part == PART_WINDOW ? m->swa : m->base);
+        auto & cache = *cache_of(m, part.part);
         caches.push_back(std::make_unique<placing>(key, cache, seq));
         placing & to = *caches.back();
         bool      host = true;
@@ -310,6 +313,9 @@ bool place(const edit_key & key, memory * m, bool v_trans, llama_seq_id seq, con
         }
         if (!to.choose(host)) {
             return false;
+        }
+        if (part.part == PART_INDEX && !to.is_beside(*caches.front())) {
+            throw std::logic_error("the index of a memory has other cells than what it is an index of");
         }
         all_host = all_host && host;
         early = early && !to.overwrites();

@@ -16,8 +16,7 @@ namespace {
 
 // The cells that a state of this sequence holds, in their order in the cache.
 std::vector<live_cell> cells_to_write(const memory * m, memory_part part, llama_seq_id seq) {
-    const llama_kv_cache * cache = part == PART_WINDOW ? m->swa : m->base;
-    const llama_kv_cells & cells = cache->get_cells(seq);
+    const llama_kv_cells & cells = cache_of(m, part)->get_cells(seq);
     const llama_pos last = cells.seq_pos_max(seq);
     std::vector<live_cell> result;
     for (uint32_t i = 0; i < cells.used_max_p1(); ++i) {
@@ -99,8 +98,6 @@ class walked_state : public seq_state {
     void write(uint8_t * dst, bool two) const override;
 
   private:
-    const llama_kv_cache & cache_of(const state_part & part) const { return *(part.part == PART_WINDOW ? m->swa : m->base); }
-
     const memory *                      m;
     llama_seq_id                        seq;
     std::vector<state_part>             parts;
@@ -119,7 +116,7 @@ walked_state::walked_state(const memory * m, bool v_trans, llama_seq_id seq) : m
             out.size += io.n_bytes();
         } else {
             cells.push_back(cells_to_write(m, part.part, seq));
-            out.own = stream_of(cache_of(part), seq);
+            out.own = stream_of(*cache_of(m, part.part), seq);
             out.n_cells = uint32_t(cells.back().size());
             visit_part(out, part, state_rows_of(m, part.v_trans, part.part));
         }
@@ -141,8 +138,8 @@ void walked_state::write(uint8_t * dst, bool two) const {
             continue;
         }
         out.i = i;
-        out.own = stream_of(cache_of(part), seq);
-        out.cache = &cache_of(part).get_cells(seq);
+        out.own = stream_of(*cache_of(m, part.part), seq);
+        out.cache = &cache_of(m, part.part)->get_cells(seq);
         out.held = &cells[i];
         visit_part(out, part, state_rows_of(m, part.v_trans, part.part));
     }

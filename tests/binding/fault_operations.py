@@ -196,7 +196,7 @@ def compact(stage: Stage) -> bytes:
 
 def blocks(stage: Stage) -> bytes:
     native, n = stage.ctx.native, len(FIRST)
-    rest = None if stage.ctx.memory_kind == "attention" else native.get_partial_state(0)
+    rest = None if not native.has_rest else native.get_partial_state(0)
     block = np.empty(native.block_bytes() * n, np.uint8)
     if not len(block) or not native.get_block(0, 0, n, block):
         raise UnsupportedOperation("blocks", "this memory has none")

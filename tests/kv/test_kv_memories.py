@@ -171,7 +171,7 @@ def test_memories_whose_layout_is_not_known_say_so(name: str, model_folder: Path
     for copy in (True, False):
         with pytest.raises(UnsupportedOperation, match="kv: the layout"):
             ctx.kv(0, copy=copy)
-    with pytest.raises(UnsupportedOperation, match="write_kv: the layout"):
+    with pytest.raises(UnsupportedOperation, match="write_kv: "):
         ctx.write_kv(SequenceKV(np.empty(0, np.int32), []), 0)
 
 

@@ -160,7 +160,7 @@ class Program:
         assert total(report) == report.n_tokens == len(prompt)
         most = max((common(prompt, text) for text in self.known[space]), default=0)
         assert len(prompt) - report.evaluated <= most, "reuses what nobody gave it"
-        if self.case.info.memory == "attention":
+        if not self.case.info.has_rest:
             here = [one for one in self.open if one.space == space and one.is_shared]
             texts = [one.evaluated for one in here if not one.is_shifted]
             texts += self.known[space] if self.is_ample and not self.taken["discard"] else []

@@ -16,7 +16,7 @@ from pykvcache.prefix.reuse import ReuseReport
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
 SERVED = tuple(case for case in CASES if case.has_states and case.name != "t5")
-ATTENTION = tuple(case for case in SERVED if case.info.memory == "attention")
+ATTENTION = tuple(case for case in SERVED if not case.info.has_rest)
 SIZE = 8
 
 
@@ -112,7 +112,7 @@ def test_branches_begin_at_a_checkpoint(
     prompt = trunk[:42] + words(99, 5)
     with cache.sequence(prompt) as sequence:
         report = sequence.reuse
-        assert report.evaluated == (5 if case.info.memory == "attention" else 7)
+        assert report.evaluated == (7 if case.info.has_rest else 5)
         assert apart(sequence.logits(), fresh_logits(case.name, prompt)) < case.tolerance
     assert report.first_difference == 42
     assert "token 42" in report.reason

@@ -85,7 +85,7 @@ def test_evaluates_what_the_oracle_says(
     case: Case, make_context: Make, fresh_logits: Fresh
 ) -> None:
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
-    oracle = Oracle(has_blocks_only=case.info.memory == "attention")
+    oracle = Oracle(has_blocks_only=not case.info.has_rest)
     texts: list[Tokens] = []
     with PrefixCache(ctx, block_size=SIZE) as cache:
         for step, make in enumerate(trace(np.random.default_rng(2))):

@@ -43,7 +43,7 @@ def test_a_sequence_is_the_sum_of_its_blocks(case: Case, flash_attn: str, bench:
     b = bench(case, n_seq_max=3, flash_attn=flash_attn)
     tokens = b.feed(0, 21)
     rest = None
-    if b.ctx.memory_kind != "attention":
+    if b.ctx.native.has_rest:
         rest = b.ctx.native.get_partial_state(0)
     blocks = blocks_of(b.ctx, 0, 21)
     b.ctx.native.set_blocks(1, blocks, rest)
@@ -112,7 +112,7 @@ def test_values_are_looked_at_when_blocks_come_out(case: Case, bench: MakeBench)
     """What comes out goes back without a second look; other parts are looked at all the same."""
     b = bench(case, n_seq_max=3)
     native, tokens = b.ctx.native, b.feed(0, 21)
-    is_attention = b.ctx.memory_kind == "attention"
+    is_attention = not b.ctx.native.has_rest
     rest = None if is_attention else native.get_partial_state(0)
     blocks = blocks_of(b.ctx, 0, 21)
     native.set_blocks(1, blocks, rest, known_values=True)
@@ -156,7 +156,7 @@ def test_blocks_are_checked_without_the_memory(
     native = b.ctx.native
     layout = native.block_layout()
     b.feed(0, 2 * SIZE)
-    rest = None if b.ctx.memory_kind == "attention" else native.get_partial_state(0)
+    rest = None if not native.has_rest else native.get_partial_state(0)
     blocks = blocks_of(b.ctx, 0, 2 * SIZE)
     data = blocks[1][0]
 
@@ -170,7 +170,7 @@ def test_blocks_are_checked_without_the_memory(
     assert layout.is_good(data, SIZE)
     assert not is_refused()
     rng = np.random.default_rng(3)
-    first = 4 * SIZE if case.name == "qwen2vl" else 0  # other positions come before the values
+    first = 4 * SIZE if case.info.has_mrope else 0  # other positions come before the values
     n = len(data) // 4  # 0 where all layers have a window
     for at in (first, n - 1, *rng.integers(first, n, 20)) if n else ():
         values = data.view(np.uint32)

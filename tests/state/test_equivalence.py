@@ -19,7 +19,11 @@ from support.models import RIGHT, make_model
 if TYPE_CHECKING:
     from conftest import ContextFactory, FreshLogits
 
-RECURRENT = [case for case in CASES if case.values[0].info.has_recurrent_state]  # type: ignore[union-attr]
+RECURRENT = [
+    case
+    for case in CASES
+    if (info := case.values[0].info).has_recurrent_state and not info.bounded  # type: ignore[union-attr]
+]
 
 
 def build(make_context: ContextFactory, case: Case) -> LlamaContext:

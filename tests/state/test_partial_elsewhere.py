@@ -20,7 +20,7 @@ def feed(ctx: Any, tokens: Any, seq_id: int, first: int) -> None:
     ctx.decode(LlamaBatch.from_arrays(tokens, positions, seq_id))
 
 
-@pytest.mark.parametrize("case", FORGETFUL, ids=str)
+@pytest.mark.parametrize("case", [c for c in FORGETFUL if not c.info.bounded], ids=str)
 def test_a_state_that_begins_above_0_fits_the_same_tokens_elsewhere(
     case: Case, bench: MakeBench
 ) -> None:
@@ -41,7 +41,7 @@ def test_a_state_that_begins_above_0_fits_the_same_tokens_elsewhere(
     assert apart(*rows) < case.tolerance
 
 
-@pytest.mark.parametrize("case", TAGGED, ids=str)
+@pytest.mark.parametrize("case", [c for c in TAGGED if not c.info.bounded], ids=str)
 def test_a_sequence_that_begins_elsewhere_is_refused(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     words = b.prompt(FIRST + N)

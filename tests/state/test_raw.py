@@ -31,7 +31,7 @@ CACHED = [name for name, info in MODELS.items() if info.has_states]
 CASES = [
     pytest.param(name, unified, id=f"{name}-{'unified' if unified else 'streams'}")
     for name, unified in product(CACHED, (True, False))
-    if unified or MODELS[name].can_stream
+    if (MODELS[name].can_unify if unified else MODELS[name].can_stream)
 ]
 
 

@@ -51,7 +51,7 @@ def test_another_context_begins_where_the_first_one_stopped(
     ctx = make_context(case.name, **case.options)
     cache = PrefixCache(ctx, block_size=SIZE, **WAIT, tiers=[tmp_path])
     for again, most in ((prompt, 1), (chat, 11), (prompt[:20] + words(3, 9), 29)):
-        if ctx.memory_kind != "attention" and again is prompt:
+        if ctx.native.has_rest and again is prompt:
             most = 5  # from the checkpoint after the last full block
         before = ctx.tokens_evaluated
         with cache.sequence(again) as sequence:

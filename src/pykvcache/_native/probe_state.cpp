@@ -149,6 +149,11 @@ struct walk {
     }
 
     void check_position(llama_pos pos) const {
+        if (m->bounded && m->base && uint32_t(pos) >= m->base->get_size()) {
+            const int64_t end = m->base->get_size();
+            throw fault{STATE_NO_ROOM, "holds position " + std::to_string(pos) + ": this memory ends before " +
+                                           std::to_string(end), pos, end, "position", true};
+        }
         if (pos > m->max_position) {
             throw fault{STATE_POSITION, "holds position " + std::to_string(pos), pos};
         }
@@ -174,8 +179,11 @@ struct walk {
         for (uint32_t i = 0; valid && i < n; ++i, at += size) {
             const cell_head head = read_cell_head(at, part.extended);
             valid = head.pos >= 0 && head.pos <= m->max_position && head.n_ids == 1;
+            if (valid) {
+                check_position(head.pos);
+                check_extended(head);
+            }
             highest = std::max(highest, head.pos);
-            check_extended(head);
             if (m->swa) {
                 plain[i] = head.pos;
             }

@@ -175,11 +175,11 @@ cdef class Blocks(State):
     # Blocks --------------------------------------------------------------------------
 
     def block_bytes(self):
-        """Bytes of one cell in a block; 0 where no layer keeps all of its cells."""
+        """Bytes of one cell in a block; 0 where no layer keeps all of its cells, or how is not known."""
         self.lock_read()
         try:
-            self.has_states("blocks")
-            return lib.block_cell_bytes(self.mem, self.v_trans())
+            self.has_states("blocks", True)
+            return 0 if not lib.has_layout(self.mem) else lib.block_cell_bytes(self.mem, self.v_trans())
         finally:
             self.lock.unlock()
 
@@ -188,8 +188,9 @@ cdef class Blocks(State):
         cdef BlockLayout made = BlockLayout.__new__(BlockLayout)
         self.lock_read()
         try:
-            self.has_states("blocks")
-            made.layout = lib.block_layout_of(self.mem, self.v_trans())
+            self.has_states("blocks", True)
+            if lib.has_layout(self.mem):
+                made.layout = lib.block_layout_of(self.mem, self.v_trans())
             return made
         finally:
             self.lock.unlock()
@@ -257,6 +258,11 @@ cdef class Blocks(State):
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         self.lock_write()
         try:
+            if not lib.has_layout(self.mem):
+                if rest is None or rest.context() is not self or any(len(data) for data, _, _ in blocks):
+                    self.has_states("blocks")
+                self.put_known(seq, Pieces([rest.data]))
+                return
             self.join_blocks(blocks, rest, pieces, joined)
             self.set_pieces(seq, pieces, None, known_values)
         finally:

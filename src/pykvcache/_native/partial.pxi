@@ -36,8 +36,14 @@ cdef class Partials(Blocks):
 
     cdef bint still_holds(self, Partial state) noexcept:
         # A state that is all of its memory, or that of an empty sequence, needs nothing else.
-        return (self.kind == lib.MEMORY_RECURRENT or state.pos < 0
+        return (self.is_all() or state.pos < 0
                 or self.seqs.is_version(state.seq_id, state.version))
+
+    @property
+    def has_layout(self):
+        """Whether how states are laid out is known here, so that others' can be checked."""
+        self.check_open()
+        return lib.has_layout(self.mem)
 
     @property
     def has_rest(self):
@@ -45,8 +51,12 @@ cdef class Partials(Blocks):
         self.check_open()
         return lib.has_rest(self.mem)
 
-    cdef int has_partial(self, str operation) except -1:
-        self.has_states(operation)
+    cdef bint is_all(self) noexcept:
+        """Whether such states are all that a sequence holds."""
+        return self.kind == lib.MEMORY_RECURRENT or not lib.has_layout(self.mem)
+
+    cdef int has_partial(self, str operation, bint inside=True) except -1:
+        self.has_states(operation, inside)
         if not lib.has_rest(self.mem):
             raise UnsupportedOperation(
                 operation, "this memory needs none: clear_kv_cache_seq(seq_id, p0) rewinds it", "memory")
@@ -61,7 +71,7 @@ cdef class Partials(Blocks):
         self.lock_read()
         try:
             self.has_partial("get_partial_state")
-            self.readable("get_partial_state", seq)
+            self.readable("get_partial_state", seq, True)
             plan = self.plan(seq, True)
             data = self.read_state(plan, np.empty(plan.size, np.uint8))
             state = Partial.__new__(Partial)
@@ -86,7 +96,7 @@ cdef class Partials(Blocks):
         cdef Pieces pieces = Pieces([content])
         self.lock_read()
         try:
-            self.has_partial("make_partial_state")
+            self.has_partial("make_partial_state", False)
             self.check(pieces, 0, True, blocks)
             state = Partial.__new__(Partial)
             state.context = weakref.ref(self)
@@ -134,7 +144,7 @@ cdef class Partials(Blocks):
     cdef int check_prefix_is_there(self, Partial state, int32_t seq) except -1:
         """Refuse a sequence whose attention part lacks a cell that the state was made beside."""
         cdef int32_t lo = 0, hi = 0
-        if self.kind == lib.MEMORY_RECURRENT or state.pos < 0:
+        if self.is_all() or state.pos < 0:
             return 0
         if (not lib.extent(self.mem, seq, lo, hi) or lo != state.first
                 or lib.last_before(self.mem, seq, state.pos + 1) != state.pos
@@ -149,6 +159,8 @@ cdef class Partials(Blocks):
         cdef int32_t code
         cdef vector[lib.state_block] blocks
         cdef Pieces pieces = Pieces([state.data])
+        if not lib.has_layout(self.mem):
+            return self.put_known(seq, pieces)
         self.check(pieces, seq, True, blocks)
         self.need_room(seq, blocks)
         # A copy between streams that waits would overwrite what is put back.

@@ -154,10 +154,10 @@ cdef class State(Arrays):
         finally:
             self.lock.unlock()
 
-    cdef int readable(self, str operation, int32_t seq) except -1:
+    cdef int readable(self, str operation, int32_t seq, bint inside=False) except -1:
         """Refuse where bytes could not say what the memory holds; then apply what is pending."""
         cdef int32_t s
-        self.has_states(operation)
+        self.has_states(operation, inside)
         self.check_usable()
         for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
             if self.seqs.needs_removal(s):
@@ -167,9 +167,10 @@ cdef class State(Arrays):
         self.apply_pending()
         return 0
 
-    cdef int has_states(self, str operation) except -1:
+    cdef int has_states(self, str operation, bint inside=False) except -1:
+        """Refuse where there are none; `inside`: they stay with this context, and need no check."""
         self.need_memory(operation)
-        if not lib.has_layout(self.mem):
+        if not inside and not lib.has_layout(self.mem):
             raise UnsupportedOperation(
                 operation, f"the layout of {lib.class_name(self.mem).decode()} is not known here")
         if self.model.has_encoder:
@@ -179,7 +180,9 @@ cdef class State(Arrays):
     cdef Plan plan(self, int32_t seq, bint partial=False):
         """What of a sequence, or with -1 of the context; `partial`: what of it cannot be rewound."""
         cdef Plan plan = Plan.__new__(Plan)
-        if seq < 0 or partial:
+        if not lib.has_layout(self.mem):
+            plan.one = lib.written_state_new(self.mem, seq, False)
+        elif seq < 0 or partial:
             plan.one = lib.written_state_new(self.mem, seq, partial)
         else:
             plan.one = lib.seq_state_new(self.mem, self.v_trans(), seq)
@@ -289,6 +292,13 @@ cdef class State(Arrays):
                 raise error
             raise NoKvCacheSlot(f"llama.cpp could not place the state's cells: {why}", 1)
         return 0
+
+    cdef int put_known(self, int32_t seq, Pieces pieces) except -1:
+        """Put all of a sequence back, as this context gave it out: nobody else knows its layout."""
+        cdef int32_t begin[MAX_SEQ]
+        memset(begin, 0, sizeof(begin))
+        self.apply_pending()
+        return self.put(seq, pieces, begin)
 
     cdef int need_room(self, int32_t seq, vector[lib.state_block]& blocks) except -1:
         """Refuse what cannot fit: llama.cpp would find out with the sequence already gone."""

@@ -13,7 +13,7 @@ import numpy as np
 from pykvcache._closing import Closing
 from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
+from pykvcache.errors import ArgumentError, ClosedError, DeviceLost, UnsupportedOperation
 from pykvcache.prefix.blocks import root_name, token_bytes
 from pykvcache.prefix.digests import digests, end_bytes, least_seconds, progress_of
 from pykvcache.prefix.events import AllBlocksCleared, EventLog
@@ -136,6 +136,13 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._end_bytes = end_bytes(context)
         most = as_int(ram_bytes, "ram_bytes", 0, 2**62)
         stores = as_tiers(tiers)
+        if len(stores) and not self._native.has_layout:
+            raise UnsupportedOperation(
+                "PrefixCache",
+                f"how states of {context.memory_info.class_name} are laid out is not known here: "
+                "what comes out of tiers could not be checked; leave out tiers",
+                "memory",
+            )
         self._events = EventLog(min(most // 32, 16 << 20), has_room=len(stores) > 0)
         self._reserve = Reserve(self._block_size * self._cell_bytes + Envelope.overhead, most)
         self._pool = pool_of(context)

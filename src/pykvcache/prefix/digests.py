@@ -25,9 +25,10 @@ def digests(ctx: LlamaContext) -> tuple[bytes, bytes, bytes]:
     parts = [
         # The states of other parts say how many streams there are; windows, what they keep.
         (part.to_json(), None if part.part in BLOCK_PARTS else (part.n_stream, _is_whole(ctx)))
-        for part in ctx._layouts
+        for part in (ctx._layouts if ctx.native.has_layout else ())
     ]
-    layout = repr((parts, fingerprint.causal, fingerprint.n_swa, fingerprint.adapters))
+    # Where the parts are not known, nothing leaves this context.
+    layout = repr((parts or ctx.memory_info, fingerprint.causal, fingerprint.n_swa, fingerprint.adapters))
     return (
         bytes.fromhex(fingerprint.model),
         bytes.fromhex(fingerprint.rope_digest),
@@ -44,6 +45,8 @@ def _is_whole(ctx: LlamaContext) -> bool:
 def end_bytes(ctx: LlamaContext) -> int:
     """Return the most bytes that the state of other parts and a row of logits can have."""
     size = 4096 + 4 * ctx.model.n_vocab
+    if not ctx.native.has_layout:
+        return size
     for part in ctx.native.state_layout("PrefixCache"):
         if part["part"] not in BLOCK_PARTS:
             per_cell = 64 + sum(row[4] for row in part["rows"])

@@ -128,7 +128,7 @@ class KeepMethods:
         found = self._reserve.arrays(cell * size, n_blocks) if n_blocks else []
         if n_tail:
             found += self._reserve.arrays(cell * n_tail, 1)
-        if not found or self._ctx.memory_kind == "recurrent":
+        if not found or not self._cell_bytes:
             return found
         if not self._native.get_blocks(seq_id, first, size, found, n_tail or None):
             raise UnsupportedOperation("PrefixCache", "the cells of the sequence are not all there")

@@ -128,7 +128,11 @@ class SequenceCells:
         self._disown()
 
     def _taken_out(self) -> PutBack:
-        native, data = self._native, self._native.get_state(self.live_id, None)
+        native = self._native
+        if not native.has_layout:
+            state = native.get_partial_state(self.live_id)
+            return lambda seq_id: native.set_blocks(seq_id, [], state)
+        data = native.get_state(self.live_id, None)
         return lambda seq_id: native.set_state(seq_id, [data], None)
 
     @property

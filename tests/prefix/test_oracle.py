@@ -13,7 +13,7 @@ from pykvcache import LlamaContext, PrefixCache
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
 Tokens = list[int]
-SERVED = tuple(case for case in CASES if case.has_states and case.name != "t5")
+SERVED = tuple(case for case in CASES if case.info.can_cache)
 SIZE, ANSWER = 8, 3
 
 

@@ -14,7 +14,7 @@ from pykvcache.prefix.stores import MemoryStore
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
-SERVED = tuple(case for case in CASES if case.has_states and case.name != "t5")
+SERVED = tuple(case for case in CASES if case.info.can_cache)
 SIZE = 8
 
 

@@ -95,6 +95,11 @@ class ModelInfo:
         return self.has_memory and not self.has_encoder and self.arch != "deepseek4"
 
     @property
+    def can_cache(self) -> bool:
+        """Whether a `PrefixCache` can keep what a sequence holds, if only within its context."""
+        return self.has_memory and not self.has_encoder
+
+    @property
     def has_rest(self) -> bool:
         """Whether a part of what a sequence holds cannot be rewound: a window, a state."""
         return self.has_recurrent_state or bool(self.n_swa) or self.arch == "deepseek4"

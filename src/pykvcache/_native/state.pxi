@@ -219,6 +219,9 @@ cdef class State(Arrays):
         if fault == lib.STATE_FITS:
             return 0
         why = _text(found.why)
+        if fault == lib.STATE_NO_ROOM and _text(found.what) == "position":
+            raise NoKvCacheSlot(
+                f"the state {why}", 1, value=found.value, limit=found.limit)
         if fault == lib.STATE_NO_ROOM:
             raise NoKvCacheSlot(f"the state {why}", n_tokens=found.value, n_cells=found.limit)
         if fault == lib.STATE_TRUNCATED:

@@ -1,0 +1,113 @@
+"""States of sparse attention: an index beside the cells, and memories that only their context knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memory.kit import CASES, Bench, Case, apart
+from pykvcache import LlamaContext, LlamaSequence, PrefixCache
+from pykvcache.errors import NoKvCacheSlot, StateDamaged, StateError, UnsupportedOperation
+
+Make = Callable[..., LlamaContext]
+MakeBench = Callable[..., Bench]
+INDEXED = tuple(case for case in CASES if case.info.bounded and case.has_states)
+UNKNOWN = tuple(case for case in CASES if case.info.can_cache and not case.has_states)
+
+
+def index_of(ctx: LlamaContext, state: np.ndarray[Any, Any], n: int) -> int:
+    """Return where the records of the index's cells begin in a state of n cells."""
+    parts = {part["part"]: part for part in ctx.native.state_layout()}
+    assert not parts["index"]["extended"]
+    record = np.dtype([("pos", "<i4"), ("n", "<u4"), ("seq", "<i4")])
+    found = []
+    for at in range(len(state) - record.itemsize * n):
+        cells = state[at : at + record.itemsize * n].view(record)
+        if (cells["n"] == 1).all() and (cells["pos"] == np.arange(n)).all():
+            found.append(at)
+    # Cells with extensions are longer records.
+    return found[0 if parts["attention"]["extended"] else 1]
+
+
+@pytest.mark.parametrize("case", INDEXED, ids=str)
+def test_an_index_of_other_cells_is_refused(case: Case, bench: MakeBench) -> None:
+    """N270: it says which cells to attend to by their number."""
+    b = bench(case)
+    b.with_two()
+    state = b.ctx.get_state(0)
+    at = index_of(b.ctx, state, 20)
+    spoiled = state.copy()
+    first, second = slice(at, at + 4), slice(at + 12, at + 16)
+    spoiled[first], spoiled[second] = state[second], state[first]
+    with pytest.raises(StateDamaged, match="index"):
+        b.ctx.set_state(spoiled, 1)
+    fewer = state.copy()
+    fewer[at - 4 : at] = np.frombuffer((19).to_bytes(4, "little"), np.uint8)
+    with pytest.raises(StateError):
+        b.ctx.set_state(fewer, 1)
+    b.check()
+    b.ctx.set_state(state, 1)
+    b.held[1] = b.held[0][:20]
+    b.check(n=2)
+
+
+@pytest.mark.parametrize("case", [c for c in INDEXED if c.info.can_remove_partial], ids=str)
+def test_a_state_past_the_end_of_the_context_is_refused(
+    case: Case, bench: MakeBench, make_context: Make
+) -> None:
+    """N271: a decode after such a position takes memory for all before it, or ends the process."""
+    b = bench(case, n_ctx=2048)
+    b.ctx.decode(b.prompt(400), seq_id=0)
+    if not b.ctx.clear_kv_cache_seq(0, 10, 350):
+        assert not case.swa_full
+        return
+    state = b.ctx.get_state(0)
+    small = make_context(case.name, **(case.options | {"n_ctx": 256 if case.unified else 1024}))
+    with pytest.raises(NoKvCacheSlot, match="position 350") as caught:
+        small.set_state(state, 0)
+    assert (caught.value.value, caught.value.limit) == (350, 256)
+    assert not small.sequences()
+
+
+@pytest.mark.parametrize("case", UNKNOWN, ids=str)
+def test_what_only_its_context_knows_stays_there(
+    case: Case, bench: MakeBench, make_context: Make
+) -> None:
+    b = bench(case, n_seq_max=3)
+    b.with_two()
+    state = b.ctx.get_partial_state(0)
+    b.feed(0, 30)
+    b.ctx.set_partial_state(state)
+    b.held[0] = b.held[0][:20]
+    b.check(n=2)
+    other = make_context(case.name, **case.options)
+    for call in (
+        lambda: other.native.set_blocks(0, [], state._native),
+        lambda: b.ctx.native.make_partial_state(state._native.content, 0, 19),
+        lambda: b.ctx.native.set_blocks(0, [], None),
+        lambda: b.ctx.get_state(0),
+        lambda: PrefixCache(b.ctx, tiers=["memory://"]),
+    ):
+        with pytest.raises((UnsupportedOperation, ValueError)):
+            call()
+    with pytest.raises(UnsupportedOperation, match="tiers"):
+        PrefixCache(b.ctx, tiers=["/nowhere"])
+    b.check(n=2)
+
+
+@pytest.mark.parametrize("case", UNKNOWN, ids=str)
+def test_a_parked_sequence_is_not_evaluated_again(case: Case, bench: MakeBench) -> None:
+    b = bench(case)
+    tokens = b.prompt(40)
+    sequence = LlamaSequence(b.ctx, tokens)
+    row = sequence.logits()
+    sequence.append([9])
+    before = b.ctx.tokens_evaluated
+    sequence.park()
+    want = b.fresh([*tokens.tolist(), 9])
+    assert apart(sequence.logits(), want) < case.tolerance
+    assert b.ctx.tokens_evaluated - before == 1
+    assert apart(row, b.fresh(tokens)) < case.tolerance

@@ -158,8 +158,8 @@ class IntrospectionMethods:
         ----------
         part
             ``"attention"``, ``"window"`` (the cache of sliding-window layers), ``"recurrent"`` or
-            ``"index"`` (of sparse attention). Default: attention, or recurrent where there is nothing
-            else.
+            ``"index"`` (of sparse attention). Default: attention, or recurrent where there is
+            nothing else.
         """
         return CellTable(*self._native.cells(part))
 

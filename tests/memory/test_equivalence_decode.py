@@ -110,9 +110,7 @@ def test_sequences_that_grow_in_turns_do_not_see_each_other(case: Case, bench: M
     b.check()
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.unified and c.info.can_couple], ids=str
-)
+@pytest.mark.parametrize("case", [c for c in CASES if c.unified and c.info.can_couple], ids=str)
 def test_a_token_of_several_sequences_counts_in_each(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     tokens = b.prompt(25)

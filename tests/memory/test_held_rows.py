@@ -113,7 +113,9 @@ def test_rows_of_what_a_state_replaced_are_gone(case: Case, bench: MakeBench) ->
     is_gone(b.ctx, zero)
 
 
-@pytest.mark.parametrize("case", [c for c in STATES if c.info.n_swa or c.info.has_recurrent_state], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in STATES if c.info.n_swa or c.info.has_recurrent_state], ids=str
+)
 def test_a_partial_state_takes_the_rows_above_it(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 12)

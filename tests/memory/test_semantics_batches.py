@@ -81,7 +81,11 @@ def test_tokens_of_diverged_sequences_are_refused(case: Case, bench: MakeBench) 
     b.check()
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.info.can_couple or (not c.unified and c.info.can_remove_partial)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [c for c in CASES if c.info.can_couple or (not c.unified and c.info.can_remove_partial)],
+    ids=str,
+)
 def test_coupled_tokens_count_in_each_or_are_refused(case: Case, bench: MakeBench) -> None:
     b = bench(case)
     b.feed(0, 20)

@@ -112,7 +112,11 @@ def test_what_is_forked_off_a_parked_sequence(
             with cache.sequence(prompt) as other:
                 n_evaluated = evaluated(other)
                 assert apart(other.logits(), fresh_logits(case.name, prompt)) < case.tolerance
-            if case.info.can_remove_partial and case.info.n_swa and (at == n - 1 or n <= case.info.n_swa):
+            if (
+                case.info.can_remove_partial
+                and case.info.n_swa
+                and (at == n - 1 or n <= case.info.n_swa)
+            ):
                 assert n_evaluated <= 5
 
 

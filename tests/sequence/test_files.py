@@ -107,7 +107,7 @@ def test_a_folder_that_is_missing_is_named(make_context: Make, tmp_path: Path) -
 
 
 def test_memories_without_states_cannot_be_saved(make_context: Make, tmp_path: Path) -> None:
-    ctx = make_context("qwen4exp", kv_unified=False)
+    ctx = make_context("deepseek4", kv_unified=False)
     sequence = LlamaSequence(ctx, [5, 6, 7])
     sequence.evaluate()
     with pytest.raises(UnsupportedOperation):

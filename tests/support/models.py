@@ -122,9 +122,7 @@ class ModelInfo:
     @property
     def can_remove_partial(self) -> bool:
         """Whether cells can be removed from the middle or the tail of a sequence."""
-        return (
-            self.has_memory and not self.has_recurrent_state and self.arch != "deepseek4"
-        )
+        return self.has_memory and not self.has_recurrent_state and self.arch != "deepseek4"
 
     @property
     def can_copy_partial(self) -> bool:

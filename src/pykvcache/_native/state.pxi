@@ -221,7 +221,7 @@ cdef class State(Arrays):
         why = _text(found.why)
         if fault == lib.STATE_NO_ROOM and _text(found.what) == "position":
             raise NoKvCacheSlot(
-                f"the state {why}", 1, value=found.value, limit=found.limit)
+                f"the state {why}", 1, n_cells=found.limit)
         if fault == lib.STATE_NO_ROOM:
             raise NoKvCacheSlot(f"the state {why}", n_tokens=found.value, n_cells=found.limit)
         if fault == lib.STATE_TRUNCATED:

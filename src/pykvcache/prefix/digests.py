@@ -28,7 +28,9 @@ def digests(ctx: LlamaContext) -> tuple[bytes, bytes, bytes]:
         for part in (ctx._layouts if ctx.native.has_layout else ())
     ]
     # Where the parts are not known, nothing leaves this context.
-    layout = repr((parts or ctx.memory_info, fingerprint.causal, fingerprint.n_swa, fingerprint.adapters))
+    layout = repr(
+        (parts or ctx.memory_info, fingerprint.causal, fingerprint.n_swa, fingerprint.adapters)
+    )
     return (
         bytes.fromhex(fingerprint.model),
         bytes.fromhex(fingerprint.rope_digest),

@@ -12,7 +12,7 @@ import pytest
 
 from memory.kit import CASES, SHIFTABLE, Bench, Case
 from pykvcache import LlamaBatch, LlamaContext
-from pykvcache.errors import NoKvCacheSlot, SequenceIdError, UnsupportedOperation
+from pykvcache.errors import DecodeAborted, NoKvCacheSlot, SequenceIdError, UnsupportedOperation
 
 MakeBench = Callable[..., Bench]
 STREAMS = [case for case in CASES if not case.unified]
@@ -158,6 +158,32 @@ def test_a_copy_does_not_follow_its_source(case: Case, bench: MakeBench) -> None
             b.held[0] = []
             b.feed(0, 30)
         b.check(1, 0)
+
+
+@pytest.mark.not_on_a_device(reason="a decode is stopped between its parts alone")
+@pytest.mark.parametrize("n", [1, 2, 7])
+@stream_case
+def test_a_sequence_begins_at_the_first_cell_after_a_decode_that_was_stopped(
+    case: Case, n: int, bench: MakeBench
+) -> None:
+    b = bench(case)
+    batch = LlamaBatch()
+    for seq in (0, 2):
+        for pos in range(n):
+            batch.add(5 + pos, pos, seq, True)
+    b.ctx.native.abort_at(5)
+    with pytest.raises(DecodeAborted):
+        b.ctx.decode(batch)
+    b.ctx.native.abort_at(0)
+    for seq in (2, 0):
+        b.ctx.clear_kv_cache_seq(seq)
+    # Where an index picks few of equal cells, logits tell in which of them the tokens lie.
+    for _ in range(30):
+        b.feed(2, 1)
+    b.check(2)
+    if case.info.memory != "recurrent":
+        cells = b.ctx.cells("attention")
+        assert cells.cell[cells.members[:, 2]].min() == 0
 
 
 @stream_case

@@ -49,6 +49,8 @@ int32_t zero_free_states(edit_key, memory * m) noexcept;
 // The next sequence in a recurrent cell that nobody holds begins with zeros: a step that was stopped may have
 // noted that they are there, and not written them.
 void    forget_free_states(edit_key, memory * m) noexcept;
+// After a decode that failed, a stream may search for free cells where another one would go on.
+void    settle_searches(edit_key, memory * m) noexcept;
 // Make a sequence hold what it held before position p0, by an earlier state (rollback.h); 0: refused.
 int32_t step_back(edit_key, memory * m, llama_seq_id seq, llama_pos p0) noexcept;
 // Which earlier states are true after a decode; `before`: where the states of all sequences were.

@@ -11,6 +11,10 @@
 
 namespace pykv {
 
+namespace opened {
+PYKV_OPEN(searches, llama_kv_cache, v_heads, std::vector<uint32_t> llama_kv_cache::*)
+}
+
 llama_pos first_from(const memory * m, llama_seq_id seq, llama_pos p) {
     if (m->base) {
         const auto & cells = held_cells(*m->base, seq);
@@ -75,6 +79,16 @@ void forget_free_states(edit_key, memory * m) noexcept {
         auto & cell = m->recurrent->cells[i];
         if (cell.is_empty()) {
             cell.src = -1;
+        }
+    }
+}
+
+void settle_searches(edit_key, memory * m) noexcept {
+    for (llama_kv_cache * cache : {m->base, m->swa, m->index}) {
+        // llama_kv_cache::prepare() gives back to a stream the place of another.
+        for (uint32_t stream = 0; cache && stream < cache->get_n_stream(); ++stream) {
+            uint32_t & place = (cache->*member(opened::searches()))[stream];
+            place = std::min(place, cache->get_cells(llama_seq_id(stream)).used_max_p1());
         }
     }
 }

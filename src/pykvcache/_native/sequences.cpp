@@ -363,6 +363,7 @@ int32_t sequence_facts::decode(const llama_batch & batch, bool is_first) noexcep
         }
         rows.forget();
         last_damaged.reset();
+        settle_searches({}, mem);
         if (code != CAUGHT) {
             failed(batch, code, states);
         }

@@ -250,12 +250,16 @@ def test_one_removed_cell_and_one_moved_cell_show(runner: Runner) -> None:
     info = runner.info
     tokens = prompt(info, 64)
     base = runner.run(tokens)
+    shown = 0
     for i in range(0, 60, 7):
         runner.fresh(tokens[:-1])
         assert runner.ctx.clear_kv_cache_seq(0, i, i + 1)
         runner.ctx.decode(tokens[-1:])
         without = runner.output()
-        assert distance(without, base) > WRONG, f"cell {i} can go unnoticed"
+        shows = distance(without, base) > WRONG
+        shown += shows
+        # An index picks few of the cells, and a cell that is not picked does not show.
+        assert shows or info.memory == "other", f"cell {i} can go unnoticed"
         if not (info.can_shift and info.has_rope):
             continue
         runner.fresh(tokens[:-1])
@@ -263,6 +267,7 @@ def test_one_removed_cell_and_one_moved_cell_show(runner: Runner) -> None:
         runner.ctx.kv_cache_seq_add(0, i + 1, i + 2, -1)
         runner.ctx.decode(tokens[-1:])
         assert distance(runner.output(), without) > WRONG, f"cell {i + 1} can move unnoticed"
+    assert shown > 1
 
 
 @pytest.mark.parametrize("runner", names(lambda info: info.can_shift), indirect=True)

@@ -35,6 +35,7 @@ NAMES = (
     "minimax_m3",
     "deepseek4",
     "qwen4exp",
+    "glm5_next",
 )
 """One model per memory and architecture; the others differ in their vocabulary or head size."""
 

@@ -33,6 +33,7 @@ SHORT = (
     "dots3note-unified-window",
     "deepseek4-streams",
     "qwen4exp-streams",
+    "glm5_next-streams",
 )
 CHOSEN = tuple(case for case in SERVED if IS_LONG or str(case) in SHORT)
 

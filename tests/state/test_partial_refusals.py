@@ -269,8 +269,8 @@ def test_memories_that_rewind_or_keep_nothing_say_so(make_context: ContextFactor
     jamba = make_context("jamba")
     state = jamba.get_partial_state(0)
     for name, why in (("llama", "clear_kv_cache_seq"), ("qwen2vl", "rewinds"),
-                      ("bert", "no memory"), ("t5", "encoder"), ("qwen4exp", "not known"),
-                      ("dots3note", "not known"), ("deepseek4", "not known")):  # fmt: skip
+                      ("bert", "no memory"), ("t5", "encoder"), ("deepseek32", "rewinds"),
+                      ("minimax_m3", "rewinds")):  # fmt: skip
         ctx = make_context(name, n_seq_max=1)
         for call in (ctx.get_partial_state, lambda _, c=ctx: c.set_partial_state(state)):
             with pytest.raises(UnsupportedOperation, match=why):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import gguf
 import pytest
 
-from . import attention_models, recurrent_models, sparse_models, vocab
+from . import attention_models, pooled_models, recurrent_models, sparse_models, vocab
 from .blueprint import Blueprint, Key, Sizes
 
 Memory = Literal[
@@ -216,6 +216,17 @@ MODELS = MappingProxyType(
                 _sparse.qwen4exp,
                 "hybrid",
                 has_mrope=True,
+                can_shift=False,
+                rollback=True,
+                can_unify=False,
+                bounded=True,
+            ),
+            ModelInfo(
+                "glm5_next",
+                "glm5-next",
+                pooled_models.glm5_next,
+                "hybrid",
+                has_rope=False,
                 can_shift=False,
                 rollback=True,
                 can_unify=False,

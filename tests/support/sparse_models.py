@@ -33,7 +33,7 @@ STREAMS = 4
 def deepseek32(sizes: Sizes, n_vocab: int) -> Blueprint:
     """Latent attention over the cells that an indexer picks; mixture of experts."""
     plan = base("deepseek32", sizes)
-    plan.keys |= rope() | _latent(sizes) | _experts(sizes, SIGMOID) | _indexer()
+    plan.keys |= rope() | _latent(sizes) | expert_keys(sizes, SIGMOID) | index_keys()
     plan.keys[".leading_dense_block_count"] = 1
     ends(plan, sizes, n_vocab)
     for layer, prefix in blocks(sizes):
@@ -46,7 +46,7 @@ def deepseek32(sizes: Sizes, n_vocab: int) -> Blueprint:
 def dots3note(sizes: Sizes, n_vocab: int) -> Blueprint:
     """The same in every other layer, a sliding window in the rest."""
     plan = base("dots3note", sizes)
-    plan.keys |= rope() | _latent(sizes) | _experts(sizes, SIGMOID) | _indexer()
+    plan.keys |= rope() | _latent(sizes) | expert_keys(sizes, SIGMOID) | index_keys()
     full = [layer % 2 for layer in range(sizes.n_layer)]
     plan.keys |= {
         ".leading_dense_block_count": 1,
@@ -74,7 +74,7 @@ def dots3note(sizes: Sizes, n_vocab: int) -> Blueprint:
 def minimax_m3(sizes: Sizes, n_vocab: int) -> Blueprint:
     """Grouped-query attention over blocks of positions that an indexer picks."""
     plan = base("minimax-m3", sizes)
-    plan.keys |= heads(sizes) | rope() | _experts(sizes, SIGMOID) | _indexer()
+    plan.keys |= heads(sizes) | rope() | expert_keys(sizes, SIGMOID) | index_keys()
     plan.keys |= {
         ".leading_dense_block_count": 1,
         ".rope.dimension_count": sizes.head,
@@ -109,7 +109,7 @@ def deepseek4(sizes: Sizes, n_vocab: int) -> Blueprint:
     ratios = [(0, 0, 4, 128)[layer % 4] for layer in range(sizes.n_layer)]
     n, groups, rank = sizes.n_embd, 2, 16
     plan = base("deepseek4", sizes)
-    plan.keys |= rope() | _experts(sizes, SQRT_SOFTPLUS) | _indexer()
+    plan.keys |= rope() | expert_keys(sizes, SQRT_SOFTPLUS) | index_keys()
     plan.keys |= {
         ".attention.head_count": sizes.n_head,
         ".attention.head_count_kv": 1,
@@ -165,7 +165,7 @@ def deepseek4(sizes: Sizes, n_vocab: int) -> Blueprint:
             plan.add(prefix, **{"indexer.proj": matrix(INDEX_HEADS, n)})
             _index_query(plan, prefix)
         plan.add(prefix, ffn_norm=norm(n))
-        _mixture(plan, prefix, sizes)
+        mixture(plan, prefix, sizes)
     return plan
 
 
@@ -176,7 +176,7 @@ def qwen4exp(sizes: Sizes, n_vocab: int) -> Blueprint:
     groups = n // head
     convolved = 3 * n
     plan = base("qwen4exp", sizes)
-    plan.keys |= heads(sizes) | rope() | _indexer()
+    plan.keys |= heads(sizes) | rope() | index_keys()
     plan.keys |= {
         ".attention.key_length": sizes.head,
         ".attention.value_length": sizes.head,
@@ -310,7 +310,8 @@ def _latent_attention(plan: Blueprint, prefix: str, sizes: Sizes) -> None:
     }
 
 
-def _indexer() -> dict[str, int]:
+def index_keys() -> dict[str, int]:
+    """Keys of an index that picks sixteen cells."""
     return {
         ".attention.indexer.head_count": INDEX_HEADS,
         ".attention.indexer.key_length": INDEX_SIZE,
@@ -346,7 +347,8 @@ def _compressor(plan: Blueprint, prefix: str, n: int, width: int, ratio: int) ->
     )
 
 
-def _experts(sizes: Sizes, gating: int) -> dict[str, int | float | bool]:
+def expert_keys(sizes: Sizes, gating: int) -> dict[str, int | float | bool]:
+    """Keys of mixtures of experts."""
     return {
         ".expert_count": EXPERTS,
         ".expert_used_count": 2,
@@ -364,10 +366,11 @@ def _feed_forward_or_experts(plan: Blueprint, prefix: str, sizes: Sizes, layer: 
         feed_forward(plan, prefix, sizes)
         return
     plan.add(prefix, ffn_norm=norm(sizes.n_embd))
-    _mixture(plan, prefix, sizes)
+    mixture(plan, prefix, sizes)
 
 
-def _mixture(plan: Blueprint, prefix: str, sizes: Sizes) -> None:
+def mixture(plan: Blueprint, prefix: str, sizes: Sizes) -> None:
+    """Experts, and the bias by which they are chosen."""
     _experts_of(plan, prefix, sizes)
     plan.tensors[f"{prefix}exp_probs_b.bias"] = bias(EXPERTS)
 

@@ -197,8 +197,8 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     llama_pos max_position(const memory*)
     bool bounded(const memory*)
     bool picks_blocks(const memory*)
-    bool has_layout(const memory*)
-    bool has_rest(const memory*)
+    bool has_layout(const memory*) noexcept
+    bool has_rest(const memory*) noexcept
     bool windowed(const memory*)
     uint32_t n_stream(const memory*)
     context_facts look_at_context(const llama_context*, const memory*) except +

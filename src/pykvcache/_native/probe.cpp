@@ -260,9 +260,9 @@ no_shift     why_no_shift(const memory * m) { return m->shift; }
 llama_pos    max_position(const memory * m) { return m->max_position; }
 bool         bounded(const memory * m) { return m->bounded; }
 bool         picks_blocks(const memory * m) { return m->bounded && m->recurrent; }
-bool         has_layout(const memory * m) { return m->has_layout; }
+bool         has_layout(const memory * m) noexcept { return m->has_layout; }
 bool         whole_only(const memory * m) { return m->recurrent || (m->mem && !m->has_layout); }
-bool         has_rest(const memory * m) { return m->swa || whole_only(m); }
+bool         has_rest(const memory * m) noexcept { return m->swa || whole_only(m); }
 bool         windowed(const memory * m) { return m->swa != nullptr; }
 uint32_t     n_stream(const memory * m) { return m->base ? m->base->get_n_stream() : 1; }
 

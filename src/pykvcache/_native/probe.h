@@ -102,11 +102,11 @@ bool         bounded(const memory * m);
 // Whether attention goes to blocks of neighbouring cells that belong to the same sequences.
 bool         picks_blocks(const memory * m);
 // Whether it is known here how a state of it is laid out.
-bool         has_layout(const memory * m);
+bool         has_layout(const memory * m) noexcept;
 // Whether sequences go as wholes alone: folded into a state, or into copies that cannot be cut.
 bool         whole_only(const memory * m);
 // Whether a state has parts that no block holds (state_parts): they cannot be rewound.
-bool         has_rest(const memory * m);
+bool         has_rest(const memory * m) noexcept;
 // Whether a part of the layers keeps a sliding window of cells only.
 bool         windowed(const memory * m);
 uint32_t     n_stream(const memory * m);

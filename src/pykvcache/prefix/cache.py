@@ -13,7 +13,7 @@ import numpy as np
 from pykvcache._closing import Closing
 from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ArgumentError, ClosedError, DeviceLost, UnsupportedOperation
+from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
 from pykvcache.prefix.blocks import root_name, token_bytes
 from pykvcache.prefix.digests import digests, end_bytes, least_seconds, progress_of
 from pykvcache.prefix.events import AllBlocksCleared, EventLog
@@ -89,7 +89,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
     ValueError
         The context has a cache already, or a value is out of range.
     UnsupportedOperation
-        The states of this memory are not known here.
+        Nothing can be taken out of this memory, or tiers cannot keep what comes out of it.
 
     Examples
     --------
@@ -135,14 +135,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._digests = digests(context)
         self._end_bytes = end_bytes(context)
         most = as_int(ram_bytes, "ram_bytes", 0, 2**62)
-        stores = as_tiers(tiers)
-        if len(stores) and not self._native.has_layout:
-            raise UnsupportedOperation(
-                "PrefixCache",
-                f"how states of {context.memory_info.class_name} are laid out is not known here: "
-                "what comes out of tiers could not be checked; leave out tiers",
-                "memory",
-            )
+        stores = as_tiers(tiers, can_check=self._native.has_layout)
         self._events = EventLog(min(most // 32, 16 << 20), has_room=len(stores) > 0)
         self._reserve = Reserve(self._block_size * self._cell_bytes + Envelope.overhead, most)
         self._pool = pool_of(context)

@@ -11,7 +11,7 @@ from typing import SupportsIndex
 import numpy as np
 
 from pykvcache._convert import as_int
-from pykvcache.errors import ArgumentError
+from pykvcache.errors import ArgumentError, UnsupportedOperation
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores import BlockStore
 from pykvcache.prefix.tiers.stack import TierInput
@@ -49,10 +49,21 @@ def as_wait(value: float | None, name: str, most: float = math.inf) -> float | N
     return None if value is None else as_seconds(value, name, most)
 
 
-def as_tiers(tiers: Sequence[TierInput]) -> list[TierInput]:
-    """Return the tiers as a list; TypeError for one that is not in a list."""
+def as_tiers(tiers: Sequence[TierInput], *, can_check: bool) -> list[TierInput]:
+    """Return the tiers as a list; TypeError for one that is not in a list.
+
+    UnsupportedOperation for any where what comes out of them could not be checked.
+    """
     if isinstance(tiers, str | os.PathLike | BlockStore):
         raise TypeError(f"tiers is a list of stores, not a {type(tiers).__name__}")
     if isinstance(tiers, np.ndarray) or not isinstance(tiers, Iterable):
         raise TypeError(f"tiers must be a list of stores, not {type(tiers).__name__}")
-    return list(tiers)
+    stores = list(tiers)
+    if stores and not can_check:
+        raise UnsupportedOperation(
+            "PrefixCache",
+            "how its states are laid out is not known, and what comes out of tiers could not be "
+            "checked: leave out tiers",
+            "memory",
+        )
+    return stores

@@ -17,7 +17,7 @@ from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.length import check_length
 from pykvcache.sequence.member import Stage
 from pykvcache.sequence.pool import SequencePool
-from pykvcache.sequence.twins import PutBack, Twins
+from pykvcache.sequence.twins import PutBack, Twins, taken_out
 
 __all__ = ["SequenceCells"]
 
@@ -128,12 +128,7 @@ class SequenceCells:
         self._disown()
 
     def _taken_out(self) -> PutBack:
-        native = self._native
-        if not native.has_layout:
-            state = native.get_partial_state(self.live_id)
-            return lambda seq_id: native.set_blocks(seq_id, [], state)
-        data = native.get_state(self.live_id, None)
-        return lambda seq_id: native.set_state(seq_id, [data], None)
+        return taken_out(self._native, self.live_id)
 
     @property
     def twins(self) -> Twins:

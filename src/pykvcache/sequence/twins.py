@@ -6,7 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import TypeAlias
 
-__all__ = ["PutBack", "Twins"]
+from pykvcache._native import lib
+
+__all__ = ["PutBack", "Twins", "taken_out"]
 
 #: What is kept of a parked sequence: called with an id, it makes the memory hold it there.
 PutBack: TypeAlias = Callable[[int], object]
@@ -34,3 +36,12 @@ class Twins:
             known = take_out()
             self._state = weakref.ref(known)
         return known
+
+
+def taken_out(native: lib.Context, seq_id: int) -> PutBack:
+    """Return what the memory holds of a sequence; what has no layout goes back to its context alone."""
+    if not native.has_layout:
+        state = native.get_partial_state(seq_id)
+        return lambda dst: native.set_blocks(dst, [], state)
+    data = native.get_state(seq_id, None)
+    return lambda dst: native.set_state(dst, [data], None)

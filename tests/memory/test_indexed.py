@@ -25,6 +25,7 @@ CLASSES = {
     "minimax_m3": "llama_kv_cache_msa",
     "deepseek4": "llama_kv_cache_dsv4",
     "qwen4exp": "llama_memory_hybrid_idx",
+    "glm5_next": "llama_memory_hybrid_idx",
 }
 
 

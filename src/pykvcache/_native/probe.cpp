@@ -63,7 +63,7 @@ no_shift quantized_shift(const llama_kv_cache * cache, const llama_hparams & hpa
 }
 
 no_shift find_no_shift(const llama_context * ctx, memory & m) {
-    if (m.kind == MEMORY_NONE || m.kind == MEMORY_OTHER) {
+    if (m.kind == MEMORY_NONE || m.kind == MEMORY_OTHER || m.index) {
         return SHIFT_ARCH;
     }
     if (m.hparams->n_pos_per_embd() > 1) {

@@ -10,7 +10,7 @@ namespace pykv {
 
 namespace {
 
-// The tensors that some node reads. llama.cpp gives memory to no other input.
+// The tensors that some node reads.
 std::set<const ggml_tensor *> read_tensors(ggml_cgraph * nodes) {
     std::set<const ggml_tensor *> read;
     for (int i = 0; i < ggml_graph_n_nodes(nodes); ++i) {
@@ -28,7 +28,7 @@ std::set<const ggml_tensor *> read_tensors(ggml_cgraph * nodes) {
 // What llama.cpp fills in at each step, wherever it is, of the inputs of one kind.
 class unread_input {
   public:
-    explicit unread_input(ggml_cgraph * nodes) : read(read_tensors(nodes)) {}
+    explicit unread_input(ggml_cgraph * nodes) : nodes(nodes), read(read_tensors(nodes)) {}
 
     const char * find(const llm_graph_input_i * input) const {
         if (const auto * in = dynamic_cast<const llm_graph_input_out_ids *>(input)) {
@@ -68,9 +68,13 @@ class unread_input {
     }
 
   private:
+    ggml_cgraph *                       nodes;
     const std::set<const ggml_tensor *> read;
 
-    bool is_unread(const ggml_tensor * t) const { return t && read.count(t) == 0; }
+    // llama.cpp gives memory to what a node reads, and to what was put into the graph by itself.
+    bool is_unread(const ggml_tensor * t) const {
+        return t && read.count(t) == 0 && ggml_graph_get_tensor(nodes, t->name) != t;
+    }
 
     const char * of_keys(const llm_graph_input_attn_k * in) const {
         return is_unread(in->self_k_idxs) || is_unread(in->self_kq_mask) ? "attends" : nullptr;

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from memory.kit import CASES, Bench, Case, apart
-from pykvcache import LlamaContext, LlamaSequence, PrefixCache
+from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache
 from pykvcache.errors import NoKvCacheSlot, StateDamaged, StateError, UnsupportedOperation
+from support.models import make_model
 
 Make = Callable[..., LlamaContext]
 MakeBench = Callable[..., Bench]
@@ -111,3 +113,24 @@ def test_a_parked_sequence_is_not_evaluated_again(case: Case, bench: MakeBench) 
     assert apart(sequence.logits(), want) < case.tolerance
     assert b.ctx.tokens_evaluated - before == 1
     assert apart(row, b.fresh(tokens)) < case.tolerance
+
+
+@pytest.mark.parametrize("wanted", ["q8_0", "f32"])
+@pytest.mark.parametrize(("name", "sizes"), [("glm5_next", {}), ("qwen4exp", {"n_embd": 256})])
+def test_rows_are_converted_as_the_graph_stores_them(
+    name: str, sizes: dict[str, int], wanted: str, make_context: Make, model_folder: Path
+) -> None:
+    """N246: the caches say of quantised keys that they are rotated; these graphs rotate none."""
+    model = LlamaModel(make_model(name, model_folder, **sizes))
+    tokens = np.random.default_rng(3).integers(5, 250, 24)
+    kinds = ("f32", "q8_0")
+    a, b = (
+        make_context(model, type_k=t, type_v=t, flash_attn="enabled", n_seq_max=1)
+        for t in (kinds if wanted == "q8_0" else kinds[::-1])
+    )
+    a.decode(tokens)
+    b.restore_sequence(a.sequence_state(0), 0, convert=True)
+    for token in (7, 8, 9):
+        for ctx in (a, b):
+            ctx.decode([token])
+        assert apart(a.logits(), b.logits()) < 0.5

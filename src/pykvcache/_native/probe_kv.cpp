@@ -133,6 +133,11 @@ bool in_window(const memory * m, llama_pos pos, llama_pos next) {
 }
 
 hadamard_facts part_hadamard(const memory * m, memory_part part) {
+    const auto found = m->turned.find(part);
+    return found == m->turned.end() ? hadamard_facts{0, 0} : found->second;
+}
+
+hadamard_facts hadamard_said(const memory * m, memory_part part) {
     const assertions_throw scope;
     const auto * cache = part == PART_RECURRENT ? nullptr : cache_of(m, part);
     if (!cache) {

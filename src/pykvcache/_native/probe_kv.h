@@ -49,7 +49,8 @@ struct key_rope {
     const ggml_tensor * factors = nullptr;
 };
 
-// Edges of the Hadamard matrices that keys and values of a part are multiplied by; 0: they are not.
+// Edges of the Hadamard matrices that keys and values of a part are multiplied by; 0: they are not. llama.cpp's caches
+// say that of quantised ones, and several graphs do not do it: latent attention, most indexes.
 struct hadamard_facts {
     int32_t keys, values;
 };
@@ -58,7 +59,8 @@ bool                   has_part(const memory * m, memory_part part);
 std::vector<uint32_t>  part_layers(const memory * m, memory_part part);  // layers of the model
 std::vector<live_cell> part_cells(const memory * m, memory_part part, llama_seq_id seq);
 bool                   in_window(const memory * m, llama_pos pos, llama_pos next);
-hadamard_facts         part_hadamard(const memory * m, memory_part part);
+hadamard_facts         part_hadamard(const memory * m, memory_part part);  // as the model's graph does it
+hadamard_facts         hadamard_said(const memory * m, memory_part part);  // as the cache says it
 
 // `which`: keys 0, values 1; of a recurrent part the two states, r 0 and s 1.
 live_tensor tensor_at(const memory * m, memory_part part, uint32_t il, int which, llama_seq_id seq);

@@ -56,6 +56,7 @@ class memory {
     const llama_hparams *     hparams = nullptr;
     llm_arch                  arch = LLM_ARCH_UNKNOWN;
     std::map<uint32_t, key_rope> ropes;  // by layer of the model
+    std::map<memory_part, hadamard_facts> turned;
     bool                      gives_logits = false;
     bool                      endless = false;
     std::string               fault;  // why no decode can succeed
@@ -71,7 +72,7 @@ inline const llama_hparams & hparams_of(const memory * m, memory_part part) {
     return part == PART_INDEX ? *m->index_hparams : *m->hparams;
 }
 
-// Build the model's graph and fill in what only it tells: ropes, gives_logits, endless, fault, max_position.
+// Build the model's graph and fill in what only it tells: ropes, turned, gives_logits, endless, fault, max_position.
 void read_graph(const llama_context * ctx, memory & m);
 // What of a graph would fail at each decode; empty where nothing does (probe_graph.cpp).
 std::string graph_fault(const llm_graph_result & result, const llama_context * ctx);

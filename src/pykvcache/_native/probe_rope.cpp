@@ -222,6 +222,35 @@ void read_ropes(ggml_cgraph * nodes, const llama_context * ctx, memory & m) {
     }
 }
 
+// The edge of the matrix that what is stored in a tensor was multiplied by last; 0: by none.
+int32_t edge_of(ggml_cgraph * nodes, const ggml_tensor * stored) {
+    for (int i = 0; i < ggml_graph_n_nodes(nodes); ++i) {
+        const ggml_tensor * t = ggml_graph_node(nodes, i);
+        if (t->op != GGML_OP_SET_ROWS || t->view_src != stored) {
+            continue;
+        }
+        do {
+            t = t->src[0];
+        } while (t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE ||
+                 t->op == GGML_OP_TRANSPOSE || t->op == GGML_OP_CONT);
+        // Some graphs do it without the hint; no other input is a matrix to multiply by.
+        return t->op == GGML_OP_MUL_MAT && (t->src[0]->flags & GGML_TENSOR_FLAG_INPUT) ? int32_t(t->src[0]->ne[0]) : 0;
+    }
+    return 0;
+}
+
+void read_turned(ggml_cgraph * nodes, memory & m) {
+    for (const memory_part part : {PART_ATTENTION, PART_WINDOW, PART_INDEX}) {
+        for (const uint32_t il : cache_of(&m, part) ? cache_of(&m, part)->get_layer_ids() : std::vector<uint32_t>{}) {
+            const auto edge = [&](int which) {
+                return m.keys_only && which == 1 ? 0 : edge_of(nodes, tensor_at(&m, part, il, which, 0).owner);
+            };
+            hadamard_facts & edges = m.turned[part];
+            edges = {std::max(edges.keys, edge(0)), std::max(edges.values, edge(1))};
+        }
+    }
+}
+
 // What a scheduler does to a graph whose stores run on another device than what they store.
 class copied_sources {
   public:
@@ -261,6 +290,7 @@ void read_graph(const llama_context * ctx, memory & m) {
         }
     }
     read_ropes(graph.nodes(), ctx, m);
+    read_turned(graph.nodes(), m);
 }
 
 uint32_t most_kept(const llama_context * ctx, uint32_t asked) {

@@ -304,7 +304,7 @@ std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial
         if (cache) {
             parts.push_back({part, cache->get_n_stream(), cache->get_size(),
                              uint32_t(cache->get_layer_ids().size()), cache->has_cell_ext(), v_trans,
-                             STATES_SAY_ROTATIONS ? part_hadamard(m, part) : hadamard_facts{}});
+                             STATES_SAY_ROTATIONS ? hadamard_said(m, part) : hadamard_facts{}});
         }
     };
     // As llama.cpp writes them: of a memory with a recurrent part, the index comes last.

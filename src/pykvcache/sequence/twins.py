@@ -39,7 +39,7 @@ class Twins:
 
 
 def taken_out(native: lib.Context, seq_id: int) -> PutBack:
-    """Return what the memory holds of a sequence; what has no layout goes back to its context alone."""
+    """Return what puts a sequence back; a memory without a known layout takes back its own only."""
     if not native.has_layout:
         state = native.get_partial_state(seq_id)
         return lambda dst: native.set_blocks(dst, [], state)

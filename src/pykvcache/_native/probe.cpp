@@ -63,11 +63,14 @@ no_shift quantized_shift(const llama_kv_cache * cache, const llama_hparams & hpa
 }
 
 no_shift find_no_shift(const llama_context * ctx, memory & m) {
-    if (m.kind == MEMORY_NONE || m.kind == MEMORY_OTHER || m.index) {
+    if (m.kind == MEMORY_NONE || m.kind == MEMORY_OTHER) {
         return SHIFT_ARCH;
     }
     if (m.hparams->n_pos_per_embd() > 1) {
         return SHIFT_MULTI_POS;
+    }
+    if (m.index) {
+        return SHIFT_ARCH;
     }
     if (ctx->get_model().pos_embd) {
         return SHIFT_TABLE;

@@ -13,6 +13,7 @@ from memory.kit import CASES, Bench, Case, apart
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache
 from pykvcache.errors import NoKvCacheSlot, StateDamaged, StateError, UnsupportedOperation
 from support.models import make_model
+from support.raw_states import runs
 
 Make = Callable[..., LlamaContext]
 MakeBench = Callable[..., Bench]
@@ -134,3 +135,24 @@ def test_rows_are_converted_as_the_graph_stores_them(
         for ctx in (a, b):
             ctx.decode([token])
         assert apart(a.logits(), b.logits()) < 0.5
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    "case", [c for c in INDEXED if not c.info.can_remove_partial and c.swa_full], ids=str
+)
+def test_a_state_with_gaps_is_refused(case: Case, whole: bool, bench: MakeBench) -> None:
+    """N247: a block is looked for among as many positions as there are cells."""
+    b = bench(case, n_ctx=2048)
+    b.with_two()
+    state = b.ctx.get_state(None if whole else 0).copy()
+    extended = {p["part"]: p["extended"] for p in b.ctx.native.state_layout()}
+    for run in runs(b.ctx, state, whole=whole):
+        at = run.offset
+        for _ in range(run.n_cells if run.what == "cells" else 0):
+            pos, n_ids = state[at : at + 8].view(np.uint32)
+            state[at : at + 4] = np.frombuffer((int(pos) + 400).to_bytes(4, "little"), np.uint8)
+            at += 8 + 12 * extended[run.part] + 4 * int(n_ids)
+    with pytest.raises(StateDamaged, match="gaps"):
+        b.ctx.set_state(state) if whole else b.ctx.set_state(state, 0)
+    b.check()

@@ -36,6 +36,7 @@ struct walk {
     std::vector<state_block> & blocks;
     // Last position of each sequence by the parts so far; every part ends a sequence alike.
     std::vector<llama_pos> ends = {}, last = {};
+    std::vector<uint32_t>  counts = {};  // cells of each sequence in this part
     // Where a window is: positions of each sequence in plain attention, and in this part.
     std::vector<std::vector<llama_pos>> whole = {}, held = {};
     uint32_t n_filled = 0;  // streams of this part that hold cells
@@ -92,6 +93,7 @@ struct walk {
 
     void note(size_t s, llama_pos pos) {
         last[s] = std::max(last[s], pos);
+        ++counts[s];
         if (m->swa) {
             held[s].push_back(pos);
         }
@@ -194,6 +196,7 @@ struct walk {
                 held[0].swap(plain);
             }
             last[0] = std::max(last[0], highest);
+            counts[0] += n;
         }
         return valid;
     }
@@ -269,6 +272,7 @@ struct walk {
         visit_head(*this, seq, llm_arch_name(m->arch));
         for (const state_part & part : state_parts(m, v_trans, partial)) {
             last.assign(n_seq_max, -1);
+            counts.assign(n_seq_max, 0);
             held.assign(m->swa ? n_seq_max : 0, {});
             n_filled = 0;
             visit_part(*this, part, state_rows_of(m, v_trans, part.part));
@@ -281,6 +285,11 @@ struct walk {
                 ends = last;
             }
             for (size_t s = 0; s < ends.size(); ++s) {
+                // Blocks are looked for among as many positions as there are cells, and no decode leaves gaps.
+                if (part.part == PART_ATTENTION && picks_blocks(m) && last[s] >= int64_t(counts[s])) {
+                    throw fault{STATE_DAMAGED, "has gaps: position " + std::to_string(last[s]) + " in " +
+                                                   std::to_string(counts[s]) + " cells"};
+                }
                 // A window may have let go of the end too, where the next token does not see it.
                 const bool left = part.part == PART_WINDOW && last[s] < ends[s] &&
                                   !in_window(m, ends[s], ends[s] + 1);

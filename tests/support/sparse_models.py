@@ -310,7 +310,7 @@ def _latent_attention(plan: Blueprint, prefix: str, sizes: Sizes) -> None:
     }
 
 
-def index_keys() -> dict[str, int]:
+def index_keys() -> dict[str, int | float | bool]:
     """Keys of an index that picks sixteen cells."""
     return {
         ".attention.indexer.head_count": INDEX_HEADS,

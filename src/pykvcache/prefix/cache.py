@@ -154,9 +154,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._evaluation = EvaluationTime(least_seconds(context))
         other = _caches.get(context, lambda: None)()
         if other is not None and not other.is_closed:
-            raise ArgumentError(
-                "the context has a PrefixCache already: close() that one first", "ctx"
-            )
+            raise ArgumentError("the context has a PrefixCache already: close it first", "ctx")
         self._tier_seconds = as_wait(tier_seconds, "tier_seconds", 3600)
         model, _, layout = self._digests
         self._tiers = Tiers(

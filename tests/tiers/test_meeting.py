@@ -318,6 +318,7 @@ def test_front_and_back_meet_in_place(
     if not case.info.has_rest:
         assert report.evaluated <= {1: 56, 3: 34, 100: 34}[pace]
     assert report.remote >= 24 or (case.info.has_rest and hole is not None)
+    assert f"{report.remote} tokens came" in report.reason or not report.remote
     made = list(sequence.generate(3))
     whole = [*prompt, *made]
     assert apart(sequence.logits(), fresh_logits(case.name, whole)) < case.tolerance

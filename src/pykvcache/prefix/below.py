@@ -319,8 +319,12 @@ class TierMethods(BeginMethods, KeepMethods):
         """As `_account`, for what came while the sequence was being evaluated."""
         remote = min(placed, got.count("remote"))
         old = sequence._reuse
+        # What was said before it came is no longer true.
+        n = old.disk + old.remote + placed
+        reason = f"{n} tokens came from tiers while the rest was evaluated"
         sequence._reuse = replace(
             old,
+            reason=reason if placed else old.reason,
             disk=old.disk + placed - remote,
             remote=old.remote + remote,
             evaluated=old.evaluated - placed,

@@ -14,6 +14,7 @@ __all__ = ["CacheStats", "ReuseReport"]
 class ReuseReport:
     """How much of a prompt was known when its sequence was made.
 
+    What tiers bring while the prompt is evaluated counts, too: it is there after that.
     ``live``, ``ram``, ``disk``, ``remote`` and ``evaluated`` sum to ``n_tokens``.
 
     Attributes

@@ -62,7 +62,7 @@ class CachedSequence(LlamaSequence):
 
     @property
     def reuse(self) -> ReuseReport:
-        """How much of its prompt was known when it was made."""
+        """How much of its prompt was known when it was made, or came from tiers since."""
         report, reason = self._reuse, self._reason
         if report.reason or reason is None:
             return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import dis
+import gc
 import signal
 import sys
 from collections import defaultdict
@@ -45,6 +46,9 @@ class InterruptAnywhere:
     def run(self, call: Callable[[], object]) -> bool:
         """Call; return whether it was interrupted."""
         before = sys.gettrace()
+        # What the collector finds belongs to something else, and `__del__` hides an interrupt.
+        collects = gc.isenabled()
+        gc.disable()
         # CPython 3.12 tells of no opcode unless a frame has asked for that before (gh-103615).
         sys._getframe().f_trace_opcodes = True
         sys.settrace(self._enter)
@@ -54,6 +58,8 @@ class InterruptAnywhere:
             return True
         finally:
             sys.settrace(before)
+            if collects:
+                gc.enable()
             self._last.clear()
             self._entered.clear()
         return False
@@ -130,6 +136,10 @@ class CtrlCAnywhere(InterruptAnywhere):
         return step
 
     def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
+        # CPython 3.10 looks before a generator that goes on is told of it, and so outside of its
+        # `try`: only because it is traced.
+        if sys.version_info < (3, 11) and frame.f_code.co_filename.endswith(self._also):
+            return self._step
         if event == "opcode" and _looks(self._name(frame.f_code, frame.f_lasti), _CALLS):
             self.seen += 1
             if self.seen == self.at:

@@ -264,7 +264,7 @@ def test_a_forked_child_releases_no_lease_of_its_parent(
     assert len(list(tmp_path.iterdir())) == 2
 
     def close_all() -> None:
-        search.abandon()
+        search.abandon(cache._tiers.release)
         generator.close()
         held.close()
         cache.close()
@@ -278,6 +278,28 @@ def test_a_forked_child_releases_no_lease_of_its_parent(
     held.close()
     cache.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("first", ["cache", "context"])
+def test_closing_gives_back_the_leases_of_what_is_open(
+    first: str, make_context: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Sequences that were not evaluated yet, and requests that wait: others need not wait."""
+    monkeypatch.setattr(leases, "LEAST_SECONDS", 0.0)
+    ctx = make_context("llama")
+    cache = PrefixCache(ctx, block_size=SIZE, tier_seconds=20, tiers=[Marks(tmp_path)])
+    held = cache.sequence(words(1, 100))
+    generator = BatchGenerator(cache)
+    generator.submit(words(2, 100), 2)
+    search = generator._schedule.waiting[0]._sequence._search  # type: ignore[attr-defined]
+    assert search.done.wait(20)
+    assert len(list(tmp_path.iterdir())) == 2
+    if first == "context":
+        ctx.close()
+    cache.close()
+    assert not list(tmp_path.iterdir())
+    generator.close()
+    held.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")

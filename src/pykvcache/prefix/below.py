@@ -139,13 +139,17 @@ class TierMethods(BeginMethods, KeepMethods):
 
     def _evaluated(self, sequence: CachedSequence) -> None:
         """Give the tiers what others wait for, as soon as the prompt is evaluated."""
-        self._leave(sequence)
         self._fill_reserve()
+        self._end_search(sequence)
+
+    def _end_search(self, sequence: CachedSequence) -> None:
+        """Give back the lease of a sequence, after what others wait for."""
+        self._leave(sequence)
         search, sequence._search = sequence._search, None
         if search is None:
             return
         if not search.looked.is_set():
-            search.abandon()
+            search.abandon(self._tiers.release)
         lease = search.lease
         if lease is None or not lease.held:
             return
@@ -237,7 +241,7 @@ class TierMethods(BeginMethods, KeepMethods):
     def _leave(self, sequence: CachedSequence) -> None:
         """End the search of a request that has ended; others may take a lease."""
         if sequence._pending is not None:
-            sequence._pending[0].abandon()
+            sequence._pending[0].abandon(self._tiers.release)
             sequence._pending = sequence._search = None
 
     def _patience(self, sequence: CachedSequence) -> float:

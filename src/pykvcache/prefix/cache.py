@@ -307,10 +307,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._ram.clear(space)
             self._events.withdraw(space)
             self._tiers.cancel(space)
-            for sequence in self._open:
-                if space is None or sequence._namespace == space:
-                    self._open.discard(sequence)
-                    self._ram.release(sequence)
+            self._open.part(space, self._ram.release)
             if space is None:
                 self._tiers.forget_notices()
                 self._events.add(AllBlocksCleared())
@@ -362,8 +359,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             if self._has_ended:
                 return
             if not self._closed:
-                if len(self._tiers) and not self._ctx.is_closed:
-                    self._keep_open()
+                if len(self._tiers):
+                    self._end_open()
                 self._ram.clear(None)
                 self._closed = True
             self._prefetches.cancel()
@@ -372,11 +369,12 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._tiers.close()
         self._has_ended = True  # after an interrupt a second call does the rest
 
-    def _keep_open(self) -> None:
+    def _end_open(self) -> None:
         for sequence in self._open:
-            if not sequence.is_closed:
-                with contextlib.suppress(DeviceLost):
+            with contextlib.suppress(DeviceLost):
+                if not sequence.is_closed:
                     self._keep(sequence)
+            self._end_search(sequence)
 
     @property
     def is_closed(self) -> bool:

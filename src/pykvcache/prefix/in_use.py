@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,13 @@ class InUse:
     def discard(self, sequence: CachedSequence) -> None:
         """Forget a sequence."""
         self._refs.pop(id(sequence), None)
+
+    def part(self, namespace: str | None, release: Callable[[CachedSequence], None]) -> None:
+        """Forget those of a namespace, or all, and let each release what it holds."""
+        for sequence in self:
+            if namespace is None or sequence._namespace == namespace:
+                self.discard(sequence)
+                release(sequence)
 
     def clear(self) -> None:
         """Forget all."""

@@ -191,16 +191,20 @@ class Fetch:
         """Let the thread stop after what it is reading."""
         self.is_cancelled = True
 
-    def abandon(self) -> None:
-        """As `cancel`, and nobody will evaluate what is missing: a lease is given back."""
+    def abandon(self, release: Callable[[Lease], None]) -> None:
+        """As `cancel`, and nobody will evaluate what is missing: a lease is given back.
+
+        Parameters
+        ----------
+        release
+            Gives it back without waiting for the store, where the search is done already.
+        """
         self.is_abandoned = self.is_cancelled = True
         if (after := self.after) is not None:
             after.is_abandoned = True
         lease = self.lease
         if self.done.is_set() and lease is not None and lease.held:
-            # A store may let it wait for other writers.
-            # Without a thread for it the lease ends by itself.
-            has_started(Worker(lease.release, "pykvcache-release"))
+            release(lease)
 
     def run(self) -> None:
         """Search, and read from the back."""

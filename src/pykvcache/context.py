@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,6 +32,8 @@ from pykvcache.pictures import PictureMethods
 from pykvcache.state import LlamaFileMethods
 
 __all__ = ["LlamaContext"]
+
+_log = logging.getLogger("pykvcache")
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -93,7 +97,8 @@ class LlamaContext(
         Not all models can: Qwen 3.5, LFM2, Nemotron-H and some others. Less than ``n_ubatch - 1``.
     kv_unified
         One pool of cells for all sequences: forks share cells and cost nothing.
-        ``False`` gives each sequence a stream of ``n_ctx / n_seq_max`` cells.
+        ``False`` gives each sequence a stream of ``n_ctx / n_seq_max`` cells. MiniMax M3 attends
+        to what its index chooses only so, or with one sequence, and with flash attention.
     swa_full
         Give sliding-window layers a full-size cache, so that a sequence can be
         rewound and shifted; ``False`` saves memory and keeps the window only.
@@ -178,6 +183,13 @@ class LlamaContext(
         self._type_k: GgmlType = params["type_k"]
         self._type_v: GgmlType = params["type_v"]
         self._native = lib.Context(model.native, params)
+        if self._native.index_use is False:
+            # llama.cpp says so once per process, and later.
+            _log.warning(
+                "this context attends to all cells, and this model was made to attend to those "
+                "that its index chooses: for that, pass kv_unified=False (or n_seq_max=1), and "
+                "flash_attn='enabled' (or 'auto')"
+            )
 
     # Figures and life -----------------------------------------------------------------------
 

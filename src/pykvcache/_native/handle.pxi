@@ -28,6 +28,8 @@ cdef class Handle:
     cdef lib.context_facts effective
     cdef int kind
     cdef bint streams, shiftable
+    # Whether graphs ask the index which cells to attend to; None where no setting decides that.
+    cdef readonly object index_use
 
     def __cinit__(self, Model model not None, dict params not None):
         cdef lib.llama_context_params p = lib.llama_context_default_params()
@@ -75,6 +77,9 @@ cdef class Handle:
         self.n_seq_max = lib.llama_n_seq_max(ctx)
         self.effective = lib.look_at_context(ctx, self.mem)
         self.causal = self.effective.causal
+        if lib.may_be_dense(self.mem):  # as llama.cpp's graph of MiniMax M3 decides it
+            self.index_use = bool(self.effective.flash_attn
+                                  and (self.n_seq_max == 1 or not self.effective.kv_unified))
         self.pooling_type = self.effective.pooling_type
         self.embeddings = p.embeddings
         if lib.picks_blocks(self.mem) and self.n_seq_max > 1 and not self.streams:

@@ -17,6 +17,9 @@ from pykvcache.state.layout import need_equal
 
 __all__ = ["Fingerprint", "fingerprint_of"]
 
+# Stands beside the rotation: both say how a model's layers compute what the cells hold.
+_INDEX = "index"
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -37,9 +40,10 @@ class Fingerprint:
     causal
         Whether attention is causal.
     rope
-        How keys are rotated, of the first layer that is: base, scale and the like.
+        How keys are rotated, of the first layer that is: base, scale and the like. And
+        ``index``, 1, where attention asks an index that the context may leave out.
     rope_digest
-        SHA-256 of the rotation of every layer, byte by byte in docs/state-format.md.
+        SHA-256 of the same of every layer, byte by byte in docs/state-format.md.
     adapters
         LoRA adapters in use; none can be, yet.
     model_name
@@ -101,6 +105,16 @@ class Fingerprint:
             )
         for what in ("memory", "causal", "adapters"):
             need_equal(what, getattr(self, what), getattr(here, what))
+        if self.rope.get(_INDEX) != here.rope.get(_INDEX):
+            held, known = ("with" if _INDEX in one.rope else "without" for one in (self, here))
+            raise StateLayoutMismatch(
+                f"the state was computed {held} the index of this model's attention, and this "
+                f"context computes {known} it (kv_unified, n_seq_max, flash_attn): use a context "
+                "like the other one",
+                what="index",
+                value=_INDEX in self.rope,
+                limit=_INDEX in here.rope,
+            )
         if self.rope_digest != here.rope_digest:
             differ = [
                 f"{name} is {self.rope.get(name)} in the state, {here.rope.get(name)} here"
@@ -149,6 +163,9 @@ def fingerprint_of(native: lib.Context, model: str) -> Fingerprint:
         digest.update(_rotation(facts))
         if facts is not None and not first and facts["type"] >= 0:
             first = {k: float(v) for k, v in facts.items() if k != "freq_factors"}
+    if native.index_use:
+        digest.update(b"index")
+        first[_INDEX] = 1.0
     return Fingerprint(
         model=model,
         architecture=m.metadata.get("general.architecture", ""),

@@ -169,7 +169,8 @@ class StateMethods(PartialStateMethods):
         """Make a sequence hold what a state holds; on any error all is as it was.
 
         The context may differ from the source's in ``n_ctx``, ``n_seq_max``, ``kv_unified``,
-        flash attention and sequence id. There are no logits until a token is decoded.
+        flash attention and sequence id, unless these decide whether attention asks an index
+        (MiniMax M3). There are no logits until a token is decoded.
 
         Parameters
         ----------

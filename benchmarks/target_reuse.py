@@ -94,10 +94,10 @@ def alone(groups: dict[str, Rows]) -> Verdict:
         own = rows.get(f"nothing shared, {model}, processor")
         if own is not None and (of_own := own.ratios("without", "with a cache")):
             words[-1] += f", by processor time {statistics.median(of_own):.3f}"
-        if copied := row.ratios("without", "without, blocks copied"):
-            words[-1] += (
-                f"; its blocks copied to new memory and no more {statistics.median(copied):.3f}"
-            )
+        if copies := row.samples.get("copying the blocks"):
+            plain = row.median("without")
+            floor = plain / (plain + statistics.median(copies))
+            words[-1] += f"; with its blocks copied to new memory, and nothing else, {floor:.3f}"
     if not words:
         return Verdict("reuse_alone", text, "-", None)
     return Verdict("reuse_alone", text, "; ".join(words), min(values) >= 0.99)

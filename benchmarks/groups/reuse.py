@@ -72,7 +72,7 @@ def alone(ours: Contestant, model: str, plan: Plan) -> list[Row]:
             if "error" in answer:
                 row.errors[OURS] = answer["error"]
             elif turn:
-                for how in ("with a cache", "without", "without, blocks copied"):
+                for how in ("with a cache", "without", "copying the blocks"):
                     row.samples.setdefault(how, []).extend(answer[how + suffix])
     for row in rows:
         show(row, 1e3, "ms", base="without")

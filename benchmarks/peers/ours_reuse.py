@@ -17,7 +17,7 @@ from pykvcache.prefix.policies import DEFAULT
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.tree import BlockTree
 
-CACHED, COPIED = "with a cache", "without, blocks copied"
+CACHED, COPIED = "with a cache", "copying the blocks"
 ALONE = (CACHED, "without", COPIED)
 
 
@@ -60,7 +60,8 @@ class Reuse:
     def do_strangers(self, ram_mib: int, quick: bool = False) -> Answer:
         """Seconds per token of prompts that share nothing, with a cache and without, in turns.
 
-        And without a cache, but with their blocks copied to new memory: what keeping them takes.
+        And the seconds of copying their blocks to new memory, without a cache: no cache that keeps
+        them takes less.
         """
         assert self.ctx is not None
         ctx = self.ctx
@@ -72,6 +73,7 @@ class Reuse:
             with cache.sequence(prompt) if how == CACHED else LlamaSequence(ctx, prompt) as one:
                 n = 1 + sum(1 for _ in one.generate(16, sampler=Sampler(temperature=0)))
                 if how == COPIED:
+                    wall, own = time.perf_counter(), time.process_time()
                     kept.append(copies(ctx, one))
             took.setdefault(how, []).append((time.perf_counter() - wall) / n)
             took.setdefault(f"{how}, processor", []).append((time.process_time() - own) / n)

@@ -197,7 +197,7 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     llama_pos max_position(const memory*)
     bool bounded(const memory*)
     bool picks_blocks(const memory*)
-    bool may_be_dense(const memory*)
+    bool may_be_dense(const memory*) noexcept
     bool has_layout(const memory*) noexcept
     bool has_rest(const memory*) noexcept
     bool windowed(const memory*)

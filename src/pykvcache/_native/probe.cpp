@@ -263,7 +263,7 @@ no_shift     why_no_shift(const memory * m) { return m->shift; }
 llama_pos    max_position(const memory * m) { return m->max_position; }
 bool         bounded(const memory * m) { return m->bounded; }
 bool         picks_blocks(const memory * m) { return m->bounded && m->recurrent; }
-bool         may_be_dense(const memory * m) { return dynamic_cast<llama_kv_cache_msa *>(m->mem) != nullptr; }
+bool         may_be_dense(const memory * m) noexcept { return dynamic_cast<llama_kv_cache_msa *>(m->mem) != nullptr; }
 bool         has_layout(const memory * m) noexcept { return m->has_layout; }
 bool         whole_only(const memory * m) { return m->recurrent || (m->mem && !m->has_layout); }
 bool         has_rest(const memory * m) noexcept { return m->swa || whole_only(m); }

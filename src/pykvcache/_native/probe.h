@@ -102,7 +102,7 @@ bool         bounded(const memory * m);
 // Whether attention goes to blocks of neighbouring cells that belong to the same sequences.
 bool         picks_blocks(const memory * m);
 // Whether graphs attend to all cells where flash attention is off, or sequences share a stream.
-bool         may_be_dense(const memory * m);
+bool         may_be_dense(const memory * m) noexcept;
 // Whether it is known here how a state of it is laid out.
 bool         has_layout(const memory * m) noexcept;
 // Whether sequences go as wholes alone: folded into a state, or into copies that cannot be cut.

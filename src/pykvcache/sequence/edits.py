@@ -66,7 +66,12 @@ class EditMethods:
 
     @property
     def seq_id(self) -> int | None:
-        """The id under which the memory holds it now; None while it has none."""
+        """The id under which the memory holds it now; None while it has none.
+
+        The memory may hold more than the sequence: tokens that were taken back stay until others
+        take their place, in case they come again. The context's own calls, such as
+        `LlamaContext.get_state` with this id, see them; `save` and `fork` do not.
+        """
         return self._cells.seq_id
 
     @property

@@ -36,13 +36,19 @@ class HasContext(Protocol):
         """The object of the compiled layer."""
 
 
+# What a subclass cannot replace.
+_COMPILED = ("native", "sample", "accept", "logprobs", "reset", "clone", "seed")
+
+
 class Sampler:
     """Choose tokens with llama.cpp's samplers.
 
     In this order: ``logit_bias``, grammar, penalties, ``top_k``, ``top_p``, ``min_p``,
     ``temperature``, choice. One sampler keeps the history of one text (penalties, grammar,
     random state): use one per sequence, from one thread at a time. `clone` and ``copy.copy``
-    give another one with the same history; from there each goes its own way.
+    give another one with the same history; from there each goes its own way. Tokens are chosen in
+    compiled code: a subclass that has a `sample` of its own is refused. For a choice of your own
+    take `LlamaSequence.logits` and append the token.
 
     Parameters
     ----------
@@ -134,10 +140,24 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         }
         self._native = lib.Sampler(self._params, native_model)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _COMPILED:
+            if getattr(cls, name) is not getattr(Sampler, name):
+                raise TypeError(
+                    f"{cls.__name__}.{name} would not be called: generate() and requests choose "
+                    "tokens in compiled code. For a choice of your own take sequence.logits(), and "
+                    "sequence.append([token])"
+                )
+
     @property
     def native(self) -> lib.Sampler:
         """The object of the compiled layer."""
-        return self._native
+        try:
+            return self._native
+        except AttributeError:
+            text = f"{type(self).__name__}.__init__ does not call Sampler.__init__"
+            raise TypeError(text) from None
 
     def sample(self, source: HasContext | npt.NDArray[np.float32], i: SupportsIndex = -1) -> int:
         """Choose a token and accept it (``llama_sampler_apply``, ``llama_sampler_accept``).

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from binding.kit import words
-from pykvcache import LlamaContext, LlamaModel, Sampler
+from pykvcache import BatchGenerator, LlamaContext, LlamaModel, LlamaSequence, Sampler
 
 COPIES: dict[str, Callable[[Sampler], Sampler]] = {
     "clone": Sampler.clone,
@@ -110,6 +110,36 @@ def test_a_subclass_stays_one(duplicate: Callable[[Sampler], Sampler]) -> None:
     twin = duplicate(sampler)
     assert type(twin) is Named
     assert twin.name == "other"
+
+
+NAMES = ["native", "sample", "accept", "logprobs", "reset", "clone", "seed"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_subclass_cannot_replace_what_is_compiled(name: str) -> None:
+    """generate() would not call it, and choose other tokens than its author thinks."""
+    mixin = type("Mixin", (), {name: lambda self, *args: 7})
+    for bases, own in (((Sampler,), {name: lambda self, *args: 7}), ((mixin, Sampler), {})):
+        with pytest.raises(TypeError, match=rf"Mine\.{name} would not be called: .*logits"):
+            type("Mine", bases, own)
+    assert type("Mine", (Sampler,), {"name": 7})().name == 7  # type: ignore[attr-defined]
+
+
+def test_a_subclass_without_a_beginning_is_refused(make_context: Any) -> None:
+    class Empty(Sampler):
+        def __init__(self) -> None: ...
+
+    ctx = make_context("llama")
+    with LlamaSequence(ctx, words(5)) as sequence, BatchGenerator(ctx) as generator:
+        for call in (
+            lambda: sequence.generate(3, sampler=Empty()),
+            lambda: sequence.stream(3, sampler=Empty()),
+            lambda: generator.submit(words(5), 3, sampler=Empty()),
+        ):
+            with pytest.raises(TypeError, match=r"Empty\.__init__ does not call Sampler"):
+                call()
+        handle = generator.submit(words(5), 3).wait()
+        assert list(sequence.generate(3)) == handle.tokens.tolist()[-3:]
 
 
 def test_a_sampler_cannot_be_pickled() -> None:

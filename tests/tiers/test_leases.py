@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -280,26 +281,37 @@ def test_a_forked_child_releases_no_lease_of_its_parent(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("first", ["cache", "context"])
+ORDERS = list(permutations(["cache", "context", "sequence", "generator"]))
+
+
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_closing_gives_back_the_leases_of_what_is_open(
-    first: str, make_context: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    order: tuple[str, ...],
+    clears: bool,
+    make_context: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """Sequences that were not evaluated yet, and requests that wait: others need not wait."""
     monkeypatch.setattr(leases, "LEAST_SECONDS", 0.0)
     ctx = make_context("llama")
     cache = PrefixCache(ctx, block_size=SIZE, tier_seconds=20, tiers=[Marks(tmp_path)])
-    held = cache.sequence(words(1, 100))
+    sequence = cache.sequence(words(1, 100))
     generator = BatchGenerator(cache)
     generator.submit(words(2, 100), 2)
     search = generator._schedule.waiting[0]._sequence._search  # type: ignore[attr-defined]
     assert search.done.wait(20)
     assert len(list(tmp_path.iterdir())) == 2
-    if first == "context":
-        ctx.close()
-    cache.close()
+    if clears:
+        cache.clear()
+    ends = {"cache": cache, "context": ctx, "sequence": sequence, "generator": generator}
+    for name in order:
+        ends[name].close()
+    until = time.monotonic() + 20
+    while list(tmp_path.iterdir()) and time.monotonic() < until:
+        time.sleep(0.01)
     assert not list(tmp_path.iterdir())
-    generator.close()
-    held.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")

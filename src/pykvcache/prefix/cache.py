@@ -307,7 +307,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._ram.clear(space)
             self._events.withdraw(space)
             self._tiers.cancel(space)
-            self._open.part(space, self._ram.release)
+            self._open.part(space, self._end_search, self._ram.release)
             if space is None:
                 self._tiers.forget_notices()
                 self._events.add(AllBlocksCleared())

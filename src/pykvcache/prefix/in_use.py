@@ -34,12 +34,13 @@ class InUse:
         """Forget a sequence."""
         self._refs.pop(id(sequence), None)
 
-    def part(self, namespace: str | None, release: Callable[[CachedSequence], None]) -> None:
-        """Forget those of a namespace, or all, and let each release what it holds."""
+    def part(self, namespace: str | None, *calls: Callable[[CachedSequence], None]) -> None:
+        """Forget those of a namespace, or all, and then make some calls with each."""
         for sequence in self:
             if namespace is None or sequence._namespace == namespace:
                 self.discard(sequence)
-                release(sequence)
+                for call in calls:
+                    call(sequence)
 
     def clear(self) -> None:
         """Forget all."""

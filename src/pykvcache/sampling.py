@@ -36,10 +36,6 @@ class HasContext(Protocol):
         """The object of the compiled layer."""
 
 
-# What a subclass cannot replace.
-_COMPILED = ("native", "sample", "accept", "logprobs", "reset", "clone", "seed")
-
-
 class Sampler:
     """Choose tokens with llama.cpp's samplers.
 
@@ -47,8 +43,8 @@ class Sampler:
     ``temperature``, choice. One sampler keeps the history of one text (penalties, grammar,
     random state): use one per sequence, from one thread at a time. `clone` and ``copy.copy``
     give another one with the same history; from there each goes its own way. Tokens are chosen in
-    compiled code: a subclass that has a `sample` of its own is refused. For a choice of your own
-    take `LlamaSequence.logits` and append the token.
+    compiled code: `generate` and requests refuse a subclass that has a `sample` of its own. For a
+    choice of your own take `LlamaSequence.logits` and append the token.
 
     Parameters
     ----------
@@ -140,24 +136,10 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         }
         self._native = lib.Sampler(self._params, native_model)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in _COMPILED:
-            if getattr(cls, name) is not getattr(Sampler, name):
-                raise TypeError(
-                    f"{cls.__name__}.{name} would not be called: generate() and requests choose "
-                    "tokens in compiled code. For a choice of your own take sequence.logits(), and "
-                    "sequence.append([token])"
-                )
-
     @property
     def native(self) -> lib.Sampler:
         """The object of the compiled layer."""
-        try:
-            return self._native
-        except AttributeError:
-            text = f"{type(self).__name__}.__init__ does not call Sampler.__init__"
-            raise TypeError(text) from None
+        return self._native
 
     def sample(self, source: HasContext | npt.NDArray[np.float32], i: SupportsIndex = -1) -> int:
         """Choose a token and accept it (``llama_sampler_apply``, ``llama_sampler_accept``).
@@ -284,6 +266,27 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 60
+
+
+# What compiled code does by itself.
+_COMPILED = ("native", "sample", "accept", "logprobs", "reset", "clone", "seed")
+
+
+def check_sampler(sampler: object) -> Sampler:
+    """Return a sampler for `generate` or a request; TypeError for one that they would not call."""
+    if not isinstance(sampler, Sampler):
+        raise TypeError(f"sampler must be a Sampler, not {type(sampler).__name__}")
+    kind = type(sampler)
+    for name in _COMPILED:
+        if getattr(kind, name) is not getattr(Sampler, name) or name in vars(sampler):
+            raise TypeError(
+                f"{kind.__name__}.{name} would not be called: generate() and requests choose "
+                "tokens in compiled code. For a choice of your own take sequence.logits(), and "
+                "sequence.append([token])"
+            )
+    if "_native" not in vars(sampler):
+        raise TypeError(f"{kind.__name__}.__init__ does not call Sampler.__init__")
+    return sampler
 
 
 def _native(value: object, what: str, kind: type[N]) -> N:

@@ -116,13 +116,29 @@ NAMES = ["native", "sample", "accept", "logprobs", "reset", "clone", "seed"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_subclass_cannot_replace_what_is_compiled(name: str) -> None:
+def test_a_subclass_cannot_replace_what_is_compiled(name: str, make_context: Any) -> None:
     """generate() would not call it, and choose other tokens than its author thinks."""
+    ctx = make_context("llama")
     mixin = type("Mixin", (), {name: lambda self, *args: 7})
-    for bases, own in (((Sampler,), {name: lambda self, *args: 7}), ((mixin, Sampler), {})):
-        with pytest.raises(TypeError, match=rf"Mine\.{name} would not be called: .*logits"):
-            type("Mine", bases, own)
-    assert type("Mine", (Sampler,), {"name": 7})().name == 7  # type: ignore[attr-defined]
+    mine = [
+        type("Mine", (Sampler,), {name: lambda self, *args: 7})(),
+        type("Mine", (mixin, Sampler), {})(),
+    ]
+    if name not in ("native", "seed"):  # properties
+        mine.append(type("Mine", (Sampler,), {})())
+        setattr(mine[-1], name, lambda *args: 7)
+    with LlamaSequence(ctx, words(5)) as sequence, BatchGenerator(ctx) as generator:
+        for one in mine:
+            for call in (
+                lambda one=one: sequence.generate(3, sampler=one),
+                lambda one=one: sequence.stream(3, sampler=one),
+                lambda one=one: generator.submit(words(5), 3, sampler=one),
+                lambda one=one: generator.submit(words(5), 3, sampler=one, n=2),
+            ):
+                with pytest.raises(TypeError, match=rf"Mine\.{name} would not be .*logits"):
+                    call()
+        plain = type("Mine", (Sampler,), {"name": 7})(temperature=0)
+        assert list(sequence.generate(3, sampler=plain))
 
 
 def test_a_subclass_without_a_beginning_is_refused(make_context: Any) -> None:

@@ -12,7 +12,7 @@ from pykvcache.generate.driving import Driving
 from pykvcache.generate.handle import GenerationHandle
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.sequence import CachedSequence
-from pykvcache.sampling import Sampler
+from pykvcache.sampling import Sampler, check_sampler
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import POINTS
 from pykvcache.sequence.ledger import Ledger
@@ -172,10 +172,7 @@ class BatchGenerator(Driving):
         count = as_int(n, "n", 1, 2**16)
         n_logprobs = as_int(logprobs, "logprobs", 0, self._ctx.model.n_vocab)
         rank = as_int(priority, "priority", -(2**31), 2**31 - 1)
-        if sampler is None:
-            sampler = Sampler(temperature=0)
-        elif not isinstance(sampler, Sampler):
-            raise TypeError(f"sampler must be a Sampler, not {type(sampler).__name__}")
+        sampler = Sampler(temperature=0) if sampler is None else check_sampler(sampler)
         stops = Stop.of(stop, self._ctx.model.n_vocab)
         stops.check_text(self._ctx.model)
         sampler.native.check(self._ctx.model.native)

@@ -14,7 +14,7 @@ from pykvcache._drawing.html import bar_html
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation
 from pykvcache.errors._shown import shown
-from pykvcache.sampling import Sampler
+from pykvcache.sampling import Sampler, check_sampler
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import POINTS, CheckpointPolicy
 from pykvcache.sequence.edits import EditMethods
@@ -188,10 +188,7 @@ class LlamaSequence(EditMethods, Closing):
         *,
         as_text: bool,
     ) -> Generation:
-        if sampler is None:
-            sampler = Sampler(temperature=0)
-        elif not isinstance(sampler, Sampler):
-            raise TypeError(f"sampler must be a Sampler, not {type(sampler).__name__}")
+        sampler = Sampler(temperature=0) if sampler is None else check_sampler(sampler)
         if not isinstance(on_full, str):
             raise TypeError(f"on_full must be a str, not {type(on_full).__name__}")
         if on_full not in _ON_FULL:

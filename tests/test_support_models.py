@@ -290,6 +290,9 @@ def test_ledger_agrees_with_llama_cpp(runner: Runner, folder: Path) -> None:
     runner.fresh(tokens[:40])
     ledger.decode(0, tokens[:40])
     start = 40
+    # GELU's table rounds to f16: what lies on the edge between two values goes one way or the other
+    # from processor to processor. Of these models T5 shows it: 0.0018 from 2e-7 of what goes in.
+    right = 4 * RIGHT if info.has_encoder else RIGHT
 
     def both(n: int, seq: int = 0) -> None:
         nonlocal start
@@ -297,7 +300,7 @@ def test_ledger_agrees_with_llama_cpp(runner: Runner, folder: Path) -> None:
         start += n
         ctx.decode(part, seq_id=seq)
         ledger.decode(seq, part)
-        assert distance(ctx.logits(-1), ledger.logits) < RIGHT
+        assert distance(ctx.logits(-1), ledger.logits) < right
 
     both(1)
     ctx.clear_kv_cache_seq(0, 10, 15)

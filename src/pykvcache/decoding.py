@@ -12,7 +12,7 @@ from pykvcache._convert import TokenInput, as_int, as_token_array
 from pykvcache._native import lib
 from pykvcache.batch import LlamaBatch
 from pykvcache.facts import ContextFacts
-from pykvcache.sampling import Sampler
+from pykvcache.sampling import Sampler, check_sampler
 
 __all__ = ["DecodeMethods"]
 
@@ -159,10 +159,8 @@ class DecodeMethods(ContextFacts):
             The sequence.
         """
         limit = as_int(max_tokens, "max_tokens", 0, 2**31 - 1)
-        if sampler is None:
-            sampler = Sampler(temperature=0)
-        elif not isinstance(sampler, Sampler):
-            raise TypeError(f"sampler must be a Sampler, not {type(sampler).__name__}")
+        sampler = Sampler(temperature=0) if sampler is None else check_sampler(sampler)
+        sampler.native.check(self._model.native)
         if isinstance(prompt, str):
             empty = self._native.seq_pos(seq_id, True) < 0
             tokens = self._model.tokenize(prompt, add_special=empty)

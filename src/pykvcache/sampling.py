@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -268,25 +268,26 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = 60
 
 
-# What compiled code does by itself.
+# What compiled code does by itself, or has to find as it is.
 _COMPILED = ("native", "sample", "accept", "logprobs", "reset", "clone", "seed")
 
 
 def check_sampler(sampler: object) -> Sampler:
-    """Return a sampler for `generate` or a request; TypeError for one that they would not call."""
-    if not isinstance(sampler, Sampler):
-        raise TypeError(f"sampler must be a Sampler, not {type(sampler).__name__}")
+    """Return a sampler for `generate` or a request; TypeError for one that they cannot use."""
     kind = type(sampler)
+    if not issubclass(kind, Sampler):  # isinstance() believes what a proxy says of itself
+        raise TypeError(f"sampler must be a Sampler, not {kind.__name__}")
+    own = vars(sampler)
     for name in _COMPILED:
-        if getattr(kind, name) is not getattr(Sampler, name) or name in vars(sampler):
+        if getattr(kind, name) is not getattr(Sampler, name) or name in own:
             raise TypeError(
-                f"{kind.__name__}.{name} would not be called: generate() and requests choose "
-                "tokens in compiled code. For a choice of your own take sequence.logits(), and "
-                "sequence.append([token])"
+                f"{kind.__name__} replaces {name}: generate() and requests choose tokens in "
+                "compiled code, which knows nothing of it. For a choice of your own take "
+                "sequence.logits(), and sequence.append([token])"
             )
-    if "_native" not in vars(sampler):
+    if "_native" not in own:
         raise TypeError(f"{kind.__name__}.__init__ does not call Sampler.__init__")
-    return sampler
+    return cast(Sampler, sampler)
 
 
 def _native(value: object, what: str, kind: type[N]) -> N:

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -132,10 +133,11 @@ def test_a_subclass_cannot_replace_what_is_compiled(name: str, make_context: Any
             for call in (
                 lambda one=one: sequence.generate(3, sampler=one),
                 lambda one=one: sequence.stream(3, sampler=one),
+                lambda one=one: ctx.generate(words(5), 3, one),
                 lambda one=one: generator.submit(words(5), 3, sampler=one),
                 lambda one=one: generator.submit(words(5), 3, sampler=one, n=2),
             ):
-                with pytest.raises(TypeError, match=rf"Mine\.{name} would not be .*logits"):
+                with pytest.raises(TypeError, match=rf"Mine replaces {name}: .*logits"):
                     call()
         plain = type("Mine", (Sampler,), {"name": 7})(temperature=0)
         assert list(sequence.generate(3, sampler=plain))
@@ -150,12 +152,31 @@ def test_a_subclass_without_a_beginning_is_refused(make_context: Any) -> None:
         for call in (
             lambda: sequence.generate(3, sampler=Empty()),
             lambda: sequence.stream(3, sampler=Empty()),
+            lambda: ctx.generate(words(5), 3, Empty()),
             lambda: generator.submit(words(5), 3, sampler=Empty()),
         ):
             with pytest.raises(TypeError, match=r"Empty\.__init__ does not call Sampler"):
                 call()
         handle = generator.submit(words(5), 3).wait()
         assert list(sequence.generate(3)) == handle.tokens.tolist()[-3:]
+
+
+def test_what_only_says_that_it_is_a_sampler_is_refused(make_context: Any) -> None:
+    ctx = make_context("llama")
+    with (
+        LlamaSequence(ctx, words(5)) as sequence,
+        pytest.raises(TypeError, match="must be a Sampler, not Mock"),
+    ):
+        sequence.generate(3, sampler=Mock(spec=Sampler))
+
+
+def test_a_sampler_for_another_vocabulary_is_refused_before_anything_is_decoded(
+    make_context: Any,
+) -> None:
+    ctx = make_context("llama")
+    with pytest.raises(ValueError, match="logit_bias"):
+        ctx.generate(words(5), 3, Sampler(logit_bias={10**6: 1.0}))
+    assert ctx.kv_cache_seq_pos_max(0) == -1
 
 
 def test_a_sampler_cannot_be_pickled() -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pykvcache import LlamaContext, LlamaSequence, PrefixCache
+from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache
 from pykvcache.errors import StateLayoutMismatch
 from pykvcache.prefix.stores import FolderStore
 
@@ -33,6 +35,13 @@ DENSE = {
 }
 SIZE = 16
 NEAR = 0.1
+# Keys and values of the two ways differ from the third layer on.
+LAYERS = 4
+
+
+@pytest.fixture
+def make_minimax(make_context: Make, model: Callable[..., LlamaModel]) -> Make:
+    return partial(make_context, model("minimax_m3", n_layer=LAYERS))
 
 
 def words(seed: int, n: int) -> list[int]:
@@ -46,10 +55,10 @@ def in_parts(ctx: LlamaContext, parts: list[list[int]], seq_id: int = 0) -> Any:
     return ctx.logits().copy()
 
 
-def test_each_way_computes_something_else(make_context: Make) -> None:
+def test_each_way_computes_something_else(make_minimax: Make) -> None:
     prompt = words(1, 100)
-    asks = [in_parts(make_context("minimax_m3", **ASKS[name]), [prompt]) for name in ASKS]
-    dense = [in_parts(make_context("minimax_m3", **DENSE[name]), [prompt]) for name in DENSE]
+    asks = [in_parts(make_minimax(**ASKS[name]), [prompt]) for name in ASKS]
+    dense = [in_parts(make_minimax(**DENSE[name]), [prompt]) for name in DENSE]
     assert np.abs(asks[0] - asks[1]).max() < NEAR
     assert np.abs(dense[0] - dense[1]).max() < 0.1 > np.abs(dense[0] - dense[2]).max()
     assert np.abs(asks[0] - dense[0]).max() > 0.5
@@ -57,12 +66,12 @@ def test_each_way_computes_something_else(make_context: Make) -> None:
 
 @pytest.mark.parametrize("name", DENSE)
 def test_a_context_that_leaves_the_index_out_says_so(
-    name: str, make_context: Make, caplog: pytest.LogCaptureFixture
+    name: str, make_minimax: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     for how, count in ((DENSE[name], 1), (ASKS["streams"], 0)):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "pykvcache"):
-            make_context("minimax_m3", **how)
+            make_minimax(**how)
         mine = [one for one in caplog.records if one.name == "pykvcache"]
         assert len(mine) == count
         assert all("kv_unified=False" in one.getMessage() for one in mine)
@@ -71,10 +80,10 @@ def test_a_context_that_leaves_the_index_out_says_so(
 @pytest.mark.parametrize("dense", DENSE)
 @pytest.mark.parametrize("asks", ASKS)
 def test_states_stay_where_they_are_right(
-    asks: str, dense: str, make_context: Make, tmp_path: Path
+    asks: str, dense: str, make_minimax: Make, tmp_path: Path
 ) -> None:
     prompt = words(2, 90)
-    pair = [make_context("minimax_m3", **ASKS[asks]), make_context("minimax_m3", **DENSE[dense])]
+    pair = [make_minimax(**ASKS[asks]), make_minimax(**DENSE[dense])]
     for source, other in (pair, pair[::-1]):
         source.decode(prompt)
         other.decode(words(3, 5))
@@ -98,10 +107,39 @@ def test_states_stay_where_they_are_right(
             LlamaSequence.load(other, path, convert=True)
 
 
-def test_what_asks_the_index_goes_on_from_a_state_elsewhere(make_context: Make) -> None:
+def test_keys_and_values_of_the_two_ways_differ(make_minimax: Make) -> None:
+    """Or the refusals below would protect from nothing."""
+    prompt = words(2, 90)
+    asks, dense = make_minimax(**ASKS["one sequence"]), make_minimax(**DENSE["one pool"])
+    fresh = in_parts(dense, [prompt, [9]])
+    asks.decode(prompt)
+    dense.clear_kv_cache()
+    dense.set_state(asks.get_state(0), 0)  # raw: it does not say what it is of
+    dense.decode([9])
+    assert np.abs(dense.logits() - fresh).max() > 2 * NEAR
+
+
+@pytest.mark.parametrize("way", ["one sequence", "one pool"])
+def test_a_state_that_does_not_say_how_it_was_computed_is_refused(
+    way: str, make_minimax: Make
+) -> None:
+    """As those of versions that did not know of it: of both ways they looked alike."""
+    ctx = make_minimax(**{**ASKS, **DENSE}[way])
+    ctx.decode(words(2, 90))
+    said = ctx.sequence_state(0)
+    old = {name: value for name, value in said.fingerprint.rope.items() if name != "index"}
+    assert len(old) == len(said.fingerprint.rope) - 1
+    with pytest.raises(StateLayoutMismatch, match="does not say"):
+        replace(said.fingerprint, rope=old, rope_digest="0" * 64).check(said.fingerprint)
+    odd = replace(said.fingerprint, rope=old | {"index": 7.0})
+    with pytest.raises(StateLayoutMismatch, match="does not say"):
+        odd.check(said.fingerprint)
+
+
+def test_what_asks_the_index_goes_on_from_a_state_elsewhere(make_minimax: Make) -> None:
     prompt, rest = words(4, 90), words(5, 8)
-    one = make_context("minimax_m3", **ASKS["one sequence"])
-    other = make_context("minimax_m3", **ASKS["streams"])
+    one = make_minimax(**ASKS["one sequence"])
+    other = make_minimax(**ASKS["streams"])
     one.decode(prompt)
     other.decode(words(6, 40))
     other.restore_sequence(one.sequence_state(0), 2)
@@ -111,20 +149,20 @@ def test_what_asks_the_index_goes_on_from_a_state_elsewhere(make_context: Make) 
         assert np.abs(one.logits() - other.logits()).max() < NEAR
 
 
-def test_blocks_go_only_to_contexts_of_the_same_way(make_context: Make, tmp_path: Path) -> None:
+def test_blocks_go_only_to_contexts_of_the_same_way(make_minimax: Make, tmp_path: Path) -> None:
     ways = {**ASKS, **DENSE}
     head = words(7, 6 * SIZE)
     found: dict[tuple[str, str], int] = {}
     for i, (writer, how) in enumerate(ways.items()):
         folder = tmp_path / str(i)
-        ctx = make_context("minimax_m3", **how)
+        ctx = make_minimax(**how)
         with PrefixCache(ctx, block_size=SIZE, tiers=[FolderStore(folder)]) as cache:
             with cache.sequence(head) as sequence:
                 sequence.evaluate()
             cache.flush()
         for reader, there in ways.items():
             prompt = head + words(8, 9)
-            ctx = make_context("minimax_m3", **there)
+            ctx = make_minimax(**there)
             copy = tmp_path / f"{i} {reader}"
             shutil.copytree(folder, copy)
             tiers = [FolderStore(copy)]
@@ -134,7 +172,7 @@ def test_blocks_go_only_to_contexts_of_the_same_way(make_context: Make, tmp_path
             ):
                 n = sequence.reuse.disk
                 found[writer, reader] = n
-                fresh = make_context("minimax_m3", **there)
+                fresh = make_minimax(**there)
                 parts = [part for part in (prompt[:n], prompt[n:]) if part]
                 assert np.abs(sequence.logits() - in_parts(fresh, parts)).max() < NEAR
     for (writer, reader), n in found.items():

@@ -88,7 +88,7 @@ def hold(cache: PrefixCache, seed: int, n: int) -> None:
     assert sequence._search is not None
     sequence._search.done.wait(20)
     assert sequence._search.lease is not None
-    say(held=len(sequence._search.lease.held))
+    say(held=len(sequence._search.lease.held.tiers))
     sys.stdin.readline()
 
 

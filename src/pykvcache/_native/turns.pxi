@@ -5,16 +5,22 @@ cdef object _RLock = threading.RLock
 
 
 cdef class Turns:
-    """A reentrant lock that counts how often it was taken; what was dropped meanwhile is reaped."""
+    """A reentrant lock that counts how often it was taken; what was dropped meanwhile is reaped.
+
+    What may call anything, as callbacks may, is called when nobody is in the middle of a turn.
+    """
 
     cdef readonly object lock
     cdef readonly object dropped
+    cdef object _due
+    cdef bint _is_calling
     cdef readonly Py_ssize_t depth
     cdef readonly uint64_t turns
 
     def __cinit__(self, *args):
         self.lock = _RLock()
         self.dropped = collections.deque()
+        self._due = collections.deque()
 
     def __enter__(self):
         self.lock.acquire()
@@ -31,7 +37,28 @@ cdef class Turns:
 
     def __exit__(self, kind, error, trace):
         self.depth -= 1
-        self.lock.release()
+        if not self._due or self.depth or self._is_calling:
+            self.lock.release()
+            return
+        self._is_calling = True
+        try:
+            while self._due:
+                self._due[0]()
+                self._due.popleft()  # after it: what an interrupt cuts short is called again
+        finally:
+            # No other thread can run between the last look and this.
+            self._is_calling = False
+            self.lock.release()
+
+    def later(self, call not None):
+        """Make a call at the end of this thread's outermost turn, the lock still held.
+
+        Returns False where it has none, and nothing waits that came before it: to be called now.
+        """
+        if self._due or self._is_calling or (self.depth and self.lock._is_owned()):
+            self._due.append(call)
+            return True
+        return False
 
     def renew(self):
         """Free the lock in a forked child, if another thread of the parent held it.
@@ -43,6 +70,7 @@ cdef class Turns:
         else:
             self.lock = _RLock()
             self.depth = 0
+            self._is_calling = False
         return self.depth == 0
 
     def reap(self):

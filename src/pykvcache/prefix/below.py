@@ -150,12 +150,13 @@ class TierMethods(BeginMethods, KeepMethods):
             return
         if not search.looked.is_set():
             search.abandon(self._tiers.release)
-        lease = search.lease
-        if lease is None or not lease.held:
+        if (lease := search.lease) is None or not lease.held:
             return
-        if sequence in self._open and not sequence.is_closed:
-            self._keep(sequence)
-        self._tiers.release(lease)
+        try:
+            if sequence in self._open and not sequence.is_closed:
+                self._keep(sequence)
+        finally:
+            self._tiers.release(lease)
 
     def _fill_reserve(self) -> None:
         """Get memory for the blocks of the next prompt, in a thread; without tiers none is due."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections.abc import Sequence
@@ -10,14 +9,13 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from pykvcache._closing import Closing
 from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
+from pykvcache.errors import ArgumentError
 from pykvcache.prefix.blocks import root_name, token_bytes
 from pykvcache.prefix.digests import digests, end_bytes, least_seconds, progress_of
 from pykvcache.prefix.events import AllBlocksCleared, EventLog
-from pykvcache.prefix.exits import close_at_exit
+from pykvcache.prefix.exits import EndMethods, close_at_exit
 from pykvcache.prefix.in_use import InUse
 from pykvcache.prefix.options import as_namespace, as_queue_bytes, as_seconds, as_tiers, as_wait
 from pykvcache.prefix.outline import OutlineMethods
@@ -44,7 +42,7 @@ _caches: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[PrefixCache]] = (
 )
 
 
-class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
+class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
     """Sequences of one context that begin with the longest prefix that is known.
 
     `sequence` takes a prompt. What a sequence in use has of it is forked, token by token; what
@@ -136,9 +134,11 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._end_bytes = end_bytes(context)
         most = as_int(ram_bytes, "ram_bytes", 0, 2**62)
         stores = as_tiers(tiers, can_check=self._native.has_layout)
-        self._events = EventLog(min(most // 32, 16 << 20), has_room=len(stores) > 0)
-        self._reserve = Reserve(self._block_size * self._cell_bytes + Envelope.overhead, most)
         self._pool = pool_of(context)
+        self._events = EventLog(
+            min(most // 32, 16 << 20), has_room=len(stores) > 0, later=self._pool.later
+        )
+        self._reserve = Reserve(self._block_size * self._cell_bytes + Envelope.overhead, most)
         self._ram = RamTier(
             self._block_size,
             most,
@@ -221,7 +221,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
     def _new(self, prompt: str | TokenInput | None, namespace: str | None = None) -> CachedSequence:
         """As `sequence`, of which the tiers are not asked; the pool's lock is held."""
         self._check_open()
-        self._ram.reap()
+        self._reap()
         space = self._namespace if namespace is None else as_namespace(namespace)
         cells = SequenceCells(self._pool, Ledger(), self._points)
         sequence = CachedSequence._made(self._ctx, cells)
@@ -242,7 +242,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
 
     def _give(self, sequence: CachedSequence) -> None:
         """Keep what a sequence evaluated; called when it is closed."""
-        self._ram.reap()
+        self._reap()
         self._pins.expire()
         try:
             if not self._closed and sequence in self._open:
@@ -252,6 +252,11 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             self._open.discard(sequence)
             self._evaluated(sequence)
             self._ram.release(sequence)
+
+    def _reap(self) -> None:
+        """Release what sequences held that are there no more."""
+        self._ram.reap()
+        self._tiers.reap()
 
     # Names -------------------------------------------------------------------------------------
 
@@ -349,38 +354,6 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
         self._check_open()
         return self._tiers.flush(as_wait(seconds, "seconds"))
 
-    def close(self) -> None:
-        """Forget everything; its sequences go on as plain ones. Twice does nothing.
-
-        Tiers get what the sequences in use have evaluated, and what waits is written, for 30
-        seconds at most.
-        """
-        with self._pool.hold():
-            if self._has_ended:
-                return
-            if not self._closed:
-                if len(self._tiers):
-                    self._end_open()
-                self._ram.clear(None)
-                self._closed = True
-            self._prefetches.cancel()
-            self._open.clear()
-            self._reserve.close()
-        self._tiers.close()
-        self._has_ended = True  # after an interrupt a second call does the rest
-
-    def _end_open(self) -> None:
-        for sequence in self._open:
-            with contextlib.suppress(DeviceLost):
-                if not sequence.is_closed:
-                    self._keep(sequence)
-            self._end_search(sequence)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it, or its context, was closed."""
-        return self._closed or self._ctx.is_closed
-
     def __repr__(self) -> str:
         if self.is_closed:
             return "<PrefixCache (closed)>"
@@ -389,9 +362,3 @@ class PrefixCache(PrefetchMethods, OutlineMethods, Closing):
             f"<PrefixCache: {ram.tree.n_blocks} blocks of {self._block_size} tokens, "
             f"{ram.nbytes:,} of {ram.max_bytes:,} bytes>"
         )
-
-    def _check_open(self) -> None:
-        if self._ctx.is_closed:
-            raise ClosedError("the context of this cache is closed")
-        if self._closed:
-            raise ClosedError("the cache is closed")

@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from pykvcache._fork import watch_forks, watch_locks
@@ -120,10 +121,10 @@ _Waiting: TypeAlias = tuple[_Packed, int, str | None]
 class EventLog:
     """The last events of a cache: iterate to take them out, or subscribe to be called.
 
-    A callback is called while the cache is locked, in the thread that caused the event; of events
-    that are about tiers, in any thread. It should note the event and return. It may call the cache:
-    what it hears of is done. What it raises is logged, and goes no further; what Ctrl-C cuts short
-    is said again.
+    A callback is called at the end of the call that caused the event, while the cache is locked;
+    of events that are about tiers, in any thread. It should note the event and return. It may call
+    the cache and its sequences: nobody is in the middle of anything. What it raises is logged, and
+    goes no further; what Ctrl-C cuts short is said again.
 
     Parameters
     ----------
@@ -134,14 +135,24 @@ class EventLog:
     has_room
         Whether so much is kept free for them. Tiers tell what they wrote at any time, also when
         nothing can leave for it.
+    later
+        Is given a call, and returns True where it makes it later, when nobody is in the middle of
+        something.
     """
 
-    def __init__(self, max_bytes: int = 1 << 20, *, has_room: bool = False) -> None:
+    def __init__(
+        self,
+        max_bytes: int = 1 << 20,
+        *,
+        has_room: bool = False,
+        later: Callable[[Callable[[], object]], bool] = lambda call: False,
+    ) -> None:
         self._events: deque[_Waiting] = deque()
         self._callbacks: list[Callable[[CacheEvent], object]] = []
         self._listeners: list[Callable[[Lookup], object]] = []
         self._max_bytes = max_bytes
         self._has_room = has_room
+        self._later = later
         self._has_gap = False  # whether some were forgotten before what waits
         self._nbytes: int | None = 0  # None where an interrupt came: counted again
         self._lock = threading.Lock()
@@ -193,7 +204,12 @@ class EventLog:
 
     def looked_up(self, lookup: Lookup) -> None:
         """Call who subscribed to lookups."""
-        _call(self._listeners, lookup)
+        self._say(self._listeners, lookup)
+
+    def _say(self, callbacks: list[Callable[[T], object]], event: T) -> None:
+        call = partial(_call, callbacks, event)
+        if callbacks and not self._later(call):
+            call()
 
     def __iter__(self) -> Iterator[CacheEvent]:
         while (event := self._next()) is not None:
@@ -220,7 +236,7 @@ class EventLog:
     def add(self, event: CacheEvent, namespace: str | None = None) -> None:
         """Note an event, and call who subscribed; `namespace`: whose tokens it names."""
         self._put(_packed(event), namespace)
-        _call(self._callbacks, event)
+        self._say(self._callbacks, event)
 
     def add_stored(
         self,
@@ -240,7 +256,7 @@ class EventLog:
         packed = _Stored(root, parent, tokens, block_size, time.time())
         self._put(packed, namespace)
         if self._callbacks:
-            _call(self._callbacks, _unpacked(packed))
+            self._say(self._callbacks, _unpacked(packed))
 
     def _put(self, packed: _Packed, namespace: str | None) -> None:
         """Let an event wait to be taken out; the oldest ones go where it is too much."""

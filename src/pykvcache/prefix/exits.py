@@ -1,4 +1,4 @@
-"""At interpreter exit, caches that were not closed write what they have to their tiers."""
+"""How a cache ends: closed, or at interpreter exit, where it writes what it has to its tiers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,23 @@ import atexit
 import contextlib
 import os
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ["close_at_exit"]
+from pykvcache._closing import Closing
+from pykvcache.context import LlamaContext
+from pykvcache.errors import ClosedError, DeviceLost
+from pykvcache.prefix.in_use import InUse
+from pykvcache.prefix.prefetch import Queue
+from pykvcache.prefix.ram import RamTier
+from pykvcache.prefix.reserve import Reserve
+from pykvcache.prefix.tiers.stack import Tiers
+from pykvcache.sequence.pool import SequencePool
+
+if TYPE_CHECKING:
+    from pykvcache.prefix.sequence import CachedSequence
+
+__all__ = ["EndMethods", "close_at_exit"]
 
 
 class Closable(Protocol):
@@ -33,3 +47,70 @@ def _close_all() -> None:
         for thing in list(_open):
             with contextlib.suppress(Exception):
                 thing.close()
+
+
+class EndMethods(Closing):
+    """Closing a cache; part of `PrefixCache`."""
+
+    _ctx: LlamaContext
+    _pool: SequencePool
+    _ram: RamTier
+    _tiers: Tiers
+    _open: InUse
+    _reserve: Reserve
+    _prefetches: Queue
+    _closed: bool
+    _has_ended: bool
+    _failed: Exception | None = None
+
+    _keep: Callable[[CachedSequence], None]
+    _end_search: Callable[[CachedSequence], None]
+
+    def close(self) -> None:
+        """Forget everything; its sequences go on as plain ones. Twice does nothing.
+
+        Tiers get what the sequences in use have evaluated, and what waits is written, for 30
+        seconds at most.
+        """
+        with self._pool.hold():
+            if self._has_ended:
+                return
+            if not self._closed:
+                if len(self._tiers):
+                    for sequence in self._open:
+                        self._try(self._end, sequence)
+                self._try(self._ram.clear, None)
+                self._closed = True
+            self._prefetches.cancel()
+            self._open.clear()
+            self._reserve.close()
+        self._tiers.close()
+        self._has_ended = True  # after an interrupt a second call does the rest
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def _end(self, sequence: CachedSequence) -> None:
+        if not sequence.is_closed:
+            self._keep(sequence)
+        self._end_search(sequence)
+
+    def _try(self, call: Callable[[Any], object], argument: Any) -> None:
+        """Go on after a call whatever it raises; `close` raises the last of it at its end."""
+        try:
+            call(argument)
+        except DeviceLost:
+            pass  # there is nothing left to give
+        except Exception as error:  # of a policy of the user's
+            self._failed = error
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it, or its context, was closed."""
+        return self._closed or self._ctx.is_closed
+
+    def _check_open(self) -> None:
+        if self._ctx.is_closed:
+            raise ClosedError("the context of this cache is closed")
+        if self._closed:
+            raise ClosedError("the cache is closed")

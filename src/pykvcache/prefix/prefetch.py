@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -144,8 +145,7 @@ class PrefetchMethods(TierMethods):
     _closed: bool
     _prefetches: Queue
 
-    def _check_open(self) -> None:
-        raise NotImplementedError
+    _check_open: Callable[[], None]
 
     def prefetch(self, tokens: str | TokenInput, *, namespace: str | None = None) -> Prefetch:
         """Bring what the tiers have of a prompt to memory, in a thread that nobody waits for.

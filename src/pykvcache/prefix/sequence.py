@@ -44,6 +44,9 @@ class Owner(Protocol):
     def _give(self, sequence: CachedSequence) -> None:
         """Take over what a sequence evaluated, before it closes."""
 
+    def _end_search(self, sequence: CachedSequence) -> None:
+        """Give back what it has leased."""
+
 
 class CachedSequence(LlamaSequence):
     """A sequence of a `PrefixCache`: made by its `sequence`, everything else as LlamaSequence.
@@ -121,6 +124,9 @@ class CachedSequence(LlamaSequence):
                     except Exception:  # of a policy of the user's
                         super().close()
                         raise
+        elif self._search is not None:  # its context was closed
+            with self._cells.pool.hold():
+                self._cache._end_search(self)
         super().close()
 
     def __del__(self) -> None:

@@ -19,6 +19,8 @@ __all__ = ["Fingerprint", "fingerprint_of"]
 
 # Stands beside the rotation: both say how a model's layers compute what the cells hold.
 _INDEX = "index"
+_HOW: Mapping[float | None, str] = {0.0: "without", 1.0: "with"}
+_UNSAID = "with or without (it does not say)"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Fingerprint:
         Whether attention is causal.
     rope
         How keys are rotated, of the first layer that is: base, scale and the like. And
-        ``index``, 1, where attention asks an index that the context may leave out.
+        ``index``, where attention may ask an index: 1 where it does, 0 where the context
+        leaves it out.
     rope_digest
         SHA-256 of the same of every layer, byte by byte in docs/state-format.md.
     adapters
@@ -106,14 +109,14 @@ class Fingerprint:
         for what in ("memory", "causal", "adapters"):
             need_equal(what, getattr(self, what), getattr(here, what))
         if self.rope.get(_INDEX) != here.rope.get(_INDEX):
-            held, known = ("with" if _INDEX in one.rope else "without" for one in (self, here))
+            held, known = (_HOW.get(one.rope.get(_INDEX), _UNSAID) for one in (self, here))
             raise StateLayoutMismatch(
                 f"the state was computed {held} the index of this model's attention, and this "
                 f"context computes {known} it (kv_unified, n_seq_max, flash_attn): use a context "
-                "like the other one",
+                "like the other one, or evaluate the text again",
                 what="index",
-                value=_INDEX in self.rope,
-                limit=_INDEX in here.rope,
+                value=self.rope.get(_INDEX),
+                limit=here.rope.get(_INDEX),
             )
         if self.rope_digest != here.rope_digest:
             differ = [
@@ -163,9 +166,9 @@ def fingerprint_of(native: lib.Context, model: str) -> Fingerprint:
         digest.update(_rotation(facts))
         if facts is not None and not first and facts["type"] >= 0:
             first = {k: float(v) for k, v in facts.items() if k != "freq_factors"}
-    if native.index_use:
-        digest.update(b"index")
-        first[_INDEX] = 1.0
+    if native.index_use is not None:  # said either way: what says nothing is of an older version
+        digest.update(b"index" if native.index_use else b"no index")
+        first[_INDEX] = float(native.index_use)
     return Fingerprint(
         model=model,
         architecture=m.metadata.get("general.architecture", ""),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pykvcache._threads import Flag, Worker, has_started
 from pykvcache.prefix.tiers.ends import END_OVERHEAD, End, end_key
-from pykvcache.prefix.tiers.leases import Lease
+from pykvcache.prefix.tiers.leases import Lease, Leases
 from pykvcache.prefix.tiers.notices import place
 from pykvcache.prefix.tiers.tier import GROUP_BYTES, Tier
 
@@ -114,6 +114,8 @@ class Fetch:
         The end that is used: its place in tokens, itself, its key and its tier; None without.
     n_blocks
         How many of the prompt's blocks are known; None before that is.
+    leases
+        Those of the cache.
     seconds
         For how long to lease what is missing; 0 for not at all.
     lease
@@ -143,6 +145,7 @@ class Fetch:
     end: tuple[int, End, bytes, Tier] | None = None
     n_blocks: int | None = None
     front: int = 0
+    leases: Leases = field(default_factory=Leases)
     seconds: float = 0.0
     lease: Lease | None = None
     to_load: dict[Tier, int] = field(default_factory=dict)
@@ -232,7 +235,7 @@ class Fetch:
         """Find out what is there, take a lease of what is missing, and read the deepest end."""
         wanted, spans = self.wanted, self._look()
         while self.seconds and (at := self.n_blocks or 0) < len(wanted.names):
-            self.lease = Lease(self.tiers, wanted.names[at], self.seconds, self.thread)
+            self.lease = Lease(self.leases, self.tiers, wanted.names[at], self.seconds, self.thread)
             if self.lease.follows is not None or not self._has_come(at):
                 break
             # Who had it before wrote and released between the look and the lease.
@@ -364,7 +367,7 @@ class Fetch:
 
     def again(self) -> Fetch:
         """Return the same search once more, for after somebody else has evaluated."""
-        again = Fetch(self.tiers, self.wanted)
+        again = Fetch(self.tiers, self.wanted, leases=self.leases)
         again.lease, again.was_followed = self.lease, True
         return again
 

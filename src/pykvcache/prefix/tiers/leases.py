@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+from pykvcache._fork import watch_locks
 from pykvcache.prefix.tiers.tier import Tier
 
-__all__ = ["Lease", "lease_seconds"]
+__all__ = ["Held", "Lease", "Leases", "lease_seconds"]
 
 #: Evaluations that take less are made by everybody.
 LEAST_SECONDS = 0.25
@@ -27,34 +31,139 @@ def lease_seconds(evaluation: float) -> float:
     return min(3600.0, max(SHORTEST, 3 * evaluation)) if evaluation >= LEAST_SECONDS else 0.0
 
 
-class Lease:
-    """The right to evaluate what begins with one missing block, in all tiers.
+@dataclass(eq=False)
+class Held:
+    """What tiers gave for one block.
 
     Attributes
     ----------
-    held
-        The tiers that gave it to this process.
-    follows
-        The tier in which somebody else has it; None where nobody has.
-    holder
-        The thread that has it, where that is one of this process.
+    key
+        The block's.
+    tiers
+        Those in which this process has the lease.
     due
         When it should be released at the latest, on the monotonic clock.
     """
 
-    def __init__(self, tiers: Sequence[Tier], key: bytes, seconds: float, thread: int) -> None:
-        self.key, self.seconds, self.thread = key, seconds, thread
-        self.due = time.monotonic() + _DUE * seconds
+    key: bytes
+    tiers: list[Tier] = field(default_factory=list)
+    due: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.tiers)
+
+
+class Leases:
+    """All leases of one cache: none is lost with who took it, and none outlives the cache.
+
+    Any thread may call it.
+    """
+
+    def __init__(self) -> None:
         self._pid = os.getpid()
-        self.held: list[Tier] = []
+        self._held: dict[int, Held] = {}
+        self._lost: deque[Held] = deque()
+        self._n_asking = 0
+        self._closed = False
+        # Taken by itself: an interrupt in a Condition's `__enter__` leaves it taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        watch_locks(self, "_changed")
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more are taken."""
+        return self._closed
+
+    def ask(self, held: Held, tier: Tier, seconds: float, thread: int) -> bool:
+        """Ask a tier for a lease; False where somebody has it. A closed cache takes none."""
+        with self._lock:
+            if self._closed:
+                return True
+            self._n_asking += 1
+        try:
+            given = tier.lease(held.key, seconds, thread)
+            if given and self._closed:
+                tier.release(held.key)
+            elif given:
+                held.tiers.append(tier)
+                self._held[id(held)] = held
+        finally:
+            with self._lock:
+                self._n_asking -= 1
+                self._changed.notify_all()
+        return given
+
+    def let_go(self, held: Held) -> list[Tier]:
+        """Return the tiers that gave a lease, once: whoever calls gives it back to them."""
+        tiers, held.tiers = held.tiers, []
+        self._held.pop(id(held), None)
+        return tiers if os.getpid() == self._pid else []  # in a child it is the parent's
+
+    def lose(self, held: Held) -> None:
+        """Note that nobody knows of a lease any more; any thread, in the middle of anything."""
+        self._lost.append(held)
+
+    def lost(self) -> list[Held]:
+        """Return leases that nobody knows of, each once."""
+        found = []
+        while self._lost:
+            found.append(self._lost.popleft())
+        return found
+
+    def retire(self, give_back: Callable[[Held], object]) -> None:
+        """Take no more, and let something give all back that nobody waits for."""
+        self._closed = True
+        for held in list(self._held.values()):
+            give_back(held)
+
+    def close(self, seconds: float) -> None:
+        """Give everything back, and take no more; waits so long for who is just asking."""
+        self._closed = True
+        if os.getpid() != self._pid:
+            return
+        until = time.monotonic() + seconds
+        with self._lock:
+            self._changed.wait_for(lambda: not self._n_asking, max(0.0, until - time.monotonic()))
+        self._lost.clear()
+        for held in list(self._held.values()):
+            for tier in self.let_go(held):
+                tier.release(held.key)
+
+
+class Lease:
+    """The right to evaluate what begins with one missing block, in all tiers.
+
+    Where nobody refers to it any more, `Leases` gives it back.
+
+    Attributes
+    ----------
+    held
+        What this process has of it.
+    follows
+        The tier in which somebody else has it; None where nobody has.
+    holder
+        The thread that has it, where that is one of this process.
+    """
+
+    def __init__(
+        self, leases: Leases, tiers: Sequence[Tier], key: bytes, seconds: float, thread: int
+    ) -> None:
+        self.key, self.seconds, self.thread = key, seconds, thread
+        self._leases = leases
+        self.held = Held(key, due=time.monotonic() + _DUE * seconds)
         self.follows: Tier | None = None
         self.holder: int | None = None
         for tier in tiers:
-            if not tier.lease(key, seconds, thread):
+            if not leases.ask(self.held, tier, seconds, thread):
                 self.follows, self.holder = tier, tier.holder(key, thread)
                 self.release()
                 break
-            self.held.append(tier)
+
+    def __del__(self) -> None:
+        held = getattr(self, "held", None)
+        if held:
+            self._leases.lose(held)
 
     def wait(
         self, is_there: Callable[[], bool], is_over: Callable[[], bool] = lambda: False
@@ -71,22 +180,22 @@ class Lease:
         tier, pause = self.follows, _FIRST
         until = time.monotonic() + self.seconds
         looks = 0
-        while tier is not None and time.monotonic() < until and not is_over():
+        while tier is not None and time.monotonic() < until:
+            if is_over() or self._leases.is_closed:
+                return
             if looks % 4 == 0:
                 tier.ring(self.key)
             time.sleep(pause)
             pause = min(_LONGEST, 1.5 * pause)
             looks += 1
             # Asking for the lease is a write: not each time.
-            if (looks % 4 == 0 or is_there()) and tier.lease(self.key, self.seconds, self.thread):
-                self.held, self.follows = [tier], None
-                self.due = time.monotonic() + _DUE * self.seconds
-                return
+            if looks % 4 == 0 or is_there():
+                self.held.due = time.monotonic() + _DUE * self.seconds
+                if self._leases.ask(self.held, tier, self.seconds, self.thread):
+                    self.follows = None
+                    return
 
     def release(self) -> None:
         """Release the lease, if this process holds it."""
-        held, self.held = self.held, []
-        if os.getpid() != self._pid:
-            return  # in a forked child: it is the parent who evaluates
-        for tier in held:
+        for tier in self._leases.let_go(self.held):
             tier.release(self.key)

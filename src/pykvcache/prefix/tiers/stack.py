@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pykvcache.prefix.events import CacheEvent
 from pykvcache.prefix.stores import BlockStore, Envelope, open_store
 from pykvcache.prefix.tiers.fetch import Fetch, Wanted
-from pykvcache.prefix.tiers.leases import Lease
+from pykvcache.prefix.tiers.leases import Held, Lease, Leases
 from pykvcache.prefix.tiers.notices import Place
 from pykvcache.prefix.tiers.rule import Savings, is_hopeless
 from pykvcache.prefix.tiers.tier import Tier, TierStats
@@ -22,6 +22,8 @@ TierInput = str | os.PathLike[str] | BlockStore
 
 #: For how long `close` waits for what is still to be written.
 CLOSE_SECONDS = 30.0
+# And, at least, for threads that are just asking a store for a lease.
+_ASKING_SECONDS = 1.0
 
 Item = tuple[bytes, Callable[[], object]]
 
@@ -52,7 +54,7 @@ class Tiers:
         progress: Callable[[], int] = lambda: 0,
     ) -> None:
         self.tiers: list[Tier] = []
-        self.savings = Savings()
+        self.savings, self.leases = Savings(), Leases()
         try:
             for store in stores:
                 owned = not isinstance(store, BlockStore)
@@ -80,7 +82,7 @@ class Tiers:
             for tier in self.tiers
             if not is_hopeless(tier.estimate(0), evaluation) or not tier.skip()
         ]
-        return Fetch(asked, wanted) if asked else None
+        return Fetch(asked, wanted, leases=self.leases) if asked else None
 
     def give_up(self, fetch: Fetch) -> bool:
         """Whether what was found is left where it is; now and then it is loaded, to find out."""
@@ -127,10 +129,18 @@ class Tiers:
 
     def release(self, lease: Lease) -> None:
         """Let the threads give a lease back, after what waits to be written."""
-        held, lease.held = lease.held, []
+        self._give_back(lease.held)
+
+    def _give_back(self, held: Held) -> None:
+        tiers = self.leases.let_go(held)
         for tier, writer in zip(self.tiers, self.writers, strict=True):
-            if tier in held:
-                writer.offer(Chain(leases=[lease.key], due=lease.due))
+            if tier in tiers:
+                writer.offer(Chain(leases=[held.key], due=held.due))
+
+    def reap(self) -> None:
+        """Give back leases of sequences that were dropped."""
+        for held in self.leases.lost():
+            self._give_back(held)
 
     def remove(self, keys: list[bytes]) -> None:
         """Let the threads remove blocks, after what waits before them."""
@@ -154,12 +164,14 @@ class Tiers:
         done = True
         for writer in getattr(self, "writers", []):
             done &= writer.close(max(0.0, until - time.monotonic()))
+        self.leases.close(max(_ASKING_SECONDS, until - time.monotonic()))
         for tier in self.tiers:
             tier.close()
         return done
 
     def retire(self) -> None:
         """Let the threads write what waits and end; nobody waits for them."""
+        self.leases.retire(self._give_back)
         for writer in self.writers:
             writer.retire()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.models import make_model
 from support.sanitizer import SLOWER
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -23,6 +24,12 @@ if importlib.util.find_spec("pykvcache._native.lib") is None:
 needs_timers = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no signal timers")
 
 Child = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def path(model_folder: Path) -> Path:
+    """Return the file of a plain model."""
+    return make_model("llama", model_folder)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from binding.kit import differ, resident_bytes, words
 from pykvcache import LlamaContext, LlamaModel, Sampler
 from pykvcache.errors import ClosedError, ContextCreateError, InvalidBatch
-from support.models import EXACT, RIGHT, make_model
+from support.models import EXACT, RIGHT
 
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 4, "n_threads": 1, **EXACT}
 
@@ -29,11 +29,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 #: What may be called on a closed context.
 ALWAYS = {"close", "abort"}
-
-
-@pytest.fixture
-def path(model_folder: Path) -> Path:
-    return make_model("llama", model_folder)
 
 
 def methods(kind: type) -> dict[str, tuple[Any, ...]]:

@@ -13,7 +13,6 @@ import pytest
 from binding.conftest import Child, assert_quiet
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache.errors import ModelLoadError
-from support.models import make_model
 
 
 @pytest.fixture
@@ -24,11 +23,6 @@ def logger() -> Iterator[logging.Logger]:
     one.setLevel(logging.NOTSET)
     one.handlers[:], one.filters[:] = handlers, filters
     one.disabled = False
-
-
-@pytest.fixture
-def path(model_folder: Path) -> Path:
-    return make_model("llama", model_folder)
 
 
 def use(path: Path) -> None:

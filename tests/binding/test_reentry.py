@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from binding.conftest import Child, assert_quiet, needs_timers
-from binding.test_threads import PATIENCE, together
+from binding.test_threads import HAMMER_SECONDS, PATIENCE, together
 from pykvcache import KvCacheError
 
 
@@ -63,3 +66,70 @@ assert "busy" in seen, seen
 """
     done = child(code, model("llama").path, timeout=PATIENCE)
     assert_quiet(done)
+
+
+@pytest.mark.parametrize("use", ["is_eog", "token_to_piece"])
+def test_an_integer_that_closes_the_model_is_an_error(use: str, child: Child, path: Path) -> None:
+    code = """
+import sys
+from pykvcache import LlamaModel
+from pykvcache.errors import ClosedError
+class Closes:
+    def __index__(self):
+        model.close()
+        self.junk = [bytearray(b"\\xff" * n) for n in (64, 256, 4096) * 200]
+        return 5
+model = LlamaModel(sys.argv[1])
+try:
+    getattr(model, sys.argv[2])(Closes())
+except ClosedError:
+    sys.exit(0)
+sys.exit("no error")
+"""
+    assert_quiet(child(code, path, use))
+
+
+@pytest.mark.parametrize("how", ["sequence", "batch", "cache"])
+def test_context_and_model_may_be_closed_while_another_thread_generates(
+    how: str, child: Child, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freed memory is filled, so that a use of it shows."""
+    code = f"""
+import sys, threading, time
+from pykvcache import *
+from pykvcache.errors import ClosedError
+from pykvcache.prefix.stores import MemoryStore
+sys.setswitchinterval(1e-6)
+path, how = sys.argv[1:]
+def work(ctx):
+    sampler = Sampler(seed=1, logit_bias={{2: -1e4}})
+    prompt = [5 + i % 50 for i in range(20)]
+    try:
+        cache = PrefixCache(ctx, block_size=8, tiers=[MemoryStore()]) if how == "cache" else None
+        generator = BatchGenerator(ctx) if how == "batch" else None
+        while True:
+            if generator is not None:
+                generator.submit(prompt, 200, sampler)
+                generator.run()
+            else:
+                one = cache.sequence(prompt) if cache else LlamaSequence(ctx, prompt)
+                with one:
+                    for _ in one.generate(50, sampler): pass
+    except ClosedError:
+        ended.append(True)
+ended, rounds = [], 0
+end = time.monotonic() + {HAMMER_SECONDS}
+while time.monotonic() < end or rounds < 5:
+    model = LlamaModel(path)
+    ctx = LlamaContext(model, n_ctx=512, n_seq_max=2, n_threads=1)
+    thread = threading.Thread(target=work, args=(ctx,))
+    thread.start()
+    rounds += 1
+    time.sleep(0.003 * (rounds % 7))
+    ctx.close()
+    model.close()
+    thread.join({PATIENCE})
+assert len(ended) == rounds, (len(ended), rounds)
+"""
+    monkeypatch.setenv("MALLOC_PERTURB_", "85")  # read as the child starts
+    assert_quiet(child(code, path, how, timeout=60))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from memory.kit import Logits, apart
 from prefix.accounts import check_accounts
-from pykvcache import LlamaContext, LlamaSequence, PrefixCache
+from pykvcache import LlamaContext, LlamaSequence, PrefixCache, Sampler
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent
+from pykvcache.prefix.policies import LRU
+from pykvcache.prefix.runs import Run
+from pykvcache.prefix.stores import MemoryStore
 from support.models import RIGHT
 
 Make = Callable[..., LlamaContext]
@@ -64,3 +70,123 @@ def test_a_subscriber_may_call_the_cache(
     assert not cache.is_closed or not cache._ram.tree.n_runs
     cache.close()
     assert not ctx.sequences()
+
+
+# How a sequence can be edited in the middle of what it does: its tokens, and the cells of others.
+HEAD, REST = words(1, 16), words(2, 48)
+EDITS: dict[str, Callable[[PrefixCache, LlamaSequence], object]] = {
+    "other tokens": lambda cache, one: (one.truncate(16), one.append(REST)),
+    "other tokens, evaluated": lambda cache, one: (
+        one.truncate(16),
+        one.append(REST),
+        one.evaluate(),
+    ),
+    "fewer": lambda cache, one: one.truncate(20),
+    "none": lambda cache, one: one.truncate(0),
+    "parked": lambda cache, one: one.park(),
+    "closed": lambda cache, one: one.close(),
+    "another": lambda cache, one: cache.sequence(words(3, 40)).evaluate(),
+    "clear": lambda cache, one: cache.clear(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("ids", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama", {}), ("llama", {"keep_logits": True}), ("gemma3", {}), ("jamba", {})],
+    ids=["llama", "llama-logits", "gemma3", "jamba"],
+)
+def test_a_subscriber_may_edit_the_sequence_that_it_hears_of(
+    name: str,
+    options: dict[str, bool],
+    ids: int,
+    edit: str,
+    make_context: Make,
+    fresh_logits: Fresh,
+    tmp_path: Path,
+) -> None:
+    """What was evaluated of other tokens is given to nobody, in memory or in a tier."""
+    ctx = make_context(name, n_ctx=512, n_seq_max=ids)
+    prompt = HEAD + words(4, 48)
+    cache = PrefixCache(ctx, block_size=8, tiers=[tmp_path], tier_seconds=20, **options)
+    one = cache.sequence(prompt)
+    done = []
+
+    def callback(event: CacheEvent) -> None:
+        if not done and threading.current_thread() is threading.main_thread():
+            done.append(event)
+            EDITS[edit](cache, one)
+
+    cache.events.subscribe(callback)
+    one.evaluate()
+    one.close()
+    assert done
+    assert cache.flush(30)
+    for other in (cache, None):
+        if other is None:  # one that has the tier alone
+            cache.close()
+            ctx = make_context(name, n_ctx=512, n_seq_max=ids)
+            other = PrefixCache(ctx, block_size=8, tiers=[tmp_path], tier_seconds=20, **options)
+        for tokens in (prompt, HEAD + REST, [*HEAD, *REST, 7], [*prompt, 7], prompt[:20]):
+            with other.sequence(tokens) as again:
+                assert apart(again.logits(), fresh_logits(name, tokens)) < max(RIGHT, 1e-2)
+    other.close()
+
+
+@pytest.mark.parametrize("n", [0, 20])
+def test_a_subscriber_may_cut_a_text_that_ends_just_then(
+    n: int, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """The logits before the end are those of the tokens that were there, not of what is left."""
+    ctx = make_context("llama")
+    prompt = words(1, 40)
+    store = MemoryStore()
+    with PrefixCache(ctx, block_size=8, tiers=[store], tier_seconds=20) as cache:
+        one = cache.sequence(prompt)
+        done = []
+
+        def callback(event: CacheEvent) -> None:
+            if not done and threading.current_thread() is threading.main_thread():
+                done.append(event)
+                one.truncate(n)
+
+        cache.events.subscribe(callback)
+        eos = ctx.model.token_eos
+        assert list(one.generate(5, Sampler(temperature=0, logit_bias={eos: 1e5}))) == []
+        one.evaluate()
+        one.append(words(5, 3))
+        tokens = one.tokens.tolist()
+        assert apart(one.logits(), fresh_logits("llama", tokens)) < RIGHT
+
+
+class Edits(LRU):
+    """A policy of a user's own that edits the sequence whose blocks come in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edit: Callable[[], object] = lambda: None
+
+    def added(self, run: Run) -> None:
+        super().added(run)
+        edit, self.edit = self.edit, lambda: None
+        edit()
+
+
+@pytest.mark.parametrize("edit", ["other tokens, evaluated", "fewer", "none", "parked"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
+def test_nothing_is_kept_of_a_sequence_that_a_policy_edits(
+    name: str, edit: str, make_context: Make, fresh_logits: Fresh, tmp_path: Path
+) -> None:
+    policy, prompt = Edits(), HEAD + words(4, 48)
+    ctx = make_context(name, n_ctx=512)
+    options: dict[str, Any] = {"block_size": 8, "tiers": [tmp_path], "tier_seconds": 20}
+    with PrefixCache(ctx, policy=policy, **options) as cache:
+        one = cache.sequence(prompt)
+        one.evaluate()
+        policy.edit = lambda: EDITS[edit](cache, one)
+        one.close()
+        assert cache.flush(30)
+        for tokens in (prompt, [*HEAD, *REST, 7], [*prompt, 7]):
+            with cache.sequence(tokens) as again:
+                assert apart(again.logits(), fresh_logits(name, tokens)) < max(RIGHT, 1e-2)

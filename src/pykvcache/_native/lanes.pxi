@@ -172,7 +172,11 @@ cdef class Writer:
         self.last = token
 
 
-cdef bint _is_end(Decoding ctx, int32_t token) noexcept:
+cdef bint _is_end(Decoding ctx, int32_t token) except -1:
+    # Context and model may have been closed since the logits were taken; with the interpreter's lock held
+    # they cannot be in between here.
+    if ctx.model_ref.get() == NULL:
+        raise ClosedError("the context is closed")
     return ctx.model.vocab_type != 0 and lib.llama_vocab_is_eog(ctx.model.vocab, token)
 
 
@@ -232,16 +236,16 @@ cdef class Lane(Writer):
                 ctx.seqs.suspect()
             self.error = self.sampler.problem(code, False)
             return False
-        if _is_end(ctx, token):
-            self.is_over = True
-            return False
         try:
+            if _is_end(ctx, token):
+                self.is_over = True
+                return False
             # A token that stands there is complete: what is kept beside it comes first.
             if row is not None:
                 self.rows.append(row)
             self.times.append(now)
             self.tokens.append(token)
-        except MemoryError as error:
+        except (MemoryError, ClosedError) as error:
             # The sampler has moved on, and the token is lost.
             self.error = error
             return False

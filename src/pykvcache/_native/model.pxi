@@ -267,8 +267,9 @@ cdef class Model:
 
     def is_eog(self, token):
         """Call ``llama_vocab_is_eog``."""
-        self.check_vocab()
-        return bool(lib.llama_vocab_is_eog(self.vocab, self.check_token(token)))
+        cdef int32_t c_token = self.check_token(token)
+        self.check_vocab()  # last: converting a token may run anything
+        return bool(lib.llama_vocab_is_eog(self.vocab, c_token))
 
     def tokenize(self, bytes text not None, bint add_special, bint parse_special):
         """Call ``llama_tokenize`` between special tokens; the GIL is free meanwhile."""
@@ -355,8 +356,8 @@ cdef class Model:
         """Call ``llama_token_to_piece`` and return bytes."""
         cdef vector[char] out
         cdef int32_t got, c_token
-        self.check_vocab()
         c_token = self.check_token(token)
+        self.check_vocab()  # last: converting a token may run anything
         out.resize(64)
         while True:
             got = lib.token_to_piece(self.vocab, c_token, out.data(), <int32_t>out.size(), special)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +20,23 @@ if TYPE_CHECKING:
     from pykvcache.prefix.sequence import CachedSequence
 
 __all__ = ["KeepMethods"]
+
+
+class _Same:
+    """Raises where a sequence is not what it was: a policy that is asked may call anything."""
+
+    def __init__(self, cells: SequenceCells) -> None:
+        self._cells = cells
+        self._was = self._facts()
+
+    def _facts(self) -> tuple[object, ...]:
+        cells, ledger = self._cells, self._cells.ledger
+        return cells.seq_id, ledger.n_evaluated, ledger.n_held, len(ledger), ledger.version
+
+    def check(self) -> None:
+        """Raise `UnsupportedOperation` if anything has changed: nothing more is kept."""
+        if self._facts() != self._was:
+            raise UnsupportedOperation("PrefixCache", "a policy has changed the sequence")
 
 
 class KeepMethods:
@@ -76,22 +92,31 @@ class KeepMethods:
         size = self._block_size
         full = n // size * size
         is_plain = not (self._needs_rest or self._keep_logits)
-        read = partial(self._take_out, cells.live_id)
+        same = _Same(cells)
+
+        def read(first: int, n_blocks: int, n_tail: int) -> list[Buffer]:
+            same.check()
+            return self._take_out(cells.live_id, first, n_blocks, n_tail)
+
         known = tokens if is_plain else tokens[: 4 * full]
         self._ram.add(known, space, self._cell_bytes, read, with_tail=is_plain)
+        same.check()
         if is_plain:
             return
         before = 0
-        for point in cells.points:
+        for point in list(cells.points):
             if point.n and point.n % size == 0 and point.n <= n:
                 self._ram.add_checkpoint(
                     tokens[: 4 * point.n], space, point.state, point.n - before
                 )
                 before = point.n
+        same.check()
         if cells.points.row is not None and (at := cells.points.row[0]) < n:
             self._keep_tail(cells, tokens, at, space)
+            same.check()
         if n > full or self._keep_logits:
             self._keep_tail(cells, tokens, n, space)
+            same.check()
 
     def _row_at(self, cells: SequenceCells, n: int) -> Row | None:
         """Return the logits after n tokens, where they are to be kept and known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -94,22 +95,31 @@ class Leases:
                 self._changed.notify_all()
         return given
 
-    def let_go(self, held: Held) -> list[Tier]:
-        """Return the tiers that gave a lease, once: whoever calls gives it back to them."""
-        tiers, held.tiers = held.tiers, []
+    @property
+    def are_mine(self) -> bool:
+        """Whether this is the process that took them: in a forked child they are its parent's."""
+        return os.getpid() == self._pid
+
+    def forget(self, held: Held) -> None:
+        """Forget what was given back."""
         self._held.pop(id(held), None)
-        return tiers if os.getpid() == self._pid else []  # in a child it is the parent's
+
+    def release(self, held: Held) -> None:
+        """Give a lease back to all that gave it, once; waits for the stores."""
+        tiers, held.tiers = held.tiers, []
+        self.forget(held)
+        for tier in tiers if self.are_mine else ():
+            tier.release(held.key)
 
     def lose(self, held: Held) -> None:
         """Note that nobody knows of a lease any more; any thread, in the middle of anything."""
         self._lost.append(held)
 
-    def lost(self) -> list[Held]:
-        """Return leases that nobody knows of, each once."""
-        found = []
-        while self._lost:
-            found.append(self._lost.popleft())
-        return found
+    def lost(self) -> Held | None:
+        """Return a lease that nobody knows of, each once; None where there is none."""
+        with contextlib.suppress(IndexError):  # another thread may be faster
+            return self._lost.popleft()
+        return None
 
     def retire(self, give_back: Callable[[Held], object]) -> None:
         """Take no more, and let something give all back that nobody waits for."""
@@ -120,15 +130,14 @@ class Leases:
     def close(self, seconds: float) -> None:
         """Give everything back, and take no more; waits so long for who is just asking."""
         self._closed = True
-        if os.getpid() != self._pid:
+        if not self.are_mine:
             return
         until = time.monotonic() + seconds
         with self._lock:
             self._changed.wait_for(lambda: not self._n_asking, max(0.0, until - time.monotonic()))
         self._lost.clear()
         for held in list(self._held.values()):
-            for tier in self.let_go(held):
-                tier.release(held.key)
+            self.release(held)
 
 
 class Lease:
@@ -197,5 +206,4 @@ class Lease:
 
     def release(self) -> None:
         """Release the lease, if this process holds it."""
-        for tier in self._leases.let_go(self.held):
-            tier.release(self.key)
+        self._leases.release(self.held)

@@ -132,14 +132,23 @@ class Tiers:
         self._give_back(lease.held)
 
     def _give_back(self, held: Held) -> None:
-        tiers = self.leases.let_go(held)
-        for tier, writer in zip(self.tiers, self.writers, strict=True):
-            if tier in tiers:
-                writer.offer(Chain(leases=[held.key], due=held.due))
+        taken: list[Tier] = []
+        try:
+            # No interrupt can come between these.
+            taken, held.tiers = held.tiers, []
+            for tier, writer in zip(self.tiers, self.writers, strict=True):
+                if tier in taken and self.leases.are_mine:
+                    writer.offer(Chain(leases=[held.key], due=held.due))
+                    taken.remove(tier)
+        except BaseException:
+            held.tiers += taken  # given back with the next call, or with `close`
+            self.leases.lose(held)
+            raise
+        self.leases.forget(held)
 
     def reap(self) -> None:
         """Give back leases of sequences that were dropped."""
-        for held in self.leases.lost():
+        while (held := self.leases.lost()) is not None:
             self._give_back(held)
 
     def remove(self, keys: list[bytes]) -> None:

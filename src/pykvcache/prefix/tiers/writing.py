@@ -108,8 +108,6 @@ class WriteBehind:
         if os.getpid() != self._pid:
             return 0  # a forked child has no such thread
         with self._lock:
-            if self._closed:
-                return 0
             taken: list[Item] = []
             n_bytes = self.n_bytes
             for item in chain.items:
@@ -119,8 +117,8 @@ class WriteBehind:
                 n_bytes += size
                 taken.append(item)
             is_work = bool(taken or chain.leases or chain.removes)
-            if is_refused := is_work and not self._has_thread():
-                # There is none to be had: what would be written is lost.
+            if is_refused := is_work and (self._closed or not self._has_thread()):
+                # There is none, or it is about to end: what would be written is lost.
                 self.dropped += len(chain.items)
             else:
                 n_items, dropped = self.n_items + len(taken), len(chain.items) - len(taken)

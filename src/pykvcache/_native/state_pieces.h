@@ -19,7 +19,11 @@ class piece_writer : public state_output<piece_writer> {
   public:
     explicit piece_writer(joined_state & out) : out(out) {}
 
-    void bytes(const void * data, size_t n) { std::memcpy(room(n), data, n); }
+    void bytes(const void * data, size_t n) {
+        if (n > 0) {  // of nothing there may be no address
+            std::memcpy(room(n), data, n);
+        }
+    }
 
     // n bytes to write to, until there are more.
     uint8_t * room(size_t n) {

@@ -108,19 +108,15 @@ else
 endif
 
 # What the sanitizers are told: see docs/guarantees.md. PYTHONMALLOC: Python's objects are watched too.
-# In files: what ends a worker of pytest takes its output along.
-FOUND := log_path=$(abspath build/asan/found)
 SANITIZED = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
-            ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=64:$(FOUND) \
-            UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1:suppressions=$(abspath tests/ubsan.supp):$(FOUND) \
+            ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=64 \
+            UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1:suppressions=$(abspath tests/ubsan.supp) \
             PYTHONMALLOC=malloc OMP_WAIT_POLICY=passive
-ASAN_TESTS ?= -n auto --ignore tests/packaging --ignore tests/arrays
+# Captured by Python alone: a finding ends a worker of pytest, and what was captured of it with it.
+ASAN_TESTS ?= -n auto --capture=sys --ignore tests/packaging --ignore tests/arrays
 
 asan: $(VENV)-asan/.built ## the tests under AddressSanitizer and UBSan, in a build of their own
-	@rm -f build/asan/found.*
-	$(SANITIZED) $(VENV)-asan/bin/python -m pytest $(ASAN_TESTS); status=$$?; \
-	    found=$$(grep -ls "ERROR: AddressSanitizer\|runtime error" build/asan/found.*); \
-	    if [ -n "$$found" ]; then cat $$found; exit 1; fi; exit $$status
+	$(SANITIZED) $(VENV)-asan/bin/python -m pytest $(ASAN_TESTS)
 
 # All but those of the array caches, which never see the compiled layer.
 PLAIN_TESTS ?= tests --ignore tests/arrays

@@ -94,6 +94,9 @@ void value_check::look(const uint8_t * data, size_t n) {
 }
 
 void value_check::take(const uint8_t * data, size_t size) {
+    if (size == 0) {
+        return;  // of nothing there may be no address
+    }
     if (n_rest > 0) {
         const size_t more = std::min(unit - n_rest, size);
         std::memcpy(rest.data() + n_rest, data, more);

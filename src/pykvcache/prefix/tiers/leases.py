@@ -117,8 +117,9 @@ class Leases:
 
     def lost(self) -> Held | None:
         """Return a lease that nobody knows of, each once; None where there is none."""
-        with contextlib.suppress(IndexError):  # another thread may be faster
-            return self._lost.popleft()
+        if self._lost:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                return self._lost.popleft()
         return None
 
     def retire(self, give_back: Callable[[Held], object]) -> None:

@@ -29,10 +29,14 @@ class Changing:
         """Whether somebody is in the middle of a change."""
         return self._is_changing
 
-    def check(self) -> None:
-        """Raise where a policy calls the cache that asks it; put right what was cut short."""
+    def need_quiet(self) -> None:
+        """Raise where a policy calls the cache that asks it."""
         if self.is_busy:
             raise ReentryError("a policy called the cache in the middle of a call that asks it")
+
+    def check(self) -> None:
+        """Raise where a policy calls the cache that asks it; put right what was cut short."""
+        self.need_quiet()
         if not self._is_whole:
             self._is_changing = True
             try:

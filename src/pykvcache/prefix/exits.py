@@ -76,6 +76,7 @@ class EndMethods(Closing):
             if self._has_ended:
                 return
             if not self._closed:
+                self._ram.need_quiet()
                 if len(self._tiers):
                     for sequence in self._open:
                         self._try(self._end, sequence)

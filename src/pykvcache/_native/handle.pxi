@@ -165,7 +165,7 @@ cdef class Handle:
                 raise ReentryError("a callback of this context called the context itself")
             with nogil:
                 self.lock.lock()
-        if self.closed:
+        if self.closed or self.ctx == NULL:  # or not made yet: the collector shows objects early
             self.lock.unlock()
             raise ClosedError("the context is closed")
         if lib.lost_link(self.links) != NULL:

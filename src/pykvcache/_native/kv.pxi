@@ -7,12 +7,20 @@ cdef dict _FORMATS = {0: (b"f", 4), 1: (b"e", 2), 30: (b"H", 2)}
 @cython.no_gc_clear  # the context is asked for when an array over this memory dies
 @cython.final
 cdef class Memory3D:
-    """Read-only memory of a context as a buffer; the context is not freed while one is in use."""
+    """Read-only memory of a context as a buffer; the context is not freed while one is there."""
 
     cdef Handle owner
     cdef Region region
     cdef Py_ssize_t shape[3]
     cdef Py_ssize_t strides[3]
+
+    def __init__(self):
+        raise TypeError("Memory3D is made by read_regions()")
+
+    def __dealloc__(self):
+        if self.owner is not None:
+            self.owner.exports -= 1
+            self.owner.free_late()
 
     def __getbuffer__(self, Py_buffer* buffer, int flags):
         cdef Region r = self.region
@@ -31,11 +39,6 @@ cdef class Memory3D:
         buffer.strides = self.strides
         buffer.suboffsets = NULL
         buffer.internal = NULL
-        self.owner.exports += 1
-
-    def __releasebuffer__(self, Py_buffer* buffer):
-        self.owner.exports -= 1
-        self.owner.free_late()
 
 
 @cython.final
@@ -49,6 +52,9 @@ cdef class Region:
     cdef Py_ssize_t strides[3]
     cdef Py_ssize_t itemsize
     cdef bytes format
+
+    def __init__(self):
+        raise TypeError("Region is made by Context.take()")
 
     @property
     def is_valid(self):
@@ -78,10 +84,13 @@ def read_regions(list regions, func):
 
     What `func` returns must not keep the arrays: it is read later, without these checks.
     """
-    cdef Handle owner = (<Region?>regions[0]).owner
+    cdef Handle owner
     cdef Region region
     cdef Memory3D memory
     cdef list arrays = []
+    if not regions:
+        raise ArgumentError("there are no regions to read", what="regions")
+    owner = (<Region?>regions[0]).owner
     owner.lock_read()
     try:
         for region in regions:
@@ -90,8 +99,9 @@ def read_regions(list regions, func):
             if region.epoch != owner.seqs.epoch():
                 raise StaleViewError("the cache was changed since this view was made: make a new one")
             memory = Memory3D.__new__(Memory3D)
-            memory.owner = owner
             memory.region = region
+            memory.owner = owner
+            owner.exports += 1
             arrays.append(np.asarray(memory))
         return func(*arrays)
     finally:

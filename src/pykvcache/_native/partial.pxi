@@ -14,6 +14,9 @@ cdef class Partial:
     cdef readonly int32_t seq_id, pos, first
     cdef readonly str memory_kind
 
+    def __init__(self):
+        raise TypeError("Partial is made by get_partial_state()")
+
     @property
     def nbytes(self):
         """Size of the bytes that are kept."""

@@ -14,6 +14,7 @@ cdef class Turns:
     cdef readonly object dropped
     cdef object _due
     cdef bint _is_calling
+    cdef Handle _context
     cdef readonly Py_ssize_t depth
     cdef readonly uint64_t turns
 
@@ -22,7 +23,14 @@ cdef class Turns:
         self.dropped = collections.deque()
         self._due = collections.deque()
 
+    def watch(self, Handle context not None):
+        """Refuse turns in the middle of a call of this context: of a log handler's, say."""
+        self._context = context
+
     def __enter__(self):
+        # First: another thread may have the turn, and wait for the context.
+        if self._context is not None and self._context.lock.is_mine():
+            raise ReentryError("a callback of this context called a sequence of it")
         self.lock.acquire()
         self.depth += 1
         self.turns += 1

@@ -115,18 +115,17 @@ class CacheView(np.lib.mixins.NDArrayOperatorsMixin):
         known = (CacheView, np.ndarray, np.generic, int, float, complex, list, tuple)
         if not all(isinstance(value, known) for value in inputs):
             return NotImplemented
-        return _apply(getattr(ufunc, method), inputs, kwargs)
+        call = getattr(ufunc, method)
+        return (_apply if _is_plain((inputs, kwargs)) else _apply_to_copies)(call, inputs, kwargs)
 
     def __array_function__(
         self, func: Callable[..., Any], types: Any, args: Any, kwargs: Any
     ) -> Any:
         if not all(issubclass(kind, CacheView | np.ndarray) for kind in types):
             return NotImplemented
-        if func in PURE and not isinstance(kwargs.get("out"), CacheView):
-            return _apply(func, args, kwargs)
-        copies = {id(view): view.copy() for view in _views((args, kwargs))}
-        args, kwargs = _replaced((args, kwargs), copies)
-        return func(*args, **kwargs)
+        is_pure = func in PURE and not isinstance(kwargs.get("out"), CacheView)
+        apply = _apply if is_pure and _is_plain((args, kwargs)) else _apply_to_copies
+        return apply(func, args, kwargs)
 
     if not TYPE_CHECKING:  # type checkers shall go on saying that an attribute is missing
 
@@ -169,9 +168,33 @@ def _replaced(value: Any, arrays: dict[int, npt.NDArray[Any]]) -> Any:
     return value
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether no array among nested arguments has code of a user's own: it would get the memory."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return not isinstance(value, np.ndarray) or type(value) is np.ndarray
+
+
+def _found(args: Any, kwargs: Any) -> list[CacheView]:
+    """Return the views among arguments, each once."""
+    views = list({id(view): view for view in _views((args, kwargs))}.values())
+    if not views:
+        raise TypeError("pass views of a cache by themselves, or in a list or a tuple")
+    return views
+
+
+def _apply_to_copies(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function with copies in the place of views."""
+    copies = {id(view): view.copy() for view in _found(args, kwargs)}
+    args, kwargs = _replaced((args, kwargs), copies)
+    return func(*args, **kwargs)
+
+
 def _apply(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function on the memory of views; what it returns shares none of it."""
-    views = list({id(view): view for view in _views((args, kwargs))}.values())
+    views = _found(args, kwargs)
     # Two contexts would be two locks: the views of the second are copied first.
     first = [view for view in views if view._region.owner is views[0]._region.owner]
     rest = {id(view): view.copy() for view in views if view not in _Identity(first)}

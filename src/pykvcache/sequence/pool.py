@@ -34,6 +34,7 @@ class SequencePool(lib.Turns):
 
     def __init__(self, ctx: LlamaContext) -> None:
         self._ctx = weakref.ref(ctx)
+        self.watch(ctx.native)
         # Who has which id; who was used last stands last.
         self._lent: OrderedDict[int, weakref.ref[Member]] = OrderedDict()
         # All that exist, parked ones too.

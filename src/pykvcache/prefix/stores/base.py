@@ -200,7 +200,8 @@ class BlockStore(ABC):
         Returns
         -------
         int
-            How many blocks were read. What the other buffers hold is undefined.
+            How many blocks were read. What the other buffers hold is undefined. Nothing may write
+            into any of them from then on: a cache goes on with their very memory.
         """
 
     @abstractmethod

@@ -1,0 +1,162 @@
+"""Code that runs in the middle of a sequence's call: it may not change what is being computed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from binding.conftest import needs_timers
+from memory.kit import Logits, apart
+from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
+from pykvcache.errors import ReentryError
+from support.models import RIGHT
+
+Make = Callable[..., LlamaContext]
+Fresh = Callable[..., Logits]
+
+
+def words(seed: int, n: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
+    return found
+
+
+EDITS: dict[str, Callable[[LlamaSequence], object]] = {
+    "truncate": lambda one: one.truncate(3),
+    "append": lambda one: one.append([7] * 20),
+    "sync": lambda one: one.sync(words(9, 30)),
+    "park": lambda one: one.park(),
+    "close": lambda one: one.close(),
+    "evaluate": lambda one: one.evaluate(),
+    "fork": lambda one: one.fork(),
+}
+
+
+class Logs(logging.Handler):
+    """A handler of a user's own that uses a sequence."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__()
+        self.act, self.errors, self.calls = act, list[type[BaseException]](), 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.calls += 1
+        try:
+            self.act()
+        except ReentryError as error:
+            self.errors.append(type(error))
+
+
+def shifted(ctx: LlamaContext, seq_id: int) -> None:
+    """Leave a shift pending: the next decode applies it, and llama.cpp says so in its log."""
+    ctx.native.decode_tokens(words(8, 5), seq_id)
+    ctx.kv_cache_seq_add(seq_id, 0, None, 1)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("how", ["sequence", "generator"])
+def test_a_log_handler_may_not_use_what_is_computed(
+    how: str, edit: str, make_context: Make, fresh_logits: Fresh
+) -> None:
+    log = logging.getLogger("pykvcache.llama")
+    prompt, level = words(1, 17), log.level
+    log.setLevel(logging.DEBUG)  # before: what nobody wants when a context is made is not collected
+    ctx = make_context("llama", n_ctx=512)
+    one = LlamaSequence(ctx, prompt)
+    generator = BatchGenerator(ctx)
+    sampler = Sampler(temperature=0, logit_bias={ctx.model.token_eos: -100.0})
+    if how == "generator":
+        handle = generator.submit(one, 6, sampler)
+        generator.step()
+    shifted(ctx, 0)
+    logs = Logs(lambda: EDITS[edit](one))
+    log.addHandler(logs)
+    try:
+        if how == "generator":
+            generator.run()
+        else:
+            one.evaluate()
+    finally:
+        log.removeHandler(logs)
+        log.setLevel(level)
+    assert logs.calls
+    assert len(logs.errors) == logs.calls
+    n = len(prompt) + (len(handle.tokens) if how == "generator" else 0)
+    tokens = one.tokens.tolist()
+    assert len(tokens) == n
+    assert tokens[: len(prompt)] == prompt
+    assert apart(one.logits(), fresh_logits("llama", tokens)) < RIGHT
+    generator.close()
+
+
+@needs_timers
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_signal_handler_may_not_use_what_is_computed(
+    edit: str, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """Between two parts of a long prompt: what it raises stops the evaluation."""
+    ctx = make_context("llama", n_ctx=4096, n_batch=16, n_ubatch=16)
+    tokens = words(2, 3000)
+    one = LlamaSequence(ctx, tokens)
+
+    def handle(*_: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        EDITS[edit](one)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(ReentryError, match="called a sequence of it"):
+            one.evaluate()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert one.tokens.tolist() == tokens
+    assert 0 < one.n_evaluated < len(tokens)
+    one.truncate(200)
+    assert apart(one.logits(), fresh_logits("llama", tokens[:200])) < RIGHT
+
+
+def test_a_finalizer_may_not_use_what_is_computed(make_context: Make, fresh_logits: Fresh) -> None:
+    """The collector runs at any allocation, also of compiled code."""
+    ctx = make_context("llama", n_ctx=512)
+    one = LlamaSequence(ctx, words(1, 17))
+    sampler = Sampler(temperature=0, logit_bias={ctx.model.token_eos: -100.0})
+    refused = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            try:
+                _ = ctx.n_cells_used
+            except ReentryError:  # in the middle of a call of the context
+                try:
+                    one.append([7] * 30)
+                except ReentryError:
+                    refused.append(True)
+            else:
+                if not refused:
+                    Cycle()
+
+    with BatchGenerator(ctx) as generator:
+        generator.submit(one, 6, sampler)
+        generator.step()
+        Cycle()
+        threshold = gc.get_threshold()
+        gc.set_threshold(1)
+        try:
+            generator.run()
+        finally:
+            gc.set_threshold(*threshold)
+        refused.append(True)
+        gc.collect()
+    tokens = one.tokens.tolist()
+    assert len(tokens) == 23
+    assert apart(one.logits(), fresh_logits("llama", tokens)) < RIGHT

@@ -1,7 +1,18 @@
 # A lock that is taken and given back without running Python in between: an interrupt (Ctrl-C) can come
 # before it is taken or after it was given back, never where it would stay taken.
 
+cdef extern from "Python.h":
+    void* PyEval_GetFrame()
+
 cdef object _RLock = threading.RLock
+
+# Modules that call what they are given, and may stand between two of ours.
+cdef frozenset _CALLERS = frozenset(("contextlib", "functools", "weakref", "threading"))
+
+
+cdef bint _is_ours(object frame) except -1:
+    name = frame.f_globals.get("__name__")
+    return isinstance(name, str) and (name == "pykvcache" or name.startswith("pykvcache.") or name in _CALLERS)
 
 
 cdef class Turns:
@@ -15,6 +26,8 @@ cdef class Turns:
     cdef object _due
     cdef bint _is_calling
     cdef Handle _context
+    # The frame that has the outermost turn: alive until it gives it back.
+    cdef void* _holder
     cdef readonly Py_ssize_t depth
     cdef readonly uint64_t turns
 
@@ -32,6 +45,14 @@ cdef class Turns:
         if self._context is not None and self._context.lock.is_mine():
             raise ReentryError("a callback of this context called a sequence of it")
         self.lock.acquire()
+        if self.depth:
+            try:
+                self.refuse_foreign()
+            except BaseException:
+                self.lock.release()
+                raise
+        else:
+            self._holder = PyEval_GetFrame()
         self.depth += 1
         self.turns += 1
         if self.dropped:
@@ -42,6 +63,19 @@ cdef class Turns:
                 self.lock.release()
                 raise
         return self
+
+    cdef int refuse_foreign(self) except -1:
+        """Raise where code that is not ours stands between the turn that this thread has and this one."""
+        if PyEval_GetFrame() == NULL:
+            return 0
+        frame = <object>PyEval_GetFrame()
+        while frame is not None and <void*>frame != self._holder:
+            if not _is_ours(frame):
+                raise ReentryError(
+                    "called in the middle of another call of this context's sequences: by a signal handler, a "
+                    "finalizer or a policy, say")
+            frame = frame.f_back
+        return 0
 
     def __exit__(self, kind, error, trace):
         self.depth -= 1

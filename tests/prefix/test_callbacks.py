@@ -116,6 +116,7 @@ def test_a_subscriber_may_edit_the_sequence_that_it_hears_of(
     def callback(event: CacheEvent) -> None:
         if not done and threading.current_thread() is threading.main_thread():
             done.append(event)
+            assert not cache._pool.depth, "somebody is in the middle of something"
             EDITS[edit](cache, one)
 
     cache.events.subscribe(callback)
@@ -190,3 +191,40 @@ def test_nothing_is_kept_of_a_sequence_that_a_policy_edits(
         for tokens in (prompt, [*HEAD, *REST, 7], [*prompt, 7]):
             with cache.sequence(tokens) as again:
                 assert apart(again.logits(), fresh_logits(name, tokens)) < max(RIGHT, 1e-2)
+
+
+def test_what_a_subscriber_raises_goes_no_further_than_one_call(make_context: Make) -> None:
+    """Not every exception is an Exception; the context's sequences go on."""
+
+    class Odd(BaseException):
+        """As asyncio's CancelledError."""
+
+    heard: list[CacheEvent] = []
+    with PrefixCache(make_context("llama"), block_size=8) as cache:
+
+        def callback(event: CacheEvent) -> None:
+            heard.append(event)
+            raise Odd
+
+        end = cache.events.subscribe(callback)
+        sequence = cache.sequence(words(1, 30))
+        sequence.evaluate()
+        with pytest.raises(Odd):
+            sequence.close()
+        end()
+        n = len(heard)
+        with cache.sequence(words(1, 30)) as again:
+            assert again.reuse.ram == 29
+        assert len(heard) == n == 1
+
+
+def test_lookups_are_heard_of_when_nobody_is_in_a_call(make_context: Make) -> None:
+    depths = []
+    with PrefixCache(make_context("llama"), block_size=8) as cache:
+        cache.events.subscribe_lookups(lambda _: depths.append(cache._pool.depth))
+        cache.events.subscribe(lambda _: depths.append(cache._pool.depth))
+        for seed in (1, 1, 2):
+            with cache.sequence(words(seed, 30)) as sequence:
+                sequence.evaluate()
+    assert len(depths) >= 5
+    assert not any(depths)

@@ -15,6 +15,8 @@ from binding.conftest import needs_timers
 from memory.kit import Logits, apart
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import ReentryError
+from pykvcache.sequence.checkpoints import CheckpointPolicy
+from pykvcache.sequence.pool import pool_of
 from support.models import RIGHT
 
 Make = Callable[..., LlamaContext]
@@ -160,3 +162,84 @@ def test_a_finalizer_may_not_use_what_is_computed(make_context: Make, fresh_logi
     tokens = one.tokens.tolist()
     assert len(tokens) == 23
     assert apart(one.logits(), fresh_logits("llama", tokens)) < RIGHT
+
+
+@needs_timers
+@pytest.mark.parametrize("use", ["truncate", "logits"])
+def test_a_signal_handler_between_two_lines_of_a_call(
+    use: str, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """It comes anywhere, and may not use a sequence in the middle of a call of one."""
+    ctx = make_context("llama", n_ctx=512)
+    tokens = words(3, 40)
+    one = LlamaSequence(ctx, tokens)
+    one.logits()
+    end = Sampler(temperature=0, logit_bias={ctx.model.token_eos: 1e6})
+    seen = {"used": 0, "refused": 0}
+
+    def handle(*_: Any) -> None:
+        try:
+            if use == "logits":
+                one.logits()
+            elif len(one) > 5:
+                one.truncate(len(one) - 1)
+            seen["used"] += 1
+        except ReentryError:
+            seen["refused"] += 1
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        for n in range(400):
+            signal.setitimer(signal.ITIMER_REAL, 2e-5 + (n % 50) * 2e-6)
+            assert list(one.generate(1, end)) == []
+            if n % 7 == 0:
+                one.truncate(max(5, len(one) - 2))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            have = one.tokens.tolist()
+            assert have == tokens[: len(have)]
+            assert apart(one.logits(), fresh_logits("llama", have)) < RIGHT
+            if len(one) < 12:
+                one.sync(tokens)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert sum(seen.values()) > 100
+
+
+def test_a_checkpoint_policy_may_not_edit_what_is_evaluated(
+    make_context: Make, fresh_logits: Fresh
+) -> None:
+    class Edits(CheckpointPolicy):
+        def next_stop(self, *args: Any, **kwargs: Any) -> Any:
+            one.truncate(3)
+            return super().next_stop(*args, **kwargs)
+
+    ctx, tokens = make_context("jamba"), words(4, 60)
+    one = LlamaSequence(ctx, tokens, checkpoints=Edits())
+    with pytest.raises(ReentryError, match="in the middle of another call"):
+        one.logits()
+    assert one.tokens.tolist() == tokens
+
+
+def test_an_id_that_is_freed_twice_is_not_taken_from_its_next_owner(
+    make_context: Make, fresh_logits: Fresh
+) -> None:
+    """A thread finds that a sequence is gone before its own thread has said so."""
+    ctx = make_context("llama", n_seq_max=2)
+    pool = pool_of(ctx)
+    gone = LlamaSequence(ctx, words(5, 20))
+    gone.evaluate()
+    seq_id = gone._cells.live_id
+    lending = pool.lending(seq_id)
+    gone._cells._finalizer.detach()  # its thread stops here
+    del gone
+    gc.collect()
+    first, second = (LlamaSequence(ctx, words(seed, 20)) for seed in (6, 7))
+    for one in (first, second):
+        one.evaluate()
+    assert seq_id in (first.seq_id, second.seq_id)
+    pool.drop(seq_id, lending)  # and goes on here
+    for one, seed in ((first, 6), (second, 7)):
+        assert one.seq_id is not None
+        one.append([9])
+        assert apart(one.logits(), fresh_logits("llama", [*words(seed, 20), 9])) < RIGHT

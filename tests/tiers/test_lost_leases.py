@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pykvcache import BatchGenerator, LlamaContext, PrefixCache
+from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.stores import FolderStore
 from pykvcache.prefix.tiers import leases
@@ -245,3 +246,149 @@ def test_ctrl_c_loses_no_lease(how: str, make_context: Make, tmp_path: Path) -> 
     seen = attempt(0)
     for place in range(1, seen, max(1, seen // 24)):
         attempt(place)
+
+
+# Leases by themselves ---------------------------------------------------------------------------
+
+
+class Given:
+    """A tier that gives every lease, after a while if it is told to."""
+
+    def __init__(self, wait: threading.Event | None = None) -> None:
+        self.held: list[bytes] = []
+        self.released: list[bytes] = []
+        self.wait, self.asked = wait, threading.Event()
+
+    def lease(self, key: bytes, seconds: float, thread: int) -> bool:
+        self.asked.set()
+        if self.wait is not None:
+            assert self.wait.wait(20)
+        self.held.append(key)
+        return True
+
+    def release(self, key: bytes) -> None:
+        self.released.append(key)
+
+
+def test_a_closed_cache_takes_no_lease() -> None:
+    owner, tier = leases.Leases(), Given()
+    owner.close(0)
+    lease = leases.Lease(owner, [tier], b"k", 60, 0)  # type: ignore[list-item]
+    assert not lease.held
+    assert lease.follows is None
+    assert not tier.held
+
+
+@pytest.mark.parametrize("how", ["close", "retire"])
+def test_a_lease_that_comes_as_the_cache_is_closed_goes_back(how: str) -> None:
+    go = threading.Event()
+    owner, tier = leases.Leases(), Given(go)
+    made: list[leases.Lease] = []
+    thread = threading.Thread(
+        target=lambda: made.append(leases.Lease(owner, [tier], b"k", 60, 0))  # type: ignore[list-item]
+    )
+    thread.start()
+    assert tier.asked.wait(20)
+    if how == "retire":
+        owner.retire(lambda held: None)
+        go.set()
+    else:
+        closing = threading.Thread(target=owner.close, args=(20,))
+        closing.start()
+        time.sleep(0.05)
+        assert closing.is_alive(), "it does not wait for who is asking"
+        go.set()
+        closing.join(20)
+    thread.join(20)
+    assert tier.held == tier.released == [b"k"]
+    assert not made[0].held
+
+
+def test_retiring_gives_back_what_is_held() -> None:
+    owner, tier = leases.Leases(), Given()
+    lease = leases.Lease(owner, [tier], b"k", 60, 0)  # type: ignore[list-item]
+    owner.retire(owner.release)
+    assert tier.released == [b"k"]
+    assert not lease.held
+
+
+def test_a_lease_that_ran_out_is_left_to_its_next_holder() -> None:
+    owner, tier = leases.Leases(), Given()
+    lease = leases.Lease(owner, [tier], b"k", 0.01, 0)  # type: ignore[list-item]
+    time.sleep(0.02)
+    lease.release()
+    assert not tier.released
+    assert not lease.held
+
+
+def test_closing_after_ctrl_c_gives_everything_back(make_context: Make, tmp_path: Path) -> None:
+    """Also where it came as leases were being given back one by one."""
+    ctx = make_context("llama")
+
+    def attempt(place: int) -> int:
+        cache = make_cache(ctx, tmp_path)
+        sequences = [cache.sequence(words(i, 40)) for i in range(3)]
+        for one in sequences:
+            assert one._search is not None
+            assert one._search.done.wait(20)
+        cache._open.clear()  # they are known to their leases alone
+        interrupt = CtrlCAnywhere(place, ("/tiers/",))
+        interrupt.run(cache.close)
+        cache.close()
+        need_none(tmp_path)
+        return interrupt.seen
+
+    seen = attempt(0)
+    for place in range(1, seen, max(1, seen // 40)):
+        attempt(place)
+
+
+def test_a_policy_that_raises_as_all_is_dropped_keeps_nothing(make_context: Make) -> None:
+    class Broken(Policy):
+        def removing(self, run: object, n_blocks: int) -> None:
+            raise RuntimeError("a bug of the policy")
+
+        def victim(self) -> None:
+            return None
+
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, policy=Broken())
+    with cache.sequence(words(1, 100)) as sequence:
+        sequence.evaluate()
+    heard = list(cache.events)
+    with pytest.raises(RuntimeError, match="a bug of the policy"):
+        cache.close()
+    assert cache.is_closed
+    assert not cache._ram.tree.n_blocks
+    assert heard
+    assert any(isinstance(event, AllBlocksCleared | BlockRemoved) for event in cache.events)
+    cache.close()
+
+
+@pytest.mark.parametrize("how", ["flush", "close"])
+def test_a_subscriber_in_the_thread_that_writes_does_not_wait_for_itself(
+    how: str, make_context: Make, tmp_path: Path
+) -> None:
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[str(tmp_path)])
+    took: list[float] = []
+
+    def callback(event: object) -> None:
+        if threading.current_thread().name == "pykvcache-write-behind" and not took:
+            began = time.monotonic()
+            getattr(cache, how)()
+            took.append(time.monotonic() - began)
+
+    cache.events.subscribe(callback)
+    with cache.sequence(words(1, 100)) as sequence:
+        sequence.evaluate()
+    until = time.monotonic() + 20
+    while not took and time.monotonic() < until:
+        time.sleep(0.01)
+    assert took
+    assert took[0] < 10
+    cache.flush(20) if how == "flush" else cache.close()
+    cache.close()
+    until = time.monotonic() + 20
+    with FolderStore(tmp_path) as store:
+        while len(list(store.entries())) < 100 // SIZE and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(list(store.entries())) >= 100 // SIZE

@@ -379,7 +379,7 @@ class Context(Decoding):
 @disjoint_base
 class Turns:
     depth: int
-    dropped: deque[int]
+    dropped: deque[tuple[int, object]]
     lock: Any
     turns: int
     def __new__(cls, *args: object) -> Self: ...

@@ -85,8 +85,14 @@ cdef class Turns:
         self._is_calling = True
         try:
             while self._due:
-                self._due[0]()
-                self._due.popleft()  # after it: what an interrupt cuts short is called again
+                try:
+                    self._due[0]()
+                except KeyboardInterrupt:
+                    raise  # what an interrupt cuts short is called again
+                except BaseException:
+                    self._due.popleft()
+                    raise
+                self._due.popleft()
         finally:
             # No other thread can run between the last look and this.
             self._is_calling = False

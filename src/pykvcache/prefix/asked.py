@@ -53,6 +53,10 @@ class PolicyMethods:
         self.asked = Asked()
         self._notes = 0
 
+    def give_up_policy(self) -> None:
+        """Go on with a plain one: that of the user has failed, and all is to be dropped."""
+        self._made_by, self._is_ours = "lru", True
+
     def trust(self) -> None:
         """Take what the policy answers as it is: for objects that are not a user's."""
         self._is_ours = True

@@ -319,29 +319,33 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
 
     def stats(self) -> CacheStats:
         """Return the figures since the cache was made."""
+        if self._ram.is_busy and self._pool.lock._is_owned():
+            return self._figures()  # a policy may look at them, too
         with self._pool.hold():
-            if not self._ram.is_busy:  # a policy may look at figures, too
-                self._ram.check()
-                for sequence in self._open:
-                    self._sum(sequence)
-            sums, ram = self._sums, self._ram
-            return CacheStats(
-                requests=self._requests,
-                n_tokens=sums.n_tokens,
-                live=sums.live,
-                ram=sums.ram,
-                disk=sums.disk,
-                remote=sums.remote,
-                evaluated=sums.evaluated,
-                ram_bytes=ram.nbytes,
-                ram_blocks=ram.tree.n_blocks,
-                ram_checkpoints=ram.n_checkpoints,
-                max_ram_bytes=ram.max_bytes,
-                stored=ram.stored,
-                removed=ram.removed,
-                tiers=self._tiers.stats(),
-                hits=self._hits,
-            )
+            self._ram.check()
+            for sequence in self._open:
+                self._sum(sequence)
+            return self._figures()
+
+    def _figures(self) -> CacheStats:
+        sums, ram = self._sums, self._ram
+        return CacheStats(
+            requests=self._requests,
+            n_tokens=sums.n_tokens,
+            live=sums.live,
+            ram=sums.ram,
+            disk=sums.disk,
+            remote=sums.remote,
+            evaluated=sums.evaluated,
+            ram_bytes=ram.nbytes,
+            ram_blocks=ram.tree.n_blocks,
+            ram_checkpoints=ram.n_checkpoints,
+            max_ram_bytes=ram.max_bytes,
+            stored=ram.stored,
+            removed=ram.removed,
+            tiers=self._tiers.stats(),
+            hits=self._hits,
+        )
 
     def flush(self, seconds: float | None = None) -> bool:
         """Wait until what is queued is written to the tiers; False if that takes longer.
@@ -351,7 +355,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
         seconds
             For how long at most; None for as long as it takes.
         """
-        self._check_open()
+        with self._pool.hold():  # who is to hear of events hears of them first
+            self._check_open()
         return self._tiers.flush(as_wait(seconds, "seconds"))
 
     def __repr__(self) -> str:

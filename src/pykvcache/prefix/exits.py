@@ -7,7 +7,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pykvcache._closing import Closing
 from pykvcache.context import LlamaContext
@@ -79,8 +79,8 @@ class EndMethods(Closing):
                 self._ram.need_quiet()
                 if len(self._tiers):
                     for sequence in self._open:
-                        self._try(self._end, sequence)
-                self._try(self._ram.clear, None)
+                        self._end(sequence)
+                self._clear_all()
                 self._closed = True
             self._prefetches.cancel()
             self._open.clear()
@@ -91,15 +91,19 @@ class EndMethods(Closing):
         if failed is not None:
             raise failed
 
-    def _end(self, sequence: CachedSequence) -> None:
-        if not sequence.is_closed:
-            self._keep(sequence)
-        self._end_search(sequence)
-
-    def _try(self, call: Callable[[Any], object], argument: Any) -> None:
-        """Go on after a call whatever it raises; `close` raises the last of it at its end."""
+    def _clear_all(self) -> None:
         try:
-            call(argument)
+            self._ram.clear(None)
+        except Exception as error:  # of a policy of the user's
+            self._failed = error
+            self._ram.clear_without_policy()
+
+    def _end(self, sequence: CachedSequence) -> None:
+        """Keep what a sequence has evaluated; `close` raises the last failure at its end."""
+        try:
+            if not sequence.is_closed:
+                self._keep(sequence)
+            self._end_search(sequence)
         except DeviceLost:
             pass  # there is nothing left to give
         except Exception as error:  # of a policy of the user's

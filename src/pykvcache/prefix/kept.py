@@ -272,6 +272,12 @@ class Kept(Changing):
         if names:
             self._untold.append(partial(self._events.add, BlockRemoved(tuple(names))))
 
+    def clear_without_policy(self) -> None:
+        """Drop everything after a failure of the policy, which is asked no more."""
+        self.tree.give_up_policy()
+        self._is_whole = False  # so that another one is made
+        self.clear(None)
+
     @change
     def clear(self, namespace: str | None) -> None:
         """Drop a namespace, or all of them."""

@@ -50,7 +50,7 @@ class SequenceCells:
         self.stage: Stage | None = None
         self.incoming: Incoming | None = None
         self._twins: tuple[tuple[int, int], Twins] | None = None  # and what they hold by name
-        self._finalizer: weakref.finalize[[int], SequenceCells] | None = None
+        self._finalizer: weakref.finalize[[int, object], SequenceCells] | None = None
         self._native = pool.ctx.native
         self.needs_points = self._native.has_rest
         pool.join(self)
@@ -87,7 +87,7 @@ class SequenceCells:
 
     def _own(self, seq_id: int) -> None:
         self.seq_id = self.ledger.seq_id = seq_id
-        self._finalizer = weakref.finalize(self, self.pool.drop, seq_id)
+        self._finalizer = weakref.finalize(self, self.pool.drop, seq_id, self.pool.lending(seq_id))
         self._finalizer.atexit = False
 
     def _disown(self) -> None:

@@ -197,9 +197,16 @@ class SequencePool(lib.Turns):
 
     # Dropped sequences ----------------------------------------------------------------------
 
-    def drop(self, seq_id: int) -> None:
-        """Free what a collected sequence held; may be called in the middle of anything."""
-        self.dropped.append(seq_id)
+    def lending(self, seq_id: int) -> object:
+        """Return what tells this lending of an id from later ones."""
+        return self._lent.get(seq_id)
+
+    def drop(self, seq_id: int, lending: object) -> None:
+        """Free what a collected sequence held; may be called in the middle of anything.
+
+        Or late: another thread may have found that it is gone, and lent its id again.
+        """
+        self.dropped.append((seq_id, lending))
         taken: list[bool] = []
         try:
             if take(self.lock, taken) and not self.depth:
@@ -210,7 +217,7 @@ class SequencePool(lib.Turns):
 
     def _bury(self) -> bool:
         """Free what collected sequences held whose `drop` was interrupted; tell whether any did."""
-        lost = [i for i, ref in self._lent.items() if ref() is None and i not in self.dropped]
+        lost = [one for one in self._lent.items() if one[1]() is None and one not in self.dropped]
         self.dropped.extend(lost)
         self.reap()
         return bool(lost)
@@ -218,8 +225,11 @@ class SequencePool(lib.Turns):
     def reap(self) -> None:
         """Free the cells and ids of collected sequences."""
         while self.dropped:
-            seq_id = self.dropped[0]
+            seq_id, lending = self.dropped[0]
             ctx = self._ctx()
+            if lending is None or self._lent.get(seq_id) is not lending:
+                self.dropped.popleft()
+                continue
             if ctx is not None and not ctx.is_closed:
                 try:
                     ctx.clear_kv_cache_seq(seq_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -44,11 +45,14 @@ class Held:
         Those in which this process has the lease.
     due
         When it should be released at the latest, on the monotonic clock.
+    until
+        When it runs out.
     """
 
     key: bytes
     tiers: list[Tier] = field(default_factory=list)
     due: float = 0.0
+    until: float = math.inf
 
     def __bool__(self) -> bool:
         return bool(self.tiers)
@@ -64,7 +68,7 @@ class Leases:
         self._pid = os.getpid()
         self._held: dict[int, Held] = {}
         self._lost: deque[Held] = deque()
-        self._n_asking = 0
+        self._asking: set[object] = set()
         self._closed = False
         # Taken by itself: an interrupt in a Condition's `__enter__` leaves it taken.
         self._lock = threading.RLock()
@@ -78,20 +82,23 @@ class Leases:
 
     def ask(self, held: Held, tier: Tier, seconds: float, thread: int) -> bool:
         """Ask a tier for a lease; False where somebody has it. A closed cache takes none."""
-        with self._lock:
-            if self._closed:
-                return True
-            self._n_asking += 1
+        me = object()
         try:
+            with self._lock:
+                if self._closed:
+                    return True
+                self._asking.add(me)
+            until = time.monotonic() + seconds
             given = tier.lease(held.key, seconds, thread)
-            if given and self._closed:
-                tier.release(held.key)
-            elif given:
+            if given:
                 held.tiers.append(tier)
+                held.until = until
                 self._held[id(held)] = held
+                if self._closed:
+                    self.release(held)
         finally:
             with self._lock:
-                self._n_asking -= 1
+                self._asking.discard(me)
                 self._changed.notify_all()
         return given
 
@@ -106,10 +113,24 @@ class Leases:
 
     def release(self, held: Held) -> None:
         """Give a lease back to all that gave it, once; waits for the stores."""
-        tiers, held.tiers = held.tiers, []
+        self.give_back(held, lambda tier: tier.release(held.key))
+
+    def give_back(self, held: Held, give: Callable[[Tier], object]) -> None:
+        """Call something with each tier that gave a lease which still lasts."""
+        taken: list[Tier] = []
+        try:
+            # No interrupt can come between these.
+            taken, held.tiers = held.tiers, []
+            while taken:
+                # One that ran out may be somebody else's by now.
+                if self.are_mine and time.monotonic() < held.until:
+                    give(taken[0])
+                taken.pop(0)
+        except BaseException:
+            held.tiers += taken  # given back with the next call, or with `close`
+            self.lose(held)
+            raise
         self.forget(held)
-        for tier in tiers if self.are_mine else ():
-            tier.release(held.key)
 
     def lose(self, held: Held) -> None:
         """Note that nobody knows of a lease any more; any thread, in the middle of anything."""
@@ -135,7 +156,7 @@ class Leases:
             return
         until = time.monotonic() + seconds
         with self._lock:
-            self._changed.wait_for(lambda: not self._n_asking, max(0.0, until - time.monotonic()))
+            self._changed.wait_for(lambda: not self._asking, max(0.0, until - time.monotonic()))
         self._lost.clear()
         for held in list(self._held.values()):
             self.release(held)

@@ -132,19 +132,10 @@ class Tiers:
         self._give_back(lease.held)
 
     def _give_back(self, held: Held) -> None:
-        taken: list[Tier] = []
-        try:
-            # No interrupt can come between these.
-            taken, held.tiers = held.tiers, []
-            for tier, writer in zip(self.tiers, self.writers, strict=True):
-                if tier in taken and self.leases.are_mine:
-                    writer.offer(Chain(leases=[held.key], due=held.due))
-                    taken.remove(tier)
-        except BaseException:
-            held.tiers += taken  # given back with the next call, or with `close`
-            self.leases.lose(held)
-            raise
-        self.leases.forget(held)
+        writers = dict(zip(self.tiers, self.writers, strict=True))
+        self.leases.give_back(
+            held, lambda tier: writers[tier].offer(Chain(leases=[held.key], due=held.due))
+        )
 
     def reap(self) -> None:
         """Give back leases of sequences that were dropped."""
@@ -171,11 +162,13 @@ class Tiers:
         """Write what waits, for so long at most, and close the stores that are the cache's own."""
         until = time.monotonic() + seconds
         done = True
-        for writer in getattr(self, "writers", []):
+        writers = getattr(self, "writers", [])
+        for writer in writers:
             done &= writer.close(max(0.0, until - time.monotonic()))
         self.leases.close(max(_ASKING_SECONDS, until - time.monotonic()))
-        for tier in self.tiers:
-            tier.close()
+        for i, tier in enumerate(self.tiers):
+            if not (writers and writers[i].is_mine):  # it closes its tier itself, later
+                tier.close()
         return done
 
     def retire(self) -> None:

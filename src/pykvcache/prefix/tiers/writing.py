@@ -160,10 +160,15 @@ class WriteBehind:
                 n_items = self.n_items - len(chain.items)
                 self.n_bytes, self.n_items, chain.items = n_bytes, n_items, []
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether the thread that asks is the one that writes."""
+        return self._thread is threading.current_thread()
+
     def flush(self, seconds: float | None = None) -> bool:
         """Wait until everything is written; False if that takes longer than the timeout."""
-        if os.getpid() != self._pid:
-            return False
+        if os.getpid() != self._pid or self.is_mine:
+            return False  # it would wait for itself
         until = math.inf if seconds is None else time.monotonic() + seconds
         with self._lock:
             self._n_waiting += 1
@@ -186,6 +191,9 @@ class WriteBehind:
         """Write what waits, and end the thread; False where that takes longer: the rest is lost."""
         if os.getpid() != self._pid:
             return False
+        if self.is_mine:  # a subscriber closes: the rest is written once it has returned
+            self.retire()
+            return False
         with self._lock:
             self._closed = True
             self._changed.notify_all()
@@ -198,7 +206,7 @@ class WriteBehind:
             self._queue.clear()
             self.n_bytes = self.n_items = self._n_leased = self._n_removals = 0
             self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread.is_alive():  # an interrupt may come before it has begun
             thread.join(max(0.0, until - time.monotonic()))
         return done
 

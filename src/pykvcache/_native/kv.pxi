@@ -14,7 +14,7 @@ cdef class Memory3D:
     cdef Py_ssize_t shape[3]
     cdef Py_ssize_t strides[3]
 
-    def __init__(self):
+    def __init__(self, *args, **kwargs):
         raise TypeError("Memory3D is made by read_regions()")
 
     def __dealloc__(self):
@@ -53,7 +53,7 @@ cdef class Region:
     cdef Py_ssize_t itemsize
     cdef bytes format
 
-    def __init__(self):
+    def __init__(self, *args, **kwargs):
         raise TypeError("Region is made by Context.take()")
 
     @property

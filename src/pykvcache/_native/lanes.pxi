@@ -240,7 +240,7 @@ cdef class Lane(Writer):
             if _is_end(ctx, token):
                 self.is_over = True
                 return False
-            self.ledger.reserve(self.ledger.n + 1)  # here, too: what was reserved before a decode may be used up
+            self.ledger.reserve(self.ledger.n + 1)  # what was reserved before a decode may be used up
             # A token that stands there is complete: what is kept beside it comes first.
             if row is not None:
                 self.rows.append(row)

@@ -14,7 +14,7 @@ cdef class Partial:
     cdef readonly int32_t seq_id, pos, first
     cdef readonly str memory_kind
 
-    def __init__(self):
+    def __init__(self, *args, **kwargs):
         raise TypeError("Partial is made by get_partial_state()")
 
     @property

@@ -12,7 +12,8 @@ cdef frozenset _CALLERS = frozenset(("contextlib", "functools", "weakref", "thre
 
 cdef bint _is_ours(object frame) except -1:
     name = frame.f_globals.get("__name__")
-    return isinstance(name, str) and (name == "pykvcache" or name.startswith("pykvcache.") or name in _CALLERS)
+    return isinstance(name, str) and (
+        name == "pykvcache" or name.startswith("pykvcache.") or name in _CALLERS)
 
 
 cdef class Turns:
@@ -72,8 +73,8 @@ cdef class Turns:
         while frame is not None and <void*>frame != self._holder:
             if not _is_ours(frame):
                 raise ReentryError(
-                    "called in the middle of another call of this context's sequences: by a signal handler, a "
-                    "finalizer or a policy, say")
+                    "called in the middle of another call of this context's sequences: by a signal handler, "
+                    "a finalizer or a policy, say")
             frame = frame.f_back
         return 0
 

@@ -283,7 +283,11 @@ class OvertakenError(KvCacheError, RuntimeError):
 
 
 class ReentryError(KvCacheError, RuntimeError):
-    """A context or a generator was called from within one of its own calls, by a callback."""
+    """A context, a sequence or a generator was called from within one of their own calls.
+
+    By a callback, a signal handler, a finalizer or a policy: nothing was changed. Note what is to
+    be done, and do it once the call has returned.
+    """
 
 
 class ThreadRefused(DetailedError, RuntimeError):

@@ -350,6 +350,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
     def flush(self, seconds: float | None = None) -> bool:
         """Wait until what is queued is written to the tiers; False if that takes longer.
 
+        False at once, too, in a subscriber that the writing thread calls.
+
         Parameters
         ----------
         seconds

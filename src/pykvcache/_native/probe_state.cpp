@@ -138,7 +138,7 @@ struct walk {
         uint8_t record[cell_head_bytes(true)];
         from.read(record, cell_head_bytes(extended));
         const cell_head      head = read_cell_head(record, extended);
-        std::vector<int32_t> all(head.n_ids + 1, head.pos);
+        std::vector<int32_t> all(size_t(head.n_ids) + 1, head.pos);
         from.read(all.data() + 1, head.n_ids * sizeof(llama_seq_id));
         return all;
     }

@@ -174,7 +174,7 @@ def test_a_sampler_for_another_vocabulary_is_refused_before_anything_is_decoded(
     make_context: Any,
 ) -> None:
     ctx = make_context("llama")
-    with pytest.raises(ValueError, match="logit_bias"):
+    with pytest.raises(IndexError, match="logit_bias"):
         ctx.generate(words(5), 3, Sampler(logit_bias={10**6: 1.0}))
     assert ctx.kv_cache_seq_pos_max(0) == -1
 

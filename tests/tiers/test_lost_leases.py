@@ -244,7 +244,7 @@ def test_ctrl_c_loses_no_lease(how: str, make_context: Make, tmp_path: Path) -> 
         return interrupt.seen
 
     seen = attempt(0)
-    for place in range(1, seen, max(1, seen // 24)):
+    for place in range(1, seen, max(1, seen // 12)):
         attempt(place)
 
 
@@ -339,7 +339,7 @@ def test_closing_after_ctrl_c_gives_everything_back(make_context: Make, tmp_path
         return interrupt.seen
 
     seen = attempt(0)
-    for place in range(1, seen, max(1, seen // 40)):
+    for place in range(1, seen, max(1, seen // 20)):
         attempt(place)
 
 

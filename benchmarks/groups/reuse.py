@@ -64,7 +64,7 @@ def counted(name: str, sides: Mapping[str, Any], plan: Plan) -> Row:
 
 
 def alone(ours: Contestant, model: str, plan: Plan) -> list[Row]:
-    """Send prompts that share nothing, with a cache and without, some of each in turn."""
+    """Send prompts that share nothing, each with a cache and without, right after each other."""
     rows = [Row(f"nothing shared, {model}{of}", "s") for of in ("", ", processor")]
     for turn in range(plan.samples + 1):
         answer = ours.ask("strangers", ram_mib=PLENTY, quick=plan.quick)

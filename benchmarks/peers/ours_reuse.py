@@ -19,8 +19,6 @@ from pykvcache.prefix.tree import BlockTree
 
 CACHED, COPIED = "with a cache", "copying the blocks"
 ALONE = (CACHED, "without", COPIED)
-#: So many prompts come one after the other, as in a stream of them, before it is another's turn.
-RUN = 4
 
 
 def copies(ctx: LlamaContext, sequence: LlamaSequence, size: int = 64) -> list[Any]:
@@ -60,7 +58,7 @@ class Reuse:
         return answer
 
     def do_strangers(self, ram_mib: int, quick: bool = False) -> Answer:
-        """Seconds per token of prompts that share nothing, with a cache and without, in turns of 4.
+        """Seconds per token of prompts that share nothing, with a cache and without, in turns.
 
         And the seconds of copying their blocks to new memory, without a cache: no cache that keeps
         them takes less.
@@ -81,11 +79,9 @@ class Reuse:
             took.setdefault(f"{how}, processor", []).append((time.process_time() - own) / n)
 
         with PrefixCache(ctx, ram_bytes=ram_mib << 20) as cache:
-            prompts = strangers(RUN if quick else 6 * RUN)
-            for turn, begin in enumerate(range(0, len(prompts), RUN)):
+            for turn, prompt in enumerate(strangers(4 if quick else 24)):
                 for how in rotated(ALONE, turn):
-                    for prompt in prompts[begin : begin + RUN]:
-                        ask(prompt, how)
+                    ask(prompt, how)
         return took
 
     def do_restore_blocks(self, n: int, block_size: int = 64, slices: int = 9) -> Answer:

@@ -121,16 +121,20 @@ class Leases:
         try:
             # No interrupt can come between these.
             taken, held.tiers = held.tiers, []
-            while taken:
-                # One that ran out may be somebody else's by now.
-                if self.are_mine and time.monotonic() < held.until:
-                    give(taken[0])
-                taken.pop(0)
+            # A call: Ctrl-C at the end of a loop may pass its `try` by (tests/support/jumps.py).
+            self._give_all(held, taken, give)
         except BaseException:
             held.tiers += taken  # given back with the next call, or with `close`
             self.lose(held)
             raise
         self.forget(held)
+
+    def _give_all(self, held: Held, taken: list[Tier], give: Callable[[Tier], object]) -> None:
+        while taken:
+            # One that ran out may be somebody else's by now.
+            if self.are_mine and time.monotonic() < held.until:
+                give(taken[0])
+            taken.pop(0)
 
     def lose(self, held: Held) -> None:
         """Note that nobody knows of a lease any more; any thread, in the middle of anything."""

@@ -17,7 +17,7 @@ from pykvcache.prefix.stores._locks import Owner, shared_or_exclusive
 from support.interrupts import CtrlCAnywhere
 
 #: How many of the places where an interrupt can come are tried; 0 tries them all.
-PLACES = int(os.environ.get("PYKVCACHE_FUZZ_PLACES", "60"))
+PLACES = int(os.environ.get("PYKVCACHE_FUZZ_PLACES", "150"))
 # Without the index: it has most places, and SQLite alone closes its files.
 FILES = ("folder.py", "_shared_index.py", "_locks.py", "_files.py", "_paths.py")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import dis
 import gc
-import os
 import signal
 import sys
 from collections import defaultdict
@@ -16,16 +15,6 @@ from typing import Any
 _LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 _CALLS = ("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 _instructions: dict[CodeType, dict[int, str]] = {}
-
-
-def sampled(n: int) -> range:
-    """Return every third of n places; all of them for `make fuzz`, or with PYKVCACHE_FUZZ_PLACES=0.
-
-    Which thirds depends on n, so that a change of the code brings others.
-    """
-    if os.environ.get("PYKVCACHE_FUZZ_PLACES") == "0":
-        return range(1, n + 1)
-    return range(1 + n % 3, n + 1, 3)
 
 
 def _looks(name: str, which: tuple[str, ...]) -> bool:

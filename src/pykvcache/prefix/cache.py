@@ -357,8 +357,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
         seconds
             For how long at most; None for as long as it takes.
         """
-        with self._pool.hold():  # who is to hear of events hears of them first
-            self._check_open()
+        self._check_open()  # without a turn: another thread may be evaluating for long
         return self._tiers.flush(as_wait(seconds, "seconds"))
 
     def __repr__(self) -> str:

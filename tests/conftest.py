@@ -79,6 +79,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _small_collections() -> None:
+    """Leave what earlier modules have made out of the collections of this one."""
+    gc.collect()
+    gc.freeze()
+
+
 # A server ends with the process that asks, not before: models are freed at its very end.
 _servers: list[subprocess.Popen[bytes]] = []
 _connections: list[Any] = []

@@ -68,8 +68,8 @@ class Case:
     def tolerance(self) -> float:
         """How far logits may be from those of a fresh run."""
         # A GELU is a table over f16 values: the last bit of an f32 sum may choose another
-        # entry. That is rare and makes up to 3e-3; anything wrong makes 0.05 and more.
-        return 10 * RIGHT if self.name in ("gemma3", "t5") else RIGHT
+        # entry. That is rare and makes up to 3.5e-3; anything wrong makes 0.05 and more.
+        return 10 * RIGHT if self.name in ("bert", "gemma3", "t5") else RIGHT
 
     @property
     def has_states(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from binding.conftest import Child, assert_quiet, needs_timers
 from binding.test_threads import HAMMER_SECONDS, PATIENCE, together
-from pykvcache import KvCacheError
+from pykvcache import KvCacheError, Sampler
 
 
 class Calls:
@@ -36,6 +38,43 @@ def test_an_integer_that_uses_the_context_neither_hangs_nor_crashes(make_context
                     continue
 
     together(work)
+
+
+WITH_AN_INTEGER: dict[str, Callable[[Any, Any], object]] = {
+    "logits": lambda ctx, n: ctx.logits(n),
+    "embeddings": lambda ctx, n: ctx.embeddings(n),
+    "seq_embeddings": lambda ctx, n: ctx.seq_embeddings(n),
+    "kv_cache_seq_pos_max": lambda ctx, n: ctx.kv_cache_seq_pos_max(n),
+    "clear_kv_cache_seq": lambda ctx, n: ctx.clear_kv_cache_seq(n, n, n),
+    "copy_kv_cache_seq": lambda ctx, n: ctx.copy_kv_cache_seq(n, n, n, n),
+    "kv_cache_seq_keep": lambda ctx, n: ctx.kv_cache_seq_keep(n),
+    "kv_cache_seq_add": lambda ctx, n: ctx.kv_cache_seq_add(0, n, 3, n),
+    "kv_cache_seq_div": lambda ctx, n: ctx.kv_cache_seq_div(0, n, 3, n),
+    "get_state": lambda ctx, n: ctx.get_state(n),
+    "can_resume": lambda ctx, n: ctx.can_resume(n, n),
+    "copy_prefix": lambda ctx, n: ctx.copy_prefix(0, n, n),
+    "decode": lambda ctx, n: ctx.decode([n], seq_id=n),
+    "kv": lambda ctx, n: ctx.kv(n),
+    "sample": lambda ctx, n: Sampler().sample(ctx, n),
+}
+
+
+@pytest.mark.parametrize("use", WITH_AN_INTEGER)
+@pytest.mark.parametrize("value", [0, 1, -1, 77, 2**31, 2**70])
+def test_an_integer_may_wait_for_a_thread_that_uses_the_context(
+    use: str, value: int, make_context: Any
+) -> None:
+    ctx = make_context("llama", embeddings=use.endswith("embeddings"), pooling_type="none")
+    ctx.decode([5, 6, 7])
+
+    def wait() -> None:
+        other = threading.Thread(target=ctx.kv_cache_seq_pos_max, args=(0,), daemon=True)
+        other.start()
+        other.join(20)
+        assert not other.is_alive()
+
+    with contextlib.suppress(KvCacheError):
+        WITH_AN_INTEGER[use](ctx, Calls(wait, value))
 
 
 @needs_timers

@@ -1,27 +1,25 @@
 # Python integers to C, and which error each wrong one is.
 
+cdef inline object _whole(object value, str what):
+    """An int and no more: it is read once, and before a lock is taken, for that may call anything."""
+    return value if type(value) is int else as_index(value, what)
+
+
 cdef inline long long _index(object value, str what, int* overflow) except? -1:
     """Read an integer; ``bool`` and ``float`` are not integers here."""
-    if type(value) is not int:
-        if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
-            raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
-        try:
-            value = value.__index__()
-        except TypeError:
-            if not isinstance(value, np.ndarray):  # they all have one, whatever is in them
-                raise
-            raise TypeError(f"{what} must be an integer, not ndarray: {shown(value)}") from None
-    return PyLong_AsLongLongAndOverflow(value, overflow)
+    return PyLong_AsLongLongAndOverflow(_whole(value, what), overflow)
 
 
 cdef inline int32_t _seq(object value, int n_seq_max) except -1:
     """A sequence id in ``[0, n_seq_max)``."""
     cdef int overflow = 0
-    cdef long long n = _index(value, "sequence id", &overflow)
+    cdef long long n
+    value = _whole(value, "sequence id")
+    n = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow > 0 or n > INT32_MAX:
-        raise SeqIdTooLarge(int(value))
+        raise SeqIdTooLarge(value)
     if overflow < 0 or n < 0 or n >= n_seq_max:
-        raise SequenceIdError(int(value), n_seq_max)
+        raise SequenceIdError(value, n_seq_max)
     return <int32_t>n
 
 
@@ -31,12 +29,13 @@ cdef inline int32_t _p0(object value, str what="p0") except -1:
     cdef long long n
     if value is None:
         return 0
-    n = _index(value, what, &overflow)
+    value = _whole(value, what)
+    n = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow > 0 or n > INT32_MAX:
-        raise P0TooLarge(int(value))
+        raise P0TooLarge(value)
     if overflow < 0 or n < 0:
         raise PositionError(
-            f"{what} is {shown(int(value))}: positions start at 0", p0=int(value), value=int(value), limit=0)
+            f"{what} is {shown(value)}: positions start at 0", p0=value, value=value, limit=0)
     return <int32_t>n
 
 
@@ -46,12 +45,13 @@ cdef inline int32_t _p1(object value, str what="p1") except -1:
     cdef long long n
     if value is None:
         return INT32_MAX
-    n = _index(value, what, &overflow)
+    value = _whole(value, what)
+    n = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow > 0 or n > INT32_MAX:
-        raise P1TooLarge(int(value))
+        raise P1TooLarge(value)
     if overflow < 0 or n < 0:
         raise PositionError(
-            f"{what} is {shown(int(value))}: positions start at 0", p1=int(value), value=int(value), limit=0)
+            f"{what} is {shown(value)}: positions start at 0", p1=value, value=value, limit=0)
     return <int32_t>n
 
 
@@ -68,10 +68,12 @@ cdef inline int _range(object p0, object p1, int32_t* a, int32_t* b) except -1:
 cdef inline long long _int(object value, str what, long long lo, long long hi) except? -1:
     """An integer in ``[lo, hi]``; ``ValueError`` names the limits."""
     cdef int overflow = 0
-    cdef long long n = _index(value, what, &overflow)
+    cdef long long n
+    value = _whole(value, what)
+    n = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow or n < lo or n > hi:
         raise ArgumentError(
-            f"{what} is {shown(int(value))}: it must be in [{lo}, {hi}]",
+            f"{what} is {shown(value)}: it must be in [{lo}, {hi}]",
             what=what, value=value, limit=lo if value < lo else hi)
     return n
 
@@ -79,9 +81,11 @@ cdef inline long long _int(object value, str what, long long lo, long long hi) e
 cdef inline int32_t _token(object value, long long n_vocab) except -1:
     """A token of a vocabulary."""
     cdef int overflow = 0
-    cdef long long n = _index(value, "token", &overflow)
+    cdef long long n
+    value = _whole(value, "token")
+    n = PyLong_AsLongLongAndOverflow(value, &overflow)
     if overflow or n < 0 or n >= n_vocab:
         raise OutOfRangeError(
-            f"token {shown(int(value))} is outside [0, {n_vocab})",
+            f"token {shown(value)} is outside [0, {n_vocab})",
             what="token", value=value, limit=n_vocab - 1)
     return <int32_t>n

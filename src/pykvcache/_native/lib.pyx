@@ -36,6 +36,7 @@ import weakref
 
 import numpy as np
 
+from pykvcache._integers import as_index
 from pykvcache.errors import (
     ArgumentError,
     ClosedError,

@@ -210,8 +210,10 @@ cdef class Memory(Handle):
         """Add delta to the positions in ``[p0, p1)``."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max), a = 0, b = 0, where = 0, first = 0
         cdef int overflow = 0
-        cdef long long by = _index(delta, "delta", &overflow)
+        cdef long long by
         cdef lib.shift_problem problem
+        delta = _whole(delta, "delta")
+        by = _index(delta, "delta", &overflow)
         _range(p0, p1, &a, &b)
         self.lock_write()
         try:
@@ -226,8 +228,8 @@ cdef class Memory(Handle):
             else:
                 problem = lib.add_check(self.mem, seq, a, b, by, where)
             if problem != lib.SHIFT_FITS:
-                to = delta.__index__() + <object>where
-                self.raise_problem(problem, f"adding {shown(delta.__index__())}", where, to, p0, p1)
+                to = delta + <object>where
+                self.raise_problem(problem, f"adding {shown(delta)}", where, to, p0, p1)
             self.raise_caught(self.seqs.shift(seq, a, b, <int32_t>by), "seq_add")
         finally:
             self.lock.unlock()

@@ -99,7 +99,7 @@ cdef class Outputs(Partials):
                 b = middle
         if overflow or a == n or self.outputs[a] != index:
             raise OutOfRangeError(
-                f"token {shown(i.__index__())} of the last decode has no {what}: "
+                f"token {shown(i)} of the last decode has no {what}: "
                 f"{n} of its tokens asked for them",
                 what=what, value=i, limit=n)
         return self.check_held(<int>a, i, what)
@@ -163,6 +163,7 @@ cdef class Outputs(Partials):
 
     def logits(self, i):
         """Copy one row of logits."""
+        i = _whole(i, "index")
         self.lock_read()
         try:
             self.check_usable()
@@ -172,6 +173,7 @@ cdef class Outputs(Partials):
 
     def token_embeddings(self, i):
         """Copy one row of embeddings."""
+        i = _whole(i, "index")
         self.lock_read()
         try:
             self.check_usable()

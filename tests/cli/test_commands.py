@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -197,3 +198,33 @@ def test_bench_gives_figures_of_all(capsys: Capture) -> None:
     names = ("evaluate", "fork", "take_out", "put_back", "load", "generate_32", "generate_8x32")
     assert all(found[name] > 0 for name in names)
     assert "times quicker" in out_of(capsys, "bench", "-n", "64", "--repeat", "1")
+
+
+@pytest.mark.parametrize("text", ["7 --5", "7 " + "9" * 5000, "x"])
+def test_what_is_no_token_id_is_named(text: str, capsys: Capture) -> None:
+    assert main(["tokenize", "--decode", "--", text]) == 2
+    said = capsys.readouterr().err
+    assert "is not a token id" in said
+    assert len(said) < 500
+
+
+def test_an_argument_that_is_not_text_is_read_as_a_pipe_is(capsys: Capture) -> None:
+    assert out_of(capsys, "tokenize", "--ids", os.fsdecode(b"a\xffb")) == out_of(
+        capsys, "tokenize", "--ids", "a\ufffdb"
+    )
+
+
+@pytest.mark.parametrize("n", ["33", "256"])
+def test_info_of_many_sequences(n: str, capsys: Capture) -> None:
+    assert "cache" in out_of(capsys, "info", "--n-seq-max", n, "--n-ctx", "32768")
+
+
+def test_a_small_cache_is_rounded_up_as_the_help_says(capsys: Capture) -> None:
+    assert out_of(capsys, "generate", "One", "-n", "2", "-t", "0", "--n-ctx", "3")
+    assert out_of(capsys, "generate", "One", "-n", "1", "--samples", "64", "--n-ctx", "32")
+
+
+def test_samples_where_sequences_cannot_share_a_pool(model_folder: Path, capsys: Capture) -> None:
+    model = str(make_model("glm5_next", model_folder))
+    said = out_of(capsys, "generate", "a b", "-m", model, "-n", "2", "--samples", "2", "--json")
+    assert len(said.splitlines()) == 2

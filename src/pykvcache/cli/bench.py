@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from pykvcache.cli.options import cache_type_options, model_option, number, threads_option
-from pykvcache.cli.terminal import load_model, table
+from pykvcache.cli.terminal import load_model, open_context, table
 
 __all__ = ["bench"]
 
@@ -52,11 +52,9 @@ def bench(
     Evaluates a prompt, generates, forks, saves and restores; says how many times quicker a prefix
     is taken from memory or from a file than evaluated.
     """
-    from pykvcache import LlamaContext
-
     with (
         load_model(model) as loaded,
-        LlamaContext(
+        open_context(
             loaded,
             n_ctx=tokens + 512,
             n_seq_max=10,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pykvcache.cli.options import number as number_of
 from pykvcache.cli.terminal import is_terminal, table
 
 if TYPE_CHECKING:
@@ -46,7 +47,14 @@ def cache() -> None:
 
 @cache.command("ls")
 @WHERE
-@click.option("-n", "--number", default=20, show_default=True, help="How many; 0 for all.")
+@click.option(
+    "-n",
+    "--number",
+    type=number_of(0, 2**31 - 1),
+    default=20,
+    show_default=True,
+    help="How many; 0 for all.",
+)
 @JSON
 def list_blocks(where: str, number: int, as_json: bool) -> None:
     """List blocks, the last used first."""

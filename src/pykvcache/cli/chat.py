@@ -21,7 +21,7 @@ from pykvcache.cli.options import (
     stop_text,
     threads_option,
 )
-from pykvcache.cli.terminal import is_terminal, load_model, note
+from pykvcache.cli.terminal import is_terminal, load_model, note, open_context
 
 __all__ = ["chat"]
 
@@ -35,6 +35,8 @@ Examples:
 In the chat: /help lists what it knows (/fork, /switch, /rewind, /save, ...). Ctrl-C ends an answer,
 Ctrl-D the chat.
 """
+
+_ENDS = "(Ctrl-D, or /exit, ends the chat)"
 
 
 @click.command(
@@ -85,8 +87,6 @@ def chat(
 
     A model with a chat template answers; one without goes on with the text, line by line.
     """
-    from pykvcache import LlamaContext
-
     if more := click.get_current_context().args:
         raise click.UsageError(
             f"unexpected argument {more[0]}: --session {more[0]} goes on with a talk in a file, "
@@ -96,7 +96,7 @@ def chat(
         _check_folder(session)
     with (
         load_model(model) as loaded,
-        LlamaContext(
+        open_context(
             loaded, n_ctx=n_ctx, n_seq_max=8, type_k=type_k, type_v=type_v, n_threads=threads
         ) as ctx,
     ):
@@ -110,12 +110,14 @@ def chat(
                 break
             if not line.strip():
                 continue
-            if line.startswith("/"):
-                commands.obey(line)
-                if commands.is_over:
-                    break
-            else:
-                commands.answer(line, max_tokens, sampler, stop)
+            try:
+                if line.startswith("/"):
+                    commands.obey(line)
+                else:
+                    commands.answer(line, max_tokens, sampler, stop)
+            except KeyboardInterrupt:  # between two steps: what was said is kept at the end
+                click.echo()
+                note(_ENDS)
         commands.end()
 
 
@@ -147,7 +149,7 @@ def _read() -> str | None:
         return None
     except KeyboardInterrupt:
         click.echo()
-        note("(Ctrl-D, or /exit, ends the chat)")
+        note(_ENDS)
         return ""
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable
+from contextlib import closing
 
 import click
 
+from pykvcache.cli.session import Session
 from pykvcache.cli.talk import Figures, Talk
 from pykvcache.cli.talk_files import load_talk
 from pykvcache.cli.terminal import note, one_line
@@ -32,9 +33,11 @@ class Commands:
     """The branches of a chat, and what can be done with them."""
 
     def __init__(self, ctx: LlamaContext, system: str | None, session: str | None) -> None:
-        self._ctx, self._system, self._session = ctx, system, session
+        self._ctx, self._system = ctx, system
+        self._session = None if session is None else Session(session)
         self._branches: dict[str, Talk] = {}
         self._name = "main"
+        self._loaded: object = None  # what /load brought, as long as nothing was said after it
         self.is_over = False
 
     @property
@@ -43,10 +46,18 @@ class Commands:
         return self._branches[self._name]
 
     def begin(self) -> None:
-        """Go on with the session's file, or begin a talk."""
-        if self._session is not None and os.path.exists(self._session):
-            self._load(self._session)
-            return
+        """Go on with the session's file, or begin a talk.
+
+        Raises
+        ------
+        KvCacheError
+            The file is no talk, or this model's memory has no states that could be saved.
+        """
+        if self._session is not None:
+            self._ctx.native.state_layout("save")
+            if self._session.exists:
+                self._load(self._session.path)
+                return
         messages = [] if self._system is None else [{"role": "system", "content": self._system}]
         self._branches[self._name] = Talk(LlamaSequence(self._ctx), messages)
         if not self.talk.has_template:
@@ -56,9 +67,40 @@ class Commands:
         note("(/help lists the commands)")
 
     def end(self) -> None:
-        """Say where the talk is kept."""
-        if self._session is not None and self.talk.turns:
-            note(f"({self._session} holds this talk: the same command goes on with it)")
+        """Keep what is not kept yet, and say where the talk is."""
+        session, talk = self._session, self.talk
+        if session is None:
+            return
+        is_loaded = self._loaded is not None and self._loaded == talk.snapshot()
+        if talk.turns and not (is_loaded and session.exists):
+            self._keep()
+        if session.holds(talk):
+            if talk.turns:
+                note(f"({session.path} holds this talk: the same command goes on with it)")
+        elif session.exists:
+            note(f"({session.path} holds another talk than this one)")
+        if lost := [name for name in self._branches if self._is_lost(name)]:
+            note(f"(not kept: {'branch' if len(lost) == 1 else 'branches'} {', '.join(lost)})")
+
+    def _is_lost(self, name: str) -> bool:
+        talk = self._branches[name]
+        is_kept = talk.kept == talk.snapshot() or (self._session and self._session.holds(talk))
+        return name != self._name and bool(talk.turns) and not is_kept
+
+    def _was_kept(self, path: str) -> None:
+        if self._session is not None and self._session.is_at(path):
+            self._session.was_read(self.talk)
+        else:
+            self.talk.kept = self.talk.snapshot()
+
+    def _keep(self) -> None:
+        """Write the talk to the session's file, if there is one, where that differs."""
+        if self._session is None:
+            return
+        try:
+            self._session.save(self.talk)
+        except (OSError, KvCacheError) as error:  # the talk goes on; the next turn may be kept
+            note(f"(this turn is not kept: {one_line(error)})")
 
     # Turns ----------------------------------------------------------------------------------
 
@@ -68,28 +110,28 @@ class Commands:
         """Let the model answer, as it generates; Ctrl-C ends the answer."""
         figures = Figures()
         try:
-            for piece in self.talk.say(line, max_tokens, sampler, figures, stop):
-                click.echo(piece, nl=False)
+            with closing(self.talk.say(line, max_tokens, sampler, figures, stop)) as pieces:
+                for piece in pieces:
+                    click.echo(piece, nl=False)
         except KeyboardInterrupt:
             figures.finish = "interrupted"
         except (KvCacheError, ValueError) as error:
             note(f"({error})")
+            self._keep()
             return
+        except OSError:  # nobody reads it: what was said is kept all the same
+            self._keep()
+            raise
+        self._keep()
         click.echo()
         self._report(figures)
-        if self._session is not None:
-            try:
-                self.talk.save(self._session)
-            except OSError as error:  # the talk goes on; the next turn may be kept
-                note(f"(this turn is not kept: {one_line(error)})")
 
     def _report(self, figures: Figures) -> None:
         rate = figures.generated / figures.generating if figures.generating > 0 else 0.0
-        parts = [
-            f"{figures.n_prompt} tokens: {figures.reused} reused, "
-            f"{figures.n_prompt - figures.reused} evaluated in {figures.evaluating * 1e3:.0f} ms",
-            f"{figures.generated} generated, {rate:.0f} tokens/s",
-        ]
+        took = f"evaluated in {figures.evaluating * 1e3:.0f} ms"
+        parts = [f"{figures.n_prompt} tokens: {figures.reused} reused, {figures.evaluated} {took}"]
+        if figures.is_evaluated:
+            parts.append(f"{figures.generated} generated, {rate:.0f} tokens/s")
         if figures.forgotten:
             parts.append(f"the cache is full: {_turns(figures.forgotten)} dropped, the oldest")
         ends = {"length": "cut at --max-tokens", "full": "the cache is full"}
@@ -165,13 +207,17 @@ class Commands:
     def _save(self, words: list[str]) -> None:
         path = _one(words, "/save FILE")
         size = self.talk.save(path)
+        self._was_kept(path)
         note(f"({path}: {_turns(len(self.talk.turns))}, {size:,} bytes)")
 
     def _load(self, path: str) -> None:
         talk = load_talk(self._ctx, path)
-        if self._name in self._branches:
-            self.talk.sequence.close()
+        old = self._branches.get(self._name)
         self._branches[self._name] = talk
+        if old is not None:
+            old.sequence.close()
+        self._loaded = talk.snapshot()
+        self._was_kept(path)
         n, pending = len(talk.sequence), len(talk.sequence) - talk.sequence.n_evaluated
         note(f"({path}: {_turns(len(talk.turns))}, {n} tokens, {pending} of them to evaluate)")
 

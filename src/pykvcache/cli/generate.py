@@ -21,7 +21,7 @@ from pykvcache.cli.options import (
     threads_option,
 )
 from pykvcache.cli.talk import closing
-from pykvcache.cli.terminal import load_model, note, shown, watched
+from pykvcache.cli.terminal import load_model, note, open_context, shown, watched
 
 __all__ = ["generate"]
 
@@ -87,7 +87,7 @@ def generate(
     Several samples of one prompt are forks of one evaluation, and are generated together, with
     one decode per step.
     """
-    from pykvcache import BatchGenerator, LlamaContext, LlamaSequence
+    from pykvcache import BatchGenerator, LlamaSequence
 
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
@@ -103,7 +103,7 @@ def generate(
             rendered = loaded.apply_chat_template(messages)
             given = loaded.tokenize(rendered, add_special=False, parse_special=True)
             stop += closing(rendered)
-        with LlamaContext(
+        with open_context(
             loaded,
             n_ctx=n_ctx,
             n_seq_max=min(samples, 64),

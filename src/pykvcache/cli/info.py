@@ -107,7 +107,7 @@ def describe(
 def _memory(model: Any, n_seq_max: int, type_k: str, type_v: str, n_ctx: int = CELLS) -> Any:
     from pykvcache import LlamaContext
 
-    n_ubatch = N_UBATCH if model.n_swa else 32
+    n_ubatch = N_UBATCH if model.n_swa else max(32, n_seq_max)
     with LlamaContext(
         model,
         n_ctx=n_ctx,

@@ -47,6 +47,11 @@ def number(least: int, most: int) -> Callable[[Any], int]:
     return integer
 
 
+def cells(value: Any) -> int:
+    """Type of option: a number of cells, rounded up as llama.cpp does."""
+    return min(-(-number(0, 2**31 - 1)(value) // 256) * 256, 2**31 - 1)
+
+
 def model_path(value: Any) -> str:
     """Type of option: the path of a GGUF; by default the model in the package."""
     return os.fspath(value) if value else embedded_model_path()
@@ -67,7 +72,7 @@ threads_option = click.option(
 )
 n_ctx_option = click.option(
     "--n-ctx",
-    type=number(0, 2**31 - 1),
+    type=cells,
     default=4096,
     show_default=True,
     help="Cells of the cache, in tokens, rounded up to a multiple of 256; 0: as many as the model "
@@ -143,7 +148,8 @@ def read_text(given: str | None, file: str | None) -> str:
         return sys.stdin.buffer.read().decode("utf-8", "replace")
     if given is None or given == "-":
         raise click.UsageError("there is no text: give it as an argument, by --file, or by a pipe")
-    return given
+    # An argument that is not text in this locale is bytes in disguise: read as a pipe's are.
+    return os.fsencode(given).decode("utf-8", "replace")
 
 
 def read_file(path: str) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 from pykvcache.cli.terminal import watched
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ChatTemplateError, NoKvCacheSlot
+from pykvcache.errors import ChatTemplateError, KvCacheError, NoKvCacheSlot
 from pykvcache.sampling import Sampler
+from pykvcache.sequence.generation import TextGeneration
 from pykvcache.sequence.sequence import LlamaSequence
 
 __all__ = ["FORMAT", "Figures", "Talk", "Turn", "closing"]
@@ -31,10 +32,15 @@ def closing(prompt: str) -> tuple[str, ...]:
 
 @dataclass
 class Figures:
-    """What a turn took: tokens of the prompt, how many of them were there already, and times."""
+    """What a turn took: tokens of the prompt, how many of them were there already, and times.
+
+    An answer that was interrupted before it began has ``is_evaluated`` False.
+    """
 
     n_prompt: int = 0
     reused: int = 0
+    evaluated: int = 0
+    is_evaluated: bool = False
     forgotten: int = 0
     generated: int = 0
     evaluating: float = 0.0
@@ -63,6 +69,7 @@ class Talk:
     turns: list[Turn] = field(default_factory=list)
     text: str = ""
     beside: dict[str, Any] = field(default_factory=dict)  # what a file had with it, and keeps
+    kept: object = None  # its `snapshot` when a file of its own last held it
 
     @property
     def context(self) -> LlamaContext:
@@ -83,14 +90,15 @@ class Talk:
         sampler: Sampler,
         figures: Figures,
         stop: tuple[str, ...] = (),
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Take what the user says, and yield the answer; ``figures`` tells what it took.
 
         Where the cache is too small for the whole talk, its oldest turns are dropped first.
         However it ends, what was yielded is part of the talk.
         """
-        self.turns.append(Turn(len(self.sequence), len(self.text)))
-        self.messages.append({"role": "user", "content": text})
+        turn, message = Turn(len(self.sequence), len(self.text)), {"role": "user", "content": text}
+        # Between these two no Ctrl-C can come.
+        self.turns, self.messages = [*self.turns, turn], [*self.messages, message]
         try:
             self._extend(text)
             self._make_room(max_tokens, figures)
@@ -103,25 +111,40 @@ class Talk:
         stream = self.sequence.stream(max_tokens, sampler, stop=ends, on_full="stop")
         self.messages.append({"role": "assistant", "content": ""})
         said: list[str] = []
-        start = time.perf_counter()
+        start, was_refused = time.perf_counter(), False
+        figures.reused = self.sequence.n_evaluated
         try:
-            with watched(self.context, before - self.sequence.n_evaluated):
-                self.sequence.logits()  # evaluates; the first token is chosen from them
-            figures.evaluating = time.perf_counter() - start
-            figures.reused = before - (self.context.tokens_evaluated - evaluated)
+            try:
+                with watched(self.context, before - self.sequence.n_evaluated):
+                    self.sequence.logits()  # evaluates; the first token is chosen from them
+                figures.is_evaluated = True
+            finally:
+                figures.evaluating = time.perf_counter() - start
+                figures.evaluated = self.context.tokens_evaluated - evaluated
+            figures.reused = before - figures.evaluated
             for piece in stream:
                 said.append(piece)
                 yield piece
+        except KvCacheError:
+            was_refused = not said
+            raise
         finally:
-            tokens = self.sequence.tokens[before:]
-            answer = self.context.model.detokenize(tokens)
-            # The text that ended it is among the tokens, and not part of what was said.
-            is_whole = stream.finish_reason == "stop"
-            self.messages[-1]["content"] = "".join(said) if is_whole else answer
-            self.text += answer
-            figures.generated = len(tokens)
-            figures.finish = stream.finish_reason or "interrupted"
-            figures.generating = time.perf_counter() - start - figures.evaluating
+            if was_refused:
+                self.rewind(1)
+            else:
+                self._close_answer(before, "".join(said), stream, figures)
+                figures.generating = time.perf_counter() - start - figures.evaluating
+
+    def _close_answer(
+        self, before: int, said: str, stream: TextGeneration, figures: Figures
+    ) -> None:
+        tokens = self.sequence.tokens[before:]
+        answer = self.context.model.detokenize(tokens)
+        # The text that ended it is among the tokens, and not part of what was said.
+        self.messages[-1]["content"] = said if stream.finish_reason == "stop" else answer
+        self.text += answer
+        figures.generated = len(tokens)
+        figures.finish = stream.finish_reason or "interrupted"
 
     def _extend(self, text: str) -> None:
         if not self.has_template:
@@ -167,11 +190,12 @@ class Talk:
         while len(self.turns) > 1 and len(self.sequence) + max_tokens > room:
             first, second = self.turns[:2]
             gone, cut = second.n_tokens - first.n_tokens, second.n_text - first.n_text
+            turns = [Turn(t.n_tokens - gone, t.n_text - cut) for t in self.turns[1:]]
+            text = self.text[: first.n_text] + self.text[second.n_text :]
+            at, end = [i for i, m in enumerate(self.messages) if m["role"] == "user"][:2]
+            messages = self.messages[:at] + self.messages[end:]
             self.sequence.discard(first.n_tokens, second.n_tokens, reevaluate=True)
-            self.text = self.text[: first.n_text] + self.text[second.n_text :]
-            self.turns = [Turn(t.n_tokens - gone, t.n_text - cut) for t in self.turns[1:]]
-            at = next(i for i, m in enumerate(self.messages) if m["role"] == "user")
-            del self.messages[at : at + 2]
+            self.turns, self.text, self.messages = turns, text, messages
             figures.forgotten += 1
 
     def rewind(self, n: int) -> int:
@@ -182,8 +206,8 @@ class Talk:
             # Where a shift or a template left less, the next turn puts the rest right.
             self.sequence.truncate(min(turn.n_tokens, len(self.sequence)))
             self.text = self.text[: turn.n_text]
-            while self.messages.pop()["role"] != "user":
-                pass
+            last = max(i for i, m in enumerate(self.messages) if m["role"] == "user")
+            del self.messages[last:]
         return n
 
     def fork(self) -> Talk:
@@ -193,9 +217,16 @@ class Talk:
 
     # Files ----------------------------------------------------------------------------------
 
+    def snapshot(self) -> object:
+        """Return what can be compared: equal as long as nothing is said, dropped or taken back."""
+        said = tuple((message["role"], message["content"]) for message in self.messages)
+        turns = tuple((turn.n_tokens, turn.n_text) for turn in self.turns)
+        return len(self.sequence), self.text, turns, said
+
     def save(self, path: str) -> int:
         """Write the talk, with what was evaluated; return the bytes."""
         turns = [[turn.n_tokens, turn.n_text] for turn in self.turns]
         note = {"messages": self.messages, "turns": turns, "text": self.text}
-        beside = self.beside | {"messages": self.messages, FORMAT: note}
-        return self.sequence.save(path, beside)
+        # A file that is cut keeps what lies beside it: so it shows that its tokens are others.
+        note["n_tokens"] = len(self.sequence)
+        return self.sequence.save(path, self.beside | {"messages": self.messages, FORMAT: note})

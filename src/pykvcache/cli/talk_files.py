@@ -32,13 +32,10 @@ def load_talk(ctx: LlamaContext, path: str) -> Talk:
         note = beside.pop(FORMAT, None)
         messages = _messages((note or beside)["messages"])
         beside["messages"] = messages
-        turns = [Turn(int(n), int(at)) for n, at in note["turns"]] if note else []
-        text = note["text"] if note else ""
-        if not isinstance(text, str):
-            raise TypeError("the text is not text")
+        turns, text = _turns(note, messages) if note else ([], "")
         if not note and (ctx.model.chat_template is None or not messages):
             raise ValueError("messages alone are no text")
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         # Damage is said first.
         (SequenceState if found.kind == "sequence" else ContextState).load(path)
         raise StateError(
@@ -49,12 +46,33 @@ def load_talk(ctx: LlamaContext, path: str) -> Talk:
         talk = Talk(LlamaSequence.load(ctx, path), messages, turns, text, beside)
     except StateLayoutMismatch as error:
         raise _other_types(path, found, ctx) or error from None
-    if not note and not _lay_out(talk):
-        talk.sequence.close()
-        raise StateError(
-            f"{path}: the model's template does not put its messages one after another"
-        )
+    is_whole = note and note.get("n_tokens", len(talk.sequence)) == len(talk.sequence)
+    if not (is_whole and all(turn.n_tokens <= len(talk.sequence) for turn in turns)):
+        talk.turns, talk.text = [], ""
+        if ctx.model.chat_template is None or not _lay_out(talk):
+            talk.sequence.close()
+            why = (
+                "its tokens are not those of its messages, and no template of the model's says how"
+            )
+            if not note:
+                why = "the model's template does not put its messages one after another"
+            raise StateError(f"{path}: {why}")
     return talk
+
+
+def _turns(note: Any, messages: list[dict[str, str]]) -> tuple[list[Turn], str]:
+    """Return where turns begin, and the text; raise ValueError where that cannot be."""
+    text = note["text"]
+    if not isinstance(text, str):
+        raise TypeError("the text is not text")
+    turns = [Turn(int(n), int(at)) for n, at in note["turns"]]
+    for name, most in (("n_tokens", 2**31), ("n_text", len(text))):
+        places = [0, *(getattr(turn, name) for turn in turns), most]
+        if places != sorted(places):
+            raise ValueError("the turns do not follow each other")
+    if len(turns) != sum(message["role"] == "user" for message in messages):
+        raise ValueError("there is not a turn for each message of the user's")
+    return turns, text
 
 
 def _messages(given: Any) -> list[dict[str, str]]:

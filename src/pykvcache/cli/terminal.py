@@ -5,25 +5,35 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TextIO
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 import click
 
 from pykvcache._threads import Worker, has_started
 from pykvcache.context import LlamaContext
-from pykvcache.errors import KvCacheError
+from pykvcache.errors import ContextCreateError, KvCacheError
 from pykvcache.model import LlamaModel
 
-__all__ = ["is_terminal", "load_model", "note", "one_line", "shown", "table", "watched"]
+__all__ = [
+    "is_terminal",
+    "load_model",
+    "note",
+    "one_line",
+    "open_context",
+    "shown",
+    "table",
+    "watched",
+]
 
 #: Shorter than this, a bar would only flicker.
 FEW_TOKENS, SMALL_FILE, POLL = 256, 1 << 28, 0.05
 
 
 def note(text: str) -> None:
-    """Write a remark, dim where there is a terminal."""
-    click.secho(text, dim=True, err=True)
+    """Write a remark, dim where there is a terminal; where nobody reads it, nothing is lost."""
+    with suppress(OSError):
+        click.secho(text, dim=True, err=True)
 
 
 def one_line(error: BaseException) -> str:
@@ -64,6 +74,16 @@ def load_model(path: str, **options: object) -> LlamaModel:
             bar.update(int(fraction * 1000) - bar.pos)
 
         return LlamaModel(path, progress=progress, **given)  # type: ignore[arg-type]
+
+
+def open_context(model: LlamaModel, **options: Any) -> LlamaContext:
+    """Open a context; sequences that cannot share one pool of cells get a part of it each."""
+    try:
+        return LlamaContext(model, **options)
+    except ContextCreateError as error:
+        if error.what != "kv_unified":
+            raise
+        return LlamaContext(model, kv_unified=False, **options)
 
 
 @contextmanager

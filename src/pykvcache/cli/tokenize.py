@@ -8,6 +8,7 @@ import click
 
 from pykvcache.cli.options import model_option, read_text
 from pykvcache.cli.terminal import load_model
+from pykvcache.errors._shown import shown
 
 __all__ = ["tokenize"]
 
@@ -43,12 +44,7 @@ def tokenize(
     given = read_text(text, file)
     with load_model(model, vocab_only=True) as loaded:
         if decode:
-            words = given.replace(",", " ").split()
-            try:
-                ids = [int(word) for word in words]
-            except ValueError:
-                wrong = next(word for word in words if not word.lstrip("-").isdecimal())
-                raise click.UsageError(f"{wrong!r} is not a token id") from None
+            ids = [_token_id(word) for word in given.replace(",", " ").split()]
             click.echo(loaded.detokenize(ids, special=True))
             return
         tokens = loaded.tokenize(
@@ -69,3 +65,10 @@ def tokenize(
             else:
                 for token, piece in zip(tokens, pieces, strict=True):
                     click.echo(f"{token:>8}  {piece!r}")
+
+
+def _token_id(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:  # also of thousands of digits
+        raise click.UsageError(f"{shown(word)} is not a token id") from None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from pykvcache.prefix.policies import DEFAULT, POLICIES
-from pykvcache.simulate.report import SIMPLE, compare, draw, margin_table
+from pykvcache.simulate.report import SIMPLE, check_picture, compare, draw, margin_table
 from pykvcache.simulate.traces import read_trace
 from pykvcache.simulate.workloads import WORKLOADS, workload
 
@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     reports = []
     try:
+        if options.plot:
+            check_picture(options.plot)
         for path in _paths(options.traces):
             begun = time.perf_counter()
             kind, _, name = path.partition(":")
@@ -79,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(margin_table(reports))
         if options.plot:
             draw(reports, options.plot)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
     except (OSError, ValueError, ImportError) as error:
         print(f"pykvcache.simulate: {error}", file=sys.stderr)
         return 1

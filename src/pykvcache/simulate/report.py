@@ -21,7 +21,7 @@ from pykvcache.simulate.clairvoyant import BOUND, most_hits
 from pykvcache.simulate.replay import Result, replay
 from pykvcache.simulate.traces import Trace, check_trace
 
-__all__ = ["SIMPLE", "Report", "compare", "draw", "margin_table"]
+__all__ = ["SIMPLE", "Report", "check_picture", "compare", "draw", "margin_table"]
 
 #: What the default policy is measured by.
 SIMPLE = ("lru", "fifo", "lfu", "slru", "s3fifo", "cost-aware")
@@ -160,6 +160,25 @@ def compare(
     return Report(trace, given, dict(zip(names, results, strict=True)))
 
 
+def check_picture(path: str | os.PathLike[str]) -> str:
+    """Return the name of a picture's file; raise as `draw` does, before anything is replayed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install pykvcache[plot]") from error
+    name = as_file_name(path)
+    endings = tuple(
+        f".{one}" for one in sorted(FigureCanvasAgg(Figure()).get_supported_filetypes())
+    )
+    if os.path.splitext(name)[1].lower() not in endings:
+        known = ", ".join(endings)
+        raise ArgumentError(
+            f"path is {shown(name)}: it ends with none of {known}", "path", name, endings
+        )
+    return name
+
+
 def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
     """Draw hit rate over size, one picture for each trace; needs matplotlib (extra ``plot``).
 
@@ -177,28 +196,21 @@ def draw(reports: Sequence[Report], path: str | os.PathLike[str]) -> None:
     ImportError
         matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install pykvcache[plot]") from error
-    reports, name = as_list(reports, "reports", "Reports"), as_file_name(path)
+    name = check_picture(path)
+    from matplotlib.figure import Figure
+
+    reports = as_list(reports, "reports", "Reports")
     for report in reports:
         if not isinstance(report, Report):
             raise TypeError(f"reports must hold Reports, not {type(report).__name__}")
     if not reports:
         raise ArgumentError("reports are 0: a picture needs one at least", "reports", 0, 1)
     figure = Figure(figsize=(6 * len(reports), 4.5), layout="constrained")
-    endings = tuple(f".{one}" for one in sorted(FigureCanvasAgg(figure).get_supported_filetypes()))
-    if os.path.splitext(name)[1].lower() not in endings:
-        known = ", ".join(endings)
-        raise ArgumentError(
-            f"path is {shown(name)}: it ends with none of {known}", "path", name, endings
-        )
     pictures = figure.subplots(1, len(reports), squeeze=False)[0]
     for axes, report in zip(pictures, reports, strict=True):
-        for policy, results in report.results.items():
-            style = "k--" if policy == BOUND else "o-"
+        for i, (policy, results) in enumerate(report.results.items()):
+            # There are ten colours: the next ten have another mark.
+            style = "k--" if policy == BOUND else "os^D"[i // 10 % 4] + "-"
             rates = [100 * result.hit_rate for result in results]
             axes.plot([100 * share for share in report.shares], rates, style, label=policy)
         axes.set(xscale="log", xlabel="size of the cache, % of all blocks", ylim=(0, None))

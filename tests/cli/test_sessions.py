@@ -1,0 +1,255 @@
+"""The file of ``pykvcache chat --session`` holds what the chat says it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
+pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
+pytest.importorskip("jinja2", reason="pip install 'pykvcache[cli]'")
+
+import click
+
+from cli.test_chat import Templated
+from pykvcache import (
+    LlamaContext,
+    LlamaModel,
+    LlamaSequence,
+    Sampler,
+    describe_state,
+    embedded_model_path,
+)
+from pykvcache.cli import main
+from pykvcache.cli.commands import Commands
+from pykvcache.cli.talk import FORMAT, Talk
+from pykvcache.cli.talk_files import load_talk
+from pykvcache.errors import StateError, UnsupportedOperation
+from support.breaking import make_breaking
+from support.interrupts import CtrlCAnywhere, InterruptAnywhere
+
+GREEDY = Sampler(temperature=0)
+
+
+@pytest.fixture
+def ctx() -> Iterator[LlamaContext]:
+    with (
+        Templated(embedded_model_path()) as model,
+        LlamaContext(model, n_ctx=512, n_seq_max=8, n_threads=1) as context,
+    ):
+        yield context
+
+
+def run(ctx: LlamaContext, path: Path, *lines: str) -> Commands:
+    """Say some lines in a chat, as `pykvcache chat` does."""
+    chat = Commands(ctx, None, str(path))
+    chat.begin()
+    for line in lines:
+        if line.startswith("/"):
+            chat.obey(line)
+        else:
+            chat.answer(line, 6, GREEDY)
+    chat.end()
+    return chat
+
+
+def said_in(ctx: LlamaContext, path: Path) -> list[str]:
+    talk = load_talk(ctx, str(path))
+    found = [message["content"] for message in talk.messages if message["role"] == "user"]
+    assert len(talk.turns) == len(found)
+    talk.sequence.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept", "what"),
+    [
+        (["one", "two"], ["one", "two"], "holds this talk"),
+        (["one", "two", "/rewind"], ["one"], "holds this talk"),
+        (["one", "/rewind"], ["one"], "holds another talk"),
+        (["one", "/fork b", "two", "/switch main"], ["one"], "not kept: branch b"),
+        (["one", "/load {other}"], ["one"], "holds another talk"),
+        (["one", "/load {other}", "two"], ["elsewhere", "two"], "holds this talk"),
+        (["/load {other}"], ["elsewhere"], "holds this talk"),
+        (["one", "/save {session}"], ["one"], "holds this talk"),
+    ],
+)
+def test_the_end_says_what_the_file_holds(
+    lines: list[str],
+    kept: list[str],
+    what: str,
+    ctx: LlamaContext,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other, session = tmp_path / "other.kv", tmp_path / "session.kv"
+    run(ctx, other, "elsewhere")
+    capsys.readouterr()
+    run(ctx, session, *(line.format(other=other, session=session) for line in lines))
+    assert said_in(ctx, session) == kept
+    assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [InterruptAnywhere, CtrlCAnywhere])
+def test_ctrl_c_in_a_turn_loses_no_turn(
+    kind: type[InterruptAnywhere], ctx: LlamaContext, tmp_path: Path
+) -> None:
+    """The turn itself may be gone, or be kept as far as it came; nothing else is."""
+
+    def attempt(place: int) -> int:
+        path = tmp_path / f"{place}.kv"
+        chat = Commands(ctx, None, str(path))
+        chat.begin()
+        chat.answer("one", 3, GREEDY)
+        interrupt = kind(place, ("/cli/",))
+        interrupt.run(lambda: chat.answer("two", 3, GREEDY))
+        users = [m["content"] for m in chat.talk.messages if m["role"] == "user"]
+        assert len(chat.talk.turns) == len(users), place
+        chat.end()
+        assert said_in(ctx, path) == users, place
+        assert users[0] == "one", place
+        chat.answer("three", 3, GREEDY)
+        with LlamaSequence(ctx, chat.talk.sequence.tokens) as fresh:
+            assert np.allclose(chat.talk.sequence.logits(), fresh.logits(), atol=0.05), place
+        chat.talk.sequence.close()
+        path.unlink()
+        return interrupt.seen
+
+    n = attempt(0)
+    assert n > 30
+    for place in range(1, n + 1):
+        attempt(place)
+
+
+def test_a_turn_that_nobody_reads_is_kept(
+    ctx: LlamaContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "talk.kv"
+    chat = Commands(ctx, None, str(path))
+    chat.begin()
+    monkeypatch.setattr(click, "secho", full)  # remarks
+    chat.answer("one", 3, GREEDY)
+    monkeypatch.setattr(click, "echo", full)  # the answer, too
+    with pytest.raises(OSError, match="No space"):
+        chat.answer("two", 3, GREEDY)
+    monkeypatch.undo()
+    assert said_in(ctx, path) == ["one", "two"]
+
+
+def test_what_another_chat_has_written_stays(
+    ctx: LlamaContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "talk.kv"
+    run(ctx, path, "one")
+    first, second = Commands(ctx, None, str(path)), Commands(ctx, None, str(path))
+    first.begin()
+    second.begin()
+    first.answer("of the first", 3, GREEDY)
+    capsys.readouterr()
+    second.answer("of the second", 3, GREEDY)
+    assert "another program has written" in capsys.readouterr().err
+    second.end()
+    assert "holds another talk" in capsys.readouterr().err
+    assert said_in(ctx, path) == ["one", "of the first"]
+    second.obey(f"/save {tmp_path / 'second.kv'}")
+    assert said_in(ctx, tmp_path / "second.kv") == ["one", "of the second"]
+
+
+@pytest.mark.parametrize("n", [1, 3, 10])
+def test_a_session_that_was_cut_is_made_whole_from_its_messages(
+    n: int, ctx: LlamaContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, cut = tmp_path / "whole.kv", tmp_path / "cut.kv"
+    run(ctx, whole, "Tom is a baker.", "Sam has a dog.")
+    assert main(["state", "cut", str(whole), str(cut), "-n", str(n)]) == 0
+    talk = load_talk(ctx, str(cut))
+    text = ctx.model.apply_chat_template(talk.messages, add_generation_prompt=False)
+    tokens = ctx.model.tokenize(text, add_special=False, parse_special=True)
+    assert talk.sequence.tokens.tolist() == tokens.tolist()
+    assert len(talk.turns) == 2
+    # A model without a template cannot say how its messages are put together.
+    with make_plain() as plain, LlamaContext(plain, n_ctx=512) as other:
+        run(other, tmp_path / "plain.kv", "Tom is a baker.", "Sam has a dog.")
+        main(["state", "cut", str(tmp_path / "plain.kv"), str(cut), "-n", str(n)])
+        with pytest.raises(StateError, match="its tokens are not those of its messages"):
+            load_talk(other, str(cut))
+
+
+def make_plain() -> LlamaModel:
+    class Plain(LlamaModel):
+        @property
+        def chat_template(self) -> str | None:
+            return None
+
+    return Plain(embedded_model_path())
+
+
+def test_two_messages_of_the_user_in_a_row_are_two_turns(ctx: LlamaContext, tmp_path: Path) -> None:
+    """As an agent's file has them, whose turns are dropped when the cache is full."""
+    path, roles = tmp_path / "talk.kv", ["user", "user", "assistant", "user", "assistant"]
+    messages = [{"role": role, "content": f"This is message {i}."} for i, role in enumerate(roles)]
+    with LlamaSequence(ctx, "x") as one:
+        one.save(path, {"messages": messages})
+    chat = Commands(ctx, None, str(path))
+    chat.begin()
+    for i in range(12):
+        chat.answer(f"This is turn {i} of a long talk about nothing at all.", 24, GREEDY)
+        users = [m for m in chat.talk.messages if m["role"] == "user"]
+        assert len(users) == len(chat.talk.turns)
+        assert chat.talk.messages[0]["role"] == "user"
+    n = len(chat.talk.turns)
+    assert n < 15  # some were dropped
+    chat.obey(f"/rewind {n}")
+    assert chat.talk.messages == []
+
+
+FORGED: list[Callable[[dict[str, Any]], object]] = [
+    lambda note: note.update(turns=[[0, 10**400]]),
+    lambda note: note.update(turns=[["0", "x"]]),
+    lambda note: note.update(turns=[[-1, 0]]),
+    lambda note: note.update(turns=[[0, 10**9]]),
+    lambda note: note.update(turns=[*note["turns"], *note["turns"]]),
+    lambda note: note.update(turns=[]),
+    lambda note: note.update(messages=[]),
+    lambda note: note.update(messages=[{"role": "assistant", "content": "x"}]),
+    lambda note: note.update(text=None),
+]
+
+
+@pytest.mark.parametrize("forge", FORGED)
+def test_a_note_that_cannot_be_true_is_refused(
+    forge: Callable[[dict[str, Any]], object], ctx: LlamaContext, tmp_path: Path
+) -> None:
+    path = tmp_path / "talk.kv"
+    run(ctx, path, "one", "two")
+    beside: Any = json.loads(json.dumps(describe_state(path).metadata["metadata"]))
+    forge(beside[FORMAT])
+    with LlamaSequence.load(ctx, path) as one:
+        one.save(path, beside)
+    with pytest.raises(StateError, match="not a talk"):
+        load_talk(ctx, str(path))
+
+
+def test_a_memory_without_states_keeps_no_session(make_context: Any, tmp_path: Path) -> None:
+    chat = Commands(make_context("deepseek4"), None, str(tmp_path / "talk.kv"))
+    with pytest.raises(UnsupportedOperation, match="save"):
+        chat.begin()
+
+
+def test_a_turn_that_cannot_be_evaluated_is_no_turn(tmp_path: Path) -> None:
+    with LlamaModel(make_breaking(tmp_path, [30])) as model, LlamaContext(model, n_ctx=256) as ctx:
+        chat = Commands(ctx, None, None)
+        chat.begin()
+        chat.answer("hello", 3, GREEDY)
+        before = chat.talk.snapshot()
+        chat.answer("hello " + model.token_to_piece(30).decode(), 3, GREEDY)
+        assert chat.talk.snapshot() == before
+        assert isinstance(chat.talk, Talk)

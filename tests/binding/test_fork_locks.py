@@ -167,7 +167,7 @@ import os, sys, threading, warnings
 from pykvcache.prefix.tiers.notices import Notices, Place
 warnings.simplefilter("ignore", DeprecationWarning)
 pids = []
-notices = Notices("disk", lambda event: pids.append(os.fork()))
+notices = Notices("disk", lambda event, namespace: pids.append(os.fork()))
 notices.stored([Place(bytes(32), None, bytes(32))])
 if pids == [0]:
     notices.stored([Place(bytes(31) + b"1", None, bytes(32))])  # it goes on, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Case, Logits, apart
-from pykvcache import LlamaContext, PrefixCache
+from pykvcache import BatchGenerator, LlamaContext, PrefixCache
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.prefix.stores import MemoryStore
 
@@ -152,3 +153,31 @@ def test_tokens_that_nobody_has_evaluated_are_not_known(case: Case, make_context
         assert "40 tokens are those of a sequence in use" in again.reuse.reason
         waits.evaluate()
         assert evaluated(cache.sequence(text)) <= 1
+
+
+def test_samples_and_sequences_without_a_prompt_are_no_requests(make_context: Make) -> None:
+    cache = PrefixCache(make_context("llama"), block_size=8)
+    generator = BatchGenerator(cache)
+    generator.submit(list(range(7, 27)), 3, n=3)
+    generator.run()
+    cache.sequence().close()
+    assert (cache.stats().requests, cache.stats().hits) == (1, 0)
+    assert cache.stats().n_tokens == 20
+
+
+def test_what_tiers_brought_is_summed_up_after_a_clear(make_context: Make) -> None:
+    store, prompt = MemoryStore(), list(range(5, 45))
+    ctx = make_context("llama")
+    with PrefixCache(ctx, block_size=8, tiers=[store], ram_bytes=0) as cache:
+        with cache.sequence(prompt) as one:
+            one.evaluate()
+        assert cache.flush(30)
+    for _ in range(10):
+        with PrefixCache(ctx, block_size=8, tiers=[store], tier_seconds=0) as cache:
+            sequence = cache.sequence(prompt)
+            cache.clear()
+            time.sleep(0.01)  # it may come meanwhile, or not
+            sequence.logits()
+            report, stats = sequence.reuse, cache.stats()
+            assert (stats.remote, stats.evaluated) == (report.remote, report.evaluated)
+            sequence.close()

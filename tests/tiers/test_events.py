@@ -164,7 +164,7 @@ def test_a_callback_may_call_the_cache(make_context: Make) -> None:
 def test_the_list_of_what_was_said_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "MAX_BLOCKS", 4)
     heard: list[CacheEvent] = []
-    said = Notices("disk", heard.append)
+    said = Notices("disk", lambda event, namespace: heard.append(event))
     keys = [bytes([i]) * 32 for i in range(9)]
     said.stored(Place(key, None, bytes(8)) for key in keys)
     assert names(heard, "DISK") == {*keys[5:]}
@@ -173,3 +173,39 @@ def test_the_list_of_what_was_said_has_an_end(monkeypatch: pytest.MonkeyPatch) -
     said.stored([Place(keys[0], None, bytes(8))])
     assert names(heard, "DISK") == {keys[7], keys[8], keys[5], keys[0]}
     assert isinstance(heard[-1], BlockRemoved)
+
+
+@pytest.mark.parametrize("where", ["folder", "memory"])
+@pytest.mark.parametrize("cleared", ["tenant", None])
+def test_clear_leaves_no_tokens_of_a_tenant_in_what_waits(
+    where: str, cleared: str | None, make_context: Make, tmp_path: Path
+) -> None:
+    tier = FolderStore(tmp_path) if where == "folder" else MemoryStore()
+    medium = "DISK" if where == "folder" else "EXTERNAL"
+    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[tier], **WAIT)
+
+    def work(seed: int, namespace: str) -> list[int]:
+        prompt = words(seed, 45)
+        with cache.sequence(prompt, namespace=namespace) as sequence:
+            sequence.logits()
+        assert cache.flush(30)
+        return prompt
+
+    work(1, "tenant")
+    known = list(cache.events)
+    work(2, "tenant")
+    other = work(3, "other")
+    cache.clear(cleared)
+    events = list(cache.events)
+    left = [token for event in events for token in getattr(event, "token_ids", ())]
+    assert left == ([] if cleared is None else [*other[:40], *other[:40]])
+    if cleared is not None:
+        # What was read about before is still there; what was not, is said when it is used again.
+        assert len(names([*known, *events], medium)) == 10
+        assert not names([*known, *events], "CPU") - names(events, "CPU")
+    prompt = work(2, "tenant")
+    again = [event for event in cache.events if getattr(event, "medium", "") == medium]
+    assert [list(event.token_ids) for event in again if isinstance(event, BlockStored)] == [
+        prompt[:40]
+    ]
+    cache.close()

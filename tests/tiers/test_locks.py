@@ -57,7 +57,7 @@ def holders() -> Iterator[Any]:
 
 
 def notices() -> Iterator[Any]:
-    told = Notices("disk", lambda event: None)
+    told = Notices("disk", lambda event, namespace: None)
     yield told._lock
     told.stored([Place(key, None, bytes(8)) for key in KEYS])
     told.removed([KEYS[0], OTHER])
@@ -194,7 +194,7 @@ def test_who_sends_after_an_interrupt_sends_all() -> None:
 
     def attempt(place: int) -> int:
         sent: list[CacheEvent] = []
-        told = Notices("disk", sent.append)
+        told = Notices("disk", lambda event, namespace: sent.append(event))
         interrupt = CtrlCAnywhere(place, ("/tiers/notices.py", "/_threads.py"))
         interrupt.run(lambda: told.stored([Place(KEYS[0], None, bytes(8))]))
         told.stored([Place(KEYS[1], None, bytes(8))])

@@ -95,6 +95,7 @@ class TierMethods(BeginMethods, KeepMethods):
             is_good=self._layout.is_good,
             n_row=self._n_row,
             wants_row=self._keep_logits,
+            namespace=sequence._namespace,
         )
         seconds = self._evaluation.seconds(known, n) if self._tier_seconds is None else math.inf
         fetch = self._tiers.search(wanted, seconds)
@@ -334,8 +335,7 @@ class TierMethods(BeginMethods, KeepMethods):
             remote=old.remote + remote,
             evaluated=old.evaluated - placed,
         )
-        if sequence in self._open:
-            self._sum(sequence)
+        self._sum(sequence)
 
     # Down ---------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class TierMethods(BeginMethods, KeepMethods):
                 return known[i]
             return self._read(cells.live_id, i * size, size) if cells.seq_id is not None else None
 
-        self._tiers.write(names, block, space, lambda i: place(names, tokens, size, i))
+        self._tiers.write(names, block, space, lambda i: place(names, tokens, size, i, space))
         if cells.seq_id is None:
             return
         places = self._places(sequence, n)

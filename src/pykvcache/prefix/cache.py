@@ -231,7 +231,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
             sequence.append(prompt)
         self._begin(sequence)
         self._open.add(sequence)
-        self._count(sequence)
+        if prompt is not None:  # a sample that stands beside another one is no request
+            self._count(sequence)
         return sequence
 
     def _joined(self, sequence: CachedSequence, parent: CachedSequence) -> None:
@@ -310,8 +311,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
             self._check_open()
             space = None if namespace is None else as_namespace(namespace)
             self._ram.clear(space)
-            self._events.withdraw(space)
             self._tiers.cancel(space)
+            self._tiers.forget_notices(self._events.withdraw(space))
             self._open.part(space, self._end_search, self._ram.release)
             if space is None:
                 self._tiers.forget_notices()

@@ -114,6 +114,7 @@ class _Stored:
 
 CacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 _Packed: TypeAlias = CacheEvent | _Stored
+_MEMORY = "CPU"
 #: An event, its bytes, and the namespace whose tokens it names.
 _Waiting: TypeAlias = tuple[_Packed, int, str | None]
 
@@ -281,38 +282,48 @@ class EventLog:
         while self._forget_oldest():
             pass
 
-    def withdraw(self, namespace: str | None) -> None:
+    def withdraw(self, namespace: str | None) -> set[bytes]:
         """Forget the tokens of a namespace, or of all, that wait; who reads on misses nothing.
 
         Events of blocks that came and went meanwhile are dropped; those that were read about
         before are still reported as removed.
+
+        Returns
+        -------
+        set of bytes
+            Names of blocks in tiers of which nobody has read now.
         """
         with self._lock:
-            kept = _without(list(self._events), namespace)
+            kept, unread = _without(list(self._events), namespace)
             n = sum(size for _, size, _ in kept)
             self._events, self._nbytes = kept, n
+        return {name for medium, name in unread if medium != _MEMORY}
 
 
-def _without(waiting: list[_Waiting], namespace: str | None) -> deque[_Waiting]:
-    """Return events without those that name tokens of a namespace, or of any."""
-    kept, unread = deque[_Waiting](), set[bytes]()
+def _without(
+    waiting: list[_Waiting], namespace: str | None
+) -> tuple[deque[_Waiting], set[tuple[str, bytes]]]:
+    """Return events without those that name tokens of a namespace, or of any; and their blocks."""
+    kept, unread = deque[_Waiting](), set[tuple[str, bytes]]()
     for event, size, space in waiting:
         if space is not None and namespace in (None, space):
             assert isinstance(event, (BlockStored, _Stored))
-            unread.update(event.names if isinstance(event, _Stored) else event.block_hashes)
-        elif (
-            isinstance(event, BlockRemoved)
-            and event.medium == "CPU"
-            and not unread.isdisjoint(event.block_hashes)
-        ):
-            left = tuple(name for name in event.block_hashes if name not in unread)
-            unread.difference_update(event.block_hashes)
-            if left:
+            if isinstance(event, _Stored):
+                unread.update((_MEMORY, key) for key in event.names)
+            else:
+                unread.update((event.medium, key) for key in event.block_hashes)
+        elif isinstance(event, BlockRemoved):
+            names = [(event.medium, key) for key in event.block_hashes]
+            left = tuple(key for medium, key in names if (medium, key) not in unread)
+            unread.difference_update(names)
+            if len(left) < len(names):
                 event = replace(event, block_hashes=left)
-                kept.append((event, _size(event), space))
+                size = _size(event)
+            if left:
+                kept.append((event, size, space))
         else:
             kept.append((event, size, space))
-    return kept
+    return kept, unread
 
 
 def _joined(

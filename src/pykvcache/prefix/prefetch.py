@@ -211,6 +211,7 @@ class PrefetchMethods(TierMethods):
                 is_good=self._layout.is_good,
                 n_row=self._n_row,
                 wants_row=self._keep_logits,
+                namespace=space,
             ),
         )
         spans = fetch.look()

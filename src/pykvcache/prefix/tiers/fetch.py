@@ -54,6 +54,8 @@ class Wanted:
         How many logits an end of the whole prompt needs; 0 where it is of use without them.
     wants_row
         Whether logits after the whole prompt are of use where nothing else is.
+    namespace
+        Whose it is.
     """
 
     tokens: bytes
@@ -68,6 +70,7 @@ class Wanted:
     is_good: Callable[[npt.NDArray[np.uint8], int], bool]
     n_row: int = 0
     wants_row: bool = False
+    namespace: str = ""
 
     @property
     def block_bytes(self) -> int:
@@ -353,7 +356,8 @@ class Fetch:
                 self.blocks[begin + i] = (found[i], tier)
             self.moved = time.monotonic()
         tier.notices.stored(
-            place(wanted.names, wanted.tokens, wanted.block_size, begin + i) for i in right
+            place(wanted.names, wanted.tokens, wanted.block_size, begin + i, wanted.namespace)
+            for i in right
         )
         if len(right) < len(found):
             # Whoever wrote it had the right to, and it is none of ours, or holds NaN.

@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from pykvcache._fork import watch_locks
 from pykvcache._threads import take
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent
 
-__all__ = ["Notices", "Place", "place"]
+__all__ = ["Notices", "Place", "Sink", "place"]
 
 #: So many blocks are remembered per tier; of those that are forgotten, `BlockRemoved` is sent.
 MAX_BLOCKS = 1 << 15
@@ -23,6 +24,9 @@ MAX_BLOCKS = 1 << 15
 LOOK = 64
 
 _MEDIA = {"disk": "DISK"}
+
+#: Takes an event, and the namespace whose tokens it names.
+Sink: TypeAlias = Callable[[CacheEvent, "str | None"], object]
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,17 @@ class Place:
         Name of the block before it; None at the beginning.
     tokens
         Its tokens, as `token_bytes` gives them.
+    namespace
+        Whose they are.
     """
 
     key: bytes
     parent: bytes | None
     tokens: bytes
+    namespace: str = ""
 
 
-def place(names: Sequence[bytes], tokens: bytes, size: int, i: int) -> Place:
+def place(names: Sequence[bytes], tokens: bytes, size: int, i: int, namespace: str) -> Place:
     """Return the place of one block of a prompt.
 
     Parameters
@@ -57,9 +64,12 @@ def place(names: Sequence[bytes], tokens: bytes, size: int, i: int) -> Place:
         Tokens per block.
     i
         Which block.
+    namespace
+        Whose it is.
     """
     step = 4 * size
-    return Place(names[i], names[i - 1] if i else None, tokens[i * step : (i + 1) * step])
+    parent = names[i - 1] if i else None
+    return Place(names[i], parent, tokens[i * step : (i + 1) * step], namespace)
 
 
 class Notices:
@@ -73,14 +83,14 @@ class Notices:
     medium
         That of the store.
     sink
-        Takes the events.
+        Takes the events, and the namespace whose tokens each names, or None.
     """
 
-    def __init__(self, medium: str, sink: Callable[[CacheEvent], object]) -> None:
+    def __init__(self, medium: str, sink: Sink) -> None:
         self.medium = _MEDIA.get(medium, "EXTERNAL")
         self._sink = sink
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._waiting: deque[CacheEvent] = deque()
+        self._waiting: deque[tuple[CacheEvent, str | None]] = deque()
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         watch_locks(self, "_lock", "_sending")
@@ -97,14 +107,14 @@ class Notices:
                 if run and (
                     block.parent != run[-1].key or len(block.tokens) != len(run[-1].tokens)
                 ):
-                    self._waiting.append(self._event(run))
+                    self._waiting.append((self._event(run), run[0].namespace))
                     run = []
                 run.append(block)
             if run:
-                self._waiting.append(self._event(run))
+                self._waiting.append((self._event(run), run[0].namespace))
             old = [self._known.popitem(last=False)[0] for _ in range(len(self._known) - MAX_BLOCKS)]
             if old:
-                self._waiting.append(BlockRemoved(tuple(old), self.medium))
+                self._waiting.append((BlockRemoved(tuple(old), self.medium), None))
         self._send()
 
     def _event(self, run: list[Place]) -> BlockStored:
@@ -122,7 +132,7 @@ class Notices:
         with self._lock:
             gone = tuple(key for key in keys if self._known.pop(key, key) is None)
             if gone:
-                self._waiting.append(BlockRemoved(gone, self.medium))
+                self._waiting.append((BlockRemoved(gone, self.medium), None))
         self._send()
 
     def is_known(self, key: bytes) -> bool:
@@ -137,10 +147,14 @@ class Notices:
                 self._known.move_to_end(key)
             return keys
 
-    def forget(self) -> None:
-        """Forget what was sent: everything was said to be cleared."""
+    def forget(self, keys: Iterable[bytes] | None = None) -> None:
+        """Forget what was sent, of some blocks or of all: nobody knows of it any more."""
         with self._lock:
-            self._known.clear()
+            if keys is None:
+                self._known.clear()
+                return
+            for key in keys:
+                self._known.pop(key, None)
 
     def _send(self) -> None:
         """Hand out what waits; whoever is at it takes what others add."""
@@ -161,4 +175,4 @@ class Notices:
 
     def _hand_out(self) -> None:
         while self._waiting:
-            self._sink(self._waiting.popleft())
+            self._sink(*self._waiting.popleft())

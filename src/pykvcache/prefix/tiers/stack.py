@@ -6,11 +6,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from pykvcache.prefix.events import CacheEvent
 from pykvcache.prefix.stores import BlockStore, Envelope, open_store
 from pykvcache.prefix.tiers.fetch import Fetch, Wanted
 from pykvcache.prefix.tiers.leases import Held, Lease, Leases
-from pykvcache.prefix.tiers.notices import Place
+from pykvcache.prefix.tiers.notices import Place, Sink
 from pykvcache.prefix.tiers.rule import Savings, is_hopeless
 from pykvcache.prefix.tiers.tier import Tier, TierStats
 from pykvcache.prefix.tiers.writing import Chain, WriteBehind
@@ -50,7 +49,7 @@ class Tiers:
         stores: Iterable[TierInput],
         envelope: Envelope,
         queue_bytes: int,
-        sink: Callable[[CacheEvent], object] = lambda _: None,
+        sink: Sink = lambda event, namespace: None,
         progress: Callable[[], int] = lambda: 0,
     ) -> None:
         self.tiers: list[Tier] = []
@@ -177,10 +176,10 @@ class Tiers:
         for writer in self.writers:
             writer.retire()
 
-    def forget_notices(self) -> None:
-        """Forget which events were sent: what is used from now on is said again."""
+    def forget_notices(self, keys: Iterable[bytes] | None = None) -> None:
+        """Forget which events were sent, of some or all: what is used from now on is said again."""
         for tier in self.tiers:
-            tier.notices.forget()
+            tier.notices.forget(keys)
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return the figures of every tier."""

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pykvcache._fork import watch_locks
-from pykvcache.prefix.events import CacheEvent
 from pykvcache.prefix.stores.base import BlockStore, check_facts
 from pykvcache.prefix.stores.envelope import Envelope
 from pykvcache.prefix.stores.sealed import SealedStore
 from pykvcache.prefix.tiers.holders import HOLDERS
-from pykvcache.prefix.tiers.notices import LOOK, Notices, Place
+from pykvcache.prefix.tiers.notices import LOOK, Notices, Place, Sink
 from pykvcache.prefix.tiers.speeds import TwoTerms
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ class Tier:
         envelope: Envelope,
         *,
         owned: bool,
-        sink: Callable[[CacheEvent], object] = lambda _: None,
+        sink: Sink = lambda event, namespace: None,
     ) -> None:
         self.medium, self.n_probes = check_facts(store)
         self.sealed = SealedStore(store, envelope)

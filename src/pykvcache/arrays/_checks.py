@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, TypeVar
 
@@ -19,7 +20,9 @@ __all__ = [
     "as_ints",
     "as_kind",
     "as_storable",
+    "check_shape",
     "check_size",
+    "converted",
 ]
 
 T = TypeVar("T")
@@ -96,6 +99,26 @@ def check_size(what: str, found: int, expected: int) -> None:
         raise CacheValueError(f"{what}: {found}; expected {expected}", what, found, expected)
 
 
+def check_shape(what: str, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[int, ...]:
+    """Return a shape; raise `CacheValueError` if no address reaches over such an array.
+
+    Whether the machine has the memory is another question, which NumPy answers by `MemoryError`.
+    """
+    size = np.dtype(dtype).itemsize
+    for n in shape:
+        # NumPy leaves zeros out of this product, too.
+        size *= n or 1
+    if size > sys.maxsize:
+        raise CacheValueError(
+            f"{what} has shape ({', '.join(map(shown, shape))}): "
+            f"an array has at most {sys.maxsize} bytes",
+            what,
+            shape,
+            sys.maxsize,
+        )
+    return shape
+
+
 def as_float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Return `dtype` as float16, float32 or float64; "f16" and "f32" count in bits.
 
@@ -152,3 +175,11 @@ def as_storable(name: str, array: Any, dtype: np.dtype[Any] | None = None) -> ND
             None if dtype is None else str(dtype),
         )
     return given
+
+
+def converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return `array` in this dtype, what is too large as infinite whatever `np.seterr` says."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(all="ignore"):
+        return array.astype(dtype)

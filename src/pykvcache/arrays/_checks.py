@@ -34,6 +34,12 @@ MOST = 2**31 - 1
 _DTYPE_NAMES = {"f16": np.float16, "f32": np.float32}
 
 
+def _name(dtype: np.dtype[Any]) -> str:
+    """Return a dtype's text, which may be as long as the names of its fields."""
+    name = str(dtype)
+    return name if len(name) <= 80 else shown(name)
+
+
 def as_int(
     name: str, value: SupportsIndex, *, minimum: int | None = None, maximum: int | None = None
 ) -> int:
@@ -65,7 +71,7 @@ def as_ints(name: str, values: Iterable[SupportsIndex]) -> NDArray[np.int64]:
                 f"{name} has shape {values.shape}; one dimension is needed", name, values.shape, 1
             )
         if values.dtype.kind not in "iu" and values.size:
-            raise TypeError(f"{name} must hold integers, not {values.dtype}")
+            raise TypeError(f"{name} must hold integers, not {_name(values.dtype)}")
         if values.dtype.kind == "u" and values.size and int(values.max()) >= 2**63:
             raise CacheValueError(
                 f"{name} holds {values.max()}; it must be below 2**63",
@@ -169,7 +175,7 @@ def as_storable(name: str, array: Any, dtype: np.dtype[Any] | None = None) -> ND
         or (dtype is not None and not np.can_cast(given.dtype, dtype, "same_kind"))
     ):
         raise CacheDTypeError(
-            f"{name} has dtype {given.dtype}; numbers like {dtype} are needed",
+            f"{name} has dtype {_name(given.dtype)}; numbers like {dtype} are needed",
             name,
             str(given.dtype),
             None if dtype is None else str(dtype),

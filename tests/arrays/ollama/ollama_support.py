@@ -109,7 +109,7 @@ def evaluate(policy: InputCache, slot: Slot, rest: list[Input]) -> None:
 def picture(cache: Any, sequences: Any = (0, 1), positions: Any = range(9)) -> str:
     """Return all that later calls can find out: who sees what, and how much room is left.
 
-    With names of states, what the recurrent layers go on from belongs to it.
+    The state "sum" that a recurrent layer goes on from belongs to it.
     """
     found: list[Any] = []
     other = copy.deepcopy(cache)
@@ -132,11 +132,13 @@ def picture(cache: Any, sequences: Any = (0, 1), positions: Any = range(9)) -> s
     found.append(room)
     if isinstance(cache, RecurrentCache):
         for seq in sequences:
+            other = copy.deepcopy(cache)
             for pos in positions:
-                other = copy.deepcopy(cache)
+                # What is refused changes nothing, and one position at most is not.
                 with contextlib.suppress(NotSupported, KvCacheFull):
                     other.start_forward([pos], [seq])
                     found.append((seq, pos, other.get_state("sum", (1,)).tolist()))
+                    break
             found += [cache.prepare_restore(seq, pos) for pos in positions]
     return repr(found)
 

@@ -192,6 +192,11 @@ def test_messages_stay_short() -> None:
     with pytest.raises(CacheValueError) as caught:
         cache.start_forward([0], [0], multimodal=np.arange(10**5))
     assert len(str(caught.value)) < 200
+    record = np.zeros(1, [("x" * 10**5, "f4")])
+    for call in (lambda: cache.start_forward(record, [0]), lambda: begun().put(record, record)):
+        with pytest.raises(TypeError) as wrong:
+            call()
+        assert len(str(wrong.value)) < 300
     recurrent = begun(RecurrentCache())
     for name in ("x" * 10**6, Bad()):
         recurrent.put_state(name, np.zeros((1, 2)))

@@ -187,6 +187,29 @@ def test_caches_of_a_wrapper_that_differ_are_not_used() -> None:
             wrapper.start_forward([0], [seq])
 
 
+# A cache that is not ours may have begun, or not, when Ctrl-C comes in its own code.
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_foreign_cache_that_is_interrupted_does_not_go_on(begins: bool) -> None:
+    class Interrupted(CausalCache):
+        def start_forward(self, *args: Any, **options: Any) -> None:
+            if begins:
+                super().start_forward(*args, **options)
+            raise KeyboardInterrupt
+
+    first = CausalCache()
+    wrapper = made(WrapperCache(first, Interrupted()), 1, 8, 8)
+    before = picture(first)
+    with pytest.raises(KeyboardInterrupt):
+        wrapper.start_forward([0, 1], [0, 0])
+    assert picture(first) == before
+    assert not wrapper.can_resume(0, 1)
+    with pytest.raises(CacheOrderError, match="only some of the caches"):
+        wrapper.start_forward([0, 1], [0, 0])
+    wrapper.remove(0, 0)
+    with pytest.raises(KeyboardInterrupt):
+        wrapper.start_forward([0, 1], [0, 0])
+
+
 def test_half_an_item_of_an_encoder_is_none() -> None:
     def make() -> Any:
         cache = made(EncoderCache())

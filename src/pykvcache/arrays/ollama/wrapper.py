@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeGuard
 
 from numpy.typing import DTypeLike, NDArray
 
@@ -89,6 +89,9 @@ class WrapperCache(FamilyCache):
 
     def _own(self) -> list[FamilyCache]:
         return [cache for cache in self._caches if isinstance(cache, FamilyCache)]
+
+    def _all_own(self) -> bool:
+        return all(_is_own(cache) for cache in self._caches)
 
     def init(
         self,
@@ -179,8 +182,11 @@ class WrapperCache(FamilyCache):
             for cache in self._caches:
                 undos.append(_begun(cache, batch, reserve))
             self._type = 0
-        except BaseException:
+        except BaseException as error:
             undo()
+            if not (reserve or isinstance(error, Exception) or self._all_own()):
+                # A foreign cache that is interrupted may have begun.
+                self._torn.update(batch.ids)
             raise
         return undo
 
@@ -311,10 +317,15 @@ class WrapperCache(FamilyCache):
             cache._check_remove(seq, begin, end)
 
 
+def _is_own(cache: Cache) -> TypeGuard[FamilyCache]:
+    """Tell whether a cache is one of ours, with a ``start_forward`` of ours."""
+    module = getattr(type(cache).start_forward, "__module__", "")
+    return isinstance(cache, FamilyCache) and module.startswith("pykvcache.arrays.")
+
+
 def _begun(cache: Cache, batch: Batch, reserve: bool) -> Callable[[], None]:
     """Start a forward pass in a cache; return what takes it back."""
-    own = getattr(type(cache).start_forward, "__module__", "")
-    if isinstance(cache, FamilyCache) and own.startswith("pykvcache.arrays."):
+    if _is_own(cache):
         return cache._begin(batch, reserve)
     lowest = [] if reserve else list(zip(batch.ids, batch.lowest.tolist(), strict=True))
     pos, seq = batch.positions.tolist(), batch.sequences.tolist()

@@ -24,9 +24,7 @@ def file_ids(path: str) -> FileIds:
     # Absolute, because the current folder may be another one when the file is read again.
     first = os.path.abspath(path)
     ids = {first: _file_id(first)}
-    match = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", first, re.DOTALL)
-    for i in range(int(match[3]) if match else 0):
-        part = f"{match[1]}{i + 1:05d}{match[2]}" if match else ""
+    for part in parts_of(first):
         with contextlib.suppress(OSError):
             ids[part] = _file_id(part)
     return ids

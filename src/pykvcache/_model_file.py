@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 
 from pykvcache.errors import ModelLoadError
 
-__all__ = ["readable_path"]
+__all__ = ["parts_of", "readable_path"]
 
 
 def readable_path(path: str) -> bytes:
@@ -22,6 +23,9 @@ def readable_path(path: str) -> bytes:
             raise ModelLoadError.of(path, "it is not a regular file")
         with open(raw, "rb") as file:
             magic = file.read(4)
+        for part in parts_of(path):
+            if os.path.exists(part) and not os.path.isfile(part):
+                raise ModelLoadError.of(path, f"its part {part} is not a regular file")
     except ModelLoadError:
         raise
     except OSError as error:
@@ -29,3 +33,11 @@ def readable_path(path: str) -> bytes:
     if magic != b"GGUF":
         raise ModelLoadError.of(path, "it is not a GGUF file")
     return raw
+
+
+def parts_of(path: str) -> list[str]:
+    """Return the names of all parts of a split model by the name of one; none of another file."""
+    found = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path, re.DOTALL)
+    if found is None:
+        return []
+    return [f"{found[1]}{i + 1:05d}{found[2]}" for i in range(int(found[3]))]

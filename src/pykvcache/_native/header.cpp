@@ -34,24 +34,15 @@ constexpr const char * HEADS = ".attention.head_count";
 constexpr const char * DIVIDED[] = {"deepseek2", "gemma2", "gemma3", "olmo2", "phimoe"};
 
 constexpr const char * USED = ".expert_used_count";
+// Those whose loaders do so whatever else is said, of every layer.
+constexpr const char * EXPERTS[] = {"qwen35moe", "qwen3next", "qwen4exp"};
 
 bool ends_with(const char * text, const char * end) {
     const size_t n = std::strlen(text), m = std::strlen(end);
     return n >= m && std::strcmp(text + n - m, end) == 0;
 }
 
-// Of a number, or of an array's first; llama.cpp takes both.
-bool first_is_zero(const gguf_context * header, int64_t i) {
-    const gguf_type type = gguf_get_kv_type(header, i);
-    if (type != GGUF_TYPE_ARRAY) {
-        return type == GGUF_TYPE_UINT32 && gguf_get_val_u32(header, i) == 0;
-    }
-    const gguf_type of = gguf_get_arr_type(header, i);
-    return (of == GGUF_TYPE_UINT32 || of == GGUF_TYPE_INT32) && gguf_get_arr_n(header, i) > 0 &&
-           static_cast<const uint32_t *>(gguf_get_arr_data(header, i))[0] == 0;
-}
-
-// Of a number, or of an array's i-th; 0 where there is none.
+// Of a number, or of an array's i-th, as llama.cpp takes them; 0 where there is none.
 uint32_t value_of_layer(const gguf_context * header, const std::string & key, size_t i) {
     const int64_t id = gguf_find_key(header, key.c_str());
     if (id < 0) {
@@ -62,8 +53,20 @@ uint32_t value_of_layer(const gguf_context * header, const std::string & key, si
         return type == GGUF_TYPE_UINT32 ? gguf_get_val_u32(header, id) : 0;
     }
     const gguf_type of = gguf_get_arr_type(header, id);
-    return (of == GGUF_TYPE_UINT32 || of == GGUF_TYPE_INT32) && i < gguf_get_arr_n(header, id)
+    if (i >= gguf_get_arr_n(header, id)) {
+        return 0;
+    }
+    if (of == GGUF_TYPE_BOOL) {
+        return static_cast<const uint8_t *>(gguf_get_arr_data(header, id))[i];
+    }
+    return of == GGUF_TYPE_UINT32 || of == GGUF_TYPE_INT32
                ? static_cast<const uint32_t *>(gguf_get_arr_data(header, id))[i] : 0;
+}
+
+// How many values a key has; 1 of a number, and where there is none.
+size_t values_of(const gguf_context * header, const std::string & key) {
+    const int64_t id = gguf_find_key(header, key.c_str());
+    return id >= 0 && gguf_get_kv_type(header, id) == GGUF_TYPE_ARRAY ? gguf_get_arr_n(header, id) : 1;
 }
 
 // Where the size of a layer's experts is not said, loaders divide by how many of them it uses.
@@ -81,7 +84,34 @@ std::string experts_problem(const gguf_context * header, int64_t used, const std
     return {};
 }
 
+// A key that is not there counts as 0: its loader would divide by that, too.
+std::string division_problem(const gguf_context * header) {
+    const int64_t id = gguf_find_key(header, "general.architecture");
+    if (id < 0 || gguf_get_kv_type(header, id) != GGUF_TYPE_STRING) {
+        return {};
+    }
+    const std::string arch = gguf_get_val_str(header, id);
+    for (const char * divided : DIVIDED) {
+        if (arch == divided && value_of_layer(header, arch + HEADS, 0) == 0) {
+            return arch + HEADS + " is 0, or not there";
+        }
+    }
+    const std::string size = arch + ".expert_feed_forward_length";
+    for (const char * divided : EXPERTS) {
+        for (size_t i = 0; arch == divided && i < values_of(header, arch + USED); ++i) {
+            if (value_of_layer(header, arch + USED, i) == 0 && value_of_layer(header, size, i) == 0) {
+                return arch + USED + " is 0 for layer " + std::to_string(i) + ", or not there, and " + size + " too";
+            }
+        }
+    }
+    return {};
+}
+
 std::string find_problem(const gguf_context * header) {
+    const std::string division = division_problem(header);
+    if (!division.empty()) {
+        return division;
+    }
     for (int64_t i = 0; i < gguf_get_n_kv(header); ++i) {
         const char *    key = gguf_get_key(header, i);
         const gguf_type type = gguf_get_kv_type(header, i);
@@ -94,11 +124,6 @@ std::string find_problem(const gguf_context * header) {
             const std::string problem = experts_problem(header, i, std::string(key, std::strlen(key) - std::strlen(USED)));
             if (!problem.empty()) {
                 return problem;
-            }
-        }
-        for (const char * arch : DIVIDED) {
-            if (std::string(arch) + HEADS == key && first_is_zero(header, i)) {
-                return std::string(key) + " is 0";
             }
         }
         if (ends_with(key, ITERATIONS) && type == GGUF_TYPE_UINT32 && gguf_get_val_u32(header, i) > ITERATIONS_MAX) {

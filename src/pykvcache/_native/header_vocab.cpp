@@ -21,6 +21,8 @@ constexpr size_t TOKEN_BYTES_MAX = 1024;
 constexpr size_t WORD_BYTES_MAX = 400;
 // PLaMo's table has a row for each start of each end of a token, and is built from copies of them.
 constexpr uint64_t CUBES_MAX = uint64_t(1) << 32;
+// In a file that holds no embeddings of them.
+constexpr uint64_t UNSEEN_TOKENS_MAX = uint64_t(1) << 24;
 
 // The bytes of a token as llama.cpp reads them: \t, \n, \r and \xHH stand for one.
 std::string unescape(const char * token) {
@@ -130,18 +132,42 @@ std::string find_loop(const gguf_context * header) {
     return {};
 }
 
+// Without tokens a number says how many there are, and makes so many before a tensor is looked at.
+std::string size_problem(const gguf_context * header) {
+    const int64_t arch = gguf_find_key(header, "general.architecture");
+    if (arch < 0 || gguf_get_kv_type(header, arch) != GGUF_TYPE_STRING) {
+        return {};
+    }
+    const std::string key = gguf_get_val_str(header, arch) + std::string(".vocab_size");
+    const int64_t     id  = gguf_find_key(header, key.c_str());
+    if (id < 0 || gguf_get_kv_type(header, id) != GGUF_TYPE_UINT32) {
+        return {};
+    }
+    // A token's row has a byte at least.
+    const int64_t  rows = gguf_find_tensor(header, "token_embd.weight");
+    const uint64_t most = rows < 0 ? UNSEEN_TOKENS_MAX : gguf_get_tensor_size(header, rows);
+    const uint64_t n    = gguf_get_val_u32(header, id);
+    if (n > most) {
+        return key + " is " + std::to_string(n) + ": this file has room for " + std::to_string(most);
+    }
+    return {};
+}
+
 }  // namespace
 
 std::string vocab_problem(const gguf_context * header) {
-    const int64_t kind   = gguf_find_key(header, "tokenizer.ggml.model");
-    const int64_t tokens = gguf_find_key(header, "tokenizer.ggml.tokens");
-    if (kind < 0 || tokens < 0 || gguf_get_kv_type(header, kind) != GGUF_TYPE_STRING ||
-        gguf_get_kv_type(header, tokens) != GGUF_TYPE_ARRAY || gguf_get_arr_type(header, tokens) != GGUF_TYPE_STRING) {
-        return {};  // without a vocabulary, or the load says what is wrong
+    const int64_t kind = gguf_find_key(header, "tokenizer.ggml.model");
+    if (kind < 0 || gguf_get_kv_type(header, kind) != GGUF_TYPE_STRING) {
+        return {};  // the load says what is wrong
     }
     const std::string model = gguf_get_val_str(header, kind);
     if (model == "none" || model == "no_vocab") {
-        return {};
+        return size_problem(header);
+    }
+    const int64_t tokens = gguf_find_key(header, "tokenizer.ggml.tokens");
+    if (tokens < 0 || gguf_get_kv_type(header, tokens) != GGUF_TYPE_ARRAY ||
+        gguf_get_arr_type(header, tokens) != GGUF_TYPE_STRING) {
+        return {};  // the load says what is wrong
     }
     const size_t n = gguf_get_arr_n(header, tokens);
     if (n == 0) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, TypeVar
 
@@ -19,7 +20,9 @@ __all__ = [
     "as_ints",
     "as_kind",
     "as_storable",
+    "check_shape",
     "check_size",
+    "converted",
 ]
 
 T = TypeVar("T")
@@ -29,6 +32,12 @@ MOST = 2**31 - 1
 
 # Names that llama.cpp's world uses; NumPy reads "f16" as a 16-byte float.
 _DTYPE_NAMES = {"f16": np.float16, "f32": np.float32}
+
+
+def _name(dtype: np.dtype[Any]) -> str:
+    """Return a dtype's text, which may be as long as the names of its fields."""
+    name = str(dtype)
+    return name if len(name) <= 80 else shown(name)
 
 
 def as_int(
@@ -62,7 +71,7 @@ def as_ints(name: str, values: Iterable[SupportsIndex]) -> NDArray[np.int64]:
                 f"{name} has shape {values.shape}; one dimension is needed", name, values.shape, 1
             )
         if values.dtype.kind not in "iu" and values.size:
-            raise TypeError(f"{name} must hold integers, not {values.dtype}")
+            raise TypeError(f"{name} must hold integers, not {_name(values.dtype)}")
         if values.dtype.kind == "u" and values.size and int(values.max()) >= 2**63:
             raise CacheValueError(
                 f"{name} holds {values.max()}; it must be below 2**63",
@@ -94,6 +103,26 @@ def check_size(what: str, found: int, expected: int) -> None:
     """Raise `CacheValueError` unless two counts or lengths are the same."""
     if found != expected:
         raise CacheValueError(f"{what}: {found}; expected {expected}", what, found, expected)
+
+
+def check_shape(what: str, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[int, ...]:
+    """Return a shape; raise `CacheValueError` if no address reaches over such an array.
+
+    Whether the machine has the memory is another question, which NumPy answers by `MemoryError`.
+    """
+    size = np.dtype(dtype).itemsize
+    for n in shape:
+        # NumPy leaves zeros out of this product, too.
+        size *= n or 1
+    if size > sys.maxsize:
+        raise CacheValueError(
+            f"{what} has shape ({', '.join(map(shown, shape))}): "
+            f"an array has at most {sys.maxsize} bytes",
+            what,
+            shape,
+            sys.maxsize,
+        )
+    return shape
 
 
 def as_float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
@@ -146,9 +175,17 @@ def as_storable(name: str, array: Any, dtype: np.dtype[Any] | None = None) -> ND
         or (dtype is not None and not np.can_cast(given.dtype, dtype, "same_kind"))
     ):
         raise CacheDTypeError(
-            f"{name} has dtype {given.dtype}; numbers like {dtype} are needed",
+            f"{name} has dtype {_name(given.dtype)}; numbers like {dtype} are needed",
             name,
             str(given.dtype),
             None if dtype is None else str(dtype),
         )
     return given
+
+
+def converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return `array` in this dtype, what is too large as infinite whatever `np.seterr` says."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(all="ignore"):
+        return array.astype(dtype)

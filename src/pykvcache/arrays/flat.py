@@ -7,9 +7,10 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pykvcache.arrays._checks import as_float_dtype, as_int, as_storable
+from pykvcache.arrays._checks import as_float_dtype, as_int, as_storable, check_shape, converted
 from pykvcache.arrays.mlx._growth import grow, grown_capacity
 from pykvcache.errors import CacheLayerError, CacheOrderError, CacheValueError
+from pykvcache.errors._shown import shown
 
 __all__ = ["FlatKVCache"]
 
@@ -192,7 +193,9 @@ class FlatKVCache:
         CacheValueError
             `length` is outside ``[0, len(cache)]``.
         """
-        self._len = as_int("length", length, minimum=0, maximum=self._len)
+        # Read first: an integer of the caller's own class may use the cache meanwhile.
+        number = as_int("length", length)
+        self._len = as_int("length", number, minimum=0, maximum=self._len)
         self._pending = [0] * self._num_layers
 
     def clear(self) -> None:
@@ -258,7 +261,7 @@ class FlatKVCache:
         index = as_int("layer", layer)
         if not 0 <= index < self._num_layers:
             raise CacheLayerError(
-                f"layer is {index}; the cache has {self._num_layers} layers",
+                f"layer is {shown(index)}; the cache has {self._num_layers} layers",
                 "layer",
                 index,
                 self._num_layers - 1,
@@ -269,7 +272,7 @@ class FlatKVCache:
         # The usual array is the right one already, and a token costs few microseconds.
         if type(array) is np.ndarray and array.dtype == self._dtype:
             return array
-        return as_storable(name, array, self._dtype)
+        return converted(as_storable(name, array, self._dtype), self._dtype)
 
     def _store(self, layer: int, k: NDArray[Any], v: NDArray[Any], count: int) -> None:
         if self._pending[layer]:
@@ -288,16 +291,16 @@ class FlatKVCache:
         if end > self.capacity:
             capacity = grown_capacity(self.capacity, end)
             self._data = grow(self._data, 2, 0, self._len + pending, capacity)
+        # A view that an earlier call returned may be what the keys are written over.
+        if v.base is not None and np.may_share_memory(v, self._data):
+            v = v.copy()
         self._data[0, layer, self._len : end] = k.reshape(count, -1)
         self._data[1, layer, self._len : end] = v.reshape(count, -1)
         self._pending[layer] = count
 
     def _rows(self, count: int) -> NDArray[Any]:
         shape = 2, self._num_layers, count, self.entry_size
-        try:
-            return np.empty(shape, self._dtype)
-        except ValueError:  # more than an address can reach, which is not yet a MemoryError
-            raise CacheValueError(f"no array can have the shape {shape}", "shape", shape) from None
+        return np.empty(check_shape("the cache", shape, self._dtype), self._dtype)
 
     def _view(self, which: int, layer: SupportsIndex) -> NDArray[Any]:
         index = self._layer(layer)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays import Input, InputCache, Slot
+from pykvcache.arrays import CausalCache, Input, InputCache, RecurrentCache, Slot
+from pykvcache.errors import CacheOrderError, KvCacheFull, NotSupported
 
 INF = float("inf")
 
@@ -102,3 +104,93 @@ def evaluate(policy: InputCache, slot: Slot, rest: list[Input]) -> None:
     for pos, item in enumerate(rest, start):
         forward(policy.cache, [item.token], [slot.id], [pos])
     slot.inputs = slot.inputs + rest
+
+
+def picture(cache: Any, sequences: Any = (0, 1), positions: Any = range(9)) -> str:
+    """Return all that later calls can find out: who sees what, and how much room is left.
+
+    The state "sum" that a recurrent layer goes on from belongs to it.
+    """
+    found: list[Any] = []
+    other = copy.deepcopy(cache)
+    for seq in sequences:
+        for pos in positions:
+            other.start_forward([pos], [seq], reserve=True)
+            for layer in (0, 1):
+                other.set_layer(layer)
+                try:
+                    key, value, mask = other.get()
+                except CacheOrderError:
+                    continue
+                own = mask[0] == 0
+                found.append((seq, pos, sorted(zip(key[own, 0, 0], value[own, 0, 0], strict=True))))
+        found.append([cache.can_resume(seq, pos) for pos in positions])
+    room = 0
+    with contextlib.suppress(KvCacheFull):
+        for room in range(1000):
+            other.start_forward([0], [100 + room])
+    found.append(room)
+    if isinstance(cache, RecurrentCache):
+        for seq in sequences:
+            other = copy.deepcopy(cache)
+            for pos in positions:
+                # What is refused changes nothing, and one position at most is not.
+                with contextlib.suppress(NotSupported, KvCacheFull):
+                    other.start_forward([pos], [seq])
+                    found.append((seq, pos, other.get_state("sum", (1,)).tolist()))
+                    break
+            found += [cache.prepare_restore(seq, pos) for pos in positions]
+    return repr(found)
+
+
+def distinct(cache: Any, sequence: int, count: int, layers: int = 2) -> Any:
+    """Store tokens of which no two K or V are the same."""
+    cache.start_forward(range(count), [sequence] * count)
+    for layer in range(layers):
+        cache.set_layer(layer)
+        numbers = np.arange(count, dtype=np.float32) + 100 * sequence + 1000 * layer
+        cache.put(numbers.reshape(-1, 1, 1), -numbers.reshape(-1, 1, 1))
+    return cache
+
+
+def fragmented(cache: Any = None) -> Any:
+    """Return a cache of 12 cells whose free ones are no block: the next batch defragments it."""
+    cache = made(cache or CausalCache(), 6, 2, 12)
+    for seq in range(6):
+        distinct(cache, seq, 2)
+    for seq in (0, 2, 4):
+        cache.remove(seq, 0)
+    return cache
+
+
+class Foreign:
+    """An array of another package: `number` may be what NumPy cannot have."""
+
+    def __init__(self, array: Any, fails: bool = False, call: Any = None) -> None:
+        self.array, self.fails, self.call = array, fails, call
+        self.shape, self.dtype, self.ndim, self.base = array.shape, array.dtype, array.ndim, None
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        if self.call is not None:
+            self.call()
+        if self.fails:
+            raise TypeError("no implicit conversion")
+        return self.array
+
+
+def one(number: float, dtype: Any = np.float32) -> Any:
+    return np.full((1, 1, 1), number, dtype)
+
+
+def begun(cache: Any = None, dtype: Any = np.float32) -> Any:
+    """Return a cache with one token, whose K is 1 and whose V is 2."""
+    cache = cache or CausalCache()
+    cache.init(dtype, 1, 8, 4)
+    cache.start_forward([0], [0])
+    cache.put(one(1), one(2))
+    return cache
+
+
+def pair(cache: Any) -> tuple[float, float]:
+    key, value, _ = cache.get()
+    return key.item(), value.item()

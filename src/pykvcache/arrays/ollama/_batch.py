@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, as_ints
-from pykvcache.errors import CacheValueError, PositionError
+from pykvcache.errors import CacheLayerError, CacheValueError, PositionError
+from pykvcache.errors._shown import shown
 
 __all__ = [
     "MAX_POSITION",
     "UNLIMITED",
     "Batch",
     "as_copy",
+    "as_layer",
     "as_position",
     "as_range",
     "as_sequence",
@@ -37,13 +39,21 @@ def as_position(name: str, pos: SupportsIndex) -> int:
     number = as_int(name, pos)
     if not 0 <= number <= UNLIMITED:
         raise PositionError(
-            f"{name} is {number}; it must be in [0, 2**31)",
+            f"{name} is {shown(number)}; it must be in [0, 2**31)",
             p0=number,
             value=number,
             limit=UNLIMITED,
             what=name,
         )
     return number
+
+
+def as_layer(layer: SupportsIndex) -> int:
+    """Return the index of a layer, at least 0."""
+    index = as_int("layer", layer)
+    if index < 0:
+        raise CacheLayerError(f"layer is {shown(index)}; it must be at least 0", "layer", index, 0)
+    return index
 
 
 def as_range(begin: SupportsIndex, end: SupportsIndex | None) -> tuple[int, int]:
@@ -72,6 +82,8 @@ def as_copy(
 class Batch:
     """Positions and sequences of a batch, and which of its tokens belong together.
 
+    `max_batch` is asked when all else is converted: what the caller hands over may run code.
+
     Attributes
     ----------
     positions : ndarray of int32, shape (n_tokens,)
@@ -92,19 +104,21 @@ class Batch:
         positions: Iterable[SupportsIndex],
         sequences: Iterable[SupportsIndex],
         multimodal: Iterable[SupportsIndex],
-        max_batch: int,
+        max_batch: Callable[[], int],
     ) -> None:
         pos, seq = as_ints("positions", positions), as_ints("sequences", sequences)
         if pos.size != seq.size:
             raise CacheValueError(
                 f"{pos.size} positions, but {seq.size} sequences", "sequences", seq.size, pos.size
             )
-        if not 0 < pos.size <= max_batch:
+        marked = as_ints("multimodal", multimodal)
+        most = max_batch()
+        if not 0 < pos.size <= most:
             raise CacheValueError(
-                f"a batch of {pos.size} tokens; 1 to {max_batch} are possible",
+                f"a batch of {pos.size} tokens; 1 to {most} are possible",
                 "tokens",
                 pos.size,
-                max_batch,
+                most,
             )
         low, high = int(pos.min()), int(pos.max())
         if low < 0 or high > MAX_POSITION:
@@ -128,7 +142,7 @@ class Batch:
             self.ids, self.which = ids.tolist(), which.reshape(-1)
             self.lowest = np.full(len(self.ids), UNLIMITED, np.int64)
             np.minimum.at(self.lowest, self.which, pos)
-        self.multimodal = self.rows("multimodal", multimodal)
+        self.multimodal = self.rows("multimodal", marked)
 
     @property
     def sequences(self) -> NDArray[np.int64]:
@@ -149,7 +163,7 @@ class Batch:
         found = as_ints(name, indices)
         if found.size and not (found.min() >= 0 and found.max() < len(self)):
             raise CacheValueError(
-                f"{name} holds {found.tolist()}; the batch has rows 0 to {len(self) - 1}",
+                f"{name} holds {shown(found.tolist())}; the batch has rows 0 to {len(self) - 1}",
                 name,
                 found.tolist(),
                 len(self) - 1,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pykvcache.arrays._checks import check_shape
 from pykvcache.arrays.ollama._batch import UNLIMITED, Batch
 from pykvcache.arrays.ollama._cells import CellTable
 from pykvcache.arrays.ollama.protocol import CacheConfig
@@ -45,8 +46,10 @@ def batch_mask(
         newest[sorted(ahead)] = UNLIMITED
     member, pos = cells.member[:, history], cells.pos[history]
     padding = config.mask_batch_padding
-    shape = (-(-len(batch) // padding) * padding, pos.size)
     dtype = np.dtype(config.mask_dtype)
+    rows = -(-len(batch) // padding) * padding
+    shape = rows, history.stop - history.start
+    check_shape("mask", shape, dtype)
     if len(batch.ids) == 1:
         mask = _mask_of_one(shape, dtype, member[cells.row(batch.ids[0])], pos, newest, oldest)
     else:

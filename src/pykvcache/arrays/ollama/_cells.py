@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays.ollama._batch import Batch
 
-__all__ = ["CellTable", "Cut"]
+__all__ = ["Before", "CellTable", "Cut", "Write", "commit"]
+
+#: ``array[index] = value``, with nothing left to compute.
+Write: TypeAlias = tuple[NDArray[Any], Any, Any]
+
+_EXTENTS = ("lo", "hi", "first", "last", "dropped")
 
 # A row of the membership matrix that no sequence ever owns: what unknown sequences hold.
 _NOBODY = 0
@@ -34,6 +39,47 @@ class Cut(NamedTuple):
     gone: NDArray[np.bool_]
     later: NDArray[np.bool_]
     kept: NDArray[np.bool_]
+
+
+class Before(NamedTuple):
+    """What a batch is about to change in a table.
+
+    Attributes
+    ----------
+    ids : list of int
+        The sequences of the batch.
+    slot : slice
+        The cells that it gets.
+    losing, expired : ndarray
+        What the sliding window takes; see `CellTable.expired`.
+    pos : ndarray
+        Of the cells in `slot`.
+    refs : ndarray or None
+        Of all cells; None if the window takes none.
+    rows, extents : ndarray, list of ndarray
+        Sequences, and their `lo`, `hi`, `first`, `last` and `dropped`.
+    """
+
+    ids: list[int]
+    slot: slice
+    losing: NDArray[np.intp]
+    expired: NDArray[np.bool_]
+    pos: NDArray[np.int32]
+    refs: NDArray[np.int32] | None
+    rows: NDArray[np.intp]
+    extents: list[NDArray[np.int64]]
+
+
+def commit(writes: list[Write]) -> None:
+    """Write all of it. A Ctrl-C in between is raised once all is written."""
+    try:
+        for array, index, value in writes:
+            array[index] = value
+    except BaseException:
+        # From the beginning: to write the same again changes nothing, half of it would be wrong.
+        for array, index, value in writes:
+            array[index] = value
+        raise
 
 
 class CellTable:
@@ -88,10 +134,54 @@ class CellTable:
         """Return the rows of several sequences."""
         return np.array([self._row_of.get(seq, _NOBODY) for seq in ids], np.intp)
 
+    def copy(self) -> CellTable:
+        """Return an independent table of the same contents."""
+        other = CellTable.__new__(CellTable)
+        for name in ("pos", "refs", "member", *_EXTENTS):
+            setattr(other, name, getattr(self, name).copy())
+        other._row_of, other._unused = self._row_of.copy(), self._unused.copy()
+        return other
+
+    def own_rows(self, ids: list[int]) -> NDArray[np.intp]:
+        """Return the rows of several sequences, new ones for those that have none."""
+        return np.array([self._own_row(seq) for seq in ids], np.intp)
+
+    def before(
+        self, batch: Batch, start: int, losing: NDArray[np.intp], expired: NDArray[np.bool_]
+    ) -> Before:
+        """Return what `restore` needs once the window has moved and the batch has its cells."""
+        slot = slice(start, start + len(batch))
+        rows = self.rows(batch.ids)
+        if losing.size:
+            rows = np.union1d(rows, losing)
+        return Before(
+            batch.ids,
+            slot,
+            losing,
+            expired,
+            self.pos[slot].copy(),
+            self.refs.copy() if losing.size else None,
+            rows,
+            [getattr(self, name)[rows] for name in _EXTENTS],
+        )
+
+    def restore(self, before: Before) -> None:
+        """Take back what was changed since, all of it or a part; allocates next to nothing."""
+        self.member[:, before.slot] = False
+        for row, cells in zip(before.losing, before.expired, strict=True):
+            self.member[row] |= cells
+        if before.refs is None:
+            self.refs[before.slot] = 0
+        else:
+            self.refs[:] = before.refs
+        self.pos[before.slot] = before.pos
+        for name, extents in zip(_EXTENTS, before.extents, strict=True):
+            getattr(self, name)[before.rows] = extents
+
     def claim(self, start: int, batch: Batch) -> None:
         """Write a batch into the free cells that begin at `start`."""
         end = start + len(batch)
-        rows = np.array([self._own_row(seq) for seq in batch.ids], np.intp)[batch.which]
+        rows = self.own_rows(batch.ids)[batch.which]
         cells = np.arange(start, end)
         self.pos[start:end] = batch.positions
         self.refs[start:end] = 1
@@ -151,23 +241,46 @@ class CellTable:
         dropped = int(self.dropped[cut.row])
         return dropped - (cut.end - cut.begin) if dropped > cut.end else min(dropped, cut.begin)
 
-    def apply(self, cut: Cut) -> None:
-        """Take a cut out of its sequence and close the gap."""
-        self.dropped[cut.row] = self.dropped_after(cut)
-        self.pos[cut.later] -= np.int32(cut.end - cut.begin)
-        self.drop(np.array([cut.row]), cut.gone[None])
+    def taken(self, cut: Cut) -> list[Write]:
+        """Return what takes a cut out of its sequence and closes the gap."""
+        row, later = cut.row, np.flatnonzero(cut.later)
+        pos = self.pos[later] - np.int32(cut.end - cut.begin)
+        moved = self.pos.copy()
+        moved[later] = pos
+        gone = np.flatnonzero(cut.gone)
+        return [
+            (self.dropped, row, self.dropped_after(cut)),
+            (self.pos, later, pos),
+            (self.refs, gone, self.refs[gone] - np.int32(1)),
+            *self._writes(row, cut.kept, moved),
+        ]
 
-    def share(self, src_seq: int, dst_seq: int, n: int) -> None:
-        """Make `dst_seq`, which has no cells, share those of `src_seq` below position `n`."""
+    def shared(self, src_seq: int, dst_seq: int, n: int) -> list[Write]:
+        """Return what makes `dst_seq` the tokens of `src_seq` below position `n`, and no others."""
         src = self.row(src_seq)
         cells = self.member[src] & (self.pos < n)
-        if not cells.any():
-            return
-        dst = self._own_row(dst_seq)
-        self.member[dst] = cells
-        self.refs += cells
-        self.dropped[dst] = min(int(self.dropped[src]), n)
-        self.recount(np.array([dst]))
+        refs = self.refs + cells - self.member[self.row(dst_seq)]
+        dropped = min(int(self.dropped[src]), n)
+        # Last, as a table that has no row to spare grows.
+        dst = self._own_row(dst_seq) if cells.any() else self.row(dst_seq)
+        if dst == _NOBODY:
+            return []
+        writes: list[Write] = [(self.refs, slice(None), refs), (self.dropped, dst, dropped)]
+        return writes + self._writes(dst, cells, self.pos)
+
+    def _writes(self, row: int, member: NDArray[np.bool_], pos: NDArray[np.int32]) -> list[Write]:
+        """Return what gives a sequence the cells `member`, and the extents that they have."""
+        cells = np.flatnonzero(member)
+        extents: tuple[Any, ...] = (self.size, -1, _NONE, -1)
+        if cells.size:
+            own = pos[cells]
+            extents = cells[0], cells[-1], own.min(), own.max()
+        names = ("lo", "hi", "first", "last")
+        writes: list[Write] = [
+            (getattr(self, name), row, n) for name, n in zip(names, extents, strict=True)
+        ]
+        writes.append((self.member, row, member))
+        return writes
 
     def forget(self, seq: int) -> None:
         """Give back the row of a sequence that has no cells left."""
@@ -226,8 +339,8 @@ class CellTable:
 
     def _grow(self) -> None:
         count = self.lo.size
+        old: list[NDArray[Any]] = [getattr(self, name) for name in ("member", *_EXTENTS)]
+        # A new row is as empty as the row that nobody owns. All are made before one is used.
+        grown = [np.concatenate((array, np.repeat(array[:1], count, 0))) for array in old]
+        self.member, self.lo, self.hi, self.first, self.last, self.dropped = grown
         self._unused.extend(range(2 * count - 1, count - 1, -1))
-        for name in ("member", "lo", "hi", "first", "last", "dropped"):
-            # A new row is as empty as the row that nobody owns.
-            old: NDArray[Any] = getattr(self, name)
-            setattr(self, name, np.concatenate((old, np.repeat(old[:1], count, 0))))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import SupportsIndex
+import copy
+from collections.abc import Callable
+from typing import Any, SupportsIndex
 
 from numpy.typing import DTypeLike
 
 from pykvcache.arrays.ollama._batch import Batch
 from pykvcache.arrays.ollama.protocol import CacheConfig
-from pykvcache.errors import CacheOrderError, ClosedError, KvCacheError
+from pykvcache.errors import CacheOrderError, ClosedError, KvCacheError, ReentryError
 
 __all__ = ["FamilyCache"]
 
@@ -24,6 +26,8 @@ class FamilyCache:
     def __init__(self) -> None:
         self._config: CacheConfig | None = None
         self._closed = False
+        # While code of the caller's runs in the middle of a call.
+        self._busy = False
 
     @property
     def config(self) -> CacheConfig | None:
@@ -41,7 +45,24 @@ class FamilyCache:
         self._check_set_config(config)
         self._config = config
 
+    def __copy__(self) -> Any:
+        # The default would share the arrays, but not what says which tokens they hold.
+        shift_fn = getattr(self, "_shift_fn", None)
+        return copy.deepcopy(self, {id(shift_fn): shift_fn})
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_idle()
+        return self.__dict__
+
+    def _check_idle(self) -> None:
+        """Refuse what code of the caller's asks for in the middle of a call."""
+        if self._busy:
+            raise ReentryError(
+                f"the {type(self).__name__} was called from within one of its own calls"
+            )
+
     def _check_set_config(self, config: CacheConfig) -> None:
+        self._check_idle()
         if not isinstance(config, CacheConfig):
             raise TypeError(f"config must be a CacheConfig, not {type(config).__name__}")
         if self._config is not None:
@@ -61,6 +82,10 @@ class FamilyCache:
     ) -> None: ...
 
     def _check_forward(self, batch: Batch, reserve: bool) -> None: ...
+
+    def _begin(self, batch: Batch, reserve: bool) -> Callable[[], None]:
+        """Start a forward pass, or change nothing; return what takes it back."""
+        raise NotImplementedError
 
     def _check_copy_prefix(
         self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex

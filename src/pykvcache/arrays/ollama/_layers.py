@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_storable
-from pykvcache.arrays.ollama._cells import Cut
+from pykvcache.arrays._checks import as_storable, check_shape, converted
+from pykvcache.arrays.ollama._cells import Cut, Write
 from pykvcache.arrays.ollama.protocol import ShiftFn
 from pykvcache.errors import CacheValueError
 
 __all__ = ["Layer", "LayerStore"]
+
+# How many cells are moved at once, which bounds the memory that it takes.
+_PIECE = 256
 
 
 class Layer:
@@ -26,12 +29,12 @@ class Layer:
         to be permuted.
     key_shape, value_shape : tuple of int, or None
         What ``put`` takes in the current pass without looking closer.
-    dtype_in : dtype
-        Likewise; the dtype that came last.
+    dtype : dtype
+        Likewise, and that of the arrays.
     """
 
     __slots__ = (
-        "dtype_in",
+        "dtype",
         "key_shape",
         "keys",
         "keys_out",
@@ -49,6 +52,8 @@ class Layer:
         dtype: np.dtype[Any],
         permuted_v: bool,
     ) -> None:
+        for name, array in (("key", key), ("value", value)):
+            check_shape(f"{name} of all cells", (n_cells, *array.shape[1:]), dtype)
         self.keys: NDArray[Any] = np.zeros((n_cells, *key.shape[1:]), dtype)
         if permuted_v:
             # Cells lie next to each other in memory, which is what the layout is for.
@@ -57,7 +62,7 @@ class Layer:
         else:
             self.values = np.zeros((n_cells, *value.shape[1:]), dtype)
         self.permuted_v = permuted_v
-        self.dtype_in = dtype
+        self.dtype = dtype
         self.key_shape: tuple[int, ...] | None = None
         self.value_shape: tuple[int, ...] | None = None
         self._make_views()
@@ -81,7 +86,7 @@ class Layer:
         """Set the shapes that ``put`` takes in this pass; None takes none."""
         if n_tokens is None:
             self.key_shape = self.value_shape = None
-        else:
+        elif self.key_shape is None or self.key_shape[0] != n_tokens:
             self.key_shape = (n_tokens, *self.keys.shape[1:])
             self.value_shape = (n_tokens, *self.values.shape[1:])
 
@@ -106,11 +111,6 @@ class LayerStore:
         """Make a layer the active one; return it, if it has arrays."""
         self._index = index
         return self.layers.get(index)
-
-    def expect(self, n_tokens: int | None) -> None:
-        """Set the batch size that ``put`` takes the short way, None for a reserve pass."""
-        for layer in self.layers.values():
-            layer.expect(n_tokens)
 
     def put(self, key: Any, value: Any, n_tokens: int, slot: slice, reserve: bool) -> Layer:
         """Check and store K and V of a batch in the active layer, and return the layer."""
@@ -142,8 +142,6 @@ class LayerStore:
         layer = self.layers.get(self._index)
         if layer is None:
             layer = Layer(self._n_cells, key, value, self.dtype, self._permuted_v)
-            layer.expect(None if reserve else n_tokens)
-            self.layers[self._index] = layer
         for name, array, kept in (("key", key, layer.keys), ("value", value, layer.values)):
             if array.shape[1:] != kept.shape[1:]:
                 raise CacheValueError(
@@ -154,20 +152,31 @@ class LayerStore:
                     kept.shape[1:],
                 )
         if not reserve:
+            key, value = converted(key, self.dtype), converted(value, self.dtype)
+            # What `get` returned may come back the other way round.
+            if np.may_share_memory(value, layer.keys):
+                value = value.copy()
             layer.keys[slot] = key
             layer.values[slot] = value
-            layer.dtype_in = key.dtype
+            layer.expect(n_tokens)
+        self.layers[self._index] = layer
         return layer
 
-    def move(self, dst: NDArray[np.intp], src: NDArray[np.intp]) -> None:
-        """Copy the data of cells `src` to cells `dst`."""
-        for layer in self.layers.values():
-            layer.keys[dst] = layer.keys[src]
-            layer.values[dst] = layer.values[src]
+    def held(self, cells: NDArray[np.intp]) -> list[Write]:
+        """Return what `commit` needs to write the data of these cells back."""
+        if not cells.size:
+            return []
+        arrays = [array for layer in self.layers.values() for array in (layer.keys, layer.values)]
+        return [(array, cells, array[cells]) for array in arrays]
 
-    def shifted(
-        self, shift_fn: ShiftFn, cut: Cut, max_batch: int
-    ) -> list[tuple[Layer, NDArray[np.intp], NDArray[Any]]]:
+    def move(self, dst: NDArray[np.intp], src: NDArray[np.intp]) -> None:
+        """Copy the data of cells `src` to cells `dst`, some at a time."""
+        for layer in self.layers.values():
+            for array in (layer.keys, layer.values):
+                for i in range(0, dst.size, _PIECE):
+                    array[dst[i : i + _PIECE]] = array[src[i : i + _PIECE]]
+
+    def shifted(self, shift_fn: ShiftFn, cut: Cut, max_batch: int) -> list[Write]:
         """Compute the keys of the tokens after a cut, and store none of them.
 
         What is left of the sequence is visited from its first to its last cell, `max_batch`
@@ -175,10 +184,10 @@ class LayerStore:
 
         Returns
         -------
-        list of (layer, cells, keys)
+        list of (keys of a layer, cells, keys)
             What to store.
         """
-        out = []
+        out: list[Write] = []
         extent = np.flatnonzero(cut.kept)
         for start in range(int(extent[0]), int(extent[-1]) + 1, max_batch):
             cells = start + np.flatnonzero(cut.later[start : start + max_batch])
@@ -197,6 +206,6 @@ class LayerStore:
                         after.shape,
                         before.shape,
                     )
-                rotated = after[cells - span.start].astype(self.dtype, copy=False)
-                out.append((layer, cells, rotated))
+                rotated = converted(after[cells - span.start], self.dtype)
+                out.append((layer.keys, cells, rotated))
         return out

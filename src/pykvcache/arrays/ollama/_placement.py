@@ -107,7 +107,7 @@ def needed_cells(cells: CellTable, batch: Batch, window: int, memory: int) -> tu
     return (int(near[0]), int(near[-1])) if near.size else (cells.size, -1)
 
 
-def check_shift(cells: CellTable, cut: Cut, window: int) -> None:
+def check_shift(cells: CellTable, cut: Cut, window: int, can_shift: bool) -> None:
     """Refuse a cut after which later tokens would be wrong.
 
     Raises
@@ -115,7 +115,8 @@ def check_shift(cells: CellTable, cut: Cut, window: int) -> None:
     SharedCellsError
         Another sequence shares a token after the cut.
     NotSupported
-        The window of the next token would reach tokens that were dropped.
+        The window of the next token would reach tokens that were dropped, or keys cannot be
+        shifted at all.
     """
     if (cells.refs[cut.later] > 1).any():
         raise SharedCellsError(
@@ -133,4 +134,8 @@ def check_shift(cells: CellTable, cut: Cut, window: int) -> None:
             f"[{cut.begin}, {cut.end})",
             (pos, oldest),
             missing,
+        )
+    if not can_shift:
+        raise NotSupported(
+            f"tokens after {cut.end} cannot be shifted without a shift_fn", "end", cut.end
         )

@@ -12,6 +12,7 @@ from pykvcache.arrays.ollama._cells import CellTable
 from pykvcache.arrays.ollama._layers import LayerStore
 from pykvcache.arrays.ollama._placement import effective_memory
 from pykvcache.arrays.ollama.protocol import CacheConfig
+from pykvcache.errors import CacheValueError
 
 __all__ = ["Pass", "Setup"]
 
@@ -49,7 +50,17 @@ class Setup(NamedTuple):
         batch = as_int("max_batch", max_batch, minimum=1, maximum=MOST)
         memory = effective_memory(window, window_memory, sequences, tokens)
         n_cells = sequences * tokens if memory == UNLIMITED else sequences * memory + batch
-        cells = CellTable(-(-n_cells // config.cache_padding) * config.cache_padding)
+        n_cells = -(-n_cells // config.cache_padding) * config.cache_padding
+        if n_cells > MOST:
+            raise CacheValueError(
+                f"{n_cells} cells are needed for max_sequences {sequences}, capacity {tokens}, "
+                f"max_batch {batch} and cache_padding {config.cache_padding}; "
+                f"a cache has at most {MOST}",
+                "cells",
+                n_cells,
+                MOST,
+            )
+        cells = CellTable(n_cells)
         store = LayerStore(cells.size, found, config.permuted_v)
         return cls(cells, store, config, memory, batch)
 
@@ -59,6 +70,8 @@ class Pass(NamedTuple):
 
     Attributes
     ----------
+    slot : slice
+        The cells that the batch has.
     history : slice
         The cells to which the batch attends.
     ahead : set of int
@@ -67,6 +80,7 @@ class Pass(NamedTuple):
 
     batch: Batch
     reserve: bool
+    slot: slice
     history: slice
     ahead: frozenset[int]
     mask: NDArray[Any]

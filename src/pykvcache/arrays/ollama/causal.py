@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pykvcache.arrays._checks import as_int
+from pykvcache.arrays._checks import as_ints, as_storable
 from pykvcache.arrays.ollama._batch import (
     UNLIMITED,
     Batch,
     as_copy,
+    as_layer,
     as_position,
     as_range,
     as_sequence,
 )
 from pykvcache.arrays.ollama._cell_mask import batch_mask
-from pykvcache.arrays.ollama._cells import Cut
+from pykvcache.arrays.ollama._cells import Cut, Write, commit
 from pykvcache.arrays.ollama._family import FamilyCache
+from pykvcache.arrays.ollama._forward import Start
 from pykvcache.arrays.ollama._layers import Layer
-from pykvcache.arrays.ollama._placement import check_shift, find_room, needed_cells
+from pykvcache.arrays.ollama._placement import check_shift, find_room
 from pykvcache.arrays.ollama._setup import Pass, Setup
 from pykvcache.arrays.ollama.protocol import CacheConfig, ShiftFn
-from pykvcache.errors import (
-    CacheLayerError,
-    CacheOrderError,
-    NotSupported,
-)
+from pykvcache.errors import CacheOrderError
 
 __all__ = ["CausalCache"]
 
@@ -51,7 +49,8 @@ class CausalCache(FamilyCache):
       move as neighbours), and moves runs of any length as one.
     - ``copy_prefix(s, s, n)`` keeps the first `n` positions; Ollama wipes the sequence.
 
-    ``copy.deepcopy`` makes an independent cache of the same contents.
+    ``copy.copy`` and ``copy.deepcopy`` make an independent cache of the same contents; the copy
+    of the former has the same `shift_fn`.
 
     A position stored twice in a sequence is two tokens, both visible, as in Ollama.
 
@@ -61,6 +60,7 @@ class CausalCache(FamilyCache):
         ``shift_fn(layer, key, shift) -> key``: keys ``(n_tokens, n_kv_heads, head_dim)``, its own
         copy, rotated by `shift` positions each, an int32 array ``(n_tokens,)`` that is 0 for
         tokens to leave alone. Without it, ``remove`` from the middle raises `NotSupported`.
+        It must not use the cache: `ReentryError`.
 
     Raises
     ------
@@ -81,7 +81,7 @@ class CausalCache(FamilyCache):
         self._setup: Setup | None = None
         self._pass: Pass | None = None
         # What the short way through put needs, next to where it is: the arrays of the active
-        # layer (None while there are none) and the cells of the batch.
+        # layer (None while there are none) and the cells of the batch, those of _pass.
         self._active: Layer | None = None
         self._slot = slice(0)
 
@@ -108,6 +108,7 @@ class CausalCache(FamilyCache):
             A number is below 1, or the memory of a sliding window is below the window.
         """
         setup = self._sized(dtype, max_sequences, capacity, max_batch)
+        self._check_idle()
         self._setup, self._config = setup, setup.config
         self._pass, self._active, self._closed = None, None, False
 
@@ -121,10 +122,12 @@ class CausalCache(FamilyCache):
 
     def close(self) -> None:
         """Free the arrays; see `Cache.close`."""
+        self._check_idle()
         self._setup = self._pass = self._active = None
         self._closed = True
 
     def _ready(self) -> Setup:
+        self._check_idle()
         if self._setup is None:
             raise self._not_ready()
         return self._setup
@@ -139,10 +142,16 @@ class CausalCache(FamilyCache):
         CacheLayerError
             `layer` is negative.
         """
-        index = as_int("layer", layer)
-        if index < 0:
-            raise CacheLayerError(f"layer is {index}; it must be at least 0", "layer", index, 0)
-        self._active = self._ready().store.select(index)
+        index = as_layer(layer)
+        active = self._ready().store.select(index)
+        self._expect(active)
+        self._active = active
+
+    def _expect(self, layer: Layer | None) -> None:
+        """Let put take the short way to a layer, if the pass has one."""
+        now = self._pass
+        if layer is not None:
+            layer.expect(None if now is None or now.reserve else len(now.batch))
 
     def start_forward(
         self,
@@ -166,34 +175,28 @@ class CausalCache(FamilyCache):
         PositionError
             A position is negative or does not fit int32.
         """
-        setup = self._ready()
-        batch = Batch(positions, sequences, multimodal, setup.max_batch)
-        cells, n = setup.cells, len(batch)
-        if reserve:
-            start, low, high = 0, 0, cells.size - 1
-        else:
-            place = find_room(cells, batch, setup.memory)
-            cells.expire(place.losing, place.expired)
-            if place.start is None:
-                setup.store.move(*cells.compact())
-            # Once defragmented, the free cells follow those in use.
-            start = cells.in_use if place.start is None else place.start
-            low, high = needed_cells(cells, batch, self._window, setup.memory)
-            cells.claim(start, batch)
-            low, high = min(low, start), max(high, start + n - 1)
-        padding = setup.config.cache_padding
-        history = slice(low // padding * padding, -(-(high + 1) // padding) * padding)
-        mask = self._mask(setup, batch, history, frozenset())
-        setup.store.expect(None if reserve else n)
-        self._slot = slice(start, start + n)
-        self._pass = Pass(batch, bool(reserve), history, frozenset(), mask)
+        batch = Batch(positions, sequences, multimodal, lambda: self._ready().max_batch)
+        self._begin(batch, bool(reserve))
+        self._expect(self._active)
 
-    def _mask(
-        self, setup: Setup, batch: Batch, history: slice, ahead: frozenset[int]
-    ) -> NDArray[Any]:
-        return batch_mask(
-            setup.cells, batch, history, ahead, self._window, self._chunk, setup.config
-        )
+    def _begin(self, batch: Batch, reserve: bool) -> Callable[[], None]:
+        setup, before = self._ready(), (self._setup, self._slot, self._pass)
+        start = Start(setup)
+
+        def undo() -> None:
+            start.undo()
+            self._setup, self._slot, self._pass = before
+
+        try:
+            now = start.run(batch, reserve, self._window, self._chunk)
+            # No short way through put while the shapes are those of another pass.
+            if self._active is not None:
+                self._active.expect(None)
+            self._setup, self._slot, self._pass = now[0], now[1].slot, now[1]
+        except BaseException:
+            undo()
+            raise
+        return undo
 
     def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
         """Let some rows of the batch look ahead; see `Cache.set_causal`.
@@ -207,10 +210,12 @@ class CausalCache(FamilyCache):
         CacheOrderError
             No batch was started.
         """
+        rows = as_ints("except_", except_)
         setup, now = self._ready(), self._started()
-        ahead = frozenset(now.batch.rows("except_", except_).tolist())
+        ahead = frozenset(now.batch.rows("except_", rows).tolist())
         if ahead != now.ahead:
-            mask = self._mask(setup, now.batch, now.history, ahead)
+            how = ahead, self._window, self._chunk, setup.config
+            mask = batch_mask(setup.cells, now.batch, now.history, *how)
             self._pass = now._replace(ahead=ahead, mask=mask)
 
     def put(self, key: NDArray[Any], value: NDArray[Any]) -> None:
@@ -234,23 +239,26 @@ class CausalCache(FamilyCache):
             `key` or `value` holds something else than real numbers.
         """
         layer = self._active
-        try:
-            # Taken by every put like the one before; anything else is looked at more closely.
-            if (
-                layer is not None
-                and key.shape == layer.key_shape
-                and value.shape == layer.value_shape
-                and key.dtype is layer.dtype_in
-                and value.dtype is layer.dtype_in
-            ):
-                slot = self._slot
-                layer.keys[slot] = key
-                layer.values[slot] = value
-                return
-        except AttributeError:
-            pass  # No array; it may yet become one.
+        # Taken by every put like the one before; anything else is looked at more closely. Arrays
+        # that own their memory share none with the keys, which are written first.
+        if (
+            layer is not None
+            and type(key) is type(value) is np.ndarray
+            and key.shape == layer.key_shape
+            and value.shape == layer.value_shape
+            and key.dtype is layer.dtype
+            and value.dtype is layer.dtype
+            and (value.base is None or not np.may_share_memory(value, layer.keys))
+        ):
+            slot = self._slot
+            layer.keys[slot] = key
+            layer.values[slot] = value
+            return
+        self._ready(), self._started()
+        key, value = as_storable("key", key), as_storable("value", value)
+        # Objects that are converted may have used the cache meanwhile.
         setup, now = self._ready(), self._started()
-        self._active = setup.store.put(key, value, len(now.batch), self._slot, now.reserve)
+        self._active = setup.store.put(key, value, len(now.batch), now.slot, now.reserve)
 
     def _started(self) -> Pass:
         if self._pass is None:
@@ -292,20 +300,22 @@ class CausalCache(FamilyCache):
         CacheValueError
             A sequence id or `n` is negative.
         """
-        cells, (src, dst, count) = self._ready().cells, as_copy(src_seq, dst_seq, n)
+        src, dst, count = as_copy(src_seq, dst_seq, n)
+        cells = self._ready().cells
         if src == dst:
             self.remove(src, count)
         else:
-            self.remove(dst, 0)
-            cells.share(src, dst, count)
+            commit(cells.shared(src, dst, count))
+            cells.forget(dst)
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
         """Tell whether everything that a token at `pos` attends to is still there.
 
         Always true without a sliding window, for unknown sequences too.
         """
+        ident, position = as_sequence("seq", seq), as_position("pos", pos)
         setup = self._ready()
-        row, position = setup.cells.row(as_sequence("seq", seq)), as_position("pos", pos)
+        row = setup.cells.row(ident)
         if setup.memory == UNLIMITED:
             return True
         first, last = int(setup.cells.first[row]), int(setup.cells.last[row])
@@ -332,27 +342,30 @@ class CausalCache(FamilyCache):
         PositionError
             `begin` or `end` is negative, or `begin` over `end`.
         """
-        setup, ident = self._ready(), as_sequence("seq", seq)
-        cells, cut = setup.cells, self._check_cut(setup, ident, *as_range(begin, end))
-        if cut is None:
-            return
-        keys = []
-        if self._shift_fn is not None and cut.later.any():
-            keys = setup.store.shifted(self._shift_fn, cut, setup.max_batch)
-        cells.apply(cut)
+        ident, (first, last) = as_sequence("seq", seq), as_range(begin, end)
+        setup = self._ready()
+        cells, cut = setup.cells, self._check_cut(setup, ident, first, last)
+        if cut is not None:
+            writes = cells.taken(cut)
+            if self._shift_fn is not None and cut.later.any():
+                writes += self._shifted(setup, self._shift_fn, cut)
+            commit(writes)
         cells.forget(ident)
-        for layer, index, rotated in keys:
-            layer.keys[index] = rotated
+
+    def _shifted(self, setup: Setup, shift_fn: ShiftFn, cut: Cut) -> list[Write]:
+        # The short way through put asks nobody.
+        if self._active is not None:
+            self._active.expect(None)
+        self._busy = True
+        try:
+            return setup.store.shifted(shift_fn, cut, setup.max_batch)
+        finally:
+            self._busy = False
 
     def _check_cut(self, setup: Setup, seq: int, begin: int, end: int) -> Cut | None:
-        """Return what to take out of a sequence, None if it is nothing."""
         cut = setup.cells.cut(seq, begin, end)
         if cut is not None and cut.later.any():
-            check_shift(setup.cells, cut, self._window)
-            if self._shift_fn is None:
-                raise NotSupported(
-                    f"tokens after {end} cannot be shifted without a shift_fn", "end", end
-                )
+            check_shift(setup.cells, cut, self._window, self._shift_fn is not None)
         return cut
 
     # What WrapperCache asks beforehand ---------------------------------------------------
@@ -364,6 +377,7 @@ class CausalCache(FamilyCache):
         capacity: SupportsIndex,
         max_batch: SupportsIndex,
     ) -> None:
+        self._check_idle()
         self._sized(dtype, max_sequences, capacity, max_batch)
 
     def _check_forward(self, batch: Batch, reserve: bool) -> None:
@@ -374,10 +388,11 @@ class CausalCache(FamilyCache):
     def _check_remove(
         self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None
     ) -> None:
-        self._check_cut(self._ready(), as_sequence("seq", seq), *as_range(begin, end))
+        ident, (first, last) = as_sequence("seq", seq), as_range(begin, end)
+        self._check_cut(self._ready(), ident, first, last)
 
     def _check_copy_prefix(
         self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex
     ) -> None:
-        self._ready()
         as_copy(src_seq, dst_seq, n)
+        self._ready()

@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 from pykvcache.arrays._checks import MOST, as_int, as_storable
 from pykvcache.arrays.ollama._batch import as_range
 
-__all__ = ["CheckpointRing"]
+__all__ = ["MOST_CHECKPOINTS", "CheckpointRing"]
+
+#: Checkpoints of one sequence.
+MOST_CHECKPOINTS = 2**16
 
 
 class CheckpointRing:
@@ -32,13 +35,23 @@ class CheckpointRing:
     """
 
     def __init__(self, count: SupportsIndex) -> None:
-        n = as_int("count", count, minimum=0, maximum=2**16)
-        # -1 marks an unused place; its arrays stay, to be written over.
+        n = as_int("count", count, minimum=0, maximum=MOST_CHECKPOINTS)
+        # -1 marks an unused place.
         self._pos = np.full(n, -1, np.int64)
-        self._arrays: list[dict[Hashable, NDArray[Any]]] = [{} for _ in range(n)]
-        self._held: list[set[Hashable]] = [set() for _ in range(n)]
+        # Never changed in place, but replaced: copies of the ring share them.
+        self._arrays: list[dict[Hashable, NDArray[Any]]] = [{}] * n
         self._next = 0
         self._last_pos = -1
+
+    def copy(self) -> CheckpointRing:
+        """Return an independent ring of the same checkpoints; their arrays are not copied."""
+        other = CheckpointRing(0)
+        other._pos, other._arrays = self._pos.copy(), self._arrays.copy()
+        other._next, other._last_pos = self._next, self._last_pos
+        return other
+
+    # The default shallow copy would share the positions.
+    __copy__ = copy
 
     @property
     def size(self) -> int:
@@ -63,19 +76,18 @@ class CheckpointRing:
         place = self._next
         self._next = (place + 1) % self._pos.size
         self._pos[place] = self._last_pos = position
-        self._held[place].clear()
+        self._arrays[place] = {}
         return place
 
     def store(self, place: int, name: Hashable, array: NDArray[Any]) -> None:
         """Copy an array into the checkpoint at a place."""
         place = as_int("place", place, minimum=0, maximum=self._pos.size - 1)
         array = as_storable("array", array)
-        kept = self._arrays[place].get(name)
-        if kept is not None and (kept.shape, kept.dtype) == (array.shape, array.dtype):
-            kept[...] = array
-        else:
-            self._arrays[place][name] = array.copy()
-        self._held[place].add(name)
+        self._hold(place, name, array.copy())
+
+    def _hold(self, place: int, name: Hashable, array: NDArray[Any]) -> None:
+        """Put an array into a checkpoint that nobody will write to from now on."""
+        self._arrays[place] = {**self._arrays[place], name: array}
 
     def best(self, target: SupportsIndex) -> int | None:
         """Return the place of the highest checkpoint strictly below `target`, if any."""
@@ -85,9 +97,11 @@ class CheckpointRing:
         return int(below.argmax())
 
     def at(self, place: int) -> tuple[int, Mapping[Hashable, NDArray[Any]]]:
-        """Return position and arrays of the checkpoint at a place."""
+        """Return position and arrays of the checkpoint at a place; they are read-only."""
         place = as_int("place", place, minimum=0, maximum=self._pos.size - 1)
-        held = {name: self._arrays[place][name] for name in self._held[place]}
+        held = {name: array.view() for name, array in self._arrays[place].items()}
+        for array in held.values():
+            array.flags.writeable = False
         return int(self._pos[place]), held
 
     def prune_after(self, pos: SupportsIndex) -> None:

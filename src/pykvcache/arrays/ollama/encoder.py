@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pykvcache.arrays._checks import as_float_dtype, as_int, as_storable
-from pykvcache.arrays.ollama._batch import Batch, as_copy, as_position, as_range, as_sequence
+from pykvcache.arrays._checks import as_float_dtype, as_int, as_ints, as_storable, converted
+from pykvcache.arrays.ollama._batch import (
+    Batch,
+    as_copy,
+    as_layer,
+    as_position,
+    as_range,
+    as_sequence,
+)
 from pykvcache.arrays.ollama._family import FamilyCache
 from pykvcache.arrays.ollama.protocol import CacheConfig
-from pykvcache.errors import CacheLayerError, CacheOrderError, CacheValueError, NotSupported
+from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported
+from pykvcache.errors._shown import shown
 
 __all__ = ["EncoderCache"]
 
@@ -70,12 +78,12 @@ class EncoderCache(FamilyCache):
         CacheDTypeError
             `dtype` is not float16, float32 or float64.
         """
-        self._check_init(dtype, max_sequences, capacity, max_batch)
+        batch = as_int("max_batch", max_batch, minimum=1)
+        self._check_init(dtype, max_sequences, capacity, batch)
+        self._clear()
         self._config = self._config or CacheConfig()
         self._permuted_v = self._config.permuted_v
-        self._max_batch = as_int("max_batch", max_batch)
-        self._closed = False
-        self._clear()
+        self._max_batch, self._closed = batch, False
 
     def _check_init(
         self,
@@ -90,7 +98,7 @@ class EncoderCache(FamilyCache):
         as_int("max_batch", max_batch, minimum=1)
         if count > 1:
             raise NotSupported(
-                f"encoder cache does not support multiple sequences; requested: {count}",
+                f"encoder cache does not support multiple sequences; requested: {shown(count)}",
                 "max_sequences",
                 count,
                 1,
@@ -110,9 +118,10 @@ class EncoderCache(FamilyCache):
         self._max_batch = 0
         self._closed = True
 
-    def _ready(self) -> None:
+    def _ready(self) -> int:
         if not self._max_batch:
             raise self._not_ready()
+        return self._max_batch
 
     def _started(self) -> _Pass:
         self._ready()
@@ -128,10 +137,8 @@ class EncoderCache(FamilyCache):
         CacheLayerError
             `layer` is negative.
         """
+        index = as_layer(layer)
         self._ready()
-        index = as_int("layer", layer)
-        if index < 0:
-            raise CacheLayerError(f"layer is {index}; it must be at least 0", "layer", index, 0)
         self._layer = index
 
     def start_forward(
@@ -151,12 +158,19 @@ class EncoderCache(FamilyCache):
         CacheValueError, PositionError
             As `CausalCache.start_forward` does.
         """
-        self._ready()
-        batch = Batch(positions, sequences, multimodal, self._max_batch)
+        batch = Batch(positions, sequences, multimodal, self._ready)
+        self._begin(batch, bool(reserve))
+
+    def _begin(self, batch: Batch, reserve: bool) -> Callable[[], None]:
+        before = self._pass, self._item_pos
         pos = int(batch.positions[batch.multimodal[-1]]) if batch.multimodal.size else None
-        self._pass = _Pass(batch, bool(reserve), self._item_pos if pos is None else pos)
-        if not reserve:
-            self._item_pos = self._pass.pos
+        now = _Pass(batch, reserve, self._item_pos if pos is None else pos)
+        self._pass, self._item_pos = now, self._item_pos if reserve else now.pos
+
+        def undo() -> None:
+            self._pass, self._item_pos = before
+
+        return undo
 
     def put(self, key: NDArray[Any], value: NDArray[Any]) -> None:
         """Store K and V of the item in the active layer.
@@ -178,8 +192,10 @@ class EncoderCache(FamilyCache):
         CacheDTypeError
             `key` or `value` holds something else than real numbers.
         """
-        now = self._started()
+        self._started()
         new = as_storable("key", key), as_storable("value", value)
+        # Objects that are converted may have used the cache meanwhile.
+        now = self._started()
         if self._permuted_v:
             if new[1].ndim < 3:
                 raise CacheValueError(
@@ -201,11 +217,17 @@ class EncoderCache(FamilyCache):
                     old.shape,
                 )
             as_storable(name, array, old.dtype)
-        self._arrays[self._layer] = kept
         if not now.reserve:
-            for array, old in zip(new, kept, strict=True):
+            as_kept = [converted(array, old.dtype) for array, old in zip(new, kept, strict=True)]
+            # What `get` returned may come back the other way round.
+            if np.may_share_memory(as_kept[1], kept[0]):
+                as_kept[1] = as_kept[1].copy()
+            # Half of an item is none.
+            self._cached_pos = None
+            for array, old in zip(as_kept, kept, strict=True):
                 old[...] = array
             self._cached_pos = now.pos
+        self._arrays[self._layer] = kept
 
     def get(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None, None]:
         """Return K and V of the active layer as read-only views, and no mask.
@@ -231,7 +253,8 @@ class EncoderCache(FamilyCache):
         CacheOrderError
             No batch was started.
         """
-        self._started().batch.rows("except_", except_)
+        rows = as_ints("except_", except_)
+        self._started().batch.rows("except_", rows)
 
     def copy_prefix(
         self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex
@@ -243,14 +266,14 @@ class EncoderCache(FamilyCache):
     def _check_copy_prefix(
         self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex
     ) -> NoReturn:
-        self._ready()
         as_copy(src_seq, dst_seq, n)
+        self._ready()
         raise NotSupported("encoder cache does not support multiple sequences", "copy_prefix")
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
         """Return True: no position is like another to this cache."""
-        self._ready()
         as_sequence("seq", seq), as_position("pos", pos)
+        self._ready()
         return True
 
     def remove(
@@ -272,9 +295,10 @@ class EncoderCache(FamilyCache):
     def _check_range(
         self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None
     ) -> tuple[int, int]:
-        self._ready()
         as_sequence("seq", seq)
-        return as_range(begin, end)
+        found = as_range(begin, end)
+        self._ready()
+        return found
 
     def _check_forward(self, batch: Batch, reserve: bool) -> None:
         self._ready()

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, SupportsIndex, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from pykvcache.arrays._checks import as_int
+from pykvcache.arrays._checks import MOST, as_int
 from pykvcache.arrays.ollama.protocol import Cache
-from pykvcache.errors import CacheValueError, NoSlot, NotSupported, ReprocessInputs
+from pykvcache.errors import (
+    CacheOrderError,
+    CacheValueError,
+    NoSlot,
+    NotSupported,
+    ReentryError,
+    ReprocessInputs,
+)
+from pykvcache.errors._shown import shown
 
 __all__ = ["CheckpointCache", "Input", "InputCache", "Slot"]
 
@@ -44,9 +53,11 @@ class Input:
     same_batch: int = 0
 
     def __post_init__(self) -> None:
-        as_int("token", self.token)
-        as_int("multimodal_hash", self.multimodal_hash)
-        as_int("same_batch", self.same_batch, minimum=0)
+        # Plain integers are kept: others may overflow, or change later.
+        set_field = object.__setattr__
+        set_field(self, "token", as_int("token", self.token))
+        set_field(self, "multimodal_hash", as_int("multimodal_hash", self.multimodal_hash))
+        set_field(self, "same_batch", as_int("same_batch", self.same_batch, minimum=0))
 
 
 @dataclass(eq=False)
@@ -135,9 +146,9 @@ class InputCache:
     ) -> None:
         if cache is not None and not isinstance(cache, Cache):
             raise TypeError(f"a cache is needed, not {type(cache).__name__}")
-        slots = as_int("num_slots", num_slots, minimum=1)
-        size = as_int("kv_size", kv_size, minimum=1)
-        batch = as_int("batch_size", batch_size, minimum=1)
+        slots = as_int("num_slots", num_slots, minimum=1, maximum=MOST)
+        size = as_int("kv_size", kv_size, minimum=1, maximum=MOST)
+        batch = as_int("batch_size", batch_size, minimum=1, maximum=MOST)
         if size // slots < batch:
             raise CacheValueError(
                 f"kv_size must be at least batch_size * num_slots "
@@ -155,6 +166,12 @@ class InputCache:
         self._cache, self._num_ctx = cache, size // slots
         self._multi_user = bool(multi_user)
         self._slots = [Slot(i) for i in range(slots)]
+        # While the cache acts, which may run code of the caller's.
+        self._busy = False
+
+    def __copy__(self) -> Any:
+        # The default would share the cache and the slots, which count the same tokens twice.
+        return copy.deepcopy(self)
 
     @property
     def cache(self) -> Cache | None:
@@ -203,6 +220,8 @@ class InputCache:
             `prompt` holds something else than inputs.
         NoSlot
             No slot is free.
+        ReentryError
+            The cache is in the middle of another call of this one.
         """
         inputs = list(prompt)
         if not inputs:
@@ -213,10 +232,17 @@ class InputCache:
             raise TypeError("a prompt holds Inputs")
         if not isinstance(cache_prompt, bool):
             raise TypeError(f"cache_prompt must be a bool, not {type(cache_prompt).__name__}")
+        self._check_idle()
+        self._busy = True
+        try:
+            return self._load(inputs, cache_prompt)
+        finally:
+            self._busy = False
+
+    def _load(self, inputs: list[Input], cache_prompt: bool) -> tuple[Slot, list[Input]]:
         slot, past = self._best(inputs) if self._multi_user else self._longest(inputs)
         # One input is left to evaluate: its output is what comes next.
-        past = self._resume(slot, min(past, len(inputs) - 1) if cache_prompt else 0)
-        slot.inputs = inputs[:past]
+        past = self._resume(slot, inputs, min(past, len(inputs) - 1) if cache_prompt else 0)
         slot.in_use = True
         # A clock may tick more slowly than slots are loaded; their order must not be lost.
         newest = max(other.last_used for other in self._slots)
@@ -252,26 +278,39 @@ class InputCache:
             )
         oldest = min(free, key=operator.attrgetter("last_used"))
         if longest > 0 and source is not oldest:
-            if self._cache is not None:
-                self._cache.copy_prefix(source.id, oldest.id, longest)
+            # At no time does a slot list inputs that the cache does not hold.
+            before, oldest.inputs = oldest.inputs, []
+            try:
+                if self._cache is not None:
+                    self._cache.copy_prefix(source.id, oldest.id, longest)
+            except CacheOrderError:
+                # The source was left half changed; it is emptied when it is loaded itself.
+                oldest.inputs = before
+                return oldest, lengths[oldest.id]
+            except Exception:
+                oldest.inputs = before
+                raise
             oldest.inputs = source.inputs[:longest]
         return oldest, longest
 
-    def _resume(self, slot: Slot, past: int) -> int:
-        """Cut the cached sequence to `past` inputs, or fewer; return how many are left."""
+    def _resume(self, slot: Slot, inputs: list[Input], past: int) -> int:
+        """Cut a slot to the first `past` of these inputs, or fewer; return how many are left."""
         cache = self._cache
         if cache is None:
+            slot.inputs = inputs[:past]
             return past
         if past > 0 and isinstance(cache, CheckpointCache):
             past = cache.prepare_restore(slot.id, past) or 0
         elif past > 0 and not cache.can_resume(slot.id, past):
             past = 0
+        # Before the cache is cut: no slot may list inputs that it does not hold.
+        slot.inputs = inputs[:past]
         try:
             cache.remove(slot.id, past)
         except Exception:
             # Some caches cannot be cut, only emptied.
+            slot.inputs, past = [], 0
             cache.remove(slot.id, 0)
-            past = 0
         return past
 
     def shift_discard(self, inputs: Sequence[Input], keep: SupportsIndex) -> int:
@@ -307,26 +346,43 @@ class InputCache:
             `keep` is negative, or not below the context of a slot.
         ReprocessInputs
             The cache cannot shift. The slot is empty now; evaluate the error's ``inputs``.
+        ReentryError
+            The cache is in the middle of another call of this one.
         """
         if not isinstance(slot, Slot):
             raise TypeError(f"slot must be a Slot, not {type(slot).__name__}")
         kept = as_int("keep", keep, minimum=0)
         if kept >= self._num_ctx:
             raise CacheValueError(
-                f"unable to shift context: keep exceeds it (keep: {kept} context: {self._num_ctx})",
+                f"unable to shift context: keep exceeds it "
+                f"(keep: {shown(kept)} context: {self._num_ctx})",
                 "keep",
                 kept,
                 self._num_ctx - 1,
             )
+        self._check_idle()
         discard = self.shift_discard(slot.inputs, kept)
         if discard <= 0:
             return
         rest = slot.inputs[:kept] + slot.inputs[kept + discard :]
+        self._busy = True
+        try:
+            self._cut(slot, kept, kept + discard, rest)
+        finally:
+            self._busy = False
+
+    def _cut(self, slot: Slot, begin: int, end: int, rest: list[Input]) -> None:
         if self._cache is not None:
+            slot.inputs = slot.inputs[:begin]
             try:
-                self._cache.remove(slot.id, kept, kept + discard)
+                self._cache.remove(slot.id, begin, end)
             except Exception as error:
-                self._cache.remove(slot.id, 0)
                 slot.inputs = []
+                self._cache.remove(slot.id, 0)
                 raise ReprocessInputs(rest) from error
         slot.inputs = rest
+
+    def _check_idle(self) -> None:
+        """Refuse what code of the caller's asks for in the middle of a call."""
+        if self._busy:
+            raise ReentryError("the InputCache was called from within one of its own calls")

@@ -9,7 +9,7 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pykvcache.arrays._checks import as_float_dtype, as_int
+from pykvcache.arrays._checks import MOST, as_float_dtype, as_int
 
 __all__ = ["Cache", "CacheConfig", "ShiftFn"]
 
@@ -41,7 +41,7 @@ class CacheConfig:
     TypeError
         A padding is not an integer, or `permuted_v` not a bool.
     CacheValueError
-        A padding is negative.
+        A padding is negative, or above 2**31 - 1.
     CacheDTypeError
         `mask_dtype` is not one of the three.
     """
@@ -53,7 +53,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("cache_padding", "mask_batch_padding"):
-            padding = as_int(name, getattr(self, name), minimum=0)
+            padding = as_int(name, getattr(self, name), minimum=0, maximum=MOST)
             object.__setattr__(self, name, padding or 1)
         mask_dtype = np.float32 if self.mask_dtype is None else self.mask_dtype
         object.__setattr__(self, "mask_dtype", as_float_dtype(mask_dtype))

@@ -22,17 +22,22 @@ from pykvcache.arrays.mlx.standard import KVCache
 from pykvcache.errors import CacheValueError
 from pykvcache.errors._shown import shown
 
-__all__ = ["KvCacheKind", "from_newer_state", "from_state", "newer_state"]
+__all__ = ["KvCacheKind", "from_state", "newer_state", "serialized"]
 
 
 def _read_list(*members: Any) -> files.Serialized:
     names, states, metas = [], [], []
     for member in members:
-        state, name = files.parts_of(member)
-        if not isinstance(name, str):
+        parts = files.parts_of(member)
+        if len(parts) != 2 or not isinstance(parts[1], str):
             raise CacheValueError(
-                "a member of a CacheList has no class name", "class name", type(name).__name__
+                f"a member of a CacheList has {len(parts)} parts; a state and a class name "
+                "are expected",
+                "member of a CacheList",
+                len(parts),
+                2,
             )
+        state, name = parts
         plain, meta = _serialized(KvCacheKind.parse(name), state)
         names.append(name)
         states.append(plain)
@@ -185,10 +190,10 @@ def newer_state(name: str, state: Sequence[Any], meta: Sequence[Any]) -> tuple[s
     return kind.value, _ROWS[kind].write(tuple(state), tuple(meta))
 
 
-def from_newer_state(name: str, state: Any) -> BaseCache:
-    """Return a cache with the state that a file of mlx-lm 0.32 has for it."""
+def serialized(name: str, state: Any) -> tuple[KvCacheKind, Sequence[Any], Sequence[Any]]:
+    """Return kind, state and meta state out of the state that a file of mlx-lm 0.32 has."""
     kind = KvCacheKind.parse(name)
-    return from_state(kind, *_serialized(kind, state))
+    return (kind, *_serialized(kind, state))
 
 
 def _serialized(kind: KvCacheKind, state: Any) -> files.Serialized:

@@ -141,7 +141,8 @@ class PromptTrie(Generic[V]):
     def pop_prefixes(self, model: Hashable, tokens: Tokens) -> list[tuple[int, V]]:
         """Remove the values of all shorter prefixes; return them with their lengths.
 
-        The value of `tokens` itself stays. Nothing has to be stored there.
+        The value of `tokens` itself stays. Nothing has to be stored there. They go one by one: an
+        interrupt may leave some.
         """
         keys = token_list(tokens)
         return [(length, self.pop(model, keys[:length])) for length in self.prefixes(model, keys)]

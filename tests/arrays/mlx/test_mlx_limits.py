@@ -144,6 +144,11 @@ def test_sizes_that_no_file_can_hold_are_refused():
         deep = CacheList(deep)
     with pytest.raises(CacheValueError, match="levels"):
         CacheList(deep)
+    name, state, meta = "KVCache", (), ()
+    for _ in range(5000):
+        name, state, meta = "CacheList", (state,), ((name,), (meta,))
+    with pytest.raises(CacheValueError, match="levels"):
+        from_state(name, state, meta)
 
 
 def test_errors_of_huge_and_unshowable_arguments_are_short():

@@ -17,7 +17,7 @@ from pykvcache.errors._shown import shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CacheList"]
+__all__ = ["CacheList", "check_depth"]
 
 # Lists within lists; files hold 7 levels at most.
 _MAX_DEPTH = 64
@@ -43,13 +43,7 @@ class CacheList(BaseCache):
         for cache in caches:
             as_kind("cache", cache, BaseCache)  # type: ignore[type-abstract]
         depth = 1 + max((c._depth for c in caches if isinstance(c, CacheList)), default=0)
-        if depth > _MAX_DEPTH:
-            raise CacheValueError(
-                f"a CacheList of {depth} levels; it may have {_MAX_DEPTH}",
-                "levels of a CacheList",
-                depth,
-                _MAX_DEPTH,
-            )
+        check_depth(depth)
         self._caches, self._depth = caches, depth
 
     def __len__(self) -> int:
@@ -270,6 +264,17 @@ class CacheList(BaseCache):
 
     def _adopt(self, other: Self) -> None:
         adopt_all([(self, other)])
+
+
+def check_depth(depth: int) -> None:
+    """Raise `CacheValueError` for lists within lists that have too many levels."""
+    if depth > _MAX_DEPTH:
+        raise CacheValueError(
+            f"a CacheList of {depth} levels; it may have {_MAX_DEPTH}",
+            "levels of a CacheList",
+            depth,
+            _MAX_DEPTH,
+        )
 
 
 def _method(cache: BaseCache, name: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from pykvcache.arrays.mlx._base import BaseCache
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache, MambaCache
 from pykvcache.arrays.mlx.batch import BatchKVCache
 from pykvcache.arrays.mlx.batch_rotating import BatchRotatingKVCache
-from pykvcache.arrays.mlx.cache_list import CacheList
+from pykvcache.arrays.mlx.cache_list import CacheList, check_depth
 from pykvcache.arrays.mlx.chunked import ChunkedKVCache
 from pykvcache.arrays.mlx.quantized import QuantizedKVCache
 from pykvcache.arrays.mlx.rotating import RotatingKVCache
@@ -153,15 +153,22 @@ def from_state(
         They do not belong together: wrong shapes, counts that do not fit the arrays, an
         empty ring with an offset, an unknown kind.
     """
+    return _from_state(kind, state, meta, 1)
+
+
+def _from_state(
+    kind: str | KvCacheKind, state: Sequence[Any], meta: Sequence[Any], depth: int
+) -> BaseCache:
     kind = kind if isinstance(kind, KvCacheKind) else KvCacheKind.parse(kind)
     if kind is KvCacheKind.CACHE_LIST:
-        return _list_from_state(state, meta)
+        check_depth(depth)
+        return _list_from_state(state, meta, depth)
     cache = kind.empty()
     cache.from_serialized(state, meta)
     return cache
 
 
-def _list_from_state(state: Sequence[Any], meta: Sequence[Any]) -> CacheList:
+def _list_from_state(state: Sequence[Any], meta: Sequence[Any], depth: int) -> CacheList:
     if len(meta) != 2 or len(meta[0]) != len(meta[1]):
         raise CacheValueError(
             f"the meta state of a CacheList is names and metas; got {shown(meta)}",
@@ -178,7 +185,8 @@ def _list_from_state(state: Sequence[Any], meta: Sequence[Any]) -> CacheList:
             len(states),
             len(names),
         )
-    return CacheList(*(from_state(*parts) for parts in zip(names, states, metas, strict=True)))
+    members = zip(names, states, metas, strict=True)
+    return CacheList(*(_from_state(*parts, depth + 1) for parts in members))
 
 
 def newer_state(name: str, state: Sequence[Any], meta: Sequence[Any]) -> tuple[str, Any]:

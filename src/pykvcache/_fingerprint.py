@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import struct
 from collections.abc import Mapping
 
+from pykvcache._model_file import parts_of
 from pykvcache._native import lib
 from pykvcache.errors import ModelLoadError
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import secrets
+import stat
+from typing import NamedTuple
 
 from pykvcache.errors import ArgumentError, DetailedError
 from pykvcache.errors._shown import shown
 
-__all__ = ["as_file_name", "as_path", "open_into"]
+__all__ = ["Places", "as_file_name", "as_path", "check_regular", "open_into", "places"]
 
 
 def as_path(
@@ -56,3 +61,36 @@ def open_into(opened: list[int], path: str, flags: int, mode: int = 0o666) -> in
     """
     opened.extend(map(os.open, (path,), (flags,), (mode,)))
     return opened[-1]
+
+
+def check_regular(path: str) -> int:
+    """Return the permissions of a file; a pipe would wait, a device would be replaced."""
+    if "\0" in path:
+        raise OSError(errno.EINVAL, "a file name holds no NUL")
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return stat.S_IMODE(mode)
+
+
+class Places(NamedTuple):
+    """Where a file is written first, what it replaces then, and the permissions of that."""
+
+    temporary: str
+    target: str
+    mode: int | None
+
+
+def places(path: str) -> Places:
+    """Return where a file is written such that its name always stands for a whole one."""
+    mode = None
+    with contextlib.suppress(FileNotFoundError):
+        mode = check_regular(path)
+    # A symbolic link stays, and what it leads to is replaced.
+    target = os.path.realpath(path) if os.path.islink(path) else path
+    folder, name = os.path.split(target)
+    # 40 characters are at most 160 of the 255 bytes that a name may have.
+    temporary = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
+    return Places(temporary, target, mode)

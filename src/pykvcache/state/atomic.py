@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import secrets
-import stat
 from collections.abc import Sequence
 
 from pykvcache._native import lib
-from pykvcache._paths import open_into
+from pykvcache._paths import check_regular, open_into, places
 from pykvcache.errors import StateFileError, StateFileNotFound
 
 __all__ = ["check_regular", "file_error", "write_atomically"]
@@ -26,18 +23,6 @@ def file_error(error: OSError, path: str) -> StateFileError:
     return result
 
 
-def check_regular(path: str) -> int:
-    """Return the permissions of a file; a pipe would wait, a device would be replaced."""
-    if "\0" in path:
-        raise OSError(errno.EINVAL, "a file name holds no NUL")
-    mode = os.stat(path).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "not a regular file")
-    return stat.S_IMODE(mode)
-
-
 def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> int:
     """Write to a temporary file beside ``path``, then rename it; return the number of bytes.
 
@@ -45,14 +30,7 @@ def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> 
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        mode = None
-        with contextlib.suppress(FileNotFoundError):
-            mode = check_regular(path)
-        # A symbolic link stays, and what it leads to is replaced.
-        target = os.path.realpath(path) if os.path.islink(path) else path
-        folder, name = os.path.split(target)
-        # 40 characters are at most 160 of the 255 bytes that a name may have.
-        temporary = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
+        temporary, target, mode = places(path)
         # O_CLOEXEC is Python's default. A file that only its owner may read stays one.
         opened: list[int] = []
         try:
@@ -76,7 +54,7 @@ def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> 
                 os.unlink(temporary)
             raise
         if sync:
-            _sync_folder(folder or ".")
+            _sync_folder(os.path.dirname(target) or ".")
     except OSError as error:
         folder = os.path.dirname(path)
         if isinstance(error, FileNotFoundError) and folder and not os.path.isdir(folder):

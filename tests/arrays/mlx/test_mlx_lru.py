@@ -128,12 +128,12 @@ def test_entries_are_isolated():
     mine = caches([1, 2, 3])
     lru.insert_cache("m", [1, 2, 3], mine)
     for cache in mine:
-        cache.state[1][:] = 0
+        cache._pair.values[:] = 0
         cache.trim(2)
     for tokens in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 9]):
         got, _ = lru.fetch_nearest_cache("m", tokens)
         for cache in got:
-            cache.state[1][:] = 77
+            cache._pair.values[:] = 77
             cache.update(*kv([9]))
             cache.trim(1)
     assert fetched(lru, [1, 2, 3]) == ([[1, 2, 3]] * 2, [])

@@ -194,3 +194,74 @@ def test_quantization_that_cannot_be_is_refused(arguments):
         QuantizedKVCache(**arguments)
     with pytest.raises(CacheValueError):
         KVCache().to_quantized(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("bits", BITS)
+def test_every_finite_value_has_a_finite_one(bits, dtype):
+    """A group may reach over more than the dtype's largest number."""
+    largest, tiny = np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal
+    rng = np.random.default_rng(bits)
+    groups = [
+        [-largest, largest, 0, largest / 2],
+        [largest, largest, largest / 3, -largest / 2],
+        [-largest, -largest, 0, 0],
+        [0, tiny, 2 * tiny, 300 * tiny],  # beside the others: its own precision stays
+        [largest] * 4,
+    ]
+    x = np.concatenate(
+        [np.tile(np.array(g, dtype), 8) for g in groups] + [rng.uniform(-1, 1, 32) * largest]
+    ).astype(dtype)[None, None, None]
+    plain = KVCache()
+    plain.update(x, x)
+    for cache in (QuantizedKVCache(32, bits), plain.to_quantized(32, bits)):
+        got = cache.update(x, x)[0][:, :, -1:]
+        assert np.isfinite(got).all()
+        assert within_the_bound(x, got, cache)
+
+
+def within_the_bound(x, got, cache):
+    """What the class says: half a scale, and what is rounded."""
+    wide = np.longdouble
+    scales = np.repeat(cache.quantized_state[0][1][:, :, -1:].astype(wide), cache.group_size, -1)
+    groups = np.abs(x.astype(wide)).reshape(*x.shape[:-1], -1, cache.group_size)
+    most = np.repeat(groups.max(-1), cache.group_size, -1)
+    eps, tiny = (wide(getattr(np.finfo(x.dtype), n)) for n in ("eps", "smallest_subnormal"))
+    rounded = most * eps * (wide(0.5) if x.dtype == np.float16 else 4) + tiny
+    error = np.abs(x.astype(wide) - got.astype(wide))
+    # What float64 cannot tell apart, where longdouble is no wider.
+    return (error <= (scales / 2 + rounded) * (1 + 8 * np.finfo(float).eps)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("bits", BITS)
+def test_the_bound_holds_in_every_dtype(bits, dtype):
+    """float16 with 8 bits was off by 1.2 half steps: it was rounded three times."""
+    rng = np.random.default_rng(bits)
+    scale = 10.0 ** rng.integers(-3, 3, (200, 1, 1, 1))
+    x = rng.normal(0, 1, (200, 1, 2, 64)) * scale + scale * 5 * rng.integers(-1, 2, scale.shape)
+    x = x.astype(dtype)
+    cache = QuantizedKVCache(64, bits)
+    assert within_the_bound(x[:, :, -1:], cache.update(x, x)[0][:, :, -1:], cache)
+
+
+def test_a_caller_may_make_numpy_raise():
+    """np.seterr(all="raise") is no reason to fail."""
+    x = np.full((1, 1, 1, 64), 1e-45, np.float32)
+    x[..., 0] = 3e38
+    with np.errstate(all="raise"):
+        got = QuantizedKVCache(64, 8).update(x, -x)
+    assert np.isfinite(got).all()
+
+
+def test_other_floats_are_refused_or_made_native():
+    swapped = some(2).astype(">f4")
+    cache = QuantizedKVCache(32, 4)
+    cache.update(swapped, swapped)
+    want = QuantizedKVCache(32, 4)
+    want.update(some(2), some(2))
+    assert snapshot(cache) == snapshot(want)
+    assert snapshot(from_state("QuantizedKVCache", cache.state, cache.meta_state))
+    if np.dtype(np.longdouble) != np.float64:
+        with pytest.raises(CacheDTypeError):
+            QuantizedKVCache().update(some(1).astype(np.longdouble), some(1))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -12,13 +13,25 @@ from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, check_size
 from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.arrays.mlx._limits import LARGEST, LARGEST_SIZE
 from pykvcache.errors import CacheValueError, NotSupported
 from pykvcache.errors._shown import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Arrays", "BaseCache", "Mask", "PairCache", "as_caches", "meta_ints", "state_pair"]
+__all__ = [
+    "Arrays",
+    "BaseCache",
+    "Mask",
+    "PairCache",
+    "adopt_all",
+    "as_caches",
+    "meta_ints",
+    "state_pair",
+]
+
+_SIZES = ("max_size", "keep", "chunk_size", "group_size")
 
 #: Keys and values.
 Arrays: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
@@ -31,8 +44,8 @@ class BaseCache(ABC):
 
     It follows mlx-lm's ``_BaseCache`` and the ``KvCache`` trait of its Rust port. Arrays
     are `(batch, n_kv_heads, n_tokens, head_dim)`. What a method returns may be a view of
-    the cache's buffers, good until the next call that changes the cache; what it is given
-    is copied. A call that raises leaves the cache as it was.
+    the cache's buffers, read-only and good until the next call that changes the cache; what
+    it is given is copied. A call that raises leaves the cache as it was.
 
     No cache may be used by two threads at once.
     """
@@ -138,6 +151,10 @@ class BaseCache(ABC):
         """Return an independent cache with the same content."""
         return copy.deepcopy(self)
 
+    def __copy__(self) -> Self:
+        # A shallow copy would share the buffers, but not the counts of what is in them.
+        return self.copy()
+
     def to_quantized(self, group_size: SupportsIndex = 64, bits: SupportsIndex = 4) -> BaseCache:
         """Return a ``QuantizedKVCache`` with this content; most kinds cannot."""
         raise NotSupported(
@@ -154,10 +171,21 @@ class BaseCache(ABC):
         return shorter if shorter.trim(n) == n else None
 
     def _shadow(self) -> Self:
-        """Return a cache that shares the arrays; setting state on it leaves this one alone."""
-        return copy.copy(self)
+        """Return a cache that shares the arrays; changing it leaves this one alone."""
+        return self._twin()
+
+    def _twin(self) -> Self:
+        """Return a cache of the same attributes."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def _leaves(self) -> Iterator[BaseCache]:
+        """Yield the caches that hold something: those within a list, else this one."""
+        yield self
 
     def _adopt(self, other: Self) -> None:
+        """Become what a shadow has become; an interrupt finds all of it done, or nothing."""
         self.__dict__.update(other.__dict__)
 
 
@@ -194,13 +222,13 @@ class PairCache(BaseCache):
         return self._copy_first(self._pair.count)
 
     def _copy_first(self, count: int) -> Self:
-        twin = copy.copy(self)
+        twin = self._twin()
         keys, values = self._pair.view()
         twin._pair = TokenPair.copied(keys[:, :, :count], values[:, :, :count], self.max_size)
         return twin
 
     def _shadow(self) -> Self:
-        twin = copy.copy(self)
+        twin = self._twin()
         twin._pair = copy.copy(self._pair)
         return twin
 
@@ -218,8 +246,7 @@ def state_pair(state: Sequence[Any], limit: int | None = None) -> TokenPair:
     # Zero tokens are what mlx-lm saves after a full trim.
     if all(isinstance(a, np.ndarray) and a.ndim == 4 and a.shape[2] == 0 for a in (keys, values)):
         return empty
-    empty.check(keys, values)
-    return TokenPair.copied(keys, values, limit)
+    return TokenPair.copied(*empty.check(keys, values), limit)
 
 
 def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int]:
@@ -234,11 +261,19 @@ def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int
         )
     numbers = []
     for name, text in zip(names, meta, strict=True):
-        if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 19):
+        limit = LARGEST_SIZE if name in _SIZES else LARGEST
+        if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 20):
             raise CacheValueError(
                 f"{name} of a {owner} is {shown(text)}; expected a number as text",
                 f"{name} of a {owner}",
                 text,
+            )
+        if int(text) > limit:
+            raise CacheValueError(
+                f"{name} of a {owner} is {text}; it must be at most {limit}",
+                f"{name} of a {owner}",
+                int(text),
+                limit,
             )
         numbers.append(int(text))
     return numbers
@@ -251,3 +286,14 @@ def as_caches(name: str, caches: Sequence[BaseCache]) -> list[BaseCache]:
         if not isinstance(layer, BaseCache):
             raise TypeError(f"{name}[{i}] must be a cache, not {type(layer).__name__}")
     return layers
+
+
+def adopt_all(pairs: Iterable[tuple[BaseCache, BaseCache]]) -> None:
+    """Let several caches become what their shadows have become, all of them or none."""
+    leaves = [
+        (old.__dict__, new.__dict__)
+        for cache, shadow in pairs
+        for old, new in zip(cache._leaves(), shadow._leaves(), strict=True)
+    ]
+    # One call of compiled code, which no interrupt divides.
+    deque(map(dict.update, [old for old, _ in leaves], [new for _, new in leaves]), maxlen=0)

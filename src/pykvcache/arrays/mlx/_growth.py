@@ -8,16 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.errors import CacheDTypeError, CacheValueError
+from pykvcache.errors._shown import shown
 
-__all__ = ["STEP", "TokenPair", "grow", "grown_capacity"]
+__all__ = ["STEP", "TokenPair", "grow", "grown_capacity", "plain_numbers"]
 
 #: Capacities are multiples of this many tokens, as in mlx-lm.
 STEP = 256
 
 _ALL = slice(None)
-# Objects, text and times are not tensor elements. Neither are raw bytes and records (void), but
-# the kind "V" is also that of bfloat16 and its like, which other packages add.
-_REFUSED_KINDS = "OSUMm"
+_NDARRAY = np.ndarray
+# Truth values and numbers. Raw bytes and records (void) are neither, but the kind "V" is also
+# that of bfloat16 and its like, which other packages add.
+_KINDS = "biufcV"
 
 
 def grown_capacity(capacity: int, needed: int, limit: int | None = None) -> int:
@@ -46,9 +48,29 @@ def grow(buffer: NDArray[Any], axis: int, first: int, last: int, capacity: int) 
     """
     shape = list(buffer.shape)
     shape[axis] = capacity
-    grown = np.empty(shape, buffer.dtype)
+    try:
+        grown = np.empty(shape, buffer.dtype)
+    except ValueError:  # more than an address can reach, which is not yet a MemoryError
+        shape_ = tuple(shape)
+        raise CacheValueError(f"no array can have the shape {shape_}", "shape", shape_) from None
     grown.swapaxes(0, axis)[: last - first] = buffer.swapaxes(0, axis)[first:last]
     return grown
+
+
+def plain_numbers(name: str, array: object) -> NDArray[Any]:
+    """Return an array of numbers as a plain ndarray, or say why it is none.
+
+    What a subclass of NumPy's adds, as the mask of a masked array, would not be stored.
+    """
+    if not isinstance(array, _NDARRAY):
+        found = type(array).__name__
+        raise CacheDTypeError(f"{name} must be a NumPy array, not {found}", name, found, "ndarray")
+    plain = np.asarray(array)
+    if plain.dtype.kind not in _KINDS or plain.dtype.type is np.void:
+        raise CacheDTypeError(
+            f"{name} must hold numbers; the dtype is {shown(plain.dtype)}", name, str(plain.dtype)
+        )
+    return plain
 
 
 class TokenPair:
@@ -56,13 +78,24 @@ class TokenPair:
 
     The tokens are ``keys[:, :, start:length]``; room after them grows on demand. Head
     sizes and dtypes of keys and values may differ. Given arrays become the buffers
-    without a copy: hand over only what nobody else holds.
+    without a copy: hand over only what nobody else holds. Views that are handed out are
+    read-only.
     """
 
-    __slots__ = (
-        "_capacity", "_k_dtype", "_k_one", "_k_rows", "_v_dtype", "_v_one", "_v_rows",
-        "keys", "length", "start", "values",
-    )  # fmt: skip
+    keys: NDArray[Any]
+    values: NDArray[Any]
+    #: The same, token axis first: storing a token is one integer index, and twice as fast.
+    k_rows: NDArray[Any]
+    v_rows: NDArray[Any]
+    start: int
+    length: int
+    _k_seen: NDArray[Any]
+    _v_seen: NDArray[Any]
+    _capacity: int
+    _k_one: tuple[int, ...]
+    _v_one: tuple[int, ...]
+    _k_dtype: np.dtype[Any]
+    _v_dtype: np.dtype[Any]
 
     def __init__(
         self,
@@ -72,22 +105,34 @@ class TokenPair:
         length: int | None = None,
     ) -> None:
         nothing = np.empty((0, 0, 0, 0), np.float32)
-        self._bind(nothing if keys is None else keys, nothing if values is None else values)
-        self.start = start
-        self.length: int = self._capacity if length is None else length
+        keys = nothing if keys is None else keys
+        values = nothing if values is None else values
+        self._bind(keys, values, start, keys.shape[2] if length is None else length)
 
     def __reduce__(self) -> tuple[object, ...]:
         # The row views must be made anew, or a deep copy would write beside its buffers.
         return TokenPair, (self.keys, self.values, self.start, self.length)
 
-    def _bind(self, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        self.keys, self.values = keys, values
-        batch, heads, self._capacity, k_dim = keys.shape
-        self._k_one, self._k_dtype = (batch, heads, 1, k_dim), keys.dtype
-        self._v_one, self._v_dtype = (batch, heads, 1, values.shape[3]), values.dtype
-        # With the token axis first, storing a token is one integer index: twice as fast.
-        self._k_rows = keys.transpose(2, 0, 1, 3)[:, :, :, None]
-        self._v_rows = values.transpose(2, 0, 1, 3)[:, :, :, None]
+    def _bind(self, keys: NDArray[Any], values: NDArray[Any], start: int, length: int) -> None:
+        batch, heads, capacity, k_dim = keys.shape
+        k_seen, v_seen = keys.view(), values.view()
+        k_seen.flags.writeable = v_seen.flags.writeable = False
+        # One call of compiled code: an interrupt finds everything replaced, or nothing.
+        self.__dict__.update(
+            keys=keys,
+            values=values,
+            start=start,
+            length=length,
+            k_rows=keys.transpose(2, 0, 1, 3)[:, :, :, None],
+            v_rows=values.transpose(2, 0, 1, 3)[:, :, :, None],
+            _k_seen=k_seen,
+            _v_seen=v_seen,
+            _capacity=capacity,
+            _k_one=(batch, heads, 1, k_dim),
+            _v_one=(batch, heads, 1, values.shape[3]),
+            _k_dtype=keys.dtype,
+            _v_dtype=values.dtype,
+        )
 
     @classmethod
     def copied(
@@ -108,29 +153,25 @@ class TokenPair:
         """Bytes of both buffers, used or not."""
         return self.keys.nbytes + self.values.nbytes
 
-    def view(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return views of the stored keys and values."""
-        tokens = (_ALL, _ALL, slice(self.start, self.length))
-        return self.keys[tokens], self.values[tokens]
+    def view(self, length: int | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return read-only views of the keys and values that are stored, or up to `length`."""
+        tokens = (_ALL, _ALL, slice(self.start, self.length if length is None else length))
+        return self._k_seen[tokens], self._v_seen[tokens]
 
-    def check(self, keys: NDArray[Any], values: NDArray[Any]) -> int:
-        """Return how many tokens `keys` and `values` hold, or say why they do not fit."""
-        if self._is_one(keys, values):
-            return 1
+    def check(self, keys: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return `keys` and `values` as plain arrays, or say why they do not fit."""
+        # The quick way for the usual single token.
+        if (
+            type(keys) is _NDARRAY
+            and type(values) is _NDARRAY
+            and keys.shape == self._k_one
+            and values.shape == self._v_one
+            and keys.dtype == self._k_dtype
+            and values.dtype == self._v_dtype
+        ):
+            return keys, values
+        keys, values = plain_numbers("keys", keys), plain_numbers("values", values)
         for name, array in (("keys", keys), ("values", values)):
-            if not isinstance(array, np.ndarray):
-                raise CacheDTypeError(
-                    f"{name} must be a NumPy array, not {type(array).__name__}",
-                    name,
-                    type(array).__name__,
-                    "ndarray",
-                )
-            if array.dtype.kind in _REFUSED_KINDS or array.dtype.type is np.void:
-                raise CacheDTypeError(
-                    f"{name} have dtype {array.dtype}, which is not a number",
-                    name,
-                    str(array.dtype),
-                )
             if array.ndim != 4:
                 raise CacheValueError(
                     f"{name} have shape {array.shape}; "
@@ -165,7 +206,7 @@ class TokenPair:
                 (str(keys.dtype), str(values.dtype)),
                 (str(self._k_dtype), str(self._v_dtype)),
             )
-        return int(keys.shape[2])
+        return keys, values
 
     def _same_layout(self, keys: NDArray[Any], values: NDArray[Any]) -> bool:
         return (
@@ -173,74 +214,61 @@ class TokenPair:
             and (*values.shape[:2], 1, values.shape[3]) == self._v_one
         )  # fmt: skip
 
-    def append(
+    def append(self, keys: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Store `keys` and `values` after the others; return views of all of them."""
+        last = self.length
+        # The quick way of `check`, written out: a call would cost a tenth of storing a token.
+        if (
+            last < self._capacity
+            and type(keys) is _NDARRAY
+            and type(values) is _NDARRAY
+            and keys.shape == self._k_one
+            and values.shape == self._v_one
+            and keys.dtype == self._k_dtype
+            and values.dtype == self._v_dtype
+        ):
+            self.k_rows[last] = keys
+            self.v_rows[last] = values
+            end = last + 1
+        else:
+            end = self.put(*self.check(keys, values))
+        tokens = (_ALL, _ALL, slice(self.start, end))
+        found = self._k_seen[tokens], self._v_seen[tokens]
+        self.length = end  # last: whatever fails or interrupts before, nothing is stored
+        return found
+
+    def put(
         self,
         keys: NDArray[Any],
         values: NDArray[Any],
         limit: int | None = None,
         *,
         exact: bool = False,
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Store `keys` and `values` after the others; return views of all of them.
+    ) -> int:
+        """Write what `check` returned after the others; return the `length` that counts it.
 
         A buffer grows to at most `limit` tokens, or what is needed; a new one has no room to
         spare if it shall be `exact`.
         """
+        n = int(keys.shape[2])
+        self._reserve(keys, values, n, n if exact and not self.count else limit)
+        if values.base is not None and np.may_share_memory(values, self.keys):
+            values = values.copy()
         last = self.length
-        try:  # `_is_one`, written out: a call would cost a tenth of storing the token
-            one = (
-                last < self._capacity
-                and keys.shape == self._k_one
-                and values.shape == self._v_one
-                and keys.dtype == self._k_dtype
-                and values.dtype == self._v_dtype
-            )
-        except AttributeError:
-            one = False
-        if one:
-            self._k_rows[last] = keys
-            self._v_rows[last] = values
-            self.length = last = last + 1
-        else:
-            n = self.check(keys, values)
-            self._reserve(keys, values, n, n if exact and not self.count else limit)
-            self.length = last = self.length + n
-            self.keys[:, :, last - n : last] = keys
-            self.values[:, :, last - n : last] = values
-        tokens = (_ALL, _ALL, slice(self.start, last))
-        return self.keys[tokens], self.values[tokens]
-
-    def replace_one(self, row: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        """Write one token that `check` has accepted over the one in `row`."""
-        self._k_rows[row] = keys
-        self._v_rows[row] = values
-
-    def _is_one(self, keys: NDArray[Any], values: NDArray[Any]) -> bool:
-        # The quick way through `check` for the usual single token.
-        try:
-            return (
-                keys.shape == self._k_one
-                and values.shape == self._v_one
-                and keys.dtype == self._k_dtype
-                and values.dtype == self._v_dtype
-            )
-        except AttributeError:
-            return False
+        self.keys[:, :, last : last + n] = keys
+        self.values[:, :, last : last + n] = values
+        return last + n
 
     def _reserve(self, keys: NDArray[Any], values: NDArray[Any], n: int, limit: int | None) -> None:
+        first, last, count = self.start, self.length, self.count
+        old_keys, old_values = self.keys, self.values
         same = self._same_layout(keys, values) and keys.dtype == self._k_dtype
         if not (same and values.dtype == self._v_dtype):  # only when nothing is stored
-            self._bind(
-                np.empty((*keys.shape[:2], 0, keys.shape[3]), keys.dtype),
-                np.empty((*values.shape[:2], 0, values.shape[3]), values.dtype),
-            )
-            self.start = self.length = 0
-        if self.length + n > self._capacity:
-            first, last, count = self.start, self.length, self.count
-            # Dropping a front may leave enough room; only what is stored decides.
-            capacity = grown_capacity(count, count + n, limit)
-            self._bind(
-                grow(self.keys, 2, first, last, capacity),
-                grow(self.values, 2, first, last, capacity),
-            )
-            self.start, self.length = 0, count
+            first = last = count = 0
+            old_keys, old_values = keys, values
+        elif last + n <= self._capacity:
+            return
+        # Dropping a front may leave enough room; only what is stored decides.
+        capacity = grown_capacity(count, count + n, limit)
+        grown_keys = grow(old_keys, 2, first, last, capacity)
+        self._bind(grown_keys, grow(old_values, 2, first, last, capacity), 0, count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar, SupportsIndex
 
 from pykvcache.arrays.mlx._base import PairCache
@@ -18,7 +18,7 @@ class SingleCache(PairCache):
     _batch_class: ClassVar[type[BatchCache]]
 
     @classmethod
-    def merge(cls, caches: Sequence[Any]) -> BatchCache:
+    def merge(cls, caches: Iterable[Any]) -> BatchCache:
         """Return a batch with one row for each of `caches`, padded on the left.
 
         A `KVCache` gives a `BatchKVCache`, a `RotatingKVCache` a `BatchRotatingKVCache`.
@@ -72,5 +72,5 @@ class BatchCache(PairCache):
 
     @classmethod
     @abstractmethod
-    def merge(cls, caches: Sequence[Any]) -> BatchCache:
+    def merge(cls, caches: Iterable[Any]) -> BatchCache:
         """Return a batch with one row for each of `caches`."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
+from pykvcache.arrays.mlx._base import meta_ints
 from pykvcache.arrays.mlx._growth import TokenPair
 from pykvcache.arrays.mlx.masks import create_causal_mask
+from pykvcache.errors import CacheValueError
+from pykvcache.errors._shown import shown
 
-__all__ = ["RingTrim", "ordered", "ring_mask", "roll_columns"]
+__all__ = ["RingTrim", "ordered", "refuse_sizes", "ring_mask", "ring_meta", "roll_columns"]
 
 
 class RingTrim:
@@ -93,3 +97,43 @@ def roll_columns(pair: TokenPair, shifts: NDArray[np.int64]) -> TokenPair:
         keys[row] = np.roll(keys[row], shifts[row], axis=1)
         values[row] = np.roll(values[row], shifts[row], axis=1)
     return TokenPair(keys, values)
+
+
+def ring_meta(meta: Sequence[Any], rows: int) -> tuple[int, int, int, int, tuple[Any, ...]]:
+    """Return what the meta state of a `BatchRotatingKVCache` of `rows` columns says.
+
+    That is max_size, offset, index, the columns that count, and the rest: the padding of an
+    empty batch as texts.
+    """
+    names = ("max_size", "offset", "index")
+    meta = tuple(meta)  # a scalar of NumPy's would raise an IndexError
+    max_size, offset, index = meta_ints("BatchRotatingKVCache", names, meta[:3])
+    if len(meta) < 4 or meta[3] not in ("True", "False"):
+        message = f"rotated of a BatchRotatingKVCache is {shown(meta[3:4])}, no flag"
+        raise CacheValueError(message, "rotated", meta[3:4], ("True", "False"))
+    rotated = meta[3] == "True"
+    given = {"max_size": max_size, "offset": offset, "index": index, "rotated": rotated}
+    given["columns"] = rows
+    wrong = ""
+    if rows == 0:
+        wrong = "an empty ring has offset 0 and index 0" if offset or index or rotated else ""
+    elif len(meta) > 4 or max_size == 0 or index > rows or rows > offset:
+        wrong = "columns, index and offset of a ring do not fit"
+    elif rotated and rows != max_size:
+        wrong = "a rotated ring is full"
+    elif not rotated and (index == 0 or (offset < max_size and index != offset)):
+        wrong = "a ring that is not rotated holds `index` columns"
+    if wrong:
+        raise CacheValueError(f"{wrong}; got {given}", "meta_state", given)
+    return max_size, offset, index, rows if rotated else index, meta[4:]
+
+
+def refuse_sizes(sizes: list[int]) -> None:
+    """Raise `CacheValueError` unless all rings have one size."""
+    if len(set(sizes)) != 1:
+        raise CacheValueError(
+            f"rings of max_size {shown(sorted(set(sizes)))} cannot share a batch; "
+            "expected one size",
+            "max_size",
+            sorted(set(sizes)),
+        )

@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.arrays.mlx._limits import LARGEST
 from pykvcache.errors import CacheDTypeError, CacheValueError
+from pykvcache.errors._shown import shown
 
 __all__ = [
     "Counts",
@@ -18,6 +20,7 @@ __all__ = [
     "right_justified",
     "row_counts",
     "row_indices",
+    "summed",
     "take_rows",
 ]
 
@@ -28,25 +31,41 @@ Rows: TypeAlias = NDArray[np.int64]
 
 
 def _integers(name: str, numbers: Counts) -> Rows:
-    array = np.asarray(numbers)
+    try:
+        array = np.asarray(numbers)
+    except ValueError as error:  # rows of unequal length
+        raise CacheDTypeError(
+            f"{name} is not a row of integers: {error}", name, type(numbers).__name__, "integers"
+        ) from None
     if array.ndim != 1:
         raise CacheValueError(
             f"{name} has shape {array.shape}; expected one number per row", name, array.shape, 1
         )
     if array.size and array.dtype.kind not in "iu":
         raise CacheDTypeError(
-            f"{name} has dtype {array.dtype}; expected integers", name, str(array.dtype), "integers"
+            f"{name} has dtype {shown(array.dtype)}; expected integers",
+            name,
+            str(array.dtype),
+            "integers",
         )
     # Among integers, NumPy takes a bool for one of them.
     if not {bool, np.bool_}.isdisjoint(map(type, numbers)):
         raise CacheDTypeError(f"{name} holds a bool; expected integers", name, "bool", "integers")
+    if array.size and max(abs(int(array.min())), abs(int(array.max()))) > LARGEST:
+        found = shown(array.tolist())
+        raise CacheValueError(
+            f"{name} is {found}; no number may be beyond {LARGEST}", name, array.tolist(), LARGEST
+        )
     return array.astype(np.int64)
 
 
 def row_counts(
     name: str, counts: Counts, batch: int | None = None, *, signed: bool = False
 ) -> Rows:
-    """Return `counts` as a new int64 array, one per row, not negative unless `signed`."""
+    """Return `counts` as a new int64 array, one per row, not negative unless `signed`.
+
+    None is beyond `LARGEST`, so that sums do not wrap around.
+    """
     array = _integers(name, counts)
     if batch is not None and array.size != batch:
         raise CacheValueError(
@@ -54,9 +73,17 @@ def row_counts(
         )
     if not signed and array.size and array.min() < 0:
         raise CacheValueError(
-            f"{name} is {array.tolist()}; no number may be negative", name, array.tolist(), 0
+            f"{name} is {shown(array.tolist())}; no number may be negative",
+            name,
+            array.tolist(),
+            0,
         )
     return array
+
+
+def summed(name: str, counts: Rows, more: Rows) -> Rows:
+    """Return a sum of counts, which must not be beyond `LARGEST` either."""
+    return row_counts(name, counts + more, signed=True)
 
 
 def announced(
@@ -77,7 +104,7 @@ def row_indices(indices: Counts, batch: int | None) -> Rows:
     if array.size and not (array.min() >= 0 and (batch is None or array.max() < batch)):
         limit = "any number of rows" if batch is None else batch
         raise CacheValueError(
-            f"batch_indices {array.tolist()} are not all in [0, {limit})",
+            f"batch_indices {shown(array.tolist())} are not all in [0, {limit})",
             "batch_indices",
             array.tolist(),
             limit,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -11,8 +10,15 @@ from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import MOST, as_int, as_kind, check_size
 from pykvcache.arrays.mlx._base import Arrays, BaseCache
-from pykvcache.arrays.mlx._rows import Counts, Rows, announced, row_counts, row_indices
-from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
+from pykvcache.arrays.mlx._rows import Counts, Rows, announced, row_counts, row_indices, summed
+from pykvcache.arrays.mlx._slots import (
+    checked_slot,
+    common_rows,
+    slot_counts,
+    slot_number,
+    stacked,
+)
+from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported
 from pykvcache.errors._shown import shown
 
 if TYPE_CHECKING:
@@ -28,8 +34,9 @@ class ArraysCache(BaseCache):
     """Numbered slots for arrays whose first axis is the batch.
 
     It follows mlx-lm's ``ArraysCache``: ``cache[i] = array`` stores a copy, ``cache[i]``
-    gives the stored array or None. Empty slots do not stop `extract` and `merge` (they do
-    in mlx-lm), and the number of slots, `left_padding` and `lengths` survive saving.
+    gives the stored array itself, which may be written to, or None. Empty slots do not stop
+    `extract` and `merge` (they do in mlx-lm), and the number of slots, `left_padding` and
+    `lengths` survive saving.
 
     Parameters
     ----------
@@ -55,7 +62,7 @@ class ArraysCache(BaseCache):
     def __setitem__(self, index: SupportsIndex, array: NDArray[Any] | None) -> None:
         slot = as_int("slot", index, minimum=0, maximum=len(self._slots) - 1)
         # A new tuple: shadows of this cache share the old one.
-        self._slots = (*self._slots[:slot], _checked(array), *self._slots[slot + 1 :])
+        self._slots = (*self._slots[:slot], checked_slot(array), *self._slots[slot + 1 :])
 
     @property
     def offset(self) -> int:
@@ -85,15 +92,7 @@ class ArraysCache(BaseCache):
 
     def _rows(self) -> int | None:
         """Return the number of rows; None where nothing that is held says it."""
-        parts = (*self._slots, self._padding, self._lengths)
-        sizes = {int(part.shape[0]) for part in parts if part is not None}
-        if len(sizes) > 1:
-            raise CacheValueError(
-                f"slots, left_padding and lengths are of {sorted(sizes)} rows",
-                "rows",
-                sorted(sizes),
-            )
-        return next(iter(sizes), None)
+        return common_rows((*self._slots, self._padding, self._lengths))
 
     @property
     def nbytes(self) -> int:
@@ -128,10 +127,11 @@ class ArraysCache(BaseCache):
             raise CacheValueError(
                 "left padding can only be added to an empty ArraysCache", "left_padding"
             )
-        if left is not None:
-            self._padding = left if self._padding is None else self._padding + left
-        if real is not None:
-            self._lengths = real
+        if left is not None and self._padding is not None:
+            left = summed("left_padding", self._padding, left)
+        padding = self._padding if left is None else left
+        lengths = self._lengths if real is None else real
+        self._padding, self._lengths = padding, lengths
 
     def finalize(self) -> None:
         """Forget `lengths` and `left_padding`: the prompt is through."""
@@ -140,10 +140,10 @@ class ArraysCache(BaseCache):
     def advance(self, n: SupportsIndex) -> None:
         """Count `n` columns of input: `lengths` and `left_padding` go down by that many."""
         n = as_int("n", n, minimum=0, maximum=MOST)
-        if self._lengths is not None:
-            self._lengths = self._lengths - n
-        if self._padding is not None:
-            self._padding = self._padding - n
+        less = np.array([-n])
+        lengths = None if self._lengths is None else summed("lengths", self._lengths, less)
+        padding = None if self._padding is None else summed("left_padding", self._padding, less)
+        self._lengths, self._padding = lengths, padding
 
     def make_mask(
         self,
@@ -174,7 +174,7 @@ class ArraysCache(BaseCache):
 
     def copy(self) -> Self:
         """Return an independent cache with copies of all arrays."""
-        twin = copy.copy(self)
+        twin = self._twin()
         twin._slots = tuple(None if array is None else array.copy() for array in self._slots)
         return twin
 
@@ -184,9 +184,11 @@ class ArraysCache(BaseCache):
         A cache without an array, `left_padding` and `lengths` has no rows yet: any will do.
         """
         rows = row_indices(batch_indices, self._rows())
-        self._slots = tuple(None if array is None else array[rows] for array in self._slots)
-        self._padding = None if self._padding is None else self._padding[rows]
-        self._lengths = None if self._lengths is None else self._lengths[rows]
+        slots = tuple(None if array is None else array[rows] for array in self._slots)
+        padding = None if self._padding is None else self._padding[rows]
+        lengths = None if self._lengths is None else self._lengths[rows]
+        # Without a call between, no interrupt comes between.
+        self._slots, self._padding, self._lengths = slots, padding, lengths
 
     def extend(self, other: ArraysCache) -> None:
         """Add the rows of `other` below; zeros where one side has nothing.
@@ -207,18 +209,16 @@ class ArraysCache(BaseCache):
             raise CacheOrderError(
                 "finalize() should be called before extend: one has lengths", "finalize"
             )
-        slots = tuple(
-            _stacked(pair, counts) for pair in zip(self._slots, other._slots, strict=True)
-        )
-        padding = _stacked((self._padding, other._padding), counts)
-        lengths = _stacked((self._lengths, other._lengths), counts)
+        slots = tuple(stacked(pair, counts) for pair in zip(self._slots, other._slots, strict=True))
+        padding = stacked((self._padding, other._padding), counts)
+        lengths = stacked((self._lengths, other._lengths), counts)
         self._slots, self._padding, self._lengths = slots, padding, lengths
 
     def extract(self, index: SupportsIndex) -> Self:
         """Return row `index` as a cache of its own, without `left_padding` and `lengths`."""
         rows = self._rows()
         row = as_int("index", index, minimum=0, maximum=None if rows is None else rows - 1)
-        alone = copy.copy(self)
+        alone = self._twin()
         alone._slots = tuple(
             None if array is None else array[row : row + 1].copy() for array in self._slots
         )
@@ -226,7 +226,7 @@ class ArraysCache(BaseCache):
         return alone
 
     @classmethod
-    def merge(cls, caches: Sequence[Self]) -> Self:
+    def merge(cls, caches: Iterable[Self]) -> Self:
         """Return a batch with one row for each of `caches`, whose own batch is 1.
 
         Zeros where one cache has nothing; if none has, `left_padding` is zeros. Padding that
@@ -243,13 +243,13 @@ class ArraysCache(BaseCache):
             check_size("rows of a cache to merge", cache._rows() or 1, 1)
             if cache._lengths is not None:
                 raise CacheOrderError("finalize() should be called before merge", "finalize")
-        batch = copy.copy(caches[0])
+        batch = caches[0]._twin()
         batch.finalize()
         counts = (1,) * len(caches)
         batch._slots = tuple(
-            _stacked(column, counts) for column in zip(*(c._slots for c in caches), strict=True)
+            stacked(column, counts) for column in zip(*(c._slots for c in caches), strict=True)
         )
-        padding = _stacked([np.zeros(1, np.int64), *(c._padding for c in caches)], (1, *counts))
+        padding = stacked([np.zeros(1, np.int64), *(c._padding for c in caches)], (1, *counts))
         if padding is not None and (batch.is_empty() or (padding > 0).any()):
             batch._padding = padding[1:]
         return batch
@@ -261,7 +261,7 @@ class ArraysCache(BaseCache):
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        slots = tuple(_checked(array) for array in state) or (None,) * len(self._slots)
+        slots = tuple(checked_slot(array) for array in state) or (None,) * len(self._slots)
         self._set_slots(slots)
 
     def _set_slots(self, slots: tuple[NDArray[Any] | None, ...]) -> None:
@@ -298,7 +298,7 @@ class ArraysCache(BaseCache):
                     meta,
                     3,
                 )
-            size = _number(meta[0])
+            size = slot_number(meta[0])
             if not len(slots) <= size <= _MAX_SLOTS and not self.is_empty():
                 raise CacheValueError(
                     f"{len(slots)} slots are set, but the state has {size}",
@@ -310,8 +310,9 @@ class ArraysCache(BaseCache):
                 raise CacheValueError(
                     f"{size} slots are not in [0, {_MAX_SLOTS}]", "slots", size, _MAX_SLOTS
                 )
-            padding, lengths = _counts(meta[1]), _counts(meta[2])
+            padding, lengths = slot_counts(meta[1]), slot_counts(meta[2])
             slots = (*slots, *(None,) * size)[:size]
+        common_rows((*slots, padding, lengths))
         self._set_slots(slots)
         self._padding, self._lengths = padding, lengths
 
@@ -331,69 +332,3 @@ class MambaCache(ArraysCache):
     def _set_slots(self, slots: tuple[NDArray[Any] | None, ...]) -> None:
         check_size("slots of a MambaCache", len(slots), 2)
         super()._set_slots(slots)
-
-
-def _checked(array: NDArray[Any] | None) -> NDArray[Any] | None:
-    if array is None:
-        return None
-    if not isinstance(array, np.ndarray):
-        raise CacheDTypeError(
-            f"a slot holds an array of numbers; got {type(array).__name__}",
-            "slot",
-            type(array).__name__,
-            "ndarray",
-        )
-    if array.dtype.kind in "OSUMm" or array.dtype.type is np.void:
-        raise CacheDTypeError(
-            f"a slot holds numbers; got an array of {array.dtype}", "slot", str(array.dtype)
-        )
-    if array.ndim < 1:
-        raise CacheValueError(
-            "a slot holds arrays whose first axis is the batch; got a scalar",
-            "slot",
-            array.shape,
-            1,
-        )
-    copied: NDArray[Any] = array.copy()
-    return copied
-
-
-def _stacked(arrays: Sequence[NDArray[Any] | None], rows: Sequence[int]) -> NDArray[Any] | None:
-    """Stack arrays along the batch, zeros of as many rows where there is none."""
-    first = next((array for array in arrays if array is not None), None)
-    if first is None:
-        return None
-    for array in arrays:
-        if array is not None and array.shape[1:] != first.shape[1:]:
-            raise CacheValueError(
-                f"arrays of shapes {first.shape} and {array.shape} differ",
-                "shape",
-                array.shape,
-                first.shape,
-            )
-        if array is not None and array.dtype != first.dtype:
-            raise CacheDTypeError(
-                f"arrays of dtypes {first.dtype} and {array.dtype} differ",
-                "dtype",
-                str(array.dtype),
-                str(first.dtype),
-            )
-    parts = [
-        np.zeros((count, *first.shape[1:]), first.dtype) if array is None else array
-        for array, count in zip(arrays, rows, strict=True)
-    ]
-    return np.concatenate(parts)
-
-
-def _number(text: str) -> int:
-    if not (text.removeprefix("-").isdigit() and text.isascii() and len(text) < 19):
-        raise CacheValueError(
-            f"the meta state of an ArraysCache holds {shown(text)}; expected a number",
-            "meta_state",
-            text,
-        )
-    return int(text)
-
-
-def _counts(text: str) -> Rows | None:
-    return np.array([_number(part) for part in text.split(",")], np.int64) if text else None

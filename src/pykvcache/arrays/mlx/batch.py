@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -20,6 +20,7 @@ from pykvcache.arrays.mlx._rows import (
     right_justified,
     row_counts,
     row_indices,
+    summed,
     take_rows,
 )
 from pykvcache.arrays.mlx.masks import create_causal_mask
@@ -80,7 +81,7 @@ class BatchKVCache(BatchCache, row_class=KVCache):
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Store new columns; return views of all of them. Errors as in `KVCache`."""
         if self._pair.length == 0:
-            self._pair.check(keys, values)
+            keys, values = self._pair.check(keys, values)
             check_size("rows of keys", keys.shape[0], self.batch_size)
         return self._pair.append(keys, values)
 
@@ -116,7 +117,7 @@ class BatchKVCache(BatchCache, row_class=KVCache):
             )
         self._refuse_pending("prepare")
         if left is not None:
-            self._padding = self._padding + left
+            self._padding = summed("left_padding", self._padding, left)
         if right is not None and right.any():
             self._right, self._right_from = right, self._pair.count
 
@@ -124,19 +125,22 @@ class BatchKVCache(BatchCache, row_class=KVCache):
         """Move announced right padding to the left, so that all rows end together."""
         if self._right is None:
             return
-        appended = self._pair.count - self._right_from
+        pair, padding = self._pair, self._padding
+        appended = pair.count - self._right_from
         if appended:
-            if self._right.max() > appended:
+            most = int(self._right.max(initial=0))  # 0 rows may be left
+            if most > appended:
                 raise CacheOrderError(
-                    f"{self._right.max()} columns of right padding were announced, "
+                    f"{most} columns of right padding were announced, "
                     f"but only {appended} columns came so far",
                     "right_padding",
-                    int(self._right.max()),
+                    most,
                     appended,
                 )
-            self._pair = roll_columns(self._pair, self._right)
-            self._padding = self._padding + self._right
-        self._right = None
+            pair = roll_columns(pair, self._right)
+            padding = summed("left_padding", padding, self._right)
+        # Here and below: without a call between, no interrupt comes between.
+        self._pair, self._padding, self._right = pair, padding, None
 
     def advance(self, n: SupportsIndex) -> None:
         """Do nothing: here `update` counts; recurrent caches in the same list need the call."""
@@ -170,13 +174,14 @@ class BatchKVCache(BatchCache, row_class=KVCache):
         """Keep the given rows, in that order; columns that all of them pad are dropped."""
         rows = row_indices(batch_indices, self.batch_size)
         padding = self._padding[rows]
-        common = 0
-        if self._pair.count:
-            common = min(int(padding.min()), self._pair.count) if rows.size else 0
-            self._pair = take_rows(self._pair, rows, common)
-        self._padding = padding - common
-        if self._right is not None:
-            self._right, self._right_from = self._right[rows], max(self._right_from - common, 0)
+        pair, common = self._pair, 0
+        if pair.count:
+            common = min(int(padding.min()), pair.count) if rows.size else 0
+            pair = take_rows(pair, rows, common)
+        padding = padding - common
+        right = None if self._right is None else self._right[rows]
+        right_from = max(self._right_from - common, 0)
+        self._pair, self._padding, self._right, self._right_from = pair, padding, right, right_from
 
     def extend(self, other: BatchKVCache) -> None:
         """Add the rows of `other` below, the newest columns of both together."""
@@ -185,10 +190,9 @@ class BatchKVCache(BatchCache, row_class=KVCache):
         other._refuse_pending("extend")
         columns = max(self._pair.count, other._pair.count)
         mine, others = columns - self._pair.count, columns - other._pair.count
-        self._pair = right_justified(
-            [(self.batch_size, self._pair), (other.batch_size, other._pair)]
-        )
-        self._padding = np.concatenate([self._padding + mine, other._padding + others])
+        pair = right_justified([(self.batch_size, self._pair), (other.batch_size, other._pair)])
+        padding = np.concatenate([self._padding + mine, other._padding + others])
+        self._pair, self._padding = pair, row_counts("left_padding", padding)
 
     def extract(self, index: SupportsIndex) -> KVCache:
         """Return row `index` as a `KVCache` of its own, without padding."""
@@ -204,8 +208,9 @@ class BatchKVCache(BatchCache, row_class=KVCache):
         return alone
 
     @classmethod
-    def merge(cls, caches: Sequence[KVCache]) -> BatchKVCache:
+    def merge(cls, caches: Iterable[KVCache]) -> BatchKVCache:
         """Return a batch with one row for each of `caches`, whose own batch is 1."""
+        caches = list(caches)
         for cache in caches:
             as_kind("caches", cache, KVCache)
             if cache.size():
@@ -244,8 +249,8 @@ class BatchKVCache(BatchCache, row_class=KVCache):
             padding = row_counts("left_padding", state[3], offset.size)
             if not np.array_equal(offset, pair.count - padding):
                 raise CacheValueError(
-                    f"rope_offset {offset.tolist()} is not {pair.count} columns less "
-                    f"left_padding {padding.tolist()}",
+                    f"rope_offset {shown(offset.tolist())} is not {pair.count} columns less "
+                    f"left_padding {shown(padding.tolist())}",
                     "rope_offset",
                     offset.tolist(),
                     (pair.count - padding).tolist(),
@@ -276,4 +281,4 @@ def parse_padding(meta: Sequence[Any]) -> Rows:
         raise CacheValueError(
             f"left padding {shown(tuple(meta))} is not numbers as text", "left_padding", tuple(meta)
         )
-    return np.array([int(p) for p in meta], np.int64)
+    return row_counts("left_padding", [int(p) for p in meta])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, as_kind, check_size
-from pykvcache.arrays.mlx._base import Arrays, meta_ints, state_pair
+from pykvcache.arrays.mlx._base import Arrays, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.arrays.mlx._limits import LARGEST_SIZE
 from pykvcache.arrays.mlx._merge import BatchCache
-from pykvcache.arrays.mlx._ring import RingTrim, ordered, roll_columns
+from pykvcache.arrays.mlx._ring import RingTrim, ordered, refuse_sizes, ring_meta, roll_columns
 from pykvcache.arrays.mlx._rows import (
     Counts,
     Rows,
@@ -20,6 +21,7 @@ from pykvcache.arrays.mlx._rows import (
     right_justified,
     row_counts,
     row_indices,
+    summed,
     take_rows,
 )
 from pykvcache.arrays.mlx.batch import parse_padding
@@ -49,7 +51,7 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
 
     def __init__(self, max_size: SupportsIndex, left_padding: Counts) -> None:
         super().__init__()
-        self._max_size = as_int("max_size", max_size, minimum=0)
+        self._max_size = as_int("max_size", max_size, minimum=0, maximum=LARGEST_SIZE)
         padding = row_counts("left_padding", left_padding)
         self._offset = 0
         self._index = 0  # next column to write; `columns stored` unless rotated
@@ -109,39 +111,46 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         CacheOrderError
             A single column while right padding waits for `finalize`.
         """
-        n = self._pair.check(keys, values)
+        pair, limit = self._pair, self._max_size
+        keys, values = pair.check(keys, values)
         # What is stored has the right number of rows, and `check` compared with it.
-        if not self._pair.length:
+        if not pair.length:
             check_size("rows of keys", keys.shape[0], self.batch_size)
-        if self._max_size == 0:
+        if limit == 0:
             raise CacheValueError(
                 "a BatchRotatingKVCache of max_size 0 cannot hold a token", "max_size", 0, 1
             )
-        if n > 1:
-            self._put_several(keys, values)
-        else:
-            if self._ends is not None:
-                self._refuse_pending("decoding with a BatchRotatingKVCache")
-            self._put_one(keys, values)
-        self._offset += n
-        return self._pair.view()
-
-    def _put_one(self, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        limit = self._max_size
-        surplus = self._pair.length - limit
+        if keys.shape[2] > 1:
+            beside = self._shadow()
+            found = beside._put_several(keys, values)
+            self._adopt(beside)
+            return found
+        if self._ends is not None:
+            self._refuse_pending("decoding with a BatchRotatingKVCache")
+        surplus = pair.length - limit
         if surplus < 0:
-            self._pair.append(keys, values, limit)
-            self._index = self._pair.length
-            return
+            end = pair.put(keys, values, limit)
+            found = pair.view(end)
+            # Without a call between, no interrupt comes between.
+            pair.length = self._index = end
+            self._offset += 1
+            return found
         if surplus:
-            self._pair = ordered(self._pair, self._index, drop=surplus)
-            self._index = limit
-        column = 0 if self._index == limit else self._index
-        self._pair.replace_one(column, keys, values)
+            pair = ordered(pair, self._index, drop=surplus)
+        column = 0 if surplus or self._index == limit else self._index
+        if values.base is not None:
+            values = values.copy()  # they may lie where the keys go
+        found = pair.view()
+        # As above; the buffers take what `check` took without a conversion.
+        pair.k_rows[column] = keys
+        pair.v_rows[column] = values
+        self._pair = pair
         self._index = column + 1
         self._gone += surplus + 1
+        self._offset += 1
+        return found
 
-    def _put_several(self, keys: NDArray[Any], values: NDArray[Any]) -> None:
+    def _put_several(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         # Padding that earlier updates appended goes left first, so that it is dropped
         # before any token is.
         self._roll_padding()
@@ -150,14 +159,15 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
             self._pair = ordered(self._pair, self._index, drop=surplus, more=(keys, values))
             self._gone += surplus
         else:
-            self._pair.append(keys, values, self._max_size, exact=True)
+            self._pair.length = self._pair.put(keys, values, self._max_size, exact=True)
         self._index = self._pair.length
+        self._offset += keys.shape[2]
+        return self._pair.view()
 
     @property
     def _room(self) -> int:
         """Columns that stay when several come."""
-        # A row that gets nothing but padding must not lose its last token, and with it its
-        # place, in a ring of size 1.
+        # In a ring of size 1 a row that gets only padding must not lose its last token.
         return max(self._max_size - 1, 0 if self._ends is None else 1)
 
     def _overrun(self) -> Rows:
@@ -195,15 +205,20 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         if padded and real is None:
             raise CacheValueError("right_padding needs lengths: the tokens of each row", "lengths")
         self._refuse_pending("prepare")
+        beside = self._shadow()
         if left is not None:
-            self._set_rows(self.left_padding + left, self.rope_offset - left)
+            padding = summed("left_padding", self.left_padding, left)
+            beside._set_rows(padding, self.rope_offset - left)
         if padded and real is not None:
-            self._ends = self.rope_offset + real
+            beside._ends = beside.rope_offset + real
+        self._adopt(beside)
 
     def finalize(self) -> None:
         """Move announced right padding to the left, so that all rows end together."""
-        self._roll_padding()
-        self._ends = None
+        beside = self._shadow()
+        beside._roll_padding()
+        beside._ends = None
+        self._adopt(beside)
 
     def advance(self, n: SupportsIndex) -> None:
         """Do nothing: here `update` counts; recurrent caches in the same list need the call."""
@@ -248,16 +263,18 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
     def filter(self, batch_indices: Counts) -> None:
         """Keep the given rows, in that order."""
         rows = row_indices(batch_indices, self.batch_size)
+        beside = self._shadow()
         if self._pair.count:
-            self._pair = take_rows(self._pair, rows)
-        self._set_rows(self.left_padding[rows], self.rope_offset[rows])
+            beside._pair = take_rows(self._pair, rows)
+        beside._set_rows(self.left_padding[rows], self.rope_offset[rows])
         if self._ends is not None:
-            self._ends = self._ends[rows]
+            beside._ends = self._ends[rows]
+        self._adopt(beside)
 
     def extend(self, other: BatchRotatingKVCache) -> None:
         """Add the rows of `other` below, the newest columns of both together."""
         as_kind("other", other, BatchRotatingKVCache)
-        _refuse_sizes([self._max_size, other._max_size])
+        refuse_sizes([self._max_size, other._max_size])
         self._refuse_pending("extend")
         other._refuse_pending("extend")
         parts = [
@@ -268,9 +285,11 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         mine, others = pair.count - self._pair.count, pair.count - other._pair.count
         padding = np.concatenate([self.left_padding + mine, other.left_padding + others])
         row_offset = np.concatenate([self.rope_offset, other.rope_offset])
-        self._offset = max(self._offset, other._offset)
-        self._set_rows(padding, row_offset)
-        self._pair, self._index = pair, pair.length
+        beside = self._shadow()
+        beside._offset = max(self._offset, other._offset)
+        beside._pair, beside._index = pair, pair.length
+        beside._set_rows(padding, row_offset)
+        self._adopt(beside)
 
     def extract(self, index: SupportsIndex) -> RotatingKVCache:
         """Return row `index` as a `RotatingKVCache` of its own, without padding."""
@@ -287,7 +306,7 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         return alone
 
     @classmethod
-    def merge(cls, caches: Sequence[RotatingKVCache]) -> BatchRotatingKVCache:
+    def merge(cls, caches: Iterable[RotatingKVCache]) -> BatchRotatingKVCache:
         """Return a batch with one row for each of `caches`, whose own batch is 1.
 
         Raises
@@ -297,9 +316,10 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         NotSupported
             A cache keeps its first tokens: the batch has no place for them.
         """
+        caches = list(caches)
         for cache in caches:
             as_kind("caches", cache, RotatingKVCache)
-        _refuse_sizes([cache.max_size for cache in caches])
+        refuse_sizes([cache.max_size for cache in caches])
         keep = max(cache.keep for cache in caches)
         if keep:
             raise NotSupported("a batch cannot keep the first tokens of its rows", "keep", keep, 0)
@@ -340,9 +360,11 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
             padding = np.maximum(
                 row_counts("left_padding", state[3], row_offset.size, signed=True), 0
             )
-        self._pair, self._ends = pair, None
-        self._offset = self._index = pair.length
-        self._set_rows(padding, row_offset)
+        beside = self._shadow()
+        beside._pair, beside._ends = pair, None
+        beside._offset = beside._index = pair.length
+        beside._set_rows(padding, row_offset)
+        self._adopt(beside)
 
     @property
     def meta_state(self) -> tuple[str, ...]:
@@ -352,46 +374,22 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
 
     @meta_state.setter
     def meta_state(self, meta: Sequence[Any]) -> None:
-        names = ("max_size", "offset", "index")
-        meta = tuple(meta)  # a scalar of NumPy's would raise an IndexError
-        max_size, offset, index = meta_ints("BatchRotatingKVCache", names, meta[:3])
-        if len(meta) < 4 or meta[3] not in ("True", "False"):
-            message = f"rotated of a BatchRotatingKVCache is {shown(meta[3:4])}, no flag"
-            raise CacheValueError(message, "rotated", meta[3:4], ("True", "False"))
-        rotated, rows = meta[3] == "True", self._pair.length
         padding, row_offset = self.left_padding, self.rope_offset
-        given: dict[str, object] = dict(zip(names, (max_size, offset, index), strict=True))
-        given |= {"rotated": rotated, "columns": rows}
-        if rows == 0:
-            if offset or index or rotated:
-                raise CacheValueError(
-                    f"an empty ring has offset 0 and index 0; got {given}", "meta_state", given
-                )
-            if len(meta) > 4:
-                padding = parse_padding(meta[4:])
+        max_size, offset, index, columns, given = ring_meta(meta, self._pair.length)
+        if columns == 0:
+            padding = parse_padding(given) if given else padding
             row_offset = -padding
-        elif len(meta) > 4 or max_size == 0 or index > rows or rows > offset:
+        # No row has more tokens than columns came, nor fewer than it still shows.
+        elif ((row_offset > offset) | (row_offset < columns - padding)).any():
             raise CacheValueError(
-                f"columns, index and offset of a ring do not fit: {given}", "meta_state", given
+                f"rope_offset {shown(row_offset.tolist())} and left_padding "
+                f"{shown(padding.tolist())} do not fit {columns} columns of {offset}",
+                "rope_offset",
+                row_offset.tolist(),
+                offset,
             )
-        elif rotated and rows != max_size:
-            raise CacheValueError(f"a rotated ring is full; got {given}", "meta_state", given)
-        elif not rotated and (index == 0 or (offset < max_size and index != offset)):
-            raise CacheValueError(
-                f"a ring that is not rotated holds `index` columns; got {given}",
-                "meta_state",
-                given,
-            )
-        if not rotated:
-            self._pair.length = index  # what comes after was trimmed
-        self._max_size, self._offset, self._index = max_size, offset, index
-        self._set_rows(padding, row_offset)
-
-
-def _refuse_sizes(sizes: list[int]) -> None:
-    if len(set(sizes)) != 1:
-        raise CacheValueError(
-            f"rings of max_size {sorted(set(sizes))} cannot share a batch; expected one size",
-            "max_size",
-            sorted(set(sizes)),
-        )
+        beside = self._shadow()
+        beside._pair.length = columns  # what comes after was trimmed
+        beside._max_size, beside._offset, beside._index = max_size, offset, index
+        beside._set_rows(padding, row_offset)
+        self._adopt(beside)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, as_kind, check_size
-from pykvcache.arrays.mlx._base import Arrays, BaseCache
+from pykvcache.arrays.mlx._base import Arrays, BaseCache, adopt_all
 from pykvcache.arrays.mlx._rows import Counts
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache
 from pykvcache.errors import CacheValueError, NotSupported
@@ -18,7 +17,10 @@ from pykvcache.errors._shown import shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CacheList"]
+__all__ = ["CacheList", "check_depth"]
+
+# Lists within lists; files hold 7 levels at most.
+_MAX_DEPTH = 64
 
 
 class CacheList(BaseCache):
@@ -35,10 +37,14 @@ class CacheList(BaseCache):
         The members; they are not copied.
     """
 
+    _depth: int
+
     def __init__(self, *caches: BaseCache) -> None:
         for cache in caches:
             as_kind("cache", cache, BaseCache)  # type: ignore[type-abstract]
-        self._caches = caches
+        depth = 1 + max((c._depth for c in caches if isinstance(c, CacheList)), default=0)
+        check_depth(depth)
+        self._caches, self._depth = caches, depth
 
     def __len__(self) -> int:
         return len(self._caches)
@@ -168,8 +174,9 @@ class CacheList(BaseCache):
         return CacheList(*(_method(cache, "extract")(index) for cache in self._caches))
 
     @classmethod
-    def merge(cls, caches: Sequence[CacheList]) -> CacheList:
+    def merge(cls, caches: Iterable[CacheList]) -> CacheList:
         """Return a list of batches: the members in each place, merged."""
+        caches = list(caches)
         for cache in caches:
             as_kind("caches", cache, CacheList)
             check_size("caches to merge", len(cache), len(caches[0]))
@@ -229,7 +236,7 @@ class CacheList(BaseCache):
         names = tuple(type(cache).__name__ for cache in self._caches)
         if tuple(meta[0]) != names:
             raise CacheValueError(
-                f"the caches are {names}; the meta state is of {tuple(meta[0])}",
+                f"the caches are {shown(names)}; the meta state is of {shown(tuple(meta[0]))}",
                 "meta_state",
                 tuple(meta[0]),
                 names,
@@ -240,21 +247,34 @@ class CacheList(BaseCache):
         """Apply `change` to shadows of the members; take them over if none raises."""
         shadows = [cache._shadow() for cache in self._caches]
         results = [change(shadow) for shadow in shadows]
-        for cache, shadow in zip(self._caches, shadows, strict=True):
-            cache._adopt(shadow)
+        adopt_all(zip(self._caches, shadows, strict=True))
         return results
 
     def _with(self, caches: tuple[BaseCache, ...]) -> Self:
-        twin = copy.copy(self)
+        twin = self._twin()
         twin._caches = caches
         return twin
 
     def _shadow(self) -> Self:
         return self._with(tuple(cache._shadow() for cache in self._caches))
 
+    def _leaves(self) -> Iterator[BaseCache]:
+        for cache in self._caches:
+            yield from cache._leaves()
+
     def _adopt(self, other: Self) -> None:
-        for cache, shadow in zip(self._caches, other._caches, strict=True):
-            cache._adopt(shadow)
+        adopt_all([(self, other)])
+
+
+def check_depth(depth: int) -> None:
+    """Raise `CacheValueError` for lists within lists that have too many levels."""
+    if depth > _MAX_DEPTH:
+        raise CacheValueError(
+            f"a CacheList of {depth} levels; it may have {_MAX_DEPTH}",
+            "levels of a CacheList",
+            depth,
+            _MAX_DEPTH,
+        )
 
 
 def _method(cache: BaseCache, name: str) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx._base import Arrays, Mask, PairCache, meta_ints, state_pair
+from pykvcache.arrays.mlx._limits import LARGEST_SIZE
 from pykvcache.arrays.mlx.masks import history_mask
 from pykvcache.errors import CacheValueError
 
@@ -30,7 +31,7 @@ class ChunkedKVCache(PairCache):
 
     def __init__(self, chunk_size: SupportsIndex) -> None:
         super().__init__()
-        self._chunk_size = as_int("chunk_size", chunk_size, minimum=1)
+        self._chunk_size = as_int("chunk_size", chunk_size, minimum=1, maximum=LARGEST_SIZE)
         self._start_position = 0
 
     @property

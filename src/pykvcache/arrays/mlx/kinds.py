@@ -14,7 +14,7 @@ from pykvcache.arrays.mlx._base import BaseCache
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache, MambaCache
 from pykvcache.arrays.mlx.batch import BatchKVCache
 from pykvcache.arrays.mlx.batch_rotating import BatchRotatingKVCache
-from pykvcache.arrays.mlx.cache_list import CacheList
+from pykvcache.arrays.mlx.cache_list import CacheList, check_depth
 from pykvcache.arrays.mlx.chunked import ChunkedKVCache
 from pykvcache.arrays.mlx.quantized import QuantizedKVCache
 from pykvcache.arrays.mlx.rotating import RotatingKVCache
@@ -22,17 +22,22 @@ from pykvcache.arrays.mlx.standard import KVCache
 from pykvcache.errors import CacheValueError
 from pykvcache.errors._shown import shown
 
-__all__ = ["KvCacheKind", "from_newer_state", "from_state", "newer_state"]
+__all__ = ["KvCacheKind", "from_state", "newer_state", "serialized"]
 
 
 def _read_list(*members: Any) -> files.Serialized:
     names, states, metas = [], [], []
     for member in members:
-        state, name = files.parts_of(member)
-        if not isinstance(name, str):
+        parts = files.parts_of(member)
+        if len(parts) != 2 or not isinstance(parts[1], str):
             raise CacheValueError(
-                "a member of a CacheList has no class name", "class name", type(name).__name__
+                f"a member of a CacheList has {len(parts)} parts; a state and a class name "
+                "are expected",
+                "member of a CacheList",
+                len(parts),
+                2,
             )
+        state, name = parts
         plain, meta = _serialized(KvCacheKind.parse(name), state)
         names.append(name)
         states.append(plain)
@@ -148,15 +153,22 @@ def from_state(
         They do not belong together: wrong shapes, counts that do not fit the arrays, an
         empty ring with an offset, an unknown kind.
     """
+    return _from_state(kind, state, meta, 1)
+
+
+def _from_state(
+    kind: str | KvCacheKind, state: Sequence[Any], meta: Sequence[Any], depth: int
+) -> BaseCache:
     kind = kind if isinstance(kind, KvCacheKind) else KvCacheKind.parse(kind)
     if kind is KvCacheKind.CACHE_LIST:
-        return _list_from_state(state, meta)
+        check_depth(depth)
+        return _list_from_state(state, meta, depth)
     cache = kind.empty()
     cache.from_serialized(state, meta)
     return cache
 
 
-def _list_from_state(state: Sequence[Any], meta: Sequence[Any]) -> CacheList:
+def _list_from_state(state: Sequence[Any], meta: Sequence[Any], depth: int) -> CacheList:
     if len(meta) != 2 or len(meta[0]) != len(meta[1]):
         raise CacheValueError(
             f"the meta state of a CacheList is names and metas; got {shown(meta)}",
@@ -173,7 +185,8 @@ def _list_from_state(state: Sequence[Any], meta: Sequence[Any]) -> CacheList:
             len(states),
             len(names),
         )
-    return CacheList(*(from_state(*parts) for parts in zip(names, states, metas, strict=True)))
+    members = zip(names, states, metas, strict=True)
+    return CacheList(*(_from_state(*parts, depth + 1) for parts in members))
 
 
 def newer_state(name: str, state: Sequence[Any], meta: Sequence[Any]) -> tuple[str, Any]:
@@ -185,10 +198,10 @@ def newer_state(name: str, state: Sequence[Any], meta: Sequence[Any]) -> tuple[s
     return kind.value, _ROWS[kind].write(tuple(state), tuple(meta))
 
 
-def from_newer_state(name: str, state: Any) -> BaseCache:
-    """Return a cache with the state that a file of mlx-lm 0.32 has for it."""
+def serialized(name: str, state: Any) -> tuple[KvCacheKind, Sequence[Any], Sequence[Any]]:
+    """Return kind, state and meta state out of the state that a file of mlx-lm 0.32 has."""
     kind = KvCacheKind.parse(name)
-    return from_state(kind, *_serialized(kind, state))
+    return (kind, *_serialized(kind, state))
 
 
 def _serialized(kind: KvCacheKind, state: Any) -> files.Serialized:

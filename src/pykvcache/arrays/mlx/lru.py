@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Any, SupportsIndex, TypeAlias
 
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx._base import BaseCache, as_caches
 from pykvcache.arrays.mlx.prompt import can_trim_prompt_cache
 from pykvcache.arrays.mlx.trie import PromptTrie, Tokens, token_list
 from pykvcache.errors import CacheValueError
+from pykvcache.errors._shown import shown
 
 __all__ = ["LRUPromptCache"]
 
@@ -24,6 +26,10 @@ class _Entry:
     layers: list[BaseCache]
     nbytes: int
     cache_type: str
+
+
+_Key: TypeAlias = tuple[Hashable, tuple[int, ...]]
+_Held: TypeAlias = "OrderedDict[_Key, _Entry]"
 
 
 class LRUPromptCache:
@@ -50,15 +56,21 @@ class LRUPromptCache:
     def __init__(self, max_size: SupportsIndex = 10, max_bytes: SupportsIndex = 1 << 63) -> None:
         self._max_size = as_int("max_size", max_size, minimum=0)
         self._max_bytes = as_int("max_bytes", max_bytes, minimum=0)
-        self._trie: PromptTrie[_Entry] = PromptTrie()
-        # Oldest first; the tokens as a tuple, to be hashed.
-        self._order: dict[str, OrderedDict[tuple[Hashable, tuple[int, ...]], None]] = {
-            name: OrderedDict() for name in _TYPES
-        }
-        self._bytes = dict.fromkeys(_TYPES, 0)
+        # Oldest first; the tokens as a tuple, to be hashed. It is replaced as a whole.
+        self._held: _Held = OrderedDict()
+        # The way to its keys, built anew where a call that changed it did not come to an end.
+        self._trie: PromptTrie[None] = PromptTrie()
+        self._is_indexed = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_trie": PromptTrie(), "_is_indexed": False}
+
+    def __copy__(self) -> LRUPromptCache:
+        # A shallow copy would share the index of what it holds.
+        return copy.deepcopy(self)
 
     def __len__(self) -> int:
-        return sum(len(order) for order in self._order.values())
+        return len(self._held)
 
     @property
     def max_size(self) -> int:
@@ -73,7 +85,7 @@ class LRUPromptCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all entries."""
-        return sum(self._bytes.values())
+        return sum(entry.nbytes for entry in self._held.values())
 
     def fetch_nearest_cache(
         self, model: Hashable, tokens: Tokens
@@ -85,21 +97,22 @@ class LRUPromptCache:
         leaves empty caches); else the longest shorter one; else None and all tokens.
         """
         keys = token_list(tokens)
-        found = self._trie.search(model, keys)
+        trie = self._index()
+        found = trie.search(model, keys)
         if found.exact is not None:
-            return [layer.copy() for layer in self._hit(model, found.exact).layers], []
+            return self._copied(model, found.exact, [])
         short = len(found.shorter) if found.shorter is not None else 0
         prefix = min(len(keys) - 1, found.common_prefix)
         if found.common_prefix > short:
-            for longer in self._trie.continuations(model, keys[: found.common_prefix]):
-                entry = self._trie.get(model, longer)
+            for longer in trie.continuations(model, keys[: found.common_prefix]):
+                entry = self._held[model, tuple(longer)]
                 trimmed = _trimmed(entry.layers, len(longer) - prefix)
                 if trimmed is not None:
-                    self._hit(model, longer)
-                    return trimmed, keys[prefix:]
+                    hit = trimmed, keys[prefix:]
+                    self._held.move_to_end((model, tuple(longer)))
+                    return hit
         if found.shorter is not None:
-            layers = self._hit(model, found.shorter).layers
-            return [layer.copy() for layer in layers], keys[short:]
+            return self._copied(model, found.shorter, keys[short:])
         return None, keys
 
     def insert_cache(
@@ -123,7 +136,7 @@ class LRUPromptCache:
         """
         if not isinstance(cache_type, str) or cache_type not in _TYPES:
             raise CacheValueError(
-                f"cache_type is {cache_type!r}; expected one of {_TYPES}",
+                f"cache_type is {shown(cache_type)}; expected one of {_TYPES}",
                 "cache_type",
                 cache_type,
                 _TYPES,
@@ -133,15 +146,19 @@ class LRUPromptCache:
         entry = _Entry(layers, sum(layer.nbytes for layer in layers), cache_type)
         if entry.nbytes > self._max_bytes:
             return
-        if self._trie.search(model, keys).exact is not None:
-            self._forget(model, keys, self._trie.pop(model, keys))
-        self._trie.add(model, keys, entry)
-        self._order[cache_type][model, tuple(keys)] = None
-        self._bytes[cache_type] += entry.nbytes
+        trie, key = self._index(), (model, tuple(keys))
+        held = self._held.copy()
+        held[key] = entry
+        held.move_to_end(key)
+        gone = []
         if can_trim_prompt_cache(layers):
-            for length, prefix in self._trie.pop_prefixes(model, keys):
-                self._forget(model, keys[:length], prefix)
-        self.trim_to(n_sequences=self._max_size, n_bytes=self._max_bytes)
+            gone = [(model, key[1][:length]) for length in trie.prefixes(model, keys)]
+        for prefix in gone:
+            del held[prefix]
+        gone += _evicted(held, self._max_size, self._max_bytes)
+        self._is_indexed = False
+        trie.add(model, keys, None)
+        self._replace(held, gone)
 
     def trim_to(
         self, *, n_sequences: SupportsIndex | None = None, n_bytes: SupportsIndex | None = None
@@ -153,33 +170,64 @@ class LRUPromptCache:
         """
         entries = len(self) if n_sequences is None else max(as_int("n_sequences", n_sequences), 0)
         limit = self.nbytes if n_bytes is None else max(as_int("n_bytes", n_bytes), 0)
-        while len(self) > entries or (self.nbytes > limit and len(self)):
-            self._evict()
+        self._index()
+        held = self._held.copy()
+        gone = _evicted(held, entries, limit)
+        self._is_indexed = False
+        self._replace(held, gone)
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Return ``n_sequences`` and ``n_bytes`` for each type."""
-        return {
-            name: {"n_sequences": len(self._order[name]), "n_bytes": self._bytes[name]}
-            for name in _TYPES
-        }
+        stats = {name: {"n_sequences": 0, "n_bytes": 0} for name in _TYPES}
+        for entry in self._held.values():
+            stats[entry.cache_type]["n_sequences"] += 1
+            stats[entry.cache_type]["n_bytes"] += entry.nbytes
+        return stats
 
-    def _hit(self, model: Hashable, keys: list[int]) -> _Entry:
-        entry = self._trie.get(model, keys)
-        self._order[entry.cache_type].move_to_end((model, tuple(keys)))
-        return entry
+    def _index(self) -> PromptTrie[None]:
+        if not self._is_indexed:
+            trie: PromptTrie[None] = PromptTrie()
+            for model, tokens in self._held:
+                trie.add(model, tokens, None)
+            self._trie, self._is_indexed = trie, True
+        return self._trie
 
-    def _forget(self, model: Hashable, keys: list[int], entry: _Entry) -> None:
-        del self._order[entry.cache_type][model, tuple(keys)]
-        self._bytes[entry.cache_type] -= entry.nbytes
+    def _copied(
+        self, model: Hashable, keys: list[int], rest: list[int]
+    ) -> tuple[list[BaseCache], list[int]]:
+        key = model, tuple(keys)
+        hit = [layer.copy() for layer in self._held[key].layers], rest
+        self._held.move_to_end(key)  # last: what fails before is no hit
+        return hit
 
-    def _evict(self) -> None:
-        lengths = [len(self._order[name]) for name in _TYPES]
+    def _replace(self, held: _Held, gone: list[_Key]) -> None:
+        """Hold this instead, without those keys; until here nothing has changed but the index."""
+        for model, tokens in gone:
+            self._trie.pop(model, tokens)
+        # Without a call between, no interrupt comes between.
+        self._held = held
+        self._is_indexed = True
+
+
+def _evicted(held: _Held, entries: int, limit: int) -> list[_Key]:
+    """Take out of `held` what is more than so many entries of so many bytes; return its keys."""
+    nbytes = sum(entry.nbytes for entry in held.values())
+    if len(held) <= entries and nbytes <= limit:
+        return []
+    oldest: dict[str, deque[_Key]] = {name: deque() for name in _TYPES}
+    for key, entry in held.items():
+        oldest[entry.cache_type].append(key)
+    gone = []
+    while len(held) > entries or (nbytes > limit and held):
+        lengths = [len(oldest[name]) for name in _TYPES]
         if lengths[0] and lengths[0] >= lengths[1]:
             name = _TYPES[0]
         else:
             name = _TYPES[1] if lengths[1] and lengths[1] >= lengths[2] else _TYPES[2]
-        model, tokens = next(iter(self._order[name]))
-        self._forget(model, list(tokens), self._trie.pop(model, tokens))
+        key = oldest[name].popleft()
+        nbytes -= held.pop(key).nbytes
+        gone.append(key)
+    return gone
 
 
 def _trimmed(layers: Sequence[BaseCache], n: int) -> list[BaseCache] | None:

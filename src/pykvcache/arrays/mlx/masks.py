@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx._base import BaseCache, Mask, as_caches
-from pykvcache.errors import CacheValueError
+from pykvcache.arrays.mlx._rows import row_counts
+from pykvcache.errors import CacheDTypeError, CacheValueError
+from pykvcache.errors._shown import shown
 
 __all__ = ["create_attention_mask", "create_causal_mask"]
 
@@ -59,7 +61,11 @@ def create_causal_mask(
     columns = offset + n
     if columns + n > MOST:
         raise CacheValueError(
-            f"a mask of {n} rows and {columns} columns is too large", "mask", (n, columns), MOST
+            f"a mask of {shown(n)} rows and {shown(columns)} columns is too large; "
+            f"together they may be {MOST}",
+            "mask",
+            (n, columns),
+            MOST,
         )
     # Whether a key is visible depends on its distance alone, so every row is a window of
     # one line of booleans; copying rows is several times faster than comparing indices.
@@ -71,18 +77,18 @@ def create_causal_mask(
         return mask
     seen = np.arange(columns)
     rows = mask[None, None]
-    if right_padding is not None and left_padding is not None:
-        right, left = np.size(right_padding), np.size(left_padding)
-        if right != left:
-            raise CacheValueError(
-                f"padding of {right} rows on the right, of {left} on the left",
-                "padding",
-                (right, left),
-            )
-    if right_padding is not None:
-        rows = rows & (seen < columns - _per_row("right_padding", right_padding))
-    if left_padding is not None:
-        rows = rows & (seen >= _per_row("left_padding", left_padding))
+    right = None if right_padding is None else _per_row("right_padding", right_padding)
+    left = None if left_padding is None else _per_row("left_padding", left_padding)
+    if right is not None and left is not None and right.size != left.size:
+        raise CacheValueError(
+            f"padding of {right.size} rows on the right, of {left.size} on the left",
+            "padding",
+            (right.size, left.size),
+        )
+    if right is not None:
+        rows = rows & (seen < columns - right)
+    if left is not None:
+        rows = rows & (seen >= left)
     return rows
 
 
@@ -97,11 +103,15 @@ def create_attention_mask(
     That of the cache if there is one; else None for a single token, an array if
     `return_array` or if the window is shorter than `h`, and ``"causal"`` otherwise.
     """
-    if np.ndim(h) < 2:
+    try:
+        shape = np.shape(h)
+    except ValueError as error:  # rows of unequal length
+        raise CacheDTypeError(f"h is not an array: {error}", "h", type(h).__name__) from None
+    if len(shape) < 2:
         raise CacheValueError(
-            f"h has shape {np.shape(h)}; expected (batch, n_tokens, ...)", "h", np.shape(h), 2
+            f"h has shape {shape}; expected (batch, n_tokens, ...)", "h", shape, 2
         )
-    n = np.shape(h)[1]
+    n = shape[1]
     if cache is not None:
         as_caches("cache", [cache])
         return cache.make_mask(n, window_size=window_size, return_array=return_array)
@@ -125,10 +135,9 @@ def history_mask(
 
 
 def _per_row(name: str, padding: Padding) -> NDArray[np.int64]:
-    counts = np.asarray(padding)
-    if counts.ndim != 1 or (counts.size and counts.dtype.kind not in "iu"):
-        raise CacheValueError(
-            f"{name} must be one integer per row, shape (batch,)", name, counts.shape, 1
-        )
-    per_row: NDArray[np.int64] = counts.astype(np.int64)[:, None, None, None]
+    # Below 0, as mlx-lm counts padding that has left a ring, there is none.
+    try:
+        per_row: NDArray[np.int64] = row_counts(name, padding, signed=True)[:, None, None, None]
+    except CacheDTypeError as error:
+        raise CacheValueError(str(error), error.what, error.value, error.limit) from None
     return per_row

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
@@ -11,11 +13,12 @@ from typing import Any, Literal, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache._paths import as_file_name
+from pykvcache._paths import as_file_name, check_regular, open_into, places
 from pykvcache.arrays.mlx._base import BaseCache, as_caches
-from pykvcache.arrays.mlx._files import flattened, is_newer, mamba_keys, plain_values
-from pykvcache.arrays.mlx.arrays_cache import ArraysCache
-from pykvcache.arrays.mlx.kinds import KvCacheKind, from_newer_state, from_state, newer_state
+from pykvcache.arrays.mlx._files import flattened, is_newer
+from pykvcache.arrays.mlx._limits import LARGEST
+from pykvcache.arrays.mlx._parsing import parsed
+from pykvcache.arrays.mlx.kinds import from_state, newer_state
 from pykvcache.errors import ArgumentError, CacheDTypeError, CacheValueError
 from pykvcache.errors._shown import shown
 
@@ -24,10 +27,6 @@ __all__ = ["PromptCacheLayout", "load_prompt_cache", "prompt_cache_layout", "sav
 #: Layouts of prompt cache files, by the first (0.32) or last (0.31) mlx-lm that has them.
 # Stubtest takes a Literal of several for no union.
 PromptCacheLayout: TypeAlias = Literal["0.31"] | Literal["0.32"]
-
-# Dotted keys of a file as a tree: numbered branches, arrays or texts as leaves.
-_Node: TypeAlias = Any
-_MAX_DEPTH = 16
 
 
 def save_prompt_cache(
@@ -89,25 +88,73 @@ def save_prompt_cache(
                 (key, text),
                 "text",
             )
+        try:
+            (key + text).encode()
+        except UnicodeEncodeError:
+            raise CacheValueError(
+                f"metadata hold {shown(key)}: {shown(text)}, which UTF-8 cannot hold",
+                "metadata",
+                (key, text),
+                "UTF-8",
+            ) from None
     arrays, texts = (_current if layout == "0.32" else _older)(layers, metadata or {})
+    parsed(arrays, texts)  # what could not be loaded is not saved
+    _check_offsets(layers)
     path = _path(file_name)
     if not path.name:
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not path.parent.exists():
         raise FileNotFoundError(errno.ENOENT, f"there is no folder {path.parent}", str(path))
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    temporary, target, mode = places(str(path))
     try:
-        part.touch()  # where nothing can be written, this says so with an OSError
-        save_file({key: _plain(array) for key, array in arrays.items()}, part, texts or None)
-        os.replace(part, path)
+        own = _made(temporary, mode)  # where nothing can be written, this is an OSError
+        save_file({key: _plain(array) for key, array in arrays.items()}, temporary, texts or None)
+        os.chmod(temporary, own)
+        _check_header(path, temporary)
+        os.replace(temporary, target)
     except SafetensorError as error:
         if "I/O error" in str(error):
             raise OSError(f"{path}: {error}") from error
+        if "header" in str(error):
+            raise CacheValueError(f"{path}: {error}", "metadata", str(path)) from error
         raise CacheDTypeError(
             f"{path}: an array cannot be saved: {error}", "cache", str(path)
         ) from error
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _made(path: str, mode: int | None) -> int:
+    """Make an empty file; return `mode`, or the permissions that the process gives to new files."""
+    opened: list[int] = []
+    try:
+        own = 0o666 if mode is None else mode & 0o666
+        made = open_into(opened, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, own)
+        return stat.S_IMODE(os.fstat(made).st_mode) if mode is None else mode
+    finally:
+        if opened:
+            os.close(*opened)
+
+
+def _check_header(path: Path, temporary: str) -> None:
+    try:
+        _read(Path(temporary), arrays=False)
+    except CacheValueError as error:  # it is too long, for instance
+        raise CacheValueError(
+            f"{path}: the file could not be loaded: {error.__cause__ or error}", "file", str(path)
+        ) from None
+
+
+def _check_offsets(layers: Sequence[BaseCache]) -> None:
+    for leaf in (leaf for layer in layers for leaf in layer._leaves()):
+        if leaf.offset > LARGEST:
+            raise CacheValueError(
+                f"offset is {leaf.offset}; a file holds {LARGEST} at most",
+                "offset",
+                leaf.offset,
+                LARGEST,
+            )
 
 
 def _current(
@@ -174,58 +221,9 @@ def load_prompt_cache(
     CacheValueError, CacheDTypeError
         It is damaged, no prompt cache, or its parts do not belong together.
     """
-    arrays, texts = _read(_path(file_name))
-    parts: dict[str, dict[str, str]] = {"0": {}, "1": {}, "2": {}}
-    for key, text in texts.items():
-        head, _, rest = key.partition(".")
-        if head in parts:
-            parts[head][rest] = text
-    if is_newer(texts):
-        found, metadata = _newer(arrays, texts, parts["1"]), parts["0"]
-        return (found, metadata) if return_metadata else found
-    info, states = _tree(parts["0"]), _tree(arrays)
-    names = _dense(_tree(parts["2"]), "class names")
-    extra = (set(states) | set(info)) - set(range(len(names)))
-    if extra:
-        raise CacheValueError(
-            f"layers {sorted(extra)[:8]} have no class name", "layers", sorted(extra)
-        )
-    caches: list[BaseCache] = []
-    for i, name in enumerate(names):
-        if not isinstance(name, str):
-            raise CacheValueError(
-                f"the class name of layer {i} is not text", "class name of a layer", i
-            )
-        kind = KvCacheKind.parse(name)
-        meta = _meta(kind, info.get(i, ""))
-        caches.append(from_state(kind, _state(kind, states.get(i, {}), meta), meta))
-    return (caches, parts["1"]) if return_metadata else caches
-
-
-def _newer(
-    arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, str], classes: Mapping[str, str]
-) -> list[BaseCache]:
-    values, classes = plain_values(arrays, texts), dict(classes)
-    for key in mamba_keys(texts):
-        place: dict[str, Any] = classes if key in classes else values
-        if place.get(key) != "ArraysCache":
-            raise CacheValueError(
-                f"{shown(key)} is not the class name of an ArraysCache",
-                "class name",
-                key,
-                "ArraysCache",
-            )
-        place[key] = "MambaCache"
-    names = _dense(_tree(classes), "class names")
-    states = _dense(_tree(values), "states")
-    if len(names) != len(states) or not all(isinstance(name, str) for name in names):
-        raise CacheValueError(
-            f"{len(states)} states have {len(names)} class names",
-            "class names",
-            len(names),
-            len(states),
-        )
-    return [from_newer_state(*pair) for pair in zip(names, states, strict=True)]
+    layers, metadata = parsed(*_read(_path(file_name)))
+    caches = [from_state(*layer) for layer in layers]
+    return (caches, metadata) if return_metadata else caches
 
 
 def _plain(array: NDArray[Any]) -> NDArray[Any]:
@@ -252,6 +250,7 @@ def _path(file_name: str | os.PathLike[str]) -> Path:
 def _read(path: Path, *, arrays: bool = True) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
+    check_regular(str(path))  # a pipe would wait
     with path.open("rb"):  # a missing or unreadable file is an OSError, whatever follows
         pass
     try:
@@ -293,93 +292,3 @@ def _widened(path: Path, names: set[str]) -> dict[str, NDArray[Any]]:
             upper = np.frombuffer(bytes(entry["data"]), "<u2").astype(np.uint32)
             arrays[name] = (upper << np.uint32(16)).view(np.float32).reshape(entry["shape"])
     return arrays
-
-
-def _tree(leaves: Mapping[str, Any]) -> dict[int, _Node]:
-    root: dict[int, _Node] = {}
-    for key, leaf in leaves.items():
-        steps = key.split(".")
-        if len(steps) > _MAX_DEPTH or not all(
-            s.isascii() and s.isdigit() and len(s) < 7 for s in steps
-        ):
-            raise CacheValueError(f"key {shown(key)} is not a path of numbers", "key", key)
-        node = root
-        for step in steps[:-1]:
-            node = node.setdefault(int(step), {})
-            if not isinstance(node, dict):
-                raise CacheValueError(f"key {shown(key)} lies within another one", "key", key)
-        if int(steps[-1]) in node:
-            raise CacheValueError(
-                f"key {shown(key)} comes twice, or another one lies within it", "key", key
-            )
-        node[int(steps[-1])] = leaf
-    return root
-
-
-def _dense(node: _Node, what: str) -> tuple[_Node, ...]:
-    if isinstance(node, str) and not node:
-        return ()
-    if not isinstance(node, dict) or sorted(node) != list(range(len(node))):
-        raise CacheValueError(
-            f"{what} are not numbered from 0 on without a gap",
-            what,
-            sorted(node) if isinstance(node, dict) else None,
-        )
-    return tuple(node[i] for i in range(len(node)))
-
-
-def _meta(kind: KvCacheKind, node: _Node) -> tuple[Any, ...]:
-    parts = _dense(node, "values of a meta state")
-    if kind is not KvCacheKind.CACHE_LIST:
-        if not all(isinstance(part, str) for part in parts):
-            raise CacheValueError(
-                f"the meta state of a {kind} holds more than texts",
-                "meta_state",
-                str(kind),
-                "texts",
-            )
-        return parts
-    if not parts:
-        return (), ()
-    if len(parts) != 2:
-        raise CacheValueError(
-            f"the meta state of a CacheList has {len(parts)} parts, not 2",
-            "meta_state",
-            len(parts),
-            2,
-        )
-    names, metas = _dense(parts[0], "names of caches"), _dense(parts[1], "meta states")
-    if len(names) != len(metas) or not all(isinstance(name, str) for name in names):
-        raise CacheValueError(
-            f"a CacheList has {len(names)} names and {len(metas)} meta states",
-            "meta_state",
-            len(metas),
-            len(names),
-        )
-    kinds = [KvCacheKind.parse(name) for name in names]
-    return names, tuple(_meta(k, m) for k, m in zip(kinds, metas, strict=True))
-
-
-def _state(kind: KvCacheKind, node: _Node, meta: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not isinstance(node, dict):
-        raise CacheValueError(f"the state of a {kind} is a single array", "state", str(kind))
-    if kind is KvCacheKind.CACHE_LIST:
-        if set(node) - set(range(len(meta[0]))):
-            raise CacheValueError(
-                f"a CacheList of {len(meta[0])} caches has states {sorted(node)}",
-                "states",
-                sorted(node),
-                len(meta[0]),
-            )
-        kinds = [KvCacheKind.parse(name) for name in meta[0]]
-        return tuple(_state(k, node.get(i, {}), meta[1][i]) for i, k in enumerate(kinds))
-    empty = kind.empty()
-    if isinstance(empty, ArraysCache):  # empty slots have no array
-        least = len(empty) if node else 0
-        return tuple(node.get(i) for i in range(max(least, max(node, default=-1) + 1)))
-    return _arrays(node, kind)
-
-
-def _arrays(node: _Node, kind: KvCacheKind) -> tuple[Any, ...]:
-    parts = _dense(node, f"arrays of a {kind}")
-    return tuple(_arrays(part, kind) if isinstance(part, dict) else part for part in parts)

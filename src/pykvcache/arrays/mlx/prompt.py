@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 from pykvcache.arrays._checks import as_int
-from pykvcache.arrays.mlx._base import BaseCache, as_caches
+from pykvcache.arrays.mlx._base import BaseCache, adopt_all, as_caches
 from pykvcache.arrays.mlx.rotating import RotatingKVCache
 from pykvcache.arrays.mlx.standard import KVCache
 
@@ -21,6 +21,8 @@ __all__ = [
 
 #: First tokens that the rings of `make_prompt_cache` keep.
 ROTATING_DEFAULT_KEEP = 4
+
+_MAX_LAYERS = 65_536
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def make_prompt_cache(config: PromptCacheConfig) -> list[BaseCache]:
     """
     if not isinstance(config, PromptCacheConfig):
         raise TypeError(f"config must be a PromptCacheConfig, not {type(config).__name__}")
-    layers = as_int("num_hidden_layers", config.num_hidden_layers, minimum=0)
+    layers = as_int("num_hidden_layers", config.num_hidden_layers, minimum=0, maximum=_MAX_LAYERS)
     if config.sliding_window is None:
         return [KVCache() for _ in range(layers)]
     size = max(as_int("sliding_window", config.sliding_window), 0)
@@ -56,7 +58,11 @@ def make_prompt_cache(config: PromptCacheConfig) -> list[BaseCache]:
 
 def can_trim_prompt_cache(cache: Sequence[BaseCache]) -> bool:
     """Tell whether the caches of all layers can be trimmed."""
-    return all(layer.is_trimmable() for layer in as_caches("cache", cache))
+    return _can_trim(as_caches("cache", cache))
+
+
+def _can_trim(layers: list[BaseCache]) -> bool:
+    return all(layer.is_trimmable() for layer in layers)
 
 
 def trim_prompt_cache(cache: Sequence[BaseCache], num_tokens: SupportsIndex) -> int:
@@ -66,7 +72,9 @@ def trim_prompt_cache(cache: Sequence[BaseCache], num_tokens: SupportsIndex) -> 
     """
     n = as_int("num_tokens", num_tokens, minimum=0)
     layers = as_caches("cache", cache)
-    if not layers or not can_trim_prompt_cache(layers):
+    if not layers or not _can_trim(layers):
         return 0
-    dropped = [layer.trim(n) for layer in layers]
+    shadows = [layer._shadow() for layer in layers]
+    dropped = [shadow.trim(n) for shadow in shadows]
+    adopt_all(zip(layers, shadows, strict=True))
     return dropped[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,23 +12,30 @@ from numpy.typing import NDArray
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx._base import Arrays, BaseCache, Mask, meta_ints, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.arrays.mlx._limits import LARGEST
 from pykvcache.arrays.mlx._quantize import BITS, Triple, dequantize, quantize
 from pykvcache.arrays.mlx.masks import history_mask
 from pykvcache.errors import CacheDTypeError, CacheValueError
+from pykvcache.errors._shown import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["QuantizedKVCache"]
 
+#: One pair each for words, scales and biases: (key part, value part).
+_Parts: TypeAlias = tuple[TokenPair, TokenPair, TokenPair]
+
 
 class QuantizedKVCache(BaseCache):
     """All tokens of a sequence, quantized in groups along the head.
 
     It follows mlx-lm's ``QuantizedKVCache``: each of keys and values is a triple of packed
-    uint32 codes, scales and biases, `(batch, n_kv_heads, n_tokens, ...)` each. No element
-    is off by more than half a step, ``(max - min) / (2**bits - 1) / 2`` of its group, plus
-    one rounding to the dtype. An empty cache has a state (mlx-lm fails there).
+    uint32 codes, scales and biases, `(batch, n_kv_heads, n_tokens, ...)` each. The scale is
+    ``(max - min) / (2**bits - 1)`` of its group, rounded up to the dtype. No element is off
+    by more than half of that and what is rounded: of float16 once, to the nearest; of float32
+    and float64 four ``eps`` of the group's largest magnitude at most. An empty cache has a
+    state (mlx-lm fails there).
 
     Parameters
     ----------
@@ -42,11 +49,7 @@ class QuantizedKVCache(BaseCache):
         self._group_size, self._bits = _checked(
             as_int("group_size", group_size), as_int("bits", bits)
         )
-        self._clear()
-
-    def _clear(self) -> None:
-        # One pair each for words, scales and biases: (key part, value part).
-        self._parts = (TokenPair(), TokenPair(), TokenPair())
+        self._parts: _Parts = (TokenPair(), TokenPair(), TokenPair())
 
     @property
     def group_size(self) -> int:
@@ -74,23 +77,37 @@ class QuantizedKVCache(BaseCache):
         Every call computes the whole history anew; `update_quantized` does not. Errors as
         in `KVCache.update`, for head sizes that do not fit, and for infinities and NaN.
         """
-        key_triple, value_triple = self.update_quantized(keys, values)
-        return (
+        parts = self._appended(keys, values)
+        key_triple, value_triple = _triples(*parts)
+        found = (
             dequantize(key_triple, self._group_size, self._bits),
             dequantize(value_triple, self._group_size, self._bits),
         )
+        self._parts = parts
+        return found
 
     def update_quantized(self, keys: NDArray[Any], values: NDArray[Any]) -> tuple[Triple, Triple]:
         """Quantize and store new tokens; return views of all codes, scales and biases."""
-        TokenPair().check(keys, values)
+        parts = self._appended(keys, values)
+        found = _triples(*parts)
+        self._parts = parts
+        return found
+
+    def _appended(self, keys: NDArray[Any], values: NDArray[Any]) -> _Parts:
+        """Return the parts with new tokens; those of this cache do not count them."""
+        keys, values = TokenPair().check(keys, values)
         new_keys = quantize(keys, self._group_size, self._bits)
         new_values = quantize(values, self._group_size, self._bits)
-        # All checks before the first append: a failure must not leave the parts unequal.
-        for part, new_key, new_value in zip(self._parts, new_keys, new_values, strict=True):
-            part.check(new_key, new_value)
-        for part, new_key, new_value in zip(self._parts, new_keys, new_values, strict=True):
+        words, scales, biases = self._copied_parts()
+        new = zip((words, scales, biases), new_keys, new_values, strict=True)
+        for part, new_key, new_value in new:
             part.append(new_key, new_value)
-        return _triples(*self._parts)
+        return words, scales, biases
+
+    def _copied_parts(self) -> _Parts:
+        # Copies of the pairs, not of the buffers: only lengths are their own.
+        words, scales, biases = self._parts
+        return copy.copy(words), copy.copy(scales), copy.copy(biases)
 
     @property
     def quantized_state(self) -> tuple[Triple, Triple] | None:
@@ -143,8 +160,10 @@ class QuantizedKVCache(BaseCache):
     def trim(self, n: SupportsIndex) -> int:
         """Drop the newest `n` tokens, or as many as there are; return how many."""
         dropped = min(as_int("n", n, minimum=0), self.offset)
-        for part in self._parts:
+        parts = self._copied_parts()
+        for part in parts:
             part.length -= dropped
+        self._parts = parts
         return dropped
 
     def make_mask(
@@ -172,7 +191,7 @@ class QuantizedKVCache(BaseCache):
         return self._copy_first(self.offset - n) if n <= self.offset else None
 
     def _copy_first(self, count: int) -> Self:
-        twin = copy.copy(self)
+        twin = self._twin()
         views = [part.view() for part in self._parts]
         words, scales, biases = (
             TokenPair.copied(k[:, :, :count], v[:, :, :count]) for k, v in views
@@ -181,25 +200,20 @@ class QuantizedKVCache(BaseCache):
         return twin
 
     def _shadow(self) -> Self:
-        twin = copy.copy(self)
-        words, scales, biases = self._parts
-        twin._parts = (copy.copy(words), copy.copy(scales), copy.copy(biases))
+        twin = self._twin()
+        twin._parts = self._copied_parts()
         return twin
 
 
 def _checked(group_size: int, bits: int) -> tuple[int, int]:
     if bits not in BITS:
-        raise CacheValueError(f"bits is {bits}; it must be one of {BITS}", "bits", bits, BITS)
-    if group_size < 1:
         raise CacheValueError(
-            f"group_size is {group_size}; it must be at least 1", "group_size", group_size, 1
+            f"bits is {shown(bits)}; it must be one of {BITS}", "bits", bits, BITS
         )
-    return group_size, bits
+    return as_int("group_size", group_size, minimum=1, maximum=LARGEST), bits
 
 
-def _parts_of(
-    state: Sequence[Any], group_size: int, bits: int
-) -> tuple[TokenPair, TokenPair, TokenPair]:
+def _parts_of(state: Sequence[Any], group_size: int, bits: int) -> _Parts:
     if len(state) == 0:
         return TokenPair(), TokenPair(), TokenPair()
     if len(state) != 2 or any(not isinstance(t, (tuple, list)) or len(t) != 3 for t in state):
@@ -219,7 +233,8 @@ def _triples(words: TokenPair, scales: TokenPair, biases: TokenPair) -> tuple[Tr
 
 def _check_widths(triples: tuple[Triple, Triple], group_size: int, bits: int) -> None:
     for words, scales, biases in triples:
-        if words.dtype != np.uint32 or scales.dtype.kind != "f" or biases.dtype != scales.dtype:
+        floats = scales.dtype.newbyteorder("=") in (np.float16, np.float32, np.float64)
+        if words.dtype != np.uint32 or not floats or biases.dtype != scales.dtype:
             raise CacheDTypeError(
                 f"words, scales and biases are {words.dtype}, {scales.dtype}, {biases.dtype}; "
                 "expected uint32 and one floating-point dtype",

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx._base import Arrays, Mask, meta_ints, state_pair
 from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.arrays.mlx._limits import LARGEST_SIZE
 from pykvcache.arrays.mlx._merge import SingleCache
 from pykvcache.arrays.mlx._ring import RingTrim, ordered, ring_mask
 from pykvcache.errors import CacheValueError
@@ -40,8 +41,8 @@ class RotatingKVCache(RingTrim, SingleCache):
 
     def __init__(self, max_size: SupportsIndex, keep: SupportsIndex = 0) -> None:
         super().__init__()
-        self._max_size = as_int("max_size", max_size, minimum=0)
-        self._keep = as_int("keep", keep, minimum=0)
+        self._max_size = as_int("max_size", max_size, minimum=0, maximum=LARGEST_SIZE)
+        self._keep = as_int("keep", keep, minimum=0, maximum=LARGEST_SIZE)
         self._offset = 0
         self._index = 0  # next row to write; `rows stored` unless rotated
 
@@ -80,35 +81,36 @@ class RotatingKVCache(RingTrim, SingleCache):
             raise CacheValueError(
                 "a RotatingKVCache of max_size 0 cannot hold a token", "max_size", 0, 1
             )
-        n = self._pair.check(keys, values)
-        if n == 1:
-            self._put_one(keys, values)
-        else:
-            self._put_several(keys, values)
-        self._offset += n
-        return self._pair.view()
-
-    def _put_one(self, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        limit = self._max_size
-        if self._pair.length < limit:
-            self._pair.append(keys, values, limit)
-            self._index = self._pair.length
-            return
-        if self._pair.length > limit:
-            surplus = self._pair.length - limit
-            self._pair = ordered(self._pair, self._index, self._kept, surplus)
-            self._index = limit
-        row = self._kept if self._index == limit else self._index
-        self._pair.replace_one(row, keys, values)
+        pair, limit = self._pair, self._max_size
+        keys, values = pair.check(keys, values)
+        n = keys.shape[2]
+        surplus = pair.length + 1 - limit
+        if surplus <= 0:
+            end = pair.put(keys, values, limit, exact=n > 1)
+            found = pair.view(end)
+            # Without a call between, no interrupt comes between.
+            pair.length = self._index = end
+            self._offset += n
+            return found
+        if n > 1:
+            pair = ordered(pair, self._index, self._kept, surplus, (keys, values))
+            found = pair.view()
+            changed = {"_pair": pair, "_index": pair.length, "_offset": self._offset + n}
+            self.__dict__.update(changed)
+            return found
+        if surplus > 1:
+            pair = ordered(pair, self._index, self._kept, surplus - 1)
+        row = self._kept if surplus > 1 or self._index == limit else self._index
+        if values.base is not None:
+            values = values.copy()  # they may lie where the keys go
+        found = pair.view()
+        # As above; the buffers take what `check` took without a conversion.
+        pair.k_rows[row] = keys
+        pair.v_rows[row] = values
+        self._pair = pair
         self._index = row + 1
-
-    def _put_several(self, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        surplus = self._pair.length - (self._max_size - 1)
-        if surplus > 0:
-            self._pair = ordered(self._pair, self._index, self._kept, surplus, (keys, values))
-        else:
-            self._pair.append(keys, values, self._max_size, exact=True)
-        self._index = self._pair.length
+        self._offset += 1
+        return found
 
     def is_trimmable(self) -> bool:
         """Tell whether nothing was dropped yet: fewer than `max_size` tokens were seen."""

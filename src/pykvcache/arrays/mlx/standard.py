@@ -100,12 +100,14 @@ class ConcatenateKVCache(KVCache):
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Store new tokens; return views of all keys and values. Errors as in `KVCache`."""
-        self._pair.check(keys, values)
+        keys, values = self._pair.check(keys, values)
         if self._pair.count:
             old_keys, old_values = self._pair.view()
             keys = np.concatenate([old_keys, keys], axis=2)
             values = np.concatenate([old_values, values], axis=2)
         else:
             keys, values = keys.copy(), values.copy()
-        self._pair = TokenPair(keys, values)
-        return self._pair.view()
+        pair = TokenPair(keys, values)
+        found = pair.view()
+        self._pair = pair
+        return found

@@ -36,7 +36,7 @@ class TokenBuffer:
         return self._size
 
     def update(self, tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
-        """Append `tokens`; return a view of all of them.
+        """Append `tokens`; return a read-only view of all of them.
 
         Raises
         ------
@@ -79,13 +79,23 @@ class TokenBuffer:
             capacity = grown_capacity(self._buffer.size, end)
             self._buffer = grow(self._buffer, 0, 0, self._size, capacity)
         self._buffer[self._size : end] = new
+        found = self._seen(end)
         self._size = end
-        return self._buffer[:end]
+        return found
+
+    def __copy__(self) -> TokenBuffer:
+        # A shallow copy would share the buffer, but not the count of what is in it.
+        return type(self)(self.tokens)
+
+    def _seen(self, end: int) -> NDArray[np.int32]:
+        view = self._buffer[:end]
+        view.flags.writeable = False
+        return view
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """All tokens, as a view."""
-        return self._buffer[: self._size]
+        """All tokens, as a read-only view."""
+        return self._seen(self._size)
 
     @property
     def state(self) -> NDArray[np.int32]:

@@ -9,7 +9,9 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pykvcache.arrays._checks import as_int
 from pykvcache.errors import CacheKeyError, CacheValueError
+from pykvcache.errors._shown import shown
 
 __all__ = ["PromptTrie", "PromptTrieResult"]
 
@@ -61,17 +63,59 @@ class PromptTrie(Generic[V]):
     def __init__(self) -> None:
         self._roots: dict[Hashable, _Node[V]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A row of entries: a node within a node for every token would end pickle's recursion.
+        return self.__dict__ | {"_roots": list(self._entries())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"_roots": {}})
+        for model, tokens, value in state["_roots"]:
+            self.add(model, tokens, value)
+
+    def __copy__(self) -> PromptTrie[V]:
+        # A shallow copy would share the nodes.
+        twin = object.__new__(type(self))
+        twin.__setstate__(self.__getstate__())
+        return twin
+
+    def _entries(self) -> Iterator[tuple[Hashable, list[int], V]]:
+        """Yield model, tokens and value of all entries, branches in the order of their nodes."""
+        for model, root in self._roots.items():
+            waiting: list[tuple[_Node[V], Any]] = [(root, None)]
+            while waiting:
+                node, way = waiting.pop()
+                if node.values:
+                    yield model, _unwound(way), node.values[0]
+                children = [(child, (token, way)) for token, child in node.children.items()]
+                waiting.extend(reversed(children))
+
     def add(self, model: Hashable, tokens: Tokens, value: V) -> V | None:
         """Store `value`; return the one that it replaces, or None."""
-        node = self._roots.setdefault(model, _Node())
-        for token in token_list(tokens):
-            child = node.children.get(token)
-            if child is None:
-                child = node.children[token] = _Node()
-            node = child
-        previous = node.values[0] if node.values else None
-        node.values = [value]
-        return previous
+        keys = token_list(tokens)
+        node, known = self._roots.get(model), 0
+        if node is not None:
+            for token in keys:
+                child = node.children.get(token)
+                if child is None:
+                    break
+                node, known = child, known + 1
+            if known == len(keys):
+                previous = node.values[0] if node.values else None
+                node.values = [value]
+                return previous
+        # The new branch is built from its end, and hung up when it is whole.
+        branch: _Node[V] = _Node()
+        branch.values = [value]
+        first = 0 if node is None else known + 1
+        for token in keys[: first - 1 if first else None : -1]:
+            above: _Node[V] = _Node()
+            above.children[token] = branch
+            branch = above
+        if node is None:
+            self._roots[model] = branch
+        else:
+            node.children[keys[known]] = branch
+        return None
 
     def get(self, model: Hashable, tokens: Tokens) -> V:
         """Return the value of exactly these tokens, or raise ``CacheKeyError``."""
@@ -81,33 +125,39 @@ class PromptTrie(Generic[V]):
         """Remove and return a value, or raise ``CacheKeyError``; empty branches go as well."""
         keys = token_list(tokens)
         path = self._path(model, keys)
-        value = path[-1].values.pop()
-        for parent, node, token in zip(path[-2::-1], path[:0:-1], keys[::-1], strict=True):
-            if node.values or node.children:
+        value = path[-1].values[0]
+        if path[-1].children:
+            path[-1].values = []
+            return value
+        # Above is the last node that is still needed: one cut takes all below it.
+        for depth in range(len(keys) - 1, -1, -1):
+            above = path[depth]
+            if above.values or len(above.children) > 1:
+                del above.children[keys[depth]]
                 return value
-            del parent.children[token]
-        if not path[0].values and not path[0].children:
-            del self._roots[model]
+        del self._roots[model]
         return value
 
     def pop_prefixes(self, model: Hashable, tokens: Tokens) -> list[tuple[int, V]]:
         """Remove the values of all shorter prefixes; return them with their lengths.
 
-        The value of `tokens` itself stays. Nothing has to be stored there.
+        The value of `tokens` itself stays. Nothing has to be stored there. They go one by one: an
+        interrupt may leave some.
         """
-        removed: list[tuple[int, V]] = []
         keys = token_list(tokens)
+        return [(length, self.pop(model, keys[:length])) for length in self.prefixes(model, keys)]
+
+    def prefixes(self, model: Hashable, tokens: Tokens) -> list[int]:
+        """Return the lengths of all shorter prefixes that have a value."""
         node = self._roots.get(model)
         lengths = []
-        for length, token in enumerate(keys):
+        for length, token in enumerate(token_list(tokens)):
             if node is None:
                 break
             if node.values:
                 lengths.append(length)
             node = node.children.get(token)
-        for length in lengths:
-            removed.append((length, self.pop(model, keys[:length])))
-        return removed
+        return lengths
 
     def search(self, model: Hashable, tokens: Tokens) -> PromptTrieResult:
         """Find the value of `tokens`, or those of the nearest sequences around it."""
@@ -157,7 +207,7 @@ class PromptTrie(Generic[V]):
             node = node.children.get(token)
         if node is None or not node.values:
             raise CacheKeyError(
-                f"nothing is stored for model {model!r} and these {len(keys)} tokens",
+                f"nothing is stored for model {shown(model)} and these {len(keys)} tokens",
                 "model and tokens",
                 (model, len(keys)),
             )
@@ -186,14 +236,17 @@ def _unwound(way: Any) -> list[int]:
 
 
 def token_list(tokens: Tokens) -> list[int]:
-    """Return token ids as a list of its own."""
+    """Return token ids as a list of its own; what is no integer is a `TypeError`."""
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise CacheValueError(
-                f"tokens are {tokens.dtype} of shape {tokens.shape}, no row of ids",
+                f"tokens are {shown(str(tokens.dtype))} of shape {tokens.shape}, no row of ids",
                 "tokens",
                 (str(tokens.dtype), tokens.shape),
                 1,
             )
         return [int(token) for token in tokens.tolist()]
-    return list(tokens)
+    items: list[Any] = list(tokens)
+    if {int}.issuperset(map(type, items)):
+        return items
+    return [as_int(f"tokens[{i}]", token) for i, token in enumerate(items)]

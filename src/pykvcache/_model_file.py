@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 
+from pykvcache._paths import parts_of
 from pykvcache.errors import ModelLoadError
 
-__all__ = ["parts_of", "readable_path"]
+__all__ = ["readable_path"]
 
 
 def readable_path(path: str) -> bytes:
@@ -33,11 +33,3 @@ def readable_path(path: str) -> bytes:
     if magic != b"GGUF":
         raise ModelLoadError.of(path, "it is not a GGUF file")
     return raw
-
-
-def parts_of(path: str) -> list[str]:
-    """Return the names of all parts of a split model by the name of one; none of another file."""
-    found = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path, re.DOTALL)
-    if found is None:
-        return []
-    return [f"{found[1]}{i + 1:05d}{found[2]}" for i in range(int(found[3]))]

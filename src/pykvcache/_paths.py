@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from pykvcache.errors import ArgumentError, DetailedError
 from pykvcache.errors._shown import shown
 
-__all__ = ["Places", "as_file_name", "as_path", "check_regular", "open_into", "places"]
+__all__ = ["Places", "as_file_name", "as_path", "check_regular", "open_into", "parts_of", "places"]
 
 
 def as_path(
@@ -94,3 +95,11 @@ def places(path: str) -> Places:
     # 40 characters are at most 160 of the 255 bytes that a name may have.
     temporary = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
     return Places(temporary, target, mode)
+
+
+def parts_of(path: str) -> list[str]:
+    """Return the names of all parts of a split model by the name of one; none of another file."""
+    found = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path, re.DOTALL)
+    if found is None:
+        return []
+    return [f"{found[1]}{i + 1:05d}{found[2]}" for i in range(int(found[3]))]

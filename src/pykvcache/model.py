@@ -49,7 +49,8 @@ class LlamaModel(ModelFacts, Closing):
         Layers to keep in GPU memory; negative means all. Where there is no GPU, or none in the
         build, it has no effect, and a `UserWarning` says so. Default: none, and with `rpc` all.
     load_mode
-        ``"auto"``, ``"none"``, ``"mmap"``, ``"mlock"``, ``"mmap_mlock"`` or ``"direct_io"``.
+        ``"auto"``, ``"none"``, ``"mmap"``, ``"mlock"``, ``"mmap_mlock"`` or ``"direct_io"``. A
+        mapped file, the default, must not be overwritten in place: rename another one over it.
     devices
         Names of the devices that share these layers, out of `pykvcache.devices`; empty for the CPU
         alone. Default: all GPUs, or the integrated ones.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,37 @@ def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path, child: Child
     assert done.stdout == "refused\n", done.stderr
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_a_part_that_is_no_file_is_refused(
+    child: Child, model_folder: Path, tmp_path: Path
+) -> None:
+    first, second = (tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2))
+    shutil.copy(make_model("llama", model_folder), first)
+    os.mkfifo(second)
+    code = (
+        "import sys, pykvcache\n"
+        "try: pykvcache.LlamaModel(sys.argv[1])\n"
+        "except pykvcache.errors.ModelLoadError as error: print(error)"
+    )
+    done = child(code, first, timeout=20)
+    assert "00002-of-00002.gguf is not a regular file" in done.stdout, done.stderr
+
+
 # Damaged files ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [10**8, 2**32 - 1])
+def test_tokens_that_a_file_has_no_room_for_are_refused(
+    n: int, model_folder: Path, tmp_path: Path
+) -> None:
+    """Memory for so many would be taken before anything else is looked at."""
+    data, key = make_model("llama_none", model_folder).read_bytes(), b"llama.vocab_size"
+    at = data.index(key) + len(key) + 4
+    path = tmp_path / "many.gguf"
+    path.write_bytes(data[:at] + n.to_bytes(4, "little") + data[at + 4 :])
+    for vocab_only in (False, True):
+        with pytest.raises(ModelLoadError, match=f"vocab_size is {n}: this file has room for"):
+            LlamaModel(path, vocab_only=vocab_only)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,28 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {".attention.head_count": [0, 4, 4, 4]},
         "head_count is 0",
     ),
+    "a number of heads that is not there": (
+        "gemma3",
+        {},
+        {".attention.head_count": None},
+        "head_count is 0, or not there",
+    ),
+    "heads as truth values": (
+        "gemma3",
+        {},
+        {".attention.head_count": [False] * 4},
+        "head_count is 0, or not there",
+    ),
+    "experts that are not there": (
+        "qwen4exp",
+        {},
+        {
+            ".expert_count": None,
+            ".expert_used_count": None,
+            ".expert_feed_forward_length": None,
+        },
+        "expert_used_count is 0 for layer 0, or not there",
+    ),
     "no layer": (
         "llama",
         {"n_layer": 0},
@@ -104,6 +126,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         words = info.vocab()
         plan = info.plan(replace(info.sizes, **sizes), len(words))
         plan.keys |= keys
+        for key in [key for key, value in keys.items() if value is None]:
+            del plan.keys[key]
         paths.append(folder / f"{i}.gguf")
         write_gguf(Path(paths[-1]), plan, words, 0)
     return dict(zip(CASES, told(paths), strict=True))

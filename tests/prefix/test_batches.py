@@ -40,6 +40,21 @@ def test_requests_that_share_a_prefix_evaluate_it_once(name: str, make_context: 
         assert not ctx.n_cells_used
 
 
+@pytest.mark.parametrize(("shared", "is_once"), [(4, False), (16, True), (30, True), (63, True)])
+def test_so_many_shared_tokens_are_waited_for(
+    shared: int, is_once: bool, make_context: Make
+) -> None:
+    """From 16 tokens on, whatever the size of a block."""
+    ctx, trunk = make_context("llama", n_ctx=1024, n_seq_max=8), words(1, shared)
+    with PrefixCache(ctx, block_size=64) as cache:
+        generator = BatchGenerator(cache)
+        for i in range(8):
+            generator.submit([*trunk, 5 + i, *words(i, 8)], 1)
+        generator.run()
+    once = shared + 8 * 9
+    assert (ctx.tokens_evaluated == once) if is_once else ctx.tokens_evaluated > once
+
+
 def test_samples_of_one_prompt(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=512, n_seq_max=4)
     with PrefixCache(ctx, block_size=SIZE) as cache:

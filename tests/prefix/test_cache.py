@@ -318,3 +318,36 @@ def test_without_a_shared_prefix_it_evaluates_everything_once(make_context: Make
             assert sequence.reuse.evaluated == 31
             sequence.logits()
     assert ctx.tokens_evaluated == 310
+
+
+@pytest.mark.parametrize("n", [1, 9, 20, 31])
+def test_a_prompt_that_blocks_contain_is_not_stored_again(n: int, make_context: Make) -> None:
+    cache, prompt = PrefixCache(make_context("llama"), block_size=SIZE), words(1, 32)
+    with cache.sequence(prompt) as sequence:
+        sequence.evaluate()
+    before = cache.stats()
+    for _ in range(2):
+        with cache.sequence(prompt[:n]) as sequence:
+            sequence.logits()
+    assert cache.stats().ram_blocks == before.ram_blocks
+    assert not cache._ram._tails
+
+
+def test_memory_of_what_was_cleared_is_written_over(make_context: Make) -> None:
+    """Where blocks are large enough for their memory to be kept for later ones."""
+    with PrefixCache(
+        make_context("llama", n_ctx=2048), block_size=512, ram_bytes=64 << 20
+    ) as cache:
+        with cache.sequence(words(1, 1100), namespace="tenant") as sequence:
+            sequence.evaluate()
+        assert cache.stats().ram_blocks == 2
+        cache.clear("tenant")
+        assert cache._reserve.n_bytes
+        assert not any(memory.any() for memory in cache._reserve._free)
+
+
+def test_pins_are_of_full_blocks(make_context: Make) -> None:
+    cache, prompt = PrefixCache(make_context("llama"), block_size=SIZE), words(1, 20)
+    with cache.sequence(prompt) as sequence:
+        sequence.evaluate()
+    assert [cache.pin(prompt[:n]).n_tokens for n in (5, 8, 20)] == [0, 8, 16]

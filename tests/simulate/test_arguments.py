@@ -140,3 +140,31 @@ def test_times_that_no_float_holds(make_context: Callable[..., LlamaContext]) ->
         for wrong in ("1", [1], True):
             with pytest.raises(TypeError, match="seconds"):
                 cache.flush(wrong)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int32, np.uint64, ">u4", list])
+def test_ids_of_any_integers_are_the_same_ids(dtype: Any) -> None:
+    rows = [[1, 2, 3, 4], [1, 2, 7, 8], []]
+    prompts = [row if dtype is list else np.array(row, dtype) for row in rows]
+    trace = Trace("x", 16, prompts, [64, 64, np.int64(5)])
+    assert [ids.dtype for ids in trace.prompts] == [np.uint32] * 3
+    assert replay(trace, "lru", 100).hit_tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("ids", "length", "error"),
+    [
+        ([1.0, 2.0], 32, TypeError),
+        ([True, False], 32, TypeError),
+        (["a", "b"], 32, TypeError),
+        ([[1, 2]], 16, TypeError),
+        ([-1, 2], 32, ValueError),
+        ([1, 2**32], 32, ValueError),
+        ([1, 2], 32.0, TypeError),
+        ([], -5, ValueError),
+        ([], float("nan"), TypeError),
+    ],
+)
+def test_what_is_no_trace_is_refused(ids: Any, length: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="prompt 0"):
+        Trace("x", 16, [ids], [length])

@@ -41,8 +41,8 @@ class BatchGenerator(Driving):
     ----------
     context
         Where it runs; or a `PrefixCache`, from which every prompt begins with what is known, and
-        which gets what was evaluated. Requests that share a prefix and arrive together evaluate
-        it once.
+        which gets what was evaluated. Requests that share 16 tokens or more (a block, where states
+        cannot be cut) and arrive together evaluate them once.
     max_sequences
         Requests that run at once; default and most: ``n_seq_max`` of the context.
     n_chunk

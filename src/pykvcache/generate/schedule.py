@@ -15,6 +15,8 @@ from pykvcache.sequence.pool import SequencePool
 
 __all__ = ["Schedule"]
 
+#: So many shared tokens are worth waiting for: others evaluate them in one step.
+SHARED = 16
 #: Cells that each running sequence should find free when one more joins: fewer comings and goings.
 HEADROOM = 16
 
@@ -173,6 +175,8 @@ class Schedule:
             return False
         mine = head._cells.ledger
         size = self.cache.block_size
+        # States that cannot be cut are taken at the ends of blocks.
+        least = size if head._cells.needs_points else min(size, SHARED)
         for sequence in (*(other._sequence for other in self.running), *self._seeking()):
             theirs = sequence._cells.ledger
             if (
@@ -183,7 +187,7 @@ class Schedule:
             ):
                 same = common_prefix(theirs.part(0, len(theirs)), mine.part(0, len(mine)))
                 known = max(theirs.n_evaluated, mine.n_evaluated)
-                if same - known >= size:
+                if same - known >= least:
                     # Where they part, what cannot be rewound is wanted.
                     sequence._cells.branches.add(same // size * size)
                     return True

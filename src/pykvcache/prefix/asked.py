@@ -104,7 +104,7 @@ class PolicyMethods:
         return as_int(most, "most_blocks of the policy", 1)
 
     def _check_own(self, run: Run) -> None:
-        """Raise where a user's policy has chosen what is no run of this tree."""
+        """Raise where a user's policy has chosen something else than a run of this tree."""
         if self._is_ours:
             return
         if not isinstance(run, Run):

@@ -30,8 +30,8 @@ def root_name(
     Parameters
     ----------
     model, rope, layout
-        SHA-256 digests, 32 bytes each: of the model file, of the rotation of every layer, and of
-        the layout of a block's bytes.
+        SHA-256 digests, 32 bytes each: of the model (`LlamaModel.fingerprint`), of the rotation of
+        every layer, and of the layout of a block's bytes.
     block_size
         Tokens per block.
     namespace

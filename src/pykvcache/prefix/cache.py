@@ -154,7 +154,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
         self._evaluation = EvaluationTime(least_seconds(context))
         other = _caches.get(context, lambda: None)()
         if other is not None and not other.is_closed:
-            raise ArgumentError("the context has a PrefixCache already: close it first", "ctx")
+            raise ArgumentError("the context has a PrefixCache already: close it first", "context")
         self._tier_seconds = as_wait(tier_seconds, "tier_seconds", 3600)
         model, _, layout = self._digests
         self._tiers = Tiers(
@@ -272,7 +272,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
     def pin(
         self, tokens: str | TokenInput, *, ttl: float | None = None, namespace: str | None = None
     ) -> Pin:
-        """Keep what is known of a prefix, whatever the policy would evict.
+        """Keep what is known of a prefix in full blocks, whatever the policy would evict.
 
         Parameters
         ----------
@@ -286,7 +286,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
         Returns
         -------
         Pin
-            With ``n_tokens``: how many tokens of it are kept.
+            With ``n_tokens``: how many tokens of it are kept; 0 of less than a block.
 
         Raises
         ------
@@ -311,6 +311,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
             self._check_open()
             space = None if namespace is None else as_namespace(namespace)
             self._ram.clear(space)
+            self._reserve.wipe()
             self._tiers.cancel(space)
             self._tiers.forget_notices(self._events.withdraw(space))
             self._open.part(space, self._end_search, self._ram.release)

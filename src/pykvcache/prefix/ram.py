@@ -54,9 +54,9 @@ class RamTier(Kept):
     root
         Returns the name of a namespace's root.
     events
-        Are told of the blocks that come and go.
+        Hear of the blocks that come and go.
     on_restart
-        Called when nothing of what they were told is true any more: what is there is said again.
+        Called when nothing of what they heard is true any more: what is there is said again.
     other_bytes
         Returns how many bytes of the budget something else takes.
     release
@@ -125,7 +125,9 @@ class RamTier(Kept):
         return run
 
     def _has_tail(self, run: Run, text: bytes) -> bool:
-        """Whether a tail after a run begins with some tokens; that counts as a use of it."""
+        """Whether a block or a tail after a run begins with some tokens; a tail was used then."""
+        if run.children.continuation(text) is not None:
+            return True
         if (here := self._tails_at.get(run)) is None:
             return False
         known = text if text in here else here.continuation(text)

@@ -173,6 +173,11 @@ class Reserve:
         finally:
             self._filling.release()
 
+    def wipe(self) -> None:
+        """Write over what is free: what a tenant's blocks held does not stay in it."""
+        for memory in list(self._free):
+            memory.fill(0)
+
     def close(self) -> None:
         """Give back what is free, most of it to the system, and later what is lent."""
         most = min(self.max_bytes, SPARE_BYTES)
@@ -183,6 +188,7 @@ class Reserve:
             memory = self._free.pop()
             if memory.size <= most:
                 most -= memory.size
+                memory.fill(0)
                 _spare.append(memory)
         while sum(memory.size for memory in _spare.copy()) > SPARE_BYTES:
             with contextlib.suppress(IndexError):  # another thread was faster

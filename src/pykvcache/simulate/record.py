@@ -32,7 +32,8 @@ def record(events: EventLog, path: str | os.PathLike[str]) -> Iterator[None]:
     Raises
     ------
     OSError
-        The file cannot be written.
+        The file cannot be written; at the end of the block, if that happened within it: what was
+        asked for since then is missing.
     ArgumentError
         A ValueError: there can be no file of that name.
     """
@@ -40,13 +41,17 @@ def record(events: EventLog, path: str | os.PathLike[str]) -> Iterator[None]:
         raise TypeError(f"events must be an EventLog, not {type(events).__name__}")
     path = as_file_name(path)
     is_packed = path.endswith(".gz")
+    failed: list[OSError] = []
     lock = threading.Lock()  # another thread may be looking something up when the block ends
     with gzip.open(path, "wt") if is_packed else open(path, "w", encoding="utf-8") as file:
 
         def note(lookup: Lookup) -> None:
             with lock:
-                if not file.closed:
-                    file.write(json.dumps(as_dict(lookup)) + "\n")
+                if not (file.closed or failed):
+                    try:
+                        file.write(json.dumps(as_dict(lookup)) + "\n")
+                    except OSError as error:
+                        failed.append(error)
 
         stop = events.subscribe_lookups(note)
         try:
@@ -54,4 +59,9 @@ def record(events: EventLog, path: str | os.PathLike[str]) -> Iterator[None]:
         finally:
             stop()
             with lock:
-                file.close()
+                try:
+                    file.close()
+                except OSError as error:
+                    failed.append(error)
+    if failed:
+        raise failed[0]

@@ -44,7 +44,9 @@ class Trace:
     Raises
     ------
     ValueError
-        The lengths are not those of so many blocks.
+        The lengths are not those of so many blocks, or an id is not in ``[0, 2**32)``.
+    TypeError
+        Ids or lengths are not integers.
     """
 
     name: str
@@ -53,13 +55,23 @@ class Trace:
     lengths: list[int] = field(repr=False)
 
     def __post_init__(self) -> None:
-        as_int(self.block_size, "block_size", 1)
-        if len(self.prompts) != len(self.lengths):
-            counts = len(self.prompts), len(self.lengths)
+        block_size = as_int(self.block_size, "block_size", 1)
+        prompts = as_list(self.prompts, "prompts", "arrays of ids")
+        lengths = as_list(self.lengths, "lengths", "integers")
+        if len(prompts) != len(lengths):
+            counts = len(prompts), len(lengths)
             text = f"{self.name}: {counts[0]} prompts, and {counts[1]} lengths"
             raise ArgumentError(text, "lengths", counts[1], counts[0])
-        for i, (ids, length) in enumerate(zip(self.prompts, self.lengths, strict=True)):
-            _check_length(ids, length, self.block_size, f"{self.name}, prompt {i}")
+        for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
+            where = f"{self.name}, prompt {i}"
+            prompts[i], lengths[i] = _as_ids(ids, where), as_int(length, f"{where}: the length", 0)
+            _check_length(prompts[i], lengths[i], block_size, where)
+        for field_name, value in (
+            ("block_size", block_size),
+            ("prompts", prompts),
+            ("lengths", lengths),
+        ):
+            object.__setattr__(self, field_name, value)
 
     @classmethod
     def from_ids(
@@ -173,6 +185,20 @@ def read_trace(path: str | os.PathLike[str], block_size: int | None = None) -> T
     for at, ids, length in zip(lines, prompts, lengths, strict=True):
         _check_length(ids, length, size, f"{name}, line {at}")
     return Trace.from_ids(title, prompts, lengths, size)
+
+
+def _as_ids(ids: Any, where: str) -> NDArray[np.uint32]:
+    """Return ids as the policies read them, 4 bytes each."""
+    found = np.asarray(ids)
+    if found.ndim == 1 and not found.size:
+        return np.empty(0, np.uint32)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise TypeError(f"{where}: ids must be integers in a row, not {found.dtype} {found.shape}")
+    if found.dtype != np.uint32 and (found.min() < 0 or found.max() >= 2**32):
+        wrong = int(found.min() if found.min() < 0 else found.max())
+        text = f"{where}: id {wrong} is not in [0, {2**32})"
+        raise ArgumentError(text, where, wrong, 2**32 - 1)
+    return found.astype(np.uint32, copy=False)
 
 
 def _check_length(ids: Sized, length: int, block_size: int, where: str) -> None:

@@ -62,7 +62,7 @@ def _sessions(
 
 
 def chat(draw: _Draw) -> Iterator[_Ids]:
-    """Yield conversations of 4 turns on average behind one system prompt."""
+    """Yield conversations of 4 turns on average after one system prompt."""
     return _sessions(draw, rate=1.0, turns=4, pause=60, system=4)
 
 

@@ -1,4 +1,4 @@
-"""The default policy: what it has seen tells how soon blocks like these are used again."""
+"""``hit-density``: what it has seen tells how soon blocks like these are used again."""
 
 from __future__ import annotations
 

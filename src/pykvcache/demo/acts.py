@@ -216,7 +216,9 @@ def move(stage: Stage) -> None:
 def fill_and_shift(stage: Stage) -> None:
     """Fill a small cache, drop what comes after the prompt, close the gap, go on."""
     stage.screen.heading("4  Shift: a full cache goes on")
-    with stage.fresh.context(max(256, stage.ctx.n_ctx // 4)) as ctx:
+    # What is dropped makes room for some scenes and a question.
+    least = 2 * len(stage.tokens(stage.script.prompt, first=True)) + 256
+    with stage.fresh.context(max(256, stage.ctx.n_ctx // 4, least)) as ctx:
         _Full(stage, ctx).play()
 
 

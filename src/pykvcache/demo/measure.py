@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from pykvcache.batch import LlamaBatch
 from pykvcache.context import LlamaContext
+from pykvcache.errors import InvalidBatch
 from pykvcache.model import LlamaModel
 
 __all__ = ["Fresh", "Meter", "Row"]
@@ -113,7 +114,10 @@ class Fresh:
         weights pass on: they round activations too, and a last bit may flip a step.
         """
         here = self._logits_at(tokens, 0)
-        self.noise = max(apart(here, self._logits_at(tokens, start)) for start in ELSEWHERE)
+        try:
+            self.noise = max(apart(here, self._logits_at(tokens, start)) for start in ELSEWHERE)
+        except InvalidBatch:  # positions index the cells, and begin at 0
+            self.noise = 0.0
         self.tolerance = max(RIGHT, self.noise * self.factor)
 
     @property

@@ -115,6 +115,7 @@ BESIDE = {
     "last": "see reason",
     "self._n_keep": "an argument of the same call",
     "shown": "a function: how a value is written",
+    "_name": "the same, of a dtype",
     "native.memory_kind": "what the context is, which ctx.memory_kind tells",
 }
 

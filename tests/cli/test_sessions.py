@@ -58,6 +58,15 @@ def run(ctx: LlamaContext, path: Path, *lines: str) -> Commands:
     return chat
 
 
+def assert_is_of_its_messages(talk: Talk) -> None:
+    """The text is the template's, but for the last answer, which may be trimmed later."""
+    whole = talk.context.model.apply_chat_template(talk.messages, add_generation_prompt=False)
+    held = talk.context.model.detokenize(talk.sequence.tokens)
+    for text in (whole, held):  # spaces between tokens are the tokenizer's
+        assert "".join(text.split()) == "".join(talk.text.split())
+    assert len(talk.turns) == sum(m["role"] == "user" for m in talk.messages)
+
+
 def said_in(ctx: LlamaContext, path: Path) -> list[str]:
     talk = load_talk(ctx, str(path))
     found = [message["content"] for message in talk.messages if message["role"] == "user"]
@@ -72,7 +81,10 @@ def said_in(ctx: LlamaContext, path: Path) -> list[str]:
         (["one", "two"], ["one", "two"], "holds this talk"),
         (["one", "two", "/rewind"], ["one"], "holds this talk"),
         (["one", "/rewind"], ["one"], "holds another talk"),
-        (["one", "/fork b", "two", "/switch main"], ["one"], "not kept: branch b"),
+        (["one", "/fork b", "two", "/switch main"], ["one", "two"], "holds branch b"),
+        (["one", "/fork b", "two", "/switch main"], ["one", "two"], "not kept: branch main"),
+        (["one", "/fork b", "two", "/switch main", "three"], ["one", "three"], "branch b"),
+        (["one", "/save {a}", "/fork b", "two", "/save {a}"], ["one", "two"], "branch main"),
         (["one", "/load {other}"], ["one"], "holds another talk"),
         (["one", "/load {other}", "two"], ["elsewhere", "two"], "holds this talk"),
         (["/load {other}"], ["elsewhere"], "holds this talk"),
@@ -90,7 +102,11 @@ def test_the_end_says_what_the_file_holds(
     other, session = tmp_path / "other.kv", tmp_path / "session.kv"
     run(ctx, other, "elsewhere")
     capsys.readouterr()
-    run(ctx, session, *(line.format(other=other, session=session) for line in lines))
+    run(
+        ctx,
+        session,
+        *(line.format(other=other, session=session, a=tmp_path / "a") for line in lines),
+    )
     assert said_in(ctx, session) == kept
     assert what in capsys.readouterr().err
 
@@ -212,15 +228,19 @@ def test_two_messages_of_the_user_in_a_row_are_two_turns(ctx: LlamaContext, tmp_
 
 
 FORGED: list[Callable[[dict[str, Any]], object]] = [
-    lambda note: note.update(turns=[[0, 10**400]]),
     lambda note: note.update(turns=[["0", "x"]]),
-    lambda note: note.update(turns=[[-1, 0]]),
-    lambda note: note.update(turns=[[0, 10**9]]),
+    lambda note: note.update(turns=7),
+    lambda note: note.update(messages=[{"role": "user", "content": 1}]),
+    lambda note: note.update(text=None),
+]
+ODD: list[Callable[[dict[str, Any]], object]] = [
+    lambda note: note.update(turns=[[0, 10**400]]),
+    lambda note: note.update(turns=[[-1, 0], [-7, 3]]),
+    lambda note: note.update(turns=[[0, 10**9], [3, 4]]),
+    lambda note: note.update(turns=note["turns"][::-1]),
     lambda note: note.update(turns=[*note["turns"], *note["turns"]]),
     lambda note: note.update(turns=[]),
-    lambda note: note.update(messages=[]),
-    lambda note: note.update(messages=[{"role": "assistant", "content": "x"}]),
-    lambda note: note.update(text=None),
+    lambda note: note.update(n_tokens=3),
 ]
 
 
@@ -238,6 +258,22 @@ def test_a_note_that_cannot_be_true_is_refused(
         load_talk(ctx, str(path))
 
 
+@pytest.mark.parametrize("forge", ODD)
+def test_where_turns_cannot_begin_they_are_looked_for(
+    forge: Callable[[dict[str, Any]], object], ctx: LlamaContext, tmp_path: Path
+) -> None:
+    path = tmp_path / "talk.kv"
+    run(ctx, path, "one", "two")
+    beside: Any = json.loads(json.dumps(describe_state(path).metadata["metadata"]))
+    forge(beside[FORMAT])
+    with LlamaSequence.load(ctx, path) as one:
+        one.save(path, beside)
+    assert said_in(ctx, path) == ["one", "two"]
+    chat = run(ctx, path, "/rewind", "three")
+    assert_is_of_its_messages(chat.talk)
+    assert said_in(ctx, path) == ["one", "three"]
+
+
 def test_a_memory_without_states_keeps_no_session(make_context: Any, tmp_path: Path) -> None:
     chat = Commands(make_context("deepseek4"), None, str(tmp_path / "talk.kv"))
     with pytest.raises(UnsupportedOperation, match="save"):
@@ -253,3 +289,89 @@ def test_a_turn_that_cannot_be_evaluated_is_no_turn(tmp_path: Path) -> None:
         chat.answer("hello " + model.token_to_piece(30).decode(), 3, GREEDY)
         assert chat.talk.snapshot() == before
         assert isinstance(chat.talk, Talk)
+
+
+SHORTENED = (
+    "{% for m in messages %}{{ m.role }}: "
+    "{{ m.content[:6] if m.role == 'assistant' and not loop.last else m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class Shortening(LlamaModel):
+    """As models that think do: earlier answers are put otherwise when more follows."""
+
+    @property
+    def chat_template(self) -> str | None:
+        return SHORTENED
+
+    def apply_chat_template(self, messages, **more):  # type: ignore[no-untyped-def]
+        return super().apply_chat_template(messages, template=SHORTENED, **more)
+
+
+def test_a_template_that_shortens_earlier_answers(tmp_path: Path) -> None:
+    path = tmp_path / "talk.kv"
+    with (
+        Shortening(embedded_model_path()) as model,
+        LlamaContext(model, n_ctx=256, n_seq_max=4, n_threads=1) as ctx,
+    ):
+        chat = Commands(ctx, None, str(path))
+        chat.begin()
+        for i in range(14):
+            chat.answer(f"Turn {i}: a rather long message about nothing.", 24, GREEDY)
+            assert_is_of_its_messages(chat.talk)
+            if i % 4 == 3:
+                chat.obey("/rewind")
+            users = [m["content"] for m in chat.talk.messages if m["role"] == "user"]
+        chat.end()
+        assert len(users) < 10  # some were dropped
+        assert said_in(ctx, path) == users
+
+
+def make_long(chat: Commands) -> None:
+    while len(chat.talk.sequence) < 430:
+        chat.answer("a long message about nothing at all, again", 24, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("begin", "work"),
+    [
+        (None, lambda chat, path: chat.obey("/rewind")),
+        (None, lambda chat, path: chat.obey("/fork b")),
+        (None, lambda chat, path: chat.obey(f"/load {path}.other")),
+        (None, lambda chat, path: chat.obey(f"/save {path}.more")),
+        (make_long, lambda chat, path: chat.answer("and one that drops others", 40, GREEDY)),
+    ],
+    ids=["rewind", "fork", "load", "save", "full"],
+)
+def test_ctrl_c_in_a_command_leaves_a_talk(
+    begin: Callable[[Commands], None] | None,
+    work: Callable[[Commands, Path], None],
+    ctx: LlamaContext,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "talk.kv"
+    run(ctx, tmp_path / "talk.kv.other", "elsewhere")
+
+    def attempt(place: int) -> int:
+        path.unlink(missing_ok=True)
+        chat = Commands(ctx, None, str(path))
+        chat.begin()
+        chat.answer("one", 3, GREEDY)
+        chat.answer("two", 3, GREEDY)
+        if begin is not None:
+            begin(chat)
+        interrupt = CtrlCAnywhere(place, ("/cli/",))
+        interrupt.run(lambda: work(chat, path))
+        chat.answer("three", 3, GREEDY)
+        assert_is_of_its_messages(chat.talk)
+        chat.end()
+        users = [m["content"] for m in chat.talk.messages if m["role"] == "user"]
+        assert said_in(ctx, path) == users, place
+        for talk in chat._branches.values():
+            talk.sequence.close()
+        return interrupt.seen
+
+    n = attempt(0)
+    for place in range(1, n + 1, 1 if begin is None else 25):
+        attempt(place)

@@ -123,7 +123,7 @@ def chat(
 
 def _check_folder(session: str) -> None:
     """Refuse a file that cannot be written before a word is said that could not be kept."""
-    folder = os.path.dirname(session) or "."
+    folder = os.path.dirname(os.path.realpath(session))
     if not os.path.isdir(folder):
         raise click.UsageError(f"--session {session}: there is no folder {folder}")
     try:

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import click
 
-from pykvcache.cli.session import Session
+from pykvcache.cli.session import FileFacts, Session, file_facts
 from pykvcache.cli.talk import Figures, Talk
 from pykvcache.cli.talk_files import load_talk
 from pykvcache.cli.terminal import note, one_line
@@ -37,7 +37,8 @@ class Commands:
         self._session = None if session is None else Session(session)
         self._branches: dict[str, Talk] = {}
         self._name = "main"
-        self._loaded: object = None  # what /load brought, as long as nothing was said after it
+        self._saved: list[Session] = []  # where /save and /load have been
+        self._changed: Talk | None = None  # the one in which something was last said or taken back
         self.is_over = False
 
     @property
@@ -71,27 +72,32 @@ class Commands:
         session, talk = self._session, self.talk
         if session is None:
             return
-        is_loaded = self._loaded is not None and self._loaded == talk.snapshot()
-        if talk.turns and not (is_loaded and session.exists):
+        # A branch that was only looked at does not take the place of the one that went on.
+        if talk.turns and (self._changed is talk or not session.exists):
             self._keep()
-        if session.holds(talk):
+        held = [name for name, one in self._branches.items() if session.holds(one)]
+        if self._name in held:
             if talk.turns:
                 note(f"({session.path} holds this talk: the same command goes on with it)")
+        elif held:
+            note(f"({session.path} holds branch {held[0]}: the same command goes on with it)")
         elif session.exists:
             note(f"({session.path} holds another talk than this one)")
-        if lost := [name for name in self._branches if self._is_lost(name)]:
+        files = [session, *self._saved]
+        lost = [
+            name
+            for name, one in self._branches.items()
+            if one.turns and not any(file.holds(one) for file in files)
+        ]
+        if lost:
             note(f"(not kept: {'branch' if len(lost) == 1 else 'branches'} {', '.join(lost)})")
 
-    def _is_lost(self, name: str) -> bool:
-        talk = self._branches[name]
-        is_kept = talk.kept == talk.snapshot() or (self._session and self._session.holds(talk))
-        return name != self._name and bool(talk.turns) and not is_kept
-
-    def _was_kept(self, path: str) -> None:
+    def _was_kept(self, path: str, facts: FileFacts | None) -> None:
         if self._session is not None and self._session.is_at(path):
-            self._session.was_read(self.talk)
+            self._session.was_read(self.talk, facts)
         else:
-            self.talk.kept = self.talk.snapshot()
+            self._saved.append(Session(path))
+            self._saved[-1].was_read(self.talk, facts)
 
     def _keep(self) -> None:
         """Write the talk to the session's file, if there is one, where that differs."""
@@ -108,7 +114,7 @@ class Commands:
         self, line: str, max_tokens: int, sampler: Sampler, stop: tuple[str, ...] = ()
     ) -> None:
         """Let the model answer, as it generates; Ctrl-C ends the answer."""
-        figures = Figures()
+        figures, self._changed = Figures(), self.talk
         try:
             with closing(self.talk.say(line, max_tokens, sampler, figures, stop)) as pieces:
                 for piece in pieces:
@@ -119,7 +125,7 @@ class Commands:
             note(f"({error})")
             self._keep()
             return
-        except OSError:  # nobody reads it: what was said is kept all the same
+        except BaseException:  # nobody reads it, memory runs out: what was said is kept
             self._keep()
             raise
         self._keep()
@@ -173,6 +179,7 @@ class Commands:
             raise ValueError("/rewind takes back at least 1 turn")
         if n > (there := len(self.talk.turns)):
             raise ValueError(f"there {'is' if there == 1 else 'are'} {_turns(there)} to take back")
+        self._changed = self.talk
         gone = self.talk.rewind(n)
         note(
             f"({_turns(gone)} taken back: {_turns(len(self.talk.turns))} left, "
@@ -207,17 +214,17 @@ class Commands:
     def _save(self, words: list[str]) -> None:
         path = _one(words, "/save FILE")
         size = self.talk.save(path)
-        self._was_kept(path)
+        self._was_kept(path, file_facts(path))
         note(f"({path}: {_turns(len(self.talk.turns))}, {size:,} bytes)")
 
     def _load(self, path: str) -> None:
+        facts = file_facts(path)  # another program may write it meanwhile
         talk = load_talk(self._ctx, path)
         old = self._branches.get(self._name)
         self._branches[self._name] = talk
         if old is not None:
             old.sequence.close()
-        self._loaded = talk.snapshot()
-        self._was_kept(path)
+        self._was_kept(path, facts)
         n, pending = len(talk.sequence), len(talk.sequence) - talk.sequence.n_evaluated
         note(f"({path}: {_turns(len(talk.turns))}, {n} tokens, {pending} of them to evaluate)")
 

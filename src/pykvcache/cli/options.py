@@ -148,8 +148,9 @@ def read_text(given: str | None, file: str | None) -> str:
         return sys.stdin.buffer.read().decode("utf-8", "replace")
     if given is None or given == "-":
         raise click.UsageError("there is no text: give it as an argument, by --file, or by a pipe")
-    # An argument that is not text in this locale is bytes in disguise: read as a pipe's are.
-    return os.fsencode(given).decode("utf-8", "replace")
+    # What is not text in this locale are bytes in disguise: read as a pipe's are.
+    is_text = not any("\udc80" <= c <= "\udcff" for c in given)
+    return given if is_text else given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def read_file(path: str) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 
 from pykvcache.cli.talk import Talk
+from pykvcache.errors import KvCacheError
 
-__all__ = ["Session"]
+__all__ = ["FileFacts", "Session", "file_facts"]
 
-_Facts = tuple[int, int, int]
+#: What changes when a file is written or replaced.
+FileFacts = tuple[int, int, int]
 
 
 class Session:
@@ -22,8 +24,9 @@ class Session:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._facts = _facts(path)
+        self._facts = file_facts(path)
         self._holds: object = None
+        self._is_writing = False
 
     @property
     def exists(self) -> bool:
@@ -32,16 +35,17 @@ class Session:
 
     def is_at(self, path: str) -> bool:
         """Tell whether that is its file, by whatever name."""
-        facts = _facts(path)
-        return facts is not None and facts == _facts(self.path)
+        facts = file_facts(path)
+        return facts is not None and facts == file_facts(self.path)
 
     def holds(self, talk: Talk) -> bool:
         """Tell whether the file has this talk, with all that was said."""
-        return self._holds == talk.snapshot() and self._facts == _facts(self.path)
+        is_as_was = self._facts is not None and self._facts == file_facts(self.path)
+        return is_as_was and self._holds is not None and self._holds == talk.snapshot()
 
-    def was_read(self, talk: Talk) -> None:
-        """Note that a talk is what the file holds."""
-        self._facts, self._holds = _facts(self.path), talk.snapshot()
+    def was_read(self, talk: Talk, facts: FileFacts | None) -> None:
+        """Note that a talk is what the file held when it had those facts."""
+        self._facts, self._holds = facts, talk.snapshot()
 
     def save(self, talk: Talk) -> None:
         """Let the file hold a talk.
@@ -53,19 +57,24 @@ class Session:
         """
         if self.holds(talk):
             return
-        if _facts(self.path) not in (None, self._facts):
+        if not self._is_writing and file_facts(self.path) not in (None, self._facts):
             raise FileExistsError(
                 f"another program has written {self.path} meanwhile, and that stays: "
                 "/save OTHER keeps this talk"
             )
+        self._holds, self._is_writing = None, True
         try:
             talk.save(self.path)
-        finally:  # Ctrl-C may come when it is written already
-            self._facts = _facts(self.path)
+        except (OSError, KvCacheError):
+            self._is_writing = False  # nothing was written
+            raise
+        # After a Ctrl-C before this the file may be ours already, and is written again.
+        self._facts, self._is_writing = file_facts(self.path), False
         self._holds = talk.snapshot()
 
 
-def _facts(path: str) -> _Facts | None:
+def file_facts(path: str) -> FileFacts | None:
+    """Return the facts of a file; None where there is none."""
     try:
         found = os.stat(path)
     except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from pykvcache.cli.terminal import watched
@@ -12,6 +13,7 @@ from pykvcache.context import LlamaContext
 from pykvcache.errors import ChatTemplateError, KvCacheError, NoKvCacheSlot
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.generation import TextGeneration
+from pykvcache.sequence.ledger import common_prefix
 from pykvcache.sequence.sequence import LlamaSequence
 
 __all__ = ["FORMAT", "Figures", "Talk", "Turn", "closing"]
@@ -50,10 +52,18 @@ class Figures:
 
 @dataclass
 class Turn:
-    """Where a turn begins: in the tokens of the sequence, and in the text that they stand for."""
+    """Where a turn begins: in the tokens of the sequence, and in the text that they stand for.
 
-    n_tokens: int
-    n_text: int
+    -1 where a template has put earlier messages otherwise since.
+    """
+
+    n_tokens: int = -1
+    n_text: int = -1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the sequence can be cut there."""
+        return self.n_tokens >= 0
 
 
 @dataclass
@@ -61,7 +71,9 @@ class Talk:
     """A sequence and the messages it consists of; forks share what was evaluated.
 
     With a chat template the messages are rendered, and what is new of the text is appended; a
-    model without one goes on with the text as it stands, to the end of the line.
+    model without one goes on with the text as it stands, to the end of the line. Messages, and
+    without a template the text, are the truth: where an interrupt left the rest otherwise, it is
+    laid out anew before anything else is done.
     """
 
     sequence: LlamaSequence
@@ -69,7 +81,7 @@ class Talk:
     turns: list[Turn] = field(default_factory=list)
     text: str = ""
     beside: dict[str, Any] = field(default_factory=dict)  # what a file had with it, and keeps
-    kept: object = None  # its `snapshot` when a file of its own last held it
+    is_whole: bool = True  # False while tokens and text may not be those of the messages
 
     @property
     def context(self) -> LlamaContext:
@@ -96,6 +108,8 @@ class Talk:
         Where the cache is too small for the whole talk, its oldest turns are dropped first.
         However it ends, what was yielded is part of the talk.
         """
+        if not self.is_whole:
+            self.lay_out()
         turn, message = Turn(len(self.sequence), len(self.text)), {"role": "user", "content": text}
         # Between these two no Ctrl-C can come.
         self.turns, self.messages = [*self.turns, turn], [*self.messages, message]
@@ -109,8 +123,9 @@ class Talk:
         figures.n_prompt = before
         ends = (*stop, *closing(self.text)) if self.has_template else (*stop, "\n")
         stream = self.sequence.stream(max_tokens, sampler, stop=ends, on_full="stop")
-        self.messages.append({"role": "assistant", "content": ""})
         said: list[str] = []
+        self.is_whole = False
+        self.messages.append({"role": "assistant", "content": ""})
         start, was_refused = time.perf_counter(), False
         figures.reused = self.sequence.n_evaluated
         try:
@@ -130,6 +145,7 @@ class Talk:
             raise
         finally:
             if was_refused:
+                self.is_whole = True  # nothing was generated
                 self.rewind(1)
             else:
                 self._close_answer(before, "".join(said), stream, figures)
@@ -142,26 +158,89 @@ class Talk:
         answer = self.context.model.detokenize(tokens)
         # The text that ended it is among the tokens, and not part of what was said.
         self.messages[-1]["content"] = said if stream.finish_reason == "stop" else answer
-        self.text += answer
+        self.text, self.is_whole = self.text + answer, True
         figures.generated = len(tokens)
         figures.finish = stream.finish_reason or "interrupted"
 
     def _extend(self, text: str) -> None:
-        if not self.has_template:
-            self.sequence.append(text + "\n" if self.text else text)
-            self.text += text
-            return
         model = self.context.model
+        if not self.has_template:
+            added = text + "\n" if self.text else text
+            self.is_whole = False
+            self.sequence.append(added)
+            self.text, self.is_whole = self.text + added, True
+            return
         whole = model.apply_chat_template(self.messages)
         if not self.text:
             self._begin_with_system(whole)
-        if self.text and whole.startswith(self.text):
-            # The tokens that the model chose stay, however the text would be cut anew.
-            new = whole[len(self.text) :]
-            self.sequence.append(model.tokenize(new, add_special=False, parse_special=True))
+        if not (self.text and whole.startswith(self.text)):
+            self._put(whole)
+            return
+        # The tokens that the model chose stay, however the text would be cut anew.
+        new = model.tokenize(whole[len(self.text) :], add_special=False, parse_special=True)
+        self.is_whole = False
+        self.sequence.append(new)
+        self.text, self.is_whole = whole, True
+
+    def _put(self, whole: str) -> None:
+        """Let the sequence hold a text; turns are known up to where it differs from before."""
+        tokens = self.context.model.tokenize(whole, add_special=False, parse_special=True)
+        n_text = _n_equal(self.text, whole) if self.is_whole else 0
+        n = common_prefix(self.sequence.tokens, tokens) if self.is_whole else 0
+        turns = [t if t.n_tokens <= n and t.n_text <= n_text else Turn() for t in self.turns]
+        self.is_whole = False
+        self.sequence.sync(tokens)
+        self.turns, self.text, self.is_whole = turns, whole, True
+
+    def lay_out(self) -> None:
+        """Make the sequence that of the messages, and find where turns begin.
+
+        Raises
+        ------
+        ChatTemplateError
+            The template refuses the messages.
+        """
+        self.is_whole = False
+        tokens, turns, text = self._layout() if self.has_template else self._plain_layout()
+        if tokens:
+            self.sequence.sync(tokens)
         else:
-            self.sequence.sync(model.tokenize(whole, add_special=False, parse_special=True))
-        self.text = whole
+            self.sequence.truncate(0)
+        self.turns, self.text, self.is_whole = turns, text, True
+
+    def _layout(self) -> tuple[list[int], list[Turn], str]:
+        model, tokens, text = self.context.model, list[int](), ""
+        turns: list[Turn] = []
+        for i, message in enumerate(self.messages):
+            if message["role"] == "user":
+                turns.append(Turn(len(tokens), len(text)))
+            try:
+                part = self.messages[: i + 1]
+                whole = model.apply_chat_template(part, add_generation_prompt=False)
+            except ChatTemplateError:
+                if i + 1 == len(self.messages) and turns:
+                    raise
+                continue  # it wants a user's message first
+            if not whole.startswith(text):  # it puts earlier messages otherwise when more follow
+                whole = model.apply_chat_template(self.messages, add_generation_prompt=False)
+                ids = model.tokenize(whole, add_special=False, parse_special=True).tolist()
+                n = sum(m["role"] == "user" for m in self.messages)
+                return ids, [Turn() for _ in range(n)], whole
+            new = whole[len(text) :]
+            tokens += model.tokenize(new, add_special=False, parse_special=True).tolist()
+            text = whole
+        return tokens, turns, text
+
+    def _plain_layout(self) -> tuple[list[int], list[Turn], str]:
+        cuts = [0, *(turn.n_text for turn in self.turns), len(self.text)]
+        tokens, turns = list[int](), list[Turn]()
+        for i, (begin, end) in enumerate(pairwise(cuts)):
+            if i:
+                turns.append(Turn(len(tokens), begin))
+            if begin < end:
+                part = self.text[begin:end]
+                tokens += self.context.model.tokenize(part, add_special=not tokens).tolist()
+        return tokens, turns, self.text
 
     def _begin_with_system(self, whole: str) -> None:
         """Let the first turn begin after the system message, which stays when turns are dropped."""
@@ -171,14 +250,15 @@ class Talk:
         except ChatTemplateError:  # it wants a user's message
             return
         if text and whole.startswith(text):
-            self.sequence.sync(model.tokenize(text, add_special=False, parse_special=True))
-            self.text = text
-            self.turns[-1] = Turn(len(self.sequence), len(text))
+            tokens = model.tokenize(text, add_special=False, parse_special=True)
+            turns = [*self.turns[:-1], Turn(len(tokens), len(text))]
+            self.is_whole = False
+            self.sequence.sync(tokens)
+            self.turns, self.text, self.is_whole = turns, text, True
 
     def _make_room(self, max_tokens: int, figures: Figures) -> None:
         """Drop the oldest turns until the answer has room, and close the gap."""
-        room = self.context.n_ctx_seq
-        alone = self.turns[0].n_tokens + len(self.sequence) - self.turns[-1].n_tokens
+        room, alone = self.context.n_ctx_seq, self._alone()
         if alone > room:
             raise NoKvCacheSlot(
                 f"this turn alone needs {alone} tokens, and there is room for {room}: "
@@ -188,32 +268,64 @@ class Talk:
                 n_cells=room,
             )
         while len(self.turns) > 1 and len(self.sequence) + max_tokens > room:
-            first, second = self.turns[:2]
-            gone, cut = second.n_tokens - first.n_tokens, second.n_text - first.n_text
-            turns = [Turn(t.n_tokens - gone, t.n_text - cut) for t in self.turns[1:]]
-            text = self.text[: first.n_text] + self.text[second.n_text :]
-            at, end = [i for i, m in enumerate(self.messages) if m["role"] == "user"][:2]
-            messages = self.messages[:at] + self.messages[end:]
-            self.sequence.discard(first.n_tokens, second.n_tokens, reevaluate=True)
-            self.turns, self.text, self.messages = turns, text, messages
+            self._forget_oldest()
             figures.forgotten += 1
+
+    def _alone(self) -> int:
+        """How many tokens the last turn has, with what comes before the first."""
+        first, last = self.turns[0], self.turns[-1]
+        if first.is_known and last.is_known:
+            return first.n_tokens + len(self.sequence) - last.n_tokens
+        messages = [*self.messages[: self._users()[0]], self.messages[-1]]
+        whole = self.context.model.apply_chat_template(messages)
+        return len(self.context.model.tokenize(whole, add_special=False, parse_special=True))
+
+    def _users(self) -> list[int]:
+        return [i for i, m in enumerate(self.messages) if m["role"] == "user"]
+
+    def _forget_oldest(self) -> None:
+        (first, second), (at, end) = self.turns[:2], self._users()[:2]
+        messages = self.messages[:at] + self.messages[end:]
+        if not (first.is_known and second.is_known):
+            whole = self.context.model.apply_chat_template(messages)
+            self.is_whole = False
+            self.messages, self.turns = messages, [Turn() for _ in self.turns[1:]]
+            self._put(whole)
+            return
+        gone, cut = second.n_tokens - first.n_tokens, second.n_text - first.n_text
+        turns = [
+            Turn(t.n_tokens - gone, t.n_text - cut) if t.is_known else t for t in self.turns[1:]
+        ]
+        text = self.text[: first.n_text] + self.text[second.n_text :]
+        self.is_whole = False
+        self.messages, self.turns, self.text = messages, turns, text
+        self.sequence.discard(first.n_tokens, second.n_tokens, reevaluate=True)
+        self.is_whole = True
 
     def rewind(self, n: int) -> int:
         """Take back the last n turns; return how many there were to take back."""
         n = min(n, len(self.turns))
-        for _ in range(n):
-            turn = self.turns.pop()
-            # Where a shift or a template left less, the next turn puts the rest right.
-            self.sequence.truncate(min(turn.n_tokens, len(self.sequence)))
-            self.text = self.text[: turn.n_text]
-            last = max(i for i, m in enumerate(self.messages) if m["role"] == "user")
-            del self.messages[last:]
+        if not n:
+            return 0
+        first, messages = self.turns[-n], self.messages[: self._users()[-n]]
+        can_cut = self.is_whole and first.is_known
+        self.is_whole = False
+        # Between these no Ctrl-C can come; after them the tokens can be made anew.
+        turns, text = self.turns[:-n], self.text[: max(0, first.n_text)]
+        self.messages, self.turns, self.text = messages, turns, text
+        if can_cut:
+            self.sequence.truncate(first.n_tokens)
+            self.is_whole = True
+        else:
+            self.lay_out()
         return n
 
     def fork(self) -> Talk:
         """Return another talk that begins with all of this one."""
         messages = [dict(message) for message in self.messages]
-        return Talk(self.sequence.fork(), messages, list(self.turns), self.text, dict(self.beside))
+        one = Talk(self.sequence.fork(), messages, list(self.turns), self.text, dict(self.beside))
+        one.is_whole = self.is_whole
+        return one
 
     # Files ----------------------------------------------------------------------------------
 
@@ -225,8 +337,18 @@ class Talk:
 
     def save(self, path: str) -> int:
         """Write the talk, with what was evaluated; return the bytes."""
+        if not self.is_whole:
+            self.lay_out()
         turns = [[turn.n_tokens, turn.n_text] for turn in self.turns]
         note = {"messages": self.messages, "turns": turns, "text": self.text}
         # A file that is cut keeps what lies beside it: so it shows that its tokens are others.
         note["n_tokens"] = len(self.sequence)
         return self.sequence.save(path, self.beside | {"messages": self.messages, FORMAT: note})
+
+
+def _n_equal(one: str, other: str) -> int:
+    """Return how many leading characters are equal."""
+    n = min(len(one), len(other))
+    if one[:n] == other[:n]:
+        return n
+    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

@@ -32,7 +32,7 @@ def load_talk(ctx: LlamaContext, path: str) -> Talk:
         note = beside.pop(FORMAT, None)
         messages = _messages((note or beside)["messages"])
         beside["messages"] = messages
-        turns, text = _turns(note, messages) if note else ([], "")
+        turns, text = _turns(note) if note else ([], "")
         if not note and (ctx.model.chat_template is None or not messages):
             raise ValueError("messages alone are no text")
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -46,33 +46,36 @@ def load_talk(ctx: LlamaContext, path: str) -> Talk:
         talk = Talk(LlamaSequence.load(ctx, path), messages, turns, text, beside)
     except StateLayoutMismatch as error:
         raise _other_types(path, found, ctx) or error from None
-    is_whole = note and note.get("n_tokens", len(talk.sequence)) == len(talk.sequence)
-    if not (is_whole and all(turn.n_tokens <= len(talk.sequence) for turn in turns)):
-        talk.turns, talk.text = [], ""
-        if ctx.model.chat_template is None or not _lay_out(talk):
-            talk.sequence.close()
-            why = (
-                "its tokens are not those of its messages, and no template of the model's says how"
-            )
-            if not note:
-                why = "the model's template does not put its messages one after another"
-            raise StateError(f"{path}: {why}")
+    n_tokens = len(talk.sequence)
+    if not (note and note.get("n_tokens", n_tokens) == n_tokens and _fits(talk)):
+        why = "the model has no template to make them so"
+        if ctx.model.chat_template is not None:
+            try:
+                talk.lay_out()
+                return talk
+            except ChatTemplateError as error:
+                why = str(error)
+        talk.sequence.close()
+        raise StateError(f"{path}: its tokens are not those of its messages: {why}")
     return talk
 
 
-def _turns(note: Any, messages: list[dict[str, str]]) -> tuple[list[Turn], str]:
-    """Return where turns begin, and the text; raise ValueError where that cannot be."""
-    text = note["text"]
-    if not isinstance(text, str):
-        raise TypeError("the text is not text")
-    turns = [Turn(int(n), int(at)) for n, at in note["turns"]]
-    for name, most in (("n_tokens", 2**31), ("n_text", len(text))):
-        places = [0, *(getattr(turn, name) for turn in turns), most]
+def _fits(talk: Talk) -> bool:
+    """Whether places of turns can be those of its tokens and text."""
+    known = [turn for turn in talk.turns if turn.is_known]
+    for places in (
+        [0, *(turn.n_tokens for turn in known), len(talk.sequence)],
+        [0, *(turn.n_text for turn in known), len(talk.text)],
+    ):
         if places != sorted(places):
-            raise ValueError("the turns do not follow each other")
-    if len(turns) != sum(message["role"] == "user" for message in messages):
-        raise ValueError("there is not a turn for each message of the user's")
-    return turns, text
+            return False
+    return len(talk.turns) == sum(message["role"] == "user" for message in talk.messages)
+
+
+def _turns(note: Any) -> tuple[list[Turn], str]:
+    if not isinstance(note["text"], str):
+        raise TypeError("the text is not text")
+    return [Turn(int(n), int(at)) for n, at in note["turns"]], note["text"]
 
 
 def _messages(given: Any) -> list[dict[str, str]]:
@@ -82,25 +85,6 @@ def _messages(given: Any) -> list[dict[str, str]]:
     if any(len(m) > 2 for m in given):
         raise ValueError("a message has more than a text")
     return messages
-
-
-def _lay_out(talk: Talk) -> bool:
-    """Make a sequence that of its messages, and find where turns begin; False where it cannot."""
-    model, tokens = talk.context.model, list[int]()
-    for i, message in enumerate(talk.messages):
-        if message["role"] == "user":
-            talk.turns.append(Turn(len(tokens), len(talk.text)))
-        try:
-            whole = model.apply_chat_template(talk.messages[: i + 1], add_generation_prompt=False)
-        except ChatTemplateError:  # it wants a user's message first
-            continue
-        if not whole.startswith(talk.text):
-            return False
-        new = whole[len(talk.text) :]
-        tokens += model.tokenize(new, add_special=False, parse_special=True).tolist()
-        talk.text = whole
-    talk.sequence.sync(tokens)
-    return bool(talk.text)
 
 
 def _other_types(path: str, found: StateInfo, ctx: LlamaContext) -> StateLayoutMismatch | None:

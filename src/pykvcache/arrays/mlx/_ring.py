@@ -116,15 +116,15 @@ def ring_meta(meta: Sequence[Any], rows: int) -> tuple[int, int, int, int, tuple
     given["columns"] = rows
     wrong = ""
     if rows == 0:
-        wrong = "an empty ring has offset 0 and index 0" if offset or index or rotated else ""
+        why = "an empty ring has offset 0 and index 0" if offset or index or rotated else ""
     elif len(meta) > 4 or max_size == 0 or index > rows or rows > offset:
-        wrong = "columns, index and offset of a ring do not fit"
+        why = "columns, index and offset of a ring do not fit"
     elif rotated and rows != max_size:
-        wrong = "a rotated ring is full"
+        why = "a rotated ring is full"
     elif not rotated and (index == 0 or (offset < max_size and index != offset)):
-        wrong = "a ring that is not rotated holds `index` columns"
-    if wrong:
-        raise CacheValueError(f"{wrong}; got {given}", "meta_state", given)
+        why = "a ring that is not rotated holds `index` columns"
+    if why:
+        raise CacheValueError(f"{why}; got {given}", "meta_state", given)
     return max_size, offset, index, rows if rotated else index, meta[4:]
 
 

@@ -52,9 +52,11 @@ def _integers(name: str, numbers: Counts) -> Rows:
     if not {bool, np.bool_}.isdisjoint(map(type, numbers)):
         raise CacheDTypeError(f"{name} holds a bool; expected integers", name, "bool", "integers")
     if array.size and max(abs(int(array.min())), abs(int(array.max()))) > LARGEST:
-        found = shown(array.tolist())
         raise CacheValueError(
-            f"{name} is {found}; no number may be beyond {LARGEST}", name, array.tolist(), LARGEST
+            f"{name} is {shown(array.tolist())}; no number may be beyond {LARGEST}",
+            name,
+            array.tolist(),
+            LARGEST,
         )
     return array.astype(np.int64)
 

@@ -385,8 +385,8 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
                 f"rope_offset {shown(row_offset.tolist())} and left_padding "
                 f"{shown(padding.tolist())} do not fit {columns} columns of {offset}",
                 "rope_offset",
-                row_offset.tolist(),
-                offset,
+                (row_offset.tolist(), padding.tolist()),
+                (columns, offset),
             )
         beside = self._shadow()
         beside._pair.length = columns  # what comes after was trimmed

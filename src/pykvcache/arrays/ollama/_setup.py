@@ -53,8 +53,7 @@ class Setup(NamedTuple):
         n_cells = -(-n_cells // config.cache_padding) * config.cache_padding
         if n_cells > MOST:
             raise CacheValueError(
-                f"{n_cells} cells are needed for max_sequences {sequences}, capacity {tokens}, "
-                f"max_batch {batch} and cache_padding {config.cache_padding}; "
+                f"max_sequences, capacity, max_batch and cache_padding need {n_cells} cells; "
                 f"a cache has at most {MOST}",
                 "cells",
                 n_cells,

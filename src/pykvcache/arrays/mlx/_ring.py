@@ -114,7 +114,7 @@ def ring_meta(meta: Sequence[Any], rows: int) -> tuple[int, int, int, int, tuple
     rotated = meta[3] == "True"
     given = {"max_size": max_size, "offset": offset, "index": index, "rotated": rotated}
     given["columns"] = rows
-    wrong = ""
+    why = ""
     if rows == 0:
         why = "an empty ring has offset 0 and index 0" if offset or index or rotated else ""
     elif len(meta) > 4 or max_size == 0 or index > rows or rows > offset:

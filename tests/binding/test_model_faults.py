@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pykvcache import LlamaContext, LlamaModel
-from pykvcache.errors import UnsupportedOperation
+from pykvcache.errors import ModelLoadError, UnsupportedOperation
 from support import vocab
 from support.blueprint import Blueprint, Sizes, matrix
 from support.models import MODELS, write_gguf
@@ -243,3 +243,20 @@ def test_a_learned_position_is_not_shifted(tmp_path: Path) -> None:
         assert ctx.kv_cache_seq_pos_max(0) == 19
         ctx.clear_kv_cache_seq(0, 10, None)
         ctx.decode([7])
+
+
+def test_a_vocabulary_alone_needs_no_heads_and_no_experts(tmp_path: Path) -> None:
+    for name, keys in (
+        ("gemma3", [".attention.head_count"]),
+        ("qwen4exp", [".expert_count", ".expert_used_count", ".expert_feed_forward_length"]),
+    ):
+        info, path = MODELS[name], tmp_path / f"{name}.gguf"
+        words = info.vocab()
+        plan = info.plan(info.sizes, len(words))
+        for key in keys:
+            plan.keys.pop(key, None)
+        write_gguf(path, plan, words, 0)
+        with pytest.raises(ModelLoadError, match="not there"):
+            LlamaModel(path)
+        with LlamaModel(path, vocab_only=True) as model:
+            assert model.n_vocab == len(words)

@@ -93,9 +93,10 @@ def test_demo_is_repeatable(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("gemma3", set()),
         ("mamba", set()),
-        ("lfm2", {"full: drop 96"}),
-        ("qwen2vl", {"move all by 64", "full: drop 96"}),
-        ("granite_nope", {"move all by 64", "full: drop 96"}),
+        ("lfm2", {"full: drop 224"}),
+        ("qwen2vl", {"move all by 64", "full: drop 224"}),
+        ("granite_nope", {"move all by 64", "full: drop 224"}),
+        ("deepseek32", {"move all by 64", "full: drop 224"}),
     ],
 )
 def test_demo_on_every_kind_of_memory(

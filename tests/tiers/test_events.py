@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from pykvcache import LlamaContext, PrefixCache
-from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from pykvcache.prefix.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheEvent,
+    EventLog,
+)
 from pykvcache.prefix.publish import as_map
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tiers import notices
@@ -209,3 +217,39 @@ def test_clear_leaves_no_tokens_of_a_tenant_in_what_waits(
         prompt[:40]
     ]
     cache.close()
+
+
+@pytest.mark.parametrize("media", [["disk"], ["disk", "remote"], ["remote", "remote"]], ids=str)
+def test_nobody_believes_in_what_has_gone(media: list[str]) -> None:
+    """Who subscribed, and who reads now and then, whatever is withdrawn meanwhile."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        log, heard, read = EventLog(), list[CacheEvent](), list[CacheEvent]()
+        log.subscribe(heard.append)
+        tiers = [Notices(medium, log.add) for medium in media]
+        there: list[set[bytes]] = [set() for _ in media]
+        for _ in range(100):
+            i, what = rng.randrange(len(media)), rng.random()
+            if what < 0.4:
+                space, first = rng.choice("ab"), rng.randrange(5)
+                keys = [f"{space}{first + n}".encode() * 16 for n in range(rng.randint(1, 3))]
+                there[i].update(keys)
+                tiers[i].stored([Place(key, None, bytes(8), space) for key in keys])
+            elif what < 0.6 and there[i]:
+                gone = rng.choice(sorted(there[i]))
+                there[i].remove(gone)
+                tiers[i].removed([gone])
+            elif what < 0.85:
+                read += islice(log, rng.randint(0, 3))
+            else:
+                withdrawn = log.withdraw(rng.choice(["a", "b"]))
+                for tier in tiers:
+                    tier.say_again(key for medium, key in withdrawn if medium == tier.medium)
+        read += log
+        for medium in {tier.medium for tier in tiers}:
+            stored = [
+                keys for tier, keys in zip(tiers, there, strict=True) if tier.medium == medium
+            ]
+            known = set[bytes]().union(*stored)
+            assert names(heard, medium) <= known, seed
+            assert names(read, medium) <= known, seed

@@ -50,7 +50,7 @@ uint32_t value_of_layer(const gguf_context * header, const std::string & key, si
     }
     const gguf_type type = gguf_get_kv_type(header, id);
     if (type != GGUF_TYPE_ARRAY) {
-        return type == GGUF_TYPE_UINT32 ? gguf_get_val_u32(header, id) : 0;
+        return type == GGUF_TYPE_UINT32 ? gguf_get_val_u32(header, id) : 1;  // the load refuses other types
     }
     const gguf_type of = gguf_get_arr_type(header, id);
     if (i >= gguf_get_arr_n(header, id)) {
@@ -107,8 +107,8 @@ std::string division_problem(const gguf_context * header) {
     return {};
 }
 
-std::string find_problem(const gguf_context * header) {
-    const std::string division = division_problem(header);
+std::string find_problem(const gguf_context * header, bool vocab_only) {
+    const std::string division = vocab_only ? std::string() : division_problem(header);
     if (!division.empty()) {
         return division;
     }
@@ -146,14 +146,14 @@ std::string find_problem(const gguf_context * header) {
 
 }  // namespace
 
-std::string header_problem(const char * path) noexcept {
+std::string header_problem(const char * path, bool vocab_only) noexcept {
     std::string problem;
     guard.muted = true;  // the load itself will say what is wrong
     guarded_void([&] {
         const std::unique_ptr<gguf_context, void (*)(gguf_context *)> header(
             gguf_init_from_file(path, {/*no_alloc=*/true, /*ctx=*/nullptr}), gguf_free);
         if (header) {  // other files are refused by the load, with llama.cpp's own words
-            problem = find_problem(header.get());
+            problem = find_problem(header.get(), vocab_only);
             problem = problem.empty() ? vocab_problem(header.get()) : problem;
         }
     });

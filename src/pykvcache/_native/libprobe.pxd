@@ -37,7 +37,7 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     void renew_log() except +
 
     gguf_context* gguf_open(const char* path)
-    string header_problem(const char* path)
+    string header_problem(const char* path, bint vocab_only)
     llama_model* model_load(const char* path, llama_model_params)
     shared_ptr[llama_model] own_model(llama_model*) except +
     llama_context* context_new(llama_model*, llama_context_params)

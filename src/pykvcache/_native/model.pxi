@@ -121,7 +121,7 @@ cdef class Model:
         p.progress_callback_user_data = <void*>box if progress is not None else NULL
         _sync_log()
         with nogil:
-            problem = lib.header_problem(c_path)
+            problem = lib.header_problem(c_path, p.vocab_only)
         if not problem.empty():
             why = _text(problem)
             raise ModelLoadError.of(os.fsdecode(path), why)

@@ -305,7 +305,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
         """Forget everything, or all of one namespace; sequences in use keep what they have.
 
         What those evaluated is not shared with later ones, either. Tiers lose what waits to be
-        written; what they have stays there: ``pykvcache cache clear`` empties them.
+        written; what they have stays there: ``pykvcache cache clear`` empties them. Events that
+        wait lose its tokens; of what a tier is writing just then one may still come.
         """
         with self._pool.hold():
             self._check_open()
@@ -313,7 +314,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
             self._ram.clear(space)
             self._reserve.wipe()
             self._tiers.cancel(space)
-            self._tiers.forget_notices(self._events.withdraw(space))
+            self._tiers.say_again(self._events.withdraw(space))
             self._open.part(space, self._end_search, self._ram.release)
             if space is None:
                 self._tiers.forget_notices()

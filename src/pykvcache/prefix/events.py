@@ -282,7 +282,7 @@ class EventLog:
         while self._forget_oldest():
             pass
 
-    def withdraw(self, namespace: str | None) -> set[bytes]:
+    def withdraw(self, namespace: str | None) -> set[tuple[str, bytes]]:
         """Forget the tokens of a namespace, or of all, that wait; who reads on misses nothing.
 
         Events of blocks that came and went meanwhile are dropped; those that were read about
@@ -290,14 +290,14 @@ class EventLog:
 
         Returns
         -------
-        set of bytes
-            Names of blocks in tiers of which nobody has read now.
+        set of (str, bytes)
+            Medium and name of blocks in tiers of which an event was dropped.
         """
         with self._lock:
             kept, unread = _without(list(self._events), namespace)
             n = sum(size for _, size, _ in kept)
             self._events, self._nbytes = kept, n
-        return {name for medium, name in unread if medium != _MEMORY}
+        return {one for one in unread if one[0] != _MEMORY}
 
 
 def _without(
@@ -312,7 +312,8 @@ def _without(
                 unread.update((_MEMORY, key) for key in event.names)
             else:
                 unread.update((event.medium, key) for key in event.block_hashes)
-        elif isinstance(event, BlockRemoved):
+        elif isinstance(event, BlockRemoved) and event.medium == _MEMORY:
+            # Of tiers all stay: who subscribed was told of what is dropped here.
             names = [(event.medium, key) for key in event.block_hashes]
             left = tuple(key for medium, key in names if (medium, key) not in unread)
             unread.difference_update(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -176,6 +177,8 @@ def check_picture(path: str | os.PathLike[str]) -> str:
         raise ArgumentError(
             f"path is {shown(name)}: it ends with none of {known}", "path", name, endings
         )
+    if not os.path.isdir(folder := os.path.dirname(name) or os.curdir):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
     return name
 
 

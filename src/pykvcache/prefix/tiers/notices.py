@@ -89,7 +89,8 @@ class Notices:
     def __init__(self, medium: str, sink: Sink) -> None:
         self.medium = _MEDIA.get(medium, "EXTERNAL")
         self._sink = sink
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        # And whether nobody may know of it: it is said again when it is used again.
+        self._known: OrderedDict[bytes, bool] = OrderedDict()
         self._waiting: deque[tuple[CacheEvent, str | None]] = deque()
         self._lock = threading.Lock()
         self._sending = threading.Lock()
@@ -100,10 +101,11 @@ class Notices:
         with self._lock:
             run: list[Place] = []
             for block in blocks:
-                if block.key in self._known:
+                if self._known.get(block.key) is False:
                     self._known.move_to_end(block.key)
                     continue
-                self._known[block.key] = None
+                self._known[block.key] = False
+                self._known.move_to_end(block.key)
                 if run and (
                     block.parent != run[-1].key or len(block.tokens) != len(run[-1].tokens)
                 ):
@@ -130,7 +132,7 @@ class Notices:
     def removed(self, keys: Iterable[bytes]) -> None:
         """Note that blocks are not there, or not right."""
         with self._lock:
-            gone = tuple(key for key in keys if self._known.pop(key, key) is None)
+            gone = tuple(key for key in keys if self._known.pop(key, None) is not None)
             if gone:
                 self._waiting.append((BlockRemoved(gone, self.medium), None))
         self._send()
@@ -147,14 +149,17 @@ class Notices:
                 self._known.move_to_end(key)
             return keys
 
-    def forget(self, keys: Iterable[bytes] | None = None) -> None:
-        """Forget what was sent, of some blocks or of all: nobody knows of it any more."""
+    def forget(self) -> None:
+        """Forget what was sent: everything was said to be cleared."""
         with self._lock:
-            if keys is None:
-                self._known.clear()
-                return
+            self._known.clear()
+
+    def say_again(self, keys: Iterable[bytes]) -> None:
+        """Say of some blocks that they are there when they are used again; and if they go."""
+        with self._lock:
             for key in keys:
-                self._known.pop(key, None)
+                if key in self._known:
+                    self._known[key] = True
 
     def _send(self) -> None:
         """Hand out what waits; whoever is at it takes what others add."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from pykvcache.prefix.stores import BlockStore, Envelope, open_store
@@ -176,10 +177,18 @@ class Tiers:
         for writer in self.writers:
             writer.retire()
 
-    def forget_notices(self, keys: Iterable[bytes] | None = None) -> None:
-        """Forget which events were sent, of some or all: what is used from now on is said again."""
+    def forget_notices(self) -> None:
+        """Forget which events were sent: what is used from now on is said again."""
         for tier in self.tiers:
-            tier.notices.forget(keys)
+            tier.notices.forget()
+
+    def say_again(self, withdrawn: Iterable[tuple[str, bytes]]) -> None:
+        """Say of blocks, by medium and name, that they are there when they are used again."""
+        keys = defaultdict[str, list[bytes]](list)
+        for medium, key in withdrawn:
+            keys[medium].append(key)
+        for tier in self.tiers:
+            tier.notices.say_again(keys[tier.notices.medium])
 
     def stats(self) -> tuple[TierStats, ...]:
         """Return the figures of every tier."""

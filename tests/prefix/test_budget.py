@@ -139,6 +139,46 @@ def test_thousands_of_blocks_of_every_policy_fit_the_budget(tmp_path: Path) -> N
         assert taken <= 1.01 * counted, (size, policy)
 
 
+#: What the system gives the process, with all that its allocator keeps.
+RESIDENT = """
+import gc, sys
+import numpy as np
+from pykvcache import LlamaContext, LlamaModel, PrefixCache
+
+ctx = LlamaContext(LlamaModel(sys.argv[1]), n_ctx=4096, n_seq_max=2, n_threads=1)
+rng = np.random.default_rng(1)
+
+def resident():
+    gc.collect()
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+
+def work(cache, n):
+    for _ in range(n):
+        with cache.sequence(rng.integers(5, 56, rng.integers(75, 125))) as sequence:
+            sequence.logits()
+
+with PrefixCache(ctx, ram_bytes=1 << 20, block_size=16) as cache:
+    work(cache, 10)
+before = resident()
+cache = PrefixCache(ctx, ram_bytes=4 << 20, block_size=16)
+work(cache, 480)
+print(resident() - before, cache.stats().removed)
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="Linux says how much it is"
+)
+def test_what_is_evicted_goes_back_to_the_system(tmp_path: Path) -> None:
+    """Holes between small blocks: the process had a quarter more than the budget."""
+    command = [sys.executable, "-c", RESIDENT, str(make_model("mamba", tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    taken, removed = map(int, done.stdout.split())
+    assert removed > 100
+    assert taken <= 1.1 * (4 << 20)
+
+
 def words(seed: int, n: int) -> list[int]:
     found: list[int] = np.random.default_rng(seed).integers(5, 56, n).tolist()
     return found

@@ -22,6 +22,9 @@ cdef extern from "text.h" namespace "pykv" nogil:
         string problem
 
 
+cdef extern from "heap.h" namespace "pykv" nogil:
+    void trim_memory()
+
 cdef extern from "guarded.h" namespace "pykv" nogil:
     const int32_t CAUGHT
     void install_hooks() except +

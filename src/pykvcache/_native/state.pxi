@@ -35,6 +35,12 @@ def claim_blocks(int fd, int64_t size):
         raise OSError(code, os.strerror(code))
 
 
+def trim_memory():
+    """Let the allocator give back to the system what small blocks have left."""
+    with nogil:
+        lib.trim_memory()
+
+
 @cython.internal
 cdef class Pieces:
     """Buffers that together are one state; holds them while C reads them."""

@@ -10,6 +10,7 @@ from typing import SupportsIndex
 import numpy as np
 
 from pykvcache._convert import TokenInput, as_bool, as_int
+from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError
 from pykvcache.prefix.blocks import root_name, token_bytes
@@ -138,7 +139,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
         self._events = EventLog(
             min(most // 32, 16 << 20), has_room=len(stores) > 0, later=self._pool.later
         )
-        self._reserve = Reserve(self._block_size * self._cell_bytes + Envelope.overhead, most)
+        size = self._block_size * self._cell_bytes + Envelope.overhead
+        self._reserve = Reserve(size, most, lib.trim_memory)
         self._ram = RamTier(
             self._block_size,
             most,

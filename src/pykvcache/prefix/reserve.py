@@ -25,6 +25,8 @@ Memory = npt.NDArray[np.uint8]
 MOST_BYTES = 64 << 20
 #: Smaller blocks are left to the allocator, which uses their memory again itself.
 LEAST_BLOCK = 128 << 10
+#: After so many bytes were evicted, or an eighth of the budget, free memory goes to the system.
+TRIMMED_BYTES = 4 << 20
 #: Most bytes that caches which were closed leave to later ones of their process.
 SPARE_BYTES = 16 << 20
 # How much of what is lent is looked at per block that is asked for.
@@ -55,10 +57,14 @@ class Reserve:
         Bytes of the blocks.
     budget
         Bytes of all that is kept: free memory is an eighth of it at most, and `MOST_BYTES`.
+    trim
+        Gives what the allocator keeps of small blocks back to the system.
     """
 
-    def __init__(self, size: int, budget: int) -> None:
+    def __init__(self, size: int, budget: int, trim: Callable[[], object] = lambda: None) -> None:
         self.size = size
+        self._trim, self._evicted = trim, 0
+        self._trimmed_bytes = max(budget // 8, TRIMMED_BYTES)
         self.max_bytes = min(budget // 8, MOST_BYTES) if size >= LEAST_BLOCK else 0
         # How much may be free so that the budget is kept: from one `release` to the next.
         self._limit = self.max_bytes
@@ -131,6 +137,12 @@ class Reserve:
 
         Where it is negative, so much more may be kept until this is called again.
         """
+        if excess > 0:
+            # What is evicted leaves holes in the allocator's memory, as far as all of it.
+            self._evicted += excess
+            if self._evicted > self._trimmed_bytes:
+                self._evicted = 0
+                self._trim()
         n = max(0, self.n_bytes - max(0, excess)) // max(1, self.size)
         self._limit = n * self.size if excess > 0 else self.n_bytes - excess
         had = len(self._free)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import errno
+import math
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor

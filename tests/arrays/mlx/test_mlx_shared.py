@@ -49,6 +49,18 @@ def test_keys_and_values_of_the_cache_itself_may_be_swapped():
         assert (keys.item(), values.item()) == (2, 1)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_keys_and_values_that_were_trimmed_may_be_swapped(n):
+    """The place they come from is where they are written."""
+    x = np.arange(1.0, 4).reshape(1, 1, 3, 1)
+    for cache in (KVCache(), ChunkedKVCache(8), RotatingKVCache(8), BatchKVCache([0])):
+        keys, values = cache.update(x, -x)
+        assert cache.trim(n) == n
+        keys, values = cache.update(values[:, :, -n:], keys[:, :, -n:])
+        assert keys.ravel()[-n:].tolist() == (-x).ravel()[-n:].tolist(), type(cache)
+        assert values.ravel()[-n:].tolist() == x.ravel()[-n:].tolist(), type(cache)
+
+
 class Foreign:
     """Shape and dtype as an array's, of a package that does not convert it unasked."""
 

@@ -226,6 +226,8 @@ class TokenPair:
             and values.shape == self._v_one
             and keys.dtype == self._k_dtype
             and values.dtype == self._v_dtype
+            # Arrays that own their memory share none with the keys, which are written first.
+            and (values.base is None or not np.may_share_memory(values, self.keys))
         ):
             self.k_rows[last] = keys
             self.v_rows[last] = values

@@ -187,5 +187,6 @@ def converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return `array` in this dtype, what is too large as infinite whatever `np.seterr` says."""
     if array.dtype == dtype:
         return array
+    check_shape("the converted array", array.shape, dtype)  # it may need more bytes
     with np.errstate(all="ignore"):
         return array.astype(dtype)

@@ -280,6 +280,12 @@ def test_sizes_beyond_every_address_are_refused() -> None:
             FlatKVCache.with_capacity(*sizes)
 
 
+def test_a_prompt_that_no_array_can_hold_once_converted_is_refused() -> None:
+    giant = np.broadcast_to(np.int8(1), (2**61,))
+    with pytest.raises(CacheValueError, match="an array has at most"):
+        FlatKVCache(1, 1, 1, dtype="f32").extend(0, giant, giant)
+
+
 def test_every_error_is_a_cache_error() -> None:
     for error in (CacheDTypeError, CacheLayerError, CacheOrderError, CacheValueError):
         assert issubclass(error, KvCacheError)

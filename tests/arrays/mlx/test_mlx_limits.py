@@ -15,6 +15,7 @@ from pykvcache.arrays import (
     BatchRotatingKVCache,
     CacheList,
     ChunkedKVCache,
+    ConcatenateKVCache,
     KVCache,
     LRUPromptCache,
     PromptCacheConfig,
@@ -279,3 +280,25 @@ def test_shapes_that_no_array_can_have_are_refused():
     keys = np.empty((2**31, 2**28, 1, 0), np.float32)
     with pytest.raises(CacheValueError, match="no array"):
         KVCache().update(keys, keys)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        KVCache,
+        ConcatenateKVCache,
+        lambda: RotatingKVCache(2),
+        lambda: ChunkedKVCache(2),
+        lambda: BatchKVCache([0]),
+        lambda: BatchRotatingKVCache(2, [0]),
+    ],
+)
+def test_a_history_that_no_array_can_hold_is_refused(make):
+    """Found: NumPy's ValueError, which is no KvCacheError."""
+    cache = make()
+    cache.update(*[np.ones((1, 1, 3, 1), np.uint8)] * 2)
+    before = snapshot(cache)
+    giant = np.broadcast_to(np.uint8(1), (1, 1, sys.maxsize, 1))
+    with pytest.raises(CacheValueError, match="shape"):
+        cache.update(giant, giant)
+    assert snapshot(cache) == before

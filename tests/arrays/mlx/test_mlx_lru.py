@@ -1,3 +1,6 @@
+import copy
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -278,3 +281,83 @@ def test_every_fetch_is_a_prefix(steps, size):
         assert len(lru) <= size
         assert lru.nbytes == BYTES * len(lru)
         assert sum(s["n_sequences"] for s in lru.stats_by_type().values()) == len(lru)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.lists(st.integers(1, 2), min_size=1, max_size=4),
+            st.sampled_from(["assistant", "user", "system"]),
+            st.sampled_from(["insert", "fixed", "fetch", "trim", "copy"]),
+            st.integers(1, 3),
+        ),
+        max_size=20,
+    ),
+    size=st.integers(0, 5),
+    limit=st.integers(0, 8),
+)
+def test_what_is_evicted_is_as_with_plain_lists(steps, size, limit):
+    """LRUPromptCache against lists: sizes by type, and who is there."""
+    lru, plain = LRUPromptCache(size, limit * BYTES), []  # [tokens, type, nbytes], oldest first
+
+    def evict(entries, nbytes):
+        while len(plain) > entries or (plain and sum(e[2] for e in plain) > nbytes):
+            by = [[e for e in plain if e[1] == t] for t in ("assistant", "user", "system")]
+            a, u, s = map(len, by)
+            plain.remove(by[0 if a and a >= u else 1 if u and u >= s else 2][0])
+
+    for tokens, who, what, n in steps:
+        if what in ("insert", "fixed"):
+            made = (caches if what == "insert" else lambda t, layers: fixed(t))(tokens, layers=n)
+            nbytes = sum(cache.nbytes for cache in made)
+            lru.insert_cache("m", tokens, made, cache_type=who)
+            if nbytes <= limit * BYTES:
+                shorter = [tokens[:i] for i in range(len(tokens))] if what == "insert" else []
+                plain[:] = [e for e in plain if e[0] not in [*shorter, tokens]]
+                plain.append([tokens, who, nbytes])
+                evict(size, limit * BYTES)
+        elif what == "fetch":
+            if fetched_exact_tokens(lru, tokens):
+                lru.fetch_nearest_cache("m", tokens)
+                plain.sort(key=lambda e: e[0] == tokens)
+        elif what == "trim":
+            lru.trim_to(n_sequences=n, n_bytes=2 * n * BYTES)
+            evict(n, 2 * n * BYTES)
+        else:
+            lru = copy.deepcopy(lru)
+        for name, stats in lru.stats_by_type().items():
+            sizes = [e[2] for e in plain if e[1] == name]
+            assert stats == {"n_sequences": len(sizes), "n_bytes": sum(sizes)}
+        assert (len(lru), lru.nbytes) == (len(plain), sum(e[2] for e in plain))
+        lru._index()
+        assert all(fetched_exact_tokens(lru, e[0]) for e in plain)
+
+
+def fetched_exact_tokens(lru, tokens):
+    return lru._index().search("m", tokens).exact is not None
+
+
+def test_what_an_insert_costs_does_not_grow_with_the_entries():
+    """Found: every insert looked at all entries."""
+    lines = []
+    for size in (10, 400):
+        lru, one = LRUPromptCache(size), fixed([1])
+        for i in range(size):
+            lru.insert_cache("m", [i, 1], one)
+        counted = 0
+
+        def trace(frame, event, argument):
+            nonlocal counted
+            counted += 1
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            lru.insert_cache("m", [size, 1], one)
+        finally:
+            sys.settrace(before)
+        lines.append(counted)
+        assert len(lru) == size
+    assert lines[0] == lines[1]

@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_reference import ids, kv, stored
+from mlx_reference import ids, kv, snapshot, stored
 
-from pykvcache.arrays import CacheList, load_prompt_cache
+from pykvcache.arrays import (
+    BatchRotatingKVCache,
+    CacheList,
+    RotatingKVCache,
+    load_prompt_cache,
+)
 from pykvcache.errors import CacheValueError, KvCacheError
 
 pytest.importorskip("safetensors")
@@ -95,6 +100,31 @@ def test_newer_files_are_read(tmp_path):
     assert caches[12].max_size == 5
     assert caches[15].left_padding.tolist() == [1, 0]
     assert caches[16].meta_state == ("4", "0", "0", "False", "1", "0")
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_batch_merged_from_wrapped_rings_is_read(tmp_path, newer):
+    """mlx-lm's merge counts the columns, of which the rows have seen more."""
+    long, short = RotatingKVCache(4), RotatingKVCache(4)
+    for cache, n in ((long, 100), (short, 7)):
+        for token in range(n):
+            cache.update(*kv([token]))
+    mine = BatchRotatingKVCache.merge([long, short])
+    state = kv([96, 97, 98, 99], [3, 4, 5, 6])
+    rows = np.array([100, 7], np.int32), np.array([0, 0], np.int32)
+    path = tmp_path / "c"
+    if newer:
+        written(path, [("BatchRotatingKVCache", (*state, *rows, 4, 4, 4, False))])
+    else:
+        texts = {"0.0.0": "4", "0.0.1": "4", "0.0.2": "4", "0.0.3": "False"}
+        arrays = {f"0.{i}": array for i, array in enumerate((*state, *rows))}
+        save_file(arrays, path, texts | {"2.0": "BatchRotatingKVCache"})
+    (read,) = load_prompt_cache(path)
+    assert snapshot(read) == snapshot(mine)
+    for n in (1, 1, 3, 1):
+        new = kv([200] * n, [300] * n)
+        assert ids(read.update(*new)[1]) == ids(mine.update(*new)[1])
+    assert snapshot(read) == snapshot(mine)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from pykvcache.errors import CacheValueError, KvCacheError
 from support.interrupts import InterruptAnywhere
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
+SafetensorError = pytest.importorskip("safetensors").SafetensorError
 layouts = pytest.mark.parametrize("layout", ["0.31", "0.32"])
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX has these files")
 ONE = filled(KVCache(), [[1, 2]])
@@ -72,6 +73,42 @@ def test_permissions_stay_and_new_files_get_those_of_new_files(tmp_path):
     finally:
         os.umask(before)
     assert sorted(tmp_path.iterdir()) == [file, other]
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o444, 0o400, 0o640, None])
+def test_a_file_that_may_only_be_read_is_replaced(tmp_path, monkeypatch, mode):
+    """The new one can be written first, also where safetensors opens it by its name."""
+    file, plain, seen = tmp_path / "file", safetensors_numpy.save_file, []
+
+    def save_file(arrays, path, texts):
+        seen.append(stat.S_IMODE(os.stat(path).st_mode))
+        plain(arrays, path, texts)
+
+    monkeypatch.setattr(safetensors_numpy, "save_file", save_file)
+    before = os.umask(0o333)
+    try:
+        if mode is not None:
+            file.touch(mode)
+            file.chmod(mode)
+        save_prompt_cache(file, [ONE])
+    finally:
+        os.umask(before)
+    assert seen == [0o600]
+    assert stat.S_IMODE(os.stat(file).st_mode) == (0o444 if mode is None else mode)
+
+
+@pytest.mark.parametrize("text", ["I/O error: no space", "IoError(Os { code: 28 })"])
+def test_a_disk_that_is_full_is_an_os_error(tmp_path, monkeypatch, text):
+    """Both are what versions of safetensors call it."""
+
+    def save_file(*arguments):
+        raise SafetensorError(f"Error while serializing: {text}")
+
+    monkeypatch.setattr(safetensors_numpy, "save_file", save_file)
+    with pytest.raises(OSError, match="while serializing"):
+        save_prompt_cache(tmp_path / "file", [ONE])
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_long_names_and_files_of_others_are_no_obstacle(tmp_path):

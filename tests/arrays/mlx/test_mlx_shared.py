@@ -49,6 +49,18 @@ def test_keys_and_values_of_the_cache_itself_may_be_swapped():
         assert (keys.item(), values.item()) == (2, 1)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_keys_and_values_that_were_trimmed_may_be_swapped(n):
+    """The place they come from is where they are written."""
+    x = np.arange(1.0, 4).reshape(1, 1, 3, 1)
+    for cache in (KVCache(), ChunkedKVCache(8), RotatingKVCache(8), BatchKVCache([0])):
+        keys, values = cache.update(x, -x)
+        assert cache.trim(n) == n
+        keys, values = cache.update(values[:, :, -n:], keys[:, :, -n:])
+        assert keys.ravel()[-n:].tolist() == (-x).ravel()[-n:].tolist(), type(cache)
+        assert values.ravel()[-n:].tolist() == x.ravel()[-n:].tolist(), type(cache)
+
+
 class Foreign:
     """Shape and dtype as an array's, of a package that does not convert it unasked."""
 
@@ -196,3 +208,37 @@ def test_long_prompts_are_copied_and_pickled():
         assert twin.get("m", tokens) == 5000
         assert [*twin.continuations("m", [])] == [*trie.continuations("m", [])]
         assert twin.search("m", [9, 3]) == trie.search("m", [9, 3])
+
+
+@pytest.mark.parametrize("base", [KVCache, QuantizedKVCache, CacheList, ArraysCache])
+def test_a_subclass_may_copy_itself_by_copy_copy(base):
+    """Found: the two called each other without end."""
+
+    class Mine(base):
+        def copy(self):
+            twin = copy.copy(self)
+            twin.note = "copied"
+            return twin
+
+    mine = Mine(1) if base is ArraysCache else Mine()
+    assert mine.copy().note == "copied"
+    assert copy.copy(mine) is not mine
+
+
+@pytest.mark.parametrize("base", [KVCache, RotatingKVCache, QuantizedKVCache])
+def test_slots_of_a_subclass_are_copied(base):
+    """Found: copy() lost them."""
+
+    class Slotted(base):
+        __slots__ = ("__hidden", "extra", "unset")
+
+        def mark(self):
+            self.__hidden, self.extra, self.more = 1, 2, 3
+
+        def marks(self):
+            return self.__hidden, self.extra, self.more, hasattr(self, "unset")
+
+    cache = Slotted(4) if base is RotatingKVCache else Slotted()
+    cache.mark()
+    for twin in (cache.copy(), copy.copy(cache), copy.deepcopy(cache), cache._shadow()):
+        assert twin.marks() == (1, 2, 3, False)

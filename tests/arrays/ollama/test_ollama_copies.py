@@ -28,6 +28,7 @@ from pykvcache.arrays import (
 from pykvcache.errors import (
     CacheValueError,
     NotSupported,
+    ReentryError,
 )
 
 
@@ -77,6 +78,54 @@ def test_copies_share_the_shift_fn_and_nothing_else() -> None:
     twin = copy.copy(ring)
     twin.store(twin.record(3), "a", np.ones(1))
     assert (ring.positions, twin.positions) == ([], [3])
+
+
+# Found: copies of a wrapper and of an InputCache copied the model, or failed on its locks.
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda cache: WrapperCache(cache, CausalCache()),
+        lambda cache: WrapperCache(WrapperCache(EncoderCache(), cache)),
+        lambda cache: InputCache(cache, 16, 1, 4),
+        lambda cache: InputCache(WrapperCache(cache), 16, 1, 4),
+        lambda cache: InputCache(None, 16, 1, 4),
+    ],
+)
+def test_copies_of_what_wraps_a_cache_share_its_model(wrapped: Any) -> None:
+    class Model:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("cannot pickle a lock")
+
+        def rotate(self, layer: int, key: Any, shift: Any) -> Any:
+            return key
+
+    model = Model()
+    made = wrapped(CausalCache(model.rotate))
+    other = copy.copy(made)
+    inner = made.cache if isinstance(made, InputCache) else made
+    again = other.cache if isinstance(other, InputCache) else other
+    assert other is not made
+    assert inner is None or inner is not again
+
+
+# Found: such a copy said for ever that it is in the middle of a call.
+def test_an_input_cache_is_not_copied_within_a_call() -> None:
+    class Copying(CausalCache):
+        inputs: Any = None
+        refused = 0
+
+        def remove(self, *arguments: Any) -> None:
+            for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(ReentryError):
+                    copied(self.inputs)
+                self.refused += 1
+
+    cache = Copying()
+    cache.inputs = InputCache(cache, 16, 1, 4)
+    cache.inputs.load_slot(tokens(1))
+    assert cache.refused == 3
+    del cache.inputs.slots[0].inputs[:]
+    assert copy.copy(cache.inputs).slots[0].in_use
 
 
 # Recurrent states -----------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ollama_support import INF, add_shift, assert_same, fill, forward, seen, state, twin
+from ollama_support import INF, add_shift, assert_same, fill, forward, picture, seen, state, twin
 
 from pykvcache.arrays import (
     Cache,
@@ -182,6 +182,56 @@ def test_wrapper_unwinds_when_a_foreign_cache_fails(reserve: bool) -> None:
     assert wrapper.underlying_cache is second
     assert seen(first, 0, 1) == [0, 0.5]
     assert seen(second.inner, 1, 1) == [0.5, 1]
+
+
+# Found: the caches before a foreign one that could not be cut stayed started, and nothing said so.
+@pytest.mark.parametrize("nested", [False, True])
+def test_wrapper_marks_what_it_cannot_unwind(nested: bool) -> None:
+    first, second, last, failing = CausalCache(), Foreign(), Foreign(), Foreign()
+    inner = WrapperCache(second) if nested else second
+    wrapper = WrapperCache(first, inner, last, failing)
+    wrapper.init(np.float32, 1, 12, 4)
+    put_all(wrapper, [0, 1], [0, 1], [0, 0])
+    before = picture(first)
+    second.fails, failing.fails = "remove", "start_forward"
+    with pytest.raises(Fault, match="start_forward"):
+        wrapper.start_forward([2, 1, 1], [0, 0, 1])
+    assert picture(first) == before
+    assert [arguments for name, arguments in last.calls if name == "remove"] == [(0, 1), (1, 1)]
+    second.fails = failing.fails = ""
+    for seq in (0, 1):
+        assert not wrapper.can_resume(seq, 1)
+        with pytest.raises(CacheOrderError, match="only some of the caches"):
+            wrapper.start_forward([1], [seq])
+        wrapper.remove(seq, 0)
+        wrapper.start_forward([0], [seq])
+
+
+def test_an_interrupt_while_the_wrapper_unwinds_is_raised() -> None:
+    class Interrupted(Foreign):
+        def remove(self, *arguments: Any) -> Any:
+            raise KeyboardInterrupt
+
+    first, failing = CausalCache(), Foreign("start_forward")
+    wrapper = WrapperCache(first, Interrupted(), failing)
+    wrapper.init(np.float32, 1, 12, 4)
+    before = picture(first)
+    with pytest.raises(KeyboardInterrupt):
+        wrapper.start_forward([0], [0])
+    assert picture(first) == before
+    with pytest.raises(CacheOrderError, match="only some of the caches"):
+        wrapper.start_forward([0], [0])
+
+
+# A pass that the wrapper begins takes the short way through put from the layer before.
+def test_a_layer_of_the_pass_before_does_not_take_its_number_of_tokens() -> None:
+    cache = CausalCache()
+    wrapper = WrapperCache(cache)
+    wrapper.init(np.float32, 1, 16, 4)
+    put_all(wrapper, [0], [0], [0])
+    wrapper.start_forward([1, 2, 3], [0] * 3)
+    with pytest.raises(CacheValueError):
+        wrapper.put(np.ones((1, 1, 1), np.float32), np.ones((1, 1, 1), np.float32))
 
 
 # Decided: the wrapper passes multimodal on.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -148,12 +150,16 @@ class BaseCache(ABC):
         """Tell whether nothing is stored."""
 
     def copy(self) -> Self:
-        """Return an independent cache with the same content."""
-        return copy.deepcopy(self)
+        """Return an independent cache with the same content; no spare room is copied."""
+        return self._duplicate()
 
     def __copy__(self) -> Self:
         # A shallow copy would share the buffers, but not the counts of what is in them.
-        return self.copy()
+        # Not by `copy`, which a subclass may build on `copy.copy`.
+        return self._duplicate()
+
+    def _duplicate(self) -> Self:
+        return copy.deepcopy(self)
 
     def to_quantized(self, group_size: SupportsIndex = 64, bits: SupportsIndex = 4) -> BaseCache:
         """Return a ``QuantizedKVCache`` with this content; most kinds cannot."""
@@ -175,9 +181,15 @@ class BaseCache(ABC):
         return self._twin()
 
     def _twin(self) -> Self:
-        """Return a cache of the same attributes."""
+        """Return a cache of the same attributes, those in the slots of a subclass included."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
+        for kind in type(self).__mro__:
+            if vars(kind).get("__slots__"):
+                for slot in vars(kind).values():
+                    if isinstance(slot, MemberDescriptorType):
+                        with contextlib.suppress(AttributeError):  # it may be unset
+                            slot.__set__(twin, slot.__get__(self))
         return twin
 
     def _leaves(self) -> Iterator[BaseCache]:
@@ -217,8 +229,7 @@ class PairCache(BaseCache):
         """Tell whether no token is stored."""
         return self._pair.count == 0
 
-    def copy(self) -> Self:
-        """Return an independent cache; only stored tokens are copied, not the spare room."""
+    def _duplicate(self) -> Self:
         return self._copy_first(self._pair.count)
 
     def _copy_first(self, count: int) -> Self:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pykvcache.arrays._checks import check_shape
 from pykvcache.errors import CacheDTypeError, CacheValueError
 from pykvcache.errors._shown import shown
 
-__all__ = ["STEP", "TokenPair", "grow", "grown_capacity", "plain_numbers"]
+__all__ = ["STEP", "TokenPair", "grow", "grown_capacity", "joined", "plain_numbers"]
 
 #: Capacities are multiples of this many tokens, as in mlx-lm.
 STEP = 256
@@ -55,6 +57,14 @@ def grow(buffer: NDArray[Any], axis: int, first: int, last: int, capacity: int) 
         raise CacheValueError(f"no array can have the shape {shape_}", "shape", shape_) from None
     grown.swapaxes(0, axis)[: last - first] = buffer.swapaxes(0, axis)[first:last]
     return grown
+
+
+def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return arrays of keys, or of values, one after the other, if an array can be so long."""
+    batch, heads, _, dim = parts[0].shape
+    shape = batch, heads, sum(part.shape[2] for part in parts), dim
+    check_shape("the history", shape, parts[0].dtype)
+    return np.concatenate(parts, axis=2)
 
 
 def plain_numbers(name: str, array: object) -> NDArray[Any]:
@@ -226,6 +236,8 @@ class TokenPair:
             and values.shape == self._v_one
             and keys.dtype == self._k_dtype
             and values.dtype == self._v_dtype
+            # Arrays that own their memory share none with the keys, which are written first.
+            and (values.base is None or not np.may_share_memory(values, self.keys))
         ):
             self.k_rows[last] = keys
             self.v_rows[last] = values

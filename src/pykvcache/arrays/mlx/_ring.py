@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx._base import meta_ints
-from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.arrays.mlx._growth import TokenPair, joined
 from pykvcache.arrays.mlx.masks import create_causal_mask
 from pykvcache.errors import CacheValueError
 from pykvcache.errors._shown import shown
@@ -64,13 +64,13 @@ def ordered(
     head, old, new = (0, keep), (index, rows), (keep, index)
     in_old = min(drop, rows - index)
     pieces = (head, (old[0] + in_old, old[1]), (new[0] + drop - in_old, new[1]))
-    joined = []
+    made = []
     for i, buffer in enumerate((pair.keys, pair.values)):
         parts = [buffer[:, :, a:b] for a, b in pieces if a < b]
         if more is not None:
             parts.append(more[i])
-        joined.append(np.concatenate(parts, axis=2) if parts else buffer[:, :, :0].copy())
-    return TokenPair(joined[0], joined[1])
+        made.append(joined(parts) if parts else buffer[:, :, :0].copy())
+    return TokenPair(made[0], made[1])
 
 
 def ring_mask(

@@ -172,8 +172,7 @@ class ArraysCache(BaseCache):
         """Tell whether no slot is filled."""
         return all(array is None for array in self._slots)
 
-    def copy(self) -> Self:
-        """Return an independent cache with copies of all arrays."""
+    def _duplicate(self) -> Self:
         twin = self._twin()
         twin._slots = tuple(None if array is None else array.copy() for array in self._slots)
         return twin

@@ -379,15 +379,18 @@ class BatchRotatingKVCache(RingTrim, BatchCache, row_class=RotatingKVCache):
         if columns == 0:
             padding = parse_padding(given) if given else padding
             row_offset = -padding
-        # No row has more tokens than columns came, nor fewer than it still shows.
-        elif ((row_offset > offset) | (row_offset < columns - padding)).any():
-            raise CacheValueError(
-                f"rope_offset {shown(row_offset.tolist())} and left_padding "
-                f"{shown(padding.tolist())} do not fit {columns} columns of {offset}",
-                "rope_offset",
-                (row_offset.tolist(), padding.tolist()),
-                (columns, offset),
-            )
+        else:
+            if offset >= max_size:  # mlx-lm's merge counts columns: the rows have seen more
+                offset = int(row_offset.max(initial=offset))
+            # No row has more tokens than columns came, nor fewer than it still shows.
+            if ((row_offset > offset) | (row_offset < columns - padding)).any():
+                raise CacheValueError(
+                    f"rope_offset {shown(row_offset.tolist())} and left_padding "
+                    f"{shown(padding.tolist())} do not fit {columns} columns of {offset}",
+                    "rope_offset",
+                    (row_offset.tolist(), padding.tolist()),
+                    (columns, offset),
+                )
         beside = self._shadow()
         beside._pair.length = columns  # what comes after was trimmed
         beside._max_size, beside._offset, beside._index = max_size, offset, index

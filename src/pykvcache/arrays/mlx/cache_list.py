@@ -108,8 +108,7 @@ class CacheList(BaseCache):
         dropped: list[int] = self._all(lambda cache: cache.trim(n))
         return dropped[-1] if dropped else 0
 
-    def copy(self) -> Self:
-        """Return a list of copies."""
+    def _duplicate(self) -> Self:
         return self._with(tuple(cache.copy() for cache in self._caches))
 
     def _copy_trimmed(self, n: int) -> Self | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, SupportsIndex, TypeAlias
 
 from pykvcache.arrays._checks import as_int
@@ -29,7 +30,16 @@ class _Entry:
 
 
 _Key: TypeAlias = tuple[Hashable, tuple[int, ...]]
-_Held: TypeAlias = "OrderedDict[_Key, _Entry]"
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What an insert or a trim does: an entry that comes, those that go, the bytes after it."""
+
+    key: _Key | None
+    entry: _Entry | None
+    gone: list[_Key]
+    nbytes: dict[str, int]
 
 
 class LRUPromptCache:
@@ -56,13 +66,17 @@ class LRUPromptCache:
     def __init__(self, max_size: SupportsIndex = 10, max_bytes: SupportsIndex = 1 << 63) -> None:
         self._max_size = as_int("max_size", max_size, minimum=0)
         self._max_bytes = as_int("max_bytes", max_bytes, minimum=0)
-        # Oldest first; the tokens as a tuple, to be hashed. It is replaced as a whole.
-        self._held: _Held = OrderedDict()
+        # By type, oldest first; the tokens as a tuple, to be hashed.
+        self._held: dict[str, OrderedDict[_Key, _Entry]] = {name: OrderedDict() for name in _TYPES}
+        self._nbytes = dict.fromkeys(_TYPES, 0)
+        # What is decided and maybe half done: whatever comes next does it first.
+        self._change: _Change | None = None
         # The way to its keys, built anew where a call that changed it did not come to an end.
         self._trie: PromptTrie[None] = PromptTrie()
         self._is_indexed = True
 
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         return self.__dict__ | {"_trie": PromptTrie(), "_is_indexed": False}
 
     def __copy__(self) -> LRUPromptCache:
@@ -70,7 +84,8 @@ class LRUPromptCache:
         return copy.deepcopy(self)
 
     def __len__(self) -> int:
-        return len(self._held)
+        self._settle()
+        return sum(map(len, self._held.values()))
 
     @property
     def max_size(self) -> int:
@@ -85,7 +100,8 @@ class LRUPromptCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all entries."""
-        return sum(entry.nbytes for entry in self._held.values())
+        self._settle()
+        return sum(self._nbytes.values())
 
     def fetch_nearest_cache(
         self, model: Hashable, tokens: Tokens
@@ -105,11 +121,12 @@ class LRUPromptCache:
         prefix = min(len(keys) - 1, found.common_prefix)
         if found.common_prefix > short:
             for longer in trie.continuations(model, keys[: found.common_prefix]):
-                entry = self._held[model, tuple(longer)]
+                key = model, tuple(longer)
+                entry = self._entry(key)
                 trimmed = _trimmed(entry.layers, len(longer) - prefix)
                 if trimmed is not None:
                     hit = trimmed, keys[prefix:]
-                    self._held.move_to_end((model, tuple(longer)))
+                    self._held[entry.cache_type].move_to_end(key)
                     return hit
         if found.shorter is not None:
             return self._copied(model, found.shorter, keys[short:])
@@ -147,18 +164,13 @@ class LRUPromptCache:
         if entry.nbytes > self._max_bytes:
             return
         trie, key = self._index(), (model, tuple(keys))
-        held = self._held.copy()
-        held[key] = entry
-        held.move_to_end(key)
         gone = []
         if can_trim_prompt_cache(layers):
             gone = [(model, key[1][:length]) for length in trie.prefixes(model, keys)]
-        for prefix in gone:
-            del held[prefix]
-        gone += _evicted(held, self._max_size, self._max_bytes)
+        change = self._planned(self._max_size, self._max_bytes, gone, key, entry)
         self._is_indexed = False
         trie.add(model, keys, None)
-        self._replace(held, gone)
+        self._do(change)
 
     def trim_to(
         self, *, n_sequences: SupportsIndex | None = None, n_bytes: SupportsIndex | None = None
@@ -171,24 +183,25 @@ class LRUPromptCache:
         entries = len(self) if n_sequences is None else max(as_int("n_sequences", n_sequences), 0)
         limit = self.nbytes if n_bytes is None else max(as_int("n_bytes", n_bytes), 0)
         self._index()
-        held = self._held.copy()
-        gone = _evicted(held, entries, limit)
+        change = self._planned(entries, limit, [])
         self._is_indexed = False
-        self._replace(held, gone)
+        self._do(change)
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Return ``n_sequences`` and ``n_bytes`` for each type."""
-        stats = {name: {"n_sequences": 0, "n_bytes": 0} for name in _TYPES}
-        for entry in self._held.values():
-            stats[entry.cache_type]["n_sequences"] += 1
-            stats[entry.cache_type]["n_bytes"] += entry.nbytes
-        return stats
+        self._settle()
+        return {
+            name: {"n_sequences": len(self._held[name]), "n_bytes": self._nbytes[name]}
+            for name in _TYPES
+        }
 
     def _index(self) -> PromptTrie[None]:
+        self._settle()
         if not self._is_indexed:
             trie: PromptTrie[None] = PromptTrie()
-            for model, tokens in self._held:
-                trie.add(model, tokens, None)
+            for held in self._held.values():
+                for model, tokens in held:
+                    trie.add(model, tokens, None)
             self._trie, self._is_indexed = trie, True
         return self._trie
 
@@ -196,38 +209,80 @@ class LRUPromptCache:
         self, model: Hashable, keys: list[int], rest: list[int]
     ) -> tuple[list[BaseCache], list[int]]:
         key = model, tuple(keys)
-        hit = [layer.copy() for layer in self._held[key].layers], rest
-        self._held.move_to_end(key)  # last: what fails before is no hit
+        entry = self._entry(key)
+        hit = [layer.copy() for layer in entry.layers], rest
+        self._held[entry.cache_type].move_to_end(key)  # last: what fails before is no hit
         return hit
 
-    def _replace(self, held: _Held, gone: list[_Key]) -> None:
-        """Hold this instead, without those keys; until here nothing has changed but the index."""
-        for model, tokens in gone:
+    def _entry(self, key: _Key) -> _Entry:
+        return next(held[key] for held in self._held.values() if key in held)
+
+    def _planned(
+        self,
+        entries: int,
+        limit: int,
+        gone: list[_Key],
+        key: _Key | None = None,
+        entry: _Entry | None = None,
+    ) -> _Change:
+        """Return how there come to be at most so many entries of so many bytes.
+
+        Some keys are to go in any case, and a new entry may come.
+        """
+        counts = {name: len(held) for name, held in self._held.items()}
+        nbytes = self._nbytes.copy()
+        apart = {*gone} if key is None else {*gone, key}
+        for name, held in self._held.items():
+            for old in apart:
+                if old in held:
+                    counts[name] -= 1
+                    nbytes[name] -= held[old].nbytes
+        # Read as far as something has to go, which is not far.
+        oldest: dict[str, Iterator[tuple[_Key, _Entry]]] = {
+            name: ((k, e) for k, e in held.items() if k not in apart)
+            for name, held in self._held.items()
+        }
+        if key is not None and entry is not None:
+            counts[entry.cache_type] += 1
+            nbytes[entry.cache_type] += entry.nbytes
+            oldest[entry.cache_type] = chain(oldest[entry.cache_type], [(key, entry)])
+        gone = gone.copy()
+        while sum(counts.values()) > entries or (
+            sum(nbytes.values()) > limit and any(counts.values())
+        ):
+            assistant, user, system = (counts[name] for name in _TYPES)
+            if assistant and assistant >= user:
+                name = _TYPES[0]
+            else:
+                name = _TYPES[1] if user and user >= system else _TYPES[2]
+            first, evicted = next(oldest[name])
+            counts[name] -= 1
+            nbytes[name] -= evicted.nbytes
+            gone.append(first)
+        return _Change(key, entry, gone, nbytes)
+
+    def _do(self, change: _Change) -> None:
+        """Make a change; until here nothing has changed but the index."""
+        self._change = change  # from here on it is done, whatever comes between
+        self._settle()
+        for model, tokens in change.gone:
             self._trie.pop(model, tokens)
-        # Without a call between, no interrupt comes between.
-        self._held = held
         self._is_indexed = True
 
-
-def _evicted(held: _Held, entries: int, limit: int) -> list[_Key]:
-    """Take out of `held` what is more than so many entries of so many bytes; return its keys."""
-    nbytes = sum(entry.nbytes for entry in held.values())
-    if len(held) <= entries and nbytes <= limit:
-        return []
-    oldest: dict[str, deque[_Key]] = {name: deque() for name in _TYPES}
-    for key, entry in held.items():
-        oldest[entry.cache_type].append(key)
-    gone = []
-    while len(held) > entries or (nbytes > limit and held):
-        lengths = [len(oldest[name]) for name in _TYPES]
-        if lengths[0] and lengths[0] >= lengths[1]:
-            name = _TYPES[0]
-        else:
-            name = _TYPES[1] if lengths[1] and lengths[1] >= lengths[2] else _TYPES[2]
-        key = oldest[name].popleft()
-        nbytes -= held.pop(key).nbytes
-        gone.append(key)
-    return gone
+    def _settle(self) -> None:
+        """Bring a change to its end. Each step may be done twice."""
+        change = self._change
+        if change is None:
+            return
+        for held in self._held.values():
+            for key in change.gone:
+                held.pop(key, None)
+            if change.key is not None:
+                held.pop(change.key, None)
+        if change.key is not None and change.entry is not None and change.key not in change.gone:
+            self._held[change.entry.cache_type][change.key] = change.entry
+        self._nbytes = change.nbytes
+        self._change = None
 
 
 def _trimmed(layers: Sequence[BaseCache], n: int) -> list[BaseCache] | None:

@@ -113,7 +113,7 @@ def save_prompt_cache(
         _check_header(path, temporary)
         os.replace(temporary, target)
     except SafetensorError as error:
-        if "I/O error" in str(error):
+        if any(name in str(error) for name in ("I/O error", "IoError")):
             raise OSError(f"{path}: {error}") from error
         if "header" in str(error):
             raise CacheValueError(f"{path}: {error}", "metadata", str(path)) from error
@@ -126,12 +126,14 @@ def save_prompt_cache(
 
 
 def _made(path: str, mode: int | None) -> int:
-    """Make an empty file; return `mode`, or the permissions that the process gives to new files."""
+    """Make an empty file that its owner may write; return `mode`, or that of new files."""
     opened: list[int] = []
     try:
-        own = 0o666 if mode is None else mode & 0o666
-        made = open_into(opened, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, own)
-        return stat.S_IMODE(os.fstat(made).st_mode) if mode is None else mode
+        first = 0o666 if mode is None else 0o600
+        made = open_into(opened, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, first)
+        own = stat.S_IMODE(os.fstat(made).st_mode) if mode is None else mode
+        os.chmod(path, 0o600)  # whatever the umask: safetensors opens it again
+        return own
     finally:
         if opened:
             os.close(*opened)

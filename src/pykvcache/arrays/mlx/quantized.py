@@ -183,8 +183,7 @@ class QuantizedKVCache(BaseCache):
         """Tell whether no token is stored."""
         return self.offset == 0
 
-    def copy(self) -> Self:
-        """Return an independent cache; only stored tokens are copied, not the spare room."""
+    def _duplicate(self) -> Self:
         return self._copy_first(self.offset)
 
     def _copy_trimmed(self, n: int) -> Self | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx._base import Arrays, Mask
-from pykvcache.arrays.mlx._growth import TokenPair
+from pykvcache.arrays.mlx._growth import TokenPair, joined
 from pykvcache.arrays.mlx._merge import SingleCache
 from pykvcache.arrays.mlx.masks import history_mask
 from pykvcache.arrays.mlx.quantized import QuantizedKVCache
@@ -103,8 +102,7 @@ class ConcatenateKVCache(KVCache):
         keys, values = self._pair.check(keys, values)
         if self._pair.count:
             old_keys, old_values = self._pair.view()
-            keys = np.concatenate([old_keys, keys], axis=2)
-            values = np.concatenate([old_values, values], axis=2)
+            keys, values = joined([old_keys, keys]), joined([old_values, values])
         else:
             keys, values = keys.copy(), values.copy()
         pair = TokenPair(keys, values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, SupportsIndex
 
 from numpy.typing import DTypeLike
@@ -12,7 +12,7 @@ from pykvcache.arrays.ollama._batch import Batch
 from pykvcache.arrays.ollama.protocol import CacheConfig
 from pykvcache.errors import CacheOrderError, ClosedError, KvCacheError, ReentryError
 
-__all__ = ["FamilyCache"]
+__all__ = ["FamilyCache", "shared_functions"]
 
 
 class FamilyCache:
@@ -47,8 +47,11 @@ class FamilyCache:
 
     def __copy__(self) -> Any:
         # The default would share the arrays, but not what says which tokens they hold.
-        shift_fn = getattr(self, "_shift_fn", None)
-        return copy.deepcopy(self, {id(shift_fn): shift_fn})
+        return copy.deepcopy(self, shared_functions(self))
+
+    def _leaves(self) -> Iterator[Any]:
+        """Yield the caches that hold something: those that are wrapped, else this one."""
+        yield self
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_idle()
@@ -101,3 +104,13 @@ class FamilyCache:
         if self._closed:
             return ClosedError(f"the {name} was closed", name)
         return CacheOrderError(f"the {name} was not set up; call init first", "init", name)
+
+
+def shared_functions(cache: object) -> dict[int, Any]:
+    """Return a memo for `copy.deepcopy` that shares the `shift_fn` of a cache and of those in it.
+
+    A bound method would bring its model along.
+    """
+    leaves = cache._leaves() if isinstance(cache, FamilyCache) else [cache]
+    found = [getattr(leaf, "_shift_fn", None) for leaf in leaves]
+    return {id(function): function for function in found}

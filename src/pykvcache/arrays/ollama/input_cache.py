@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from pykvcache.arrays._checks import MOST, as_int
+from pykvcache.arrays.ollama._family import shared_functions
 from pykvcache.arrays.ollama.protocol import Cache
 from pykvcache.errors import (
     CacheOrderError,
@@ -171,7 +172,11 @@ class InputCache:
 
     def __copy__(self) -> Any:
         # The default would share the cache and the slots, which count the same tokens twice.
-        return copy.deepcopy(self)
+        return copy.deepcopy(self, shared_functions(self._cache))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_idle()  # a copy would stay busy for ever
+        return self.__dict__
 
     @property
     def cache(self) -> Cache | None:

@@ -36,8 +36,8 @@ class WrapperCache(FamilyCache):
     It follows Ollama's ``kvcache.WrapperCache``, but that all caches are asked before any of
     them acts: where one of ours would refuse, none is changed. A foreign `Cache` is not asked:
     if its ``start_forward`` raises, the caches that were started before it are as they were (a
-    foreign one removes the batch again); if anything else of it raises, or a `shift_fn`, the
-    caches before it have acted: the sequence does not go on (`CacheOrderError`) until
+    foreign one removes the batch again); if that fails, if anything else of it raises, or a
+    `shift_fn`, some caches have acted: the sequence does not go on (`CacheOrderError`) until
     ``remove(seq, 0)``. ``set_causal`` goes to all caches too.
 
     Parameters
@@ -170,17 +170,31 @@ class WrapperCache(FamilyCache):
         self._begin(batch, bool(reserve))
 
     def _begin(self, batch: Batch, reserve: bool) -> Callable[[], None]:
-        undos: list[Callable[[], None]] = []
+        own: list[Callable[[], None]] = []
+        foreign: list[Callable[[], None]] = []
         before = self._type
 
         def undo() -> None:
-            for one in reversed(undos):
-                one()
+            # Marked until all are taken back, and for good if one cannot be.
+            marked = self._torn.copy()
+            self._torn.update(batch.ids)
+            failed: list[BaseException] = []
+            for one in (*reversed(own), *reversed(foreign)):
+                try:
+                    one()
+                except BaseException as error:
+                    failed.append(error)
             self._type = before
+            if not failed:
+                self._torn = marked
+            for found in failed:
+                # Another error gives way to the one that led here; an interrupt does not.
+                if not isinstance(found, Exception):
+                    raise found
 
         try:
             for cache in self._caches:
-                undos.append(_begun(cache, batch, reserve))
+                (own if _is_own(cache) else foreign).append(_begun(cache, batch, reserve))
             self._type = 0
         except BaseException as error:
             undo()

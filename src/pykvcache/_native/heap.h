@@ -9,7 +9,7 @@
 namespace pykv {
 
 // Give it back to the system; other allocators do so by themselves, or cannot.
-inline void trim_memory() {
+inline void trim_memory() noexcept {
 #ifdef __GLIBC__
     malloc_trim(0);
 #endif

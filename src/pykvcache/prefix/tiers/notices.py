@@ -156,10 +156,9 @@ class Notices:
 
     def say_again(self, keys: Iterable[bytes]) -> None:
         """Say of some blocks that they are there when they are used again; and if they go."""
+        wanted = set(keys)
         with self._lock:
-            for key in keys:
-                if key in self._known:
-                    self._known[key] = True
+            self._known.update((key, True) for key in self._known.keys() & wanted)
 
     def _send(self) -> None:
         """Hand out what waits; whoever is at it takes what others add."""

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Mapping
 
 from pykvcache._native import lib
-from pykvcache._paths import parts_of
+from pykvcache._paths import file_id, parts_of
 from pykvcache.errors import ModelLoadError
 
 __all__ = ["FileIds", "file_ids", "model_fingerprint"]
@@ -23,16 +23,11 @@ def file_ids(path: str) -> FileIds:
     """Return what changes when a model's file is replaced, or a part of it; its own first."""
     # Absolute, because the current folder may be another one when the file is read again.
     first = os.path.abspath(path)
-    ids = {first: _file_id(first)}
+    ids = {first: file_id(first)}
     for part in parts_of(first):
         with contextlib.suppress(OSError):
-            ids[part] = _file_id(part)
+            ids[part] = file_id(part)
     return ids
-
-
-def _file_id(path: str) -> tuple[int, int, int, int]:
-    facts = os.stat(path)
-    return facts.st_size, facts.st_mtime_ns, facts.st_dev, facts.st_ino
 
 
 def model_fingerprint(known: FileIds, metadata: Mapping[str, str]) -> str:
@@ -47,7 +42,7 @@ def model_fingerprint(known: FileIds, metadata: Mapping[str, str]) -> str:
     first = next(iter(known))
     try:
         for path in sorted(known) if is_split else [first]:
-            if _file_id(path) != known[path]:
+            if file_id(path) != known[path]:
                 raise ModelLoadError.of(
                     str(path), "it was changed since the model was loaded from it"
                 )

@@ -8,12 +8,25 @@ import os
 import re
 import secrets
 import stat
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from pykvcache.errors import ArgumentError, DetailedError
 from pykvcache.errors._shown import shown
 
-__all__ = ["Places", "as_file_name", "as_path", "check_regular", "open_into", "parts_of", "places"]
+__all__ = [
+    "FileId",
+    "Places",
+    "as_file_name",
+    "as_path",
+    "check_regular",
+    "file_id",
+    "open_into",
+    "parts_of",
+    "places",
+]
+
+#: Bytes, time, device and inode.
+FileId: TypeAlias = tuple[int, int, int, int]
 
 
 def as_path(
@@ -95,6 +108,12 @@ def places(path: str) -> Places:
     # 40 characters are at most 160 of the 255 bytes that a name may have.
     temporary = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
     return Places(temporary, target, mode)
+
+
+def file_id(path: str) -> FileId:
+    """Return what changes when a file is written or replaced."""
+    facts = os.stat(path)
+    return facts.st_size, facts.st_mtime_ns, facts.st_dev, facts.st_ino
 
 
 def parts_of(path: str) -> list[str]:

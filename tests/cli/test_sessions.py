@@ -244,16 +244,20 @@ ODD: list[Callable[[dict[str, Any]], object]] = [
 ]
 
 
-@pytest.mark.parametrize("forge", FORGED)
-def test_a_note_that_cannot_be_true_is_refused(
-    forge: Callable[[dict[str, Any]], object], ctx: LlamaContext, tmp_path: Path
-) -> None:
-    path = tmp_path / "talk.kv"
+def save_forged(ctx: LlamaContext, path: Path, forge: Callable[[dict[str, Any]], object]) -> None:
     run(ctx, path, "one", "two")
     beside: Any = json.loads(json.dumps(describe_state(path).metadata["metadata"]))
     forge(beside[FORMAT])
     with LlamaSequence.load(ctx, path) as one:
         one.save(path, beside)
+
+
+@pytest.mark.parametrize("forge", FORGED)
+def test_a_note_that_cannot_be_true_is_refused(
+    forge: Callable[[dict[str, Any]], object], ctx: LlamaContext, tmp_path: Path
+) -> None:
+    path = tmp_path / "talk.kv"
+    save_forged(ctx, path, forge)
     with pytest.raises(StateError, match="not a talk"):
         load_talk(ctx, str(path))
 
@@ -263,11 +267,7 @@ def test_where_turns_cannot_begin_they_are_looked_for(
     forge: Callable[[dict[str, Any]], object], ctx: LlamaContext, tmp_path: Path
 ) -> None:
     path = tmp_path / "talk.kv"
-    run(ctx, path, "one", "two")
-    beside: Any = json.loads(json.dumps(describe_state(path).metadata["metadata"]))
-    forge(beside[FORMAT])
-    with LlamaSequence.load(ctx, path) as one:
-        one.save(path, beside)
+    save_forged(ctx, path, forge)
     assert said_in(ctx, path) == ["one", "two"]
     chat = run(ctx, path, "/rewind", "three")
     assert_is_of_its_messages(chat.talk)

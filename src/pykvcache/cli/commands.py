@@ -8,7 +8,8 @@ from contextlib import closing
 
 import click
 
-from pykvcache.cli.session import FileFacts, Session, file_facts
+from pykvcache._paths import FileId
+from pykvcache.cli.session import Session, facts_of
 from pykvcache.cli.talk import Figures, Talk
 from pykvcache.cli.talk_files import load_talk
 from pykvcache.cli.terminal import note, one_line
@@ -92,7 +93,7 @@ class Commands:
         if lost:
             note(f"(not kept: {'branch' if len(lost) == 1 else 'branches'} {', '.join(lost)})")
 
-    def _was_kept(self, path: str, facts: FileFacts | None) -> None:
+    def _was_kept(self, path: str, facts: FileId | None) -> None:
         if self._session is not None and self._session.is_at(path):
             self._session.was_read(self.talk, facts)
         else:
@@ -214,11 +215,11 @@ class Commands:
     def _save(self, words: list[str]) -> None:
         path = _one(words, "/save FILE")
         size = self.talk.save(path)
-        self._was_kept(path, file_facts(path))
+        self._was_kept(path, facts_of(path))
         note(f"({path}: {_turns(len(self.talk.turns))}, {size:,} bytes)")
 
     def _load(self, path: str) -> None:
-        facts = file_facts(path)  # another program may write it meanwhile
+        facts = facts_of(path)  # another program may write it meanwhile
         talk = load_talk(self._ctx, path)
         old = self._branches.get(self._name)
         self._branches[self._name] = talk

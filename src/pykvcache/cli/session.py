@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
+from pykvcache._paths import FileId, file_id
 from pykvcache.cli.talk import Talk
 from pykvcache.errors import KvCacheError
 
-__all__ = ["FileFacts", "Session", "file_facts"]
-
-#: What changes when a file is written or replaced.
-FileFacts = tuple[int, int, int]
+__all__ = ["Session", "facts_of"]
 
 
 class Session:
@@ -24,7 +23,7 @@ class Session:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._facts = file_facts(path)
+        self._facts = facts_of(path)
         self._holds: object = None
         self._is_writing = False
 
@@ -35,15 +34,15 @@ class Session:
 
     def is_at(self, path: str) -> bool:
         """Tell whether that is its file, by whatever name."""
-        facts = file_facts(path)
-        return facts is not None and facts == file_facts(self.path)
+        facts = facts_of(path)
+        return facts is not None and facts == facts_of(self.path)
 
     def holds(self, talk: Talk) -> bool:
         """Tell whether the file has this talk, with all that was said."""
-        is_as_was = self._facts is not None and self._facts == file_facts(self.path)
+        is_as_was = self._facts is not None and self._facts == facts_of(self.path)
         return is_as_was and self._holds is not None and self._holds == talk.snapshot()
 
-    def was_read(self, talk: Talk, facts: FileFacts | None) -> None:
+    def was_read(self, talk: Talk, facts: FileId | None) -> None:
         """Note that a talk is what the file held when it had those facts."""
         self._facts, self._holds = facts, talk.snapshot()
 
@@ -57,7 +56,7 @@ class Session:
         """
         if self.holds(talk):
             return
-        if not self._is_writing and file_facts(self.path) not in (None, self._facts):
+        if not self._is_writing and facts_of(self.path) not in (None, self._facts):
             raise FileExistsError(
                 f"another program has written {self.path} meanwhile, and that stays: "
                 "/save OTHER keeps this talk"
@@ -69,14 +68,12 @@ class Session:
             self._is_writing = False  # nothing was written
             raise
         # After a Ctrl-C before this the file may be ours already, and is written again.
-        self._facts, self._is_writing = file_facts(self.path), False
+        self._facts, self._is_writing = facts_of(self.path), False
         self._holds = talk.snapshot()
 
 
-def file_facts(path: str) -> FileFacts | None:
-    """Return the facts of a file; None where there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+def facts_of(path: str) -> FileId | None:
+    """Return what changes when a file is written or replaced; None where there is none."""
+    with suppress(OSError):
+        return file_id(path)
+    return None

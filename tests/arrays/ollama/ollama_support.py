@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays import CausalCache, Input, InputCache, RecurrentCache, Slot
+from pykvcache.arrays import CausalCache, Input, InputCache, RecurrentCache, Slot, SWACache
 from pykvcache.errors import CacheOrderError, KvCacheFull, NotSupported
 
 INF = float("inf")
@@ -194,3 +195,40 @@ def begun(cache: Any = None, dtype: Any = np.float32) -> Any:
 def pair(cache: Any) -> tuple[float, float]:
     key, value, _ = cache.get()
     return key.item(), value.item()
+
+
+def two(cache: Any = None) -> Any:
+    """Return a cache of 16 cells with five tokens in sequence 0 and three in sequence 1."""
+    cache = CausalCache(add_shift) if cache is None else cache
+    return distinct(distinct(made(cache, 2, 8, 8), 0, 5), 1, 3)
+
+
+def sliding() -> Any:
+    """Return a cache with a window of 2 and five tokens."""
+    return distinct(made(SWACache(2), 1, 16, 8), 0, 5)
+
+
+def recurrent() -> Any:
+    """Return a recurrent cache of five tokens, with a checkpoint after each."""
+    cache = made(RecurrentCache(add_shift, checkpoint_min_pos=0, checkpoint_interval=1), 2, 8, 8)
+    for pos in range(5):
+        cache.start_forward([pos], [0])
+        cache.put(np.full((1, 1, 1), pos), np.full((1, 1, 1), -pos))
+        cache.put_state("sum", cache.get_state("sum", (1,)) + pos)
+    return cache
+
+
+def back(cache: Any) -> None:
+    """Take a recurrent cache back to its third token."""
+    cache.remove(0, cache.prepare_restore(0, 3))
+
+
+#: Calls that change much of a cache, and how it is made before.
+LARGE_CALLS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (sliding, lambda cache: cache.start_forward([5, 6], [0, 0])),
+    (fragmented, lambda cache: cache.start_forward([0, 1, 2], [9] * 3)),
+    (recurrent, lambda cache: cache.start_forward([5], [0])),
+    (recurrent, lambda cache: cache.copy_prefix(0, 1, 3)),
+    (recurrent, lambda cache: cache.remove(0, 1, 2)),
+    (recurrent, back),
+]

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ollama_support import add_shift, distinct, fragmented, made, picture, tokens
+from ollama_support import (
+    LARGE_CALLS,
+    add_shift,
+    made,
+    picture,
+    recurrent,
+    tokens,
+    two,
+)
 
 from pykvcache.arrays import (
     CausalCache,
@@ -38,28 +46,6 @@ def interrupted(make: Callable[[], Any], call: Callable[[Any], Any]) -> list[Any
     return found
 
 
-def two() -> Any:
-    cache = made(CausalCache(add_shift), 2, 8, 8)
-    return distinct(distinct(cache, 0, 5), 1, 3)
-
-
-def sliding() -> Any:
-    return distinct(made(SWACache(2), 1, 16, 8), 0, 5)
-
-
-def recurrent() -> Any:
-    cache = made(RecurrentCache(add_shift, checkpoint_min_pos=0, checkpoint_interval=1), 2, 8, 8)
-    for pos in range(5):
-        cache.start_forward([pos], [0])
-        cache.put(np.full((1, 1, 1), pos), np.full((1, 1, 1), -pos))
-        cache.put_state("sum", cache.get_state("sum", (1,)) + pos)
-    return cache
-
-
-def back(cache: Any) -> None:
-    cache.remove(0, cache.prepare_restore(0, 3))
-
-
 CALLS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (two, lambda cache: cache.start_forward([5, 6], [0, 0])),
     (two, lambda cache: cache.start_forward([5, 0], [0, 9])),
@@ -68,13 +54,8 @@ CALLS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (two, lambda cache: cache.remove(0, 0)),
     (two, lambda cache: cache.copy_prefix(0, 1, 2)),
     (two, lambda cache: cache.copy_prefix(0, 9, 2)),
-    (sliding, lambda cache: cache.start_forward([5, 6], [0, 0])),
-    (fragmented, lambda cache: cache.start_forward([0, 1, 2], [9] * 3)),
-    (recurrent, lambda cache: cache.start_forward([5], [0])),
     (recurrent, lambda cache: cache.start_forward([0], [9])),
-    (recurrent, lambda cache: cache.copy_prefix(0, 1, 3)),
-    (recurrent, lambda cache: cache.remove(0, 1, 2)),
-    (recurrent, back),
+    *LARGE_CALLS,
 ]
 
 

@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ollama_support import add_shift, distinct, fragmented, made, picture, twin
+from ollama_support import (
+    LARGE_CALLS,
+    add_shift,
+    distinct,
+    fragmented,
+    made,
+    picture,
+    recurrent,
+    twin,
+    two,
+)
 
 from pykvcache.arrays import (
     CacheConfig,
@@ -56,24 +66,6 @@ def failing(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         monkeypatch.setattr(np, name, wrapped(getattr(np, name)))
 
 
-def two(cache: Any) -> Any:
-    """Return a cache of 16 cells with five tokens in sequence 0 and three in sequence 1."""
-    return distinct(distinct(made(cache, 2, 8, 8), 0, 5), 1, 3)
-
-
-def sliding() -> Any:
-    return distinct(made(SWACache(2), 1, 16, 8), 0, 5)
-
-
-def recurrent() -> Any:
-    cache = made(RecurrentCache(add_shift, checkpoint_min_pos=0, checkpoint_interval=1), 2, 8, 8)
-    for pos in range(5):
-        cache.start_forward([pos], [0])
-        cache.put(np.full((1, 1, 1), pos), np.full((1, 1, 1), -pos))
-        cache.put_state("sum", cache.get_state("sum", (1,)) + pos)
-    return cache
-
-
 def wrapped() -> Any:
     return two(WrapperCache(CausalCache(add_shift), SWACache(2, add_shift)))
 
@@ -83,25 +75,15 @@ def put_states(cache: Any) -> None:
     cache.put_state("sum", np.ones((2, 1)))
 
 
-def back(cache: Any) -> None:
-    cache.prepare_restore(0, 3)
-    cache.remove(0, 3)
-
-
 CALLS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (lambda: two(CausalCache()), lambda cache: cache.start_forward([5], [0])),
     (lambda: two(CausalCache()), lambda cache: cache.start_forward([5, 3, 0], [0, 1, 2])),
-    (sliding, lambda cache: cache.start_forward([5, 6], [0, 0])),
-    (fragmented, lambda cache: cache.start_forward([0, 1, 2], [9, 9, 9])),
     (lambda: two(CausalCache(add_shift)), lambda cache: cache.remove(0, 1, 2)),
     (lambda: two(CausalCache()), lambda cache: cache.remove(0, 0)),
     (lambda: two(CausalCache()), lambda cache: cache.copy_prefix(0, 1, 2)),
     (lambda: two(CausalCache()), lambda cache: cache.copy_prefix(0, 9, 2)),
-    (recurrent, lambda cache: cache.start_forward([5], [0])),
     (recurrent, lambda cache: cache.start_forward([0], [1])),
-    (recurrent, lambda cache: cache.copy_prefix(0, 1, 3)),
-    (recurrent, lambda cache: cache.remove(0, 1, 2)),
-    (recurrent, back),
+    *LARGE_CALLS,
 ]
 
 

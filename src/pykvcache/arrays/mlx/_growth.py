@@ -48,13 +48,8 @@ def grow(buffer: NDArray[Any], axis: int, first: int, last: int, capacity: int) 
 
     What comes after is uninitialised: it must be written before it is shown.
     """
-    shape = list(buffer.shape)
-    shape[axis] = capacity
-    try:
-        grown = np.empty(shape, buffer.dtype)
-    except ValueError:  # more than an address can reach, which is not yet a MemoryError
-        shape_ = tuple(shape)
-        raise CacheValueError(f"no array can have the shape {shape_}", "shape", shape_) from None
+    shape = (*buffer.shape[:axis], capacity, *buffer.shape[axis + 1 :])
+    grown = np.empty(check_shape("the buffer", shape, buffer.dtype), buffer.dtype)
     grown.swapaxes(0, axis)[: last - first] = buffer.swapaxes(0, axis)[first:last]
     return grown
 

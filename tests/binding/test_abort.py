@@ -17,16 +17,21 @@ from support.stopping import stop_soon
 LONG = 3000
 
 
-def aborted(make_context: Any, name: str, **options: Any) -> Any:
-    """A context whose decode of `LONG` tokens was stopped, and whose sequence 1 holds 20."""
-    for delay in (0.02, 0.01, 0.005, 0.0):
+def aborted(make_context: Any, name: str, *, inside: bool = False, **options: Any) -> Any:
+    """A context whose decode of `LONG` tokens was stopped, and whose sequence 1 holds 20.
+
+    `inside` of a part: where it stopped between two, nothing is unfinished, and it is tried again.
+    """
+    for delay in (0.02, 0.01, 0.005, 0.0, 0.0, 0.0):
         ctx = make_context(name, n_ctx=4096, **options)
         ctx.decode(words(20, 1), seq_id=1)
         thread = stop_soon(ctx, delay)
         try:
             ctx.decode(words(LONG))
         except DecodeAborted as error:
-            return ctx, error
+            if error.needs_removal or not inside:
+                return ctx, error
+            assert lengths(ctx) == {0: error.n_decoded, 1: 20}
         finally:
             thread.join()
     raise AssertionError("the decode was never stopped")
@@ -68,7 +73,7 @@ def test_attention_keeps_what_was_computed_and_goes_on(
 def test_a_recurrent_sequence_refuses_to_go_on_until_it_is_removed(
     make_context: Any, fresh_logits: Any, name: str
 ) -> None:
-    ctx, error = aborted(make_context, name, n_batch=4096, n_ubatch=64)
+    ctx, error = aborted(make_context, name, inside=True, n_batch=4096, n_ubatch=64)
     assert "remove" in str(error)
     assert 0 in error.needs_removal
     batch = LlamaBatch()
@@ -131,7 +136,7 @@ def test_a_sequence_that_begins_after_an_abort_begins_with_nothing(
 
 @pytest.mark.parametrize("cure", ["clear_kv_cache", "kv_cache_seq_keep", "copy_kv_cache_seq"])
 def test_every_way_of_removing_cures(make_context: Any, fresh_logits: Any, cure: str) -> None:
-    ctx, _ = aborted(make_context, "mamba", n_batch=4096, n_ubatch=64)
+    ctx, _ = aborted(make_context, "mamba", inside=True, n_batch=4096, n_ubatch=64)
     assert ctx.clear_kv_cache_seq(1)
     ctx.decode(words(20, 1), seq_id=1)
     arguments = {"clear_kv_cache": (), "kv_cache_seq_keep": (1,), "copy_kv_cache_seq": (1, 0)}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NATIVE = Path(__file__).resolve().parents[1] / "src" / "pykvcache" / "_native"
-OUR_DECLARATIONS = ("libprobe.pxd", "libsampler.pxd", "libstate.pxd")
+OUR_DECLARATIONS = ("libprobe.pxd", "libsampler.pxd", "libshadow.pxd", "libstate.pxd")
 
 READERS = {
     "probe.h": "heads_divisible kind class_name why_no_shift bounded picks_blocks windowed "
@@ -30,6 +30,8 @@ READERS = {
     "sequences.h": "cells epoch is_pending needs_removal was_damaged whole_only next_pos input_key "
     "removal_of can_resume_at is_version row_is_held row_pos rows_are_whole was_restored suspect",
     "choices.h": "set code token",
+    "shadow/tree.h": "n_known uses_at max_bytes n_bytes n_blocks n_runs memory gone policy",
+    "shadow/votes.h": "knows of size withdraw forget alike memory",
     "sync.h": "try_lock lock lock_for_good unlock is_mine begin arm end is_wanted ask is_exiting "
     "finish",
 }

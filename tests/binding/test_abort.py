@@ -31,7 +31,8 @@ def aborted(make_context: Any, name: str, *, inside: bool = False, **options: An
         except DecodeAborted as error:
             if error.needs_removal or not inside:
                 return ctx, error
-            assert lengths(ctx) == {0: error.n_decoded, 1: 20}
+            between = lengths(ctx)
+            assert between == {0: error.n_decoded, 1: 20}  # noqa: PT017
         finally:
             thread.join()
     raise AssertionError("the decode was never stopped")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from pykvcache._native.shadows import Shadow
 from pykvcache.prefix.blocks import token_bytes
 from pykvcache.prefix.policies import DEFAULT, Policy, make_policy
 from pykvcache.prefix.policies.adaptive import Adaptive
@@ -62,10 +63,10 @@ class Voted:
 
     def lose(self, shadow: int, word: str, n_blocks: int = 1) -> None:
         """Let a shadow's copy of a word lose its last blocks."""
-        keys = self.tree.match(token_bytes([ord(c) for c in word])).run.path_keys
-        copy = BlockTree(1, "lru", max_bytes=10**9).insert(keys.tobytes(), 1)
-        assert copy is not None
-        self.votes.gone(1 << shadow, copy, copy.n_blocks - n_blocks)
+        copy = Shadow("lru", 10**9)
+        copy.insert(self.tree.match(token_bytes([ord(c) for c in word])).run.path_keys, 1)
+        copy.max_bytes = copy.n_bytes - n_blocks
+        self.votes.hear(1 << shadow, copy)
 
     def least(self) -> tuple[str, int]:
         run, n_blocks = self.votes.least()
@@ -163,7 +164,7 @@ def test_what_is_never_stored_is_forgotten() -> None:
             tokens_saved=1, now=0,
         )  # fmt: skip
         votes.sent(run.keys)
-    assert len(votes._votes) < 300
+    assert len(votes._blocks) < 300
     assert votes.n_bytes < 300 * 200
 
 
@@ -182,7 +183,7 @@ def begun(max_bytes: int = 60, n: int = 300, **options: float) -> tuple[Adaptive
 
 def weights(policy: Adaptive) -> list[float]:
     assert policy._votes is not None
-    return list(policy._votes._weights)
+    return list(policy._votes.weights)
 
 
 def test_a_shadow_that_found_less_weighs_less() -> None:
@@ -250,12 +251,12 @@ def check_votes(policy: Adaptive, tree: BlockTree) -> None:
         assert run.state == run.keys
         for at in range(run.start, run.end):
             bits = sum(
-                (shadow.match(keys[: at + 1].tobytes()).n_blocks == at + 1) << i
+                (shadow.n_known(keys[: 4 * at + 4]) == at + 1) << i
                 for i, shadow in enumerate(policy._shadows.values())
             )
-            assert votes.of(keys[at]) == bits
+            assert votes.of(memoryview(keys).cast("I")[at]) == bits
         if run.is_evictable:
-            totals[run] = sum(w for i, w in enumerate(votes._weights) if bits >> i & 1)
+            totals[run] = sum(w for i, w in enumerate(votes.weights) if bits >> i & 1)
     chosen, n_blocks = votes.least()
     assert (chosen is None) == (not totals)
     if chosen is not None:

@@ -57,14 +57,8 @@ class PolicyMethods:
         """Go on with a plain one: that of the user has failed, and all is to be dropped."""
         self._made_by, self._is_ours = "lru", True
 
-    def trust(self) -> None:
-        """Take what the policy answers as it is: for objects that are not a user's."""
-        self._is_ours = True
-
     def _make_policy(self) -> Policy:
-        policy = make_policy(self._made_by)
-        policy.make_tree = type(self)
-        return policy
+        return make_policy(self._made_by)
 
     def _resize_policy(self) -> None:
         self.policy.max_notes = self._max_bytes // 16 if self.run_bytes else None

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
+from pykvcache._native.shadows import block_keys, last_key
 from pykvcache.prefix.alike import TokenKeys
 from pykvcache.prefix.blocks import block_names
 
-__all__ = ["Run", "below", "block_keys", "new_root", "salt_of"]
-
-
-def block_keys(tokens: bytes, step: int, start_key: int) -> array[int]:
-    """Return the number of each full block of some tokens; see `Run.key`."""
-    keys, key, crc32 = array("I"), start_key, zlib.crc32
-    for at in range(0, len(tokens) - step + 1, step):
-        key = crc32(tokens[at : at + step], key)
-        keys.append(key)
-    return keys
+__all__ = ["Run", "below", "new_root", "salt_of"]
 
 
 class Run:
@@ -192,21 +183,19 @@ class Run:
 
         For what policies remember of blocks that are gone; two paths may have the same one.
         """
-        return zlib.crc32(self.tokens[: (block + 1) * self.step], self._start_key)
+        # A checkpoint has no tokens.
+        n_blocks = min(block + 1, len(self.tokens) // self.step)
+        return last_key(self.tokens, self.step, n_blocks, self._start_key)
 
     @property
-    def keys(self) -> array[int]:
-        """The numbers of all its blocks; a checkpoint has none."""
+    def keys(self) -> bytes:
+        """The numbers of all its blocks, as uint32; a checkpoint has none."""
         return block_keys(self.text, self.step, self._start_key)
 
     @property
-    def path_keys(self) -> array[int]:
+    def path_keys(self) -> bytes:
         """The numbers of all blocks of the path up to the end of this run."""
-        keys = array("I")
-        for run in reversed(list(self.path())):
-            if not run.is_checkpoint:
-                keys.extend(run.keys)
-        return keys
+        return b"".join(run.keys for run in reversed(list(self.path())) if not run.is_checkpoint)
 
     @property
     def end_key(self) -> int:

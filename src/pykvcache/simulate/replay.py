@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pykvcache._integers import as_int
+from pykvcache._native.shadows import POLICIES as SHADOWS
+from pykvcache._native.shadows import Shadow
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.tree import BlockTree
 from pykvcache.simulate.traces import Trace, check_trace
@@ -54,15 +57,25 @@ def replay(trace: Trace, policy: str | Policy, n_blocks: int) -> Result:
     """
     check_trace(trace)
     n_blocks = as_int(n_blocks, "n_blocks", 0)
-    # One id is one token of the tree, a block has one of them, and takes one byte.
-    tree = BlockTree(1, policy, max_bytes=n_blocks)
-    size = trace.block_size
+    name = policy if isinstance(policy, str) else type(policy).__name__
+    send = _sender(policy, n_blocks)
     hits = 0
     for ids, length in zip(trace.prompts, trace.lengths, strict=True):
-        tokens = ids.tobytes()
-        match = tree.lookup(tokens)
-        found = match.n_blocks
-        hits += min(found * size, length)
-        tree.extend(match.run, tokens[4 * found :], 1)
-    name = policy if isinstance(policy, str) else type(policy).__name__
+        hits += min(send(ids.tobytes()) * trace.block_size, length)
     return Result(name, n_blocks, hits, trace.n_tokens)
+
+
+def _sender(policy: str | Policy, n_blocks: int) -> Callable[[bytes], int]:
+    """Return what sends a prompt to a cache, and says how many of its blocks were there."""
+    # One id is one token of the tree, a block has one of them, and takes one byte.
+    if isinstance(policy, str) and policy in SHADOWS:
+        shadow = Shadow(policy, n_blocks)
+        return lambda tokens: shadow.send(tokens, 1)
+    tree = BlockTree(1, policy, max_bytes=n_blocks)
+
+    def send(tokens: bytes) -> int:
+        match = tree.lookup(tokens)
+        tree.extend(match.run, tokens[4 * match.n_blocks :], 1)
+        return match.n_blocks
+
+    return send

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
 
+from pykvcache._native.shadows import Shadow, block_keys
 from pykvcache.prefix.policies.base import Policy
 from pykvcache.prefix.policies.votes import Votes
-from pykvcache.prefix.runs import Run, block_keys
+from pykvcache.prefix.runs import Run
 
 __all__ = ["Adaptive"]
 
-#: What a run of a shadow costs, and a block: measured with tracemalloc.
-_RUN_BYTES, _BLOCK_BYTES = 1_000, 12
+#: What a shadow costs at least, and a block of it with its run: `Shadow.memory`.
+_SHADOW_BYTES, _BLOCK_BYTES = 200_000, 300
 
 #: What parts of the budget the experts are tried with before it is full.
 _TRIALS = (2, 4)
@@ -25,8 +23,8 @@ _TRIALS = (2, 4)
 class Adaptive(Policy):
     """Keep what those of several policies would keep that would have found most lately.
 
-    Each of them, an expert, has a shadow: a tree of 12 bytes per block without keys and values,
-    that is sent the same prompts and evicts as that expert would in the whole budget. What the
+    Each of them, an expert, has a shadow: a small tree without keys and values, that is sent the
+    same prompts and evicts as that expert would in the whole budget. What the
     shadows find is counted, old prompts less than new ones. Each shadow votes for the blocks that
     it holds, and the block with the fewest votes leaves first. A vote weighs less the less its
     shadow has found: where one is far ahead the tree becomes what that shadow is, and where
@@ -43,7 +41,7 @@ class Adaptive(Policy):
     Parameters
     ----------
     experts
-        What makes each, by name; the first decides while nothing is known.
+        What makes each, by a name that `Shadow` knows; the first decides while nothing is known.
     half_life
         After how many prompts a hit counts half.
     margin
@@ -71,14 +69,14 @@ class Adaptive(Policy):
         self._policy = self._experts[self._leader]()
         self.whole, self.declines = self._policy.whole, self._policy.declines
         self.most_blocks = Policy.most_blocks
-        self._shadows: dict[str, Any] = {}
+        self._shadows: dict[str, Shadow] = {}
         # None until there are shadows, and where one decides alone.
         self._votes: Votes | None = None
         self._had_checkpoints = False
         self._hits: dict[str, float] = {}
         self._runs: dict[Run, None] = {}
         # Prompts before the first eviction: what the shadows begin with.
-        self._log: deque[array[int]] = deque(maxlen=1000)
+        self._log: deque[bytes] = deque(maxlen=1000)
         self._log_bytes = self._bytes = 0
         self._block_bytes = 1
         self._is_full = self._has_begun = False
@@ -103,7 +101,7 @@ class Adaptive(Policy):
         self._elect()
         self._weigh()
 
-    def _note(self, keys: array[int]) -> None:
+    def _note(self, keys: bytes) -> None:
         if len(self._log) == self._log.maxlen:
             self._log_bytes -= _size(self._log.popleft())
         self._log.append(keys)
@@ -111,33 +109,29 @@ class Adaptive(Policy):
         while self._log and self.n_bytes > self._most_notes:
             self._log_bytes -= _size(self._log.popleft())
 
-    def _look_up(self, keys: array[int]) -> None:
-        data = keys.tobytes()
+    def _look_up(self, keys: bytes) -> None:
         if self._votes is not None:
             self._votes.sent(keys)
-        for name, tree in self._shadows.items():
-            found = self._sent(tree, data)
-            self._hits[name] = self._hits[name] * self._fade + found
+        for i, name in enumerate(self._experts):
+            if (shadow := self._shadows.get(name)) is not None:
+                found = shadow.send(keys, self._block_bytes)
+                self._hits[name] = self._hits[name] * self._fade + found
+                self._hear(i, shadow)
 
-    def _sent(self, tree: Any, data: bytes) -> int:
-        """Send a prompt to a shadow; return how many blocks it found."""
-        match = tree.lookup(data)
-        tree.extend(match.run, data[4 * match.n_blocks :], self._block_bytes)
-        return int(match.n_blocks)
+    def _hear(self, i: int, shadow: Shadow) -> None:
+        """Let the votes know what a shadow let go in the last call."""
+        if self._votes is not None:
+            self._votes.hear(1 << i, shadow)
 
     def _begin(self) -> None:
         """Make the shadows, with the prompts up to now."""
         self._has_begun = True
-        if len(self._experts) < 2 or self.make_tree is None:
+        if len(self._experts) < 2:
             return
         self._try_experts()
         votes = Votes(len(self._experts), self._runs)
-        for i, (name, make) in enumerate(self._experts.items()):
-            gone = partial(votes.gone, 1 << i)
-            tree = self.make_tree(1, make(), max_bytes=self._max_bytes, on_remove=gone)
-            if type(tree.policy).__module__.startswith(__package__):
-                tree.trust()
-            self._shadows[name] = tree
+        for name in self._experts:
+            self._shadows[name] = Shadow(name, self._max_bytes)
         if not self._had_checkpoints:
             self._begin_votes(votes)
         while self._log:
@@ -152,15 +146,13 @@ class Adaptive(Policy):
 
     def _try_experts(self) -> None:
         """Let the expert lead that would have found most in smaller trees: nothing left yet."""
-        assert self.make_tree is not None
         # Each may take what notes may, at most a run for each block.
-        room = self._most_notes / (_RUN_BYTES + _BLOCK_BYTES) * self._block_bytes
-        for name, make in self._experts.items():
+        room = (self._most_notes - _SHADOW_BYTES) / _BLOCK_BYTES * self._block_bytes
+        for name in self._experts:
             found = 0
             for part in _TRIALS:
-                tree = self.make_tree(1, make(), max_bytes=int(min(self._max_bytes // part, room)))
-                found += sum(self._sent(tree, keys.tobytes()) for keys in self._log)
-                tree.clear()  # at once: its runs know each other
+                shadow = Shadow(name, int(max(0, min(self._max_bytes // part, room))))
+                found += sum(shadow.send(keys, self._block_bytes) for keys in self._log)
             self._hits[name] = found / len(_TRIALS)
         best = max(self._hits, key=self._hits.__getitem__)
         if self._hits[best] > (1 + self._margin) * self._hits[self._leader]:
@@ -174,10 +166,10 @@ class Adaptive(Policy):
         rest = {}
         for run in sorted(self._runs, key=lambda run: (run.last_use, run.start)):
             votes.added(run)
-            rest[run.state[-1]] = run
+            rest[run.state[-4:]] = run
         for keys in self._log:
-            for key in keys:
-                rest.pop(key, None)
+            for at in range(0, len(keys), 4):
+                rest.pop(keys[at : at + 4], None)
         for run in rest.values():
             self._show(run)
             self._give_up()
@@ -187,15 +179,19 @@ class Adaptive(Policy):
         keys = run.path_keys
         if self._votes is not None:
             self._votes.sent(keys)
-        for tree in self._shadows.values():
-            tree.insert(keys.tobytes(), self._block_bytes)
+        for i, name in enumerate(self._experts):
+            if (shadow := self._shadows.get(name)) is not None:
+                shadow.insert(keys, self._block_bytes)
+                self._hear(i, shadow)
 
     def _resize_shadows(self) -> None:
         """Give them what the real blocks have now, beside tails, checkpoints and accounts."""
         if self._is_full:
-            for tree in self._shadows.values():
-                if abs(tree.max_bytes - self._bytes) >= self._block_bytes:
-                    tree.max_bytes = self._bytes
+            for i, name in enumerate(self._experts):
+                shadow = self._shadows.get(name)
+                if shadow and abs(shadow.max_bytes - self._bytes) >= self._block_bytes:
+                    shadow.max_bytes = self._bytes
+                    self._hear(i, shadow)
             self._is_full = False
         self._give_up()
 
@@ -209,23 +205,15 @@ class Adaptive(Policy):
                 (name for name in self._shadows if name != self._leader or len(self._shadows) < 2),
                 key=self._hits.__getitem__,
             )
-            tree = self._shadows.pop(last)
-            tree.on_remove = None
-            tree.clear()  # at once: its runs know each other
-            del self._hits[last]
+            del self._shadows[last], self._hits[last]
             if len(self._shadows) == 1:
                 self._end_votes()
 
     @property
     def n_bytes(self) -> int:  # type: ignore[override]
         """What the shadows take, and what the expert that decides remembers."""
-        shadows = (
-            _RUN_BYTES * tree.n_runs + _BLOCK_BYTES * tree.n_blocks + tree.policy.n_bytes
-            for tree in self._shadows.values()
-        )
         own = self._policy.n_bytes if self._votes is None else self._votes.n_bytes
-        taken: int = own + self._log_bytes + sum(shadows)
-        return taken
+        return own + self._log_bytes + sum(one.memory for one in self._shadows.values())
 
     # Who decides ----------------------------------------------------------------------------
 
@@ -255,8 +243,6 @@ class Adaptive(Policy):
         """Let the leader decide alone from now on."""
         if self._votes is not None:
             self._votes, self.most_blocks = None, Policy.most_blocks
-            for tree in self._shadows.values():
-                tree.on_remove = None
             self._change(self._leader)
 
     def _change(self, name: str) -> None:
@@ -269,7 +255,7 @@ class Adaptive(Policy):
         policy.max_notes = self.max_notes
         policy.resize(self._max_bytes)
         if name in self._shadows:
-            policy.learn_from(self._shadows[name].policy)
+            policy.learn_from(self._shadows[name])
         runs = sorted(self._runs, key=lambda run: (run.last_use, -run.end))
         for run in runs:
             run.state, run.stamp = None, -1
@@ -328,12 +314,7 @@ class Adaptive(Policy):
         Without it what is new here would never get in where others were used often.
         """
         shadow = self._shadows.get(self._leader)
-        if shadow is None:
-            return 0
-        for known, n_blocks in reversed(shadow.match(run.path_keys.tobytes()).parts()):
-            if known.start <= run.start < known.start + n_blocks:
-                return int(known.uses)
-        return 0
+        return 0 if shadow is None else shadow.uses_at(run.path_keys, run.start)
 
     def used(self, run: Run) -> None:
         """Pass it on."""
@@ -367,5 +348,5 @@ class Adaptive(Policy):
         return run
 
 
-def _size(keys: array[int]) -> int:
-    return 96 + 4 * len(keys)
+def _size(keys: bytes) -> int:
+    return 48 + len(keys)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
+from pykvcache._native.shadows import Shadow
 from pykvcache.prefix.runs import Run
 
 __all__ = ["ByPriority", "Policy"]
@@ -28,8 +29,6 @@ class Policy:
         What it remembers of runs that left, in bytes; what it notes of a run counts with the run.
     max_notes : int or None
         The most that `n_bytes` should be; None where nobody counts.
-    make_tree : callable or None
-        Makes other trees, for policies that try something: set by the tree.
     """
 
     whole: bool = False
@@ -37,7 +36,6 @@ class Policy:
     most_blocks: int = 2**62
     n_bytes: int = 0
     max_notes: int | None = None
-    make_tree: Callable[..., Any] | None = None
 
     def resize(self, max_bytes: int) -> None:
         """Learn the budget; called first, whenever it changes, and before `adopt`."""
@@ -73,8 +71,8 @@ class Policy:
     def remembered(self, run: Run) -> None:
         """Learn that a run that was just added was used before: ``uses`` says how often."""
 
-    def learn_from(self, other: Policy) -> None:
-        """Begin with what another one of the same class has learned of other runs."""
+    def learn_from(self, other: Shadow) -> None:
+        """Begin with what a shadow of the same name has learned of other runs."""
 
     def split(self, head: Run, tail: Run) -> None:
         """Give the head, which is new, the history of the tail that it was cut from."""

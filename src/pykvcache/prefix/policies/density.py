@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pykvcache._native.shadows import Shadow, hit_density
 from pykvcache.prefix.policies.base import Policy
 from pykvcache.prefix.runs import Run
 
@@ -19,8 +19,6 @@ __all__ = ["HitDensity"]
 
 # Ages are counted in uses of the tree, in buckets of half an octave; the first is 0 to 3.
 _BUCKETS: Final = 40
-_EDGES: Final = 8 * 2.0 ** (np.arange(_BUCKETS + 1) / 2) - 8
-_WIDTHS: Final = np.diff(_EDGES)
 _SMALL: Final = [int(2 * math.log2(age / 8 + 1)) for age in range(4096)]
 
 
@@ -87,7 +85,7 @@ class HitDensity(Policy):
 
     declines = True
     _ghosts_per_leaf = 4
-    _prior, _prior_lives, _class_lives, _decay = 0.06, 10.0, 2.0, 0.93
+    _decay = 0.93
 
     def __init__(self, sample: int = 32, seed: int = 1) -> None:
         self.sample = sample
@@ -146,11 +144,12 @@ class HitDensity(Policy):
             self._begin(life)
             life.began = run.last_use
 
-    def learn_from(self, other: Policy) -> None:
-        """Begin with the chances that another one has learned."""
-        if isinstance(other, HitDensity):
-            self._ended, self._density = other._ended.copy(), other._density
-            self._next = 64
+    def learn_from(self, other: Shadow) -> None:
+        """Begin with the chances that a shadow has learned."""
+        ended, density = other.learned()
+        if ended:
+            self._ended = np.frombuffer(ended, np.float32).reshape(self._ended.shape).copy()
+            self._density, self._next = array("d", density), 64
 
     @property
     def n_bytes(self) -> int:  # type: ignore[override]
@@ -280,48 +279,10 @@ class HitDensity(Policy):
 
     def _weigh(self) -> None:
         """Compute the density of each kind and age from what was counted."""
-        uses, unused, inside = self._ended[0], self._ended[1].copy(), self._ended[2]
+        ended = self._ended.copy()
         # Lives that still go on reached their age as well.
         going_on = [run.state for run in self._leaves if run.is_evictable]
         going_on += [life for life in self._ghosts.values() if not life.is_over]
         for life in going_on:
-            unused[life.kind, _bucket(self._now - life.began)] += 1
-        chances = _density(uses, unused, inside, self._prior, self._prior_lives, self._class_lives)
-        self._density = array("d", chances.tobytes())
-
-
-def _reached(ended: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Return how many lives reached each age, those that ended in its bucket counting half."""
-    reached: NDArray[np.floating] = np.cumsum(ended[:, ::-1], 1)[:, ::-1] - ended / 2
-    return reached
-
-
-def _density(
-    uses: NDArray[np.floating],
-    unused: NDArray[np.floating],
-    inside: NDArray[np.floating],
-    prior: float,
-    prior_lives: float,
-    class_lives: float,
-) -> NDArray[np.float64]:
-    """Return hits per time to be expected, for each kind and age.
-
-    The chance of a use at some age is learned from the leaves of all kinds together, and for each
-    kind, what others follow included, by how much it is higher or lower (proportional hazards): few
-    lives are enough for that.
-    """
-    reached = _reached(uses + unused)
-    # Where nothing is known, the chance falls with age, which makes it LRU.
-    guess = prior * np.exp(-np.arange(_BUCKETS) / 14)
-    chance = (uses.sum(0) + prior_lives * guess) / (reached.sum(0) + prior_lives)
-    chance = np.minimum(chance, 0.9)
-    expected = (_reached(uses + unused + inside) * chance).sum(1)
-    factor = ((uses + inside).sum(1) + class_lives) / (expected + class_lives)
-    used = 1 - (1 - chance) ** factor[:, None]
-    density: NDArray[np.float64] = np.empty(used.shape)
-    for age in range(_BUCKETS):
-        left = np.cumprod(1 - used[:, age:], 1)
-        before = np.hstack([np.ones((len(used), 1)), left[:, :-1]])
-        time = np.cumsum(before * (1 - used[:, age:] / 2) * _WIDTHS[age:], 1)
-        density[:, age] = ((1 - left) / time).max(1)
-    return density
+            ended[_UNUSED, life.kind, _bucket(self._now - life.began)] += 1
+        self._density = array("d", hit_density(ended.tobytes()))

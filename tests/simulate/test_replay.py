@@ -14,7 +14,7 @@ from pykvcache.prefix.policies.simple import LRU
 from pykvcache.prefix.runs import Run
 from pykvcache.simulate import Trace, compare, draw, most_hits, replay
 from pykvcache.simulate.__main__ import main
-from pykvcache.simulate.clairvoyant import BOUND, next_uses
+from pykvcache.simulate.clairvoyant import BOUND
 
 Prefix = tuple[int, ...]
 
@@ -94,10 +94,11 @@ def test_the_bound_is_the_best_of_all(seed: int) -> None:
         assert most_hits(trace, size).hit_tokens == best_by_search(trace, size)
 
 
-def test_next_uses() -> None:
-    trace = letters("ab ac ab")
-    assert [x.tolist() for x in next_uses(trace)] == [[1, 2], [2, 3], [3, 3]]
-    assert next_uses(Trace("none", 1, [], [])) == []
+def test_no_prompt_and_no_block_have_a_bound() -> None:
+    assert most_hits(Trace("none", 1, [], []), 5).hit_tokens == 0
+    assert most_hits(Trace("empty", 1, [np.empty(0, np.uint32)] * 2, [0, 0]), 5).hit_tokens == 0
+    assert most_hits(letters("ab ac ab"), 0).hit_tokens == 0
+    assert most_hits(letters("ab ac ab"), 10**30).hit_tokens == 3
 
 
 def test_the_table_and_the_picture(tmp_path: Path) -> None:

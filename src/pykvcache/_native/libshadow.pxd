@@ -5,6 +5,12 @@ from libcpp cimport bool
 from libcpp.vector cimport vector
 
 
+cdef extern from "shadow/bound.h" namespace "pykv::shadow" nogil:
+    int64_t most_hits(
+        const uint32_t* ids, const int64_t* sizes, const int64_t* lengths, int64_t n_prompts,
+        int64_t block_size, int64_t n_blocks) except +
+
+
 cdef extern from "shadow/density.h" namespace "pykv::shadow" nogil:
     const int KINDS
     const int BUCKETS

@@ -2,12 +2,22 @@
 
 from typing import final
 
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import Self
 
 N_KINDS: int
 N_BUCKETS: int
 N_ENDS: int
 POLICIES: frozenset[str]
+
+def most_hits(
+    ids: npt.NDArray[np.uint32],
+    sizes: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    block_size: int,
+    n_blocks: int,
+) -> int: ...
 
 def hit_density(ended: bytes) -> bytes: ...
 def block_keys(tokens: bytes, step: int, start_key: int) -> bytes: ...

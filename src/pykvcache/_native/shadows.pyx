@@ -19,7 +19,28 @@ N_ENDS = lib.ENDS
 
 #: Policies whose choices a shadow makes; `policies.POLICIES` has the classes.
 POLICIES = frozenset((
-    "lru", "fifo", "lfu", "slru", "s3fifo", "cost-aware", "hit-density", "llama-server", "mlx-lm", "vllm"))
+    "lru", "fifo", "lfu", "slru", "s3fifo", "cost-aware", "hit-density", "adaptive",
+    "llama-server", "mlx-lm", "vllm"))
+
+
+def most_hits(
+    const uint32_t[::1] ids, const int64_t[::1] sizes, const int64_t[::1] lengths,
+    int64_t block_size, int64_t n_blocks,
+):
+    """Return how many tokens a cache of so many blocks finds that knows the future.
+
+    Of the blocks of all prompts, and of how many blocks and tokens each prompt has.
+    """
+    cdef int64_t i, n = 0
+    if len(sizes) != len(lengths):
+        raise ValueError(f"{len(sizes)} sizes and {len(lengths)} lengths")
+    for i in range(len(sizes)):
+        if not 0 <= sizes[i] <= len(ids) - n:
+            raise ValueError(f"prompt {i} has {sizes[i]} of {len(ids) - n} blocks")
+        n += sizes[i]
+    if n == 0:
+        return 0
+    return lib.most_hits(&ids[0], &sizes[0], &lengths[0], len(sizes), block_size, n_blocks)
 
 
 def hit_density(bytes ended not None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -41,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--block-size", type=int, metavar="TOKENS", help="default: what the lengths tell"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes (one for each processor)"
+    )
     parser.add_argument("--prompts", type=int, default=4000, help="of what is made up (4000)")
     parser.add_argument("--plot", metavar="FILE", help="draw it, too: .svg, .png (matplotlib)")
     return parser

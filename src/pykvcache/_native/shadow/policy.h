@@ -48,8 +48,11 @@ class Policy {
     virtual ~Policy() = default;
 
     bool whole = false, declines = false;
+    // The most blocks that may leave before it is asked again.
+    int64_t most_blocks = INT64_MAX;
 
     virtual void resize(int64_t) {}
+    virtual void asked(const uint32_t * /* tokens */, int64_t /* n */) {}
     virtual void added(Id) {}
     virtual void used(Id) {}
     virtual void split(Id /* head */, Id /* tail */) {}
@@ -68,6 +71,7 @@ class Policy {
 std::unique_ptr<Policy> make_policy(const std::string & name, Tree & tree);
 std::unique_ptr<Policy> make_queue_policy(const std::string & name, Tree & tree);
 std::unique_ptr<Policy> make_density_policy(const std::string & name, Tree & tree);
+std::unique_ptr<Policy> make_adaptive_policy(const std::string & name, Tree & tree);
 
 // A heap of evictable runs. Entries of runs that changed since are skipped when met.
 class Leaves {

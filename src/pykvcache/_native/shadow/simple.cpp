@@ -154,7 +154,10 @@ std::unique_ptr<Policy> make_policy(const std::string & name, Tree & tree) {
     if (auto made = make_queue_policy(name, tree)) {
         return made;
     }
-    return make_density_policy(name, tree);
+    if (auto made = make_density_policy(name, tree)) {
+        return made;
+    }
+    return make_adaptive_policy(name, tree);
 }
 
 }  // namespace pykv::shadow

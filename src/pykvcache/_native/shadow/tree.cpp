@@ -35,6 +35,16 @@ int64_t Tree::memory() const noexcept {
     return RUN_BYTES * static_cast<int64_t>(runs_.capacity()) + token_bytes_ + policy_->memory();
 }
 
+std::vector<Id> Tree::runs() const {
+    std::vector<Id> all;
+    for (size_t i = 1; i < runs_.size(); i++) {
+        if (runs_[i].parent != NONE) {
+            all.push_back(static_cast<Id>(i));
+        }
+    }
+    return all;
+}
+
 Id Tree::child(Id parent, uint32_t token) const {
     auto found = children_.find(child_key(parent, token));
     return found == children_.end() ? NONE : found->second;
@@ -68,6 +78,7 @@ Id Tree::end_of(const Match & match) {
 int64_t Tree::send(const uint32_t * tokens, int64_t n, int64_t block_bytes) {
     gone_.clear();
     Match found = match(tokens, n);
+    policy_->asked(tokens, n);
     clock_++;
     Id last = end_of(found);
     for (Id id = last; run(id).parent != NONE; id = run(id).parent) {
@@ -196,7 +207,7 @@ bool Tree::fit() {
         const Run & one = run(id);
         int64_t n = one.n_blocks();
         if (!policy_->whole && one.block_bytes > 0) {
-            n = std::min(n, (n_bytes_ - max_bytes_ + one.block_bytes - 1) / one.block_bytes);
+            n = std::min({n, (n_bytes_ - max_bytes_ + one.block_bytes - 1) / one.block_bytes, policy_->most_blocks});
         }
         remove(id, n);
     }

@@ -46,6 +46,7 @@ class Tree {
     const Run & run(Id id) const noexcept { return runs_[static_cast<size_t>(id)]; }
     // Of all heaps: a run that moves to another one is no longer valid in the first.
     int64_t next_stamp() noexcept { return ++stamps_; }
+    std::vector<Id> runs() const;
     bool is_evictable(Id id) const noexcept {
         const Run & one = run(id);
         return one.n_children == 0 && !one.is_held && one.parent != NONE && !one.tokens.empty();

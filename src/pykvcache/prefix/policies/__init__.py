@@ -1,4 +1,8 @@
-"""Policies of eviction, by name. The cache and the simulator use the same classes."""
+"""Policies of eviction, by name: the classes that the cache uses.
+
+`_native/shadow` makes the same choices in C++, for the simulator and for what the default policy
+tries out.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None
         assert watch() is not None, "what nobody uses counts"
         assert key not in kept, "what is kept counts twice"
     # Who holds what.
-    held.update(run for _, run in ram._holds.values())
+    held.update(run for hold in ram._holds.values() for run in hold.runs)
     held.update(run for run, _ in ram._tails if run.namespace is not None)
     for run in [*runs, *tree.roots()]:
         assert run.held == held[run], "held by nobody"

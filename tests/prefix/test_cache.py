@@ -346,8 +346,9 @@ def test_memory_of_what_was_cleared_is_written_over(make_context: Make) -> None:
         assert not any(memory.any() for memory in cache._reserve._free)
 
 
-def test_pins_are_of_full_blocks(make_context: Make) -> None:
+def test_pins_are_of_blocks_the_last_perhaps_in_part(make_context: Make) -> None:
     cache, prompt = PrefixCache(make_context("llama"), block_size=SIZE), words(1, 20)
     with cache.sequence(prompt) as sequence:
         sequence.evaluate()
-    assert [cache.pin(prompt[:n]).n_tokens for n in (5, 8, 20)] == [0, 8, 16]
+    pins = [cache.pin(prompt[:n] + more) for n in (5, 8, 12, 20) for more in ([], [63])]
+    assert [pin.n_tokens for pin in pins] == [5, 5, 8, 8, 12, 12, 16, 16]

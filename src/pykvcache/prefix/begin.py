@@ -135,10 +135,12 @@ class BeginMethods:
             cells.row = found.row
 
     def _hold(self, sequence: CachedSequence, found: Found) -> None:
-        if found.run is None or found.run.is_root:
+        run = None if found.run is None or found.run.is_root else found.run
+        beside = found.points if found.begun is None else [found.begun]
+        if run is None and not beside:
             self._ram.release(sequence)
         else:
-            self._ram.hold(sequence, found.run)
+            self._ram.hold(sequence, run, *(one for one in beside if not one.is_root))
 
     def _nearest(
         self, ledger: Ledger, space: str, new: CachedSequence

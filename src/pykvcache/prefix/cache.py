@@ -274,7 +274,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
     def pin(
         self, tokens: str | TokenInput, *, ttl: float | None = None, namespace: str | None = None
     ) -> Pin:
-        """Keep what is known of a prefix in full blocks, whatever the policy would evict.
+        """Keep what blocks have of a prefix, whatever the policy would evict.
 
         Parameters
         ----------
@@ -288,7 +288,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
         Returns
         -------
         Pin
-            With ``n_tokens``: how many tokens of it are kept; 0 of less than a block.
+            With ``n_tokens``: how many tokens of it are kept; of the last block perhaps the first
+            ones alone, and none of what follows it.
 
         Raises
         ------

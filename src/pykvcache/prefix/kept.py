@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from pykvcache._fork import watch_forks
 from pykvcache.prefix.alike import TokenKeys
 from pykvcache.prefix.changes import Changing, change
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
-from pykvcache.prefix.match import Match
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.repair import rebuild
 from pykvcache.prefix.runs import Run
@@ -30,6 +29,19 @@ Buffer = npt.NDArray[np.uint8]
 #: Overhead in bytes of a run, of a block, and of an empty cache: measured with tracemalloc
 #: (tests/prefix/test_budget.py).
 RUN_BYTES, BLOCK_BYTES, FIXED_BYTES = 1_230, 290, 1 << 16
+
+
+class Hold(NamedTuple):
+    """What a holder keeps."""
+
+    holder: Callable[[], object]  # returns None once it is there no more
+    run: Run | None  # releasing it counts as a use of it
+    beside: tuple[Run, ...]  # and of these not
+
+    @property
+    def runs(self) -> list[Run]:
+        """Return all of it."""
+        return [*self.beside] if self.run is None else [self.run, *self.beside]
 
 
 @dataclass(eq=False)
@@ -72,7 +84,7 @@ class Kept(Changing):
         self._tails: OrderedDict[tuple[Run, bytes], Tail] = OrderedDict()
         self._tails_at: dict[Run, TokenKeys[Tail]] = {}
         self._in_use: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._holds: dict[int, tuple[Callable[[], object], Run]] = {}
+        self._holds: dict[int, Hold] = {}
         self._tail_bytes = 0
         self._twice_bytes = 0  # of states that a tail and a checkpoint have in common
         self._fixed_bytes = min(FIXED_BYTES, max_bytes // 16)
@@ -154,7 +166,7 @@ class Kept(Changing):
     def _repair(self) -> None:
         """Keep what is whole of what a call has left that was cut short."""
         tree, tails = self.tree, self._tails
-        holds = [run for _, run in list(self._holds.values())]
+        holds = [run for hold in list(self._holds.values()) for run in hold.runs]
         roots = {run for run, _ in tails if run.namespace is not None}
         runs = rebuild(tree, roots)
         there = {*runs, *tree.roots()}
@@ -198,40 +210,41 @@ class Kept(Changing):
     # Holding -------------------------------------------------------------------------------------
 
     @change
-    def hold(self, holder: object, run: Run) -> None:
-        """Keep a run until its holder releases it, holds another one, or is there no more."""
-        self._release(id(holder))
-        self._holds[id(holder)] = weakref.ref(holder), run
-        self.tree.hold(run)
+    def hold(self, holder: object, run: Run | None, *beside: Run) -> None:
+        """Keep runs until their holder releases them, holds others, or is there no more.
+
+        Releasing is a use of ``run``, and none of those beside it.
+        """
+        old = self._holds.get(id(holder))
+        new = self._holds[id(holder)] = Hold(weakref.ref(holder), run, beside)
+        for each in new.runs:
+            self.tree.hold(each)
+        if old is not None:
+            self._let_go(old)
 
     def release(self, holder: object) -> None:
         """Release what a holder has, now or with the next call; nothing where that is none."""
         if (held := self._holds.get(id(holder))) is not None:
-            self._holds[id(holder)] = _nobody, held[1]
+            self._holds[id(holder)] = held._replace(holder=_nobody)
             if not self.is_busy:
                 self._reap_one(id(holder))
 
     def reap(self) -> None:
         """Release what holders had that are there no more."""
         if self._holds and not self.is_busy:
-            for key in [key for key, (holder, _) in list(self._holds.items()) if holder() is None]:
+            for key in [key for key, held in list(self._holds.items()) if held.holder() is None]:
                 self._reap_one(key)
 
     @change
     def _reap_one(self, key: int) -> None:
-        self._release(key)
-
-    def _release(self, key: int) -> None:
         if (held := self._holds.pop(key, None)) is not None:
-            self.tree.release(held[1])
+            self._let_go(held)
 
-    @change
-    def use(self, tokens: bytes, namespace: str) -> Match:
-        """Count a use of what is known of some tokens."""
-        match = self.tree.match(tokens, namespace)
-        if not match.run.is_root:
-            self.tree.use(match)
-        return match
+    def _let_go(self, held: Hold) -> None:
+        for run in held.beside:
+            self.tree.release(run, is_use=False)
+        if held.run is not None:
+            self.tree.release(held.run)
 
     # Leaving -------------------------------------------------------------------------------------
 

@@ -30,6 +30,11 @@ class Match:
     n_blocks: int
     checkpoint: Run | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it ends where its run does."""
+        return self.offset == self.run.n_blocks
+
     def parts(self) -> list[tuple[Run, int]]:
         """Return the runs on the way, the first first, and how many blocks of each belong to it."""
         path = [(run, run.n_blocks) for run in self.run.path()]

@@ -22,7 +22,7 @@ class Pin:
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens are kept, in full blocks; 0 once it was released, expired or cleared."""
+        """How many tokens are kept, in blocks; 0 once it was released, expired or cleared."""
         run = self._run
         if run is None or run.parent is None or self._is_over(time.monotonic()):
             return 0
@@ -49,15 +49,19 @@ class Pins:
 
     def add(self, pool: SequencePool, tokens: bytes, namespace: str, until: float | None) -> Pin:
         """Hold what is known of some tokens."""
-        match = self._ram.use(tokens, namespace)
+        found = self._ram.find(tokens, namespace, needs_rest=self._needs_rest, is_prompt=False)
         # Without a checkpoint the blocks serve nobody; it keeps those before it.
-        run = match.checkpoint if self._needs_rest else match.run
+        run, begun = found.run, found.begun
+        if self._needs_rest:
+            run = found.points[0] if found.points else None
         if run is not None and run.is_root:
             run = None
-        n_blocks = 0 if run is None else run.end
-        pin = Pin(self, pool, run, n_blocks * self._ram.block_size, until)
-        if run is not None:
-            self._ram.hold(pin, run)
+        end = begun or run
+        # What follows the last block is not held.
+        n = 0 if end is None else min(found.n, end.end * self._ram.block_size)
+        pin = Pin(self, pool, end, n, until)
+        if end is not None:
+            self._ram.hold(pin, run, *([] if begun is None else [begun]))
             self._pins[pin] = None  # before that nothing keeps it
         return pin
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache.prefix.alike import TokenKeys
+from pykvcache.prefix.alike import TokenKeys, common_tokens
 from pykvcache.prefix.changes import change
 from pykvcache.prefix.kept import RUN_BYTES, Buffer, Kept, Tail, parts_of
+from pykvcache.prefix.match import Match
 from pykvcache.prefix.runs import Run
 
 __all__ = ["Buffer", "Found", "RamTier", "Read", "Tail"]
@@ -28,6 +29,9 @@ class Found:
     blocks: list[tuple[Buffer, int, int]] = field(default_factory=list)  # buffer, cells, how many
     rest: Any = None
     run: Run | None = None
+    begun: Run | None = None  # a block after it, of which the beginning is used
+    #: The deepest checkpoint on the way, and the one of `below`, if any.
+    points: list[Run] = field(default_factory=list)
     row: npt.NDArray[np.float32] | None = None
     #: Where it ends with the tokens and has a rest: a rest before the last token, and where.
     below: tuple[int, Any] | None = None
@@ -194,36 +198,66 @@ class RamTier(Kept):
 
     @change
     def find(
-        self, tokens: bytes, namespace: str, *, needs_rest: bool, is_use: bool = True
+        self,
+        tokens: bytes,
+        namespace: str,
+        *,
+        needs_rest: bool,
+        is_use: bool = True,
+        is_prompt: bool = True,
     ) -> Found:
         """Return the longest usable prefix; with ``is_use`` it counts as used.
 
         ``needs_rest``: the memory has parts that blocks do not hold (window, recurrent), so that
-        only prefixes that end at a checkpoint are usable.
+        only prefixes that end at a checkpoint are usable. ``is_prompt``: it is used by a prompt.
         """
+        match = self.tree.match(tokens, namespace)
+        size = self.block_size
+        n = match.n_blocks * size
+        after = tokens[4 * n :]
+        nearest, same, is_tail = self._nearest(match, after) if after else (b"", 0, False)
+        begun = nearest if same and not (is_tail or needs_rest) else b""
+        block = self._next_block(match, begun) if begun else None
         if is_use:
-            match = self.tree.lookup(tokens, namespace)
-        else:
-            match = self.tree.match(tokens, namespace)
-        run = self.tree.end_of(match)
-        size, step = self.block_size, self.tree.step
-        found = Found(match.n_blocks * size, run=run, n_known=match.n_blocks * size)
-        for part in reversed(list(run.path())):
-            found.blocks += [(buffer, size, size) for buffer in part.payloads]
-        after = tokens[match.n_blocks * step :]
+            if is_prompt:
+                self.tree.ask(tokens, namespace)
+            self.tree.use(match, begun)
+        found = Found(n, self._blocks(match), run=match.run, n_known=n + same)
+        found.nearest = nearest[4 * same :]
         if needs_rest:
-            self._to_checkpoint(found, run)
-            self._exact_tail(found, run, after)
-            nearest, n, _ = self._nearest(run, after)
-            found.n_known, found.nearest = match.n_blocks * size + n, nearest[4 * n :]
+            self._to_checkpoint(found, match)
+            self._exact_tail(found, match, after)
             if found.rest is not None and 4 * found.n == len(tokens):
-                found.below = self._point_before(run, found.n)
-        elif after:
-            self._begun_block(found, run, after)
-        if not needs_rest and (whole := self._tails.get((run, after))) is not None:
-            found.row = whole.row
-            self._tails.move_to_end((run, after))
+                self._to_point_before(found, match.run)
+            return found
+        found.n += same
+        if block is not None:
+            found.blocks.append((block, size, same))
+            found.begun = match.run.children[begun] if is_use else None
+        elif same:
+            tail = self._use_tail(match.run, nearest)
+            found.blocks.append((tail.buffer, len(nearest) // 4, same))
+        if after in self._tails_of(match):
+            found.row = self._use_tail(match.run, after).row
         return found
+
+    def _blocks(self, match: Match) -> list[tuple[Buffer, int, int]]:
+        size = self.block_size
+        return [(data, size, size) for run, n in match.parts() for data in run.payloads[:n]]
+
+    @staticmethod
+    def _next_block(match: Match, tokens: bytes) -> Buffer:
+        """Return the bytes of a block that comes next after a match."""
+        run, at = match.run, match.offset
+        if match.is_whole:
+            run, at = run.children[tokens], 0
+        block: Buffer = run.payloads[at]
+        return block
+
+    def _use_tail(self, run: Run, tokens: bytes) -> Tail:
+        """Return a tail, which was used last then."""
+        self._tails.move_to_end((run, tokens))
+        return self._tails[run, tokens]
 
     def full_blocks(self, tokens: bytes, namespace: str) -> list[Buffer]:
         """Return the bytes of the full blocks of some tokens; they do not count as used."""
@@ -236,64 +270,53 @@ class RamTier(Kept):
 
     def tails_at(self, run: Run) -> list[Tail]:
         """Return the tails after the end of a run."""
-        return list(self._tails_of(run).values())
+        return list(self._tails_at.get(run, TokenKeys()).values())
 
-    def _tails_of(self, run: Run) -> TokenKeys[Tail]:
-        return self._tails_at.get(run) or TokenKeys()
+    def _tails_of(self, match: Match) -> TokenKeys[Tail]:
+        """Return the tails where a match ends."""
+        here = self._tails_at.get(match.run) if match.is_whole else None
+        return TokenKeys() if here is None else here
 
-    def _to_checkpoint(self, found: Found, run: Run) -> None:
-        point = next((part.checkpoint for part in run.path() if part.checkpoint is not None), None)
+    def _to_checkpoint(self, found: Found, match: Match) -> None:
+        point = match.checkpoint
         n_blocks = point.start if point is not None else 0
         found.n = n_blocks * self.block_size
         del found.blocks[n_blocks:]
-        found.rest = point.payloads[0] if point is not None else None
+        if point is not None:
+            found.rest = point.payloads[0]
+            found.points.append(point)
 
-    def _point_before(self, run: Run, n: int) -> tuple[int, Any] | None:
-        """Return the deepest checkpoint before n tokens, and at how many it is."""
+    def _to_point_before(self, found: Found, run: Run) -> None:
+        """Add the deepest checkpoint before the last token."""
         for part in run.path():
             point = part.checkpoint
-            if point is not None and point.start * self.block_size < n:
-                return point.start * self.block_size, point.payloads[0]
-        return None
+            if point is not None and point.start * self.block_size < found.n:
+                found.below = point.start * self.block_size, point.payloads[0]
+                found.points.append(point)
+                return
 
-    def _exact_tail(self, found: Found, run: Run, after: bytes) -> None:
+    def _exact_tail(self, found: Found, match: Match, after: bytes) -> None:
         """Add a whole tail with its partial state, where it matches the next tokens."""
-        here = self._tails_of(run)
-        if not (known := here.beginnings(after)):
+        if not (known := self._tails_of(match).beginnings(after)):
             return
-        best = here[known[0]]
-        blocks: list[tuple[Buffer, int, int]] = []
-        for part in reversed(list(run.path())):
-            blocks += [(buffer, self.block_size, self.block_size) for buffer in part.payloads]
+        best = self._use_tail(match.run, known[0])
         n = len(best.tokens) // 4
-        found.blocks = [*blocks, (best.buffer, n, n)]
-        found.n = len(blocks) * self.block_size + n
+        found.blocks = [*self._blocks(match), (best.buffer, n, n)]
+        found.n = match.n_blocks * self.block_size + n
         found.rest, found.row = best.rest, best.row
-        self._tails.move_to_end((run, best.tokens))
 
-    def _nearest(self, run: Run, after: bytes) -> tuple[bytes, int, bool]:
-        """Return which block or tail after a run begins most like some tokens.
+    def _nearest(self, match: Match, after: bytes) -> tuple[bytes, int, bool]:
+        """Return which block or tail after a match begins most like some tokens.
 
         Its tokens, how many of them agree, and whether it is a tail.
         """
+        run = match.run
+        if not match.is_whole:
+            text = run.tokens[match.offset * run.step : (match.offset + 1) * run.step]
+            return text, common_tokens(text, after), False
         text, n = run.children.nearest(after)
         if (here := self._tails_at.get(run)) is not None:
             tail, same = here.nearest(after)
             if same > n or not text:
                 return tail, same, True
         return text, n, False
-
-    def _begun_block(self, found: Found, run: Run, after: bytes) -> None:
-        """Add the first cells of the block, or tail, that shares the most tokens with `after`."""
-        nearest, n, is_tail = self._nearest(run, after)
-        found.nearest = nearest[4 * n :]
-        if not n:
-            return
-        if not is_tail:
-            found.blocks.append((run.children[nearest].payloads[0], self.block_size, n))
-        else:
-            buffer = self._tails_at[run][nearest].buffer
-            found.blocks.append((buffer, len(nearest) // 4, n))
-            self._tails.move_to_end((run, nearest))
-        found.n += n
-        found.n_known = found.n

@@ -124,9 +124,13 @@ class BlockTree(PolicyMethods):
     def lookup(self, tokens: bytes, namespace: str = "") -> Match:
         """Match the tokens of a prompt, and count it as a use; the match ends with its run."""
         match = self.match(tokens, namespace)
-        self.asked(self.policy.asked, tokens, self.step, zlib.crc32(salt_of(namespace)))
+        self.ask(tokens, namespace)
         self.use(match)
         return match
+
+    def ask(self, tokens: bytes, namespace: str = "") -> None:
+        """Let the policy know of a prompt, before what is known of it is used."""
+        self.asked(self.policy.asked, tokens, self.step, zlib.crc32(salt_of(namespace)))
 
     def end_of(self, match: Match) -> Run:
         """Return the run that a match of just now ends with; no use is counted.
@@ -135,19 +139,25 @@ class BlockTree(PolicyMethods):
         """
         if not match.run.is_root and match.offset < match.run.n_blocks:
             match.run = self._cut(match.run, match.offset)
-            self.fit()
+            self.fit(match.run)
         return match.run
 
-    def use(self, match: Match) -> Run:
-        """Count a use of what was matched just now, and return the run that it ends with."""
+    def use(self, match: Match, begun: bytes = b"") -> Run:
+        """Count a use of what was matched just now, and return the run that it ends with.
+
+        ``begun``: the tokens of a block after it, of which the beginning is used. No use of that
+        one is counted; it stays, and is a run of its own from then on.
+        """
         self.clock += 1
         if not match.run.is_root and match.offset < match.run.n_blocks:
             match.run = self._cut(match.run, match.offset)
-        if match.checkpoint is not None:
-            self._count_use(match.checkpoint)
-        for run in match.run.path():
+        kept = match.run
+        if begun and (kept := match.run.children[begun]).n_blocks > 1:
+            kept = self._cut(kept, 1)
+        points = [] if match.checkpoint is None else [match.checkpoint]
+        for run in [*points, *match.run.path()]:
             self._count_use(run)
-        self.fit()
+        self.fit(kept, *points)
         return match.run
 
     def _count_use(self, run: Run) -> None:
@@ -245,27 +255,39 @@ class BlockTree(PolicyMethods):
         run.held += 1
         self._keep_root(run)
 
-    def release(self, run: Run) -> None:
-        """Release a run; now counts as the last use of it and of all before it."""
+    def release(self, run: Run, *, is_use: bool = True) -> None:
+        """Release a run; now counts as the last use of it and of all before it, or does not."""
         if run.held < 1:
             raise ArgumentError("the run is not held", "run")
         run.held -= 1
         if run.parent is None:  # a root, or cleared meanwhile
             self._forget_root(run)
             return
-        self.clock += 1
-        for each in run.path():
-            each.last_use = self.clock
+        if is_use:
+            self.clock += 1
+            for each in run.path():
+                each.last_use = self.clock
         if run.is_evictable:
             self.asked(self.policy.evictable, run)
         self.fit()
 
-    def fit(self) -> bool:
-        """Evict until the budget is kept, or all that is left is held: False then."""
-        if (excess := self.used_bytes - self._max_bytes) > 0:
-            return self.shrink(self._max_bytes)
-        self._release(excess)
-        return True
+    def fit(self, *kept: Run) -> bool:
+        """Evict until the budget is kept, or all that is left is held: False then.
+
+        Nothing up to the ends of the runs that are given leaves: somebody is about to hold them.
+        """
+        if (excess := self.used_bytes - self._max_bytes) <= 0:
+            self._release(excess)
+            return True
+        runs = [run for run in kept if not run.is_root]
+        for run in runs:
+            run.held += 1
+        fits = self.shrink(self._max_bytes)
+        for run in runs:
+            run.held -= 1
+            if run.is_evictable:
+                self.asked(self.policy.evictable, run)
+        return fits
 
     def shrink(self, max_bytes: int) -> bool:
         """Evict until at most so many bytes are used, or all that is left is held: False then."""

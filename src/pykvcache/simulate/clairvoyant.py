@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvcache._integers import as_int
-from pykvcache._native import shadows
+from pykvcache._native.shadows import most_hits as _most_hits
 from pykvcache.simulate.replay import Result
 from pykvcache.simulate.traces import Trace, check_trace
 
@@ -37,5 +37,5 @@ def most_hits(trace: Trace, n_blocks: int) -> Result:
     sizes = np.array([len(prompt) for prompt in trace.prompts], np.int64)
     lengths = np.array(trace.lengths, np.int64)
     room = min(n_blocks, len(ids))
-    hits = shadows.most_hits(ids, sizes, lengths, trace.block_size, room)
+    hits = _most_hits(ids, sizes, lengths, trace.block_size, room)
     return Result(BOUND, n_blocks, hits, trace.n_tokens)

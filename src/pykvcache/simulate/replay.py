@@ -51,8 +51,8 @@ def replay(trace: Trace, policy: str | Policy, n_blocks: int) -> Result:
     trace
         The prompts.
     policy
-        A name, which is replayed in C++, or a new object, which is asked as the cache asks it. A name
-        and a new object of its class find the same.
+        A name, which is replayed in C++, or a new object, which is asked as the cache asks it; of
+        one class both find the same.
     n_blocks
         Size of the cache.
     """

@@ -13,13 +13,34 @@ from types import CodeType, FrameType
 from typing import Any
 
 _LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
-_CALLS = ("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
-_instructions: dict[CodeType, dict[int, str]] = {}
 
 
-def _looks(name: str, which: tuple[str, ...]) -> bool:
-    """Whether Python looks for signals in this instruction, one of those."""
-    return name.startswith(which) and "_INTRINSIC" not in name and "_NO_INTERRUPT" not in name
+class _Code:
+    """Where a function's instructions are, those in which Python looks for signals."""
+
+    def __init__(self, code: CodeType) -> None:
+        self.code = code
+        names = {i.offset: i.opname for i in dis.get_instructions(code)}
+        self.looks = {
+            at: name
+            for at, name in names.items()
+            if name.startswith(_LOOKS) and "_INTRINSIC" not in name and "_NO_INTERRUPT" not in name
+        }
+        self.calls = {at for at, name in self.looks.items() if name.startswith("CALL")}
+        self.resumes = {at for at, name in names.items() if name == "RESUME"}
+        # Where it looks when it has done them, and not before.
+        self.ends = {at for at, name in self.looks.items() if not name.startswith("RESUME")}
+
+
+# By id: to hash a code is to hash all that it consists of, and this is asked at each instruction.
+_codes: dict[int, _Code] = {}
+
+
+def _known(code: CodeType) -> _Code:
+    known = _codes.get(id(code))
+    if known is None:
+        known = _codes[id(code)] = _Code(code)
+    return known
 
 
 class InterruptAnywhere:
@@ -40,7 +61,7 @@ class InterruptAnywhere:
         self.seen = 0
         self._folders = folders
         self._also = also  # ends of names of Python's own files
-        self._last: dict[FrameType, int] = {}
+        self._is_ours: dict[str, bool] = {}
         self._entered: set[FrameType] = set()
 
     def run(self, call: Callable[[], object]) -> bool:
@@ -60,48 +81,54 @@ class InterruptAnywhere:
             sys.settrace(before)
             if collects:
                 gc.enable()
-            self._last.clear()
             self._entered.clear()
         return False
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_back is not None:
-            self._entered.add(frame.f_back)
+        caller = frame.f_back
+        if caller is not None:
+            self._entered.add(caller)
         name = frame.f_code.co_filename
-        is_ours = "pykvcache" in name and any(folder in name for folder in self._folders)
-        if not (is_ours or name.endswith(self._also)):
+        is_ours = self._is_ours.get(name)
+        if is_ours is None:
+            is_ours = "pykvcache" in name and any(folder in name for folder in self._folders)
+            is_ours = self._is_ours[name] = is_ours or name.endswith(self._also)
+        if not is_ours:
             return None
         # CPython 3.13 tells of the opcodes of a frame that has a trace function when it asks.
-        frame.f_trace = self._step
+        frame.f_trace = step = self._step_of(_known(frame.f_code))
         frame.f_trace_lines = False
         frame.f_trace_opcodes = True
-        return self._step
+        return step
 
-    def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "return":
-            self._last.pop(frame, None)
-            self._entered.discard(frame)
-        elif event == "opcode":
-            last = self._last.get(frame)
-            self._last[frame] = frame.f_lasti
-            called = frame in self._entered
-            self._entered.discard(frame)
-            # CPython 3.11 tells of no opcode before the first one of the function's own.
-            begins = last is None and self._name(frame.f_code, frame.f_lasti) != "RESUME"
-            name = self._name(frame.f_code, last) if last is not None else "RESUME" * begins
-            # A function in Python looks at its beginning, not at its end.
-            if _looks(name, _LOOKS) and not (called and name.startswith("CALL")):
-                self.seen += 1
-                if self.seen == self.at:
-                    raise KeyboardInterrupt
-        return self._step
+    def _step_of(self, code: _Code) -> Callable[[FrameType, str, Any], Any]:
+        """Return what is called at each instruction of one frame."""
+        entered, looks, calls, resumes = self._entered, code.looks, code.calls, code.resumes
+        last: int | None = None
 
-    @staticmethod
-    def _name(code: CodeType, at: int) -> str:
-        names = _instructions.get(code)
-        if names is None:
-            names = _instructions[code] = {i.offset: i.opname for i in dis.get_instructions(code)}
-        return names.get(at, "")
+        def step(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal last
+            if event == "opcode":
+                before, last = last, frame.f_lasti
+                called = frame in entered
+                if called:
+                    entered.discard(frame)
+                if before is None:
+                    # CPython 3.11 tells of no opcode before the first one of the function's own.
+                    is_place = last not in resumes
+                else:
+                    # A function in Python looks at its beginning, not at its end.
+                    is_place = before in looks and not (called and before in calls)
+                if is_place:
+                    self.seen += 1
+                    if self.seen == self.at:
+                        raise KeyboardInterrupt
+            elif event == "return":
+                last = None
+                entered.discard(frame)
+            return frame.f_trace  # and not itself: only a collection would free it
+
+        return step
 
 
 class CtrlCAnywhere(InterruptAnywhere):
@@ -127,21 +154,31 @@ class CtrlCAnywhere(InterruptAnywhere):
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
         step = super()._enter(frame, event, arg)
         caller = frame.f_back
-        if step is not None and caller is not None:
-            code, at = caller.f_code, caller.f_lasti
-            if caller.f_trace is None or not _looks(self._name(code, at), _LOOKS):
-                self.seen += 1
-                if self.seen == self.at:
-                    self._keys[self.at]
-        return step
-
-    def _step(self, frame: FrameType, event: str, arg: Any) -> Any:
-        # CPython 3.10 looks before a generator that goes on is told of it, and so outside of its
-        # `try`: only because it is traced.
-        if sys.version_info < (3, 11) and frame.f_code.co_filename.endswith(self._also):
-            return self._step
-        if event == "opcode" and _looks(self._name(frame.f_code, frame.f_lasti), _CALLS):
+        if (
+            step is not None
+            and caller is not None
+            and (caller.f_trace is None or caller.f_lasti not in _known(caller.f_code).looks)
+        ):
             self.seen += 1
             if self.seen == self.at:
                 self._keys[self.at]
-        return self._step
+        return step
+
+    def _step_of(self, code: _Code) -> Callable[[FrameType, str, Any], Any]:
+        # CPython 3.10 looks before a generator that goes on is told of it, and so outside of its
+        # `try`: only because it is traced.
+        if sys.version_info < (3, 11) and code.code.co_filename.endswith(self._also):
+            return self._pass
+        ends = code.ends
+
+        def step(frame: FrameType, event: str, arg: Any) -> Any:
+            if event == "opcode" and frame.f_lasti in ends:
+                self.seen += 1
+                if self.seen == self.at:
+                    self._keys[self.at]
+            return frame.f_trace
+
+        return step
+
+    def _pass(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._pass

@@ -11,6 +11,7 @@ import pytest
 from ollama_support import (
     LARGE_CALLS,
     add_shift,
+    copies_of,
     made,
     picture,
     recurrent,
@@ -36,9 +37,9 @@ SEQUENCES = (0, 1, 9)
 
 def interrupted(make: Callable[[], Any], call: Callable[[Any], Any]) -> list[Any]:
     """Return what a cache is after each place at which its call can be interrupted."""
-    base, found = make(), []
+    again, found = copies_of(make()), []
     for at in range(1, 10_000):
-        cache = copy.deepcopy(base)
+        cache = again()
         if not InterruptAnywhere(at, OURS).run(lambda cache=cache: call(cache)):
             break
         found.append(cache)

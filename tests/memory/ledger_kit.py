@@ -28,8 +28,7 @@ class Twin:
         """Decode n random tokens; the difference of the last logits, which must be small."""
         tokens = self._rng.integers(5, self.ctx.model.n_vocab - 2, n, dtype=np.int32)
         self.ctx.decode(tokens, seq_id=seq)
-        self.ledger.decode(seq, tokens)
-        difference = apart(self.ctx.logits(), self.ledger.logits)
+        difference = apart(self.ctx.logits(), self.ledger.append(seq, tokens))
         assert difference < self.tolerance, f"sequence {seq} is {difference:.2g} off"
         self.positions()
         return difference

@@ -23,6 +23,7 @@ from pykvcache.errors import (
     PositionError,
     UnsupportedOperation,
 )
+from pykvcache.introspection import CellTable
 from pykvcache.kv import SequenceKV
 from support.models import make_model
 from support.numpy_llama import LedgerLlama
@@ -96,8 +97,7 @@ class ProgramBase(RuleBasedStateMachine):
             outcome = type(error).__name__
         except DecodeError:
             outcome = BROKEN
-        # What Hypothesis prints beside the shrunken program.
-        note(f"ctx.{name}({', '.join(map(brief, arguments))}) {named or ''}  # {outcome}")
+        note(Call(name, arguments, named, outcome))
         assert outcome in verdict.allowed, f"{outcome} instead of {sorted(verdict.allowed)}"
         self.world.outcomes[name, outcome] += 1
         if outcome == DONE:
@@ -109,8 +109,7 @@ class ProgramBase(RuleBasedStateMachine):
         given = self.ctx.logits(row) if self.case.info.has_memory else self.ctx.seq_embeddings(seq)
         known = self.ref.tokens[seq] if self.case.info.has_memory else tokens
         if self.ledger is not None:
-            self.ledger.decode(seq, tokens)
-            right: Any = self.ledger.logits
+            right: Any = self.ledger.append(seq, tokens)
         elif known is not None:
             right = self.world.fresh(known)
         else:
@@ -128,7 +127,7 @@ class ProgramBase(RuleBasedStateMachine):
             if here:
                 self.ref.decode(seq, words[seq][i : i + 1]).effect()
                 if self.ledger is not None:
-                    self.ledger.decode(seq, words[seq][i : i + 1])
+                    self.ledger.append(seq, words[seq][i : i + 1])
 
     @invariant()
     def positions_are_true(self) -> None:
@@ -161,7 +160,7 @@ class ProgramBase(RuleBasedStateMachine):
         assert found == sorted(wanted.values()), "(position, bits of its sequences) of each cell"
         assert self.ctx.n_cells_used == len(wanted)
         if self.case.info.n_swa:
-            self._window_is_a_part(found)
+            self._window_is_a_part(table)
 
     def _states_are_shared(self) -> None:
         """Each sequence has one state, at its last position, and forks share theirs."""
@@ -175,17 +174,27 @@ class ProgramBase(RuleBasedStateMachine):
         for pos, members in zip(table.pos.tolist(), table.members, strict=True):
             assert {last[seq] for seq in np.flatnonzero(members)} == {pos}
 
-    def _window_is_a_part(self, held: list[tuple[int, int]]) -> None:
+    def _window_is_a_part(self, held: CellTable) -> None:
         """The window's cells are among those held; a sequence that lost some may refuse more."""
         window = self.ctx.cells("window")
-        kept = sorted(zip(window.pos.tolist(), (window.members @ BITS).tolist(), strict=True))
         self.ref.dropped = set()
         for seq in range(N_SEQ):
-            here = Counter(pos for pos, bits in kept if bits >> seq & 1)
-            there = Counter(pos for pos, bits in held if bits >> seq & 1)
+            here = Counter(window.pos[window.members[:, seq]].tolist())
+            there = Counter(held.pos[held.members[:, seq]].tolist())
             assert here <= there, f"the window has cells that sequence {seq} does not hold"
             if here != there:
                 self.ref.dropped.add(seq)
+
+
+class Call:
+    """What Hypothesis prints beside the shrunken program; it is made into text only then."""
+
+    def __init__(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any], end: str):
+        self.name, self.arguments, self.named, self.end = name, arguments, named, end
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(map(brief, self.arguments))
+        return f"ctx.{self.name}({arguments}) {self.named or ''}  # {self.end}"
 
 
 def brief(argument: Any) -> str:

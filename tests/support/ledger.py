@@ -57,16 +57,29 @@ class Ledger:
         """Of the last token of the last decode, shape (n_vocab,)."""
 
     def forward(self, words: Ints, positions: Ints, old: Cells) -> tuple[Floats, Cells]:
-        """Logits of shape (n_tokens, n_vocab), and `old` with the new cells after it."""
+        """What comes out of the last layer, a row for each token; `old` with the new cells."""
+        raise NotImplementedError
+
+    def unembed(self, x: Floats) -> Floats:
+        """Logits of shape (n_tokens, n_vocab) of what comes out of the last layer."""
         raise NotImplementedError
 
     def decode(self, seq: int, tokens: Sequence[int] | NDArray[np.integer]) -> Floats:
         """Append `tokens` after the highest position; logits of all, (n_tokens, n_vocab)."""
-        words = np.asarray(tokens, dtype=np.int64)
-        positions = self.pos_max(seq) + 1 + np.arange(len(words))
-        logits, self.sequences[seq] = self.forward(words, positions, self.cells(seq))
+        logits = self.unembed(self._append(seq, tokens))
         self.logits = logits[-1]
         return logits
+
+    def append(self, seq: int, tokens: Sequence[int] | NDArray[np.integer]) -> Floats:
+        """Append `tokens` after the highest position; logits of the last, (n_vocab,)."""
+        self.logits = self.unembed(self._append(seq, tokens)[-1:])[0]
+        return self.logits
+
+    def _append(self, seq: int, tokens: Sequence[int] | NDArray[np.integer]) -> Floats:
+        words = np.asarray(tokens, dtype=np.int64)
+        positions = self.pos_max(seq) + 1 + np.arange(len(words))
+        x, self.sequences[seq] = self.forward(words, positions, self.cells(seq))
+        return x
 
     def cells(self, seq: int) -> Cells:
         """What `seq` holds."""

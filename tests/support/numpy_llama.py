@@ -6,8 +6,9 @@ float64; llama.cpp with an F32 cache and without flash attention differs by abou
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -15,13 +16,33 @@ import numpy as np
 from .ledger import Cells, Floats, Ints, Ledger, Mask
 
 
+class Read(NamedTuple):
+    """What is in a model's file."""
+
+    reader: gguf.GGUFReader
+    weights: dict[str, Floats]
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, changed: int) -> Read:
+    reader = gguf.GGUFReader(path)
+    weights = {t.name: np.array(t.data, np.float64, subok=False) for t in reader.tensors}
+    for values in weights.values():
+        values.flags.writeable = False
+    return Read(reader, weights)
+
+
+def read_model(path: Path) -> Read:
+    """Read a model's file, once for all ledgers that are made of it."""
+    return _read(path, path.stat().st_mtime_ns)
+
+
 class LedgerLlama(Ledger):
     """A generated ``llama`` model with the memory that each sequence ought to have."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._reader = gguf.GGUFReader(path)
-        self.weights = {t.name: np.asarray(t.data, np.float64) for t in self._reader.tensors}
+        self._reader, self.weights = read_model(path)
         self.n_layer = int(self._key("block_count"))
         self.n_embd = int(self._key("embedding_length"))
         self.n_head = int(self._key("attention.head_count"))
@@ -50,7 +71,7 @@ class LedgerLlama(Ledger):
             x = self.add_attention(x, mixed @ self.weights[f"{block}attn_output.weight"].T, block)
             x = self.add_feed_forward(x, block)
         tokens = np.concatenate([old.tokens, words])
-        return self.unembed(x), Cells(tokens, pos, np.stack(keys), np.stack(values))
+        return x, Cells(tokens, pos, np.stack(keys), np.stack(values))
 
     # The steps in which the related architectures differ.
 
@@ -95,7 +116,7 @@ class LedgerLlama(Ledger):
         return result + self.weights.get(f"{name}.bias", 0.0)
 
     def norm(self, x: Floats, name: str) -> Floats:
-        mean: Floats = np.mean(x * x, axis=-1, keepdims=True)
+        mean: Floats = np.add.reduce(x * x, axis=-1, keepdims=True) / x.shape[-1]
         return x / np.sqrt(mean + self.eps) * self.weights[f"{name}.weight"]
 
     def turn(self, first: Floats, second: Floats, pos: Ints) -> tuple[Floats, Floats]:
@@ -122,9 +143,10 @@ def attend(q: Floats, k: Floats, v: Floats, visible: Mask, scale: float, bias: A
     """
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    scores = np.einsum("qhd,chd->hqc", q, k) * scale + bias
+    # By head: (h, q, d) @ (h, d, c).
+    scores = q.transpose(1, 0, 2) @ k.transpose(1, 2, 0) * scale + bias
     scores = np.where(visible, scores, -np.inf)
     share = np.exp(scores - scores.max(axis=-1, keepdims=True))
     share /= share.sum(axis=-1, keepdims=True)
-    mixed: Floats = np.einsum("hqc,chd->qhd", share, v)
+    mixed: Floats = (share @ v.transpose(1, 0, 2)).transpose(1, 0, 2)
     return mixed.reshape(len(q), -1)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
 from .ledger import Cells, Floats, Ints, Mask
-from .numpy_llama import LedgerLlama, attend
+from .numpy_llama import LedgerLlama, attend, read_model
 
 
 class RotatesHalves(LedgerLlama):
@@ -106,9 +105,11 @@ class LedgerT5(LedgerLlama):
             mixed = attend(q, k, v, everything, self.score_scale)
             x = x + self.linear(mixed, f"{block}cross_attn_o")
             x = x + gated_gelu(self, x, block)
-        logits = self.linear(self.norm(x, "dec.output_norm"), "output")
         tokens = np.concatenate([old.tokens, words])
-        return logits, Cells(tokens, pos, np.stack(keys), np.stack(values))
+        return x, Cells(tokens, pos, np.stack(keys), np.stack(values))
+
+    def unembed(self, x: Floats) -> Floats:
+        return self.linear(self.norm(x, "dec.output_norm"), "output")
 
     def _distance_bias(self, side: str, positions: Ints, pos: Ints) -> Floats:
         """Learned bias per head and bucket of distance: (n_head, n_tokens, n_cells)."""
@@ -155,6 +156,6 @@ LEDGERS: dict[str, type[LedgerLlama]] = {
 
 def make_ledger(path: Path) -> LedgerLlama:
     """Return the ledger for the model at `path`; `KeyError` for an architecture without one."""
-    arch = gguf.GGUFReader(path).get_field("general.architecture")
+    arch = read_model(path).reader.get_field("general.architecture")
     assert arch is not None
     return LEDGERS[str(arch.contents())](path)

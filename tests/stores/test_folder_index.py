@@ -132,7 +132,7 @@ def test_a_writer_of_another_name_is_no_path(tmp_path: Path) -> None:
     assert other.exists()
 
 
-@pytest.mark.parametrize("what", ["gone", "cut", "replaced", "gone with its map"])
+@pytest.mark.parametrize("what", ["gone", "cut", "replaced", "a pipe", "gone with its map"])
 def test_a_log_that_goes_while_stores_are_open(tmp_path: Path, what: str) -> None:
     """Who opens the folder then found a disk that cannot be read, for as long as others ran."""
     log, map_ = tmp_path / "index.sqlite-wal", tmp_path / "index.sqlite-shm"
@@ -146,7 +146,9 @@ def test_a_log_that_goes_while_stores_are_open(tmp_path: Path, what: str) -> Non
             os.replace(tmp_path / "new", log)
         else:
             log.unlink()
-            if what != "gone":
+            if what == "a pipe":
+                os.mkfifo(log)
+            elif what != "gone":
                 map_.unlink()
         with FolderStore(tmp_path, SIZE) as late:
             assert late.put(MORE[:2]) == 2, late.counters.last_error

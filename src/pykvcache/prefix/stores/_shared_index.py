@@ -23,7 +23,7 @@ _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 # What is no fault of the index.
 _OF_OTHERS = ("locked", "busy", "disk is full", "unable to open", "interrupted", "out of memory")
-_SHORT = "SQLITE_IOERR_SHORT_READ"
+_UNREADABLE = {"", "SQLITE_IOERR_SHORT_READ", "SQLITE_IOERR_READ"}
 #: For how long another process is waited for, in seconds.
 WAIT = 2.0
 # Up to how many blocks all folders are listed when a store is opened.
@@ -204,8 +204,8 @@ class SharedIndex:
             return isinstance(error, sqlite3.DatabaseError)
         text = str(error)
         if "disk I/O error" in text:
-            # The log was cut or removed. Before CPython 3.11 nothing tells that from a bad disk.
-            return getattr(error, "sqlite_errorname", _SHORT) == _SHORT
+            # The log was cut or removed. Before CPython 3.11 nothing tells that from a full disk.
+            return getattr(error, "sqlite_errorname", "") in _UNREADABLE
         if "readonly" in text:  # a bit of the header says so, too
             return os.access(self._path, os.W_OK)
         return not any(other in text for other in _OF_OTHERS)

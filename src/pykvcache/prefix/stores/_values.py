@@ -6,9 +6,7 @@ import re
 
 from pykvcache.prefix.stores._arguments import KEY_SIZE
 
-__all__ = [
-    "LARGEST", "WRONG", "is_key", "is_number", "is_owner", "is_size", "time_of",
-]  # fmt: skip
+__all__ = ["LARGEST", "is_key", "is_number", "is_owner", "is_size", "time_of"]
 
 #: No block is counted as larger: sums of such stay within 8 bytes.
 LARGEST = 1 << 48
@@ -16,14 +14,6 @@ LARGEST = 1 << 48
 _LATEST = 1 << 62
 # A writer's token becomes a part of a path.
 _TOKEN = re.compile("[0-9a-f]{16}")
-
-#: 1 for a row of blocks with a value that no store writes, in SQL.
-WRONG = (
-    f"typeof(key) IS NOT 'blob' OR length(key) IS NOT {KEY_SIZE} OR typeof(used) IS NOT 'integer' "
-    f"OR typeof(size) IS NOT 'integer' OR size NOT BETWEEN 0 AND {LARGEST} "
-    "OR (owner IS NOT NULL AND (typeof(owner) IS NOT 'text' OR length(owner) IS NOT 16 "
-    "OR owner GLOB '*[^0-9a-f]*'))"
-)
 
 
 def is_number(value: object) -> bool:

@@ -220,19 +220,20 @@ class EventLog:
         return len(self._events) + self._has_gap
 
     def _next(self) -> _Packed | None:
-        if self._has_gap:
-            self._has_gap = False
-            return AllBlocksCleared()
-        return self._taken()
+        with self._lock:
+            if self._has_gap:
+                self._has_gap = False
+                return AllBlocksCleared()
+            return self._taken()
 
     def _taken(self) -> _Packed | None:
-        with self._lock:
-            if not self._events:
-                return None
-            n = self._counted()
-            event, size, _ = self._events.popleft()
-            self._nbytes = n - size
-            return event
+        """Take out the oldest event; the lock is held."""
+        if not self._events:
+            return None
+        n = self._counted()
+        event, size, _ = self._events.popleft()
+        self._nbytes = n - size
+        return event
 
     def add(self, event: CacheEvent, namespace: str | None = None) -> None:
         """Note an event, and call who subscribed; `namespace`: whose tokens it names."""
@@ -274,8 +275,10 @@ class EventLog:
             self._forget_all()
 
     def _forget_oldest(self) -> bool:
-        self._has_gap = True
-        return self._taken() is not None
+        with self._lock:
+            # In one hold: who reads meanwhile would take the gap before the event is gone.
+            self._has_gap = True
+            return self._taken() is not None
 
     def _forget_all(self) -> None:
         """Forget what waits before an event that there is no room for."""

@@ -8,8 +8,10 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import IO
 
-from pykvcache._paths import as_file_name
+from pykvcache._fork import watch_forks
+from pykvcache._paths import as_file_name, open_into
 from pykvcache.prefix.events import EventLog, Lookup, as_dict
 
 __all__ = ["record"]
@@ -41,27 +43,54 @@ def record(events: EventLog, path: str | os.PathLike[str]) -> Iterator[None]:
         raise TypeError(f"events must be an EventLog, not {type(events).__name__}")
     path = as_file_name(path)
     is_packed = path.endswith(".gz")
-    failed: list[OSError] = []
-    lock = threading.Lock()  # another thread may be looking something up when the block ends
     with gzip.open(path, "wt") if is_packed else open(path, "w", encoding="utf-8") as file:
-
-        def note(lookup: Lookup) -> None:
-            with lock:
-                if not (file.closed or failed):
-                    try:
-                        file.write(json.dumps(as_dict(lookup)) + "\n")
-                    except OSError as error:
-                        failed.append(error)
-
-        stop = events.subscribe_lookups(note)
+        writer = _Writer(file)
+        stop = events.subscribe_lookups(writer.note)
         try:
             yield
         finally:
             stop()
-            with lock:
+            writer.close()
+    if writer.failed:
+        raise writer.failed[0]
+
+
+class _Writer:
+    """Writes lookups to a file; of a copy in a forked child nothing reaches it."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self.failed: list[OSError] = []
+        # Another thread may be looking something up when the block ends, or this process forks.
+        self._lock = threading.RLock()
+        watch_forks(self, "_lock")
+
+    def note(self, lookup: Lookup) -> None:
+        """Write a line."""
+        with self._lock:
+            if not (self._file.closed or self.failed):
                 try:
-                    file.close()
+                    self._file.write(json.dumps(as_dict(lookup)) + "\n")
                 except OSError as error:
-                    failed.append(error)
-    if failed:
-        raise failed[0]
+                    self.failed.append(error)
+
+    def close(self) -> None:
+        """Write what is left."""
+        with self._lock:
+            try:
+                self._file.close()
+            except OSError as error:
+                self.failed.append(error)
+
+    def _after_fork(self) -> None:
+        """Send to nowhere what the parent has not written yet, and writes itself."""
+        self._lock = threading.RLock()
+        if self._file.closed:
+            return
+        opened: list[int] = []
+        try:
+            nowhere = open_into(opened, os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._file.fileno(), inheritable=False)
+        finally:
+            if opened:
+                os.close(*opened)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+from pykvcache.prefix.stores import _values as values_of
 from pykvcache.prefix.stores._files import BlockFiles
 
-__all__ = ["Index", "remove_index"]
+__all__ = ["Index", "identity_of", "remove_index"]
 
 #: Read from the file: another number means that the index is made again.
 _VERSION = 1
@@ -56,6 +58,12 @@ def remove_index(path: str) -> None:
             os.unlink(path + suffix)
 
 
+def identity_of(path: str) -> tuple[int, int]:
+    """Return what tells the file of an index from another one of that name."""
+    facts = os.stat(path)
+    return facts.st_dev, facts.st_ino
+
+
 class Index:
     """One connection to the index; every method may raise sqlite3.Error."""
 
@@ -67,30 +75,48 @@ class Index:
         self._connection = sqlite3.connect(
             path, timeout=seconds, isolation_level=None, check_same_thread=False
         )
+        # Text that is none is wrong like any other value, rather than an error of the request.
+        self._connection.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
             if create:
                 self._execute("PRAGMA journal_mode = WAL")
                 with self.transaction():
                     for statement in _split(_SCHEMA):
                         self._execute(statement)
-            (version,) = self._row("PRAGMA user_version")
+            (version,) = self._row("PRAGMA user_version", (), values_of.is_number)
             if version != _VERSION:
                 raise sqlite3.DatabaseError(f"the index has version {version}")
             self._execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
             self._execute(f"PRAGMA journal_size_limit = {_LOG_PAGES * 4096}")
             # What a power cut makes of the index is made again; nobody waits for the disk.
             self._execute("PRAGMA synchronous = OFF")
-            facts = os.stat(path)
-            self._identity = facts.st_dev, facts.st_ino
+            self.identity = identity_of(path)
         except BaseException:
             self._connection.close()
             raise
 
     def _execute(self, sql: str, values: Iterable[object] = ()) -> sqlite3.Cursor:
-        return self._connection.execute(sql, tuple(values))
+        try:
+            return self._connection.execute(sql, tuple(values))
+        except UnicodeDecodeError as error:  # of what SQLite says of a damaged name
+            raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error
 
-    def _row(self, sql: str, values: Iterable[object] = ()) -> tuple[int, ...]:
-        row: tuple[int, ...] = self._execute(sql, values).fetchone()
+    def _rows(
+        self, sql: str, values: Iterable[object], *kinds: Callable[[object], bool]
+    ) -> list[Any]:
+        """Return rows; raises where a value is none that a store writes, as damage makes them."""
+        rows = self._execute(sql, values).fetchall()
+        if not all(is_right(one) for row in rows for is_right, one in zip(kinds, row, strict=True)):
+            raise sqlite3.DatabaseError("the index has a value that no store writes")
+        return rows
+
+    def _row(
+        self, sql: str, values: Iterable[object], *kinds: Callable[[object], bool]
+    ) -> tuple[Any, ...]:
+        rows = self._rows(sql, values, *kinds)
+        if not rows:
+            raise sqlite3.DatabaseError("the index lacks a row")
+        row: tuple[Any, ...] = rows[0]
         return row
 
     @contextlib.contextmanager
@@ -110,19 +136,19 @@ class Index:
     def is_current(self) -> bool:
         """Return whether the file that is open here is the one that others open."""
         try:
-            facts = os.stat(self._path)
+            return identity_of(self._path) == self.identity
         except OSError:
             return False
-        return (facts.st_dev, facts.st_ino) == self._identity
 
     def check(self) -> None:
-        """Raise if the index contradicts itself."""
+        """Raise if the index contradicts itself; wrong values are noticed when they are read."""
         (found,) = self._execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise sqlite3.DatabaseError(found)
         sums = f"SELECT coalesce(sum({_COST.format('blocks')}), 0), count(*) FROM blocks"
-        row = self._row(f"SELECT * FROM ({sums}), (SELECT bytes, blocks FROM total)")
-        if row is None or row[:2] != row[2:]:
+        both = f"SELECT * FROM ({sums}), (SELECT bytes, blocks FROM total)"
+        row = self._row(both, (), *[values_of.is_number] * 4)
+        if row[:2] != row[2:]:
             raise sqlite3.DatabaseError("the sums of the index are wrong")
 
     def disk_bytes(self) -> int:
@@ -135,7 +161,8 @@ class Index:
 
     def totals(self) -> tuple[int, int]:
         """Return (bytes of the disk, number) of all blocks."""
-        total, blocks = self._row("SELECT bytes, blocks FROM total")
+        number = values_of.is_number
+        total, blocks = self._row("SELECT bytes, blocks FROM total", (), number, number)
         return total, blocks
 
     def fits(self, max_bytes: int) -> bool:
@@ -147,26 +174,28 @@ class Index:
     def find(self, key: bytes) -> tuple[int, str | None] | None:
         """Return (size, token of the writer) of a block."""
         sql = "SELECT size, owner FROM blocks WHERE key = ?"
-        row: tuple[int, str | None] | None = self._execute(sql, [key]).fetchone()
-        return row
+        rows = self._rows(sql, [key], values_of.is_size, values_of.is_owner)
+        return rows[0] if rows else None
 
     def write(self, key: bytes, size: int, used: int, owner: str | None) -> None:
         """Add or replace the row of a block."""
         self._execute(
             "INSERT INTO blocks VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE "
             "SET size = excluded.size, used = excluded.used, owner = excluded.owner",
-            [key, size, used, owner],
+            [key, min(size, values_of.LARGEST), values_of.time_of(used), owner],
         )
 
     def use(self, key: bytes, used: int) -> bool:
         """Note when a block was used; return whether it is known."""
         sql = "UPDATE blocks SET used = max(used, ?) WHERE key = ?"
-        return self._execute(sql, [used, key]).rowcount > 0
+        return self._execute(sql, [values_of.time_of(used), key]).rowcount > 0
 
     def not_after(self, now: int) -> None:
         """Let no block be used after now: a clock that was ahead would keep it for good."""
-        (last,) = self._row("SELECT max(used) FROM blocks")
-        if last is not None and last > now:
+        now = values_of.time_of(now)
+        sql = "SELECT coalesce(max(used), 0) FROM blocks"
+        (last,) = self._row(sql, (), values_of.is_number)
+        if last > now:
             sql = "UPDATE blocks SET used = used - ? WHERE used > ?"
             self._execute(sql, [last - now, now])
 
@@ -177,16 +206,17 @@ class Index:
     def oldest(self, limit: int) -> list[tuple[bytes, int]]:
         """Return (key, size), least recently used first, without what is being written."""
         sql = "SELECT key, size FROM blocks WHERE owner IS NULL ORDER BY used LIMIT ?"
-        return self._execute(sql, [limit]).fetchall()
+        return self._rows(sql, [limit], values_of.is_key, values_of.is_size)
 
     def owners(self) -> list[str]:
         """Return the tokens of all that write, or died while they did."""
         sql = "SELECT DISTINCT owner FROM blocks WHERE owner IS NOT NULL"
-        return [row[0] for row in self._execute(sql)]
+        return [row[0] for row in self._rows(sql, (), values_of.is_owner)]
 
     def pending(self, owner: str) -> list[bytes]:
         """Return what one writer has announced and not finished."""
-        return [row[0] for row in self._execute("SELECT key FROM blocks WHERE owner = ?", [owner])]
+        sql = "SELECT key FROM blocks WHERE owner = ?"
+        return [row[0] for row in self._rows(sql, [owner], values_of.is_key)]
 
     def finish(self, key: bytes) -> None:
         """Note that a block is written."""
@@ -194,7 +224,9 @@ class Index:
 
     def rows(self) -> list[tuple[bytes, int, int]]:
         """Return (key, size, used in nanoseconds) of every block."""
-        return self._execute("SELECT key, size, used FROM blocks WHERE owner IS NULL").fetchall()
+        sql = "SELECT key, size, used FROM blocks WHERE owner IS NULL"
+        kinds = values_of.is_key, values_of.is_size, values_of.is_number
+        return self._rows(sql, (), *kinds)
 
     def reconcile(self, files: BlockFiles, shards: Iterable[str]) -> int:
         """Make the rows those of the files; transactions of its own, so that others go on.
@@ -216,7 +248,8 @@ class Index:
         """Return the writers, None where it is written, of the blocks in one of the folders."""
         first = bytes.fromhex(shard)
         sql = "SELECT key, owner FROM blocks WHERE key >= ? AND key < ?"
-        return dict(self._execute(sql, [first, first + b"\xff" * 32]).fetchall())
+        keys = first, first + b"\xff" * 32
+        return dict(self._rows(sql, keys, values_of.is_key, values_of.is_owner))
 
     def _reconcile(self, files: BlockFiles, shard: str) -> int:
         # A file is renamed only after its row was written: the order matters.

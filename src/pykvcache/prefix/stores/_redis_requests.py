@@ -199,8 +199,12 @@ class RedisRequests(BlockStore):
             answered = False
             denied = isinstance(error, redis.AuthenticationError)
             self.counters.add(**{"denied" if denied else "failed": 1}, error=error)
-        except (redis.RedisError, ValueError, UnicodeError) as error:
+        except redis.RedisError as error:
             self.counters.add(failed=1, error=error)
+        except Exception as error:
+            # An answer of another type than the client reads. Others may wait behind it.
+            self.counters.add(failed=1, error=error)
+            self._drop_idle()
         finally:
             self._deadline.until = float("inf")
             if answered:
@@ -208,6 +212,11 @@ class RedisRequests(BlockStore):
             else:
                 self._reads.failed()
         return None
+
+    def _drop_idle(self) -> None:
+        """Close the connections that nobody uses just now."""
+        with contextlib.suppress(Exception):
+            self._client.connection_pool.disconnect(inuse_connections=False)
 
     def close(self) -> None:
         """Close the connections; later calls are misses."""

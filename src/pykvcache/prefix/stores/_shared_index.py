@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 from pykvcache.prefix.stores._files import SHARDS, BlockFiles
-from pykvcache.prefix.stores._index import Index, remove_index
+from pykvcache.prefix.stores._index import Index, identity_of, remove_index
 from pykvcache.prefix.stores._locks import Owner, shared_or_exclusive
 from pykvcache.prefix.stores.base import StoreCounters
 
@@ -21,6 +21,9 @@ __all__ = ["FAILURES", "SharedIndex", "counter_of"]
 FAILURES = (sqlite3.Error, OSError)
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+# What is no fault of the index.
+_OF_OTHERS = ("locked", "busy", "disk is full", "unable to open", "interrupted", "out of memory")
+_UNREADABLE = {"", "SQLITE_IOERR_SHORT_READ", "SQLITE_IOERR_READ"}
 #: For how long another process is waited for, in seconds.
 WAIT = 2.0
 # Up to how many blocks all folders are listed when a store is opened.
@@ -54,6 +57,16 @@ class SharedIndex:
         """Compare the index with itself and with the files, and sweep what the dead have left."""
         with contextlib.suppress(sqlite3.DatabaseError), self._hold(WAIT) as index:
             index.check()
+        try:
+            self._compare()
+        except sqlite3.DatabaseError as error:
+            if not self._is_damage(error):
+                raise
+            self._compare()  # what no check had found: it was made again just now
+        with contextlib.suppress(*FAILURES):
+            self.sweep()
+
+    def _compare(self) -> None:
         with self._hold(WAIT) as index:
             # Somebody may have copied files or removed them. Of many, some folders tell, and
             # `look_around` finds what they do not.
@@ -63,8 +76,6 @@ class SharedIndex:
             if n_added and not few:
                 n_added += index.reconcile(self._files, SHARDS)
             self._counters.add(rebuilt=n_added > 0)
-        with contextlib.suppress(*FAILURES):
-            self.sweep()
 
     @contextlib.contextmanager
     def _hold(self, seconds: float) -> Iterator[Index]:
@@ -74,41 +85,57 @@ class SharedIndex:
             if self._index is not None and not self._index.is_current():
                 self._drop()
             if self._index is None:
+                found = self._found()
                 try:
                     self._index = Index(self._path, WAIT, create=False)
                 except FAILURES as error:
-                    if isinstance(error, sqlite3.OperationalError) and not _is_damage(error):
+                    if isinstance(error, sqlite3.OperationalError) and not self._is_damage(error):
                         raise
                     stack.close()
-                    self._replace()
+                    self._replace(found)
                     self._enter(stack, exclusive=False, seconds=seconds)
             if self._index is None:
                 raise TimeoutError("the index is being replaced")
             try:
                 yield self._index
             except sqlite3.DatabaseError as error:
-                if _is_damage(error):
+                if self._is_damage(error):
+                    wrong = self._index.identity
                     self._drop()
                     stack.close()
-                    self._replace()
+                    self._replace(wrong)
                 raise
 
     def _enter(self, stack: contextlib.ExitStack, *, exclusive: bool, seconds: float) -> None:
         lock = shared_or_exclusive(self._lock_path, exclusive=exclusive, seconds=seconds)
         stack.enter_context(lock)
 
-    def _replace(self) -> None:
-        """Make the index again from the files, unless another process just did."""
+    def _found(self) -> tuple[int, int] | None:
+        """Return which file the index is now; None where there is none."""
+        try:
+            return identity_of(self._path)
+        except OSError:
+            return None
+
+    def _replace(self, wrong: tuple[int, int] | None) -> None:
+        """Make the index again from the files, unless another process just did.
+
+        Parameters
+        ----------
+        wrong
+            The file that is to be replaced: no check finds all that makes it fail.
+        """
         with shared_or_exclusive(self._lock_path, exclusive=True, seconds=WAIT):
-            with contextlib.suppress(*FAILURES):
-                index = Index(self._path, WAIT, create=False)
-                try:
-                    index.check()
-                except sqlite3.DatabaseError:
-                    index.close()
-                else:
-                    self._index = index
-                    return
+            if self._found() != wrong:
+                with contextlib.suppress(*FAILURES):
+                    index = Index(self._path, WAIT, create=False)
+                    try:
+                        index.check()
+                    except sqlite3.DatabaseError:
+                        index.close()
+                    else:
+                        self._index = index
+                        return
             remove_index(self._path)
             index = Index(self._path, WAIT, create=True)
             try:
@@ -168,6 +195,21 @@ class SharedIndex:
             else:
                 index.finish(key)
 
+    def _is_damage(self, error: BaseException) -> bool:
+        """Return whether an error says that the index itself is wrong, rather than busy or denied.
+
+        What damage makes of a schema has any text.
+        """
+        if not isinstance(error, sqlite3.OperationalError):
+            return isinstance(error, sqlite3.DatabaseError)
+        text = str(error)
+        if "disk I/O error" in text:
+            # The log was cut or removed. Before CPython 3.11 nothing tells that from a full disk.
+            return getattr(error, "sqlite_errorname", "") in _UNREADABLE
+        if "readonly" in text:  # a bit of the header says so, too
+            return os.access(self._path, os.W_OK)
+        return not any(other in text for other in _OF_OTHERS)
+
     def _drop(self) -> None:
         if self._index is not None:
             self._index.close()
@@ -188,13 +230,6 @@ class SharedIndex:
 
 
 _of_parents: list[Index | None] = []
-
-
-def _is_damage(error: BaseException) -> bool:
-    """Return whether an error says that the index itself is wrong, rather than busy or denied."""
-    if isinstance(error, sqlite3.OperationalError):
-        return any(text in str(error) for text in ("no such table", "no such column", "malformed"))
-    return isinstance(error, sqlite3.DatabaseError)
 
 
 def counter_of(error: Exception) -> str:

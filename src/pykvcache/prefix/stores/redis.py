@@ -176,7 +176,7 @@ class RedisStore(RedisRequests):
         removed = 0
         for begin in range(0, len(keys), MANY):
             commands = self._of_keys("UNLINK", keys[begin : begin + MANY])
-            removed += sum(self._ask(commands, writes=True))
+            removed += sum(filter(_is_number, self._ask(commands, writes=True)))
         self.counters.add(removed=removed)
         return removed
 
@@ -207,9 +207,10 @@ class RedisStore(RedisRequests):
         seen: set[bytes] = set()
         while True:
             answer = self._ask([("SCAN", cursor, "MATCH", pattern + b"*", "COUNT", 500)])
-            if not answer:
+            if not answer or (found := _scanned(answer[0])) is None:
+                self.counters.add(failed=bool(answer))
                 return
-            ((cursor, keys),) = answer
+            cursor, keys = found
             keys = [key for key in keys if len(key) == begin + KEY_SIZE and key not in seen]
             seen.update(keys)
             # Unlike STRLEN, this does not count as a use.
@@ -218,10 +219,10 @@ class RedisStore(RedisRequests):
             now = time.time()
             for key, size, seconds in zip(keys, sizes, idle, strict=False):
                 # Under an LFU policy the answer is an error.
-                used = now - seconds if isinstance(seconds, int) else 0.0
-                if size is not None:
+                used = now - seconds if _is_number(seconds) else 0.0
+                if _is_number(size):
                     yield StoreEntry(key[begin:], size, used)
-            if int(cursor) == 0:
+            if cursor == 0:
                 return
 
     # Leases -----------------------------------------------------------------------------
@@ -245,6 +246,20 @@ class RedisStore(RedisRequests):
         if not self._writes.is_open:
             name = self._prefix + b"lease:" + key
             self._ask([("EVAL", _RELEASE, 1, name, self._token)], errors=True)
+
+
+def _is_number(answer: Any) -> bool:
+    """Whether a server answered with a count, which fits into 8 bytes."""
+    return type(answer) is int and 0 <= answer < 1 << 63
+
+
+def _scanned(answer: Any) -> tuple[int, list[bytes]] | None:
+    """Return the cursor and the keys that a server answered to SCAN; None for something else."""
+    try:
+        cursor, keys = answer
+        return int(cursor), [key for key in keys if isinstance(key, bytes)]
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def least_used(entries: Iterable[StoreEntry], max_bytes: int) -> list[bytes]:

@@ -108,3 +108,24 @@ def test_shadows_stay_within_their_share() -> None:
         seen.add(len(policy._shadows))
     assert len(seen) > 1
     assert tree.n_blocks > 50
+
+
+@pytest.mark.parametrize("with_points", [False, True])
+@pytest.mark.parametrize("max_bytes", [20_000, 100_000, 300_000, 1_000_000, 3_000_000])
+def test_shadows_that_there_is_no_room_for_cost_no_block(max_bytes: int, with_points: bool) -> None:
+    """The first block that leaves makes shadows: they are given up before more blocks leave."""
+    tree = BlockTree(1, "adaptive", max_bytes=max_bytes, run_bytes=1_000)
+    largest, left = 0, 0
+    for ids in workload("mixed", 1500).prompts:
+        tokens = ids.tobytes()
+        before = tree.n_blocks
+        match = tree.lookup(tokens)
+        run = tree.extend(match.run, tokens[4 * match.n_blocks :], 1_000)
+        if with_points and run is not None:
+            tree.add_checkpoint(run, 500, 10)
+        assert tree.used_bytes <= max_bytes
+        largest = max(largest, len(ids))
+        left = max(left, before - tree.n_blocks)
+    assert tree.n_blocks
+    # No more leave at once than a prompt takes, with the runs and the notes.
+    assert left <= 2 * largest + max_bytes // 16_000

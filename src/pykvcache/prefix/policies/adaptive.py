@@ -132,7 +132,8 @@ class Adaptive(Policy):
         votes = Votes(len(self._experts), self._runs)
         for name in self._experts:
             self._shadows[name] = Shadow(name, self._max_bytes)
-        if not self._had_checkpoints:
+        self._give_up()
+        if len(self._shadows) > 1 and not self._had_checkpoints:
             self._begin_votes(votes)
         while self._log:
             keys = self._log.popleft()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -26,6 +28,14 @@ from support.models import EXACT, MODELS, make_model, shared_folder
 # on a busy machine several times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Contexts come and go by the thousand, and glibc gives each one's memory back to the system: to get
+# it again is a seventh of all the time. What is used again is not zero, either, as it is in long
+# runs. Processes that tests start do as they always do.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+with contextlib.suppress(AttributeError, OSError, TypeError):  # another system
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 32 << 20)
+    ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 256 << 20)
 
 # How slow a machine is today is no property of the code. The database would make two runs differ.
 settings.register_profile(

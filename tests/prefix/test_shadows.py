@@ -18,6 +18,7 @@ from pykvcache.prefix.policies.density import HitDensity
 from pykvcache.prefix.runs import Run
 from pykvcache.prefix.tree import BlockTree
 from pykvcache.simulate import WORKLOADS, replay, workload
+from support.sanitizer import SANITIZED
 
 
 class Twins:
@@ -220,16 +221,10 @@ def allocated() -> int:
     return int(info.uordblks + info.hblkhd)
 
 
-def counts_bytes() -> bool:
-    """Whether malloc is glibc's, which tells what it gave out: a sanitizer's does not."""
-    if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"):
-        return False
-    before = allocated()
-    kept = ctypes.create_string_buffer(1 << 18)
-    return allocated() - before >= len(kept)
-
-
-needs_counts = pytest.mark.skipif(not counts_bytes(), reason="not glibc's malloc")
+needs_counts = pytest.mark.skipif(
+    SANITIZED or sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"),
+    reason="glibc's malloc says what it gave out",
+)
 
 
 @needs_counts

@@ -31,7 +31,7 @@ READERS = {
     "removal_of can_resume_at is_version row_is_held row_pos rows_are_whole was_restored suspect",
     "choices.h": "set code token",
     "shadow/tree.h": "n_known uses_at max_bytes n_bytes n_blocks n_runs memory gone policy",
-    "shadow/votes.h": "knows of size withdraw forget alike memory",
+    "shadow/votes.h": "knows of size withdraw forget drop alike memory",
     "sync.h": "try_lock lock lock_for_good unlock is_mine begin arm end is_wanted ask is_exiting "
     "finish",
 }

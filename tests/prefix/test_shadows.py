@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,14 @@ import numpy as np
 import pytest
 
 from pykvcache._native.shadows import POLICIES as SHADOWS
-from pykvcache._native.shadows import BlockVotes, Shadow, block_keys, hit_density, last_key
+from pykvcache._native.shadows import (
+    BlockVotes,
+    Shadow,
+    block_keys,
+    hit_density,
+    last_key,
+    most_hits,
+)
 from pykvcache.prefix.blocks import token_bytes
 from pykvcache.prefix.policies import POLICIES
 from pykvcache.prefix.policies.density import HitDensity
@@ -172,10 +180,13 @@ def test_numbers_of_blocks_go_on_from_each_other() -> None:
     assert len(set(many.tolist())) > 10**5 - 10  # of 2**32
 
 
+IDS, SIZES = np.arange(3, dtype=np.uint32), np.array([1, 2])
 WRONG: list[tuple[Callable[[], object], type[Exception]]] = [
     (lambda: Shadow("best", 5), ValueError),
     (lambda: Shadow("\ud800", 5), ValueError),
+    (lambda: Shadow("lru\0", 5), ValueError),
     (lambda: Shadow("lru", "5"), TypeError),  # type: ignore[arg-type]
+    (lambda: Shadow("lru", 5.0), TypeError),  # type: ignore[arg-type]
     (lambda: Shadow("lru", 5).send(token_bytes([1]), None), TypeError),  # type: ignore[arg-type]
     (lambda: Shadow("lru", 5).send(None, 1), TypeError),  # type: ignore[arg-type]
     (lambda: BlockVotes(0), ValueError),
@@ -185,6 +196,13 @@ WRONG: list[tuple[Callable[[], object], type[Exception]]] = [
     (lambda: hit_density(b""), ValueError),
     (lambda: block_keys(b"12345678", 0, 1), ValueError),
     (lambda: last_key(b"12345678", 4, 3, 1), ValueError),
+    (lambda: last_key(b"12345678", 4, 2**62, 1), ValueError),
+    (lambda: last_key(b"12345678", 2**62, 4, 1), ValueError),
+    (lambda: most_hits(IDS, SIZES, SIZES, 1, -1), ValueError),
+    (lambda: most_hits(IDS, SIZES, SIZES, -1, 1), ValueError),
+    (lambda: most_hits(IDS, SIZES, SIZES[:1], 1, 1), ValueError),
+    (lambda: most_hits(IDS[:1], SIZES, SIZES, 1, 1), ValueError),
+    (lambda: most_hits(IDS, -SIZES, SIZES, 1, 1), ValueError),
 ]
 
 
@@ -255,7 +273,28 @@ def test_what_it_takes_is_counted(name: str) -> None:
 
 
 @needs_counts
-def test_what_votes_take_is_counted() -> None:
+@pytest.mark.parametrize("name", sorted(SHADOWS - {"adaptive"}))
+def test_what_leaves_takes_no_memory(name: str) -> None:
+    """Where a budget is lowered, too: otherwise shadows are given up that have room."""
+    prompts = [token_bytes([i, 1]) for i in range(20_000)]
+
+    def make() -> Shadow:
+        shadow = Shadow(name, 40_000)
+        for tokens in prompts:
+            shadow.send(tokens, 1)
+        shadow.max_bytes = 40
+        for tokens in prompts[:300]:
+            shadow.send(tokens, 1)
+        return shadow
+
+    taken, counted = taken_by(make)
+    assert 0.95 * taken < counted < 1_500_000
+    assert make().n_runs <= 40
+
+
+@needs_counts
+@pytest.mark.parametrize("left", [20_000, 10_240, 100, 0])
+def test_what_votes_take_is_counted(left: int) -> None:
     keys = [block_keys(token_bytes([i]), 4, 0) for i in range(20_000)]
 
     def make() -> BlockVotes:
@@ -263,10 +302,30 @@ def test_what_votes_take_is_counted() -> None:
         for i, key in enumerate(keys):
             votes.sent(key)
             votes.place(i, int.from_bytes(key, sys.byteorder), i, 1)
+        for i in range(20_000 - left):
+            votes.withdraw(i)
+            votes.forget(keys[i])
+            assert votes.least() == i + 1 or i == 19_999
         return votes
 
     taken, counted = taken_by(make)
-    assert 0.95 * taken < counted < 1.5 * taken
+    assert 0.95 * taken - 4000 < counted < 1.1 * taken + 1000
+    assert taken < 300 * left + 200_000
+
+
+def test_a_shadow_that_votes_no_more_has_no_votes() -> None:
+    key = block_keys(token_bytes([1]), 4, 0)
+    votes = BlockVotes(3)
+    votes.sent(key)
+    number = int.from_bytes(key, sys.byteorder)
+    assert (votes.of(number), votes.of(number + 1)) == (7, 7)
+    votes.drop(0b10)
+    assert (votes.of(number), votes.of(number + 1)) == (5, 5)
+    votes.place(1, number, 1, 1)
+    votes.gone(1, key)
+    votes.drop(0b100)
+    assert votes.of(number) == 0
+    assert votes.least() == 1
 
 
 def test_all_but_some_blocks_are_forgotten() -> None:
@@ -275,3 +334,27 @@ def test_all_but_some_blocks_are_forgotten() -> None:
     votes.sent(b"".join(keys))
     votes.keep(b"".join(keys[:10]))
     assert len(votes) == 10
+
+
+NO_MEMORY = """
+import resource
+from pykvcache._native.shadows import Shadow
+tokens = bytes(400 << 20)
+shadow = Shadow("s3fifo", 1 << 40)
+shadow.send(b"1234", 1)
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (100 << 20),) * 2)
+for call in (lambda: shadow.send(tokens, 1), lambda: shadow.send(b"1234", 1)):
+    try:
+        call()
+    except (MemoryError, RuntimeError) as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.mark.skipif(SANITIZED or sys.platform != "linux", reason="limits the process's addresses")
+def test_what_had_no_memory_is_not_asked_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.split() == ["MemoryError", "RuntimeError"]

@@ -51,6 +51,7 @@ cdef extern from "shadow/votes.h" namespace "pykv::shadow" nogil:
         void gone(uint32_t bits, const uint32_t* keys, size_t n) except +
         void forget(const uint32_t* keys, size_t n)
         void keep(const uint32_t* keys, size_t n) except +
+        void drop(uint32_t bits)
         bool knows(uint32_t key)
         uint32_t of(uint32_t key)
         size_t size()

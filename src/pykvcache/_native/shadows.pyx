@@ -13,9 +13,15 @@ from libcpp.vector cimport vector
 
 from pykvcache._native cimport libshadow as lib
 
+from operator import index
+
 N_KINDS = lib.KINDS
 N_BUCKETS = lib.BUCKETS
 N_ENDS = lib.ENDS
+
+# Sums of them are numbers of 64 bits, too; no machine has more.
+_MOST_BYTES = 1 << 60
+_LARGEST_BLOCK = 1 << 34
 
 #: Policies whose choices a shadow makes; `policies.POLICIES` has the classes.
 POLICIES = frozenset((
@@ -32,6 +38,8 @@ def most_hits(
     Of the blocks of all prompts, and of how many blocks and tokens each prompt has.
     """
     cdef int64_t i, n = 0
+    if n_blocks < 0 or not 1 <= block_size <= _LARGEST_BLOCK:
+        raise ValueError(f"{n_blocks} blocks of {block_size}")
     if len(sizes) != len(lengths):
         raise ValueError(f"{len(sizes)} sizes and {len(lengths)} lengths")
     for i in range(len(sizes)):
@@ -65,13 +73,8 @@ cdef inline const uint32_t* _numbers(bytes values) noexcept:
     return <const uint32_t*><void*>PyBytes_AS_STRING(values)
 
 
-# Sums of them are numbers of 64 bits, too; no machine has more.
-_MOST_BYTES = 1 << 60
-_LARGEST_BLOCK = 1 << 36
-
-
 cdef int64_t _bounded(object size, object most) except? -1:
-    return <int64_t>max(0, min(size, most))
+    return <int64_t>max(0, min(index(size), most))
 
 
 cdef inline Py_ssize_t _count(bytes values) noexcept:
@@ -95,7 +98,7 @@ def block_keys(bytes tokens not None, Py_ssize_t step, uint32_t start_key):
 
 def last_key(bytes tokens not None, Py_ssize_t step, Py_ssize_t n_blocks, uint32_t start_key):
     """Return the last one of `block_keys`; the first one of no blocks."""
-    if step < 1 or n_blocks * step > PyBytes_GET_SIZE(tokens):
+    if step < 1 or not 0 <= n_blocks <= PyBytes_GET_SIZE(tokens) // step:
         raise ValueError(f"{n_blocks} blocks of {step} bytes are not in {len(tokens)}")
     cdef Py_ssize_t i
     cdef const unsigned char* at = <const unsigned char*>PyBytes_AS_STRING(tokens)
@@ -146,6 +149,10 @@ cdef class BlockVotes:
         """Forget all blocks but these."""
         self.votes.keep(_numbers(keys), _count(keys))
 
+    def drop(self, uint32_t bits):
+        """Note that the shadows of these bits vote no more."""
+        self.votes.drop(bits)
+
     def of(self, uint32_t key):
         """Return the votes of a block, a bit for each shadow; all, if nobody knows it."""
         return self.votes.of(key)
@@ -182,13 +189,17 @@ cdef class BlockVotes:
 cdef class Shadow:
     """What a tree with a policy and a budget would hold; each block is one number of 32 bits.
 
-    Nothing here is safe for several threads, beyond that each call is whole.
+    Nothing here is safe for several threads, beyond that each call is whole. One that had no memory
+    for a call knows no more what it holds: its other calls raise.
     """
 
     cdef lib.Tree* tree
+    cdef bint is_spent
     cdef readonly str policy
 
     def __cinit__(self, str policy not None, max_bytes):
+        if policy not in POLICIES:
+            raise ValueError(f"there is no policy {policy!r}")
         cdef bytes name = policy.encode()
         self.policy = policy
         self.tree = new lib.Tree(name, _bounded(max_bytes, _MOST_BYTES))
@@ -196,13 +207,26 @@ cdef class Shadow:
     def __dealloc__(self):
         del self.tree
 
+    cdef int begin(self) except -1:
+        if self.is_spent:
+            raise RuntimeError("this shadow had no memory for a call: make another one")
+        self.is_spent = True
+        return 0
+
     def send(self, bytes tokens not None, block_bytes):
         """Look a prompt up as a use, and add what is new; return how many blocks were known."""
-        return self.tree.send(_numbers(tokens), _count(tokens), _bounded(block_bytes, _LARGEST_BLOCK))
+        cdef int64_t size = _bounded(block_bytes, _LARGEST_BLOCK)
+        self.begin()
+        found = self.tree.send(_numbers(tokens), _count(tokens), size)
+        self.is_spent = False
+        return found
 
     def insert(self, bytes tokens not None, block_bytes):
         """Add what is new, and count no use."""
-        self.tree.insert(_numbers(tokens), _count(tokens), _bounded(block_bytes, _LARGEST_BLOCK))
+        cdef int64_t size = _bounded(block_bytes, _LARGEST_BLOCK)
+        self.begin()
+        self.tree.insert(_numbers(tokens), _count(tokens), size)
+        self.is_spent = False
 
     def n_known(self, bytes tokens not None):
         """Return how many blocks of a path are held; no use is counted."""
@@ -232,7 +256,10 @@ cdef class Shadow:
 
     @max_bytes.setter
     def max_bytes(self, value):
-        self.tree.resize(_bounded(value, _MOST_BYTES))
+        cdef int64_t size = _bounded(value, _MOST_BYTES)
+        self.begin()
+        self.tree.resize(size)
+        self.is_spent = False
 
     @property
     def n_bytes(self):

@@ -16,6 +16,11 @@ from pykvcache.simulate.workloads import WORKLOADS, workload
 __all__ = ["main"]
 
 
+def _n_processors() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pykvcache.simulate",
@@ -43,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         "--block-size", type=int, metavar="TOKENS", help="default: what the lengths tell"
     )
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="processes (one for each processor)"
+        "--jobs", type=int, default=_n_processors(), help="processes (one for each processor)"
     )
     parser.add_argument("--prompts", type=int, default=4000, help="of what is made up (4000)")
     parser.add_argument("--plot", metavar="FILE", help="draw it, too: .svg, .png (matplotlib)")

@@ -194,10 +194,14 @@ class Adaptive : public Policy {
     }
 
     void show(Id id) {
-        Keys path;
+        std::vector<Id> runs;
         for (Id at = id; tree_.run(at).parent != NONE; at = tree_.run(at).parent) {
-            const Keys & keys = keys_[static_cast<size_t>(at)];
-            path.insert(path.begin(), keys.begin(), keys.end());
+            runs.push_back(at);
+        }
+        Keys path;
+        for (; !runs.empty(); runs.pop_back()) {
+            const Keys & keys = keys_[static_cast<size_t>(runs.back())];
+            path.insert(path.end(), keys.begin(), keys.end());
         }
         sent(path);
         for (size_t i = 0; i < shadows_.size(); i++) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "policy.h"
@@ -22,18 +23,18 @@ class Lives {
     Id make(int64_t turn, int64_t uses) {
         Id id;
         if (free_.empty()) {
-            lives_.emplace_back();
+            lives_.push_back(std::make_unique<Life>());
             id = static_cast<Id>(lives_.size() - 1);
         } else {
             id = free_.back();
+            lives_[static_cast<size_t>(id)] = std::make_unique<Life>();
             free_.pop_back();
-            (*this)[id] = Life();
         }
         (*this)[id].turn = turn;
         (*this)[id].uses = uses;
         return id;
     }
-    Life & operator[](Id id) noexcept { return lives_[static_cast<size_t>(id)]; }
+    Life & operator[](Id id) noexcept { return *lives_[static_cast<size_t>(id)]; }
     Id take(Id id) noexcept {
         (*this)[id].n_owners++;
         return id;
@@ -42,13 +43,18 @@ class Lives {
     void drop(Id id) {
         while (id != NONE && --(*this)[id].n_owners == 0) {
             free_.push_back(id);
-            id = (*this)[id].below;
+            Id below = (*this)[id].below;
+            lives_[static_cast<size_t>(id)].reset();
+            id = below;
         }
     }
-    int64_t memory() const noexcept { return static_cast<int64_t>(lives_.capacity() * sizeof(Life) + free_.capacity() * sizeof(Id)); }
+    int64_t memory() const noexcept {
+        size_t tables = lives_.capacity() * sizeof(void *) + free_.capacity() * sizeof(Id);
+        return static_cast<int64_t>((lives_.size() - free_.size()) * (sizeof(Life) + 16) + tables);
+    }
 
    private:
-    std::vector<Life> lives_;
+    std::vector<std::unique_ptr<Life>> lives_;
     std::vector<Id> free_;
 };
 

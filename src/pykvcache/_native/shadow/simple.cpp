@@ -14,12 +14,13 @@ void Leaves::push(Tree & tree, Id id, Priority priority) {
         auto left = std::remove_if(heap_.begin(), heap_.end(), [&](const Entry & one) { return !is_valid(tree, one); });
         heap_.erase(left, heap_.end());
         std::make_heap(heap_.begin(), heap_.end());
+        heap_.shrink_to_fit();
         limit_ = 2 * heap_.size() + 64;
     }
 }
 
 bool Leaves::is_valid(Tree & tree, const Entry & entry) const {
-    return tree.run(entry.id).stamp == entry.stamp && tree.is_evictable(entry.id);
+    return tree.is_evictable(entry.id) && tree.run(entry.id).stamp == entry.stamp;
 }
 
 Id Leaves::first(Tree & tree) {
@@ -29,6 +30,10 @@ Id Leaves::first(Tree & tree) {
         }
         std::pop_heap(heap_.begin(), heap_.end());
         heap_.pop_back();
+        if (heap_.capacity() > 8 * heap_.size() + 1024) {
+            heap_.shrink_to_fit();
+            limit_ = 2 * heap_.size() + 64;
+        }
     }
     return NONE;
 }

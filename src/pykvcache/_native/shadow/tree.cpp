@@ -9,7 +9,8 @@ namespace pykv::shadow {
 
 namespace {
 
-constexpr int64_t RUN_BYTES = sizeof(Run) + 32 + 56;  // with what malloc and the children's table add
+constexpr int64_t RUN_BYTES = sizeof(Run) + 48 + 32;  // with what malloc adds, and its place in the children's table
+constexpr size_t MOST_GONE = 1 << 16;                 // of which the memory is kept
 
 uint64_t child_key(Id parent, uint32_t token) { return static_cast<uint64_t>(parent) << 32 | token; }
 
@@ -23,7 +24,8 @@ uint32_t Run::key(int64_t block) const noexcept {
     return value;
 }
 
-Tree::Tree(const char * policy, int64_t max_bytes) : runs_(1), max_bytes_(max_bytes) {
+Tree::Tree(const char * policy, int64_t max_bytes) : max_bytes_(max_bytes) {
+    runs_.push_back(std::make_unique<Run>());
     policy_ = make_policy(policy, *this);
     if (!policy_) {
         throw std::invalid_argument(std::string("there is no policy ") + policy);
@@ -32,13 +34,15 @@ Tree::Tree(const char * policy, int64_t max_bytes) : runs_(1), max_bytes_(max_by
 }
 
 int64_t Tree::memory() const noexcept {
-    return RUN_BYTES * static_cast<int64_t>(runs_.capacity()) + token_bytes_ + policy_->memory();
+    size_t tables = (runs_.capacity() + children_.bucket_count()) * sizeof(void *) + free_.capacity() * sizeof(Id) +
+                    gone_.capacity() * sizeof(uint32_t);
+    return RUN_BYTES * n_runs() + static_cast<int64_t>(sizeof(Tree) + tables) + token_bytes_ + policy_->memory();
 }
 
 std::vector<Id> Tree::runs() const {
     std::vector<Id> all;
     for (size_t i = 1; i < runs_.size(); i++) {
-        if (runs_[i].parent != NONE) {
+        if (runs_[i]) {
             all.push_back(static_cast<Id>(i));
         }
     }
@@ -75,8 +79,15 @@ Id Tree::end_of(const Match & match) {
     return match.offset < run(match.run).n_blocks() ? cut(match.run, match.offset) : match.run;
 }
 
-int64_t Tree::send(const uint32_t * tokens, int64_t n, int64_t block_bytes) {
+void Tree::forget_gone() {
     gone_.clear();
+    if (gone_.capacity() > MOST_GONE) {
+        gone_.shrink_to_fit();
+    }
+}
+
+int64_t Tree::send(const uint32_t * tokens, int64_t n, int64_t block_bytes) {
+    forget_gone();
     Match found = match(tokens, n);
     policy_->asked(tokens, n);
     clock_++;
@@ -91,7 +102,7 @@ int64_t Tree::send(const uint32_t * tokens, int64_t n, int64_t block_bytes) {
 }
 
 void Tree::insert(const uint32_t * tokens, int64_t n, int64_t block_bytes) {
-    gone_.clear();
+    forget_gone();
     Match found = match(tokens, n);
     if (found.n_blocks < n) {
         add(end_of(found), tokens + found.n_blocks, n - found.n_blocks, block_bytes);
@@ -104,20 +115,24 @@ int64_t Tree::uses_at(const uint32_t * tokens, int64_t n, int64_t place) const {
 }
 
 void Tree::resize(int64_t max_bytes) {
-    gone_.clear();
+    forget_gone();
     max_bytes_ = max_bytes;
     policy_->resize(max_bytes);
     fit();
+    if (children_.bucket_count() > 8 * children_.size() + 64) {
+        children_.rehash(0);
+    }
 }
 
 Id Tree::new_run() {
+    auto made = std::make_unique<Run>();
     if (!free_.empty()) {
         Id id = free_.back();
         free_.pop_back();
-        run(id) = Run();
+        runs_[static_cast<size_t>(id)] = std::move(made);
         return id;
     }
-    runs_.emplace_back();
+    runs_.push_back(std::move(made));
     return static_cast<Id>(runs_.size() - 1);
 }
 
@@ -251,7 +266,7 @@ void Tree::unlink(Id id) {
     above.n_children--;
     token_bytes_ -= static_cast<int64_t>(one.tokens.capacity()) * 4;
     free_.push_back(id);
-    one = Run();
+    runs_[static_cast<size_t>(id)].reset();
 }
 
 }  // namespace pykv::shadow

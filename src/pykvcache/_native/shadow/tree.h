@@ -42,12 +42,16 @@ class Tree {
     Policy & policy() noexcept { return *policy_; }
 
     // For policies.
-    Run & run(Id id) noexcept { return runs_[static_cast<size_t>(id)]; }
-    const Run & run(Id id) const noexcept { return runs_[static_cast<size_t>(id)]; }
+    Run & run(Id id) noexcept { return *runs_[static_cast<size_t>(id)]; }
+    const Run & run(Id id) const noexcept { return *runs_[static_cast<size_t>(id)]; }
+    bool is_here(Id id) const noexcept { return runs_[static_cast<size_t>(id)] != nullptr; }
     // Of all heaps: a run that moves to another one is no longer valid in the first.
     int64_t next_stamp() noexcept { return ++stamps_; }
     std::vector<Id> runs() const;
     bool is_evictable(Id id) const noexcept {
+        if (!is_here(id)) {
+            return false;
+        }
         const Run & one = run(id);
         return one.n_children == 0 && !one.is_held && one.parent != NONE && !one.tokens.empty();
     }
@@ -67,8 +71,10 @@ class Tree {
     bool fit();
     void remove(Id id, int64_t n);
     void unlink(Id id);
+    void forget_gone();
 
-    std::vector<Run> runs_;
+    // Nothing where a run has left, until another one has its number.
+    std::vector<std::unique_ptr<Run>> runs_;
     std::vector<Id> free_;
     std::unordered_map<uint64_t, Id, ChildHash> children_;
     std::unique_ptr<Policy> policy_;

@@ -6,6 +6,14 @@ namespace pykv::shadow {
 
 namespace {
 
+// Give back the places of what is there no more.
+template <typename T>
+void shrink(T & table) {
+    if (table.bucket_count() > 8 * table.size() + 64) {
+        table.rehash(0);
+    }
+}
+
 // Votes of no weight still tell apart what has the same weight otherwise.
 constexpr double LEAST_WEIGHT = 1e-9;
 
@@ -52,6 +60,13 @@ void BlockVotes::keep(const uint32_t * keys, size_t n) {
         }
     }
     votes_.swap(left);
+}
+
+void BlockVotes::drop(uint32_t bits) {
+    all_ &= ~bits;
+    for (auto & one : votes_) {
+        one.second &= ~bits;  // runs move to their heaps when they are met
+    }
 }
 
 void BlockVotes::place(int64_t run, uint32_t key, int64_t last_use, int64_t end) {
@@ -102,6 +117,10 @@ void BlockVotes::clean() {
         heap.shrink_to_fit();
         n_entries_ += heap.size();
     }
+    n_popped_ = 0;
+    shrink(votes_);
+    shrink(ends_);
+    shrink(by_key_);
 }
 
 void BlockVotes::weigh(const std::vector<double> & weights) {
@@ -141,9 +160,13 @@ int64_t BlockVotes::least() {
         std::pop_heap(heap.begin(), heap.end());
         heap.pop_back();
         n_entries_--;
+        n_popped_++;
         if (is_there) {  // its votes changed since
             push(first.run, ends_.at(first.run));
             i = 0;
+        }
+        if (n_popped_ > 2 * n_entries_ + 1024) {
+            clean();
         }
     }
     return -1;
@@ -164,9 +187,14 @@ size_t BlockVotes::alike(const uint32_t * keys, size_t n) const {
 }
 
 int64_t BlockVotes::memory() const noexcept {
-    // A node of the tables and its place in them, with what malloc adds.
-    constexpr size_t VOTE = 40, END = 72, KEY = 48;
-    return static_cast<int64_t>(votes_.size() * VOTE + ends_.size() * (END + KEY) + n_entries_ * sizeof(Entry) * 3 / 2);
+    constexpr size_t VOTE = 32, END = 64, KEY = 32;  // nodes of the tables, with what malloc adds
+    size_t buckets = votes_.bucket_count() + ends_.bucket_count() + by_key_.bucket_count();
+    size_t entries = 0;
+    for (const auto & heap : heaps_) {
+        entries += heap.capacity();
+    }
+    size_t tables = buckets * sizeof(void *) + entries * sizeof(Entry) + heaps_.size() * (sizeof(heaps_[0]) + sizeof(uint32_t));
+    return static_cast<int64_t>(votes_.size() * VOTE + ends_.size() * (END + KEY) + tables);
 }
 
 }  // namespace pykv::shadow

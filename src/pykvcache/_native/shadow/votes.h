@@ -19,6 +19,8 @@ class BlockVotes {
     void forget(const uint32_t * keys, size_t n);
     // Forget all but these.
     void keep(const uint32_t * keys, size_t n);
+    // The shadows of these bits vote no more.
+    void drop(uint32_t bits);
     bool knows(uint32_t key) const { return votes_.count(key) != 0; }
     // All, if nobody knows the block.
     uint32_t of(uint32_t key) const;
@@ -61,7 +63,7 @@ class BlockVotes {
     std::vector<std::vector<Entry>> heaps_;
     std::vector<double> weights_;
     std::vector<uint32_t> order_;
-    size_t n_entries_ = 0;
+    size_t n_entries_ = 0, n_popped_ = 0;
     int64_t stamp_ = 0;
 };
 

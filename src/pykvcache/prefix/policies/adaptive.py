@@ -207,6 +207,8 @@ class Adaptive(Policy):
                 key=self._hits.__getitem__,
             )
             del self._shadows[last], self._hits[last]
+            if self._votes is not None:
+                self._votes.drop(1 << [*self._experts].index(last))
             if len(self._shadows) == 1:
                 self._end_votes()
 

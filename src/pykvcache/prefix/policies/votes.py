@@ -41,11 +41,13 @@ class Votes:
         # Runs that may leave, or might once, by their number.
         self._ends: dict[int, Run] = {}
         self._numbers = count()
+        self._n_blocks = 0  # of all runs
 
     @property
     def n_bytes(self) -> int:
         """What all of this takes."""
-        return self._blocks.memory + (_RUN_BYTES + _KEY_BYTES) * len(self._runs)
+        keys = _KEY_BYTES * self._n_blocks
+        return self._blocks.memory + _RUN_BYTES * len(self._runs) + keys
 
     def of(self, key: int) -> int:
         """Return the votes of a block; all, if nobody knows it."""
@@ -66,6 +68,10 @@ class Votes:
             self._most = 2 * len(self._blocks) + 256
         self._blocks.sent(keys)
 
+    def drop(self, bit: int) -> None:
+        """Learn that a shadow votes no more."""
+        self._blocks.drop(bit)
+
     def hear(self, bit: int, shadow: Shadow) -> None:
         """Learn what a shadow has let go in its last call."""
         shadow.tell(self._blocks, bit)
@@ -75,6 +81,7 @@ class Votes:
     def added(self, run: Run) -> None:
         """Learn of a run."""
         run.state, run.stamp = run.keys, next(self._numbers)
+        self._n_blocks += run.n_blocks
 
     def used(self, run: Run) -> None:
         """Note that a run was used, or may leave from now on."""
@@ -95,6 +102,7 @@ class Votes:
         keys = run.state
         left = len(keys) - _KEY_BYTES * n_blocks
         self._withdraw(run)
+        self._n_blocks -= n_blocks
         self._blocks.forget(keys[left:])
         run.state = keys[:left]
         if left:

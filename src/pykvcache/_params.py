@@ -83,9 +83,10 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
     n_ctx = given["n_ctx"]
     if n_ctx is None:
         n_ctx = min(N_CTX_DEFAULT, model.n_ctx_train or N_CTX_DEFAULT)
-    threads, batch_threads = default_threads(model.size)
     if given["n_threads"] is not None:
         threads = batch_threads = given["n_threads"]
+    else:
+        threads, batch_threads = default_threads(model.size)
     if given["n_threads_batch"] is not None:
         batch_threads = given["n_threads_batch"]
     params: dict[str, Any] = {

@@ -15,6 +15,9 @@ from pykvcache._native cimport libshadow as lib
 
 from operator import index
 
+from pykvcache.errors import ArgumentError, ClosedError
+from pykvcache.errors._shown import shown
+
 N_KINDS = lib.KINDS
 N_BUCKETS = lib.BUCKETS
 N_ENDS = lib.ENDS
@@ -22,6 +25,9 @@ N_ENDS = lib.ENDS
 # Sums of them are numbers of 64 bits, too; no machine has more.
 _MOST_BYTES = 1 << 60
 _LARGEST_BLOCK = 1 << 34
+
+# There are 2 to that number of heaps.
+_MOST_SHADOWS = 10
 
 #: Policies whose choices a shadow makes; `policies.POLICIES` has the classes.
 POLICIES = frozenset((
@@ -39,12 +45,15 @@ def most_hits(
     """
     cdef int64_t i, n = 0
     if n_blocks < 0 or not 1 <= block_size <= _LARGEST_BLOCK:
-        raise ValueError(f"{n_blocks} blocks of {block_size}")
+        text = f"{n_blocks} blocks of {block_size}: at least 0, of 1 to {_LARGEST_BLOCK}"
+        raise ArgumentError(text, "n_blocks", (n_blocks, block_size), _LARGEST_BLOCK)
     if len(sizes) != len(lengths):
-        raise ValueError(f"{len(sizes)} sizes and {len(lengths)} lengths")
+        text = f"{len(sizes)} sizes and {len(lengths)} lengths"
+        raise ArgumentError(text, "lengths", len(lengths), len(sizes))
     for i in range(len(sizes)):
         if not 0 <= sizes[i] <= len(ids) - n:
-            raise ValueError(f"prompt {i} has {sizes[i]} of {len(ids) - n} blocks")
+            raise ArgumentError(
+                f"prompt {i} has {sizes[i]} of {len(ids) - n} blocks", f"sizes[{i}]", sizes[i], len(ids) - n)
         n += sizes[i]
     if n == 0:
         return 0
@@ -57,7 +66,8 @@ def hit_density(bytes ended not None):
     cdef vector[float] counts
     cdef bytes out
     if PyBytes_GET_SIZE(ended) != <Py_ssize_t>(lib.ENDS * n * sizeof(float)):
-        raise ValueError(f"{len(ended)} bytes instead of {lib.ENDS * n * sizeof(float)}")
+        size = lib.ENDS * n * sizeof(float)
+        raise ArgumentError(f"{len(ended)} bytes instead of {size}", "ended", len(ended), size)
     counts.resize(lib.ENDS * n)
     memcpy(counts.data(), PyBytes_AS_STRING(ended), lib.ENDS * n * sizeof(float))
     out = PyBytes_FromStringAndSize(NULL, n * sizeof(double))
@@ -84,7 +94,7 @@ cdef inline Py_ssize_t _count(bytes values) noexcept:
 def block_keys(bytes tokens not None, Py_ssize_t step, uint32_t start_key):
     """Return a number for each full block, of the path up to and with it, as uint32."""
     if step < 1:
-        raise ValueError(f"step is {step}")
+        raise ArgumentError(f"step is {step}: it must be at least 1", "step", step, 1)
     cdef Py_ssize_t i, n = PyBytes_GET_SIZE(tokens) // step
     cdef const unsigned char* at = <const unsigned char*>PyBytes_AS_STRING(tokens)
     cdef bytes keys = PyBytes_FromStringAndSize(NULL, 4 * n)
@@ -99,7 +109,8 @@ def block_keys(bytes tokens not None, Py_ssize_t step, uint32_t start_key):
 def last_key(bytes tokens not None, Py_ssize_t step, Py_ssize_t n_blocks, uint32_t start_key):
     """Return the last one of `block_keys`; the first one of no blocks."""
     if step < 1 or not 0 <= n_blocks <= PyBytes_GET_SIZE(tokens) // step:
-        raise ValueError(f"{n_blocks} blocks of {step} bytes are not in {len(tokens)}")
+        text = f"{n_blocks} blocks of {step} bytes are not in {len(tokens)}"
+        raise ArgumentError(text, "n_blocks", (n_blocks, step), len(tokens))
     cdef Py_ssize_t i
     cdef const unsigned char* at = <const unsigned char*>PyBytes_AS_STRING(tokens)
     cdef uint32_t key = start_key
@@ -119,8 +130,9 @@ cdef class BlockVotes:
     cdef readonly int n_shadows
 
     def __cinit__(self, int n_shadows):
-        if not 1 <= n_shadows <= 10:
-            raise ValueError(f"{n_shadows} shadows: from 1 to 10 have votes")
+        if not 1 <= n_shadows <= _MOST_SHADOWS:
+            text = f"{n_shadows} shadows: from 1 to {_MOST_SHADOWS} have votes"
+            raise ArgumentError(text, "n_shadows", n_shadows, _MOST_SHADOWS)
         self.n_shadows = n_shadows
         self.votes = new lib.BlockVotes(n_shadows)
 
@@ -168,7 +180,8 @@ cdef class BlockVotes:
     def weigh(self, list weights not None):
         """Give each shadow's votes a weight."""
         if len(weights) != self.n_shadows:
-            raise ValueError(f"{len(weights)} weights of {self.n_shadows} shadows")
+            text = f"{len(weights)} weights of {self.n_shadows} shadows"
+            raise ArgumentError(text, "weights", len(weights), self.n_shadows)
         self.votes.weigh(weights)
 
     def least(self):
@@ -199,7 +212,8 @@ cdef class Shadow:
 
     def __cinit__(self, str policy not None, max_bytes):
         if policy not in POLICIES:
-            raise ValueError(f"there is no policy {policy!r}")
+            raise ArgumentError(
+                f"there is no policy {shown(policy)}", "policy", policy, tuple(sorted(POLICIES)))
         cdef bytes name = policy.encode()
         self.policy = policy
         self.tree = new lib.Tree(name, _bounded(max_bytes, _MOST_BYTES))
@@ -209,7 +223,7 @@ cdef class Shadow:
 
     cdef int begin(self) except -1:
         if self.is_spent:
-            raise RuntimeError("this shadow had no memory for a call: make another one")
+            raise ClosedError("this shadow had no memory for a call: make another one", "shadow")
         self.is_spent = True
         return 0
 

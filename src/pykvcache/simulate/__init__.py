@@ -13,6 +13,8 @@
 The policies are those of `pykvcache.prefix.policies`, in the tree that the cache uses.
 """
 
+# First: it refuses a subinterpreter before NumPy is loaded there.
+import pykvcache._native.shadows  # noqa: F401
 from pykvcache.simulate.clairvoyant import most_hits
 from pykvcache.simulate.record import record
 from pykvcache.simulate.replay import Result, replay

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -198,6 +197,8 @@ class GenerationHandle:
             i += 1
 
     async def __aiter__(self) -> AsyncIterator[int]:
+        import asyncio  # whoever comes here has it already; to others it is a tenth of the import
+
         i = 0
         while True:
             if i < len(self._tokens):

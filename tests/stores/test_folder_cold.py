@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,12 +34,21 @@ def forgotten(folder: Path) -> Iterator[bool]:
         try:
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.preadv(descriptor, [bytearray(64)], 200_000, os.RWF_NOWAIT)
-            yield False
-        except OSError:
-            yield True
+            yield n_resident(descriptor) == 0
         finally:
             os.close(descriptor)
+
+
+def n_resident(descriptor: int) -> int:
+    """How many pages of a file are in memory: asked by a read, the system would fetch them."""
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) as view:
+        pages = (ctypes.c_ubyte * -(-len(view) // mmap.PAGESIZE))()
+        first = ctypes.c_char.from_buffer(view)
+        at, size = ctypes.addressof(first), len(view)
+        failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(at), ctypes.c_size_t(size), pages)
+        del first  # or the view could not be closed
+    assert not failed
+    return sum(page & 1 for page in pages)
 
 
 def test_files_that_must_come_from_the_disk_are_asked_for_together(
@@ -63,12 +74,17 @@ def test_files_that_must_come_from_the_disk_are_asked_for_together(
     read(0, 12)
     read(0, 12)
     assert not asked, "all of it is in memory"
-    monkeypatch.setattr(os, "posix_fadvise", real)
-    if not drop(tmp_path):
-        pytest.skip("this file system is in memory")
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    read(0, 4)  # finds out
-    assert not asked
+    for _ in range(20):
+        monkeypatch.setattr(os, "posix_fadvise", real)
+        if not drop(tmp_path):
+            pytest.skip("this file system is in memory")
+        monkeypatch.setattr(os, "posix_fadvise", advise)
+        read(0, 4)  # finds out
+        assert not asked
+        if store.store._files.is_cold:
+            break
+    else:
+        pytest.skip("what this disk is asked for is there before the answer")
     read(4, 8)
     assert asked == 4 * [os.POSIX_FADV_WILLNEED]
     store.close()

@@ -6,9 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
-N_KINDS: int
 N_BUCKETS: int
-N_ENDS: int
 POLICIES: frozenset[str]
 
 def most_hits(

@@ -18,9 +18,7 @@ from operator import index
 from pykvcache.errors import ArgumentError, ClosedError
 from pykvcache.errors._shown import shown
 
-N_KINDS = lib.KINDS
 N_BUCKETS = lib.BUCKETS
-N_ENDS = lib.ENDS
 
 # Sums of them are numbers of 64 bits, too; no machine has more.
 _MOST_BYTES = 1 << 60

@@ -10,7 +10,8 @@
 `__main__.py`      ``python -m pykvcache.simulate TRACE ...``
 =================  ================================================================
 
-The policies are those of `pykvcache.prefix.policies`, in the tree that the cache uses.
+A policy by its name is played in C++ (`_native/shadow`), and makes the choices of its class in
+`pykvcache.prefix.policies`, which the cache uses; an object is asked as the cache asks it.
 """
 
 # First: it refuses a subinterpreter before NumPy is loaded there.

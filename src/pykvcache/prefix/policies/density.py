@@ -11,14 +11,14 @@ from typing import Final
 
 import numpy as np
 
-from pykvcache._native.shadows import Shadow, hit_density
+from pykvcache._native.shadows import N_BUCKETS, Shadow, hit_density
 from pykvcache.prefix.policies.base import Policy
 from pykvcache.prefix.runs import Run
 
 __all__ = ["HitDensity"]
 
 # Ages are counted in uses of the tree, in buckets of half an octave; the first is 0 to 3.
-_BUCKETS: Final = 40
+_BUCKETS: Final = N_BUCKETS
 _SMALL: Final = [int(2 * math.log2(age / 8 + 1)) for age in range(4096)]
 
 

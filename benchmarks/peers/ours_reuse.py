@@ -133,7 +133,7 @@ class Reuse:
             return token_bytes(np.concatenate([[1], draw.integers(5, 32_000, 4095)]))
 
         for _ in range(n_blocks // 64 + 1):
-            ram.add(prompt(), "", 1, lambda first, n, n_tail: [np.empty(1, np.uint8)] * n)
+            ram.add(prompt(), "", 1, lambda first, n, n_tail, skip: [np.empty(1, np.uint8)] * n)
         took = []
         for _ in range(slices):
             tokens = prompt()

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from pykvcache import PrefixCache
+from pykvcache.prefix import pieces
 from pykvcache.prefix.blocks import block_names
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent, _size
+from pykvcache.prefix.pieces import Joined, Piece, arrays_of
 from pykvcache.prefix.ram import RUN_BYTES
 
 
@@ -49,8 +51,10 @@ def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None
     points = {id(run.payloads[0]) for run in runs if run.is_checkpoint}
     rests = [tail.rest for tail in ram._tails.values() if tail.rest is not None]
     assert ram._twice_bytes == sum(rest.nbytes for rest in rests if id(rest) in points)
-    kept = {id(payload) for run in runs for payload in run.payloads}
-    kept |= {id(x) for tail in ram._tails.values() for x in (tail.buffer, tail.rest, tail.row)}
+    cells = [payload for run in runs for payload in run.payloads]
+    cells += [x for tail in ram._tails.values() for x in (tail.buffer, tail.rest, tail.row)]
+    kept = set(map(id, arrays_of(cells)))
+    check_pieces(cache, [one for one in cells if isinstance(one, Joined)])
     for key, (watch, _) in ram._in_use.items():
         assert watch() is not None, "what nobody uses counts"
         assert key not in kept, "what is kept counts twice"
@@ -73,6 +77,25 @@ def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None
     assert not cache._pool.depth
     assert not cache._pool.lock._is_owned()  # type: ignore[attr-defined]
     assert not events._lock.locked()
+
+
+def check_pieces(cache: PrefixCache, joined: list[Joined]) -> None:
+    """Check what some blocks and tails share: all those of a cache."""
+    cell = cache._ctx.native.block_bytes()
+    used: dict[Piece, list[int]] = {}
+    saved = 0
+    for one in joined:
+        assert sum(count for _, count in one.parts) * cell == one.nbytes
+        saved += one.nbytes - one.overhead
+        for piece, count in one.parts:
+            used.setdefault(piece, []).append(count)
+    for piece, counts in used.items():
+        buffer, n = piece.data
+        assert sorted(piece.used) == sorted(counts), "used by others than there are"
+        assert n == max(counts), "cells that nobody uses"
+        assert buffer.nbytes == n * cell
+        saved -= buffer.nbytes + pieces._PIECE_BYTES
+    assert cache._ram._pieces.saved == saved
 
 
 def told(events: Iterable[CacheEvent]) -> set[bytes]:

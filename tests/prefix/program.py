@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from memory.kit import Case, Logits, apart
+from prefix.accounts import check_accounts
 from pykvcache import BatchGenerator, LlamaContext, PrefixCache
 from pykvcache.errors import UnsupportedOperation
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent
@@ -280,6 +281,7 @@ class Program:
         runs = list(tree.runs())
         assert stats.ram_blocks == sum(run.n_blocks for run in runs if not run.is_checkpoint)
         assert stats.n_tokens == stats.live + stats.ram + stats.evaluated
+        check_accounts(self.cache)
         if stats.ram_bytes > self.limit:
             assert not any(run.is_evictable for run in runs), "what is not held leaves first"
 

@@ -49,7 +49,7 @@ def calls_of_find(n_prompts: int, length: int) -> int:
     ram = RamTier(8, 1 << 30, "lru", lambda space: b"root", EventLog(0))
     for _ in range(n_prompts):
         tokens = token_bytes(np.concatenate([[1], rng.integers(5, 30_000, length)]))
-        ram.add(tokens, "", 1, lambda first, n, n_tail: [np.empty(8, np.uint8)] * n)
+        ram.add(tokens, "", 1, lambda first, n, n_tail, skip: [np.empty(8, np.uint8)] * n)
     asked = token_bytes(np.concatenate([[1], rng.integers(5, 30_000, length)]))
     ram.find(asked, "", needs_rest=False)  # sorts
     count = 0

@@ -133,7 +133,7 @@ def test_room_for_what_a_policy_notes_is_not_made_of_what_was_found(more: int) -
     for max_bytes in range(70_000, 90_000, 400):
         ram = RamTier(SIZE, max_bytes, Notes(), lambda _: b"root", EventLog(0))
 
-        def read(_: int, n: int, n_tail: int) -> list[np.typing.NDArray[np.uint8]]:
+        def read(_: int, n: int, n_tail: int, __: int) -> list[np.typing.NDArray[np.uint8]]:
             return [np.zeros(4 * SIZE, np.uint8) for _ in range(n + bool(n_tail))]
 
         tokens = token_bytes(np.arange(SIZE * 200, dtype=np.uint32))
@@ -150,7 +150,7 @@ def test_room_for_what_a_policy_notes_is_not_made_of_what_was_found(more: int) -
 def test_who_holds_something_else_holds_it_before_the_first_is_released() -> None:
     ram = RamTier(SIZE, 90_000, "lru", lambda _: b"root", EventLog(0))
     tokens = token_bytes(np.arange(SIZE * 4, dtype=np.uint32))
-    ram.add(tokens, "", 4, lambda _, n, __: [np.zeros(4 * SIZE, np.uint8) for _ in range(n)])
+    ram.add(tokens, "", 4, lambda _, n, __, ___: [np.zeros(4 * SIZE, np.uint8) for _ in range(n)])
     found = ram.find(tokens, "", needs_rest=False)
     assert found.run is not None
 

@@ -10,6 +10,7 @@ import pytest
 
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.prefix.events import BlockRemoved, BlockStored
+from pykvcache.prefix.pieces import taken
 
 Make = Callable[..., LlamaContext]
 
@@ -64,8 +65,9 @@ def test_counts_are_those_of_what_is_kept(name: str, policy: str, make_context: 
                 assert stats.ram_blocks == sum(
                     run.n_blocks for run in runs if not run.is_checkpoint
                 )
-                kept = sum(p.nbytes for run in runs for p in run.payloads)
-                kept += sum(tail.nbytes for tail in cache._ram._tails.values())
+                kept = sum(taken(p) for run in runs for p in run.payloads)
+                for tail in cache._ram._tails.values():
+                    kept += tail.nbytes - tail.buffer.nbytes + taken(tail.buffer)
                 assert kept <= stats.ram_bytes <= ram_bytes
 
 

@@ -163,6 +163,25 @@ bool block_fits(const block_layout & layout, const uint8_t * data, uint32_t n) n
     return true;
 }
 
+void block_copy(const block_layout & layout, const uint8_t * src, size_t n_src, size_t first, size_t count, uint8_t * dst,
+                size_t n_dst, size_t at) noexcept {
+    // Bytes of one cell, or of one value of it, that follow each other.
+    const auto copy = [&](size_t bytes) {
+        if (count * bytes > 0) {
+            std::memcpy(dst + at * bytes, src + first * bytes, count * bytes);
+        }
+        src += n_src * bytes;
+        dst += n_dst * bytes;
+    };
+    copy(layout.ext_bytes);
+    for (const state_rows & rows : layout.rows) {
+        const size_t n = rows.kind == BLOCK_V_TRANS ? rows.n_embd : 1;
+        for (size_t i = 0; i < n; ++i) {
+            copy(rows.row_bytes / n);
+        }
+    }
+}
+
 int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos first, uint32_t n,
                      uint32_t last, const std::vector<uint8_t *> & dst, bool two) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {

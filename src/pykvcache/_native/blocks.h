@@ -22,6 +22,10 @@ block_layout block_layout_of(const memory * m, bool v_trans);
 // Whether a block of n cells holds values that attention can multiply.
 bool block_fits(const block_layout & layout, const uint8_t * data, uint32_t n) noexcept;
 
+// Copy the cells [first, first + count) of a block of n_src cells to `at` of one of n_dst.
+void block_copy(const block_layout & layout, const uint8_t * src, size_t n_src, size_t first, size_t count, uint8_t * dst,
+                size_t n_dst, size_t at) noexcept;
+
 enum block_result : int32_t {
     BLOCKS_MISSING,  // the sequence does not hold all of the cells
     BLOCKS_WRITTEN,

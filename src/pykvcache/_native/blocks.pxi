@@ -39,6 +39,20 @@ cdef class BlockLayout:
             fits = lib.block_fits(self.layout, at, count)
         return fits
 
+    def copy_cells(self, const uint8_t[::1] data not None, first, count, uint8_t[::1] out not None, at):
+        """Copy `count` cells from `first` on out of a block to `at` in another one."""
+        cdef size_t cell = self.layout.cell_bytes, n, n_out
+        for name, size in (("data", data.shape[0]), ("out", out.shape[0])):
+            if not cell or size % cell:
+                raise ArgumentError(
+                    f"{name} has {size} bytes: these are no cells of {cell} bytes", what=name, value=size)
+        n, n_out = data.shape[0] // cell, out.shape[0] // cell
+        cdef size_t n_copied = _int(count, "count", 0, min(n, n_out))
+        cdef size_t begin = _int(first, "first", 0, n - n_copied), to = _int(at, "at", 0, n_out - n_copied)
+        if n_copied:
+            with nogil:
+                lib.block_copy(self.layout, &data[0], n, begin, n_copied, &out[0], n_out, to)
+
 
 cdef class Blocks(State):
     """States out of arrays and blocks, and those out of states."""

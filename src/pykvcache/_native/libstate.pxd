@@ -101,6 +101,9 @@ cdef extern from "blocks.h" namespace "pykv" nogil:
 
     block_layout block_layout_of(const memory*, bool v_trans) except +
     bool block_fits(const block_layout&, const uint8_t* data, uint32_t n)
+    void block_copy(
+        const block_layout&, const uint8_t* src, size_t n_src, size_t first, size_t count,
+        uint8_t* dst, size_t n_dst, size_t at)
     size_t block_cell_bytes(const memory*, bool v_trans) except +
     int32_t BLOCKS_WRITTEN
     int32_t BLOCKS_VALUES

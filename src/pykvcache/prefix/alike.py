@@ -59,6 +59,21 @@ class TokenKeys(dict[bytes, V]):
                 best, most = key, same
         return best, max(most, 0)
 
+    def alike(self, tokens: bytes, least: int) -> tuple[bytes, int]:
+        """Return the other key that shares most leading tokens with one, and how many.
+
+        ``least``: b"" and 0 where all share fewer.
+        """
+        order = self._order()
+        at = bisect_left(order, tokens)
+        best, most = b"", 0
+        for key in order[max(0, at - 1) : at + 2]:
+            if key != tokens and key.startswith(tokens[: 4 * least]) and len(key) >= 4 * least:
+                same = common_tokens(key, tokens)
+                if same > most:
+                    best, most = key, same
+        return best, most
+
     def beginnings(self, tokens: bytes) -> list[bytes]:
         """Return the keys that the tokens begin with, the longest first."""
         order, found = self._order(), list[bytes]()

@@ -11,9 +11,10 @@ from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.prefix.blocks import block_names, token_bytes
 from pykvcache.prefix.events import EventLog, Lookup
+from pykvcache.prefix.finding import Found
 from pykvcache.prefix.in_use import InUse
 from pykvcache.prefix.pins import Pins
-from pykvcache.prefix.ram import Found, RamTier
+from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.reason import Difference, Reason
 from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.sequence.cells import Row, SequenceCells

@@ -17,11 +17,12 @@ from pykvcache.errors import KvCacheError
 from pykvcache.prefix.begin import BeginMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
 from pykvcache.prefix.digests import progress_of
-from pykvcache.prefix.gather import Block, Gathered, gather
+from pykvcache.prefix.finding import Found
+from pykvcache.prefix.gather import Gathered, gather
 from pykvcache.prefix.in_use import InUse
 from pykvcache.prefix.keep import KeepMethods
 from pykvcache.prefix.meeting import Meeting
-from pykvcache.prefix.ram import Buffer, Found, RamTier, Tail
+from pykvcache.prefix.ram import Buffer, RamTier, Tail
 from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.prefix.tiers.ends import End, end_key
 from pykvcache.prefix.tiers.fetch import Fetch, Wanted
@@ -88,7 +89,7 @@ class TierMethods(BeginMethods, KeepMethods):
             size,
             self._cell_bytes,
             self._end_bytes,
-            begin=len(self._ram.full_blocks(tokens, sequence._namespace)),
+            begin=self._ram.n_blocks(tokens, sequence._namespace),
             known=known,
             limit=limit,
             needs_rest=self._needs_rest,
@@ -260,12 +261,11 @@ class TierMethods(BeginMethods, KeepMethods):
     def _arrived(self, sequence: CachedSequence, fetch: Fetch) -> None:
         """Let a new sequence begin with what has come, where that is more than it has."""
         cells, space, tokens = sequence._cells, sequence._namespace, fetch.wanted.tokens
-        size = self._block_size
-        mine: list[Block] = [(one, size, size) for one in self._ram.full_blocks(tokens, space)]
-        got = gather(self._native, fetch, mine, len(mine))
+        mine, n_mine = self._ram.full_blocks(tokens, space)
+        got = gather(self._native, fetch, mine, n_mine)
         if got is None or got.n <= self._usable(cells):
             return
-        self._promote(tokens, space, got, len(mine))
+        self._promote(tokens, space, got, n_mine)
         row = None
         if got.end is not None and got.n == len(cells.ledger):
             row = self._checked_row(got.end)
@@ -290,7 +290,7 @@ class TierMethods(BeginMethods, KeepMethods):
             return
         size, n_full = self._block_size, begin + len(got.loaded)
 
-        def read(first: int, n_blocks: int, _: int) -> list[Buffer]:
+        def read(first: int, n_blocks: int, _: int, __: int) -> list[Buffer]:
             at = first // size - begin
             return [block[0] for block, _ in got.loaded[at : at + n_blocks]]
 
@@ -347,11 +347,11 @@ class TierMethods(BeginMethods, KeepMethods):
         tokens = token_bytes(cells.ledger.part(0, n).view(np.uint32))
         root = self._root_name(space)
         names = block_names(root, tokens, 4 * size)
-        known = self._ram.full_blocks(tokens, space)
+        known = self._ram.whole_blocks(tokens, space)
 
         def block(i: int) -> Buffer | None:
             if i < len(known):
-                return known[i]
+                return known[i]()
             return self._read(cells.live_id, i * size, size) if cells.seq_id is not None else None
 
         self._tiers.write(names, block, space, lambda i: place(names, tokens, size, i, space))

@@ -152,6 +152,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
             self._reserve.release,
             lambda: self._events.room,
             self._pool.renew,
+            self._layout.copy_cells,
         )
         self._evaluation = EvaluationTime(least_seconds(context))
         other = _caches.get(context, lambda: None)()

@@ -6,18 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pykvcache._native import lib
 from pykvcache.errors import KvCacheError, NoKvCacheSlot
+from pykvcache.prefix.pieces import Block, cut
 from pykvcache.prefix.tiers.ends import End
 from pykvcache.prefix.tiers.fetch import Fetch
 from pykvcache.prefix.tiers.tier import Tier
 
-__all__ = ["Block", "Gathered", "gather", "is_good", "rest_of"]
-
-#: Bytes of cells, how many cells they are, how many of them count.
-Block = tuple[npt.NDArray[np.uint8], int, int]
+__all__ = ["Gathered", "gather", "is_good", "rest_of"]
 
 
 @dataclass
@@ -70,7 +67,7 @@ def gather(
     fetch
         What has come, or is still coming.
     front
-        What is there.
+        What is there; a block may be in several pieces, or all of it in one.
     n_front
         How many full blocks that is.
     """
@@ -81,13 +78,13 @@ def gather(
         last, found = fetch.reach(n_front), fetch.end
         if wanted.needs_rest:
             place = found[0] // size if found is not None and rest is not None else last + 1
-            if place > last or (place < n_front and len(front) != n_front):
+            if place > last or (place < n_front and len(front) < n_front):
                 return None
             last = place
         elif found is not None and found[0] // size != last:
             found = None
         come = [fetch.blocks[i] for i in range(n_front, last)]
-    front = front[:last] if last < n_front else front
+    front = cut(front, last * size) if last < n_front else front
     n_front = min(n_front, last)
     loaded = [((np.frombuffer(data, np.uint8), size, size), tier) for data, tier in come]
     end = found[1] if found is not None else None

@@ -94,9 +94,9 @@ class KeepMethods:
         is_plain = not (self._needs_rest or self._keep_logits)
         same = _Same(cells)
 
-        def read(first: int, n_blocks: int, n_tail: int) -> list[Buffer]:
+        def read(first: int, n_blocks: int, n_tail: int, skip: int) -> list[Buffer]:
             same.check()
-            return self._take_out(cells.live_id, first, n_blocks, n_tail)
+            return self._take_out(cells.live_id, first, n_blocks, n_tail, skip)
 
         known = tokens if is_plain else tokens[: 4 * full]
         self._ram.add(known, space, self._cell_bytes, read, with_tail=is_plain)
@@ -147,9 +147,20 @@ class KeepMethods:
     def _read(self, seq_id: int, first: int, n: int) -> Buffer:
         return self._take_out(seq_id, first, 0, n)[0] if n else np.empty(0, np.uint8)
 
-    def _take_out(self, seq_id: int, first: int, n_blocks: int, n_tail: int) -> list[Buffer]:
+    def _take_out(
+        self, seq_id: int, first: int, n_blocks: int, n_tail: int, skip: int = 0
+    ) -> list[Buffer]:
         """Copy blocks and the cells after them; each has memory of its own, to be freed alone."""
         size, cell = self._block_size, self._cell_bytes
+        if skip:
+            n = (size if n_blocks else n_tail) - skip
+            begun = self._reserve.arrays(cell * n, 1)
+            if n and not self._native.get_blocks(seq_id, first + skip, n, begun):
+                raise UnsupportedOperation("PrefixCache", "cells of the sequence are not there")
+            begun[0].setflags(write=False)
+            if n_blocks:
+                begun += self._take_out(seq_id, first + size, n_blocks - 1, n_tail)
+            return begun
         found = self._reserve.arrays(cell * size, n_blocks) if n_blocks else []
         if n_tail:
             found += self._reserve.arrays(cell * n_tail, 1)

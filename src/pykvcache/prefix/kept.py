@@ -17,14 +17,13 @@ from pykvcache._fork import watch_forks
 from pykvcache.prefix.alike import TokenKeys
 from pykvcache.prefix.changes import Changing, change
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
+from pykvcache.prefix.pieces import Buffer, Cells, CopyCells, Pieces, arrays_of
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.repair import rebuild
 from pykvcache.prefix.runs import Run
 from pykvcache.prefix.tree import BlockTree
 
 __all__ = ["BLOCK_BYTES", "RUN_BYTES", "Buffer", "Kept", "Tail", "parts_of"]
-
-Buffer = npt.NDArray[np.uint8]
 
 #: Overhead in bytes of a run, of a block, and of an empty cache: measured with tracemalloc
 #: (tests/prefix/test_budget.py).
@@ -49,7 +48,7 @@ class Tail:
     """The tokens of a prompt after its last full block, always fewer than a block holds."""
 
     tokens: bytes
-    buffer: Buffer
+    buffer: Cells
     rest: Any  # the partial state (window, recurrent), where the memory has such parts
     row: npt.NDArray[np.float32] | None
 
@@ -76,6 +75,7 @@ class Kept(Changing):
         release: Callable[[int], bool] = lambda _: False,
         room: Callable[[], int] = lambda: 0,
         renew: Callable[[], bool] = lambda: True,
+        copy: CopyCells | None = None,
     ) -> None:
         super().__init__()
         self.block_size = block_size
@@ -87,6 +87,7 @@ class Kept(Changing):
         self._holds: dict[int, Hold] = {}
         self._tail_bytes = 0
         self._twice_bytes = 0  # of states that a tail and a checkpoint have in common
+        self._pieces = Pieces(copy)
         self._fixed_bytes = min(FIXED_BYTES, max_bytes // 16)
         self._more_bytes, self._room = other_bytes, room
         self.stored = self.removed = self.n_checkpoints = 0
@@ -118,7 +119,7 @@ class Kept(Changing):
 
     def _other_bytes(self) -> int:
         in_use = sum(size for _, size in self._in_use.copy().values()) if self._in_use else 0
-        tails = self._tail_bytes - self._twice_bytes
+        tails = self._tail_bytes - self._twice_bytes - self._pieces.saved
         return self._fixed_bytes + tails + in_use + self._more_bytes() + self._room()
 
     def block_cost(self, cell_bytes: int) -> int:
@@ -151,7 +152,7 @@ class Kept(Changing):
 
     def _count_while_used(self, things: Iterable[Any]) -> None:
         """Count what is to be dropped for as long as something else refers to it."""
-        for thing in things:
+        for thing in arrays_of(things):
             key = id(thing)
             with contextlib.suppress(TypeError):  # None, or nothing that can be watched
                 # No interrupt can come in the middle of this callback.
@@ -160,8 +161,13 @@ class Kept(Changing):
 
     def _count_as_kept(self, things: Iterable[Any]) -> None:
         """Count what is to be kept, perhaps again, no more because somebody uses it."""
-        for thing in things:
+        for thing in arrays_of(things):
             self._in_use.pop(id(thing), None)
+
+    def _leave(self, things: Iterable[Any]) -> None:
+        """Let go of cells and states that were kept."""
+        for thing in things:
+            self._count_while_used(self._pieces.leave(thing))
 
     def _repair(self) -> None:
         """Keep what is whole of what a call has left that was cut short."""
@@ -177,6 +183,9 @@ class Kept(Changing):
         for run, tokens in tails:
             self._tails_at.setdefault(run, TokenKeys())[tokens] = tails[run, tokens]
         self._tail_bytes = sum(tail.nbytes for tail in tails.values())
+        cells = [payload for run in runs for payload in run.payloads]
+        cells += [tail.buffer for tail in tails.values()]
+        self._count_while_used(self._pieces.count_again(cells))
         self._twice_bytes = 0
         for run in self._tails_at:
             self._count_twice(run)
@@ -187,8 +196,7 @@ class Kept(Changing):
                 run.parent = None
         self.n_checkpoints = sum(run.is_checkpoint for run in runs)
         self.removed = self.stored - tree.n_blocks
-        for run in runs:
-            self._count_as_kept(run.payloads)
+        self._count_as_kept(cells)
         for tail in tails.values():
             self._count_as_kept(parts_of(tail))
         tree.renew_policy(runs)
@@ -251,7 +259,7 @@ class Kept(Changing):
     def _forget(self, key: tuple[Run, bytes]) -> None:
         run, tokens = key
         tail = self._tails[key]
-        self._count_while_used(parts_of(tail))
+        self._leave(parts_of(tail))
         if not tokens:
             self._count_twice(run, -1)
             self._count_as_kept(self._shared_at(run))
@@ -274,7 +282,7 @@ class Kept(Changing):
             return
         for tokens in list(self._tails_at.get(run, ())):
             self._forget((run, tokens))
-        self._count_while_used(run.payloads[first:])
+        self._leave(run.payloads[first:])
         # Blocks without bytes were never stored: the budget had no room for them.
         names = [
             name

@@ -10,7 +10,8 @@ import numpy as np
 
 from pykvcache._native import lib
 from pykvcache.errors import KvCacheError
-from pykvcache.prefix.gather import Block, Gathered, gather
+from pykvcache.prefix.gather import Gathered, gather
+from pykvcache.prefix.pieces import Block, cut
 from pykvcache.prefix.tiers.fetch import Fetch
 from pykvcache.prefix.tiers.rule import next_part
 from pykvcache.prefix.tiers.speeds import EvaluationTime
@@ -171,14 +172,3 @@ class Meeting:
         if len(buffer) and not native.get_block(cells.live_id, 0, n, buffer):
             return []
         return [(buffer, n, n)]
-
-
-def cut(blocks: list[Block], n: int) -> list[Block]:
-    """Return the blocks up to n cells."""
-    found: list[Block] = []
-    for buffer, cells, used in blocks:
-        if n <= 0:
-            break
-        found.append((buffer, cells, min(used, n)))
-        n -= used
-    return found

@@ -12,6 +12,7 @@ from pykvcache._drawing.tree import Bar, draw_tree
 from pykvcache.context import LlamaContext
 from pykvcache.prefix.kept import parts_of
 from pykvcache.prefix.options import as_namespace
+from pykvcache.prefix.pieces import taken
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.runs import Run
 from pykvcache.sequence.pool import SequencePool
@@ -122,7 +123,7 @@ def _words(node: TreeNode) -> str:
 
 
 def _bytes_of(things: Iterable[Any]) -> int:
-    return sum(thing.nbytes for thing in things if thing is not None)
+    return sum(taken(thing) for thing in things if thing is not None)
 
 
 class OutlineMethods:

@@ -19,7 +19,7 @@ from pykvcache.prefix.below import TierMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
 from pykvcache.prefix.gather import gather, is_good
 from pykvcache.prefix.options import as_namespace, as_seconds
-from pykvcache.prefix.ram import Buffer
+from pykvcache.prefix.pieces import Buffer, cut
 from pykvcache.prefix.tiers.fetch import Fetch, Span, Wanted
 from pykvcache.prefix.tiers.tier import GROUP_BYTES
 from pykvcache.sequence.sequence import LlamaSequence
@@ -191,7 +191,7 @@ class PrefetchMethods(TierMethods):
         with self._pool.hold():
             if self._closed:
                 return
-            begin = len(self._ram.full_blocks(tokens, space))
+            begin = self._ram.n_blocks(tokens, space)
             most = self._ram.max_bytes // self._ram.block_cost(self._cell_bytes)
         n = len(tokens) // 4
         names = block_names(self._root_name(space), tokens, 4 * size)[:most]
@@ -250,14 +250,17 @@ class PrefetchMethods(TierMethods):
                     break
                 good.append(buffer)
             text = tokens[: 4 * size * (first + len(good))]
-            known = len(self._ram.full_blocks(text, space))
+            known = self._ram.n_blocks(text, space)
             if known < first:
                 return False  # what was before it had to go
             if known < first + len(good):
                 self._ram.add(
-                    text, space, self._cell_bytes, lambda at, n, _: good[at // size - first :][:n]
+                    text,
+                    space,
+                    self._cell_bytes,
+                    lambda at, n, _, __: good[at // size - first :][:n],
                 )
-            kept = len(self._ram.full_blocks(text, space))
+            kept = self._ram.n_blocks(text, space)
             one.n_tokens += size * max(0, kept - known)
         if bad:
             group.tier.discard(bad, refused=True)
@@ -269,11 +272,12 @@ class PrefetchMethods(TierMethods):
         with self._pool.hold():
             if self._closed or self._ctx.is_closed or one._is_cancelled or fetch.end is None:
                 return
-            mine = [(buffer, size, size) for buffer in self._ram.full_blocks(tokens, space)[:depth]]
+            blocks, n_mine = self._ram.full_blocks(tokens, space)
+            mine, n_mine = cut(blocks, depth * size), min(n_mine, depth)
             fetch.n_blocks = depth
-            got = gather(self._native, fetch, mine, len(mine))
+            got = gather(self._native, fetch, mine, n_mine)
             if got is None or got.n < depth * size:
                 return
-            self._promote(tokens, space, got, len(mine), saved=depth * size)
+            self._promote(tokens, space, got, n_mine, saved=depth * size)
             found = self._ram.find(tokens, space, needs_rest=self._needs_rest, is_use=False)
             one.n_tokens = max(one.n_tokens, found.n - fetch.wanted.begin * size)

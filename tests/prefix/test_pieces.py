@@ -186,18 +186,20 @@ def test_cells_that_are_not_there_are_not_copied(make_context: Make) -> None:
     assert not b.any()
 
 
+@pytest.mark.parametrize("size", [16, 128])
 def test_short_beginnings_are_not_worth_it(
-    make_context: Make, monkeypatch: pytest.MonkeyPatch
+    size: int, make_context: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    ctx = make_context("llama", n_ctx=512, n_seq_max=3)
-    with PrefixCache(ctx, block_size=SIZE) as cache:
-        least = -(-pieces._LEAST_BYTES // ctx.native.block_bytes())
-        assert 1 < least < SIZE
+    ctx = make_context("llama", n_ctx=1024, n_seq_max=3)
+    with PrefixCache(ctx, block_size=size) as cache:
+        least = max(-(-pieces._LEAST_BYTES // ctx.native.block_bytes()), size // 16)
+        assert 1 < least < size
+        trunk = words(8, 2 * size)
         for n, is_shared in ((least - 1, False), (least, True)):
             cache.clear()
             for seed in (1, 2):
-                use(cache, TRUNK[: SIZE + n] + words(seed, SIZE))
+                use(cache, trunk[: size + n] + words(seed, size))
             assert (cache._ram._pieces.saved > 0) is is_shared
 
 

@@ -30,8 +30,9 @@ Block = tuple[Buffer, int, int]
 #: with tracemalloc (tests/prefix/test_pieces.py).
 _JOINED_BYTES, _PART_BYTES, _PIECE_BYTES = 160, 90, 240
 
-#: What must be saved so that the copying pays.
-_LEAST_BYTES = 2048
+#: What must be saved so that it pays: so many bytes, and such a part of a block. Prompts that have
+#: nothing in common often begin with the same token or two of a template.
+_LEAST_BYTES, _LEAST_PART = 2048, 1 / 16
 
 
 #: Copies cells between blocks: `pykvcache._native.lib.BlockLayout.copy_cells`.
@@ -111,11 +112,11 @@ class Pieces:
         self._copy = copy
         self.saved = 0
 
-    def least(self, n: int, cell_bytes: int) -> int:
-        """Return how many of n cells must be equal so that it pays; more than n: it never does."""
+    def least(self, block_size: int, cell_bytes: int) -> int:
+        """Return how many cells must be equal so that it pays; more than a block: it never does."""
         if self._copy is None or not cell_bytes:
-            return n + 1
-        return -(-_LEAST_BYTES // cell_bytes)
+            return block_size + 1
+        return max(-(-_LEAST_BYTES // cell_bytes), int(_LEAST_PART * block_size))
 
     def join(
         self, mine: Buffer, n: int, theirs: Cells, n_theirs: int, same: int

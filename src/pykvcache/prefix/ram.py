@@ -155,7 +155,7 @@ class RamTier(Finding):
 
         None where no other shares so many that it pays. ``n``: how many tokens are given.
         """
-        least = self._pieces.least(n, cell_bytes)
+        least = self._pieces.least(self.block_size, cell_bytes)
         if least > n:
             return None
         key, same = run.children.alike(tokens, least)

@@ -31,17 +31,20 @@ def enough(groups: dict[str, Rows]) -> Verdict:
 
 def stored_once(groups: dict[str, Rows]) -> Verdict:
     """At most 1.05 of the bytes without duplicates."""
-    text = "the same, chat: at most 1.05 of the bytes of its different tokens"
-    row = groups.get("reuse", {}).get("chat, plenty of RAM")
-    if row is None or US not in row.samples:
+    text = "the same: at most 1.05 of the bytes of their different tokens"
+    shares, words = {}, []
+    for name, row in groups.get("reuse", {}).items():
+        if not name.endswith("plenty of RAM") or US not in row.samples:
+            continue
+        least = noted(row, "distinct") * noted(row, "cell_bytes")
+        work = name.split(",")[0]
+        shares[f"{work} {noted(row, 'bytes') / least:.3f}"] = noted(row, "bytes") / least
+        for who, taken in row.notes["bytes"].items():
+            words.append(f"{work}, {who}: {taken / 2**20:.1f} of {least / 2**20:.1f} MiB")
+    if not shares:
         return Verdict("reuse_bytes", text, "-", None)
-    least = noted(row, "distinct") * noted(row, "cell_bytes")
-    share = noted(row, "bytes") / least
-    figure = f"{share:.3f}: {noted(row, 'bytes') / 2**20:.1f} of {least / 2**20:.1f} MiB"
-    for who, taken in row.notes["bytes"].items():
-        if who != US:
-            figure += f"; {who} {taken / 2**20:.1f} MiB"
-    return Verdict("reuse_bytes", text, figure, share <= 1.05)
+    figure = "; ".join([", ".join(shares), *words])
+    return Verdict("reuse_bytes", text, figure, max(shares.values()) <= 1.05)
 
 
 def small(groups: dict[str, Rows]) -> Verdict:

@@ -48,6 +48,7 @@ def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None
         assert ram._tails_at[run][tokens] is tail
     assert sum(map(len, ram._tails_at.values())) == len(ram._tails)
     assert ram._tail_bytes == sum(tail.nbytes for tail in ram._tails.values())
+    assert ram._shared_bytes == sum(tail.shared for tail in ram._tails.values())
     points = {id(run.payloads[0]) for run in runs if run.is_checkpoint}
     rests = [tail.rest for tail in ram._tails.values() if tail.rest is not None]
     assert ram._twice_bytes == sum(rest.nbytes for rest in rests if id(rest) in points)
@@ -91,7 +92,7 @@ def check_pieces(cache: PrefixCache, joined: list[Joined]) -> None:
             used.setdefault(piece, []).append(count)
     for piece, counts in used.items():
         buffer, n = piece.data
-        assert sorted(piece.used) == sorted(counts), "used by others than there are"
+        assert piece.used == Counter(counts), "used by others than there are"
         assert n == max(counts), "cells that nobody uses"
         assert buffer.nbytes == n * cell
         saved -= buffer.nbytes + pieces._PIECE_BYTES

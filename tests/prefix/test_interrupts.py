@@ -40,11 +40,11 @@ def words(seed: int, n: int) -> list[int]:
     return found
 
 
-def places(n: int) -> list[int]:
+def places(n: int, most: int = PLACES) -> list[int]:
     """Return some places of n, or all."""
-    if not PLACES:
+    if not most:
         return list(range(1, n + 1))
-    return np.random.default_rng(n).choice(np.arange(1, n + 1), min(n, PLACES), False).tolist()
+    return np.random.default_rng(n).choice(np.arange(1, n + 1), min(n, most), False).tolist()
 
 
 TRUNK = words(1, 60)
@@ -60,19 +60,21 @@ PROMPTS = [
 class Bench:
     """A cache that was used, something that is interrupted, and what must be true after it."""
 
+    prompts, size = PROMPTS, SIZE
+
     def __init__(
         self, ctx: LlamaContext, name: str, fresh: Fresh, folder: Path, **options: Any
     ) -> None:
         self.ctx, self.name, self.fresh, self.folder = ctx, name, fresh, folder
-        self.cache = PrefixCache(ctx, block_size=SIZE, **options)
+        self.cache = PrefixCache(ctx, block_size=self.size, **options)
         self.heard: list[CacheEvent] = []
         self.cache.events.subscribe(self.heard.append)
-        for prompt in PROMPTS[:3]:
+        for prompt in self.prompts[:3]:
             self.use(prompt)
-        self.use(PROMPTS[3], "b")
+        self.use(self.prompts[3], "b")
         self.open = self.cache.sequence(TRUNK)
         self.open.logits()
-        self.pin = self.cache.pin(PROMPTS[1])
+        self.pin = self.cache.pin(self.prompts[1])
         if self.cache.has_tiers:
             assert self.cache.flush(60)
 
@@ -90,14 +92,14 @@ class Bench:
         gc.collect()
         if not cache.is_closed:
             check_accounts(cache, self.heard)
-            for prompt in PROMPTS:
+            for prompt in self.prompts:
                 self.use(prompt)
             if not self.open.is_closed:
                 self.check(self.open.logits(), self.open.tokens.tolist())
             self.open.close()
             for pin in list(cache._pins._pins):
                 pin.release()
-            self.use(PROMPTS[1], "b")
+            self.use(self.prompts[1], "b")
             check_accounts(cache, self.heard)
             assert cache.stats().ram_bytes <= cache.stats().max_ram_bytes
             assert not any(run.held for run in cache._ram.tree.runs())
@@ -105,7 +107,7 @@ class Bench:
             with cache._pool.hold():
                 cache._ram.tree.shrink(0)
             assert not list(cache._ram.tree.runs())
-            self.use(PROMPTS[0])
+            self.use(self.prompts[0])
             cache.clear()
             check_accounts(cache, self.heard)
             assert not cache.stats().ram_blocks
@@ -185,6 +187,46 @@ def write(bench: Bench) -> None:
     bench.cache.flush(60)
 
 
+def evict(bench: Bench) -> None:
+    """All leaves that may; a change, as when a budget is exceeded."""
+    ram = bench.cache._ram
+    had, ram.tree._max_bytes = ram.tree.max_bytes, 0
+    try:
+        with bench.cache._pool.hold():
+            ram.fit()
+    finally:
+        ram.tree._max_bytes = had
+
+
+def branch(bench: Bench) -> None:
+    """Prompts that part in the middle of blocks, also where no other did."""
+    for prompt in (TRUNK[:42] + words(9, 20), TRUNK[:56] + words(10, 3), TRUNK[:12] + words(11, 2)):
+        with bench.cache.sequence(prompt) as one:
+            one.logits()
+
+
+class Branches(Bench):
+    """As `Bench`, with prompts that share beginnings of blocks and of tails."""
+
+    prompts, size = (
+        [
+            TRUNK[:40] + words(2, 30),
+            TRUNK[:40] + words(3, 30),
+            TRUNK[:44] + words(4, 30),
+            TRUNK[:35] + words(5, 30),
+            TRUNK[:35] + words(5, 3) + words(6, 5),
+            TRUNK[:52] + words(7, 5),
+        ],
+        16,
+    )
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        for prompt in self.prompts[3:]:
+            self.use(prompt)
+        assert self.cache._ram._pieces.saved > 0
+
+
 ACTIONS: dict[str, Callable[[Bench], object]] = {
     "sequence": sequence,
     "repeat": repeat,
@@ -206,7 +248,7 @@ TIERS: dict[str, Callable[[Bench], object]] = {
 }
 
 
-def sweep(make: Callable[[], Bench], action: Callable[[Bench], object]) -> None:
+def sweep(make: Callable[[], Bench], action: Callable[[Bench], object], most: int = PLACES) -> None:
     """Interrupt something everywhere."""
 
     def attempt(place: int) -> int:
@@ -219,7 +261,7 @@ def sweep(make: Callable[[], Bench], action: Callable[[Bench], object]) -> None:
             raise AssertionError(f"after an interrupt at place {place}") from error
         return interrupt.seen
 
-    for place in places(attempt(0)):
+    for place in places(attempt(0), most):
         attempt(place)
 
 
@@ -232,6 +274,16 @@ def test_a_cache_goes_on_after_an_interrupt(
     ram_bytes = 24 * SIZE * max(64, ctx.native.block_bytes()) + 90_000
     options = {"ram_bytes": ram_bytes, "policy": "lru"}
     sweep(lambda: Bench(ctx, name, fresh_logits, tmp_path, **options), ACTIONS[what])
+
+
+@pytest.mark.parametrize("what", ["branch", "evict", "clear", "close all"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_branches_share_is_right_after_an_interrupt(
+    name: str, what: str, make_context: Make, fresh_logits: Fresh, tmp_path: Path
+) -> None:
+    ctx = make_context(name, n_ctx=512, n_seq_max=3)
+    action = {"branch": branch, "evict": evict}.get(what) or ACTIONS[what]
+    sweep(lambda: Branches(ctx, name, fresh_logits, tmp_path), action, 3 * PLACES)
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "hit-density", "s3fifo", "slru", "cost-aware"])

@@ -15,6 +15,8 @@ from pykvcache import LlamaContext, PrefixCache
 from pykvcache.errors import ArgumentError
 from pykvcache.prefix import pieces
 from pykvcache.prefix.pieces import Buffer, Cells, Joined, Pieces, arrays_of
+from pykvcache.prefix.policies import LRU
+from pykvcache.prefix.runs import Run
 from pykvcache.prefix.stores import MemoryStore
 
 Make = Callable[..., LlamaContext]
@@ -250,7 +252,9 @@ def test_pieces_are_cut_when_what_used_most_of_them_leaves() -> None:
         cells: dict[int, Cells] = {0: texts[0]}
         for i, (other, same) in enumerate([(0, 10), (1, 13), (0, 4)], 1):
             n = len(texts[other])
-            cells[i], cells[other] = shared.join(texts[i], len(texts[i]), cells[other], n, same)
+            cells[i], cells[other] = shared.join(
+                texts[i][same:], len(texts[i]), cells[other], n, same
+            )
         for gone in order:
             shared.leave(cells.pop(gone))
             for i, left in cells.items():
@@ -259,3 +263,85 @@ def test_pieces_are_cut_when_what_used_most_of_them_leaves() -> None:
                 for piece, _ in left.parts:
                     assert piece.data[1] == max(piece.used)
         assert shared.saved == 0
+
+
+class Raising(LRU):
+    """Raises once as a block leaves."""
+
+    is_due = False
+
+    def removing(self, run: Run, n_blocks: int) -> None:
+        if self.is_due:
+            self.is_due = False
+            raise RuntimeError("not now")
+        super().removing(run, n_blocks)
+
+
+def test_a_policy_that_raises_as_a_shared_block_leaves(make_context: Make) -> None:
+    ctx = make_context("llama", n_ctx=512, n_seq_max=3)
+    policy = Raising()
+    with PrefixCache(ctx, block_size=SIZE, policy=policy) as cache:
+        for prompt in BRANCHES:
+            use(cache, prompt)
+        policy.is_due = True
+        with pytest.raises(RuntimeError, match="not now"):
+            cache.clear()
+        cache.stats()
+        check_accounts(cache)
+        for prompt in BRANCHES:
+            use(cache, prompt)
+        check_accounts(cache)
+        cache.clear()
+        assert not cache.stats().ram_blocks
+
+
+def test_no_memory_for_a_piece_is_no_error(
+    make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore(max_bytes=1 << 24)
+    ctx = make_context("llama", n_ctx=512, n_seq_max=3)
+    prompts = [TRUNK[:24] + words(seed, 8) for seed in (2, 3)]
+    with PrefixCache(ctx, block_size=SIZE, tiers=[store]) as cache:
+        for prompt in prompts:
+            use(cache, prompt)
+        assert cache.flush(60)
+
+    def fail(*_: object) -> Buffer:
+        raise MemoryError
+
+    with PrefixCache(ctx, block_size=SIZE, tiers=[store], tier_seconds=60) as cache:
+        cache.sequence(prompts[0]).close()
+        with monkeypatch.context() as patch:
+            patch.setattr(Pieces, "part", fail)
+            with cache.sequence(prompts[1]) as sequence:
+                assert sequence.reuse.evaluated == 1
+        check_accounts(cache)
+        assert cache.stats().ram_blocks == 3
+        assert not cache._ram._pieces.saved
+
+
+def test_what_a_parked_sequence_took_from_a_tier_counts(make_context: Make) -> None:
+    store = MemoryStore(max_bytes=1 << 24)
+    ctx = make_context("llama", n_ctx=512, n_seq_max=3)
+    prompts = [TRUNK[:24] + words(seed, 8) for seed in range(2, 8)]
+    with PrefixCache(ctx, block_size=SIZE, tiers=[store]) as cache:
+        for prompt in prompts:
+            use(cache, prompt)
+        assert cache.flush(60)
+    with PrefixCache(ctx, block_size=SIZE, tiers=[store], tier_seconds=60) as cache:
+        sequences = [cache.sequence(prompt) for prompt in prompts]  # parked on what was loaded
+        used = sum(size for _, size in cache._ram._in_use.values())
+        assert used == (len(prompts) - 1) * SIZE * ctx.native.block_bytes()
+        for sequence in sequences:
+            sequence.close()
+        assert not cache._ram._in_use
+
+
+def test_tails_count_towards_their_quarter_without_what_they_share(make_context: Make) -> None:
+    ctx = make_context("llama", n_ctx=512, n_seq_max=3)
+    cell = ctx.native.block_bytes()
+    with PrefixCache(ctx, block_size=64, ram_bytes=4 * 50 * (8 * cell + 2_000)) as cache:
+        for seed in range(50):
+            use(cache, TRUNK[:50] + words(seed, 5))
+        assert len(cache._ram._tails) == 50
+        check_accounts(cache)

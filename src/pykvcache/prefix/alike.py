@@ -60,14 +60,14 @@ class TokenKeys(dict[bytes, V]):
         return best, max(most, 0)
 
     def alike(self, tokens: bytes, least: int) -> tuple[bytes, int]:
-        """Return the other key that shares most leading tokens with one, and how many.
+        """Return the key that shares most leading tokens with others, and how many; not the same.
 
-        ``least``: b"" and 0 where all share fewer.
+        b"" and 0 where no key shares ``least`` of them.
         """
         order = self._order()
         at = bisect_left(order, tokens)
         best, most = b"", 0
-        for key in order[max(0, at - 1) : at + 2]:
+        for key in order[max(0, at - 1) : at + 2]:  # before them, the same, or after them
             if key != tokens and key.startswith(tokens[: 4 * least]) and len(key) >= 4 * least:
                 same = common_tokens(key, tokens)
                 if same > most:

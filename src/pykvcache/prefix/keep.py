@@ -150,13 +150,16 @@ class KeepMethods:
     def _take_out(
         self, seq_id: int, first: int, n_blocks: int, n_tail: int, skip: int = 0
     ) -> list[Buffer]:
-        """Copy blocks and the cells after them; each has memory of its own, to be freed alone."""
+        """Copy blocks and the cells after them; each has memory of its own, to be freed alone.
+
+        ``skip``: without so many cells at the beginning.
+        """
         size, cell = self._block_size, self._cell_bytes
         if skip:
             n = (size if n_blocks else n_tail) - skip
             begun = self._reserve.arrays(cell * n, 1)
-            if n and not self._native.get_blocks(seq_id, first + skip, n, begun):
-                raise UnsupportedOperation("PrefixCache", "cells of the sequence are not there")
+            if not self._native.get_blocks(seq_id, first + skip, n, begun):
+                raise _missing()
             begun[0].setflags(write=False)
             if n_blocks:
                 begun += self._take_out(seq_id, first + size, n_blocks - 1, n_tail)
@@ -167,7 +170,11 @@ class KeepMethods:
         if not found or not self._cell_bytes:
             return found
         if not self._native.get_blocks(seq_id, first, size, found, n_tail or None):
-            raise UnsupportedOperation("PrefixCache", "the cells of the sequence are not all there")
+            raise _missing()
         for buffer in found:
             buffer.setflags(write=False)  # its values are not looked at again
         return found
+
+
+def _missing() -> UnsupportedOperation:
+    return UnsupportedOperation("PrefixCache", "the cells of the sequence are not all there")

@@ -17,7 +17,7 @@ from pykvcache._fork import watch_forks
 from pykvcache.prefix.alike import TokenKeys
 from pykvcache.prefix.changes import Changing, change
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
-from pykvcache.prefix.pieces import Buffer, Cells, CopyCells, Pieces, arrays_of
+from pykvcache.prefix.pieces import Buffer, Cells, CopyCells, Joined, Pieces, arrays_of, is_whole
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.repair import rebuild
 from pykvcache.prefix.runs import Run
@@ -53,8 +53,13 @@ class Tail:
     row: npt.NDArray[np.float32] | None
 
     @property
+    def shared(self) -> int:
+        """Bytes of it that others had already when it came."""
+        return self.buffer.shared if isinstance(self.buffer, Joined) else 0
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of everything that it keeps."""
+        """Bytes of everything that it would keep if it shared nothing."""
         rest = self.rest.nbytes if self.rest is not None else 0
         row = self.row.nbytes if self.row is not None else 0
         return len(self.tokens) + self.buffer.nbytes + rest + row + RUN_BYTES
@@ -85,7 +90,7 @@ class Kept(Changing):
         self._tails_at: dict[Run, TokenKeys[Tail]] = {}
         self._in_use: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._holds: dict[int, Hold] = {}
-        self._tail_bytes = 0
+        self._tail_bytes = self._shared_bytes = 0
         self._twice_bytes = 0  # of states that a tail and a checkpoint have in common
         self._pieces = Pieces(copy)
         self._fixed_bytes = min(FIXED_BYTES, max_bytes // 16)
@@ -176,13 +181,16 @@ class Kept(Changing):
         roots = {run for run, _ in tails if run.namespace is not None}
         runs = rebuild(tree, roots)
         there = {*runs, *tree.roots()}
-        for run, tokens in [key for key in tails if key[0] not in there]:
+        for run, tokens in [
+            key for key, tail in tails.items() if key[0] not in there or not is_whole(tail.buffer)
+        ]:
             self._count_while_used(parts_of(tails[run, tokens]))
             del tails[run, tokens]
         self._tails_at = {}
         for run, tokens in tails:
             self._tails_at.setdefault(run, TokenKeys())[tokens] = tails[run, tokens]
         self._tail_bytes = sum(tail.nbytes for tail in tails.values())
+        self._shared_bytes = sum(tail.shared for tail in tails.values())
         cells = [payload for run in runs for payload in run.payloads]
         cells += [tail.buffer for tail in tails.values()]
         self._count_while_used(self._pieces.count_again(cells))
@@ -268,6 +276,7 @@ class Kept(Changing):
         if not here:
             del self._tails_at[run]
         self._tail_bytes -= tail.nbytes
+        self._shared_bytes -= tail.shared
         if run.namespace is not None:
             self.tree.release(run)
 

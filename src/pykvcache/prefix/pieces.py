@@ -28,12 +28,11 @@ Block = tuple[Buffer, int, int]
 
 #: Overhead in bytes of what consists of pieces, of each that it uses, and of a piece: measured
 #: with tracemalloc (tests/prefix/test_pieces.py).
-_JOINED_BYTES, _PART_BYTES, _PIECE_BYTES = 160, 90, 240
+_JOINED_BYTES, _PART_BYTES, _PIECE_BYTES = 160, 100, 320
 
-#: What must be saved so that it pays: so many bytes, and such a part of a block. Prompts that have
-#: nothing in common often begin with the same token or two of a template.
-_LEAST_BYTES, _LEAST_PART = 2048, 1 / 16
-
+#: What must be saved so that it pays: so many bytes, and one of so many parts of a block. Prompts
+#: that have nothing in common often begin with the same token or two of a template.
+_LEAST_BYTES, _LEAST_PART = 2048, 16
 
 #: Copies cells between blocks: `pykvcache._native.lib.BlockLayout.copy_cells`.
 CopyCells = Callable[[Buffer, int, int, Buffer, int], None]
@@ -47,14 +46,14 @@ class Piece:
     data
         The bytes, and how many cells they are; replaced, never changed.
     used
-        How many cells each of those that share it uses.
+        By a number of cells: how many of those that share it use so many.
     """
 
     __slots__ = ("data", "used")
 
     def __init__(self, buffer: Buffer, n: int) -> None:
         self.data = buffer, n
-        self.used: list[int] = []
+        self.used: dict[int, int] = {}
 
 
 class Joined:
@@ -65,14 +64,22 @@ class Joined:
     parts
         Pieces in their order, and how many cells of each count.
     nbytes
-        What it would take alone.
+        Bytes of all its cells, as if it shared none.
+    shared
+        Bytes of those that others had already when it came.
     """
 
-    __slots__ = ("nbytes", "parts")
+    __slots__ = ("nbytes", "parts", "shared")
 
-    def __init__(self, parts: tuple[tuple[Piece, int], ...], nbytes: int) -> None:
+    def __init__(self, parts: tuple[tuple[Piece, int], ...], nbytes: int, shared: int = 0) -> None:
         self.parts = parts
         self.nbytes = nbytes
+        self.shared = shared
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its cells are there: an interrupt may have come as it left."""
+        return all(count <= piece.data[1] for piece, count in self.parts)
 
     @property
     def overhead(self) -> int:
@@ -116,18 +123,16 @@ class Pieces:
         """Return how many cells must be equal so that it pays; more than a block: it never does."""
         if self._copy is None or not cell_bytes:
             return block_size + 1
-        return max(-(-_LEAST_BYTES // cell_bytes), int(_LEAST_PART * block_size))
+        return max(-(-_LEAST_BYTES // cell_bytes), block_size // _LEAST_PART)
 
     def join(
-        self, mine: Buffer, n: int, theirs: Cells, n_theirs: int, same: int
-    ) -> tuple[Cells, Cells]:
-        """Share the first cells, which are equal; return what is to be kept in place of both.
+        self, rest: Buffer, n: int, theirs: Cells, n_theirs: int, same: int
+    ) -> tuple[Joined, Joined]:
+        """Share the first of n cells, which are equal; return what is to be kept in place of both.
 
-        ``mine``: all n cells, or without these.
+        ``rest``: those after them.
         """
-        size = theirs.nbytes // n_theirs * n
-        if mine.nbytes == size and n > same:
-            mine = self._part(mine, n, same, n - same)
+        cell = theirs.nbytes // n_theirs
         if not isinstance(theirs, Joined):
             theirs = self._add(Joined(((Piece(theirs, n_theirs), n_theirs),), theirs.nbytes))
         parts: list[tuple[Piece, int]] = []
@@ -137,10 +142,11 @@ class Pieces:
                 parts.append((piece, min(left, count)))
             left -= count
         if n > same:
-            parts.append((Piece(mine, n - same), n - same))
-        return self._add(Joined(tuple(parts), size)), theirs
+            parts.append((Piece(rest, n - same), n - same))
+        return self._add(Joined(tuple(parts), cell * n, cell * same)), theirs
 
-    def _part(self, buffer: Buffer, n: int, first: int, count: int) -> Buffer:
+    def part(self, buffer: Buffer, n: int, first: int, count: int) -> Buffer:
+        """Return a copy of some of n cells."""
         part = np.empty(buffer.nbytes // n * count, np.uint8)
         assert self._copy is not None
         self._copy(buffer, first, count, part, 0)
@@ -152,20 +158,23 @@ class Pieces:
         for piece, count in joined.parts:
             if not piece.used:
                 self.saved -= piece.data[0].nbytes + _PIECE_BYTES
-            piece.used.append(count)
+            piece.used[count] = piece.used.get(count, 0) + 1
         return joined
 
     def leave(self, cells: Any) -> list[Any]:
         """Let go of cells, or of anything else that was kept; return the memory that goes with it.
 
-        Of a piece that others use less of, what they do not use goes.
+        What others use less of is cut. If that is all that was done when an interrupt comes, the
+        cells are not whole any more.
         """
         if not isinstance(cells, Joined):
             return [cells]
         self.saved -= cells.nbytes - cells.overhead
         gone = []
         for piece, count in cells.parts:
-            piece.used.remove(count)
+            piece.used[count] -= 1
+            if not piece.used[count]:
+                del piece.used[count]
             if piece.used:
                 gone += self._shorten(piece)
             else:
@@ -179,7 +188,7 @@ class Pieces:
         if most == n:
             return []
         try:
-            piece.data = self._part(buffer, n, 0, most), most
+            piece.data = self.part(buffer, n, 0, most), most
         except MemoryError:
             return []  # it counts as long as it is
         self.saved += buffer.nbytes - piece.data[0].nbytes
@@ -190,7 +199,7 @@ class Pieces:
         joined = [cells for cells in kept if isinstance(cells, Joined)]
         pieces = {piece for cells in joined for piece, _ in cells.parts}
         for piece in pieces:
-            piece.used = []
+            piece.used = {}
         self.saved = 0
         for cells in joined:
             self._add(cells)
@@ -218,10 +227,15 @@ def arrays_of(things: Iterable[Any]) -> Iterator[Any]:
             yield thing
 
 
+def is_whole(cells: Any) -> bool:
+    """Whether cells, or something else that is kept, are there."""
+    return cells.is_whole if isinstance(cells, Joined) else cells is not None
+
+
 def taken(cells: Any) -> int:
     """Return the bytes that cells take; of a piece, their share."""
     if isinstance(cells, Joined):
-        return sum(piece.data[0].nbytes // len(piece.used) for piece, _ in cells.parts)
+        return sum(piece.data[0].nbytes // sum(piece.used.values()) for piece, _ in cells.parts)
     return int(cells.nbytes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from pykvcache.prefix.alike import TokenKeys
@@ -15,18 +14,18 @@ from pykvcache.prefix.runs import Run
 
 __all__ = ["Buffer", "RamTier", "Read", "Tail"]
 
-#: Returns the bytes of n blocks, from a token on, and of so many cells after them. So many cells
-#: at the beginning may be left out: the first bytes are then those of the rest.
+#: Returns the bytes of n blocks, from a token on, and of so many cells after them. The last number
+#: says how many cells at the beginning are not needed: it may leave these out.
 Read = Callable[[int, int, int, int], list[Buffer]]
 
 
 class Alike(NamedTuple):
     """What begins like a block or a tail."""
 
+    of: Run | Tail  # the first block of a run, or a tail
     cells: Cells
     n: int  # how many they are
     same: int  # how many leading ones are equal
-    put: Callable[[Cells], object]  # puts others in their place
 
 
 class RamTier(Finding):
@@ -94,34 +93,30 @@ class RamTier(Finding):
     def _insert(
         self, tokens: bytes, namespace: str, cell_bytes: int, read: Read, *, with_tail: bool
     ) -> Run | BaseException | None:
-        tree, step, size = self.tree, self.tree.step, self.block_size
-        run = end = tree.insert(tokens, self.block_cost(cell_bytes), namespace)
-        text = tokens[len(tokens) // step * step :] if with_tail else b""
-        if text:
-            if end is None:
-                end = tree.end_of(tree.match(tokens, namespace))
-            is_next = end.end * step + len(text) == len(tokens)  # else some before it are not kept
-            n_bytes = len(text) // 4 * (cell_bytes + 4) + RUN_BYTES
-            if not is_next or n_bytes > self._most_tails or self._has_tail(end, text):
-                text = b""
+        tree, size = self.tree, self.block_size
+        run = tree.insert(tokens, self.block_cost(cell_bytes), namespace)
+        end, text = run, b""
+        if with_tail:
+            end, text = self._new_tail(run, tokens, namespace, cell_bytes)
         if end is None or (run is None and not text):
             return None
-        n, parent, first = 0, end, text
+        # What is new, and what it follows.
+        n, before, new = 0, end, text
         if run is not None and run.parent is not None:
-            n, parent, first = run.n_blocks, run.parent, run.tokens
-        self._forget_begun(parent, first)
-        n_first = len(first[:step]) // 4
-        alike = self._alike(parent, first[:step], n_first, cell_bytes)
+            n, before, new = run.n_blocks, run.parent, run.tokens[: tree.step]
+        # Before it is looked for what is alike: not for that. Nothing but a tail is lost if the
+        # reading fails.
+        self._forget_begun(before, new)
+        alike = self._alike(before, new, cell_bytes)
+        same = 0 if alike is None else alike.same
         try:
-            payloads: list[Any] = [
-                *read(parent.end * size, n, len(text) // 4, 0 if alike is None else alike.same)
-            ]
+            payloads: list[Any] = [*read(before.end * size, n, len(text) // 4, same)]
         except BaseException as error:  # this takes longest: often an interrupt comes here
             if run is not None:
                 tree.remove(run)
             return error
         if alike is not None:
-            payloads[0] = self._join(payloads[0], n_first, alike)
+            payloads[0] = self._join(payloads[0], len(new) // 4, alike)
         if run is not None:
             self.stored += n  # before they are there: `_repair` counts what is missing
             run.payloads[:] = payloads[:n]
@@ -129,7 +124,25 @@ class RamTier(Finding):
             self._say_stored(run)
         if text:
             self._put_tail(end, Tail(text, payloads[n], None, None))
+        elif alike is not None:
+            tree.fit(end)  # very small pieces may take more than they save
         return run
+
+    def _new_tail(
+        self, run: Run | None, tokens: bytes, namespace: str, cell_bytes: int
+    ) -> tuple[Run, bytes]:
+        """Return the run after whose end a tail comes, and its tokens: none where it is not kept.
+
+        ``run``: the new blocks, if any.
+        """
+        step = self.tree.step
+        end = self.tree.end_of(self.tree.match(tokens, namespace)) if run is None else run
+        text = tokens[len(tokens) // step * step :]
+        is_next = end.end * step + len(text) == len(tokens)  # else some before it are not kept
+        is_small = len(text) // 4 * (cell_bytes + 4) + RUN_BYTES <= self._most_tails
+        if not (text and is_next and is_small) or self._has_tail(end, text):
+            return end, b""
+        return end, text
 
     def _has_tail(self, run: Run, text: bytes) -> bool:
         """Whether a block or a tail after a run begins with some tokens; a tail was used then."""
@@ -150,13 +163,13 @@ class RamTier(Finding):
             if tails[begun].rest is None and tails[begun].row is None:
                 self._forget((run, begun))
 
-    def _alike(self, run: Run, tokens: bytes, n: int, cell_bytes: int) -> Alike | None:
+    def _alike(self, run: Run, tokens: bytes, cell_bytes: int) -> Alike | None:
         """Return the block or tail after a run that shares most leading tokens with another.
 
-        None where no other shares so many that it pays. ``n``: how many tokens are given.
+        None where no other shares so many that it pays.
         """
         least = self._pieces.least(self.block_size, cell_bytes)
-        if least > n:
+        if 4 * least > len(tokens):
             return None
         key, same = run.children.alike(tokens, least)
         here = self._tails_at.get(run)
@@ -164,15 +177,26 @@ class RamTier(Finding):
             begun, in_tail = here.alike(tokens, least)
             if in_tail > same:
                 tail = here[begun]
-                return Alike(tail.buffer, len(begun) // 4, in_tail, partial(_set_cells, tail))
+                return Alike(tail, tail.buffer, len(begun) // 4, in_tail)
         if not same or (block := (child := run.children[key]).payloads[0]) is None:
             return None
-        return Alike(block, self.block_size, same, partial(child.payloads.__setitem__, 0))
+        return Alike(child, block, self.block_size, same)
 
     def _join(self, buffer: Buffer, n: int, alike: Alike) -> Cells:
         """Let n cells share their beginning with others; it may have been left out already."""
-        mine, theirs = self._pieces.join(buffer, n, alike.cells, alike.n, alike.same)
-        alike.put(theirs)
+        rest, same = buffer, alike.same
+        if n > same and buffer.nbytes == alike.cells.nbytes // alike.n * n:
+            try:
+                rest = self._pieces.part(buffer, n, same, n - same)
+            except MemoryError:
+                return buffer
+        mine, theirs = self._pieces.join(rest, n, alike.cells, alike.n, same)
+        if isinstance(alike.of, Tail):
+            alike.of.buffer = theirs
+        else:
+            alike.of.payloads[0] = theirs
+        if rest is not buffer or n == same:
+            self._count_while_used([buffer])  # a sequence may begin with it
         return mine
 
     @change
@@ -214,19 +238,16 @@ class RamTier(Finding):
                 self.tree.hold(run)
             n = len(tail.tokens) // 4
             if n and not isinstance(tail.buffer, Joined):
-                alike = self._alike(run, tail.tokens, n, tail.buffer.nbytes // n)
+                alike = self._alike(run, tail.tokens, tail.buffer.nbytes // n)
                 if alike is not None:
                     tail.buffer = self._join(tail.buffer, n, alike)
             self._tails[run, tail.tokens] = tail
             self._count_as_kept(parts_of(tail))
             self._tails_at.setdefault(run, TokenKeys())[tail.tokens] = tail
             self._tail_bytes += tail.nbytes
+            self._shared_bytes += tail.shared
             if not tail.tokens:
                 self._count_twice(run)
-            while self._tail_bytes > self._most_tails:
+            while self._tail_bytes - self._shared_bytes > self._most_tails:
                 self._forget(next(iter(self._tails)))
             self.tree.fit()
-
-
-def _set_cells(tail: Tail, cells: Cells) -> None:
-    tail.buffer = cells

@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from pykvcache.prefix.alike import TokenKeys
+from pykvcache.prefix.pieces import is_whole
 from pykvcache.prefix.runs import Run
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _follows(run: Run, parent: Run) -> bool:
         and run.start == parent.end
         and (run.is_checkpoint or run._start_key == parent.end_key)
         and n == len(run.payloads) > 0
-        and all(payload is not None for payload in run.payloads)
+        and all(is_whole(payload) for payload in run.payloads)
         and (run.is_checkpoint or len(run.tokens) >= n * run.step)
         and (run._names is None or len(run._names) == n)
     )

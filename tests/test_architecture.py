@@ -69,6 +69,7 @@ MODEL_FREE = {
     "changes",
     "events",
     "match",
+    "pieces",
     "policies",
     "repair",
     "runs",

@@ -58,6 +58,27 @@ def test_what_is_forked_without_an_id(
             assert evaluated(fork) == 0
 
 
+@pytest.mark.parametrize("n", [31, 32, 33, 40])
+def test_a_window_whose_first_cell_others_took(
+    n: int, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """What the next token will not see is free for others as soon as the last one is evaluated."""
+    ctx = make_context("gemma3", n_ctx=2048, n_seq_max=3, n_ubatch=32, swa_full=False)
+    assert ctx.model.n_swa == 32
+    text = words(1, n)
+    with PrefixCache(ctx, block_size=SIZE, checkpoint_bytes=0, ram_bytes=0) as cache:
+        first = cache.sequence(text)
+        assert evaluated(first) == n
+        with cache.sequence(words(2, 600)) as other:  # all cells of the window are used once
+            assert evaluated(other) == 600
+        first.park()
+        for at in (5, n - 2, n - 1):
+            prompt = [*text[:at], *words(at, 4)]
+            with cache.sequence(prompt) as other:
+                assert evaluated(other) == (4 if n == 31 else at + 4)
+                assert apart(other.logits(), fresh_logits("gemma3", prompt)) < 1e-2
+
+
 @pytest.mark.parametrize("case", [c for c in SERVED if c.has_states], ids=str)
 def test_more_blocks_are_in_memory_than_a_tier_has_states_for(
     case: Case, make_context: Make

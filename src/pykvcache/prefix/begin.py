@@ -20,6 +20,7 @@ from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.sequence.cells import Row, SequenceCells
 from pykvcache.sequence.checkpoints import Checkpoint
 from pykvcache.sequence.ledger import Ledger, common_prefix
+from pykvcache.sequence.twins import PutBack, least_cut
 
 if TYPE_CHECKING:
     from pykvcache.prefix.sequence import CachedSequence
@@ -126,7 +127,10 @@ class BeginMethods:
     def _put(self, cells: SequenceCells, found: Found) -> None:
         """Let a sequence begin parked, on blocks that it shares with the cache."""
         native, blocks, rest = self._native, found.blocks, found.rest
-        cells.state = lambda seq_id: native.set_blocks(seq_id, blocks, rest, known_values=True)
+        cells.state = PutBack(
+            lambda seq_id: native.set_blocks(seq_id, blocks, rest, known_values=True),
+            least_cut(found.n, self._ctx.model.n_swa),
+        )
         cells.ledger.n_evaluated = found.n
         if found.below is not None:
             cells.points.add(Checkpoint(*found.below))
@@ -193,10 +197,7 @@ class BeginMethods:
 
     def _is_in_state(self, cells: SequenceCells, n: int) -> bool:
         """Whether a window that is parked has what comes after n tokens sees of it."""
-        if not self._can_cut or cells.seq_id is not None:
-            return False
-        # All that its last token saw, and before one has left the window, all of it.
-        return n == cells.n_held - 1 or cells.n_held <= self._ctx.model.n_swa
+        return self._can_cut and cells.state is not None and n >= cells.state.least
 
     def _difference(
         self, ledger: Ledger, found: Found, near: CachedSequence | None, common: int

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TypeAlias
 
 from pykvcache._native import lib
 
-__all__ = ["PutBack", "Twins", "taken_out"]
+__all__ = ["PutBack", "Twins", "least_cut", "taken_out"]
 
-#: What is kept of a parked sequence: called with an id, it makes the memory hold it there.
-PutBack: TypeAlias = Callable[[int], object]
+
+class PutBack:
+    """What is kept of a parked sequence: called with an id, it makes the memory hold it there.
+
+    Attributes
+    ----------
+    least
+        To how many tokens a window of it can be cut, or more; to fewer the cells are missing.
+    """
+
+    __slots__ = ("__weakref__", "_put", "least")
+
+    def __init__(self, put: Callable[[int], object], least: int) -> None:
+        self._put = put
+        self.least = least
+
+    def __call__(self, seq_id: int) -> None:
+        """Make the memory hold it under an id."""
+        self._put(seq_id)
 
 
 class Twins:
@@ -38,10 +54,24 @@ class Twins:
         return known
 
 
-def taken_out(native: lib.Context, seq_id: int) -> PutBack:
-    """Return what puts a sequence back; a memory without a known layout takes back its own only."""
+def least_cut(n: int, n_swa: int) -> int:
+    """Return to how many of n tokens a window can be cut that has all that its last token saw."""
+    return 1 if n <= n_swa else n - 1
+
+
+def taken_out(native: lib.Context, seq_id: int, n: int, n_swa: int) -> PutBack:
+    """Return what puts a sequence back; a memory without a known layout takes back its own only.
+
+    ``n``: how many tokens it holds.
+    """
+    least = n
+    if native.has_rest:
+        # Other sequences may have taken the cell that its next token will not see.
+        least = least_cut(n, n_swa)
+        if not native.can_resume(seq_id, least):
+            least = n - 1 if least < n - 1 and native.can_resume(seq_id, n - 1) else n
     if not native.has_layout:
         state = native.get_partial_state(seq_id)
-        return lambda dst: native.set_blocks(dst, [], state)
+        return PutBack(lambda dst: native.set_blocks(dst, [], state), least)
     data = native.get_state(seq_id, None)
-    return lambda dst: native.set_state(dst, [data], None)
+    return PutBack(lambda dst: native.set_state(dst, [data], None), least)

@@ -67,6 +67,8 @@ class Server:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            # A reply goes out at once: it would wait until the one before it is acknowledged.
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:

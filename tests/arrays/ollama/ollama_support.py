@@ -97,7 +97,7 @@ def twin(cache: Any) -> Any:
     return copy.deepcopy(cache)
 
 
-def copies_of(cache: Any) -> Callable[[], Any]:
+def copies_of(cache: Any) -> functools.partial[Any]:
     """Return what makes copies of a cache as it is now, many at a fifth of what `twin` costs."""
     try:
         saved = pickle.dumps(cache, -1)
@@ -123,8 +123,23 @@ def picture(cache: Any, sequences: Any = (0, 1), positions: Any = range(9)) -> s
 
     The state "sum" that a recurrent layer goes on from belongs to it.
     """
+    copied = copies_of(cache)
+    if copied.func is pickle.loads:
+        return _picture_of(*copied.args, tuple(sequences), tuple(positions))
+    return _picture(copied, tuple(sequences), tuple(positions))
+
+
+@functools.lru_cache(64)
+def _picture_of(saved: bytes, sequences: tuple[int, ...], positions: tuple[int, ...]) -> str:
+    """An interrupt leaves one of few caches, wherever it comes."""
+    return _picture(functools.partial(pickle.loads, saved), sequences, positions)
+
+
+def _picture(
+    copied: Callable[[], Any], sequences: tuple[int, ...], positions: tuple[int, ...]
+) -> str:
     found: list[Any] = []
-    other = copies_of(cache)()
+    cache, other = copied(), copied()
     for seq in sequences:
         for pos in positions:
             other.start_forward([pos], [seq], reserve=True)
@@ -144,7 +159,7 @@ def picture(cache: Any, sequences: Any = (0, 1), positions: Any = range(9)) -> s
     found.append(room)
     if isinstance(cache, RecurrentCache):
         for seq in sequences:
-            other = copies_of(cache)()
+            other = copied()
             for pos in positions:
                 # What is refused changes nothing, and one position at most is not.
                 with contextlib.suppress(NotSupported, KvCacheFull):

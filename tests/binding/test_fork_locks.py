@@ -119,13 +119,15 @@ def hold():
 
 thread = threading.Thread(target=hold, daemon=True); thread.start(); held.wait()
 
-def is_free(thing, name):
+def taken(*where):
     found = []
     def look():  # another thread, which owns none of them
-        lock = getattr(thing, name)
-        if lock.acquire(blocking=False): found.append(name); lock.release()
+        for thing, name in where:
+            lock = getattr(thing, name)
+            if lock.acquire(blocking=False): lock.release()
+            else: found.append(name)
     other = threading.Thread(target=look); other.start(); other.join()
-    return bool(found)
+    return found
 
 def attempt(kind, place):
     read, write = os.pipe()
@@ -135,14 +137,13 @@ def attempt(kind, place):
     except KeyboardInterrupt: pass
     if os.getpid() != parent:
         signal.alarm(30)
-        still = [name for thing, name in WHERE if not is_free(thing, name)]
-        still += [] if is_free(free, "_lock") and is_free(_fork, "_changing") else ["kept"]
+        still = taken(*WHERE, (free, "_lock"), (_fork, "_changing"))
         still += ["events"] * bool(cache.events._callbacks) + ["change"] * cache._ram.is_busy
         os.write(write, f"{interrupt.seen} {still}".encode())
         os._exit(0)
     os.close(write)
     os.wait()
-    assert is_free(free, "_lock") and is_free(_fork, "_changing"), place
+    assert not taken((free, "_lock"), (_fork, "_changing")), place
     with open(read) as answer: n, still = answer.read().split(" ", 1)
     assert still == "[]", (place, still)
     return int(n)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.forks import run_forked
 from support.models import make_model
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
@@ -44,15 +45,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run(name: str, *args: str | Path, typed: str | None = None) -> subprocess.CompletedProcess[str]:
-    script = str(EXAMPLES / f"{name}.py")
-    return subprocess.run(
-        [sys.executable, "-c", ON_ONE_CPU, script, *map(str, args)],
-        input=typed,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    script = EXAMPLES / f"{name}.py"
+    imports = ("matplotlib.pyplot",) if name == "plot_cache" else ()
+    return run_forked(
+        ["-c", ON_ONE_CPU, script, *args], stdin=typed or "", package=False, imports=imports
     )
 
 
@@ -174,14 +170,7 @@ print(json.dumps([Recording.fed, wanted[: len(Recording.fed)], names["shifts"]])
 
 
 def test_endless_generation_feeds_each_token_once() -> None:
-    script = str(EXAMPLES / "endless_generation.py")
-    result = subprocess.run(
-        [sys.executable, "-c", RECORDED, script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        encoding="utf-8",
-    )
+    result = run_forked(["-c", RECORDED, EXAMPLES / "endless_generation.py"], package=False)
     assert result.returncode == 0, result.stderr
     fed, wanted, shifts = json.loads(result.stdout.splitlines()[-1])
     assert fed == wanted

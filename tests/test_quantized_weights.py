@@ -8,8 +8,6 @@ several recurrent sequences another: hence the child processes.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from support.forks import run_forked
 from support.models import MODELS, _add_key
 
 pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
@@ -95,13 +94,8 @@ def quantized(path: Path, kind: Kind, model: str = NAME, **sizes: int) -> Path:
 def logits(model: Path, folder: Path, code: str = CHILD) -> np.ndarray:
     """Rows from a child process: of a sequence, of its fork, and of a fresh run."""
     out = folder / "logits.npy"
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(model), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_WAIT_POLICY": "passive", "GGML_NO_BACKTRACE": "1"},
-    )
+    env = os.environ | {"GGML_NO_BACKTRACE": "1"}
+    run = run_forked(["-c", code, model, out], env=env, timeout=120)
     assert run.returncode == 0, f"ended with {run.returncode}: {run.stderr[-500:]}"
     rows: np.ndarray = np.load(out)
     assert np.isfinite(rows).all()

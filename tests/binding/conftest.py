@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.forks import run_forked
 from support.models import make_model
 from support.sanitizer import SLOWER
 
@@ -54,6 +55,19 @@ def child() -> Child:
             env=env,
             check=False,
         )
+
+    return run
+
+
+@pytest.fixture
+def forked() -> Child:
+    """As `child`, in a process that need not import the package (`support.forks`)."""
+
+    def run(
+        code: str, *args: object, timeout: float = 30, stdin: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        env = os.environ | {"GGML_NO_BACKTRACE": "1"}
+        return run_forked(["-c", code, *args], stdin=stdin, env=env, timeout=timeout * SLOWER)
 
     return run
 

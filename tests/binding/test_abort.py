@@ -162,7 +162,7 @@ def test_an_encode_can_be_stopped_and_repeated(make_context: Any) -> None:
 
 
 @needs_timers
-def test_a_signal_handler_stops_a_decode_between_its_parts(child: Child, model: Any) -> None:
+def test_a_signal_handler_stops_a_decode_between_its_parts(forked: Child, model: Any) -> None:
     code = """
 import signal, sys
 import numpy as np
@@ -183,12 +183,12 @@ for what in (np.full(8000, 5), batch):
     assert True in said
     assert ctx.kv_cache_seq_pos_max(0) % 64 == 63
 """
-    done = child(code, model("llama").path)
+    done = forked(code, model("llama").path)
     assert_quiet(done)
 
 
 @needs_timers
-def test_ctrl_c_ends_a_long_decode_and_leaves_right_positions(child: Child, model: Any) -> None:
+def test_ctrl_c_ends_a_long_decode_and_leaves_right_positions(forked: Child, model: Any) -> None:
     code = """
 import signal, sys
 import numpy as np
@@ -213,7 +213,7 @@ ctx.decode(tokens[done:done + 64]); some = ctx.logits()
 ctx.clear_kv_cache(); ctx.decode(tokens[:done + 64])
 assert np.abs(some - ctx.logits()).max() < 0.05
 """
-    done = child(code, model("llama").path)
+    done = forked(code, model("llama").path)
     assert_quiet(done)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from support import hostile_templates as hostile
+from support.forks import run_forked
 from support.hostile_templates import loop
 from support.sanitizer import SANITIZED
 
@@ -52,14 +52,8 @@ def outcomes(name: str, *, deep: bool, steps: int, size: int, room: int) -> list
     """Return how the templates of a list end, in a process that must not die of them."""
     if SANITIZED:
         room = 0
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, name, *map(str, (int(deep), steps, size, room))],
-        cwd=TESTS,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    arguments = ["-c", CHILD, name, int(deep), steps, size, room]
+    done = run_forked(arguments, timeout=600, imports=("jinja2",))
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()
 

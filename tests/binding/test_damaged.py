@@ -7,7 +7,6 @@ contained, also on its worker threads; what it divides by is checked before the 
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ DAMAGES = ("mixed", "fields", "cuts", "flips")
 
 def driven(path: Path, folder: Path, damages: tuple[str, ...]) -> dict[str, dict[str, int]]:
     """Run the driver and return how often each outcome was, of each damage."""
-    command = [sys.executable, "-m", "binding.damage_driver", str(path), "--folder", str(folder)]
+    command = ["-m", "binding.damage_driver", str(path), "--folder", str(folder)]
     for damage in damages:
         command += ["--damage", damage]
         if damage in SAMPLE:

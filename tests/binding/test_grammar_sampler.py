@@ -164,10 +164,10 @@ except ValueError as error:
 
 @pytest.mark.parametrize("kind", TOO_DEEP)
 @pytest.mark.parametrize("n", [5, 200_000])
-def test_no_grammar_ends_the_process(child: Child, model: Any, kind: str, n: int) -> None:
+def test_no_grammar_ends_the_process(forked: Child, model: Any, kind: str, n: int) -> None:
     # AddressSanitizer takes terabytes of addresses for itself.
     limited = "free" if SANITIZED else "limited"
-    done = child(IN_A_CHILD, model("llama").path, limited, stdin=TOO_DEEP[kind](n), timeout=20)
+    done = forked(IN_A_CHILD, model("llama").path, limited, stdin=TOO_DEEP[kind](n), timeout=20)
     assert done.returncode == 0, done.stderr[-500:]
     if n > 5 or kind in ("open", "chained", "reversed"):
         assert done.stdout == "refused\n"

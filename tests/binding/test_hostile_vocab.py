@@ -62,23 +62,23 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_vocabulary_that_would_not_be_come_back_from_is_refused(
-    tmp_path: Path, child: Child, what: str
+    tmp_path: Path, forked: Child, what: str
 ) -> None:
     vocab, reason = HOSTILE[what]
-    done = child(LOAD, write_vocab(vocab, tmp_path / "m.gguf"), timeout=20)
+    done = forked(LOAD, write_vocab(vocab, tmp_path / "m.gguf"), timeout=20)
     assert done.returncode == 0, done.stderr[-500:]
     assert "cannot load" in done.stdout
     assert reason.replace("\\\\", "\\") in done.stdout
 
 
-def test_a_vocabulary_of_no_tokens_is_refused(tmp_path: Path, child: Child) -> None:
+def test_a_vocabulary_of_no_tokens_is_refused(tmp_path: Path, forked: Child) -> None:
     # llama.cpp divides by their number. The writer leaves an empty list out.
     path = write_vocab(of("test", b"zzz"), tmp_path / "m.gguf")
     data = path.read_bytes()
     one, none = struct.pack("<IIQQ", 9, 8, 1, 3) + b"zzz", struct.pack("<IIQ", 9, 8, 0)
     assert data.count(one) == 1
     path.write_bytes(data.replace(one, none) + bytes(64))
-    done = child(LOAD, path)
+    done = forked(LOAD, path)
     assert done.returncode == 0, done.stderr[-500:]
     assert "tokenizer.ggml.tokens is empty" in done.stdout
 

@@ -74,26 +74,26 @@ assert repr(ctx.cells()) == repr(held) and (ctx.logits() == logits).all()
 LONG = [("spm", "x"), ("bpe", " "), ("bpe", "Hello world, 123!\n"), ("wpm", "Hello world, 123!\n")]
 
 
-def is_stopped(child: Child, code: str, *args: Any) -> None:
-    done = child(code, *args, timeout=60)
+def is_stopped(forked: Child, code: str, *args: Any) -> None:
+    done = forked(code, *args, timeout=60)
     assert done.returncode == 0, done.stderr[-1000:]
     assert done.stdout == "stopped\n"
 
 
 @pytest.mark.parametrize(("kind", "unit"), LONG)
 def test_one_long_text_can_be_interrupted(
-    tmp_path: Path, child: Child, kind: str, unit: str
+    tmp_path: Path, forked: Child, kind: str, unit: str
 ) -> None:
     path = write_vocab(VOCABS[kind](), tmp_path / "m.gguf")
-    is_stopped(child, TOKENIZE, path, "vocab", unit)
+    is_stopped(forked, TOKENIZE, path, "vocab", unit)
 
 
-def test_many_tokens_on_their_way_to_text_can_be_interrupted(tmp_path: Path, child: Child) -> None:
-    is_stopped(child, DETOKENIZE, write_vocab(VOCABS["bpe"](), tmp_path / "m.gguf"), "vocab")
+def test_many_tokens_on_their_way_to_text_can_be_interrupted(tmp_path: Path, forked: Child) -> None:
+    is_stopped(forked, DETOKENIZE, write_vocab(VOCABS["bpe"](), tmp_path / "m.gguf"), "vocab")
 
 
-def test_a_long_prompt_can_be_interrupted_and_changes_nothing(model: Any, child: Child) -> None:
-    is_stopped(child, GENERATE, model("llama").path, "whole")
+def test_a_long_prompt_can_be_interrupted_and_changes_nothing(model: Any, forked: Child) -> None:
+    is_stopped(forked, GENERATE, model("llama").path, "whole")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in VOCABS if kind != "none"])

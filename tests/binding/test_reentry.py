@@ -78,7 +78,7 @@ def test_an_integer_may_wait_for_a_thread_that_uses_the_context(
 
 
 @needs_timers
-def test_signal_handlers_and_finalizers_may_use_the_context(child: Child, model: Any) -> None:
+def test_signal_handlers_and_finalizers_may_use_the_context(forked: Child, model: Any) -> None:
     code = """
 import gc, signal, sys
 import numpy as np
@@ -103,12 +103,12 @@ signal.setitimer(signal.ITIMER_REAL, 0)
 gc.collect()  # a free-threaded interpreter leaves some for the end, when the context is closed
 assert "busy" in seen, seen
 """
-    done = child(code, model("llama").path, timeout=PATIENCE)
+    done = forked(code, model("llama").path, timeout=PATIENCE)
     assert_quiet(done)
 
 
 @pytest.mark.parametrize("use", ["is_eog", "token_to_piece"])
-def test_an_integer_that_closes_the_model_is_an_error(use: str, child: Child, path: Path) -> None:
+def test_an_integer_that_closes_the_model_is_an_error(use: str, forked: Child, path: Path) -> None:
     code = """
 import sys
 from pykvcache import LlamaModel
@@ -125,7 +125,7 @@ except ClosedError:
     sys.exit(0)
 sys.exit("no error")
 """
-    assert_quiet(child(code, path, use))
+    assert_quiet(forked(code, path, use))
 
 
 @pytest.mark.parametrize("how", ["sequence", "batch", "cache"])

@@ -224,7 +224,7 @@ def test_other_threads_run_during_a_decode(make_context: Any) -> None:
     assert advanced > 10
 
 
-def test_tokens_that_change_during_a_decode_do_no_harm(child: Child, model: Any) -> None:
+def test_tokens_that_change_during_a_decode_do_no_harm(forked: Child, model: Any) -> None:
     code = """
 import sys, threading
 import numpy as np
@@ -248,5 +248,5 @@ for i in range(300):
 stop = True
 thread.join()
 """
-    done = child(code, model("llama").path, timeout=PATIENCE)
+    done = forked(code, model("llama").path, timeout=PATIENCE)
     assert_quiet(done)

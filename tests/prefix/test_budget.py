@@ -18,6 +18,7 @@ from pykvcache import LlamaContext, PrefixCache
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from pykvcache.prefix.ram import RUN_BYTES
 from pykvcache.prefix.stores import MemoryStore
+from support.forks import run_forked
 from support.models import make_model
 from support.sanitizer import SANITIZED
 
@@ -72,13 +73,9 @@ def measured(
     model: Path, sizes: list[int], policies: list[str], limit: int, n: int, child: str = CHILD
 ) -> Any:
     arguments = [str(model), *map(json.dumps, (sizes, policies, limit, n))]
-    done = subprocess.run(
-        [sys.executable, "-c", child, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=1500,  # 33 caches of 600 prompts each, on a busy machine
-    )
+    # 33 caches of 600 prompts each, on a busy machine.
+    done = run_forked(["-c", child, *arguments], timeout=1500)
+    assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 

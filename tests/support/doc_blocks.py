@@ -1,6 +1,6 @@
 """Code blocks of a document, run from top to bottom, and the output that stands after them.
 
-``python tests/support/doc_blocks.py FILE ...`` writes the outputs anew.
+In ``tests``, ``python -m support.doc_blocks FILE ...`` writes the outputs anew.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import doctest
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from support.forks import run_forked
 
 __all__ = ["Block", "agrees", "outputs", "read_blocks"]
 
@@ -53,14 +54,8 @@ def read_blocks(text: str) -> list[Block]:
 def outputs(blocks: list[Block]) -> list[str]:
     """Run blocks in one process, in an empty folder; return what each prints."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-c", RUNNER],
-            input=json.dumps([block.code for block in blocks]),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            cwd=folder,
-        )
+        given = json.dumps([block.code for block in blocks])
+        done = run_forked(["-c", RUNNER], stdin=given, cwd=folder, package=False)
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout)
     return found

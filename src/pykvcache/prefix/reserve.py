@@ -97,10 +97,8 @@ class Reserve:
 
     def arrays(self, size: int, n: int) -> list[Memory]:
         """Return n arrays of so many bytes each, whatever they are."""
-        # Of small ones a memoryview would be a large part. Where much of the budget is free, and no
-        # memory to be used again, nothing will leave soon: to lend takes longer than to get it.
-        has_room = self._limit - self.n_bytes > self.max_bytes
-        if not self._lends(size) or (has_room and not self._free and not _spare):
+        # Of small ones a memoryview would be a large part.
+        if not self._lends(size):
             return [_new(size) for _ in range(n)]
         self._n_asked += n
         if _PER_ASKED * self._n_asked >= len(self._lent):

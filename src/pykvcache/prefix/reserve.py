@@ -97,7 +97,8 @@ class Reserve:
 
     def arrays(self, size: int, n: int) -> list[Memory]:
         """Return n arrays of so many bytes each, whatever they are."""
-        # Of small ones a memoryview would be a large part.
+        # Of small ones a memoryview would be a large part. Others come back here whenever they are
+        # free, so that `wipe` finds them.
         if not self._lends(size):
             return [_new(size) for _ in range(n)]
         self._n_asked += n

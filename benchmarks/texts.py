@@ -223,9 +223,10 @@ REASONS: dict[str, str] = {
     "checksums and a look at their values",
     "tier_writing": "on two processors the thread that writes takes one of them from the decode: 7 ms in all for 4 MiB, at 0.5 % of its "
     "time",
-    "reuse_alone": "once per prompt, whatever the model: 0.1 ms to begin and 0.3 ms to close, and 0.2 to 0.3 ms to copy 0.9 MiB of the story "
-    "model's keys and values into memory that is new to the process (0.05 ms where it is not), which leaves nothing of 1 % of its 21 ms. What is known, names, the tree, events: a few hundred calls, which take "
-    "five times as long after decodes that have emptied the processor's caches as one after the other; compiled with Cython they take as long",
+    "reuse_alone": "once per prompt, whatever the model: 0.2 ms to begin, 0.3 ms to close, and 0.3 ms to copy 0.9 MiB of the story model's "
+    "keys and values into memory that is new to the process, of 43 ms that the prompt takes by itself. What is known, names, the tree, "
+    "events: a few hundred calls, which take five times as long after decodes that have emptied the processor's caches as one after the "
+    "other; compiled with Cython they take as long",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
     "copies": "1 MiB stays in the processor's caches, where finding the cells counts; a load into an empty sequence makes "
     "two tree nodes per cell in llama.cpp's lists of cells (50 ns each): for cells of 2 KiB as long as copying them, which the second "

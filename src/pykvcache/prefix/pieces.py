@@ -18,6 +18,7 @@ __all__ = [
     "arrays_of",
     "blocks_of",
     "cut",
+    "is_whole",
     "taken",
 ]
 

@@ -95,17 +95,18 @@ class RamTier(Finding):
     ) -> Run | BaseException | None:
         tree, size = self.tree, self.block_size
         run = tree.insert(tokens, self.block_cost(cell_bytes), namespace)
-        end, text = run, b""
-        if with_tail:
-            end, text = self._new_tail(run, tokens, namespace, cell_bytes)
+        end, text = run, tokens[len(tokens) // tree.step * tree.step :] if with_tail else b""
+        if text:
+            end = tree.end_of(tree.match(tokens, namespace)) if run is None else run
+            if not self._wants_tail(end, tokens, text, cell_bytes):
+                text = b""
         if end is None or (run is None and not text):
             return None
         # What is new, and what it follows.
         n, before, new = 0, end, text
         if run is not None and run.parent is not None:
             n, before, new = run.n_blocks, run.parent, run.tokens[: tree.step]
-        # Before it is looked for what is alike: not for that. Nothing but a tail is lost if the
-        # reading fails.
+        # First, so that nothing is shared with tails that go. Only they are lost if `read` fails.
         self._forget_begun(before, new)
         alike = self._alike(before, new, cell_bytes)
         same = 0 if alike is None else alike.same
@@ -128,21 +129,11 @@ class RamTier(Finding):
             tree.fit(end)  # very small pieces may take more than they save
         return run
 
-    def _new_tail(
-        self, run: Run | None, tokens: bytes, namespace: str, cell_bytes: int
-    ) -> tuple[Run, bytes]:
-        """Return the run after whose end a tail comes, and its tokens: none where it is not kept.
-
-        ``run``: the new blocks, if any.
-        """
-        step = self.tree.step
-        end = self.tree.end_of(self.tree.match(tokens, namespace)) if run is None else run
-        text = tokens[len(tokens) // step * step :]
-        is_next = end.end * step + len(text) == len(tokens)  # else some before it are not kept
+    def _wants_tail(self, end: Run, tokens: bytes, text: bytes, cell_bytes: int) -> bool:
+        """Whether the last of some tokens are to be kept after a run."""
+        is_next = end.end * self.tree.step + len(text) == len(tokens)  # else some before it left
         is_small = len(text) // 4 * (cell_bytes + 4) + RUN_BYTES <= self._most_tails
-        if not (text and is_next and is_small) or self._has_tail(end, text):
-            return end, b""
-        return end, text
+        return is_next and is_small and not self._has_tail(end, text)
 
     def _has_tail(self, run: Run, text: bytes) -> bool:
         """Whether a block or a tail after a run begins with some tokens; a tail was used then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 
 from benchmarks.harness import Row
@@ -86,21 +87,22 @@ def alone(groups: dict[str, Rows]) -> Verdict:
     """At least 0.99 of the same without a cache."""
     text = "prompts that share nothing: at least 0.99 of the throughput without a cache"
     rows, words, values = groups.get("reuse", {}), [], []
-    for model in ("30M", "story model"):
-        row = rows.get(f"nothing shared, {model}")
+    for model, cache in itertools.product(("30M", "story model"), ("new", "full")):
+        row = rows.get(f"nothing shared, {model}, {cache} cache")
         if row is None or "without" not in row.samples:
             continue
         ratios = row.ratios("without", "with a cache")
         values.append(statistics.median(ratios))
         low, middle, high = (f"{value:.3f}" for value in statistics.quantiles(ratios, n=4))
-        words.append(f"{model} {middle} over {len(ratios)} pairs (quartiles {low} to {high})")
-        own = rows.get(f"nothing shared, {model}, processor")
+        text_of = f"{model}, {cache} cache, {middle} over {len(ratios)} pairs"
+        words.append(f"{text_of} (quartiles {low} to {high})")
+        own = rows.get(f"nothing shared, {model}, {cache} cache, processor")
         if own is not None and (of_own := own.ratios("without", "with a cache")):
             words[-1] += f", by processor time {statistics.median(of_own):.3f}"
         if copies := row.samples.get("copying the blocks"):
             plain = row.median("without")
             floor = plain / (plain + statistics.median(copies))
-            words[-1] += f"; with its blocks copied to new memory, and nothing else, {floor:.3f}"
+            words[-1] += f", copying its blocks alone {floor:.3f}"
     if not words:
         return Verdict("reuse_alone", text, "-", None)
     return Verdict("reuse_alone", text, "; ".join(words), min(values) >= 0.99)

@@ -15,7 +15,10 @@ from benchmarks.setup import OURS
 TITLE = "reuse of prompts that share beginnings"
 PLENTY = 1024
 SMALL = 8
+#: What some ten prompts that share nothing take, by model: a cache of that is full.
+FULL = {"story model": 8, "30M": 64}
 PEERS = (OURS, "llama-cpp-python", "xllamacpp")
+PROCESSOR = ", processor"
 NOTES = ("ideal", "total", "distinct", "seconds", "bytes", "cell_bytes")
 
 
@@ -65,17 +68,20 @@ def counted(name: str, sides: Mapping[str, Any], plan: Plan) -> Row:
 
 def alone(ours: Contestant, model: str, plan: Plan) -> list[Row]:
     """Send prompts that share nothing, each with a cache and without, right after each other."""
-    rows = [Row(f"nothing shared, {model}{of}", "s") for of in ("", ", processor")]
-    for turn in range(plan.samples + 1):
-        answer = ours.ask("strangers", ram_mib=PLENTY, quick=plan.quick)
-        for row, suffix in zip(rows, ("", ", processor"), strict=True):
-            if "error" in answer:
-                row.errors[OURS] = answer["error"]
-            elif turn:
-                for how in ("with a cache", "without", "copying the blocks"):
-                    row.samples.setdefault(how, []).extend(answer[how + suffix])
-    for row in rows:
-        show(row, 1e3, "ms", base="without")
+    rows = []
+    for cache, ram in (("new", PLENTY), ("full", FULL[model])):
+        both = [Row(f"nothing shared, {model}, {cache} cache{of}", "s") for of in ("", PROCESSOR)]
+        for turn in range(plan.samples + 1):
+            answer = ours.ask("strangers", ram_mib=ram, quick=plan.quick)
+            for row, suffix in zip(both, ("", PROCESSOR), strict=True):
+                if "error" in answer:
+                    row.errors[OURS] = answer["error"]
+                elif turn:
+                    for how in ("with a cache", "without", "copying the blocks"):
+                        row.samples.setdefault(how, []).extend(answer[how + suffix])
+        for row in both:
+            show(row, 1e3, "ms", base="without")
+        rows += both
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from typing import Any
 
@@ -21,13 +22,17 @@ CACHED, COPIED = "with a cache", "copying the blocks"
 ALONE = (CACHED, "without", COPIED)
 
 
-def copies(ctx: LlamaContext, sequence: LlamaSequence, size: int = 64) -> list[Any]:
-    """Copy all full blocks of a sequence to new memory."""
+def places(n_bytes: int, n: int, *, is_new: bool) -> list[Any]:
+    """Return memory for n blocks: the system's, never written to before, or some that was."""
+    if is_new:
+        return [np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8) for _ in range(n)]
+    return [np.zeros(n_bytes, np.uint8) for _ in range(n)]
+
+
+def copy(ctx: LlamaContext, sequence: LlamaSequence, blocks: list[Any], size: int = 64) -> None:
+    """Copy all full blocks of a sequence."""
     cells = sequence._cells
-    n_bytes, n = ctx.native.block_bytes() * size, cells.n_fresh // size
-    blocks: list[Any] = [np.empty(n_bytes, np.uint8) for _ in range(n)]
-    assert ctx.native.get_blocks(cells.live_id, 0, size, blocks)
-    return blocks
+    assert ctx.native.get_blocks(cells.live_id, 0, size, blocks[: cells.n_fresh // size])
 
 
 class Reuse:
@@ -60,26 +65,41 @@ class Reuse:
     def do_strangers(self, ram_mib: int, quick: bool = False) -> Answer:
         """Seconds per token of prompts that share nothing, with a cache and without, in turns.
 
-        And the seconds of copying their blocks to new memory, without a cache: no cache that keeps
-        them takes less.
+        And the seconds of copying their blocks, without a cache: no cache that keeps them takes
+        less. A cache that has no room for all of them is full before: then its blocks use memory
+        again, and so do these copies; else both write to new memory.
         """
         assert self.ctx is not None
-        ctx = self.ctx
+        ctx, n_prompts = self.ctx, 4 if quick else 24
         took: dict[str, list[float]] = {}
+        n_bytes = ctx.native.block_bytes() * 64
+        n_blocks = len(strangers(1)[0]) // 64 + 1
+        is_new = ram_mib << 20 > 2 * n_prompts * n_blocks * n_bytes
+        used = places(n_bytes, n_blocks, is_new=False)
         kept: list[list[Any]] = []
 
         def ask(prompt: list[int], how: str) -> None:
+            if how == COPIED and is_new:
+                kept.append(places(n_bytes, n_blocks, is_new=True))
             wall, own = time.perf_counter(), time.process_time()
             with cache.sequence(prompt) if how == CACHED else LlamaSequence(ctx, prompt) as one:
                 n = 1 + sum(1 for _ in one.generate(16, sampler=Sampler(temperature=0)))
                 if how == COPIED:
                     wall, own = time.perf_counter(), time.process_time()
-                    kept.append(copies(ctx, one))
-            took.setdefault(how, []).append((time.perf_counter() - wall) / n)
-            took.setdefault(f"{how}, processor", []).append((time.process_time() - own) / n)
+                    copy(ctx, one, kept[-1] if is_new else used)
+                    wall, own = time.perf_counter() - wall, time.process_time() - own
+            if how != COPIED:
+                wall, own = time.perf_counter() - wall, time.process_time() - own
+            took.setdefault(how, []).append(wall / n)
+            took.setdefault(f"{how}, processor", []).append(own / n)
 
         with PrefixCache(ctx, ram_bytes=ram_mib << 20) as cache:
-            for turn, prompt in enumerate(strangers(4 if quick else 24)):
+            prompts = iter(strangers(100))
+            while not is_new and not cache.stats().removed:
+                with cache.sequence(next(prompts)) as one:
+                    one.evaluate()
+            for turn in range(n_prompts):
+                prompt = next(prompts)
                 for how in rotated(ALONE, turn):
                     ask(prompt, how)
         return took

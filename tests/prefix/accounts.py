@@ -70,6 +70,7 @@ def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None
     assert 0 <= stats.hits <= stats.requests
     if stats.ram_bytes > stats.max_ram_bytes:
         assert not any(run.is_evictable for run in runs), "what is not held leaves first"
+        assert not ram._tails, "a tail that nobody holds stays above the budget"
     # Events, and locks.
     events = cache.events
     assert events.nbytes == sum(_size(event) for event, *_ in events._events)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,15 @@ class Found:
     nearest: bytes = b""  # tokens after n_known in the nearest known prompt
 
 
+class Exact(NamedTuple):
+    """A tail of which all tokens match, with its partial state."""
+
+    n: int
+    blocks: list[Block]
+    rest: Any
+    row: npt.NDArray[np.float32] | None
+
+
 class Finding(Kept):
     """Finding blocks and tails; part of `RamTier`."""
 
@@ -63,28 +72,35 @@ class Finding(Kept):
         after = tokens[4 * n :]
         nearest, same, is_tail = self._nearest(match, after) if after else (b"", 0, False)
         begun = nearest if same and not (is_tail or needs_rest) else b""
-        block = blocks_of(self._next_block(match, begun), size, same) if begun else []
+        # What a prompt uses is found before its use lets anything leave.
+        beside = blocks_of(self._next_block(match, begun), size, same) if begun else []
+        exact = row = None
+        if needs_rest:
+            exact = self._exact_tail(match, after)
+        else:
+            if same and is_tail:
+                tail = self._use_tail(match.run, nearest)
+                beside = blocks_of(tail.buffer, len(nearest) // 4, same)
+            if after in self._tails_of(match):
+                row = self._use_tail(match.run, after).row
         if is_use:
             if is_prompt:
                 self.tree.ask(tokens, namespace)
             self.tree.use(match, begun)
         found = Found(n, self._blocks(match), run=match.run, n_known=n + same)
         found.nearest = nearest[4 * same :]
-        if needs_rest:
-            self._to_checkpoint(found, match)
-            self._exact_tail(found, match, after)
-            if found.rest is not None and 4 * found.n == len(tokens):
-                self._to_point_before(found, match.run)
+        if not needs_rest:
+            found.n, found.row = n + same, row
+            found.blocks += beside
+            found.begun = match.run.children[begun] if is_use and begun else None
             return found
-        found.n += same
-        if block:
-            found.blocks += block
-            found.begun = match.run.children[begun] if is_use else None
-        elif same:
-            tail = self._use_tail(match.run, nearest)
-            found.blocks += blocks_of(tail.buffer, len(nearest) // 4, same)
-        if after in self._tails_of(match):
-            found.row = self._use_tail(match.run, after).row
+        whole = found.blocks
+        self._to_checkpoint(found, match)
+        if exact is not None:
+            found.n, found.rest, found.row = n + exact.n, exact.rest, exact.row
+            found.blocks = whole + exact.blocks
+        if found.rest is not None and 4 * found.n == len(tokens):
+            self._to_point_before(found, match.run)
         return found
 
     def _blocks(self, match: Match) -> list[Block]:
@@ -162,15 +178,12 @@ class Finding(Kept):
                 found.points.append(point)
                 return
 
-    def _exact_tail(self, found: Found, match: Match, after: bytes) -> None:
-        """Add a whole tail with its partial state, where it matches the next tokens."""
+    def _exact_tail(self, match: Match, after: bytes) -> Exact | None:
+        """Return the longest tail that matches the next tokens; it was used last then."""
         if not (known := self._tails_of(match).beginnings(after)):
-            return
-        best = self._use_tail(match.run, known[0])
-        n = len(best.tokens) // 4
-        found.blocks = [*self._blocks(match), *blocks_of(best.buffer, n, n)]
-        found.n = match.n_blocks * self.block_size + n
-        found.rest, found.row = best.rest, best.row
+            return None
+        tail, n = self._use_tail(match.run, known[0]), len(known[0]) // 4
+        return Exact(n, blocks_of(tail.buffer, n, n), tail.rest, tail.row)
 
     def _nearest(self, match: Match, after: bytes) -> tuple[bytes, int, bool]:
         """Return which block or tail after a match begins most like some tokens.

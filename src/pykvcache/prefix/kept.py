@@ -94,7 +94,7 @@ class Kept(Changing):
         self._twice_bytes = 0  # of states that a tail and a checkpoint have in common
         self._pieces = Pieces(copy)
         self._fixed_bytes = min(FIXED_BYTES, max_bytes // 16)
-        self._more_bytes, self._room = other_bytes, room
+        self._more_bytes, self._release, self._room = other_bytes, release, room
         self.stored = self.removed = self.n_checkpoints = 0
         self.tree = BlockTree(
             block_size,
@@ -104,7 +104,8 @@ class Kept(Changing):
             run_bytes=RUN_BYTES + 4 * block_size,
             on_remove=self._removing,
             other_bytes=self._other_bytes,
-            release=release,
+            release=self._make_room,
+            last=self._forget_oldest,
         )
         self._renew = renew
         watch_forks(self)
@@ -279,6 +280,25 @@ class Kept(Changing):
         self._shared_bytes -= tail.shared
         if run.namespace is not None:
             self.tree.release(run)
+
+    @property
+    def _most_tails(self) -> int:
+        """Bytes of tails that stay while there is a block that may leave."""
+        return self.max_bytes // 4
+
+    def _make_room(self, excess: int) -> bool:
+        """Give back what serves speed alone, then tails that keep blocks from their part."""
+        if self._release(excess):
+            return True
+        own = self._tail_bytes - self._shared_bytes
+        return excess > 0 and own > self._most_tails and self._forget_oldest()
+
+    def _forget_oldest(self) -> bool:
+        """Drop the tail that was not used for longest; whether there was one."""
+        key = next(iter(self._tails), None)
+        if key is not None:
+            self._forget(key)
+        return key is not None
 
     def _removing(self, run: Run, first: int) -> None:
         if run.is_checkpoint:

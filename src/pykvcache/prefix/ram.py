@@ -31,7 +31,8 @@ class Alike(NamedTuple):
 class RamTier(Finding):
     """Keep full blocks in a `BlockTree` and tails beside it, within one budget.
 
-    Tails may take a quarter of the budget; the least recently used is dropped first. A block that
+    Tails may take what blocks do not need, and a quarter of the budget in any case; the least
+    recently used is dropped first. A block that
     is evicted while a parked sequence still uses it counts until that sequence releases it. After
     a call that was cut short the next one keeps what is whole, and counts it again.
 
@@ -61,10 +62,6 @@ class RamTier(Finding):
         Copies cells between blocks: what branches have in common of the block in which they part
         is then kept once.
     """
-
-    @property
-    def _most_tails(self) -> int:
-        return self.max_bytes // 4
 
     # Storing -------------------------------------------------------------------------------------
 
@@ -132,8 +129,14 @@ class RamTier(Finding):
     def _wants_tail(self, end: Run, tokens: bytes, text: bytes, cell_bytes: int) -> bool:
         """Whether the last of some tokens are to be kept after a run."""
         is_next = end.end * self.tree.step + len(text) == len(tokens)  # else some before it left
-        is_small = len(text) // 4 * (cell_bytes + 4) + RUN_BYTES <= self._most_tails
-        return is_next and is_small and not self._has_tail(end, text)
+        n_bytes = len(text) // 4 * (cell_bytes + 4) + RUN_BYTES
+        return is_next and self._is_small(n_bytes) and not self._has_tail(end, text)
+
+    def _is_small(self, n_bytes: int) -> bool:
+        """Whether a tail of so many bytes can stay, for a while at least."""
+        if n_bytes <= self._most_tails:
+            return True
+        return n_bytes <= self.max_bytes - self.tree.used_bytes
 
     def _has_tail(self, run: Run, text: bytes) -> bool:
         """Whether a block or a tail after a run begins with some tokens; a tail was used then."""
@@ -224,7 +227,7 @@ class RamTier(Finding):
             longer = here.continuation(tail.tokens)
             if longer is not None and tail.rest is None and tail.row is None:
                 return  # it contains this one
-        if tail.nbytes <= self._most_tails:
+        if self._is_small(tail.nbytes):
             if run.is_root:
                 self.tree.hold(run)
             n = len(tail.tokens) // 4
@@ -239,6 +242,4 @@ class RamTier(Finding):
             self._shared_bytes += tail.shared
             if not tail.tokens:
                 self._count_twice(run)
-            while self._tail_bytes - self._shared_bytes > self._most_tails:
-                self._forget(next(iter(self._tails)))
             self.tree.fit()

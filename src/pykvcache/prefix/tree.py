@@ -42,6 +42,8 @@ class BlockTree(PolicyMethods):
         Returns what else the budget has to pay for.
     release
         Called with the bytes above the budget (below it: negative); whether it gave any back.
+    last
+        Called where the budget is exceeded and no block may leave; whether it gave any back.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class BlockTree(PolicyMethods):
         on_remove: Callable[[Run, int], None] | None = None,
         other_bytes: Callable[[], int] = lambda: 0,
         release: Callable[[int], bool] = lambda _: False,
+        last: Callable[[], bool] = lambda: False,
     ) -> None:
         if block_size < 1:
             raise ArgumentError(
@@ -71,7 +74,7 @@ class BlockTree(PolicyMethods):
         self.run_bytes = run_bytes
         self.on_remove = on_remove
         self._other_bytes = other_bytes
-        self._release = release
+        self._release, self._last = release, last
         self._roots: dict[str, Run] = {}
         self.max_bytes = max_bytes
 
@@ -296,6 +299,8 @@ class BlockTree(PolicyMethods):
                 continue
             run = self.asked(self.policy.victim)
             if run is None:
+                if self._last():
+                    continue
                 return False
             self._check_own(run)
             if self.policy.whole or not run.block_bytes:
@@ -313,9 +318,8 @@ class BlockTree(PolicyMethods):
             )
         n = run.n_blocks if n_blocks is None else n_blocks
         if not 1 <= n <= run.n_blocks:
-            raise ArgumentError(
-                f"{n} blocks cannot be removed from {run}", "n_blocks", n, run.n_blocks
-            )
+            text = f"{n} blocks cannot be removed from {run}"
+            raise ArgumentError(text, "n_blocks", n, run.n_blocks)
         self._drop(run, n)
         parent = run.parent
         if run.n_blocks == 0 and parent is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 
 import numpy as np
 from mlx_reference import kv, snapshot
@@ -87,6 +87,12 @@ def prompts():
     return lru
 
 
+def copies(one):
+    """Return what gives copies of it: to load them takes a tenth of the time of `deepcopy`."""
+    data = pickle.dumps(one, pickle.HIGHEST_PROTOCOL)
+    return lambda: pickle.loads(data)
+
+
 def seen(one):
     """What can be seen of a cache or of several; what waits for `finalize` is finalized first."""
     if isinstance(one, list):
@@ -94,11 +100,11 @@ def seen(one):
     if isinstance(one, CacheList):
         return [seen(cache) for cache in one]
     if isinstance(one, LRUPromptCache):
-        twin, found = copy.deepcopy(one), []
+        twins, found = copies(one), []
         for tokens in ([1, 2, 3], [1, 2], [1, 2, 3, 4], [7, 8], [1, 2, 9], [1, 2, 3, 4, 5]):
-            got, rest = copy.deepcopy(twin).fetch_nearest_cache("m", tokens)
+            got, rest = twins().fetch_nearest_cache("m", tokens)
             found.append((None if got is None else seen(got), rest))
-        sizes = []
+        twin, sizes = twins(), []
         while len(twin):
             sizes.append((len(twin), twin.nbytes, twin.stats_by_type()))
             twin.trim_to(n_sequences=len(twin) - 1)

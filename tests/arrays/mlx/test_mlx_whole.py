@@ -12,6 +12,7 @@ from mlx_makers import (
     THREE,
     TWO_ROWS,
     batch,
+    copies,
     filled,
     layers,
     padded,
@@ -36,6 +37,7 @@ from pykvcache.arrays import (
 from support.interrupts import InterruptAnywhere
 
 LONGER = filled(KVCache(), [[1, 2, 3, 4]])
+BATCH, RINGS = batch(), rings()
 
 
 def insert(lru, tokens=(1, 2, 3, 4)):
@@ -64,13 +66,13 @@ CALLS = {
     "quantized trim": (quantized, lambda c: c.trim(2)),
     "batch": (batch, lambda c: c.update(*TWO_ROWS)),
     "batch filter": (batch, lambda c: c.filter([1])),
-    "batch extend": (batch, lambda c: c.extend(batch())),
+    "batch extend": (batch, lambda c: c.extend(BATCH)),
     "batch finalize": (padded, lambda c: c.finalize()),
     "rings": (rings, lambda c: c.update(*TWO_ROWS)),
     "rings several": (rings, lambda c: c.update(*SIX_COLUMNS)),
     "rings padded": (padded_rings, lambda c: c.update(*SIX_COLUMNS)),
     "rings filter": (rings, lambda c: c.filter([1])),
-    "rings extend": (rings, lambda c: c.extend(rings())),
+    "rings extend": (rings, lambda c: c.extend(RINGS)),
     "rings finalize": (padded_rings, lambda c: c.finalize()),
     "slots filter": (slots, lambda c: c.filter([1])),
     "slots advance": (slots, lambda c: c.advance(1)),
@@ -90,10 +92,12 @@ def test_an_interrupt_leaves_all_or_nothing(make, call):
     done = make()
     call(done)
     either = seen(make()), seen(done)
+    again = copies(make())
+    assert seen(again()) == either[0]
     places = 0
     while True:
         places += 1
-        cache = make()
+        cache = again()
         interrupt = InterruptAnywhere(places, ("/arrays/",))
         if not interrupt.run(lambda cache=cache: call(cache)):
             break
@@ -129,8 +133,10 @@ class FailingNumPy:
 def test_memory_that_is_not_there_changes_nothing(make, call, monkeypatch):
     ours = [m for name, m in sys.modules.items() if name.startswith("pykvcache.arrays.mlx.")]
     before = seen(make())
+    again = copies(make())
+    assert seen(again()) == before
     for n in range(1, 1000):
-        cache = make()
+        cache = again()
         failing = FailingNumPy(n)
         with monkeypatch.context() as patch:
             for module in ours:

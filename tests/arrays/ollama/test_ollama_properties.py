@@ -139,12 +139,26 @@ class CausalMachine(RuleBasedStateMachine):
     def check(self, batch: list[tuple[int, int, Token]], ahead: frozenset[int]) -> None:
         """Compare attention through the cache with attention over the lists."""
         q = self.random.normal(size=(len(batch), HEADS, DIM))
-        q = rope(q, [pos for _, pos, _ in batch])
+        positions = [pos for _, pos, _ in batch]
+        q = rope(q, positions)
+        # All of the lists one after the other, and which of it each row sees.
+        past: list[Token] = []
+        at: list[int] = []
+        begins = {}
+        for seq in {seq: None for seq, _, _ in batch}:
+            begins[seq] = len(past)
+            past += self.lists[seq]
+            at += range(len(self.lists[seq]))
+        visible = np.full((len(batch), len(past)), -np.inf)
+        for row, (seq, pos, _) in enumerate(batch):
+            seen = self.visible(self.lists[seq], pos, row in ahead)
+            visible[row, begins[seq] + seen.start : begins[seq] + seen.stop] = 0
+        n_visible = (visible == 0).sum(1)
         for layer in (0, 1):
             self.cache.set_layer(layer)
-            keys = np.stack([token.key[layer] for _, _, token in batch])
-            values = np.stack([token.value[layer] for _, _, token in batch])
-            self.cache.put(rope(keys, [pos for _, pos, _ in batch]), values)
+            keys = np.array([token.key[layer] for _, _, token in batch])
+            values = np.array([token.value[layer] for _, _, token in batch])
+            self.cache.put(rope(keys, positions), values)
             key, value, mask = self.cache.get()
             if self.permuted_v:
                 value = value.transpose(2, 0, 1)
@@ -153,22 +167,20 @@ class CausalMachine(RuleBasedStateMachine):
             assert len(key) == len(value) == mask.shape[1]
             assert len(key) % self.padding == 0
             assert (mask[len(batch) :] == -np.inf).all()
-            out = attend(q, key, value, mask[: len(batch)])
-            for row, (seq, pos, _) in enumerate(batch):
-                visible = self.visible(self.lists[seq], pos, row in ahead)
-                assert (mask[row] == 0).sum() == len(visible)
-                assert (mask[row] == -np.inf).sum() == len(key) - len(visible)
-                past = [self.lists[seq][i] for i in visible]
-                expected = attend(
-                    q[row : row + 1],
-                    rope(np.stack([token.key[layer] for token in past]), visible),
-                    np.stack([token.value[layer] for token in past]),
-                )
-                np.testing.assert_allclose(out[row], expected[0], rtol=1e-9, atol=1e-12)
+            mask = mask[: len(batch)]
+            assert ((mask == 0).sum(1) == n_visible).all()
+            assert ((mask == -np.inf).sum(1) == len(key) - n_visible).all()
+            expected = attend(
+                q,
+                rope(np.array([token.key[layer] for token in past]), at),
+                np.array([token.value[layer] for token in past]),
+                visible,
+            )
+            np.testing.assert_allclose(attend(q, key, value, mask), expected, rtol=1e-9, atol=1e-12)
 
-    def visible(self, tokens: list[Token], pos: int, ahead: bool) -> list[int]:
+    def visible(self, tokens: list[Token], pos: int, ahead: bool) -> range:
         start = pos - pos % self.chunk if self.chunk else max(0, pos - self.window)
-        return list(range(start, len(tokens) if ahead else pos + 1))
+        return range(start, len(tokens) if ahead else pos + 1)
 
     @rule(seq=st.sampled_from(SEQUENCES), count=st.integers(1, 8))
     def generate(self, seq: int, count: int) -> None:

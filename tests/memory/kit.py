@@ -118,6 +118,22 @@ def apart(a: NDArray[np.floating[Any]], b: NDArray[np.floating[Any]]) -> float:
     return worst if worst == worst else float("inf")
 
 
+def cleared_runs(ctx: LlamaContext) -> Callable[[list[int]], Logits]:
+    """Return what gives the logits after tokens, of a context that is cleared before each run."""
+    known: dict[tuple[int, ...], Logits] = {}
+
+    def run(tokens: list[int]) -> Logits:
+        key = tuple(tokens)
+        if key not in known:
+            ctx.clear_kv_cache()
+            assert not ctx.sequences()
+            ctx.decode(tokens)
+            known[key] = ctx.logits()
+        return known[key]
+
+    return run
+
+
 class Bench:
     """A context, and what each of its sequences ought to hold, by plain lists.
 

@@ -13,7 +13,7 @@ from hypothesis import note
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from conftest import ENCODER_INPUT
-from memory.kit import Case, Logits, apart
+from memory.kit import Case, Logits, apart, cleared_runs
 from memory.reference import BROKEN, DONE, Reference, Verdict
 from pykvcache import LlamaContext
 from pykvcache.errors import (
@@ -59,8 +59,12 @@ class World:
             ledger = make_ledger(make_model(case.name, model_folder))
             if isinstance(ledger, LedgerT5):
                 ledger.encode(ENCODER_INPUT)
+        runs = cleared_runs(make_context(case.name, n_seq_max=1)) if case.info.has_memory else fresh
         return cls(
-            case, lambda: make_context(case.name, n_seq_max=N_SEQ, **case.options), fresh, ledger
+            case,
+            lambda: make_context(case.name, n_seq_max=N_SEQ, **case.options),
+            lambda tokens: runs(tokens) if len(tokens) <= 256 else fresh(tokens),
+            ledger,
         )
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from memory.kit import CASES, Case, Logits, apart
-from prefix.program import STEPS, Fresh, run
+from memory.kit import CASES, Case, apart, cleared_runs
+from prefix.program import STEPS, run
 from pykvcache import LlamaContext, PrefixCache
 
 Make = Callable[..., LlamaContext]
@@ -38,24 +38,9 @@ SHORT = (
 CHOSEN = tuple(case for case in SERVED if IS_LONG or str(case) in SHORT)
 
 
-def fresh_of(ctx: LlamaContext) -> Fresh:
-    """Return what gives the logits of a fresh run, in a context that is cleared before each."""
-    known: dict[tuple[int, ...], Logits] = {}
-
-    def run(tokens: list[int]) -> Logits:
-        key = tuple(tokens)
-        if key not in known:
-            ctx.clear_kv_cache()
-            ctx.decode(tokens)
-            known[key] = ctx.logits()
-        return known[key]
-
-    return run
-
-
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_random_programs(case: Case, make_context: Make) -> None:
-    fresh = fresh_of(make_context(case.name, n_seq_max=1))
+    fresh = cleared_runs(make_context(case.name, n_seq_max=1))
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 4}))
     taken: Counter[str] = Counter()
     for i in range(25 if IS_LONG else 2):
@@ -67,7 +52,7 @@ def test_random_programs(case: Case, make_context: Make) -> None:
 @pytest.mark.parametrize("name", ["llama", "jamba"])
 def test_threads_share_a_cache(name: str, make_context: Make) -> None:
     ctx = make_context(name, n_seq_max=4)
-    fresh, lock = fresh_of(make_context(name, n_seq_max=1)), threading.Lock()
+    fresh, lock = cleared_runs(make_context(name, n_seq_max=1)), threading.Lock()
     cell = max(64, ctx.native.block_bytes())
     failed: list[BaseException] = []
     with PrefixCache(ctx, block_size=8, ram_bytes=200 * cell) as cache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import sys
@@ -148,11 +149,17 @@ def ours(name: str) -> str | None:
     return rest.partition(".")[0] if rest else "__init__"
 
 
+@functools.cache
+def imports_of(path: Path) -> tuple[tuple[str, bool], ...]:
+    """Return what `imports` yields of a file, which several tests ask for."""
+    return tuple(imports(ast.parse(path.read_text())))
+
+
 @pytest.mark.parametrize("path", PYTHON, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_imports_point_down(path: Path) -> None:
     here = unit(path)
     assert here in LEVEL, f"{here} has no place in LAYERS"
-    for name, lazy in imports(ast.parse(path.read_text())):
+    for name, lazy in imports_of(path):
         there = ours(name)
         if there is None or there == here:
             continue
@@ -167,7 +174,7 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize("path", PYTHON, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_what_is_needed_is_numpy(path: Path) -> None:
     here = unit(path)
-    for name, lazy in imports(ast.parse(path.read_text())):
+    for name, lazy in imports_of(path):
         head = name.partition(".")[0]
         if ours(name) in NEEDS_EXTRA and ours(name) != here:
             assert lazy, f"{here} needs {name} to be imported at all"
@@ -189,7 +196,7 @@ def test_the_tree_and_the_simulator_need_no_model(path: Path) -> None:
     inside = path.relative_to(PACKAGE).with_suffix("").parts
     if inside[0] != "simulate" and not (inside[0] == "prefix" and inside[1] in MODEL_FREE):
         return
-    for name, _ in imports(ast.parse(path.read_text())):
+    for name, _ in imports_of(path):
         if name == "pykvcache._native.shadows":
             continue  # it holds no part of llama.cpp
         if ours(name) == "prefix":
@@ -222,7 +229,7 @@ def test_families_of_array_caches_share_no_module(family: str) -> None:
     paths = sorted((PACKAGE / "arrays" / family).glob("*.py"))
     assert len(paths) > 10
     for path in paths:
-        for name, _ in imports(ast.parse(path.read_text())):
+        for name, _ in imports_of(path):
             assert not name.startswith(f"pykvcache.arrays.{other}"), f"{path.name} imports {name}"
 
 

@@ -179,20 +179,21 @@ class Pair:
             assert mask.shape[0] == -(-batch // self.seed.mask_pad) * self.seed.mask_pad
             assert mask.shape[1] == len(key) == len(value)
             assert mask.shape[1] % self.seed.pad == 0
-            assert np.isin(mask, [0, -np.inf]).all()
+            assert ((mask == 0) | (mask == -np.inf)).all()
             if not self.seed.defragmented:  # else other cells may hold the same
                 np.testing.assert_array_equal(mask == 0, self.seed.mask(rows))
             assert not (mask[batch:] == 0).any()
+            # All that is seen, row after row.
+            at, cells = np.nonzero(mask == 0)
+            names, places = key[cells, 0, :2].astype(int).T.tolist()
+            np.testing.assert_array_equal(key[cells], keys_of(names, places, layer))
+            np.testing.assert_array_equal(value[cells], values_of(names, layer))
+            begins = np.searchsorted(at, range(len(mask) + 1)).tolist()
             for row, expected in enumerate(self.seed.tokens_seen(rows)):
-                see = mask[row] == 0
-                seen_keys, seen_values = key[see], value[see]
-                pairs = [(int(t), int(p)) for t, p in seen_keys[:, 0, :2]]
+                own = slice(begins[row], begins[row + 1])
+                pairs = list(zip(names[own], places[own], strict=True))
                 assert len(pairs) == len(expected)
                 assert set(pairs) == expected
-                names = [token for token, _ in pairs]
-                places = [position for _, position in pairs]
-                np.testing.assert_array_equal(seen_keys, keys_of(names, places, layer))
-                np.testing.assert_array_equal(seen_values, values_of(names, layer))
 
     def reserve(self, count: int) -> None:
         count = min(count, self.max_batch)

@@ -51,10 +51,15 @@ def attend(q, keys, values, mask=None):
     return (weights / weights.sum(axis=-1, keepdims=True)) @ values.astype(np.float64)
 
 
-def attend_to(token, visible):
-    """Attention of one token, `(HEADS, V_DIM)`, to exactly the tokens in `visible`."""
-    keys, values = kv(visible)
-    return attend(queries([token]), keys, values)[0, :, 0]
+def attend_each(tokens, visible):
+    """Attention of tokens, `(HEADS, n, V_DIM)`, each to exactly the tokens that it may see."""
+    past = sorted(set().union(*visible))
+    columns = {token: i for i, token in enumerate(past)}
+    mask = np.zeros((len(tokens), len(past)), bool)
+    for row, seen in enumerate(visible):
+        assert len(set(seen)) == len(seen)
+        mask[row, [columns[token] for token in seen]] = True
+    return attend(queries(tokens), *kv(past), mask)[0]
 
 
 def snapshot(cache):

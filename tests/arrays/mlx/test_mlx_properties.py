@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_reference import attend, attend_to, ids, kv, queries, stored
+from mlx_reference import attend, attend_each, ids, kv, queries, stored
 
 from pykvcache.arrays import (
     BatchKVCache,
@@ -28,8 +28,8 @@ def check_attention(cache, new, visible, window=None, return_array=False):
     if isinstance(mask, np.ndarray):
         assert mask.shape[-1] == keys.shape[2]
     out = attend(queries(new), keys, values, mask)
-    for i, token in enumerate(new):
-        assert np.allclose(out[0, :, i], attend_to(token, visible(i)), atol=1e-5)
+    expected = attend_each(new, [visible(i) for i in range(len(new))])
+    assert np.allclose(out[0], expected, atol=1e-5)
 
 
 class History:
@@ -198,17 +198,19 @@ def check_batch_attention(cache, block, rows, limit, window=None):
     keys, values = cache.update(*kv(*block))
     assert mask.shape == (len(block), 1, n, keys.shape[2])
     for row, (new, past) in enumerate(zip(block, rows, strict=True)):
-        for i, token in enumerate(new):
-            if token == 0:
-                continue
+        places = [i for i, token in enumerate(new) if token]
+        visible = []
+        for i in places:
             seen = past + [t for t in new[: i + 1] if t]
             reach = min(x for x in (len(seen), window, limit) if x is not None)
             lies = np.array(ids(values, row))[mask[row, 0, i]]
             assert sorted(lies.tolist()) == sorted(seen[-reach:])
-            out = attend(
-                queries([token]), keys[row : row + 1], values[row : row + 1], mask[row, 0, i]
-            )
-            assert np.allclose(out[0, :, 0], attend_to(token, seen[-reach:]), atol=1e-5)
+            visible.append(seen[-reach:])
+        if places:
+            tokens = [new[i] for i in places]
+            own = slice(row, row + 1)
+            out = attend(queries(tokens), keys[own], values[own], mask[row, 0, places])
+            assert np.allclose(out[0], attend_each(tokens, visible), atol=1e-5)
         past.extend(t for t in new if t)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from memory.kit import Logits, apart
+from pykvcache.prefix.stores import FolderStore
 from stores.servers import redis_server
 from support.models import make_model
 from tiers.processes import answer, spawn
@@ -89,3 +90,33 @@ assert cache.stats().tiers[0].written >= 5
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
+def test_a_forked_child_writes_what_its_own_cache_has_at_its_end(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """As workers of a server do: nobody closes the cache that a child has made."""
+    code = f"""
+import os, sys
+from pykvcache import LlamaContext, LlamaModel, PrefixCache
+def make(folder):
+    model = LlamaModel({str(make_model("llama", model_folder))!r})
+    ctx = LlamaContext(model, n_ctx=256, n_threads=1)
+    return PrefixCache(ctx, block_size=8, tiers=[{str(tmp_path)!r} + folder])
+cache = make("/parent")
+cache.sequence(list(range(5, 50))).evaluate()
+pid = os.fork()
+if pid:
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+else:
+    mine = make("/child")
+    sequence = mine.sequence(list(range(5, 50)))
+    sequence.evaluate()
+    sys.exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    for folder in ("parent", "child"):
+        with FolderStore(tmp_path / folder) as store:
+            assert len(list(store.entries())) >= 5, folder

@@ -32,19 +32,19 @@ class Closable(Protocol):
         """Write what waits."""
 
 
-_open: weakref.WeakSet[Closable] = weakref.WeakSet()
-_pid = os.getpid()
+# With the process that made each: a forked child has none of its threads.
+_open: weakref.WeakKeyDictionary[Closable, int] = weakref.WeakKeyDictionary()
 
 
 def close_at_exit(thing: Closable) -> None:
     """Close something at the end of the interpreter, if it is still there."""
-    _open.add(thing)
+    _open[thing] = os.getpid()
 
 
 @atexit.register
 def _close_all() -> None:
-    if os.getpid() == _pid:  # a forked child has none of the threads
-        for thing in list(_open):
+    for thing, pid in list(_open.items()):
+        if pid == os.getpid():
             with contextlib.suppress(Exception):
                 thing.close()
 

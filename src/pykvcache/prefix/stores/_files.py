@@ -133,6 +133,13 @@ class BlockFiles:
         with contextlib.suppress(FileNotFoundError, *IN_THE_WAY):
             os.unlink(self.path(key))
 
+    def shards(self) -> set[str]:
+        """Return which of the `SHARDS` are there."""
+        try:
+            return {*os.listdir(self._blocks)}.intersection(SHARDS)
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
+
     def keys(self, shard: str) -> set[bytes]:
         """Return the keys of all files in one of the `SHARDS`; no file is looked at."""
         try:

@@ -237,12 +237,22 @@ class Index:
             How many files had no row: none, unless the index was wrong.
         """
         n_added = 0
+        shards = [*shards]
+        there = files.shards() if len(shards) > 1 else set(shards)
+        if 2 * len(there) < len(shards):  # there are few blocks: most folders have none
+            there |= self._shards()
+            shards = [shard for shard in shards if shard in there]
         for shard in shards:
             # Mostly nothing differs: others need not wait, and a store opens in half of the time.
             if self._rows_in(shard).keys() != files.keys(shard):
                 with self.transaction():
                     n_added += self._reconcile(files, shard)
         return n_added
+
+    def _shards(self) -> set[str]:
+        """Return the folders in which blocks should be."""
+        sql = "SELECT DISTINCT substr(key, 1, 1) FROM blocks"
+        return {first.hex() for (first,) in self._rows(sql, (), values_of.is_byte)}
 
     def _rows_in(self, shard: str) -> dict[bytes, str | None]:
         """Return the writers, None where it is written, of the blocks in one of the folders."""

@@ -6,7 +6,7 @@ import re
 
 from pykvcache.prefix.stores._arguments import KEY_SIZE
 
-__all__ = ["LARGEST", "is_key", "is_number", "is_owner", "is_size", "time_of"]
+__all__ = ["LARGEST", "is_byte", "is_key", "is_number", "is_owner", "is_size", "time_of"]
 
 #: No block is counted as larger: sums of such stay within 8 bytes.
 LARGEST = 1 << 48
@@ -29,6 +29,11 @@ def is_size(value: object) -> bool:
 def is_key(value: object) -> bool:
     """Whether this is the key of a block."""
     return isinstance(value, bytes) and len(value) == KEY_SIZE
+
+
+def is_byte(value: object) -> bool:
+    """Whether this is the first byte of a key."""
+    return isinstance(value, bytes) and len(value) == 1
 
 
 def is_owner(value: object) -> bool:

@@ -119,7 +119,7 @@ def test_shadows_take_no_more_than_they_may_while_they_are_made(tmp_path: Path) 
     limit = 4 << 20
     model = make_model("llama", tmp_path)
     for size, policy, taken, counted, _, removed in measured(
-        model, [4, 16], ["lru", "adaptive"], limit, 700, PEAK
+        model, [4, 16], ["lru", "adaptive"], limit, 450, PEAK
     ):
         assert removed > 50
         assert counted <= limit

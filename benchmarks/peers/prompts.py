@@ -38,7 +38,8 @@ class Known:
         self.evaluated += evaluated
         text = prompt + answer
         self.texts.append(text)
-        self.distinct.update(hash(tuple(text[: i + 1])) for i in range(len(text)))
+        # Nobody evaluates the last token of an answer: with one more token it is part of a prompt.
+        self.distinct.update(hash(tuple(text[: i + 1])) for i in range(len(text) - 1))
 
 
 def common(a: Tokens, b: Tokens) -> int:

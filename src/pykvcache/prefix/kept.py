@@ -23,11 +23,13 @@ from pykvcache.prefix.repair import rebuild
 from pykvcache.prefix.runs import Run
 from pykvcache.prefix.tree import BlockTree
 
-__all__ = ["BLOCK_BYTES", "RUN_BYTES", "Buffer", "Kept", "Tail", "parts_of"]
+__all__ = ["BLOCK_BYTES", "PLACE_BYTES", "RUN_BYTES", "TAIL_BYTES", "Buffer", "Kept", "Tail", "parts_of"]
 
 #: Overhead in bytes of a run, of a block, and of an empty cache: measured with tracemalloc
 #: (tests/prefix/test_budget.py).
-RUN_BYTES, BLOCK_BYTES, FIXED_BYTES = 1_230, 290, 1 << 16
+RUN_BYTES, BLOCK_BYTES, FIXED_BYTES = 1_000, 290, 24_000
+#: The same of a tail, and of all tails after one run.
+TAIL_BYTES, PLACE_BYTES = 560, 600
 
 
 class Hold(NamedTuple):
@@ -62,7 +64,7 @@ class Tail:
         """Bytes of everything that it would keep if it shared nothing."""
         rest = self.rest.nbytes if self.rest is not None else 0
         row = self.row.nbytes if self.row is not None else 0
-        return len(self.tokens) + self.buffer.nbytes + rest + row + RUN_BYTES
+        return len(self.tokens) + self.buffer.nbytes + rest + row + TAIL_BYTES
 
 
 class Kept(Changing):
@@ -126,6 +128,7 @@ class Kept(Changing):
     def _other_bytes(self) -> int:
         in_use = sum(size for _, size in self._in_use.copy().values()) if self._in_use else 0
         tails = self._tail_bytes - self._twice_bytes - self._pieces.saved
+        tails += PLACE_BYTES * len(self._tails_at)
         return self._fixed_bytes + tails + in_use + self._more_bytes() + self._room()
 
     def block_cost(self, cell_bytes: int) -> int:

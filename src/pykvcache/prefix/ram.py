@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pykvcache.prefix.alike import TokenKeys
 from pykvcache.prefix.changes import change
 from pykvcache.prefix.finding import Finding
-from pykvcache.prefix.kept import RUN_BYTES, Buffer, Tail, parts_of
+from pykvcache.prefix.kept import RUN_BYTES, TAIL_BYTES, Buffer, Tail, parts_of
 from pykvcache.prefix.pieces import Cells, Joined
 from pykvcache.prefix.runs import Run
 
@@ -129,7 +129,7 @@ class RamTier(Finding):
     def _wants_tail(self, end: Run, tokens: bytes, text: bytes, cell_bytes: int) -> bool:
         """Whether the last of some tokens are to be kept after a run."""
         is_next = end.end * self.tree.step + len(text) == len(tokens)  # else some before it left
-        n_bytes = len(text) // 4 * (cell_bytes + 4) + RUN_BYTES
+        n_bytes = len(text) // 4 * (cell_bytes + 4) + TAIL_BYTES
         return is_next and self._is_small(n_bytes) and not self._has_tail(end, text)
 
     def _is_small(self, n_bytes: int) -> bool:

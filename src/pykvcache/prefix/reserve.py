@@ -63,7 +63,7 @@ class Reserve:
 
     def __init__(self, size: int, budget: int, trim: Callable[[], object] = lambda: None) -> None:
         self.size = size
-        self._trim, self._evicted = trim, 0
+        self._trim, self._evicted, self._excess = trim, 0, 0
         self._trimmed_bytes = max(budget // 8, TRIMMED_BYTES)
         self.max_bytes = min(budget // 8, MOST_BYTES) if size >= LEAST_BLOCK else 0
         # How much may be free so that the budget is kept: from one `release` to the next.
@@ -108,7 +108,8 @@ class Reserve:
         return [np.frombuffer(self._lend(size), np.uint8) for _ in range(n)]
 
     def _lends(self, size: int) -> bool:
-        return self.max_bytes > 0 and 0.9 * self.size < size <= self.size
+        # What is lent has the size of a whole block, and counts as what is asked for.
+        return self.max_bytes > 0 and 0.99 * self.size < size <= self.size
 
     def _back(self, lent: weakref.ref[Any]) -> None:
         """Take memory back; any thread, in the middle of anything."""
@@ -138,12 +139,12 @@ class Reserve:
 
         Where it is negative, so much more may be kept until this is called again.
         """
-        if excess > 0:
-            # What is evicted leaves holes in the allocator's memory, as far as all of it.
-            self._evicted += excess
-            if self._evicted > self._trimmed_bytes:
-                self._evicted = 0
-                self._trim()
+        # What is evicted leaves holes in the allocator's memory, as far as all of it.
+        self._evicted += max(0, self._excess - max(0, excess))
+        self._excess = max(0, excess)
+        if self._evicted > self._trimmed_bytes:
+            self._evicted = 0
+            self._trim()
         n = max(0, self.n_bytes - max(0, excess)) // max(1, self.size)
         self._limit = n * self.size if excess > 0 else self.n_bytes - excess
         had = len(self._free)

@@ -33,7 +33,7 @@ _CLASSES: Final = _TURNS * 2 * _USES
 
 #: What is kept of a run that left, and all that was learned: measured with tracemalloc.
 _GHOST_BYTES: Final = 380
-_TABLE_BYTES: Final = 70_000
+_TABLE_BYTES: Final = 50_000
 
 # How a life ends: as a leaf that is used, unused, or used while others follow.
 _USED, _UNUSED, _USED_INSIDE = range(3)

@@ -160,7 +160,7 @@ with PrefixCache(ctx, ram_bytes=1 << 20, block_size=16) as cache:
     work(cache, 10)
 before = resident()
 cache = PrefixCache(ctx, ram_bytes=4 << 20, block_size=16)
-work(cache, 480)
+work(cache, 700)
 print(resident() - before, cache.stats().removed)
 """
 

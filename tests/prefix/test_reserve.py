@@ -281,3 +281,25 @@ def test_after_ctrl_c_as_it_closes_it_is_closed_again() -> None:
     assert n > 5
     for place in range(1, n + 1):
         attempt(place)
+
+
+def test_what_is_much_smaller_than_a_block_gets_no_memory_of_one() -> None:
+    """It counts as what was asked for, and a block's was taken: the process had 9 % more."""
+    one = Reserve(SIZE, 64 * SIZE)
+    (small,) = one.arrays(SIZE - SIZE // 50, 1)
+    (block,) = one.arrays(SIZE - 100, 1)
+    assert len(one._lent) == 1
+    assert small.base is None
+    del block
+    assert not one._lent
+    one.close()
+
+
+def test_the_allocator_is_asked_after_what_was_evicted() -> None:
+    """Each of thousands of small things that left counted as all that was still to leave."""
+    asked = []
+    one = Reserve(SIZE, 8 << 20, lambda: asked.append(1))
+    for excess in range(20 << 20, 0, -4096):
+        one.release(excess)
+    one.release(-1)
+    assert 3 <= len(asked) <= 5

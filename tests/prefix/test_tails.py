@@ -10,7 +10,7 @@ import pytest
 from memory.kit import CASES, Case, apart
 from prefix.accounts import check_accounts
 from pykvcache import LlamaContext, PrefixCache
-from pykvcache.prefix.policies import LRU
+from pykvcache.prefix.policies import LRU, POLICIES
 
 Make = Callable[..., LlamaContext]
 SERVED = [case for case in CASES if case.info.can_cache]
@@ -85,6 +85,60 @@ def test_a_tail_larger_than_its_quarter_is_kept_while_there_is_room(make_context
         stored = cache.stats().ram_blocks
         use(cache, words(3, 63))  # there is no room: nothing leaves for it
         assert cache.stats().ram_blocks == stored
+        check_accounts(cache)
+
+
+def test_tails_larger_than_a_quarter_take_turns(make_context: Make) -> None:
+    """The first ones stayed for ever where there was no room for more."""
+    ctx = make_context("llama", n_ctx=512, n_seq_max=2)
+    cell = ctx.native.block_bytes()
+    most = empty_bytes(ctx) + 2 * 256 * cell
+    with PrefixCache(ctx, ram_bytes=most, block_size=256) as cache:
+        for seed in range(20):
+            prompt = words(seed, 180 + 3 * seed)
+            use(cache, prompt)
+            assert len(prompt) * cell > most / 4
+            assert use(cache, prompt) == 1
+            check_accounts(cache)
+            assert cache.stats().ram_bytes <= most
+
+
+@pytest.mark.parametrize("policy", [*POLICIES])
+def test_a_prompt_longer_than_the_budget_leaves_tails_their_quarter(
+    policy: str, make_context: Make
+) -> None:
+    ctx = make_context("llama", n_ctx=2048, n_seq_max=2)
+    cell = ctx.native.block_bytes()
+    short = [words(seed, 40) for seed in range(6)]
+    with PrefixCache(ctx, ram_bytes=1200 * cell, policy=policy) as cache:
+        for seed in range(3):
+            for prompt in short:
+                evaluated = use(cache, prompt)
+                assert evaluated == 1 or seed == 0
+            use(cache, words(100 + seed, 1500))
+            check_accounts(cache)
+
+
+def test_a_tail_that_cannot_stay_takes_the_place_of_none(make_context: Make) -> None:
+    ctx = make_context("llama", n_ctx=2048, n_seq_max=2)
+    cell = ctx.native.block_bytes()
+    long = words(1, 20 * 64)
+    with PrefixCache(ctx, ram_bytes=empty_bytes(ctx) + 24 * 64 * cell, policy="lru") as cache:
+        use(cache, long)
+        assert cache.pin(long).n_tokens == len(long)
+        small = [words(seed, 8) for seed in range(2, 4)]
+        for prompt in small:
+            use(cache, prompt)
+        list(cache.events)
+        cache._ram.max_bytes = cache._ram.tree.max_bytes = cache.stats().ram_bytes + 4 * cell
+        for _ in range(2):
+            assert use(cache, words(7, 63)) >= 62
+            check_accounts(cache)
+        for prompt in small:
+            assert use(cache, prompt) == 1
+        # One for which an other makes room is kept.
+        assert use(cache, words(8, 9)) >= 8
+        assert use(cache, words(8, 9)) == 1
         check_accounts(cache)
 
 

@@ -133,6 +133,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     assert "small: 3 prompts, 90 tokens, 6 blocks of 16, 2 of them different" in out
     assert "| lru    | 35.6 |  66.7 |" in out
+    again = [str(path), "--policy", "lru", "--policy", "fifo", "--size", "50", "--size", "100"]
+    assert main(again) == 0  # an option that is given again adds to it
+    out = capsys.readouterr().out
+    assert "| lru    | 35.6 |  66.7 |" in out
+    assert "| fifo   |" in out
     assert main([str(tmp_path / "absent")]) == 1
     assert "absent" in capsys.readouterr().err
     assert main([str(path), "--size", "-1"]) == 1

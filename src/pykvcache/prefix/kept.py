@@ -23,7 +23,16 @@ from pykvcache.prefix.repair import rebuild
 from pykvcache.prefix.runs import Run
 from pykvcache.prefix.tree import BlockTree
 
-__all__ = ["BLOCK_BYTES", "PLACE_BYTES", "RUN_BYTES", "TAIL_BYTES", "Buffer", "Kept", "Tail", "parts_of"]
+__all__ = [
+    "BLOCK_BYTES",
+    "PLACE_BYTES",
+    "RUN_BYTES",
+    "TAIL_BYTES",
+    "Buffer",
+    "Kept",
+    "Tail",
+    "parts_of",
+]
 
 #: Overhead in bytes of a run, of a block, and of an empty cache: measured with tracemalloc
 #: (tests/prefix/test_budget.py).

@@ -31,8 +31,8 @@ class Alike(NamedTuple):
 class RamTier(Finding):
     """Keep full blocks in a `BlockTree` and tails beside it, within one budget.
 
-    Tails may take what blocks do not need, and a quarter of the budget in any case; the least
-    recently used is dropped first. A block that
+    Tails may take what blocks do not need, and a quarter of the budget where some block may leave;
+    the least recently used is dropped first. A block that
     is evicted while a parked sequence still uses it counts until that sequence releases it. After
     a call that was cut short the next one keeps what is whole, and counts it again.
 
@@ -133,10 +133,11 @@ class RamTier(Finding):
         return is_next and self._is_small(n_bytes) and not self._has_tail(end, text)
 
     def _is_small(self, n_bytes: int) -> bool:
-        """Whether a tail of so many bytes can stay, for a while at least."""
+        """Whether a tail of so many bytes can stay, in place of other tails at most."""
         if n_bytes <= self._most_tails:
             return True
-        return n_bytes <= self.max_bytes - self.tree.used_bytes
+        others = self._tail_bytes - self._shared_bytes
+        return n_bytes <= self.max_bytes - self.tree.used_bytes + others
 
     def _has_tail(self, run: Run, text: bytes) -> bool:
         """Whether a block or a tail after a run begins with some tokens; a tail was used then."""
@@ -242,4 +243,15 @@ class RamTier(Finding):
             self._shared_bytes += tail.shared
             if not tail.tokens:
                 self._count_twice(run)
-            self.tree.fit()
+            if not self.tree.fit(is_new=True):
+                self._fit_tail((run, tail.tokens))
+
+    def _fit_tail(self, new: tuple[Run, bytes]) -> None:
+        """Let other tails leave for a new one, or that one where they would leave in vain."""
+        others = self._tail_bytes - self._shared_bytes
+        if (tail := self._tails.get(new)) is not None:
+            others -= tail.nbytes - tail.shared
+            if self.tree.used_bytes - self.max_bytes > others:
+                self._forget(new)
+                return  # its memory is free when this call has ended
+        self.tree.fit()

@@ -246,7 +246,7 @@ class BlockTree(PolicyMethods):
         if not fits:
             # The others go first, whatever the policy thinks of something that was never used.
             new.held += 1
-            fits = self.fit()
+            fits = self.fit(is_new=True)
             new.held -= 1
         self.asked(self.policy.evictable, new)
         if self.policy.declines or not fits:
@@ -274,10 +274,11 @@ class BlockTree(PolicyMethods):
             self.asked(self.policy.evictable, run)
         self.fit()
 
-    def fit(self, *kept: Run) -> bool:
+    def fit(self, *kept: Run, is_new: bool = False) -> bool:
         """Evict until the budget is kept, or all that is left is held: False then.
 
         Nothing up to the ends of the runs that are given leaves: somebody is about to hold them.
+        With ``is_new`` what needs the room is new, and can do without: `last` is not called for it.
         """
         if (excess := self.used_bytes - self._max_bytes) <= 0:
             self._release(excess)
@@ -285,23 +286,23 @@ class BlockTree(PolicyMethods):
         runs = [run for run in kept if not run.is_root]
         for run in runs:
             run.held += 1
-        fits = self.shrink(self._max_bytes)
+        fits = self.shrink(self._max_bytes, is_new=is_new)
         for run in runs:
             run.held -= 1
             if run.is_evictable:
                 self.asked(self.policy.evictable, run)
         return fits
 
-    def shrink(self, max_bytes: int) -> bool:
+    def shrink(self, max_bytes: int, *, is_new: bool = False) -> bool:
         """Evict until at most so many bytes are used, or all that is left is held: False then."""
         while (excess := self.used_bytes - max_bytes) > 0:
             if self._release(excess):
                 continue
             run = self.asked(self.policy.victim)
             if run is None:
-                if self._last():
-                    continue
-                return False
+                if is_new or not self._last():
+                    return False
+                continue
             self._check_own(run)
             if self.policy.whole or not run.block_bytes:
                 n = run.n_blocks
@@ -313,9 +314,8 @@ class BlockTree(PolicyMethods):
     def remove(self, run: Run, n_blocks: int | None = None) -> None:
         """Remove the last blocks of a run, all by default; nothing may follow or hold it."""
         if not run.is_evictable:
-            raise ArgumentError(
-                f"{run} is held, followed by others, or no longer in the tree", "run", repr(run)
-            )
+            text = f"{run} is held, followed by others, or no longer in the tree"
+            raise ArgumentError(text, "run", repr(run))
         n = run.n_blocks if n_blocks is None else n_blocks
         if not 1 <= n <= run.n_blocks:
             text = f"{n} blocks cannot be removed from {run}"

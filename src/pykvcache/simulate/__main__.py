@@ -34,13 +34,13 @@ def _parser() -> argparse.ArgumentParser:
         f"{', '.join(WORKLOADS)}, or workload:all",
     )
     parser.add_argument(
-        "--policy", nargs="+", default=list(POLICIES), choices=POLICIES, help="default: all"
+        "--policy", nargs="+", action="extend", choices=POLICIES, help="default: all"
     )
     parser.add_argument(
         "--size",
         nargs="+",
+        action="extend",
         type=float,
-        default=[1, 5, 10, 25],
         metavar="PERCENT",
         help="of the blocks that a cache without limit would hold (1 5 10 25)",
     )
@@ -63,6 +63,7 @@ def _paths(traces: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 1 after a failure, which is one line on stderr."""
     options = _parser().parse_args(argv)
+    policies, sizes = options.policy or list(POLICIES), options.size or [1, 5, 10, 25]
     reports = []
     try:
         if options.plot:
@@ -80,11 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "different\n",
                 flush=True,
             )
-            shares = [percent / 100 for percent in options.size]
-            reports.append(compare(trace, options.policy, shares, jobs=options.jobs))
+            shares = [percent / 100 for percent in sizes]
+            reports.append(compare(trace, policies, shares, jobs=options.jobs))
             print(reports[-1].table())
             print(f"\n{time.perf_counter() - begun:.1f} s", flush=True)
-        if DEFAULT in options.policy and set(SIMPLE) & set(options.policy):
+        if DEFAULT in policies and set(SIMPLE) & set(policies):
             print(f"\n{DEFAULT}, points above the best of {', '.join(SIMPLE)}:\n")
             print(margin_table(reports))
         if options.plot:

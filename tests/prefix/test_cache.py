@@ -342,8 +342,11 @@ def test_memory_of_what_was_cleared_is_written_over(make_context: Make) -> None:
             sequence.evaluate()
         assert cache.stats().ram_blocks == 2
         cache.clear("tenant")
-        assert cache._reserve.n_bytes
-        assert not any(memory.any() for memory in cache._reserve._free)
+        n = cache._reserve.n_bytes // cache._reserve.size
+        assert n == 2
+        free = cache._reserve.arrays(cache._reserve.size, n)
+        assert not cache._reserve.n_bytes
+        assert not any(memory.any() for memory in free)
 
 
 def test_pins_are_of_blocks_the_last_perhaps_in_part(make_context: Make) -> None:

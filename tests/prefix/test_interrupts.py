@@ -379,10 +379,10 @@ def test_lent_memory_comes_back_after_an_interrupt() -> None:
         interrupt.run(work)
         gc.collect()
         kept = reserve.arrays(1 << 18, 2)
-        assert len(reserve._lent) == 2
+        assert reserve._pool.n_lent == 2
         assert len({array.ctypes.data for array in kept}) == 2
         del kept
-        assert not reserve._lent
+        assert not reserve._pool.n_lent
         return interrupt.seen
 
     for place in range(1, attempt(0) + 1):

@@ -153,6 +153,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
             lambda: self._events.room,
             self._pool.renew,
             self._layout.copy_cells,
+            self._reserve.expect,
         )
         self._evaluation = EvaluationTime(least_seconds(context))
         other = _caches.get(context, lambda: None)()

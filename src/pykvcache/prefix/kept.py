@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._fork import watch_forks
+from pykvcache._native.memory_pool import referred
 from pykvcache.prefix.alike import TokenKeys
 from pykvcache.prefix.changes import Changing, change
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
@@ -92,6 +93,7 @@ class Kept(Changing):
         room: Callable[[], int] = lambda: 0,
         renew: Callable[[], bool] = lambda: True,
         copy: CopyCells | None = None,
+        expect: Callable[[int], object] = lambda _: None,
     ) -> None:
         super().__init__()
         self.block_size = block_size
@@ -106,6 +108,7 @@ class Kept(Changing):
         self._pieces = Pieces(copy)
         self._fixed_bytes = min(FIXED_BYTES, max_bytes // 16)
         self._more_bytes, self._release, self._room = other_bytes, release, room
+        self._expect = expect
         self.stored = self.removed = self.n_checkpoints = 0
         self.tree = BlockTree(
             block_size,
@@ -117,6 +120,7 @@ class Kept(Changing):
             other_bytes=self._other_bytes,
             release=self._make_room,
             last=self._forget_oldest,
+            expect=expect,
         )
         self._renew = renew
         watch_forks(self)
@@ -179,8 +183,9 @@ class Kept(Changing):
 
     def _count_as_kept(self, things: Iterable[Any]) -> None:
         """Count what is to be kept, perhaps again, no more because somebody uses it."""
-        for thing in arrays_of(things):
-            self._in_use.pop(id(thing), None)
+        if self._in_use:
+            for thing in arrays_of(things):
+                self._in_use.pop(id(thing), None)
 
     def _leave(self, things: Iterable[Any]) -> None:
         """Let go of cells and states that were kept."""
@@ -189,6 +194,7 @@ class Kept(Changing):
 
     def _repair(self) -> None:
         """Keep what is whole of what a call has left that was cut short."""
+        self._expect(0)
         tree, tails = self.tree, self._tails
         holds = [run for hold in list(self._holds.values()) for run in hold.runs]
         roots = {run for run, _ in tails if run.namespace is not None}
@@ -323,7 +329,8 @@ class Kept(Changing):
             return
         for tokens in list(self._tails_at.get(run, ())):
             self._forget((run, tokens))
-        self._leave(run.payloads[first:])
+        # Most of them nobody else has. Two lists have each: that of the run, and this one.
+        self._leave(referred(run.payloads[first:], 1))
         # Blocks without bytes were never stored: the budget had no room for them.
         names = [
             name

@@ -58,6 +58,8 @@ class RamTier(Finding):
         Returns how many bytes of the budget are kept free for what comes at any time.
     renew
         Frees, in a forked child, what another thread holds; returns whether this one is in no call.
+    expect
+        Called with the number of blocks that are about to get memory, before others leave for them.
     copy
         Copies cells between blocks: what branches have in common of the block in which they part
         is then kept once.
@@ -98,6 +100,7 @@ class RamTier(Finding):
             if not self._wants_tail(end, tokens, text, cell_bytes):
                 text = b""
         if end is None or (run is None and not text):
+            self._expect(0)
             return None
         # What is new, and what it follows.
         n, before, new = 0, end, text
@@ -110,12 +113,14 @@ class RamTier(Finding):
         try:
             payloads: list[Any] = [*read(before.end * size, n, len(text) // 4, same)]
         except BaseException as error:  # this takes longest: often an interrupt comes here
+            self._expect(0)
             if run is not None:
                 tree.remove(run)
             return error
         if alike is not None:
             payloads[0] = self._join(payloads[0], len(new) // 4, alike)
         if run is not None:
+            self._expect(0)
             self.stored += n  # before they are there: `_repair` counts what is missing
             run.payloads[:] = payloads[:n]
             self._count_as_kept(run.payloads)

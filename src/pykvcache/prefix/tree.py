@@ -44,6 +44,8 @@ class BlockTree(PolicyMethods):
         Called with the bytes above the budget (below it: negative); whether it gave any back.
     last
         Called where the budget is exceeded and no block may leave; whether it gave any back.
+    expect
+        Called with the number of blocks that are new, before others leave for them.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class BlockTree(PolicyMethods):
         other_bytes: Callable[[], int] = lambda: 0,
         release: Callable[[int], bool] = lambda _: False,
         last: Callable[[], bool] = lambda: False,
+        expect: Callable[[int], object] = lambda _: None,
     ) -> None:
         if block_size < 1:
             raise ArgumentError(
@@ -74,7 +77,7 @@ class BlockTree(PolicyMethods):
         self.run_bytes = run_bytes
         self.on_remove = on_remove
         self._other_bytes = other_bytes
-        self._release, self._last = release, last
+        self._release, self._last, self._expect = release, last, expect
         self._roots: dict[str, Run] = {}
         self.max_bytes = max_bytes
 
@@ -178,10 +181,9 @@ class BlockTree(PolicyMethods):
             nothing new, or nothing of it is kept.
         """
         found = self.match(tokens, namespace)
-        run = found.run
         if len(tokens) // self.step == found.n_blocks:
             return None
-        if not run.is_root and found.offset < run.n_blocks:
+        if not (run := found.run).is_root and found.offset < run.n_blocks:
             run = self._cut(run, found.offset)
         return self.extend(run, tokens[found.n_blocks * self.step :], block_bytes)
 
@@ -245,6 +247,8 @@ class BlockTree(PolicyMethods):
         fits = self.policy.declines
         if not fits:
             # The others go first, whatever the policy thinks of something that was never used.
+            if not new.is_checkpoint:
+                self._expect(new.n_blocks)
             new.held += 1
             fits = self.fit(is_new=True)
             new.held -= 1
@@ -356,20 +360,16 @@ class BlockTree(PolicyMethods):
 
     def clear(self, namespace: str | None = None) -> None:
         """Remove all blocks of a namespace, or of all; held ones too: holds keep nothing then."""
-        names = list(self._roots) if namespace is None else [namespace]
-        for name in names:
-            if (root := self._roots.get(name)) is None:
-                continue
+        for root in self.roots(namespace):
             for run in reversed(list(below(root))):
                 self._drop(run, run.n_blocks)
                 self._unlink(run)
-            self._roots.pop(name, None)
+            self._roots.pop(str(root.namespace), None)
 
     def runs(self, namespace: str | None = None) -> Iterator[Run]:
         """Yield every run and checkpoint, those before others first."""
-        for name in list(self._roots) if namespace is None else [namespace]:
-            if name in self._roots:
-                yield from below(self._roots[name])
+        for root in self.roots(namespace):
+            yield from below(root)
 
     def _cut(self, run: Run, n_blocks: int) -> Run:
         head = run.cut(n_blocks)
@@ -389,9 +389,10 @@ class BlockTree(PolicyMethods):
         if run.namespace is not None:
             self._roots.setdefault(run.namespace, run)
 
-    def roots(self) -> Iterator[Run]:
-        """Yield the roots of all namespaces that keep anything."""
-        yield from list(self._roots.values())
+    def roots(self, namespace: str | None = None) -> list[Run]:
+        """Return the root of a namespace, or of all, where it keeps anything."""
+        names = list(self._roots) if namespace is None else [namespace]
+        return [self._roots[name] for name in names if name in self._roots]
 
     def _forget_root(self, root: Run) -> None:
         if root.namespace is None:

@@ -70,6 +70,7 @@ class Adaptive(Policy):
         self.whole, self.declines = self._policy.whole, self._policy.declines
         self.most_blocks = Policy.most_blocks
         self._shadows: dict[str, Shadow] = {}
+        self._shadow_bytes = 0
         # None until there are shadows, and where one decides alone.
         self._votes: Votes | None = None
         self._had_checkpoints = False
@@ -117,11 +118,16 @@ class Adaptive(Policy):
                 found = shadow.send(keys, self._block_bytes)
                 self._hits[name] = self._hits[name] * self._fade + found
                 self._hear(i, shadow)
+        self._count_shadows()
 
     def _hear(self, i: int, shadow: Shadow) -> None:
         """Let the votes know what a shadow let go in the last call."""
         if self._votes is not None:
             self._votes.hear(1 << i, shadow)
+
+    def _count_shadows(self) -> None:
+        """Note what the shadows take: it is asked for far more often than it changes."""
+        self._shadow_bytes = sum([shadow.memory for shadow in self._shadows.values()])
 
     def _begin(self) -> None:
         """Make the shadows, with the prompts up to now."""
@@ -132,6 +138,7 @@ class Adaptive(Policy):
         votes = Votes(len(self._experts), self._runs)
         for name in self._experts:
             self._shadows[name] = Shadow(name, self._max_bytes)
+        self._count_shadows()
         self._give_up()
         if len(self._shadows) > 1 and not self._had_checkpoints:
             self._begin_votes(votes)
@@ -184,6 +191,7 @@ class Adaptive(Policy):
             if (shadow := self._shadows.get(name)) is not None:
                 shadow.insert(keys, self._block_bytes)
                 self._hear(i, shadow)
+        self._count_shadows()
 
     def _resize_shadows(self) -> None:
         """Give them what the real blocks have now, beside tails, checkpoints and accounts."""
@@ -193,6 +201,7 @@ class Adaptive(Policy):
                 if shadow and abs(shadow.max_bytes - self._bytes) >= self._block_bytes:
                     shadow.max_bytes = self._bytes
                     self._hear(i, shadow)
+            self._count_shadows()
             self._is_full = False
         self._give_up()
 
@@ -207,6 +216,7 @@ class Adaptive(Policy):
                 key=self._hits.__getitem__,
             )
             del self._shadows[last], self._hits[last]
+            self._count_shadows()
             if self._votes is not None:
                 self._votes.drop(1 << [*self._experts].index(last))
             if len(self._shadows) == 1:
@@ -216,7 +226,7 @@ class Adaptive(Policy):
     def n_bytes(self) -> int:  # type: ignore[override]
         """What the shadows take, and what the expert that decides remembers."""
         own = self._policy.n_bytes if self._votes is None else self._votes.n_bytes
-        return own + self._log_bytes + sum(one.memory for one in self._shadows.values())
+        return own + self._log_bytes + self._shadow_bytes
 
     # Who decides ----------------------------------------------------------------------------
 

@@ -12,6 +12,9 @@ STORIES = ROOT / "models" / "stories.gguf"
 #: 30 million parameters: 8 layers, 384 wide, 6 heads of 64, 4 of them for K and V.
 WIDE = {"n_embd": 384, "n_layer": 8, "n_ff": 1600, "n_head": 6, "n_head_kv": 3}
 N_VOCAB = 32_000
+#: 135 million: the sizes of SmolLM2-135M, among the smallest that people talk with.
+SMALLEST = {"n_embd": 576, "n_layer": 30, "n_ff": 1536, "n_head": 9, "n_head_kv": 3}
+SMALLEST_VOCAB = 49_152
 #: The types of weights that `medium` can be written in.
 WEIGHTS = ("f16", "q8_0", "q4_0")
 
@@ -42,7 +45,17 @@ def many_bytes() -> Path:
 
 def medium(weights: str = "f16") -> Path:
     """Write a llama of 30 million random weights, 8 layers and 32,000 tokens."""
-    path = BUILD / "models" / f"llama-30m{'' if weights == 'f16' else '-' + weights}.gguf"
+    return random_llama("llama-30m", WIDE, N_VOCAB, weights)
+
+
+def smallest() -> Path:
+    """Write a llama of 135 million random weights, 30 layers and 49,152 tokens."""
+    return random_llama("llama-135m", SMALLEST, SMALLEST_VOCAB)
+
+
+def random_llama(name: str, sizes: dict[str, int], n_vocab: int, weights: str = "f16") -> Path:
+    """Write a llama whose output is its table of tokens, as in many small models."""
+    path = BUILD / "models" / f"{name}{'' if weights == 'f16' else '-' + weights}.gguf"
     if path.exists():
         return path
     _tests()
@@ -53,7 +66,7 @@ def medium(weights: str = "f16") -> Path:
     from support.blueprint import Sizes
 
     base = vocab.spm()
-    more = N_VOCAB - len(base)
+    more = n_vocab - len(base)
     words = vocab.Vocab(
         base.kind,
         base.tokens + tuple(f"▁w{i}".encode() for i in range(more)),
@@ -61,8 +74,7 @@ def medium(weights: str = "f16") -> Path:
         special=base.special,
         add_bos=True,
     )
-    plan = attention_models.llama(Sizes(n_ctx_train=65_536, **WIDE), N_VOCAB)
-    # The output is the token table, as in many small models.
+    plan = attention_models.llama(Sizes(n_ctx_train=65_536, **sizes), n_vocab)
     del plan.tensors["output.weight"]
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".part")

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.harness import Answer, Contestant, Plan, Row, interleave, leave_out, show
-from benchmarks.models import STORIES, medium
+from benchmarks.models import STORIES, medium, smallest
 from benchmarks.settings import open_all, open_one
 from benchmarks.setup import OURS
 
@@ -16,7 +16,9 @@ TITLE = "reuse of prompts that share beginnings"
 PLENTY = 1024
 SMALL = 8
 #: What some ten prompts that share nothing take, by model: a cache of that is full.
-FULL = {"story model": 8, "30M": 64}
+FULL = {"story model": 8, "30M": 64, "135M": 64}
+#: How many prompts in a turn, where not 24: they take seconds.
+FEWER = {"135M": 4}
 PEERS = (OURS, "llama-cpp-python", "xllamacpp")
 PROCESSOR = ", processor"
 NOTES = ("ideal", "total", "distinct", "seconds", "bytes", "cell_bytes")
@@ -38,6 +40,8 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     rows += [*alone(who[OURS], "story model", plan), *steps(who[OURS], plan)]
     open_one(who[OURS], medium(), n_ctx=4096, n_seq_max=4, threads=2)
     rows += alone(who[OURS], "30M", plan)
+    open_one(who[OURS], smallest(), n_ctx=4096, n_seq_max=4, threads=2)
+    rows += alone(who[OURS], "135M", plan)
     leave_out(rows, "C", "has no cache of prompts")
     leave_out(rows, "cyllama", "has no cache of prompts")
     return rows
@@ -72,7 +76,8 @@ def alone(ours: Contestant, model: str, plan: Plan) -> list[Row]:
     for cache, ram in (("new", PLENTY), ("full", FULL[model])):
         both = [Row(f"nothing shared, {model}, {cache} cache{of}", "s") for of in ("", PROCESSOR)]
         for turn in range(plan.samples + 1):
-            answer = ours.ask("strangers", ram_mib=ram, quick=plan.quick)
+            n = 4 if plan.quick else FEWER.get(model, 24)
+            answer = ours.ask("strangers", ram_mib=ram, n_prompts=n)
             for row, suffix in zip(both, ("", PROCESSOR), strict=True):
                 if "error" in answer:
                     row.errors[OURS] = answer["error"]

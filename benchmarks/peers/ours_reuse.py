@@ -62,7 +62,7 @@ class Reuse:
             cache.close()
         return answer
 
-    def do_strangers(self, ram_mib: int, quick: bool = False) -> Answer:
+    def do_strangers(self, ram_mib: int, n_prompts: int) -> Answer:
         """Seconds per token of prompts that share nothing, with a cache and without, in turns.
 
         And the seconds of copying their blocks, without a cache: no cache that keeps them takes
@@ -70,7 +70,7 @@ class Reuse:
         again, and so do these copies; else both write to new memory.
         """
         assert self.ctx is not None
-        ctx, n_prompts = self.ctx, 4 if quick else 24
+        ctx = self.ctx
         took: dict[str, list[float]] = {}
         n_bytes = ctx.native.block_bytes() * 64
         n_blocks = len(strangers(1)[0]) // 64 + 1

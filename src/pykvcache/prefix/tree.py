@@ -247,8 +247,7 @@ class BlockTree(PolicyMethods):
         fits = self.policy.declines
         if not fits:
             # The others go first, whatever the policy thinks of something that was never used.
-            if not new.is_checkpoint:
-                self._expect(new.n_blocks)
+            self._expect(0 if new.is_checkpoint else new.n_blocks)
             new.held += 1
             fits = self.fit(is_new=True)
             new.held -= 1

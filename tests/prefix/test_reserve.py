@@ -284,3 +284,33 @@ def test_the_allocator_is_asked_after_what_was_evicted() -> None:
         one.release(excess)
     one.release(-1)
     assert 3 <= len(asked) <= 5
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "lru", "s3fifo", "vllm"])
+def test_blocks_that_leave_give_their_memory_to_those_that_come(
+    make_context: Make, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """It went to the allocator and the system, and each prompt wrote to new memory again."""
+    monkeypatch.setattr(reserve, "LEAST_BLOCK", 1)
+    monkeypatch.setattr(reserve, "TRIMMED_BYTES", 1 << 14)
+    ctx = make_context("llama", n_ctx=1024)
+    size = 64 * ctx._native.block_bytes()
+    rng = np.random.default_rng(3)
+    with PrefixCache(ctx, block_size=64, ram_bytes=20 * size, policy=policy) as cache:
+        trims: list[int] = []
+        monkeypatch.setattr(cache._reserve, "_trim", lambda: trims.append(1))
+        pool = cache._reserve._pool
+        for step in range(40):
+            if step == 20:
+                assert cache.stats().removed
+                stored, came_back = cache.stats().stored, pool.kept_bytes
+                trims.clear()
+            with cache.sequence([5 + step, *rng.integers(5, 56, 192).tolist()]) as sequence:
+                sequence.evaluate()
+            assert cache.stats().ram_bytes <= 20 * size
+            assert pool.n_lent == cache.stats().ram_blocks
+            assert pool.n_bytes <= pool.most_bytes, "nothing is due between calls"
+        n = cache.stats().stored - stored
+        assert n > 30
+        assert (pool.kept_bytes - came_back) // size >= n - 2
+        assert len(trims) <= 2

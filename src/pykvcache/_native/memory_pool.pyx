@@ -158,8 +158,12 @@ cdef class MemoryPool:
         return max(0, self.free.n_bytes - self.due_bytes)
 
     def expect(self, Py_ssize_t n):
-        """Learn how many pieces are about to be lent: so many may be free, and do not count."""
-        self.due_bytes = max(0, n) * self.size
+        """Learn how many pieces are about to be lent: so many may be free, and do not count.
+
+        What was expected before and is not any more goes, where it is too much.
+        """
+        self.due_bytes = min(max(0, n), _LARGEST // self.size) * self.size
+        self.shrink_to(self.most_bytes + self.due_bytes)
 
     def lend(self, Py_ssize_t size, Py_ssize_t n):
         """Return n arrays of so many bytes each, whatever they are."""

@@ -243,11 +243,11 @@ class BlockTree(PolicyMethods):
         self.n_bytes += new.n_bytes + self.run_bytes
         self.n_blocks += 0 if new.is_checkpoint else new.n_blocks
         self.n_runs += 1
+        self._expect(0 if new.is_checkpoint else new.n_blocks)
         self.asked(self.policy.added, new)
         fits = self.policy.declines
         if not fits:
             # The others go first, whatever the policy thinks of something that was never used.
-            self._expect(0 if new.is_checkpoint else new.n_blocks)
             new.held += 1
             fits = self.fit(is_new=True)
             new.held -= 1

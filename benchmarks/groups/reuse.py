@@ -20,7 +20,7 @@ FULL = {"story model": 8, "30M": 64, "135M": 64}
 #: How many prompts in a turn, where not 24: they take seconds.
 FEWER = {"135M": 4}
 PEERS = (OURS, "llama-cpp-python", "xllamacpp")
-PROCESSOR = ", processor"
+PROCESSOR, ENDS = ", processor", ", begin and close"
 NOTES = ("ideal", "total", "distinct", "seconds", "bytes", "cell_bytes")
 
 
@@ -74,19 +74,21 @@ def alone(ours: Contestant, model: str, plan: Plan) -> list[Row]:
     """Send prompts that share nothing, each with a cache and without, right after each other."""
     rows = []
     for cache, ram in (("new", PLENTY), ("full", FULL[model])):
-        both = [Row(f"nothing shared, {model}, {cache} cache{of}", "s") for of in ("", PROCESSOR)]
+        parts = ("", PROCESSOR, ENDS)
+        three = [Row(f"nothing shared, {model}, {cache} cache{part}", "s") for part in parts]
         for turn in range(plan.samples + 1):
             n = 4 if plan.quick else FEWER.get(model, 24)
             answer = ours.ask("strangers", ram_mib=ram, n_prompts=n)
-            for row, suffix in zip(both, ("", PROCESSOR), strict=True):
+            for row, suffix in zip(three, parts, strict=True):
                 if "error" in answer:
                     row.errors[OURS] = answer["error"]
                 elif turn:
                     for how in ("with a cache", "without", "copying the blocks"):
-                        row.samples.setdefault(how, []).extend(answer[how + suffix])
-        for row in both:
+                        if how + suffix in answer:
+                            row.samples.setdefault(how, []).extend(answer[how + suffix])
+        for row in three:
             show(row, 1e3, "ms", base="without")
-        rows += both
+        rows += three
     return rows
 
 

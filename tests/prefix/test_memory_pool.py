@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import random
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -34,7 +35,7 @@ def test_random_use_lends_nothing_twice_and_counts_all() -> None:
         for step in range(400):
             match draw.randrange(8):
                 case 0 | 1 | 2:
-                    new = pool.lend(draw.randint(1, SIZE), draw.randrange(4))
+                    new = pool.lend_arrays(draw.randint(1, SIZE), draw.randrange(4))
                     while new:
                         lent.append(new.pop())
                         lent[-1][:] = len(lent) % 251
@@ -63,12 +64,12 @@ def test_random_use_lends_nothing_twice_and_counts_all() -> None:
 
 def test_what_is_due_is_free_and_does_not_count() -> None:
     pool = MemoryPool(SIZE, 0)
-    lent = pool.lend(SIZE, 5)
+    lent = pool.lend_arrays(SIZE, 5)
     pool.expect(3)
     lent.clear()
     assert pool.n_bytes == 0
     assert pool.kept_bytes == 3 * SIZE
-    again = pool.lend(SIZE, 2)
+    again = pool.lend_arrays(SIZE, 2)
     pool.expect(0)  # one was not needed
     assert pool.n_bytes == 0
     del again
@@ -82,7 +83,7 @@ def test_all_that_was_taken_is_given_back() -> None:
     try:
         before = tracemalloc.get_traced_memory()[0]
         pool = MemoryPool(1 << 20, 64 << 20)
-        lent = pool.lend(1 << 20, 30)
+        lent = pool.lend_arrays(1 << 20, 30)
         assert tracemalloc.get_traced_memory()[0] - before > 30 << 20, "seen by tracemalloc"
         view = lent[0][5:9]
         lent.clear()
@@ -97,7 +98,7 @@ def test_all_that_was_taken_is_given_back() -> None:
 def test_closed_ones_leave_no_more_than_they_may() -> None:
     drop_spare()
     pools = [MemoryPool(1 << 20, 64 << 20) for _ in range(3)]
-    for lent in [pool.lend(1 << 20, 10) for pool in pools]:
+    for lent in [pool.lend_arrays(1 << 20, 10) for pool in pools]:
         for array in lent:
             array[:] = 7
     del lent, array
@@ -108,7 +109,7 @@ def test_closed_ones_leave_no_more_than_they_may() -> None:
         assert pool.n_bytes == 0
     assert spare_bytes() == SPARE_BYTES
     new = MemoryPool(1 << 20, 64 << 20)
-    assert not any(array.any() for array in new.lend(1 << 20, 16)), "written over"
+    assert not any(array.any() for array in new.lend_arrays(1 << 20, 16)), "written over"
     assert spare_bytes() == 0
     drop_spare()
 
@@ -122,7 +123,7 @@ def test_threads_get_and_drop_each_others_memory() -> None:
         draw = random.Random(seed)
         for _ in range(2000):
             if draw.random() < 0.5 or not box:
-                (array,) = pool.lend(SIZE, 1)
+                (array,) = pool.lend_arrays(SIZE, 1)
                 array[:] = draw.randrange(256)
                 box.append(array)
             else:
@@ -154,19 +155,19 @@ def test_bad_arguments_are_refused_with_their_limit() -> None:
     pool = MemoryPool(SIZE, 0)
     for size in (-1, SIZE + 1, 2**62):
         with pytest.raises(ArgumentError, match=f"{size} bytes"):
-            pool.lend(size, 1)
+            pool.lend_arrays(size, 1)
         with pytest.raises(ArgumentError, match=f"{size} bytes"):
-            pool.take(size)
+            pool.lend_view(size)
     assert pool.n_lent == 0
-    assert pool.lend(SIZE, -3) == []
-    assert len(pool.take(0)) == 0
+    assert pool.lend_arrays(SIZE, -3) == []
+    assert len(pool.lend_view(0)) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems promise memory they have not")
 def test_no_memory_is_an_error_that_changes_nothing() -> None:
     pool = MemoryPool(1 << 50, 1 << 52)
     with pytest.raises(MemoryError, match="bytes"):
-        pool.lend(1 << 50, 3)
+        pool.lend_arrays(1 << 50, 3)
     with pytest.raises(MemoryError, match="bytes"):
         pool.add()
     assert pool.n_lent == pool.n_bytes == 0
@@ -191,10 +192,39 @@ def test_other_references_are_found() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_process_has_its_own() -> None:
     pool = MemoryPool(SIZE, 8 * SIZE)
-    lent = pool.lend(SIZE, 3)
+    lent = pool.lend_arrays(SIZE, 3)
     pid = os.fork()
     if not pid:
         lent.clear()
         os._exit(0 if (pool.n_lent, pool.n_bytes) == (0, 3 * SIZE) else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert (pool.n_lent, pool.n_bytes) == (3, 0)
+
+
+NO_MEMORY = """
+import _testcapi
+from pykvcache._native.memory_pool import MemoryPool
+pool = MemoryPool(4096, 0)
+for first in range(1, 12):
+    for last in range(first + 1, first + 3):
+        for _ in range(60):
+            _testcapi.set_nomemory(first, last)
+            try: pool.lend_arrays(4096, 6)
+            except MemoryError: pass
+            finally: _testcapi.remove_mem_hooks()
+assert pool.n_lent == 0
+"""
+
+
+@pytest.mark.parametrize("allocator", ["pymalloc", "malloc"])
+def test_a_list_that_cannot_grow_frees_nothing_twice(allocator: str) -> None:
+    """Cython's list comprehensions do: the process ended."""
+    pytest.importorskip("_testcapi")
+    done = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY],
+        env=os.environ | {"PYTHONMALLOC": allocator},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

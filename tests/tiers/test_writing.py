@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from pykvcache import LlamaContext, PrefixCache
 from pykvcache.prefix import pace
 from pykvcache.prefix.stores import Envelope, MemoryStore
 from pykvcache.prefix.tiers import writing
@@ -92,13 +93,24 @@ def test_what_somebody_waits_for_is_written_at_once(why: str) -> None:
         elif why == "lease":
             behind.offer(Chain(leases=[bytes(32)]))
         else:
-            behind.max_bytes = 1 << 20
+            behind.urgent_bytes = 1 << 18
             behind.offer(Chain([(b"x" * 32, np.zeros(1000, np.uint8))]))
         until = time.monotonic() + 30
         while behind.n_items:
             assert time.monotonic() < until
             time.sleep(0.001)
         assert len(store.began) <= 5  # not in single steps any more
+
+
+@pytest.mark.parametrize(
+    ("ram", "urgent"), [(0, 16 << 20), (400_000, 100_000), (1 << 30, 128 << 20)]
+)
+def test_a_quarter_of_the_memory_at_most_waits_without_hurry(
+    ram: int, urgent: int, make_context: Callable[..., LlamaContext]
+) -> None:
+    """What waits stays in memory: all blocks left for it, and prompts were evaluated again."""
+    with PrefixCache(make_context("llama"), ram_bytes=ram, tiers=[MemoryStore()]) as cache:
+        assert cache._tiers.writers[0].urgent_bytes == urgent
 
 
 LEASE = b"k" * 32

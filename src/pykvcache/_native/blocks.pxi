@@ -74,7 +74,9 @@ cdef class Blocks(State):
             self.check(pieces, -1 if whole else 0, False, blocks)
             result = []
             for part in lib.state_parts(self.mem, self.v_trans(), False):
-                streams = [self.split_stream(part, s, blocks, pieces, whole) for s in range(part.n_stream)]
+                streams = []
+                for s in range(part.n_stream):
+                    streams.append(self.split_stream(part, s, blocks, pieces, whole))
                 result.append(streams if whole else _one_stream(streams))
             return result
         finally:

@@ -21,8 +21,10 @@ cdef class Cells(Memory):
                 raise self.fail_to_read("memory_breakdown")
         finally:
             self.lock.unlock()
-        return [(_text(found[i].name), found[i].model, found[i].context, found[i].compute)
-                for i in range(found.size())]
+        parts = []
+        for i in range(found.size()):
+            parts.append((_text(found[i].name), found[i].model, found[i].context, found[i].compute))
+        return parts
 
     def memory_info(self):
         """Return the facts of the memory as a dict."""

@@ -89,3 +89,19 @@ cdef inline int32_t _token(object value, long long n_vocab) except -1:
             f"token {shown(value)} is outside [0, {n_vocab})",
             what="token", value=value, limit=n_vocab - 1)
     return <int32_t>n
+
+
+cdef object _tokens(const vector[lib.llama_token]& tokens):
+    result = np.empty(tokens.size(), dtype=np.int32)
+    cdef int32_t[::1] view = result
+    if tokens.size():
+        memcpy(&view[0], tokens.data(), tokens.size() * sizeof(int32_t))
+    return result
+
+
+cdef object _floats(const vector[float]& values):
+    result = np.empty(values.size(), dtype=np.float32)
+    cdef float[::1] view = result
+    if values.size():
+        memcpy(&view[0], values.data(), values.size() * sizeof(float))
+    return result

@@ -14,4 +14,7 @@ def cpu_features():
 
 cdef list _texts(const vector[string]& texts):
     cdef size_t i
-    return [_text(texts[i]) for i in range(texts.size())]
+    cdef list found = []
+    for i in range(texts.size()):
+        found.append(_text(texts[i]))
+    return found

@@ -150,7 +150,10 @@ cdef class Decoding(Batch):
         notes = _notes()
         if code < -1:
             lib.distrust_scheduler(self.ctx)
-        damaged = tuple([s for s in range(self.n_seq_max) if self.seqs.was_damaged(s)])
+        damaged = ()
+        for s in range(self.n_seq_max):
+            if self.seqs.was_damaged(s):
+                damaged += (s,)
         left = f"; {done_so_far} tokens of this call were decoded before and stay" if done_so_far else ""
         if damaged:
             left += f"; sequences {list(damaged)} cannot go on: remove all of each"

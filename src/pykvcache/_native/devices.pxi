@@ -17,8 +17,11 @@ def device_facts():
         code = lib.device_list(found)
     if code == lib.CAUGHT:
         raise _caught_error("devices")
-    return [(_text(found[i].name), found[i].kind, _text(found[i].backend), _text(found[i].description),
-             found[i].free, found[i].total) for i in range(found.size())]
+    facts = []
+    for i in range(found.size()):
+        names = _text(found[i].name), found[i].kind, _text(found[i].backend), _text(found[i].description)
+        facts.append((*names, found[i].free, found[i].total))
+    return facts
 
 
 def max_devices():

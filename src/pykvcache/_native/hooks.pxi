@@ -87,8 +87,11 @@ cdef str _notes():
     """What llama.cpp had to say about the failure of this thread's call, in one line."""
     cdef string notes = lib.take_notes()
     text = _text(notes)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return "; ".join(dict.fromkeys(lines))
+    cdef dict lines = {}
+    for line in text.splitlines():
+        if line.strip():
+            lines[line.strip()] = None
+    return "; ".join(lines)
 
 
 cdef inline int _ready() except -1:

@@ -170,7 +170,7 @@ cdef class Arrays(Cells):
                 factors = lib.rope_factors(rope)
             _check_lost(self.links, "kv")
             result = dict(rope.facts, known=bool(rope.known))
-            result["freq_factors"] = np.array([factors[i] for i in range(factors.size())], np.float32)
+            result["freq_factors"] = _floats(factors)
             return result
         finally:
             self.lock.unlock()
@@ -212,7 +212,7 @@ cdef class Arrays(Cells):
             **dict(rope.facts),
             "known": bool(rope.known),
             "joined": bool(rope.joined),
-            "freq_factors": np.array([factors[i] for i in range(factors.size())], np.float32),
+            "freq_factors": _floats(factors),
         }
 
     def in_window(self, const int32_t[::1] positions not None, int32_t next_pos):

@@ -136,8 +136,9 @@ cdef class MemoryPool:
 
     cdef Stack free
     cdef readonly Py_ssize_t size
-    #: Bytes that are kept free; more than that stays until `shrink`.
+    #: Bytes that are kept free; what is more stays until `shrink` or `expect`.
     cdef public Py_ssize_t most_bytes
+    #: Pieces that something refers to.
     cdef readonly Py_ssize_t n_lent
     #: Bytes that came back and were kept, since it was made.
     cdef readonly Py_ssize_t kept_bytes
@@ -165,11 +166,14 @@ cdef class MemoryPool:
         self.due_bytes = min(max(0, n), _LARGEST // self.size) * self.size
         self.shrink_to(self.most_bytes + self.due_bytes)
 
-    def lend(self, Py_ssize_t size, Py_ssize_t n):
+    def lend_arrays(self, Py_ssize_t size, Py_ssize_t n):
         """Return n arrays of so many bytes each, whatever they are."""
-        return [_frombuffer(self.lend_one(size), _uint8) for _ in range(n)]
+        cdef list arrays = []
+        while len(arrays) < n:
+            arrays.append(_frombuffer(self.lend_one(size), _uint8))
+        return arrays
 
-    def take(self, Py_ssize_t size):
+    def lend_view(self, Py_ssize_t size):
         """Return memory of so many bytes, whatever they are."""
         return memoryview(self.lend_one(size))
 
@@ -186,7 +190,7 @@ cdef class MemoryPool:
         return self.keep(data)
 
     def shrink(self, Py_ssize_t n_bytes):
-        """Give memory back to the allocator until at most so many bytes are free."""
+        """Give memory back to the allocator until at most so many bytes are free, and what is due."""
         self.shrink_to(n_bytes + self.due_bytes)
 
     def wipe(self):

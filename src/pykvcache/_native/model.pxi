@@ -368,14 +368,6 @@ cdef class Model:
             out.resize(<size_t>(-got))
 
 
-cdef object _tokens(const vector[lib.llama_token]& tokens):
-    result = np.empty(tokens.size(), dtype=np.int32)
-    cdef int32_t[::1] view = result
-    if tokens.size():
-        memcpy(&view[0], tokens.data(), tokens.size() * sizeof(int32_t))
-    return result
-
-
 def split_text(bytes text not None, list patterns not None, bint byte_encode, bint with_std_regex):
     """Return the words into which patterns cut a text, by our matcher or by std::regex, for tests."""
     return lib.split_text(text, patterns, byte_encode, with_std_regex)
@@ -393,8 +385,9 @@ def gguf_layout(bytes path not None):
     if file == NULL:
         raise ModelLoadError(f"{os.fsdecode(path)} is not a GGUF file any more")
     try:
-        return lib.gguf_get_data_offset(file), [
-            (lib.gguf_get_tensor_offset(file, i), lib.gguf_get_tensor_size(file, i))
-            for i in range(lib.gguf_get_n_tensors(file))]
+        places = []
+        for i in range(lib.gguf_get_n_tensors(file)):
+            places.append((lib.gguf_get_tensor_offset(file, i), lib.gguf_get_tensor_size(file, i)))
+        return lib.gguf_get_data_offset(file), places
     finally:
         lib.gguf_free(file)

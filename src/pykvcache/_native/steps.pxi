@@ -68,7 +68,11 @@ cdef class Context(Decoding):
         _check_lanes(own_lanes, own_owners)
         self.lock_read()
         try:
-            return [owner for lane, owner in zip(own_lanes, own_owners) if not self.is_ready(<Lane>lane)]
+            found = []
+            for lane, owner in zip(own_lanes, own_owners):
+                if not self.is_ready(<Lane>lane):
+                    found.append(owner)
+            return found
         finally:
             self.lock.unlock()
 

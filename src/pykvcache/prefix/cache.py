@@ -167,6 +167,8 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
             as_queue_bytes(queue_bytes, most),
             self._events.add,
             progress_of(context),
+            # What waits stays in memory, whatever leaves for it.
+            most // 4 or None,
         )
         if len(self._tiers):
             self._pool.note_time = self._evaluation.note

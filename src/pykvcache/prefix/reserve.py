@@ -63,13 +63,13 @@ class Reserve:
 
     def take(self, size: int) -> memoryview:
         """Return memory of that many bytes, whatever they are."""
-        return self._pool.take(size) if self._lends(size) else np.empty(size, np.uint8).data
+        return self._pool.lend_view(size) if self._lends(size) else np.empty(size, np.uint8).data
 
     def arrays(self, size: int, n: int) -> list[Memory]:
         """Return n arrays of so many bytes each, whatever they are."""
         # Others come back here whenever they are free, so that `wipe` finds them.
         if self._lends(size):
-            return self._pool.lend(size, n)
+            return self._pool.lend_arrays(size, n)
         return [np.empty(size, np.uint8) for _ in range(n)]
 
     def expect(self, n: int) -> None:

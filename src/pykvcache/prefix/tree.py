@@ -45,7 +45,7 @@ class BlockTree(PolicyMethods):
     last
         Called where the budget is exceeded and no block may leave; whether it gave any back.
     expect
-        Called with the number of blocks that are new, before others leave for them.
+        Called with the number of blocks that are new, 0 for a checkpoint, before others leave.
     """
 
     def __init__(

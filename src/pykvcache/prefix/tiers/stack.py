@@ -43,6 +43,8 @@ class Tiers:
         Takes events of what the tiers have.
     progress
         Returns a number that changes when tokens are evaluated: writing lets that go first.
+    urgent_bytes
+        Where more are waiting writing goes first, as it does from a quarter of the queue on.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Tiers:
         queue_bytes: int,
         sink: Sink = lambda event, namespace: None,
         progress: Callable[[], int] = lambda: 0,
+        urgent_bytes: int | None = None,
     ) -> None:
         self.tiers: list[Tier] = []
         self.savings, self.leases = Savings(), Leases()
@@ -62,7 +65,9 @@ class Tiers:
         except BaseException:
             self.close(0)
             raise
-        self.writers = [WriteBehind(tier, queue_bytes, progress) for tier in self.tiers]
+        self.writers = [
+            WriteBehind(tier, queue_bytes, progress, urgent_bytes) for tier in self.tiers
+        ]
 
     def __len__(self) -> int:
         return len(self.tiers)

@@ -73,7 +73,7 @@ class WriteBehind:
 
     Nobody waits for it: where the queue is full, the ends of chains are dropped and counted. While
     tokens are evaluated the thread pauses most of the time, unless somebody waits for what it
-    writes, or a quarter of the queue is full.
+    writes, or too much waits.
 
     Parameters
     ----------
@@ -83,11 +83,21 @@ class WriteBehind:
         Most bytes that may wait.
     progress
         Returns a number that changes when tokens are evaluated.
+    urgent_bytes
+        Where more are waiting there are no pauses: a quarter of the queue at most.
     """
 
-    def __init__(self, tier: Tier, max_bytes: int, progress: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        max_bytes: int,
+        progress: Callable[[], int] = lambda: 0,
+        urgent_bytes: int | None = None,
+    ) -> None:
         self.tier = tier
         self.max_bytes = max_bytes
+        most = max_bytes // 4
+        self.urgent_bytes = most if urgent_bytes is None else min(most, urgent_bytes)
         self._pace = Pace(progress)
         self._n_waiting = self._n_leased = self._n_removals = 0  # who waits here; chains
         self._is_awaited = False  # by another process
@@ -281,7 +291,7 @@ class WriteBehind:
         return (
             self._closed
             or self._n_waiting > 0
-            or self.n_bytes > self.max_bytes // 4
+            or self.n_bytes > self.urgent_bytes
             or self._n_removals > 0
             or self._is_awaited
         )

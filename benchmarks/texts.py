@@ -188,8 +188,8 @@ GROUPS = {
         "40 more per step, one token of answer. Counted are the tokens of prompts that are evaluated; *new* is what no cache can know: a "
         "contestant's own answers make its prompts, so that it differs a little. llama-cpp-python counts what its cache holds "
         "with the scores in it; xllamacpp is llama-server with `cache_ram_mib`. Then ours alone: 24 prompts of 450 tokens "
-        "that share nothing (4 for a model of SmolLM2-135M's sizes, with random weights), each with a cache and without, right after each other, answers of 16, and what copying its blocks takes by "
-        "itself. A *new* cache grows, and writes to memory that the process never had, as the copies beside it; a *full* one "
+        "that share nothing (4 for a model of SmolLM2-135M's sizes, with random weights), each with a cache and without, right after each other, answers of 16, what making and closing the sequence "
+        "takes of that, and copying its blocks by itself. A *new* cache grows, and writes to memory that the process never had, as the copies beside it; a *full* one "
         "(8 MiB, 64 for the larger models) evicts as much as comes, and uses that memory again. Then putting 4,096 tokens of the 30M model "
         "back from 64 blocks and from one state, and "
         "finding 4,096 tokens among 100,000 blocks of 64."
@@ -226,12 +226,12 @@ REASONS: dict[str, str] = {
     "checksums and a look at their values",
     "tier_writing": "on two processors the thread that writes takes one of them from the decode: 7 ms in all for 4 MiB, at 0.5 % of its "
     "time",
-    "reuse_alone": "once per prompt, whatever the model: 0.2 ms to begin and 0.3 ms to close. A new cache also writes 0.9 MiB of the "
-    "story model's keys and values to memory that the process never had, of which the system clears every page: 0.6 ms of the 43 that "
-    "the prompt takes, so that copies alone are below 0.99 there. A full one copies in 0.2 ms, and evicts as much as comes: 0.5 ms. What is "
-    "known, names, the tree, events: a few hundred calls, which take five times as long after decodes that have emptied the "
-    "processor's caches as one after the other; compiled with Cython they take longer. From one run of this benchmark to the next the "
-    "medians of pairs differ by 1.5 points here: 0.997 and 0.981 for the 30M model and a new cache, 0.978 and 0.993 for the story model",
+    "reuse_alone": "the story model alone misses it: its prompts take 40 ms, and beginning and closing 0.7 to 1.1 ms more than without a "
+    "cache, as on any model. A new cache writes 0.9 MiB of keys and values to memory that the process never had, of which the "
+    "system clears every page: copies alone are below 0.99 there. A full one copies in 0.2 ms. The rest is what is known, names, the "
+    "tree, events and what leaves: some hundred calls, which take three times as long after decodes that have emptied the "
+    "processor's caches as one after the other; compiled with Cython they take longer. The medians of pairs differ by 1.5 points from "
+    "one run of this benchmark to the next, for 28 pairs by more",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
     "copies": "1 MiB stays in the processor's caches, where finding the cells counts; a load into an empty sequence makes "
     "two tree nodes per cell in llama.cpp's lists of cells (50 ns each): for cells of 2 KiB as long as copying them, which the second "

@@ -41,7 +41,7 @@ from support.models import make_model
 from support.sanitizer import SLOWER
 
 MODELS = ["llama", "gemma3", "qwen2vl", "mamba", "jamba", "bert", "t5", "lfm2_swa"]
-CALLS = int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "1200"))
+CALLS = int(os.environ.get("PYKVCACHE_FUZZ_CALLS", "2000"))
 SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
 
 

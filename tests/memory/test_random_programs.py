@@ -24,8 +24,8 @@ from pykvcache import LlamaContext
 
 ALL = (*CASES, Case("bert"))
 SEED = os.environ.get("PYKVCACHE_FUZZ_SEED", "1")
-STEPS = max(-(-10_000 // len(ALL)), 8 * (settings().max_examples - 100))
-"""On each memory: 10,000 in all, and as many more as the profile chosen wants examples."""
+STEPS = max(-(-14_000 // len(ALL)), 8 * (settings().max_examples - 100))
+"""On each memory: 14,000 in all, and as many more as the profile chosen wants examples."""
 # Few programs a round: the last one ends soon after the steps asked for. Explaining a failure costs
 # more programs than finding and shrinking it.
 SETTINGS = settings(max_examples=4, stateful_step_count=60, phases=[Phase.generate, Phase.shrink])

@@ -111,11 +111,11 @@ def test_a_prompt_longer_than_the_budget_leaves_tails_their_quarter(
     cell = ctx.native.block_bytes()
     short = [words(seed, 40) for seed in range(6)]
     with PrefixCache(ctx, ram_bytes=1200 * cell, policy=policy) as cache:
-        for seed in range(2):
+        for seed in range(3):
             for prompt in short:
                 evaluated = use(cache, prompt)
                 assert evaluated == 1 or seed == 0
-            use(cache, words(100 + seed, 1300))
+            use(cache, words(100 + seed, 1500))
             check_accounts(cache)
 
 

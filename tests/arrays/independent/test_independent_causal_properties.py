@@ -245,7 +245,7 @@ class Pair:
         assert self.cache.can_resume(seq, pos) is self.seed.can_resume(seq, pos)
 
 
-@settings(max_examples=examples(70), deadline=None, derandomize=True)
+@settings(max_examples=examples(120), deadline=None, derandomize=True)
 @given(setup=SETUPS, calls=st.lists(CALLS, min_size=25, max_size=60))
 def test_random_calls(setup: dict[str, Any], calls: list[tuple[Any, ...]]) -> None:
     pair = Pair(**setup)

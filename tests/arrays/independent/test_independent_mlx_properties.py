@@ -337,7 +337,7 @@ def test_batches(lengths: list[int], calls: list[tuple[Any, ...]]) -> None:
     Batch(lengths, None).run(calls)
 
 
-@settings(max_examples=examples(120), deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(lengths=LENGTHS, limit=st.integers(2, 9), calls=BATCH_CALLS)
 def test_batches_of_rings(lengths: list[int], limit: int, calls: list[tuple[Any, ...]]) -> None:
     Batch(lengths, limit).run(calls)

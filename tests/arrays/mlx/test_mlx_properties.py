@@ -75,7 +75,7 @@ def test_plain_cache_is_a_list_of_tokens(data, kind):
         assert cache.is_empty() == (not history.tokens)
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data(), max_size=st.integers(1, 9), keep=st.integers(0, 4))
 def test_ring_is_its_visibility_rule(data, max_size, keep):
     """RotatingKVCache: attention equals attention over the full history with the same rule.
@@ -289,7 +289,7 @@ def batch_walk(data, make, merge_from, limit):
             assert len(alone) >= min(len(row), len(row) if limit is None else limit - 1)
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_batch_is_lists_of_tokens(data):
     """BatchKVCache against lists: right padding, filters, extends, merges, trims, states."""
@@ -306,7 +306,7 @@ def test_batch_is_lists_of_tokens(data):
     batch_walk(data, lambda n: BatchKVCache([0] * n), merge_from, None)
 
 
-@settings(max_examples=examples(180), deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), limit=st.integers(1, 7))
 def test_batch_ring_is_lists_of_tokens(data, limit):
     """BatchRotatingKVCache against lists: no padding is seen, no valid token is hidden."""

@@ -295,7 +295,7 @@ class SlidingMemoryMachine(CausalMachine):
 
 
 SETTINGS = settings(
-    max_examples=examples(60), stateful_step_count=25, deadline=None, derandomize=True
+    max_examples=examples(100), stateful_step_count=25, deadline=None, derandomize=True
 )
 
 TestCausalAgainstLists = CausalMachine.TestCase

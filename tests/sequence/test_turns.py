@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -224,3 +226,46 @@ def test_models_without_a_vocabulary(make_context: Make) -> None:
     assert handle.finish_reason == "length"
     assert len(sequence) == n
     assert "LlamaSequence" in sequence._repr_html_(), "without its text"
+
+
+NO_MEMORY = """
+import _testcapi
+from pykvcache._native.lib import Checked, Turns
+
+class Own(Turns):
+    def reap(self):
+        [[] for _ in range(20)]
+        raise MemoryError("what was dropped stays")
+
+def check():
+    [[] for _ in range(40)]
+
+def attempt(first, last):
+    _testcapi.set_nomemory(first, last)
+    try:
+        with turns, Checked(turns, check):
+            check()
+    finally:
+        _testcapi.remove_mem_hooks()
+
+n = 0
+for is_due in (False, True):
+    turns = Own()
+    turns.dropped.extend([(0, None)] * is_due)
+    for first in range(120):
+        for width in (1, 2, 3, 5):
+            try: attempt(first, first + width)
+            except (MemoryError, SystemError): n += 1  # CPython may forget what failed
+            assert not turns.depth, (is_due, first, width)
+            assert not turns.lock._is_owned(), (is_due, first, width)
+assert n > 500, n
+"""
+
+
+def test_where_memory_is_short_every_turn_ends() -> None:
+    """One that did not made all calls raise `ReentryError` from then on."""
+    pytest.importorskip("_testcapi")
+    done = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -42,28 +42,47 @@ cdef class Turns:
         self._context = context
 
     def __enter__(self):
+        self.take_turn()
+        return self
+
+    # Where memory is short, neither a call with arguments nor `except` is sure to run; `finally` is.
+    cdef int take_turn(self) except -1:
+        cdef bint is_done = False
         # First: another thread may have the turn, and wait for the context.
         if self._context is not None and self._context.lock.is_mine():
             raise ReentryError("a callback of this context called a sequence of it")
         self.lock.acquire()
-        if self.depth:
-            try:
+        try:
+            if self.depth:
                 self.refuse_foreign()
-            except BaseException:
+            else:
+                self.note_holder()
+            is_done = True
+        finally:
+            if not is_done:
                 self.lock.release()
-                raise
-        else:
-            self._holder = PyEval_GetFrame()
         self.depth += 1
         self.turns += 1
         if self.dropped:
+            is_done = False
             try:
                 self.reap()
-            except BaseException:
-                self.depth -= 1
-                self.lock.release()
-                raise
-        return self
+                is_done = True
+            finally:
+                if not is_done:
+                    self.depth -= 1
+                    self.lock.release()
+        return 0
+
+    cdef int note_holder(self) except -1:
+        self._holder = PyEval_GetFrame()
+        if self._holder == NULL:
+            try:
+                sys._getframe()  # raises where there is no memory for a frame object
+            except ValueError:
+                return 0  # no Python code runs in this thread
+            self._holder = PyEval_GetFrame()
+        return 0
 
     cdef int refuse_foreign(self) except -1:
         """Raise where code that is not ours stands between the turn that this thread has and this one."""
@@ -79,10 +98,13 @@ cdef class Turns:
         return 0
 
     def __exit__(self, kind, error, trace):
+        self.give_turn()
+
+    cdef int give_turn(self) except -1:
         self.depth -= 1
         if not self._due or self.depth or self._is_calling:
             self.lock.release()
-            return
+            return 0
         self._is_calling = True
         try:
             while self._due:
@@ -98,6 +120,7 @@ cdef class Turns:
             # No other thread can run between the last look and this.
             self._is_calling = False
             self.lock.release()
+        return 0
 
     def later(self, call not None):
         """Make a call at the end of this thread's outermost turn, the lock still held.
@@ -130,7 +153,7 @@ cdef class Turns:
 cdef class Checked:
     """Take a turn, and call something with the lock held: what it raises gives the turn back."""
 
-    cdef object turns
+    cdef Turns turns
     cdef object check
 
     def __cinit__(self, Turns turns not None, check not None):
@@ -138,12 +161,14 @@ cdef class Checked:
         self.check = check
 
     def __enter__(self):
-        self.turns.__enter__()
+        cdef bint is_done = False
+        self.turns.take_turn()
         try:
             self.check()
-        except BaseException:
-            self.turns.__exit__(None, None, None)
-            raise
+            is_done = True
+        finally:
+            if not is_done:
+                self.turns.give_turn()
 
     def __exit__(self, kind, error, trace):
-        self.turns.__exit__(kind, error, trace)
+        self.turns.give_turn()

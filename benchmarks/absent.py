@@ -18,11 +18,13 @@ def explained(rows: Rows, result: Mapping[str, Any], group: str) -> Rows:
     """Say of every contestant and row without samples or error that it was not asked."""
     if group in ("arrays", "portable"):  # ours and NumPy, or ours twice
         return rows
+    # What we alone do, in several ways: a table of its own.
+    alone = ("empty", *(("nothing shared", "restore") if group == "reuse" else ()))
     names = [name for name, said in result["versions"].items() if isinstance(said, dict)]
     for name in names:
         if name != "thin" or group == "calls":
             leave_out(
-                (row for row in rows.values() if not row.name.startswith("empty")),
+                (row for row in rows.values() if not row.name.startswith(alone)),
                 name,
                 "not asked",
             )

@@ -9,6 +9,7 @@ from benchmarks.harness import Row
 from benchmarks.verdicts import US, Rows, Verdict, span
 
 SERVER = "xllamacpp"
+MODELS = ("story model", "story model, 2,000 tokens", "30M", "135M")
 
 
 def noted(row: Row, what: str) -> float:
@@ -87,7 +88,7 @@ def alone(groups: dict[str, Rows]) -> Verdict:
     """At least 0.99 of the same without a cache."""
     text = "prompts that share nothing: at least 0.99 of the throughput without a cache"
     rows, words, values = groups.get("reuse", {}), [], []
-    for model, cache in itertools.product(("story model", "30M", "135M"), ("new", "full")):
+    for model, cache in itertools.product(MODELS, ("new", "full")):
         row = rows.get(f"nothing shared, {model}, {cache} cache")
         if row is None or "without" not in row.samples:
             continue

@@ -188,9 +188,9 @@ GROUPS = {
         "40 more per step, one token of answer. Counted are the tokens of prompts that are evaluated; *new* is what no cache can know: a "
         "contestant's own answers make its prompts, so that it differs a little. llama-cpp-python counts what its cache holds "
         "with the scores in it; xllamacpp is llama-server with `cache_ram_mib`. Then ours alone: 24 prompts of 450 tokens "
-        "that share nothing (4 for a model of SmolLM2-135M's sizes, with random weights), each with a cache and without, right after each other, answers of 16, what making and closing the sequence "
+        "that share nothing (4 for a model of SmolLM2-135M's sizes, with random weights; 6 of 2,000 tokens), each with a cache and without, right after each other, answers of 16, what making and closing the sequence "
         "takes of that, and copying its blocks by itself: milliseconds per token of the answer, as answers may end early. A *new* cache grows, and writes to memory that the process never had, as the copies beside it; a *full* one "
-        "(8 MiB, 64 for the larger models) evicts as much as comes, and uses that memory again. Then putting 4,096 tokens of the 30M model "
+        "(8 MiB, 32 for 2,000 tokens, 64 for the larger models) evicts as much as comes, and uses that memory again. Then putting 4,096 tokens of the 30M model "
         "back from 64 blocks and from one state, and "
         "finding 4,096 tokens among 100,000 blocks of 64."
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness import Answer, Contestant, Plan, Row, interleave, leave_out, show
 from benchmarks.models import STORIES, medium, smallest
@@ -15,10 +15,22 @@ from benchmarks.setup import OURS
 TITLE = "reuse of prompts that share beginnings"
 PLENTY = 1024
 SMALL = 8
-#: What some ten prompts that share nothing take, by model: a cache of that is full.
-FULL = {"story model": 8, "30M": 64, "135M": 64}
-#: How many prompts in a turn, where not 24: they take seconds.
-FEWER = {"135M": 4}
+
+
+class Alone(NamedTuple):
+    """Prompts that share nothing: how long, what ten of them take about, and how many in a turn."""
+
+    n_tokens: int
+    full_mib: int
+    n: int
+
+
+ALONE = {
+    "story model": Alone(450, 8, 24),
+    "story model, 2,000 tokens": Alone(2000, 32, 6),
+    "30M": Alone(450, 64, 24),
+    "135M": Alone(450, 64, 4),
+}
 PEERS = (OURS, "llama-cpp-python", "xllamacpp")
 PROCESSOR, ENDS = ", processor", ", begin and close"
 NOTES = ("ideal", "total", "distinct", "seconds", "bytes", "cell_bytes")
@@ -37,7 +49,9 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
                 for peer, c in who.items()
             }
             rows.append(counted(f"{work}, {name}", sides, once))
-    rows += [*alone(who[OURS], "story model", plan), *steps(who[OURS], plan)]
+    for name in ("story model", "story model, 2,000 tokens"):
+        rows += alone(who[OURS], name, plan)
+    rows += steps(who[OURS], plan)
     open_one(who[OURS], medium(), n_ctx=4096, n_seq_max=4, threads=2)
     rows += alone(who[OURS], "30M", plan)
     open_one(who[OURS], smallest(), n_ctx=4096, n_seq_max=4, threads=2)
@@ -70,15 +84,15 @@ def counted(name: str, sides: Mapping[str, Any], plan: Plan) -> Row:
     return row
 
 
-def alone(ours: Contestant, model: str, plan: Plan) -> list[Row]:
+def alone(ours: Contestant, name: str, plan: Plan) -> list[Row]:
     """Send prompts that share nothing, each with a cache and without, right after each other."""
-    rows = []
-    for cache, ram in (("new", PLENTY), ("full", FULL[model])):
+    rows, one = [], ALONE[name]
+    for cache, ram in (("new", PLENTY), ("full", one.full_mib)):
         parts = ("", PROCESSOR, ENDS)
-        three = [Row(f"nothing shared, {model}, {cache} cache{part}", "s") for part in parts]
+        three = [Row(f"nothing shared, {name}, {cache} cache{part}", "s") for part in parts]
         for turn in range(plan.samples + 1):
-            n = 4 if plan.quick else FEWER.get(model, 24)
-            answer = ours.ask("strangers", ram_mib=ram, n_prompts=n)
+            n = 4 if plan.quick else one.n
+            answer = ours.ask("strangers", ram_mib=ram, n_prompts=n, n_tokens=one.n_tokens)
             for row, suffix in zip(three, parts, strict=True):
                 if "error" in answer:
                     row.errors[OURS] = answer["error"]

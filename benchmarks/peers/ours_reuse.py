@@ -62,7 +62,7 @@ class Reuse:
             cache.close()
         return answer
 
-    def do_strangers(self, ram_mib: int, n_prompts: int) -> Answer:
+    def do_strangers(self, ram_mib: int, n_prompts: int, n_tokens: int) -> Answer:
         """Seconds per token of prompts that share nothing, with a cache and without, in turns.
 
         What making and closing a sequence takes of them is told apart: it differs far less from one
@@ -75,7 +75,7 @@ class Reuse:
         ctx = self.ctx
         took: dict[str, list[float]] = {}
         n_bytes = ctx.native.block_bytes() * 64
-        n_blocks = len(strangers(1)[0]) // 64 + 1
+        n_blocks = n_tokens // 64 + 1
         is_new = ram_mib << 20 > 2 * n_prompts * n_blocks * n_bytes
         used = places(n_bytes, n_blocks, is_new=False)
         kept: list[list[Any]] = []
@@ -100,7 +100,7 @@ class Reuse:
             took.setdefault(f"{how}, processor", []).append(own / n)
 
         with PrefixCache(ctx, ram_bytes=ram_mib << 20) as cache:
-            prompts = iter(strangers(100))
+            prompts = iter(strangers(100, n_tokens))
             while not is_new and not cache.stats().removed:
                 with cache.sequence(next(prompts)) as one:
                     one.evaluate()

@@ -76,10 +76,10 @@ def tree(ask: Ask, known: Known, branches: int, depth: int) -> None:
             known.take(text, *ask(text, 1))
 
 
-def strangers(n: int) -> list[Tokens]:
-    """Return prompts that share nothing, 450 tokens each."""
+def strangers(n: int, n_tokens: int) -> list[Tokens]:
+    """Return prompts that share nothing."""
     draw = random.Random(3)
-    return [[260 + i, *words(draw, 449)] for i in range(n)]
+    return [[260 + i, *words(draw, n_tokens - 1)] for i in range(n)]
 
 
 WORK = {

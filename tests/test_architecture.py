@@ -73,6 +73,7 @@ MODEL_FREE = {
     "pieces",
     "policies",
     "repair",
+    "roots",
     "runs",
     "tree",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 
@@ -37,6 +38,7 @@ def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None
         assert root.children or root.held, "a root that nobody needs"
     # What is counted.
     run_bytes = RUN_BYTES + 4 * cache.block_size
+    assert tree._roots.name_bytes == sum(map(sys.getsizeof, tree._roots))
     assert tree.n_runs == len(runs)
     assert tree.n_blocks == stats.ram_blocks == sum(run.n_blocks for run in blocks)
     assert tree.n_bytes == sum(run.n_bytes + run_bytes for run in runs)

@@ -55,6 +55,23 @@ def test_so_many_shared_tokens_are_waited_for(
     assert (ctx.tokens_evaluated == once) if is_once else ctx.tokens_evaluated > once
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
+@pytest.mark.parametrize("n", [31, 32, 33, 34, 40, 47, 63, 65, 79, 97])
+def test_what_is_left_of_a_shared_prefix_after_a_part_is_evaluated_once_too(
+    name: str, n: int, make_context: Make
+) -> None:
+    """Wherever the parts end in which the first request is evaluated."""
+    ctx, trunk = make_context(name, n_ctx=2048, n_seq_max=9), words(1, n)
+    with PrefixCache(ctx, block_size=SIZE) as cache:
+        generator = BatchGenerator(cache, n_chunk=32)
+        for i in range(8):
+            generator.submit([*trunk, 5 + i, *words(i, 7)], 1)
+        generator.run()
+    # States are taken at the ends of blocks: of the block in which prompts part each has its own.
+    again = 0 if name == "llama" else n % SIZE
+    assert ctx.tokens_evaluated == n + 8 * 8 + 7 * again
+
+
 def test_samples_of_one_prompt(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=512, n_seq_max=4)
     with PrefixCache(ctx, block_size=SIZE) as cache:

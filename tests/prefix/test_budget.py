@@ -339,6 +339,21 @@ def test_tenants_that_left_are_forgotten(make_context: Make) -> None:
     assert all(root.children or root.held for root in tree._roots.values())
 
 
+def test_names_of_namespaces_count(make_context: Make) -> None:
+    ctx = make_context("llama")
+    cache = PrefixCache(ctx, block_size=8, ram_bytes=200_000)
+    for i in range(40):
+        name = f"{i}" + "x" * 20_000
+        with cache.sequence(words(i, 20), namespace=name) as sequence:
+            sequence.evaluate()
+        tree = cache._ram.tree
+        assert 20_000 * len(tree._roots) < cache.stats().ram_bytes <= 200_000
+    assert len(tree._roots) > 3
+    cache.clear(name)
+    cache.clear()
+    assert tree._roots.name_bytes == 0
+
+
 def test_pins_say_what_they_keep(make_context: Make) -> None:
     ctx = make_context("llama")
     cache = PrefixCache(ctx, block_size=8)

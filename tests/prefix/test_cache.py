@@ -349,6 +349,13 @@ def test_memory_of_what_was_cleared_is_written_over(make_context: Make) -> None:
         assert not any(memory.any() for memory in free)
 
 
+def test_no_tokens_are_no_prompt_to_pin_or_to_prefetch(make_context: Make) -> None:
+    cache = PrefixCache(make_context("llama"), block_size=SIZE)
+    for call in (cache.pin, cache.prefetch):
+        with pytest.raises(TypeError, match="tokens must be text or token ids, not None"):
+            call(None)  # type: ignore[arg-type]
+
+
 def test_pins_are_of_blocks_the_last_perhaps_in_part(make_context: Make) -> None:
     cache, prompt = PrefixCache(make_context("llama"), block_size=SIZE), words(1, 20)
     with cache.sequence(prompt) as sequence:

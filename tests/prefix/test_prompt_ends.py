@@ -140,3 +140,28 @@ def test_a_state_that_cannot_go_back_a_token_is_no_reason_to_ask_no_tier(
         again = cache.sequence(text)
         again.logits()
         assert again.reuse.evaluated <= SIZE
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+@pytest.mark.parametrize("n", [0, 30, 64])
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_logits_are_kept_where_one_token_alone_was_new(
+    case: Case, n: int, is_batch: bool, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """The state after it is kept, too, before the answer goes on."""
+    ctx = make_context(case.name, **case.options)
+    prompt = [*words(1, n), 7]
+    with PrefixCache(ctx, block_size=16, keep_logits=True) as cache:
+        if n:
+            with cache.sequence(prompt[:-1]) as sequence:
+                sequence.logits()
+        if is_batch:
+            BatchGenerator(cache).submit(prompt, 5).wait()
+        else:
+            with cache.sequence(prompt) as sequence:
+                list(sequence.generate(5))
+        before = ctx.tokens_evaluated
+        with cache.sequence(prompt) as sequence:
+            assert apart(sequence.logits(), fresh_logits(case.name, prompt)) < case.tolerance
+        assert ctx.tokens_evaluated == before
+        assert sequence.reuse.evaluated == 0

@@ -142,6 +142,36 @@ def test_what_is_forked_off_a_parked_sequence(
                 assert n_evaluated <= 5
 
 
+@pytest.mark.parametrize("n", [20, 33, 47])
+@pytest.mark.parametrize("case", [c for c in SERVED if c.info.has_rest and c.has_states], ids=str)
+def test_a_repeat_of_an_answer_beside_more_sequences_than_ids(
+    case: Case, n: int, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """Others take the cell that a window has passed, and the state that is kept lacks it."""
+    options: dict[str, Any] = case.options | {"n_seq_max": 2}
+    store = MemoryStore()
+    ctx = make_context(case.name, **options)
+    with PrefixCache(ctx, block_size=16, tiers=[store], tier_seconds=10) as cache:
+        idle = cache.sequence(words(1, 22))
+        idle.evaluate()
+        chat = cache.sequence(words(n, n))
+        list(chat.generate(9))
+        other = cache.sequence(words(2, 60))
+        other.evaluate()
+        text = chat.tokens[: chat.n_evaluated].tolist()
+        chat.close()
+        again = cache.sequence(text)
+        assert evaluated(again) <= len(text)
+        assert apart(again.logits(), fresh_logits(case.name, text)) < case.tolerance
+        cache.flush()
+    with PrefixCache(
+        make_context(case.name, **options), block_size=16, tiers=[store], tier_seconds=10
+    ) as cache:
+        again = cache.sequence(text)
+        assert evaluated(again) <= len(text)
+        assert apart(again.logits(), fresh_logits(case.name, text)) < case.tolerance
+
+
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_the_first_difference_is_that_of_the_nearest_prompt(case: Case, make_context: Make) -> None:
     """Windows and states begin at a checkpoint before it, and the report says both."""

@@ -124,6 +124,9 @@ def test_bad_choices_raise() -> None:
         compare(trace, ["best"])
     with pytest.raises(ValueError, match="not above 0: 0"):
         compare(trace, shares=[0.5, 0])
+    with pytest.raises(ValueError, match="no policy 'best'"):
+        compare(trace, "best")
+    assert [*compare(trace, "lru", [1.0]).results] == ["lru", BOUND]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,6 +144,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([str(tmp_path / "absent")]) == 1
     assert "absent" in capsys.readouterr().err
     assert main([str(path), "--size", "-1"]) == 1
+    capsys.readouterr()
+    for wrong in (["--size", "0"], ["--jobs", "0"]):  # before anything is read
+        assert main([str(tmp_path / "absent"), *wrong]) == 1
+        assert "absent" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("jobs", [2])

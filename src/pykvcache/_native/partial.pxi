@@ -13,6 +13,8 @@ cdef class Partial:
     cdef uint8_t[::1] data
     cdef readonly int32_t seq_id, pos, first
     cdef readonly str memory_kind
+    #: Whether a window has all that the last token saw: others take what the next does not see.
+    cdef readonly bint has_last_window
 
     def __init__(self, *args, **kwargs):
         raise TypeError("Partial is made by get_partial_state()")
@@ -85,6 +87,7 @@ cdef class Partials(Blocks):
             state.pos = self.seqs.next_pos(seq) - 1
             state.first = lib.first_of(self.mem, seq)
             state.version = self.seqs.name_version(seq)
+            state.has_last_window = state.pos <= 0 or lib.window_intact(self.mem, seq, state.pos)
             return state
         finally:
             self.lock.unlock()
@@ -109,9 +112,31 @@ cdef class Partials(Blocks):
             state.pos = _int(pos, "pos", 0, INT32_MAX - 1)
             state.first = _int(first, "first", 0, state.pos)
             state.version = 0  # the name of nothing: it goes with no sequence by itself
+            state.has_last_window = self.window_is_in(pieces, blocks, state.pos)
             return state
         finally:
             self.lock.unlock()
+
+    cdef bint window_is_in(self, Pieces pieces, vector[lib.state_block]& blocks, int32_t pos) except -1:
+        """Whether a state has every cell of a window that the token at a position sees before it."""
+        cdef int32_t begin = lib.window_start(self.mem, pos)
+        cdef int32_t[::1] positions, ext
+        cdef lib.state_part part
+        cdef lib.state_block block
+        for part in lib.state_parts(self.mem, self.v_trans(), True):
+            if part.part != lib.PART_WINDOW:
+                continue
+            found = set()
+            for block in blocks:
+                if block.part == part.part and block.kind == lib.BLOCK_CELLS and block.n_cells:
+                    positions = np.empty(block.n_cells, np.int32)
+                    ext = np.empty(3 * block.n_cells, np.int32)
+                    lib.read_cells(
+                        pieces.pieces[0].data + block.offset, block.n_cells, part.extended,
+                        &positions[0], &ext[0], NULL, NULL)
+                    found.update(np.asarray(positions).tolist())
+            return found.issuperset(range(begin, pos))
+        return True
 
     def set_partial_state(self, Partial state not None, seq_id=None):
         """Make a sequence hold what it held when the state was taken, or change nothing.

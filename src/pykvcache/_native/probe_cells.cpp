@@ -22,19 +22,6 @@ const llama_memory_recurrent::mem_cell * tail_of(const memory * m, llama_seq_id 
     return &cells[cells[seq].tail];
 }
 
-// First position that a query at `next` sees.
-llama_pos window_start(const memory * m, llama_pos next) {
-    const int64_t n_swa = m->hparams->n_swa;
-    int64_t start = 0;
-    switch (m->hparams->swa_type) {
-        case LLAMA_SWA_TYPE_NONE:      break;
-        case LLAMA_SWA_TYPE_STANDARD:  start = next - n_swa + 1; break;
-        case LLAMA_SWA_TYPE_CHUNKED:   start = (next / n_swa) * n_swa; break;
-        case LLAMA_SWA_TYPE_SYMMETRIC: start = next - n_swa / 2; break;
-    }
-    return llama_pos(std::max<int64_t>(start, 0));
-}
-
 bool same_positions(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos p1) {
     const auto & held = cells_of(m->base, seq);
     const auto & kept = cells_of(m->swa, seq);
@@ -55,6 +42,18 @@ bool same_positions(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos 
 }
 
 }  // namespace
+
+llama_pos window_start(const memory * m, llama_pos next) {
+    const int64_t n_swa = m->hparams->n_swa;
+    int64_t start = 0;
+    switch (m->hparams->swa_type) {
+        case LLAMA_SWA_TYPE_NONE:      break;
+        case LLAMA_SWA_TYPE_STANDARD:  start = next - n_swa + 1; break;
+        case LLAMA_SWA_TYPE_CHUNKED:   start = (next / n_swa) * n_swa; break;
+        case LLAMA_SWA_TYPE_SYMMETRIC: start = next - n_swa / 2; break;
+    }
+    return llama_pos(std::max<int64_t>(start, 0));
+}
 
 uint32_t n_used(const memory * m, memory_part part) {
     if (part == PART_RECURRENT) {

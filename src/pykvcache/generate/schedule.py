@@ -186,10 +186,11 @@ class Schedule:
                 and len(theirs) - theirs.n_evaluated > 1
             ):
                 same = common_prefix(theirs.part(0, len(theirs)), mine.part(0, len(mine)))
-                known = max(theirs.n_evaluated, mine.n_evaluated)
-                if same - known >= least:
-                    # Where they part, what cannot be rewound is wanted.
-                    sequence._cells.branches.add(same // size * size)
+                # Where they part, what cannot be rewound is wanted.
+                point = same // size * size
+                end = point if head._cells.needs_points else same
+                if theirs.n_evaluated < end and end - mine.n_evaluated >= least:
+                    sequence._cells.branches.add(point)
                     return True
         return False
 

@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 from pykvcache._integers import as_int
 from pykvcache.errors import ArgumentError
 from pykvcache.prefix.policies import Policy, make_policy
+from pykvcache.prefix.roots import Roots
 from pykvcache.prefix.runs import Run
 
 __all__ = ["Asked", "PolicyMethods"]
@@ -44,7 +45,7 @@ class PolicyMethods:
     _is_ours: bool
     _max_bytes: int
     _notes: int
-    _roots: dict[str, Run]
+    _roots: Roots
 
     def _set_policy(self, policy: str | Policy) -> None:
         self._made_by, self._is_ours = policy, isinstance(policy, str)

@@ -127,9 +127,11 @@ class BeginMethods:
     def _put(self, cells: SequenceCells, found: Found) -> None:
         """Let a sequence begin parked, on blocks that it shares with the cache."""
         native, blocks, rest = self._native, found.blocks, found.rest
+        least = least_cut(found.n, self._ctx.model.n_swa)
+        if rest is not None and not rest.has_last_window:
+            least = found.n
         cells.state = PutBack(
-            lambda seq_id: native.set_blocks(seq_id, blocks, rest, known_values=True),
-            least_cut(found.n, self._ctx.model.n_swa),
+            lambda seq_id: native.set_blocks(seq_id, blocks, rest, known_values=True), least
         )
         cells.ledger.n_evaluated = found.n
         if found.below is not None:

@@ -18,7 +18,14 @@ from pykvcache.prefix.digests import digests, end_bytes, least_seconds, progress
 from pykvcache.prefix.events import AllBlocksCleared, EventLog
 from pykvcache.prefix.exits import EndMethods, close_at_exit
 from pykvcache.prefix.in_use import InUse
-from pykvcache.prefix.options import as_namespace, as_queue_bytes, as_seconds, as_tiers, as_wait
+from pykvcache.prefix.options import (
+    as_ledger,
+    as_namespace,
+    as_queue_bytes,
+    as_seconds,
+    as_tiers,
+    as_wait,
+)
 from pykvcache.prefix.outline import OutlineMethods
 from pykvcache.prefix.pins import Pin, Pins
 from pykvcache.prefix.policies import DEFAULT, Policy
@@ -303,7 +310,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
         with self._pool.hold():
             self._check_open()
             space = self._namespace if namespace is None else as_namespace(namespace)
-            ids = LlamaSequence(self._ctx, tokens)._cells.ledger
+            ids = as_ledger(self._ctx, tokens)
             data = token_bytes(ids.part(0, len(ids)).view(np.uint32))
             until = None if ttl is None else time.monotonic() + as_seconds(ttl, "ttl")
             return self._pins.add(self._pool, data, space, until)

@@ -10,13 +10,16 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from pykvcache._convert import as_int
+from pykvcache._convert import TokenInput, as_int
+from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, UnsupportedOperation
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores import BlockStore
 from pykvcache.prefix.tiers.stack import TierInput
+from pykvcache.sequence.ledger import Ledger
+from pykvcache.sequence.sequence import LlamaSequence
 
-__all__ = ["as_namespace", "as_queue_bytes", "as_seconds", "as_tiers", "as_wait"]
+__all__ = ["as_ledger", "as_namespace", "as_queue_bytes", "as_seconds", "as_tiers", "as_wait"]
 
 
 def as_namespace(namespace: str) -> str:
@@ -24,6 +27,13 @@ def as_namespace(namespace: str) -> str:
     if not isinstance(namespace, str):
         raise TypeError(f"namespace must be a str, not {type(namespace).__name__}")
     return namespace
+
+
+def as_ledger(context: LlamaContext, tokens: str | TokenInput) -> Ledger:
+    """Return the tokens of a prompt; TypeError for None, other errors as a sequence's."""
+    if tokens is None:
+        raise TypeError("tokens must be text or token ids, not None")
+    return LlamaSequence(context, tokens)._cells.ledger
 
 
 def as_queue_bytes(value: SupportsIndex | None, ram_bytes: int) -> int:

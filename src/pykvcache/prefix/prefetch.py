@@ -18,11 +18,10 @@ from pykvcache._threads import Flag, Worker, has_started
 from pykvcache.prefix.below import TierMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
 from pykvcache.prefix.gather import gather, is_good
-from pykvcache.prefix.options import as_namespace, as_seconds
+from pykvcache.prefix.options import as_ledger, as_namespace, as_seconds
 from pykvcache.prefix.pieces import Buffer, cut
 from pykvcache.prefix.tiers.fetch import Fetch, Span, Wanted
 from pykvcache.prefix.tiers.tier import GROUP_BYTES
-from pykvcache.sequence.sequence import LlamaSequence
 
 __all__ = ["Prefetch", "PrefetchMethods"]
 
@@ -176,7 +175,7 @@ class PrefetchMethods(TierMethods):
         with self._pool.hold():
             self._check_open()
             space = self._namespace if namespace is None else as_namespace(namespace)
-            ledger = LlamaSequence(self._ctx, tokens)._cells.ledger
+            ledger = as_ledger(self._ctx, tokens)
             ids = ledger.part(0, min(len(ledger), self._ctx.n_ctx_seq))
             one = Prefetch(token_bytes(ids.view(np.uint32)), space)
         if not self.has_tiers or not self._ram.max_bytes or len(ids) < self._block_size:

@@ -43,7 +43,8 @@ def rebuild(tree: BlockTree, needed: Container[Run]) -> list[Run]:
             if run.checkpoint is not None:
                 waiting.append(run.checkpoint)
         if not root.children and root not in needed:
-            del tree._roots[namespace]
+            tree._roots.forget(namespace)
+    tree._roots.count_again()
     tree.n_runs = len(runs)
     tree.n_blocks = sum(run.n_blocks for run in runs if not run.is_checkpoint)
     tree.n_bytes = sum(run.n_bytes + tree.run_bytes for run in runs)

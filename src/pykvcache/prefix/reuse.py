@@ -29,7 +29,7 @@ class ReuseReport:
         What is left to evaluate; at least 1 where the logits after the prompt are not known.
     first_difference
         First token in which the prompt differs from the nearest known one; None where one goes on
-        where the other ends, and on a repeat.
+        where the other ends, on a repeat, and where nothing begins like it.
     reason
         Why no more was known, in words.
     """

@@ -90,6 +90,9 @@ class CachedSequence(LlamaSequence):
         cells = self._cells
         if row is not None and self._cache._keep_logits and len(self) == self._reuse.n_tokens:
             cells.points.row = len(self), row.copy()
+            point = cells.points.at_most(len(self))
+            if point is None or point.n < len(self):  # where one token alone was new
+                cells.checkpoint()
         if self._search is not None:
             self._cache._evaluated(self)
 

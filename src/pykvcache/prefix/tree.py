@@ -10,6 +10,7 @@ from pykvcache.errors._shown import shown
 from pykvcache.prefix.asked import PolicyMethods
 from pykvcache.prefix.match import Match, common_blocks
 from pykvcache.prefix.policies import Policy
+from pykvcache.prefix.roots import Roots
 from pykvcache.prefix.runs import Run, below, new_root, salt_of
 
 __all__ = ["BlockTree", "Match"]
@@ -78,7 +79,7 @@ class BlockTree(PolicyMethods):
         self.on_remove = on_remove
         self._other_bytes = other_bytes
         self._release, self._last, self._expect = release, last, expect
-        self._roots: dict[str, Run] = {}
+        self._roots = Roots()
         self.max_bytes = max_bytes
 
     @property
@@ -100,7 +101,8 @@ class BlockTree(PolicyMethods):
         """What counts towards the budget: blocks, runs, the policy's notes, and the rest."""
         used = self.n_bytes + self._other_bytes()
         if self.run_bytes:
-            used += self._policy_bytes() + self.run_bytes * len(self._roots)
+            roots = self.run_bytes * len(self._roots) + self._roots.name_bytes
+            used += self._policy_bytes() + roots
         return used
 
     def match(self, tokens: bytes, namespace: str = "") -> Match:
@@ -197,7 +199,7 @@ class BlockTree(PolicyMethods):
             raise ArgumentError(
                 "the block is known already: insert() finds out where new ones begin", "run"
             )
-        self._keep_root(run)
+        self._roots.keep(run)
         new = Run(
             run,
             tokens[:size],
@@ -259,7 +261,7 @@ class BlockTree(PolicyMethods):
     def hold(self, run: Run) -> None:
         """Keep a run, and with it all before it, until it is released as often as it was held."""
         run.held += 1
-        self._keep_root(run)
+        self._roots.keep(run)
 
     def release(self, run: Run, *, is_use: bool = True) -> None:
         """Release a run; now counts as the last use of it and of all before it, or does not."""
@@ -267,7 +269,7 @@ class BlockTree(PolicyMethods):
             raise ArgumentError("the run is not held", "run")
         run.held -= 1
         if run.parent is None:  # a root, or cleared meanwhile
-            self._forget_root(run)
+            self._roots.leave(run)
             return
         if is_use:
             self.clock += 1
@@ -352,7 +354,7 @@ class BlockTree(PolicyMethods):
         else:
             del parent.children[run.tokens]
             if parent.is_root:
-                self._forget_root(parent)
+                self._roots.leave(parent)
         run.parent = None
         self.n_bytes -= self.run_bytes
         self.n_runs -= 1
@@ -363,7 +365,7 @@ class BlockTree(PolicyMethods):
             for run in reversed(list(below(root))):
                 self._drop(run, run.n_blocks)
                 self._unlink(run)
-            self._roots.pop(str(root.namespace), None)
+            self._roots.forget(str(root.namespace))
 
     def runs(self, namespace: str | None = None) -> Iterator[Run]:
         """Yield every run and checkpoint, those before others first."""
@@ -384,17 +386,7 @@ class BlockTree(PolicyMethods):
         named = self._root_name or salt_of
         return new_root(namespace, self.step, named(namespace))
 
-    def _keep_root(self, run: Run) -> None:
-        if run.namespace is not None:
-            self._roots.setdefault(run.namespace, run)
-
     def roots(self, namespace: str | None = None) -> list[Run]:
         """Return the root of a namespace, or of all, where it keeps anything."""
         names = list(self._roots) if namespace is None else [namespace]
         return [self._roots[name] for name in names if name in self._roots]
-
-    def _forget_root(self, root: Run) -> None:
-        if root.namespace is None:
-            return
-        if not root.children and not root.held and self._roots.get(root.namespace) is root:
-            del self._roots[root.namespace]

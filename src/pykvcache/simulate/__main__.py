@@ -9,7 +9,14 @@ import time
 from collections.abc import Sequence
 
 from pykvcache.prefix.policies import DEFAULT, POLICIES
-from pykvcache.simulate.report import SIMPLE, check_picture, compare, draw, margin_table
+from pykvcache.simulate.report import (
+    SIMPLE,
+    check_picture,
+    check_sizes,
+    compare,
+    draw,
+    margin_table,
+)
 from pykvcache.simulate.traces import read_trace
 from pykvcache.simulate.workloads import WORKLOADS, workload
 
@@ -66,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     policies, sizes = options.policy or list(POLICIES), options.size or [1, 5, 10, 25]
     reports = []
     try:
+        shares, jobs = check_sizes([percent / 100 for percent in sizes], options.jobs)
         if options.plot:
             check_picture(options.plot)
         for path in _paths(options.traces):
@@ -81,8 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "different\n",
                 flush=True,
             )
-            shares = [percent / 100 for percent in sizes]
-            reports.append(compare(trace, policies, shares, jobs=options.jobs))
+            reports.append(compare(trace, policies, shares, jobs=jobs))
             print(reports[-1].table())
             print(f"\n{time.perf_counter() - begun:.1f} s", flush=True)
         if DEFAULT in policies and set(SIMPLE) & set(policies):

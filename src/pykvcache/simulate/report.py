@@ -22,7 +22,15 @@ from pykvcache.simulate.clairvoyant import BOUND, most_hits
 from pykvcache.simulate.replay import Result, replay
 from pykvcache.simulate.traces import Trace, check_trace
 
-__all__ = ["SIMPLE", "Report", "check_picture", "compare", "draw", "margin_table"]
+__all__ = [
+    "SIMPLE",
+    "Report",
+    "check_picture",
+    "check_sizes",
+    "compare",
+    "draw",
+    "margin_table",
+]
 
 #: What the default policy is measured by.
 SIMPLE = ("lru", "fifo", "lfu", "slru", "s3fifo", "cost-aware")
@@ -112,6 +120,12 @@ def _share(value: object) -> float:
     return share
 
 
+def check_sizes(shares: Iterable[float], jobs: int) -> tuple[tuple[float, ...], int]:
+    """Return sizes and how many processes are to replay them; raises as `compare`."""
+    jobs = as_int(jobs, "jobs", 1, 2**15)
+    return tuple(map(_share, as_list(shares, "shares", "numbers"))), jobs
+
+
 def compare(
     trace: Trace,
     policies: Iterable[str] | None = None,
@@ -126,7 +140,7 @@ def compare(
     trace
         The prompts.
     policies
-        Names; default all.
+        Names, or one; default all.
     shares
         Sizes: shares of the blocks that a cache without limit would hold.
     jobs
@@ -138,7 +152,8 @@ def compare(
         If a policy is not known, or a size is not above 0 or not finite.
     """
     check_trace(trace)
-    names = list(POLICIES) if policies is None else as_list(policies, "policies", "names")
+    given_names = [policies] if isinstance(policies, str) else policies
+    names = list(POLICIES) if given_names is None else as_list(given_names, "policies", "names")
     for name in names:
         if not isinstance(name, str) or name not in POLICIES:
             raise ArgumentError(
@@ -147,8 +162,7 @@ def compare(
                 name,
                 tuple(POLICIES),
             )
-    jobs = as_int(jobs, "jobs", 1, 2**15)
-    given = tuple(map(_share, as_list(shares, "shares", "numbers")))
+    given, jobs = check_sizes(shares, jobs)
     names.append(BOUND)
     unique = trace.n_unique()
     sizes = [max(int(share * unique), 1) for share in given]

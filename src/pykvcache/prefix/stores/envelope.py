@@ -135,6 +135,7 @@ class Envelope:
             if len(secret) < MIN_SECRET:
                 raise StoreError(
                     f"a secret has at least {MIN_SECRET} bytes, this one {len(secret)}",
+                    what="secret",
                     value=len(secret),
                     limit=MIN_SECRET,
                 )

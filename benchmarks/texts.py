@@ -226,12 +226,12 @@ REASONS: dict[str, str] = {
     "checksums and a look at their values",
     "tier_writing": "on two processors the thread that writes takes one of them from the decode: 7 ms in all for 4 MiB, at 0.5 % of its "
     "time",
-    "reuse_alone": "the story model alone misses it: its prompts take 40 ms, and beginning and closing 0.7 to 1.1 ms more than without a "
+    "reuse_alone": "short prompts on the story model alone miss it (of 2,000 tokens they do not): they take 40 ms, and beginning and closing 0.7 to 1.1 ms more than without a "
     "cache, as on any model. A new cache writes 0.9 MiB of keys and values to memory that the process never had, of which the "
     "system clears every page: copies alone are below 0.99 there. A full one copies in 0.2 ms. The rest is what is known, names, the "
     "tree, events and what leaves: some hundred calls, which take three times as long after decodes that have emptied the "
     "processor's caches as one after the other; compiled with Cython they take longer. The medians of pairs differ by 1.5 points from "
-    "one run of this benchmark to the next, for 28 pairs by more",
+    "one run of this benchmark to the next, for 28 and 42 pairs by more",
     "fork": "llama.cpp keeps a tree node per cell and sequence; making 4,096 of them is what C takes too",
     "copies": "1 MiB stays in the processor's caches, where finding the cells counts; a load into an empty sequence makes "
     "two tree nodes per cell in llama.cpp's lists of cells (50 ns each): for cells of 2 KiB as long as copying them, which the second "

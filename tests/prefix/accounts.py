@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable
 
@@ -12,6 +11,7 @@ from pykvcache.prefix.blocks import block_names
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent, _size
 from pykvcache.prefix.pieces import Joined, Piece, arrays_of
 from pykvcache.prefix.ram import RUN_BYTES
+from pykvcache.prefix.roots import name_bytes
 
 
 def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None) -> None:
@@ -38,7 +38,7 @@ def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None
         assert root.children or root.held, "a root that nobody needs"
     # What is counted.
     run_bytes = RUN_BYTES + 4 * cache.block_size
-    assert tree._roots.name_bytes == sum(map(sys.getsizeof, tree._roots))
+    assert tree._roots.name_bytes == sum(map(name_bytes, tree._roots))
     assert tree.n_runs == len(runs)
     assert tree.n_blocks == stats.ram_blocks == sum(run.n_blocks for run in blocks)
     assert tree.n_bytes == sum(run.n_bytes + run_bytes for run in runs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from prefix.accounts import check_accounts, told
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from pykvcache.prefix.kept import PLACE_BYTES, RUN_BYTES
+from pykvcache.prefix.roots import name_bytes
 from pykvcache.prefix.stores import MemoryStore
 from support.forks import run_forked
 from support.models import make_model
@@ -339,15 +341,19 @@ def test_tenants_that_left_are_forgotten(make_context: Make) -> None:
     assert all(root.children or root.held for root in tree._roots.values())
 
 
-def test_names_of_namespaces_count(make_context: Make) -> None:
+@pytest.mark.parametrize("letter", ["x", "\u00e9", "\u4e16"])
+def test_names_of_namespaces_count(letter: str, make_context: Make) -> None:
+    """By a figure that stays: Python may keep a text in UTF-8 beside itself, from any time on."""
     ctx = make_context("llama")
-    cache = PrefixCache(ctx, block_size=8, ram_bytes=200_000)
-    for i in range(40):
-        name = f"{i}" + "x" * 20_000
+    cache = PrefixCache(ctx, block_size=8, ram_bytes=1_000_000)
+    for i in range(80):
+        name = f"{i}" + letter * 20_000
         with cache.sequence(words(i, 20), namespace=name) as sequence:
             sequence.evaluate()
+        pickle.dumps(name)
         tree = cache._ram.tree
-        assert 20_000 * len(tree._roots) < cache.stats().ram_bytes <= 200_000
+        assert 20_000 * len(tree._roots) < cache.stats().ram_bytes <= 1_000_000
+        assert tree._roots.name_bytes == sum(map(name_bytes, tree._roots))
     assert len(tree._roots) > 3
     cache.clear(name)
     cache.clear()

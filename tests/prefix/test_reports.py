@@ -142,6 +142,31 @@ def test_what_is_forked_off_a_parked_sequence(
                 assert n_evaluated <= 5
 
 
+@pytest.mark.parametrize("case", [c for c in SERVED if c.info.has_rest and c.has_states], ids=str)
+def test_what_tiers_bring_takes_the_place_of_a_fork_of_what_is_parked(
+    case: Case, make_context: Make, fresh_logits: Fresh
+) -> None:
+    """Checkpoints of the fork's origin, beyond where they part, are of other tokens."""
+    options: dict[str, Any] = case.options | {"n_seq_max": 1}
+    both: dict[str, Any] = {"block_size": 16, "tiers": [MemoryStore()], "tier_seconds": 10}
+    prompt = words(1, 60)
+    with PrefixCache(make_context(case.name, **options), **both) as cache:
+        with cache.sequence(prompt[:48]) as sequence:
+            sequence.logits()
+        cache.flush()
+    with PrefixCache(make_context(case.name, **options), **both) as cache:
+        origin = cache.sequence([*prompt[:20], *words(2, 26)])
+        origin.logits()
+        cache.sequence(words(3, 10)).evaluate()
+        with cache.sequence(prompt) as sequence:
+            assert evaluated(sequence) <= 40
+            assert apart(sequence.logits(), fresh_logits(case.name, prompt)) < case.tolerance
+            for at in (59, 40, 37, 33, 21):
+                with sequence.fork(at) as fork:
+                    expected = fresh_logits(case.name, prompt[:at])
+                    assert apart(fork.logits(), expected) < case.tolerance
+
+
 @pytest.mark.parametrize("n", [20, 33, 47])
 @pytest.mark.parametrize("case", [c for c in SERVED if c.info.has_rest and c.has_states], ids=str)
 def test_a_repeat_of_an_answer_beside_more_sequences_than_ids(

@@ -105,3 +105,12 @@ cdef object _floats(const vector[float]& values):
     if values.size():
         memcpy(&view[0], values.data(), values.size() * sizeof(float))
     return result
+
+
+cdef object _array(view, dtype):
+    """An array over a buffer, without a copy; None: of any numbers."""
+    # Where memory is short, NumPy makes another one of the items, and says nothing.
+    made = np.asarray(view)
+    if made.dtype.hasobject or (dtype is not None and made.dtype != dtype):
+        raise MemoryError("no memory for an array over a buffer")
+    return made

@@ -102,7 +102,7 @@ def read_regions(list regions, func):
             memory.region = region
             memory.owner = owner
             owner.exports += 1
-            arrays.append(np.asarray(memory))
+            arrays.append(_array(memory, None))
         return func(*arrays)
     finally:
         owner.lock.unlock()

@@ -27,7 +27,7 @@ cdef class Partial:
     @property
     def content(self):
         """The bytes, without a copy; nobody may change them."""
-        return np.asarray(self.data)
+        return _array(self.data, np.uint8)
 
     @property
     def is_valid(self):
@@ -134,7 +134,7 @@ cdef class Partials(Blocks):
                     lib.read_cells(
                         pieces.pieces[0].data + block.offset, block.n_cells, part.extended,
                         &positions[0], &ext[0], NULL, NULL)
-                    found.update(np.asarray(positions).tolist())
+                    found.update(_array(positions, np.int32).tolist())
             return found.issuperset(range(begin, pos))
         return True
 

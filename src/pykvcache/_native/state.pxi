@@ -138,7 +138,7 @@ cdef class State(Arrays):
                 raise ArgumentError(
                     f"out has {out.shape[0]} bytes: the state has {plan.size}",
                     what="out", value=out.shape[0], limit=plan.size)
-            return self.read_state(plan, np.asarray(out)[:plan.size])
+            return self.read_state(plan, _array(out, np.uint8)[:plan.size])
         finally:
             self.lock.unlock()
 
@@ -204,7 +204,7 @@ cdef class State(Arrays):
             code = lib.seq_state_write(plan.one, &out[0], two)
         if code == lib.CAUGHT:
             raise self.fail_to_read("state_get_data")
-        return np.asarray(out)
+        return _array(out, np.uint8)
 
     # In ------------------------------------------------------------------------------
 

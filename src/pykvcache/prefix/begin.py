@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,13 +13,14 @@ from pykvcache.context import LlamaContext
 from pykvcache.prefix.blocks import block_names, token_bytes
 from pykvcache.prefix.events import EventLog, Lookup
 from pykvcache.prefix.finding import Found
+from pykvcache.prefix.gather import Gathered
 from pykvcache.prefix.in_use import InUse
 from pykvcache.prefix.pins import Pins
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.reason import Difference, Reason
 from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.sequence.cells import Row, SequenceCells
-from pykvcache.sequence.checkpoints import Checkpoint
+from pykvcache.sequence.checkpoints import Checkpoint, Checkpoints
 from pykvcache.sequence.ledger import Ledger, common_prefix
 from pykvcache.sequence.twins import PutBack, least_cut
 
@@ -124,14 +126,47 @@ class BeginMethods:
         # No interrupt can come between these.
         self._sums, self._hits, self._requests, sequence._counted = sums, hits, requests, new
 
+    def _account(self, sequence: CachedSequence, got: Gathered) -> None:
+        """Say in the sequence's report, and in the cache's sums, where tokens came from."""
+        n = len(sequence._cells.ledger)
+        used = {"ram": got.n - got.n_loaded}  # of what is there, perhaps less than all
+        used |= {"disk": got.count("disk"), "remote": got.count("remote")}
+        # Logits are made by a decode: the last token counts as evaluated, and what cannot be gone
+        # back over.
+        lost = got.n - self._usable(sequence._cells)
+        for name in ("remote", "disk", "ram"):
+            taken = min(lost, used[name])
+            used[name], lost = used[name] - taken, lost - taken
+        evaluated = n - sum(used.values())
+        reason = "all of it was known" if evaluated <= 1 else "the rest is new"
+        if got.n == n and evaluated > 1:
+            at = sequence._reuse.n_tokens - evaluated
+            reason = f"all of it is known, and a state that can be gone on from only at {at}"
+        sequence._reuse = replace(ReuseReport(n), **used, evaluated=evaluated, reason=reason)
+        self._sum(sequence)
+
+    def _account_met(self, sequence: CachedSequence, got: Gathered, placed: int) -> None:
+        """As `_account`, for what came while the sequence was being evaluated."""
+        remote = min(placed, got.count("remote"))
+        old = sequence._reuse
+        # What was said before it came is no longer true.
+        n = old.disk + old.remote + placed
+        reason = f"{n} tokens came from tiers while the rest was evaluated"
+        sequence._reuse = replace(
+            old,
+            reason=reason if placed else old.reason,
+            disk=old.disk + placed - remote,
+            remote=old.remote + remote,
+            evaluated=old.evaluated - placed,
+        )
+        self._sum(sequence)
+
     def _put(self, cells: SequenceCells, found: Found) -> None:
         """Let a sequence begin parked, on blocks that it shares with the cache."""
         native, blocks, rest = self._native, found.blocks, found.rest
-        least = least_cut(found.n, self._ctx.model.n_swa)
-        if rest is not None and not rest.has_last_window:
-            least = found.n
         cells.state = PutBack(
-            lambda seq_id: native.set_blocks(seq_id, blocks, rest, known_values=True), least
+            lambda seq_id: native.set_blocks(seq_id, blocks, rest, known_values=True),
+            self._least(found),
         )
         cells.ledger.n_evaluated = found.n
         if found.below is not None:
@@ -140,6 +175,21 @@ class BeginMethods:
             cells.points.add(Checkpoint(found.n, rest))
         if found.n == len(cells.ledger):
             cells.row = found.row
+
+    def _least(self, found: Found) -> int:
+        """Return to how many of its tokens what was found can be cut."""
+        if found.rest is not None and not found.rest.has_last_window:
+            return found.n
+        return least_cut(found.n, self._ctx.model.n_swa)
+
+    def _usable_of(self, found: Found, n: int, before: Checkpoints) -> int:
+        """How many of n tokens a sequence need not evaluate that begins with what was found."""
+        if found.n < n or found.row is not None:
+            return found.n
+        if not self._needs_rest or (self._can_cut and self._least(found) < found.n):
+            return n - 1
+        point = before.at_most(n - 1)
+        return 0 if point is None else point.n
 
     def _hold(self, sequence: CachedSequence, found: Found) -> None:
         run = None if found.run is None or found.run.is_root else found.run

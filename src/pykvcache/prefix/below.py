@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +22,6 @@ from pykvcache.prefix.in_use import InUse
 from pykvcache.prefix.keep import KeepMethods
 from pykvcache.prefix.meeting import Meeting
 from pykvcache.prefix.ram import Buffer, RamTier, Tail
-from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.prefix.tiers.ends import End, end_key
 from pykvcache.prefix.tiers.fetch import Fetch, Wanted
 from pykvcache.prefix.tiers.leases import lease_seconds
@@ -262,15 +260,21 @@ class TierMethods(BeginMethods, KeepMethods):
         """Let a new sequence begin with what has come, where that is more than it has."""
         cells, space, tokens = sequence._cells, sequence._namespace, fetch.wanted.tokens
         mine, n_mine = self._ram.full_blocks(tokens, space)
-        got = gather(self._native, fetch, mine, n_mine)
-        if got is None or got.n <= self._usable(cells):
+        got, usable = gather(self._native, fetch, mine, n_mine), self._usable(cells)
+        if got is None or got.n <= usable:
             return
         self._promote(tokens, space, got, n_mine)
-        row = None
+        found = Found(got.n, got.blocks, got.rest)
         if got.end is not None and got.n == len(cells.ledger):
-            row = self._checked_row(got.end)
+            found.row = self._checked_row(got.end)
+        # Beyond what is evaluated, a fork of what is parked has its origin's.
+        before = cells.points.up_to(min(got.n - 1, cells.ledger.n_evaluated))
+        if self._usable_of(found, len(cells.ledger), before) <= usable:
+            return
         cells.release()
-        self._put(cells, Found(got.n, got.blocks, got.rest, row=row))
+        self._put(cells, found)
+        for point in before:
+            cells.points.add(point)
         self._hold(sequence, self._ram.find(tokens, space, needs_rest=self._needs_rest))
         self._account(sequence, got)
 
@@ -306,36 +310,6 @@ class TierMethods(BeginMethods, KeepMethods):
         if got.end.n_cells or row is not None:
             text = tokens[4 * size * n_full : 4 * got.n]
             self._ram.add_tail(tokens[: 4 * got.n], space, Tail(text, got.end.cells, got.rest, row))
-
-    def _account(self, sequence: CachedSequence, got: Gathered) -> None:
-        """Say in the sequence's report, and in the cache's sums, where tokens came from."""
-        n = len(sequence._cells.ledger)
-        used = {"ram": got.n - got.n_loaded}  # of what is there, perhaps less than all
-        used |= {"disk": got.count("disk"), "remote": got.count("remote")}
-        if sequence._cells.row is None and got.n == n:
-            # Logits are made by a decode: the last token counts as evaluated.
-            last = next(name for name in ("remote", "disk", "ram") if used[name])
-            used[last] -= 1
-        evaluated = n - sum(used.values())
-        reason = "all of it was known" if evaluated <= 1 else "the rest is new"
-        sequence._reuse = replace(ReuseReport(n), **used, evaluated=evaluated, reason=reason)
-        self._sum(sequence)
-
-    def _account_met(self, sequence: CachedSequence, got: Gathered, placed: int) -> None:
-        """As `_account`, for what came while the sequence was being evaluated."""
-        remote = min(placed, got.count("remote"))
-        old = sequence._reuse
-        # What was said before it came is no longer true.
-        n = old.disk + old.remote + placed
-        reason = f"{n} tokens came from tiers while the rest was evaluated"
-        sequence._reuse = replace(
-            old,
-            reason=reason if placed else old.reason,
-            disk=old.disk + placed - remote,
-            remote=old.remote + remote,
-            evaluated=old.evaluated - placed,
-        )
-        self._sum(sequence)
 
     # Down ---------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ def as_namespace(namespace: str) -> str:
     """Return a namespace; TypeError for anything but a string."""
     if not isinstance(namespace, str):
         raise TypeError(f"namespace must be a str, not {type(namespace).__name__}")
-    return namespace
+    return namespace if type(namespace) is str else str.__str__(namespace)
 
 
 def as_ledger(context: LlamaContext, tokens: str | TokenInput) -> Ledger:

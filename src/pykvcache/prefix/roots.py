@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 from pykvcache.prefix.runs import Run
 
-__all__ = ["Roots"]
+__all__ = ["Roots", "name_bytes"]
+
+
+def name_bytes(name: str) -> int:
+    """Return what a name takes at most: Python may keep it in UTF-8, too, from any time on."""
+    return 60 + (len(name) if name.isascii() else 8 * len(name))
 
 
 class Roots(dict[str, Run]):
@@ -23,7 +26,7 @@ class Roots(dict[str, Run]):
         """Add what is a root, where its namespace has none."""
         if run.namespace is not None and run.namespace not in self:
             self[run.namespace] = run
-            self.name_bytes += sys.getsizeof(run.namespace)
+            self.name_bytes += name_bytes(run.namespace)
 
     def leave(self, root: Run) -> None:
         """Forget a root that nothing follows or holds."""
@@ -34,9 +37,9 @@ class Roots(dict[str, Run]):
 
     def forget(self, namespace: str) -> None:
         """Let a namespace have no root."""
-        if (root := self.pop(namespace, None)) is not None:
-            self.name_bytes -= sys.getsizeof(root.namespace)
+        if self.pop(namespace, None) is not None:
+            self.name_bytes -= name_bytes(namespace)
 
     def count_again(self) -> None:
         """Count the names after a change that was cut short."""
-        self.name_bytes = sum(map(sys.getsizeof, self))
+        self.name_bytes = sum(map(name_bytes, self))

@@ -56,7 +56,7 @@ class CachedSequence(LlamaSequence):
 
     _cache: Owner
     _namespace: str
-    _reuse: ReuseReport
+    _reuse = ReuseReport()  # of a fork that was cut short, too
     _reason: Reason | None = None  # put into words when it is asked for
     _counted: ReuseReport | None = None  # what the cache's sums have of it
     _search: Fetch | None = None

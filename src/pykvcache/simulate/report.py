@@ -152,7 +152,7 @@ def compare(
         If a policy is not known, or a size is not above 0 or not finite.
     """
     check_trace(trace)
-    given_names = [policies] if isinstance(policies, str) else policies
+    given_names = [policies] if isinstance(policies, str | bytes) else policies
     names = list(POLICIES) if given_names is None else as_list(given_names, "policies", "names")
     for name in names:
         if not isinstance(name, str) or name not in POLICIES:

@@ -152,7 +152,7 @@ size_t n_held(const memory * m, llama_seq_id seq);
 // Highest held position below p, or -1.
 llama_pos last_before(const memory * m, llama_seq_id seq, llama_pos p);
 // First position that a query at `next` sees.
-llama_pos window_start(const memory * m, llama_pos next);
+llama_pos window_start(const memory * m, llama_pos next) noexcept;
 // Whether the window cache still has every cell that a query at `next` would see.
 bool window_intact(const memory * m, llama_seq_id seq, llama_pos next);
 // Whether the window cache has dropped any cell of the sequence.

@@ -43,7 +43,7 @@ bool same_positions(const memory * m, llama_seq_id seq, llama_pos p0, llama_pos 
 
 }  // namespace
 
-llama_pos window_start(const memory * m, llama_pos next) {
+llama_pos window_start(const memory * m, llama_pos next) noexcept {
     const int64_t n_swa = m->hparams->n_swa;
     int64_t start = 0;
     switch (m->hparams->swa_type) {

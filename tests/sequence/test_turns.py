@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 
@@ -14,6 +12,7 @@ from memory.kit import Logits, apart
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import ClosedError, NoKvCacheSlot, OvertakenError, UnsupportedOperation
 from support.builds import PLAIN
+from support.short_memory import run_short_of_memory
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
@@ -229,7 +228,6 @@ def test_models_without_a_vocabulary(make_context: Make) -> None:
 
 
 NO_MEMORY = """
-import _testcapi
 from pykvcache._native.lib import Checked, Turns
 
 class Own(Turns):
@@ -240,13 +238,9 @@ class Own(Turns):
 def check():
     [[] for _ in range(40)]
 
-def attempt(first, last):
-    _testcapi.set_nomemory(first, last)
-    try:
-        with turns, Checked(turns, check):
-            check()
-    finally:
-        _testcapi.remove_mem_hooks()
+def attempt():
+    with turns, Checked(turns, check):
+        check()
 
 n = 0
 for is_due in (False, True):
@@ -254,7 +248,7 @@ for is_due in (False, True):
     turns.dropped.extend([(0, None)] * is_due)
     for first in range(120):
         for width in (1, 2, 3, 5):
-            try: attempt(first, first + width)
+            try: short(attempt, first, first + width)
             except (MemoryError, SystemError): n += 1  # CPython may forget what failed
             assert not turns.depth, (is_due, first, width)
             assert not turns.lock._is_owned(), (is_due, first, width)
@@ -264,8 +258,4 @@ assert n > 500, n
 
 def test_where_memory_is_short_every_turn_ends() -> None:
     """One that did not made all calls raise `ReentryError` from then on."""
-    pytest.importorskip("_testcapi")
-    done = subprocess.run(
-        [sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_short_of_memory(NO_MEMORY)

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-import pytest
+from support.short_memory import run_short_of_memory
 
 CHILD = """
-import _testcapi, sys
 import numpy as np
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, embedded_model_path
 ctx = LlamaContext(LlamaModel(embedded_model_path()), n_ctx=256, n_seq_max=2, n_threads=1)
 ctx.decode(list(range(300, 325)))
 
-def short(call, first):
-    _testcapi.set_nomemory(first, first + 1)
-    try: return call()
-    finally: _testcapi.remove_mem_hooks()
-
 right = ctx.native.get_state(0, None)
 n = 0
 for first in range(60):
-    try: state = short(lambda: ctx.native.get_state(0, None), first)
+    try: state = short(lambda: ctx.native.get_state(0, None), first, first + 1)
     except (MemoryError, SystemError): n += 1
     else: assert state.dtype == np.uint8 and (state == right).all(), first
     sequence = LlamaSequence(ctx, list(range(300, 315)))
     sequence.evaluate()
-    try: short(sequence.park, first)
+    try: short(sequence.park, first, first + 1)
     except (MemoryError, SystemError): n += 1
     assert np.isfinite(sequence.logits()).all(), first
     sequence.close()
@@ -37,8 +28,4 @@ assert n > 10, n
 
 def test_states_are_bytes_or_an_error() -> None:
     """NumPy makes an array of the items of a buffer where it has no memory to look at it."""
-    pytest.importorskip("_testcapi")
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_short_of_memory(CHILD)

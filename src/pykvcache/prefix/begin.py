@@ -133,16 +133,19 @@ class BeginMethods:
         used |= {"disk": got.count("disk"), "remote": got.count("remote")}
         # Logits are made by a decode: the last token counts as evaluated, and what cannot be gone
         # back over.
-        lost = got.n - self._usable(sequence._cells)
+        usable = self._usable(sequence._cells)
+        lost = got.n - usable
         for name in ("remote", "disk", "ram"):
             taken = min(lost, used[name])
             used[name], lost = used[name] - taken, lost - taken
-        evaluated = n - sum(used.values())
-        reason = "all of it was known" if evaluated <= 1 else "the rest is new"
-        if got.n == n and evaluated > 1:
-            at = sequence._reuse.n_tokens - evaluated
-            reason = f"all of it is known, and a state that can be gone on from only at {at}"
-        sequence._reuse = replace(ReuseReport(n), **used, evaluated=evaluated, reason=reason)
+        sequence._reason = Reason(n, got.n, usable, None)
+        sequence._reuse = ReuseReport(
+            n,
+            ram=used["ram"],
+            disk=used["disk"],
+            remote=used["remote"],
+            evaluated=n - usable,
+        )
         self._sum(sequence)
 
     def _account_met(self, sequence: CachedSequence, got: Gathered, placed: int) -> None:

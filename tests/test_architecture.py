@@ -92,8 +92,6 @@ EXTRAS = {
 # Units that cannot be imported without an extra: others import them where they are used.
 NEEDS_EXTRA = {"_jinja": {"jinja2", "markupsafe"}, "cli": {"click"}}
 
-MAX_LINES = 400
-
 
 def unit(path: Path) -> str:
     """The name in the table that a file of the package belongs to."""
@@ -214,35 +212,6 @@ def test_the_tree_and_the_simulator_need_no_model(path: Path) -> None:
             }, f"{path.name} imports {name}"
 
 
-def list_comprehensions(text: str) -> list[int]:
-    """Return the lines of some Cython code with lists that are made of a loop within."""
-    text = re.sub(r"#.*", "", re.sub(r'"""(?s:.*?)"""', lambda m: "\n" * m[0].count("\n"), text))
-    found, stack = [], list[str]()
-    for match in re.finditer(r'"[^"\n]*"|(\w*)([\[({])|([\])}])|\bfor\b', text):
-        if match[2]:
-            stack.append(match[1] + match[2])
-        elif match[3] and stack:
-            stack.pop()
-        elif (
-            match[0] == "for"
-            and stack
-            and (stack[-1].endswith("[") or stack[-1] in {"list(", "tuple(", "sorted("})
-        ):
-            found.append(text.count("\n", 0, match.start()) + 1)
-    return found
-
-
-@pytest.mark.parametrize("path", CYTHON, ids=lambda p: p.name)
-def test_the_compiled_layer_has_no_list_comprehensions(path: Path) -> None:
-    """Cython 3.3 frees what such a list has no memory for twice; `append` in a loop is safe.
-
-    It makes the same of a list, a tuple or a sorted list of a generator.
-    """
-    assert not list_comprehensions(path.read_text())
-    assert list_comprehensions("x = [1]\ny = [f(a[1])\n for a in b]\nfor z in [3]: pass") == [3]
-    assert list_comprehensions("tuple(x for x in y)\nany(x for x in y)") == [1]
-
-
 @pytest.mark.parametrize("path", CYTHON, ids=lambda p: p.name)
 def test_the_compiled_layer_needs_errors_alone(path: Path) -> None:
     assert unit(path) == "_native", "C is met in _native alone"
@@ -277,22 +246,6 @@ def test_private_headers_are_read_by_the_probe_alone() -> None:
     assert readers
     # vocab.cpp is llama.cpp's own file, compiled so that Ctrl-C interrupts it.
     assert {name for name in readers if not name.startswith("probe")} == {"vocab.cpp"}
-
-
-def written_files() -> list[Path]:
-    suffixes = {".py", ".pyi", ".pyx", ".pxi", ".pxd", ".h", ".cpp"}
-    folders = [ROOT / name for name in ("src", "tests", "examples", "benchmarks", "vendor")]
-    found = (p for folder in folders for p in folder.rglob("*.*") if p.suffix in suffixes)
-    return sorted(
-        p for p in found if ROOT / "vendor" / "llama.cpp" not in p.parents and p.is_file()
-    )
-
-
-def test_no_file_is_long() -> None:
-    lines = {
-        p.relative_to(ROOT).as_posix(): len(p.read_text().splitlines()) for p in written_files()
-    }
-    assert not {name: n for name, n in lines.items() if n > MAX_LINES}
 
 
 def every_import(tree: ast.AST, module: str, known: set[str]) -> set[str]:
@@ -343,43 +296,3 @@ def test_no_imports_go_in_circles(folder: Path, root: Path) -> None:
     }
     assert any(graph.values())
     assert circle(graph) == []
-
-
-def test_circles_are_found() -> None:
-    """Guards the test above."""
-    known = {"a", "a.b", "a.c", "a.d"}
-    source = "if TYPE_CHECKING:\n    from a.b import C\ndef f():\n    from a import c\nimport a.d"
-    assert every_import(ast.parse(source), "a.e", known) == known - {"a"}
-    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()})) == {"a", "b", "c"}
-
-
-def test_the_reader_of_imports_sees_them() -> None:
-    """Guards the tests above."""
-    tree = ast.parse(
-        "import a.b\nfrom c import d\nfrom pykvcache import context\n"
-        "if TYPE_CHECKING:\n    import never\nelse:\n    import e\ndef f():\n    import g\n"
-    )
-    assert list(imports(tree)) == [
-        ("a.b", False),
-        ("c", False),
-        ("pykvcache.context", False),
-        ("e", False),
-        ("g", True),
-    ]
-    assert list(cython_imports("from pykvcache.x cimport y\n  import pykvcache.z")) == [
-        "pykvcache.x",
-        "pykvcache.z",
-    ]
-
-
-def test_files_are_opened_by_number_in_one_place() -> None:
-    """Ctrl-C between `os.open` and the `try` that closes it would lose the file."""
-    users = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and (node.value.id, node.attr) in {("os", "open"), ("os", "dup"), ("os", "pipe")}
-    }
-    assert users == {"_paths.py"}

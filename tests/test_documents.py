@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import fnmatch
 import re
 from pathlib import Path
 
@@ -13,25 +12,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "pykvcache"
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]
-SOURCES = {".h", ".cpp", ".pxi", ".pyx", ".pxd"}
-
-
-def native_names() -> list[str]:
-    """Return the first column of the table of files, name by name."""
-    table = ARCHITECTURE.split("| file in `_native/` |")[1].split("\n\n")[0]
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
-    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-
-
-def test_every_file_of_the_compiled_layer_is_in_the_table() -> None:
-    files = {p.name for p in (PACKAGE / "_native").iterdir() if p.suffix in SOURCES}
-    patterns = native_names()
-    unnamed = [f for f in files if not any(fnmatch.fnmatch(f, name) for name in patterns)]
-    assert sorted(unnamed) == []
-    folders = [name for name in patterns if "/" in name]
-    assert all((PACKAGE / "_native" / name).exists() for name in folders)
-    patterns = [name for name in patterns if name not in folders]
-    assert [name for name in patterns if not fnmatch.filter(files, name)] == []
 
 
 def test_every_module_is_in_the_layers() -> None:
@@ -67,32 +47,6 @@ def test_every_picture_is_on_a_page() -> None:
     pictures = [path.name for path in (ROOT / "docs" / "pictures").iterdir()]
     assert len(pictures) >= 4
     assert [name for name in pictures if f"pictures/{name})" not in pages] == []
-
-
-def test_six_steps_are_six() -> None:
-    steps = ARCHITECTURE.split("## Add a C function in six steps")[1].split("\n## ")[0]
-    assert re.findall(r"^(\d+)\. ", steps, re.MULTILINE) == list("123456")
-
-
-def test_the_three_calls_go_where_the_table_says() -> None:
-    table = ARCHITECTURE.split("### Three calls from Python to C")[1].split("\n### ")[0]
-    steps = re.findall(r"`([\w:]+)` in `([\w./]+)`", table)
-    assert len(steps) > 20
-    for name, file in steps:
-        folder = PACKAGE if file.endswith(".py") else PACKAGE / "_native"
-        text = (folder / file).read_text(encoding="utf-8")
-        begin = r"^[ \t]*(?:def|cdef|inline|int32_t|state_fault)"
-        assert re.search(rf"{begin}\b[^\n.=(]*\b{name}\(", text, re.MULTILINE), (name, file)
-
-
-def test_the_chain_of_classes_is_as_long_as_decisions_says() -> None:
-    text = "\n".join(p.read_text(encoding="utf-8") for p in (PACKAGE / "_native").glob("*.pxi"))
-    bases = dict(re.findall(r"^cdef class (\w+)\((\w+)\)", text, re.MULTILINE))
-    chain = ["Context"]
-    while chain[-1] in bases:
-        chain.append(bases[chain[-1]])
-    assert (chain[-1], len(chain)) == ("Handle", 11)
-    assert "a chain of eleven classes" in (ROOT / "docs" / "decisions.md").read_text("utf-8")
 
 
 def said_in(path: Path) -> list[str]:

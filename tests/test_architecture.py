@@ -23,8 +23,7 @@ LAYERS = [
     {"_fork"},
     {"_native", "arrays", "prefix/stores"},
     {"_convert"},
-    {"batch", "_jinja", "_grammar"},
-    {"_chat"},
+    {"batch", "_grammar", "chat"},
     {"_fingerprint", "_model_file", "_model_facts", "_devices", "_codec"},
     {"model", "_models"},
     {"sampling", "_params", "state"},
@@ -90,7 +89,7 @@ EXTRAS = {
     "state": {"xxhash"},
 }
 # Units that cannot be imported without an extra: others import them where they are used.
-NEEDS_EXTRA = {"_jinja": {"jinja2", "markupsafe"}, "cli": {"click"}}
+NEEDS_EXTRA = {"chat": {"jinja2"}, "cli": {"click"}}
 
 
 def unit(path: Path) -> str:

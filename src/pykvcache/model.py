@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
-from pykvcache._chat import render, special_token_texts
 from pykvcache._closing import Closing
 from pykvcache._convert import (
     IntArray,
@@ -313,15 +312,14 @@ class LlamaModel(ModelFacts, Closing):
 
         The text is the one that transformers' ``apply_chat_template`` gives: tokenize it with
         ``add_special=False, parse_special=True``. A template comes with a downloaded file, so it
-        runs in a sandbox, on copies, and within bounds: 5 million steps (some seconds) and 256 MiB,
-        more for large messages.
+        runs in Jinja2's sandbox, on copies. The sandbox does not bound its time and memory.
 
         Parameters
         ----------
         messages
-            Mappings with ``role`` and ``content``, and what else the template knows, such as
-            ``tool_calls``: texts, numbers, lists, mappings. Keys whose value is None count as
-            missing.
+            Mappings with ``role`` and ``content`` or ``tool_calls``, and what else the template
+            reads, such as ``reasoning_content``: texts, numbers, lists, mappings. Keys whose value
+            is None count as missing.
         tools, documents
             JSON schemas of functions; mappings with ``title`` and ``text``.
         add_generation_prompt
@@ -334,12 +332,17 @@ class LlamaModel(ModelFacts, Closing):
         Raises
         ------
         ChatTemplateError
-            A ValueError: the template refused the messages, failed, or went beyond a bound.
+            A ValueError: the template refused the messages, or failed.
         ArgumentError
-            A ValueError: a message has no ``role``; or there is no template.
+            A ValueError: a message has no ``role``, or neither ``content`` nor ``tool_calls``; or
+            there is no template.
         TypeError
             Something given is not plain data, or a ``role`` is not text.
+        ImportError
+            Jinja2 is missing.
         """
+        from pykvcache.chat import render, special_token_texts
+
         source = template if template is not None else self.chat_template
         if source is None:
             raise ArgumentError("the model has no chat template: pass template=...", "template")

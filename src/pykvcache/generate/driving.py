@@ -66,6 +66,9 @@ class Driving(Closing):
                 if pool.depth > 1:
                     raise ReentryError("step() was called in the middle of a step")
                 made = self._stepper.step()
+            for handle, _ in made:
+                if handle._watchers:
+                    handle._notify()
             is_waiting = not made and self._schedule.await_tiers()
         if self._n_awaiting or self._thread is not None:
             self._wake()  # who begins to wait looks again, once it is noted here

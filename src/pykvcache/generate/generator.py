@@ -106,6 +106,7 @@ class BatchGenerator(Driving):
         stop: StopInput = (),
         logprobs: SupportsIndex = 0,
         priority: SupportsIndex = 0,
+        namespace: str | None = None,
     ) -> GenerationHandle: ...
 
     @overload
@@ -119,6 +120,7 @@ class BatchGenerator(Driving):
         stop: StopInput = (),
         logprobs: SupportsIndex = 0,
         priority: SupportsIndex = 0,
+        namespace: str | None = None,
     ) -> list[GenerationHandle]: ...
 
     def submit(
@@ -131,6 +133,7 @@ class BatchGenerator(Driving):
         stop: StopInput = (),
         logprobs: SupportsIndex = 0,
         priority: SupportsIndex = 0,
+        namespace: str | None = None,
     ) -> GenerationHandle | list[GenerationHandle]:
         """Ask for a generation; it is made by `step`, `run`, or who iterates over the handle.
 
@@ -153,6 +156,8 @@ class BatchGenerator(Driving):
             How many of the likeliest tokens to give the log-probabilities of, per token.
         priority
             Larger ones go first.
+        namespace
+            Whose prefixes a prompt of a cache shares; default: the cache's.
 
         Returns
         -------
@@ -178,7 +183,7 @@ class BatchGenerator(Driving):
         sampler.native.check(self._ctx.model.native)
         with self._pool.hold():
             self._check_open()
-            sequence = self._sequence(prompt)
+            sequence = self._sequence(prompt, namespace)
             handles = []
             for i in range(count):
                 own = sequence if i == 0 else self._beside(sequence)
@@ -204,7 +209,9 @@ class BatchGenerator(Driving):
         self._wake()
         return handles[0] if count == 1 else handles
 
-    def _sequence(self, prompt: str | TokenInput | LlamaSequence) -> LlamaSequence:
+    def _sequence(
+        self, prompt: str | TokenInput | LlamaSequence, namespace: str | None
+    ) -> LlamaSequence:
         if isinstance(prompt, LlamaSequence):
             if prompt.context is not self._ctx:
                 raise ArgumentError("the sequence belongs to another context", "prompt")
@@ -214,7 +221,7 @@ class BatchGenerator(Driving):
                 raise ArgumentError("the sequence is being generated already", "prompt")
             sequence = prompt
         else:
-            sequence = self._new(prompt)
+            sequence = self._new(prompt, namespace)
         if not len(sequence):
             raise ArgumentError(
                 "the prompt has no tokens: there is nothing to evaluate", "prompt", 0, 1
@@ -222,9 +229,11 @@ class BatchGenerator(Driving):
         check_length(self._ctx, len(sequence))
         return sequence
 
-    def _new(self, prompt: str | TokenInput | None) -> LlamaSequence:
+    def _new(self, prompt: str | TokenInput, namespace: str | None) -> LlamaSequence:
         if self._cache is not None:
-            return self._cache._new(prompt)
+            return self._cache._new(prompt, namespace)
+        if namespace is not None:
+            raise ArgumentError("a namespace needs a PrefixCache", "namespace", namespace)
         return self._plain(prompt)
 
     def _plain(self, prompt: str | TokenInput | None) -> LlamaSequence:

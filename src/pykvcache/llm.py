@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._closing import Closing
-from pykvcache._convert import TokenInput, as_int
+from pykvcache._convert import TokenInput, as_int, as_token_array
 from pykvcache.batch import LlamaBatch
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, UnsupportedOperation
@@ -352,7 +352,7 @@ class LLM(Closing):
 
     # Embeddings ---------------------------------------------------------------------------------
 
-    def embed(self, texts: str | Sequence[str]) -> npt.NDArray[np.float32]:
+    def embed(self, texts: str | Sequence[Prompt]) -> npt.NDArray[np.float32]:
         """Return embeddings of unit length; float32, shape (n, n_embd).
 
         The model's own pooling; the mean over the tokens where it has none. The first call makes
@@ -361,7 +361,7 @@ class LLM(Closing):
         Parameters
         ----------
         texts
-            A text, which gives one row, or several.
+            A text, which gives one row, or a list of texts and token ids.
 
         Raises
         ------
@@ -370,8 +370,8 @@ class LLM(Closing):
         """
         ctx = self._embedding_context()
         given = [texts] if isinstance(texts, str) else list(texts)
-        tokens = [self._model.tokenize(text) for text in given]
-        for text, ids in zip(given, tokens, strict=True):
+        tokens = [self.tokens_of(text) for text in given]
+        for ids in tokens:
             if not 1 <= len(ids) <= ctx.n_ubatch:
                 raise ArgumentError(
                     f"a text of {len(ids)} tokens: from 1 to {ctx.n_ubatch} have an embedding",
@@ -384,12 +384,19 @@ class LLM(Closing):
             batch = LlamaBatch()
             for seq, i in enumerate(group):
                 batch.add_sequence(tokens[i], seq, logits_all=True)
-            ctx.clear_kv_cache() if self._model.has_decoder else None
+            if self._model.has_decoder:
+                ctx.clear_kv_cache()
             ctx.decode(batch)
             for seq, i in enumerate(group):
                 rows[i] = ctx.seq_embeddings(seq)
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
         return rows / np.maximum(norms, np.finfo(np.float32).tiny)
+
+    def tokens_of(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+        """Return the tokens of a prompt: a text with the model's special tokens, or ids."""
+        if isinstance(prompt, str):
+            return self._model.tokenize(prompt)
+        return as_token_array(prompt)
 
     def _embedding_context(self) -> LlamaContext:
         if self._embedder is None:

@@ -230,7 +230,8 @@ class Engine:
             finally:
                 generation.abort()
                 if job.use_cache and job.breakpoints:
-                    await asyncio.to_thread(self._pin, job)
+                    # Not awaited: what is cancelled must not wait.
+                    asyncio.get_running_loop().run_in_executor(None, self._pin, job)
 
     def _submit(self, job: Job) -> list[GenerationHandle]:
         limit = self.n_ctx - len(job.tokens)
@@ -239,7 +240,7 @@ class Engine:
         options: dict[str, Any] = {"n": job.n, "stop": job.stop, "logprobs": job.logprobs}
         if job.use_cache:
             found = self.llm.generator.submit(
-                job.tokens, limit, job.sampler, namespace=job.namespace, boundaries=job.boundaries, **options
+                job.tokens, limit, job.sampler, namespace=job.namespace, **options
             )
         else:
             sequence = LlamaSequence(self.llm.context, job.tokens)

@@ -6,10 +6,9 @@ from typing import Any
 
 from pykvcache.errors import (
     ArgumentError,
-    ChatTemplateError,
     ClosedError,
-    GrammarError,
     NoKvCacheSlot,
+    OutOfRangeError,
     PositionError,
     UnsupportedOperation,
 )
@@ -103,6 +102,6 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), code="context_length_exceeded", type="exceed_context_size_error")
     if isinstance(error, ClosedError):
         return ApiError(503, "the model was unloaded: try again", retry_after=1)
-    if isinstance(error, GrammarError | ChatTemplateError | ArgumentError | UnsupportedOperation | TypeError | ValueError):
+    if isinstance(error, ArgumentError | OutOfRangeError | UnsupportedOperation):
         return ApiError(400, str(error), param=getattr(error, "what", None))
     return ApiError(500, f"{type(error).__name__}: {error}")

@@ -289,7 +289,7 @@ async def embeddings(http: Request) -> Response:
     name = models_of(http).resolve(request.model)
     async with models_of(http).engine(name) as engine:
         rows = await asyncio.to_thread(engine.llm.embed, prompts)
-        n = sum(engine.llm.n_tokens(prompt) for prompt in prompts)
+        n = sum(len(engine.llm.tokens_of(prompt)) for prompt in prompts)
     if request.dimensions is not None:
         if request.dimensions > rows.shape[1]:
             raise ApiError(400, f"dimensions is {request.dimensions}: at most {rows.shape[1]}", param="dimensions")

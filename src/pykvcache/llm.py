@@ -164,7 +164,9 @@ class LLM(Closing):
     ) -> None:
         n_seq_max = as_int(n_parallel, "n_parallel", 1, 256)
         self._owns_model = not isinstance(model, LlamaModel)
-        self._model = model if isinstance(model, LlamaModel) else LlamaModel(os.path.expanduser(model))
+        self._model = (
+            model if isinstance(model, LlamaModel) else LlamaModel(os.path.expanduser(model))
+        )
         self._embedder: LlamaContext | None = None
         try:
             free = free_memory()
@@ -402,7 +404,11 @@ class LLM(Closing):
         if self._embedder is None:
             n = min(self._model.n_ctx_train, 2048)
             options: dict[str, Any] = {
-                "n_ctx": 8 * n, "n_batch": n, "n_ubatch": n, "n_seq_max": 8, "embeddings": True,
+                "n_ctx": 8 * n,
+                "n_batch": n,
+                "n_ubatch": n,
+                "n_seq_max": 8,
+                "embeddings": True,
             }
             ctx = LlamaContext(self._model, **options)
             if ctx.pooling_type.name == "NONE":
@@ -475,7 +481,9 @@ def as_tiers(cache: Any) -> list[Any]:
     return [os.path.expanduser(one) if isinstance(one, str | os.PathLike) else one for one in given]
 
 
-def default_cells(model: LlamaModel, n_parallel: int, most_bytes: int, options: dict[str, Any]) -> int:
+def default_cells(
+    model: LlamaModel, n_parallel: int, most_bytes: int, options: dict[str, Any]
+) -> int:
     """Return how many cells a context gets where the caller does not say."""
     wanted = min(model.n_ctx_train * n_parallel, MOST_CELLS)
     # A context of one cell tells how large a cell is, and computes nothing.

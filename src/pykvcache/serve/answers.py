@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -55,7 +54,14 @@ def sampler_of(request: Sampling, model: LlamaModel, **more: Any) -> Sampler:
     **more
         What the endpoint adds, such as ``json_schema``.
     """
-    names = ("temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty")
+    names = (
+        "temperature",
+        "top_p",
+        "min_p",
+        "repeat_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+    )
     options = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
     if request.top_k is not None:
         options["top_k"] = max(request.top_k, 0)  # -1 is vLLM's "all"
@@ -104,11 +110,13 @@ def usage_of(generation: Generation, *, n_reasoning: int = 0) -> dict[str, Any]:
 
 
 def finish_reason(reason: str | None) -> str | None:
-    """Return OpenAI's ``finish_reason``: a full context counts as the length."""
-    return {"full": "length", "aborted": "stop"}.get(reason or "", reason)
+    """Return OpenAI's ``finish_reason``: a full context and a time limit count as the length."""
+    return {"full": "length", "aborted": "length"}.get(reason or "", reason)
 
 
-def token_logprobs(model: LlamaModel, tokens: list[int], rows: list[dict[int, float]], top: int) -> list[dict[str, Any]]:
+def token_logprobs(
+    model: LlamaModel, tokens: list[int], rows: list[dict[int, float]], top: int
+) -> list[dict[str, Any]]:
     """Return ``logprobs.content`` of chat completions."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
@@ -121,10 +129,3 @@ def token_logprobs(model: LlamaModel, tokens: list[int], rows: list[dict[int, fl
         ranked = sorted(row.items(), key=lambda pair: -pair[1])[:top]
         found.append({**entry(token, row[token]), "top_logprobs": [entry(t, v) for t, v in ranked]})
     return found
-
-
-async def close_after(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Pass events on, and ``[DONE]`` after them."""
-    async for one in events:
-        yield one
-    yield b"data: [DONE]\n\n"

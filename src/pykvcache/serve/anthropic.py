@@ -19,12 +19,16 @@ from pykvcache.serve.chat import ChatJob, ParsedMessage, chat_job
 from pykvcache.serve.engine import Generation, Piece
 from pykvcache.serve.errors import ApiError
 from pykvcache.serve.http import Json, body_of, models_of, stream, tenant_of
-from pykvcache.serve.prompts import common_prefix
 from pykvcache.serve.schemas import AnthropicRequest, ChatRequest, read
 
 __all__ = ["Diagnoses", "count_tokens", "messages"]
 
-_STOPS = {"length": "max_tokens", "full": "model_context_window_exceeded", "stop": "end_turn", "aborted": "end_turn"}
+_STOPS = {
+    "length": "max_tokens",
+    "full": "model_context_window_exceeded",
+    "stop": "end_turn",
+    "aborted": "end_turn",
+}
 
 
 # In -----------------------------------------------------------------------------------------------
@@ -58,7 +62,9 @@ def as_chat(request: AnthropicRequest) -> ChatRequest:
         tools=[_tool(tool) for tool in request.tools] if request.tools else None,
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=not (request.tool_choice or {}).get("disable_parallel_tool_use", False),
-        chat_template_kwargs=None if thinking is None else {"enable_thinking": thinking != "disabled"},
+        chat_template_kwargs=None
+        if thinking is None
+        else {"enable_thinking": thinking != "disabled"},
         continue_final_message=bool(found) and found[-1]["role"] == "assistant",
     )
 
@@ -68,7 +74,11 @@ def _text_parts(content: Any, where: str) -> str | list[dict[str, Any]]:
         return content
     parts = []
     for block in content:
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+        if (
+            not isinstance(block, dict)
+            or block.get("type") != "text"
+            or not isinstance(block.get("text"), str)
+        ):
             raise ApiError(400, f"{where} has a block that is no text", param=where)
         parts.append({key: block[key] for key in ("type", "text", "cache_control") if key in block})
     return parts
@@ -78,11 +88,15 @@ def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Return an Anthropic message as one or more of OpenAI's: results of tools are their own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise ApiError(400, f"{where}.role is {role!r}: 'user' or 'assistant'", param=f"{where}.role")
+        raise ApiError(
+            400, f"{where}.role is {role!r}: 'user' or 'assistant'", param=f"{where}.role"
+        )
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise ApiError(400, f"{where}.content is text, or a list of blocks", param=f"{where}.content")
+        raise ApiError(
+            400, f"{where}.content is text, or a list of blocks", param=f"{where}.content"
+        )
     texts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
@@ -104,7 +118,11 @@ def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind == "thinking":
             thinking += block.get("thinking", "")
         elif kind != "redacted_thinking":
-            raise ApiError(400, f"{where} has a block of type {kind!r}: this server reads text and tools", param=where)
+            raise ApiError(
+                400,
+                f"{where} has a block of type {kind!r}: this server reads text and tools",
+                param=where,
+            )
     found = results
     if texts or calls or thinking or not results:
         new: dict[str, Any] = {"role": role, "content": texts or ""}
@@ -133,7 +151,11 @@ def _tool_choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | None:
         return {"type": "function", "function": {"name": (choice or {}).get("name")}}
     found = {None: None, "auto": "auto", "any": "required", "none": "none"}
     if kind not in found:
-        raise ApiError(400, f"tool_choice.type is {kind!r}: 'auto', 'any', 'tool' or 'none'", param="tool_choice")
+        raise ApiError(
+            400,
+            f"tool_choice.type is {kind!r}: 'auto', 'any', 'tool' or 'none'",
+            param="tool_choice",
+        )
     return found[kind]
 
 
@@ -148,17 +170,26 @@ class Fingerprint:
     model: str
     system: bytes
     tools: bytes
+    messages: list[bytes]
     tokens: npt.NDArray[np.int32]
 
     @classmethod
     def of(cls, request: AnthropicRequest, name: str, chat: ChatJob) -> Fingerprint:
         """Return that of a request."""
-        job = chat.job
-        return cls(job.namespace, name, _digest(request.system), _digest(request.tools), job.tokens)
+        messages = [_digest(message) for message in request.messages]
+        system, tools = _digest(request.system), _digest(request.tools)
+        return cls(chat.job.namespace, name, system, tools, messages, chat.job.tokens)
 
 
 def _digest(thing: Any) -> bytes:
-    return hashlib.sha256(json.dumps(thing, sort_keys=True).encode()).digest()
+    """Return a digest of what a part of a request says, wherever it sets breakpoints."""
+    return hashlib.sha256(json.dumps(_without_breakpoints(thing), sort_keys=True).encode()).digest()
+
+
+def _without_breakpoints(thing: Any) -> Any:
+    if isinstance(thing, dict):
+        return {k: _without_breakpoints(v) for k, v in thing.items() if k != "cache_control"}
+    return [_without_breakpoints(one) for one in thing] if isinstance(thing, list) else thing
 
 
 class Diagnoses:
@@ -193,14 +224,9 @@ class Diagnoses:
         for kind in ("model", "system", "tools"):
             if getattr(old, kind) != getattr(new, kind):
                 return {"type": f"{kind}_changed", "cache_missed_input_tokens": missed}
-        same = common_prefix(old.tokens, new.tokens)
-        if same < len(old.tokens) - _SLACK:
+        if new.messages[: len(old.messages)] != old.messages:
             return {"type": "messages_changed", "cache_missed_input_tokens": missed}
-        return {"type": "unavailable"} if cached < same - _SLACK else None
-
-
-# The end of a prompt, where the answer begins, is written anew once the answer is part of it.
-_SLACK = 16
+        return None
 
 
 # Out ----------------------------------------------------------------------------------------------
@@ -226,7 +252,14 @@ def _blocks(message: ParsedMessage) -> list[dict[str, Any]]:
     if message.content or not (message.reasoning or message.tool_calls):
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments or "{}")})
+        blocks.append(
+            {
+                "type": "tool_use",
+                "id": call.id,
+                "name": call.name,
+                "input": json.loads(call.arguments or "{}"),
+            }
+        )
     return blocks
 
 
@@ -295,7 +328,10 @@ async def _stream(http: Request, request: AnthropicRequest, name: str) -> AsyncI
                     start = _start(http, request, name, chat, generation)
                     empty = {"content": [], "stop_reason": None, "stop_sequence": None}
                     yield event(
-                        {"type": "message_start", "message": {**start, **empty, "usage": _usage(generation, 0)}},
+                        {
+                            "type": "message_start",
+                            "message": {**start, **empty, "usage": _usage(generation, 0)},
+                        },
                         "message_start",
                     )
                     is_first = False
@@ -310,7 +346,9 @@ async def _stream(http: Request, request: AnthropicRequest, name: str) -> AsyncI
                         yield one
                     stop = _stop(generation, piece, parser.has_calls)
                     usage = _usage(generation, generation.n_generated)
-                    yield event({"type": "message_delta", "delta": stop, "usage": usage}, "message_delta")
+                    yield event(
+                        {"type": "message_delta", "delta": stop, "usage": usage}, "message_delta"
+                    )
             http.state.log = (generation.reuse, generation.n_generated)
     yield event({"type": "message_stop"}, "message_stop")
 
@@ -326,7 +364,9 @@ class _BlockWriter:
         """Return the events of one delta."""
         found: list[bytes] = []
         if reasoning:
-            found += self._turn_to(("thinking", 0), {"type": "thinking", "thinking": "", "signature": ""})
+            found += self._turn_to(
+                ("thinking", 0), {"type": "thinking", "thinking": "", "signature": ""}
+            )
             found.append(self._delta({"type": "thinking_delta", "thinking": reasoning}))
         if content:
             found += self._turn_to(("text", 0), {"type": "text", "text": ""})
@@ -335,7 +375,9 @@ class _BlockWriter:
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             found += self._turn_to(("tool_use", call.index), block)
             if call.arguments:
-                found.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
+                found.append(
+                    self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+                )
         return found
 
     def end(self) -> list[bytes]:
@@ -366,4 +408,6 @@ async def count_tokens(http: Request) -> Response:
     request = read(await body_of(http), AnthropicRequest)
     name = models_of(http).resolve(request.model)
     async with models_of(http).engine(name) as engine:
-        return Json({"input_tokens": len(chat_job(as_chat(request), engine, tenant_of(http)).job.tokens)})
+        return Json(
+            {"input_tokens": len(chat_job(as_chat(request), engine, tenant_of(http)).job.tokens)}
+        )

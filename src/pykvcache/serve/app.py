@@ -48,7 +48,6 @@ def make_app(
     *,
     keys: Mapping[str, str] | None = None,
     max_body: int = 32 << 20,
-    timeout: float | None = None,
 ) -> Starlette:
     """Return the application.
 
@@ -60,8 +59,6 @@ def make_app(
         Names of tenants by API key; None: no key is asked for.
     max_body
         Largest body of a request in bytes.
-    timeout
-        Seconds after which a request ends with what it has; None: never.
     """
 
     @contextlib.asynccontextmanager
@@ -78,7 +75,6 @@ def make_app(
     app.state.models = models
     app.state.tenants = None if keys is None else tenants_of(keys)
     app.state.max_body = max_body
-    app.state.timeout = timeout
     app.state.is_draining = False
     app.state.recent = cache.Recent()
     app.state.responses = responses.StoredResponses()
@@ -120,8 +116,12 @@ def _routes() -> list[Route]:
     get["/models"] = openai.list_models
     routes = [Route(path, _endpoint(handler), methods=["GET"]) for path, handler in get.items()]
     routes += [Route(path, _endpoint(handler), methods=["POST"]) for path, handler in post.items()]
-    routes.append(Route("/v1/responses/{id}", _endpoint(responses.delete_response), methods=["DELETE"]))
-    routes.append(Route("/{path:path}", _endpoint(_missing), methods=["GET", "POST", "DELETE", "PUT"]))
+    routes.append(
+        Route("/v1/responses/{id}", _endpoint(responses.delete_response), methods=["DELETE"])
+    )
+    routes.append(
+        Route("/{path:path}", _endpoint(_missing), methods=["GET", "POST", "DELETE", "PUT"])
+    )
     return routes
 
 

@@ -63,15 +63,22 @@ def _facts(engine: Engine, tenant: str) -> dict[str, Any]:
 
 async def pin(http: Request) -> Response:
     """``POST /cache/pin``: keep a prefix, for ``ttl`` seconds."""
-    return await _on_prefix(http, lambda engine, tokens, tenant, request: {
-        "n_tokens": engine.llm.cache.pin(tokens, ttl=request.ttl or 3600.0, namespace=tenant).n_tokens
-    })
+    return await _on_prefix(
+        http,
+        lambda engine, tokens, tenant, request: {
+            "n_tokens": engine.llm.cache.pin(
+                tokens, ttl=request.ttl or 3600.0, namespace=tenant
+            ).n_tokens
+        },
+    )
 
 
 async def prefetch(http: Request) -> Response:
     """``POST /cache/prefetch``: bring what the tiers have of a prefix to memory."""
 
-    def run(engine: Engine, tokens: npt.NDArray[np.int32], tenant: str, _: CacheRequest) -> dict[str, Any]:
+    def run(
+        engine: Engine, tokens: npt.NDArray[np.int32], tenant: str, _: CacheRequest
+    ) -> dict[str, Any]:
         engine.llm.cache.prefetch(tokens, namespace=tenant).wait(60.0)
         return {"n_tokens": len(tokens)}
 
@@ -86,7 +93,9 @@ async def clear(http: Request) -> Response:
             await asyncio.to_thread(engine.llm.cache.clear, tenant_of(http))
         return Json({"status": "ok"})
 
-    def run(engine: Engine, tokens: npt.NDArray[np.int32], tenant: str, _: CacheRequest) -> dict[str, Any]:
+    def run(
+        engine: Engine, tokens: npt.NDArray[np.int32], tenant: str, _: CacheRequest
+    ) -> dict[str, Any]:
         return {"n_blocks": engine.llm.cache.forget(tokens, namespace=tenant)}
 
     return await _on_prefix(http, run)
@@ -129,7 +138,9 @@ async def why(http: Request) -> Response:
         {
             "first_difference": same if same < len(after.tokens) else None,
             "message": message if same < len(after.tokens) else None,
-            "shared_text_end": model.detokenize(after.tokens[max(same - 12, 0) : same], special=True),
+            "shared_text_end": model.detokenize(
+                after.tokens[max(same - 12, 0) : same], special=True
+            ),
             "before": around(before.tokens),
             "after": around(after.tokens),
             "tokens_before": len(before.tokens),

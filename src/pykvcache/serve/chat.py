@@ -41,7 +41,9 @@ class ParsedMessage:
 
     def as_openai(self) -> dict[str, Any]:
         """Return the members of ``message``."""
-        found: dict[str, Any] = {"content": self.content if self.content or not self.tool_calls else None}
+        found: dict[str, Any] = {
+            "content": self.content if self.content or not self.tool_calls else None
+        }
         if self.reasoning:
             found["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -67,7 +69,9 @@ class Delta:
                 function["name"] = self.call.name
                 entry.update(id=self.call.id, type="function")
             return {"tool_calls": [entry]}
-        return {"reasoning_content": self.reasoning} if self.reasoning else {"content": self.content}
+        return (
+            {"reasoning_content": self.reasoning} if self.reasoning else {"content": self.content}
+        )
 
 
 class StreamParser:
@@ -149,7 +153,9 @@ class ChatJob:
             return ParsedMessage(text)
         found = self.format.parse(text, partial=is_partial)
         calls = tuple(
-            ToolCall(call.id or ("" if is_partial else make_id("call_")), call.name, call.arguments, i)
+            ToolCall(
+                call.id or ("" if is_partial else make_id("call_")), call.name, call.arguments, i
+            )
             for i, call in enumerate(found.tool_calls)
         )
         return ParsedMessage(found.content, found.reasoning, calls)
@@ -175,7 +181,9 @@ def chat_job(request: ChatRequest, engine: Engine, tenant: str) -> ChatJob:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
     tools = None if request.tool_choice == "none" else request.tools
     continues = request.continue_final_message or (
-        request.add_generation_prompt is None and request.messages[-1:] != [] and request.messages[-1].get("role") == "assistant"
+        request.add_generation_prompt is None
+        and request.messages[-1:] != []
+        and request.messages[-1].get("role") == "assistant"
     )
     prompt = chat_prompt(
         model,
@@ -217,7 +225,9 @@ def _schema(wish: Mapping[str, Any] | None) -> Any:
             return given["schema"]
         raise ApiError(400, "response_format.json_schema has no schema", param="response_format")
     raise ApiError(
-        400, f"response_format.type is {kind!r}: 'text', 'json_object' or 'json_schema'", param="response_format"
+        400,
+        f"response_format.type is {kind!r}: 'text', 'json_object' or 'json_schema'",
+        param="response_format",
     )
 
 

@@ -127,7 +127,9 @@ class Generation:
                 text, tokens = handle.text, handle.tokens
                 if len(tokens) > counted[i] or reason:
                     logprobs = handle.logprobs[counted[i] :] if self.job.logprobs else []
-                    yield Piece(i, text[shown[i] :], tokens[counted[i] :].tolist(), logprobs, reason)
+                    yield Piece(
+                        i, text[shown[i] :], tokens[counted[i] :].tolist(), logprobs, reason
+                    )
                     shown[i], counted[i] = len(text), len(tokens)
                 if reason:
                     del running[i]
@@ -145,7 +147,10 @@ class Generation:
             tokens[piece.index] += piece.tokens
             logprobs[piece.index] += piece.logprobs
             reasons[piece.index] = piece.finish_reason
-        return [Piece(i, *one) for i, one in enumerate(zip(texts, tokens, logprobs, reasons, strict=True))]
+        return [
+            Piece(i, *one)
+            for i, one in enumerate(zip(texts, tokens, logprobs, reasons, strict=True))
+        ]
 
     @property
     def reuse(self) -> ReuseReport:
@@ -193,13 +198,16 @@ class Engine:
         The model; closed with the engine.
     max_waiting
         Jobs that may wait for a place; one more is refused with status 429.
+    timeout
+        Seconds after which a job ends with what it has; None: never.
     """
 
-    def __init__(self, llm: LLM, max_waiting: int = 64) -> None:
+    def __init__(self, llm: LLM, max_waiting: int = 64, timeout: float | None = None) -> None:
         self.llm = llm
+        self._timeout = timeout
         self.max_waiting = max_waiting
         self.last_used = time.monotonic()
-        self.n_active = 0
+        self.n_active = self._n_jobs = 0
         llm.generator.start()
 
     @property
@@ -221,17 +229,26 @@ class Engine:
             raise ApiError(400, "the prompt has no tokens", param="prompt")
         if n >= self.n_ctx:
             raise context_exceeded(n, self.n_ctx)
-        if self.llm.generator.n_waiting >= self.max_waiting:
+        if self._n_jobs >= self.llm.context.n_seq_max + self.max_waiting:
             raise ApiError(429, f"{self.max_waiting} requests wait already", retry_after=1)
-        with self.using():
+        self._n_jobs += 1
+        try:
             generation = Generation(job, await asyncio.to_thread(self._submit, job))
+            loop = asyncio.get_running_loop()
+            timer = (
+                None if self._timeout is None else loop.call_later(self._timeout, generation.abort)
+            )
             try:
                 yield generation
             finally:
+                if timer is not None:
+                    timer.cancel()
                 generation.abort()
                 if job.use_cache and job.breakpoints:
                     # Not awaited: what is cancelled must not wait.
-                    asyncio.get_running_loop().run_in_executor(None, self._pin, job)
+                    loop.run_in_executor(None, self._pin, job)
+        finally:
+            self._n_jobs -= 1
 
     def _submit(self, job: Job) -> list[GenerationHandle]:
         limit = self.n_ctx - len(job.tokens)

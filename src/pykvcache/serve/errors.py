@@ -6,12 +6,16 @@ from typing import Any
 
 from pykvcache.errors import (
     ArgumentError,
+    ChatTemplateError,
     ClosedError,
+    GrammarError,
     NoKvCacheSlot,
     OutOfRangeError,
     PositionError,
     UnsupportedOperation,
 )
+
+_REFUSALS = (ArgumentError, ChatTemplateError, GrammarError, OutOfRangeError, UnsupportedOperation)
 
 __all__ = ["ApiError", "as_api_error", "context_exceeded"]
 
@@ -65,7 +69,9 @@ class ApiError(Exception):
         self.status = status
         self.param = param
         self.code = code
-        self.type = type or _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.type = type or _TYPES.get(
+            status, "server_error" if status >= 500 else "invalid_request_error"
+        )
         self.retry_after = retry_after
         self.facts = facts
 
@@ -99,9 +105,11 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NoKvCacheSlot | PositionError):
-        return ApiError(400, str(error), code="context_length_exceeded", type="exceed_context_size_error")
+        return ApiError(
+            400, str(error), code="context_length_exceeded", type="exceed_context_size_error"
+        )
     if isinstance(error, ClosedError):
         return ApiError(503, "the model was unloaded: try again", retry_after=1)
-    if isinstance(error, ArgumentError | OutOfRangeError | UnsupportedOperation):
+    if isinstance(error, _REFUSALS):
         return ApiError(400, str(error), param=getattr(error, "what", None))
     return ApiError(500, f"{type(error).__name__}: {error}")

@@ -16,7 +16,16 @@ from pykvcache.serve.errors import ApiError, as_api_error
 if TYPE_CHECKING:
     from pykvcache.serve.models import Models
 
-__all__ = ["Handler", "Json", "body_of", "error_response", "models_of", "stream", "tenant_of", "until_disconnect"]
+__all__ = [
+    "Handler",
+    "Json",
+    "body_of",
+    "error_response",
+    "models_of",
+    "stream",
+    "tenant_of",
+    "until_disconnect",
+]
 
 Handler = Callable[[Request], Awaitable[Response]]
 

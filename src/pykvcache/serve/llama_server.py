@@ -35,7 +35,11 @@ async def completion(http: Request) -> Response:
             async with engine.generate(job) as generation:
                 for piece in await generation.whole():
                     tokens = piece.tokens if request.return_tokens else []
-                    answers.append(_final(engine, generation, job, piece, piece.text, tokens, name, len(answers)))
+                    answers.append(
+                        _final(
+                            engine, generation, job, piece, piece.text, tokens, name, len(answers)
+                        )
+                    )
                 http.state.log = (generation.reuse, generation.n_generated)
     return Json(answers[0] if len(answers) == 1 else answers)
 
@@ -49,8 +53,15 @@ async def _stream(http: Request, request: CompletionRequest, name: str) -> Async
                 async for piece in generation:
                     at = index + piece.index
                     if piece.text or piece.tokens:
-                        new = {"index": at, "content": piece.text, "tokens": piece.tokens, "stop": False}
-                        yield event({**new, "id_slot": 0, "tokens_predicted": generation.n_generated})
+                        new = {
+                            "index": at,
+                            "content": piece.text,
+                            "tokens": piece.tokens,
+                            "stop": False,
+                        }
+                        yield event(
+                            {**new, "id_slot": 0, "tokens_predicted": generation.n_generated}
+                        )
                     if piece.finish_reason:
                         yield event(_final(engine, generation, job, piece, "", [], name, at))
                 http.state.log = (generation.reuse, generation.n_generated)
@@ -58,7 +69,14 @@ async def _stream(http: Request, request: CompletionRequest, name: str) -> Async
 
 
 def _final(
-    engine: Engine, generation: Generation, job: Job, piece: Piece, text: str, tokens: list[int], name: str, index: int
+    engine: Engine,
+    generation: Generation,
+    job: Job,
+    piece: Piece,
+    text: str,
+    tokens: list[int],
+    name: str,
+    index: int,
 ) -> dict[str, Any]:
     reuse = generation.reuse
     by = generation.stopped_by(piece.index)
@@ -76,7 +94,11 @@ def _final(
         "has_new_line": "\n" in piece.text,
         "stop_type": "word" if by else _STOP_TYPES.get(piece.finish_reason or "", "none"),
         "stopping_word": by or "",
-        "generation_settings": {"n_predict": job.max_tokens, "n_ctx": engine.n_ctx, "seed": job.sampler.seed},
+        "generation_settings": {
+            "n_predict": job.max_tokens,
+            "n_ctx": engine.n_ctx,
+            "seed": job.sampler.seed,
+        },
         "timings": generation.timings().as_dict(),
     }
 
@@ -90,10 +112,15 @@ async def tokenize(http: Request) -> Response:
             ids = chat_prompt(model, request.messages, tools=request.tools).tokens
         else:
             text = request.content if request.prompt is None else request.prompt
-            ids = model.tokenize(text, add_special=request.add_special, parse_special=request.parse_special)
+            ids = model.tokenize(
+                text, add_special=request.add_special, parse_special=request.parse_special
+            )
         tokens: list[Any] = ids.tolist()
         if request.with_pieces:
-            tokens = [{"id": token, "piece": _piece(model.token_to_piece(token, special=True))} for token in tokens]
+            tokens = [
+                {"id": token, "piece": _piece(model.token_to_piece(token, special=True))}
+                for token in tokens
+            ]
         return Json({"tokens": tokens, "count": len(tokens), "max_model_len": engine.n_ctx})
 
 
@@ -116,7 +143,9 @@ async def apply_template(http: Request) -> Response:
     """``POST /apply-template``: the text that a chat becomes."""
     request = read(await body_of(http), TokenizeRequest)
     async with models_of(http).engine(request.model) as engine:
-        return Json({"prompt": chat_prompt(engine.llm.model, request.messages, tools=request.tools).text})
+        return Json(
+            {"prompt": chat_prompt(engine.llm.model, request.messages, tools=request.tools).text}
+        )
 
 
 async def props(http: Request) -> Response:

@@ -16,9 +16,15 @@ async def metrics(http: Request) -> Response:
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
     registry = CollectorRegistry()
-    running = Gauge("pykvcache_requests_running", "Requests in the batch", ["model"], registry=registry)
-    waiting = Gauge("pykvcache_requests_waiting", "Requests in the queue", ["model"], registry=registry)
-    cells = Gauge("pykvcache_cells_used", "Cells of the context in use", ["model"], registry=registry)
+    running = Gauge(
+        "pykvcache_requests_running", "Requests in the batch", ["model"], registry=registry
+    )
+    waiting = Gauge(
+        "pykvcache_requests_waiting", "Requests in the queue", ["model"], registry=registry
+    )
+    cells = Gauge(
+        "pykvcache_cells_used", "Cells of the context in use", ["model"], registry=registry
+    )
     collector: CacheCollector | None = None
     for name, engine in models_of(http).loaded.items():
         llm = engine.llm

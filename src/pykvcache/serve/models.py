@@ -66,7 +66,7 @@ class Models:
         Models that are loaded at once; the one unused for longest makes room.
     idle
         Seconds after which an unused model is unloaded; None: never.
-    max_waiting
+    max_waiting, timeout
         For `Engine`.
     """
 
@@ -78,12 +78,13 @@ class Models:
         max_models: int = 1,
         idle: float | None = None,
         max_waiting: int = 64,
+        timeout: float | None = None,
     ) -> None:
         self.files = files
         self._options = options
         self._max_models = max_models
         self._idle = idle
-        self._max_waiting = max_waiting
+        self._max_waiting, self._timeout = max_waiting, timeout
         self._engines: dict[str, Engine] = {}
         self._changing = asyncio.Lock()
         self.started = int(time.time())
@@ -133,7 +134,7 @@ class Models:
             oldest = min(unused, key=lambda one: one.last_used)
             await self._unload(next(n for n, one in self._engines.items() if one is oldest))
         llm = await asyncio.to_thread(LLM, self.files[name], **self._options)
-        engine = self._engines[name] = Engine(llm, self._max_waiting)
+        engine = self._engines[name] = Engine(llm, self._max_waiting, self._timeout)
         return engine
 
     async def _unload(self, name: str) -> None:

@@ -65,7 +65,9 @@ async def chat_completions(http: Request) -> Response:
     return Json(answer)
 
 
-def _chat_choice(engine: Engine, chat: ChatJob, request: ChatRequest, piece: Piece) -> dict[str, Any]:
+def _chat_choice(
+    engine: Engine, chat: ChatJob, request: ChatRequest, piece: Piece
+) -> dict[str, Any]:
     message = chat.parse(piece.text)
     reason = finish_reason(piece.finish_reason)
     if message.tool_calls and reason == "stop":
@@ -77,7 +79,9 @@ def _chat_choice(engine: Engine, chat: ChatJob, request: ChatRequest, piece: Pie
         "logprobs": None,
     }
     if request.logprobs:
-        content = token_logprobs(engine.llm.model, piece.tokens, piece.logprobs, request.top_logprobs or 0)
+        content = token_logprobs(
+            engine.llm.model, piece.tokens, piece.logprobs, request.top_logprobs or 0
+        )
         choice["logprobs"] = {"content": content}
     return choice
 
@@ -88,7 +92,9 @@ async def _stream_chat(http: Request, request: ChatRequest, name: str) -> AsyncI
         async with engine.generate(chat.job) as generation:
             start = head("chatcmpl-", "chat.completion.chunk", name)
 
-            def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
+            def chunk(
+                index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
+            ) -> bytes:
                 choice = {"index": index, "delta": delta, "finish_reason": reason}
                 if logprobs is not None:
                     choice["logprobs"] = logprobs
@@ -104,7 +110,9 @@ async def _stream_chat(http: Request, request: ChatRequest, name: str) -> AsyncI
                     deltas += parser.finish()
                 logprobs = None
                 if request.logprobs:
-                    content = token_logprobs(engine.llm.model, piece.tokens, piece.logprobs, request.top_logprobs or 0)
+                    content = token_logprobs(
+                        engine.llm.model, piece.tokens, piece.logprobs, request.top_logprobs or 0
+                    )
                     logprobs = {"content": content}
                 for delta in deltas:
                     yield chunk(piece.index, delta.as_openai(), logprobs=logprobs)
@@ -157,7 +165,9 @@ async def completions(http: Request) -> Response:
     return Json(answer)
 
 
-def completion_job(request: CompletionRequest, engine: Engine, prompt: str | list[int], tenant: str) -> Job:
+def completion_job(
+    request: CompletionRequest, engine: Engine, prompt: str | list[int], tenant: str
+) -> Job:
     """Return the job of one prompt of a completion."""
     model = engine.llm.model
     if isinstance(prompt, str):
@@ -166,7 +176,9 @@ def completion_job(request: CompletionRequest, engine: Engine, prompt: str | lis
         tokens = np.array(prompt, np.int32)
     limit = request.max_tokens
     if limit is None:
-        limit = request.n_predict if request.n_predict is not None and request.n_predict >= 0 else None
+        limit = (
+            request.n_predict if request.n_predict is not None and request.n_predict >= 0 else None
+        )
     n_logprobs = int(request.logprobs or 0) if request.logprobs is not True else 1
     return Job(
         tokens=tokens,
@@ -201,7 +213,9 @@ def prompts_of(given: Any) -> list[str | list[int]]:
                 raise ApiError(400, "prompt holds a token id that is out of range", param="prompt")
             return [given]
         return [prompt for one in given for prompt in prompts_of(one)]
-    raise ApiError(400, "prompt is text, token ids, or a list of prompts, and not empty", param="prompt")
+    raise ApiError(
+        400, "prompt is text, token ids, or a list of prompts, and not empty", param="prompt"
+    )
 
 
 def _text_choice(
@@ -231,7 +245,9 @@ def _old_logprobs(engine: Engine, piece: Piece, offset: int) -> dict[str, Any]:
         offsets.append(offsets[-1] + len(text))
     return {
         "tokens": texts,
-        "token_logprobs": [row[token] for token, row in zip(piece.tokens, piece.logprobs, strict=False)],
+        "token_logprobs": [
+            row[token] for token, row in zip(piece.tokens, piece.logprobs, strict=False)
+        ],
         "top_logprobs": [
             {model.token_to_piece(t).decode("utf-8", "replace"): value for t, value in row.items()}
             for row in piece.logprobs
@@ -252,7 +268,9 @@ def add_usages(usages: list[dict[str, Any]]) -> dict[str, Any]:
     return total
 
 
-async def _stream_completion(http: Request, request: CompletionRequest, name: str) -> AsyncIterator[bytes]:
+async def _stream_completion(
+    http: Request, request: CompletionRequest, name: str
+) -> AsyncIterator[bytes]:
     start = head("cmpl-", "text_completion", name)
     usages: list[dict[str, Any]] = []
     first = 0
@@ -266,7 +284,9 @@ async def _stream_completion(http: Request, request: CompletionRequest, name: st
                     if piece.text or piece.finish_reason is None:
                         yield event({**start, "choices": [{**choice, "finish_reason": None}]})
                     if piece.finish_reason:
-                        yield event({**start, "choices": [{**choice, "text": "", "logprobs": None}]})
+                        yield event(
+                            {**start, "choices": [{**choice, "text": "", "logprobs": None}]}
+                        )
                 usages.append(usage_of(generation))
                 http.state.log = (generation.reuse, generation.n_generated)
             first += request.n
@@ -283,7 +303,9 @@ async def embeddings(http: Request) -> Response:
     request = read(await body_of(http), EmbeddingRequest)
     if request.encoding_format not in ("float", "base64"):
         raise ApiError(
-            400, f"encoding_format is {request.encoding_format!r}: 'float' or 'base64'", param="encoding_format"
+            400,
+            f"encoding_format is {request.encoding_format!r}: 'float' or 'base64'",
+            param="encoding_format",
         )
     prompts = prompts_of(request.input)
     name = models_of(http).resolve(request.model)
@@ -292,7 +314,11 @@ async def embeddings(http: Request) -> Response:
         n = sum(len(engine.llm.tokens_of(prompt)) for prompt in prompts)
     if request.dimensions is not None:
         if request.dimensions > rows.shape[1]:
-            raise ApiError(400, f"dimensions is {request.dimensions}: at most {rows.shape[1]}", param="dimensions")
+            raise ApiError(
+                400,
+                f"dimensions is {request.dimensions}: at most {rows.shape[1]}",
+                param="dimensions",
+            )
         rows = rows[:, : request.dimensions]
         rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     data = []
@@ -302,7 +328,12 @@ async def embeddings(http: Request) -> Response:
             value = base64.b64encode(row.astype("<f4").tobytes()).decode("ascii")
         data.append({"object": "embedding", "index": i, "embedding": value})
     return Json(
-        {"object": "list", "model": name, "data": data, "usage": {"prompt_tokens": n, "total_tokens": n}}
+        {
+            "object": "list",
+            "model": name,
+            "data": data,
+            "usage": {"prompt_tokens": n, "total_tokens": n},
+        }
     )
 
 
@@ -326,12 +357,16 @@ def _model_card(http: Request, name: str) -> dict[str, Any]:
 
 async def list_models(http: Request) -> Response:
     """``GET /v1/models``."""
-    return Json({"object": "list", "data": [_model_card(http, name) for name in models_of(http).files]})
+    return Json(
+        {"object": "list", "data": [_model_card(http, name) for name in models_of(http).files]}
+    )
 
 
 async def show_model(http: Request) -> Response:
     """``GET /v1/models/{id}``."""
     name = http.path_params["id"]
     if name not in models_of(http).files:
-        raise ApiError(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
+        raise ApiError(
+            404, f"the model {name!r} does not exist", param="model", code="model_not_found"
+        )
     return Json(_model_card(http, name))

@@ -61,13 +61,21 @@ def plain_text(content: Any, where: str) -> str:
     if content is None:
         return ""
     if not isinstance(content, list):
-        raise ApiError(400, f"{where} is {type(content).__name__}: text, or a list of parts", param=where)
+        raise ApiError(
+            400, f"{where} is {type(content).__name__}: text, or a list of parts", param=where
+        )
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
-            raise ApiError(400, f"{where} has a part of type {kind!r}: this server reads text only", param=where)
+        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(
+            text, str
+        ):
+            raise ApiError(
+                400,
+                f"{where} has a part of type {kind!r}: this server reads text only",
+                param=where,
+            )
         texts.append(text)
     return "\n\n".join(texts)
 
@@ -103,7 +111,11 @@ def chat_prompt(
     marked = [_message(message, i, mark=True) for i, message in enumerate(messages)]
     pins = [ttl_ for i, m in enumerate(messages) for ttl_ in _pins(m, i, ttl)]
     if len(pins) > MOST_BREAKPOINTS:
-        raise ApiError(400, f"{len(pins)} breakpoints: at most {MOST_BREAKPOINTS} in a request", param="messages")
+        raise ApiError(
+            400,
+            f"{len(pins)} breakpoints: at most {MOST_BREAKPOINTS} in a request",
+            param="messages",
+        )
     if continues:
         last = marked[-1]
         if last.get("role") != "assistant":
@@ -127,14 +139,19 @@ def _message(message: Mapping[str, Any], i: int, *, mark: bool) -> dict[str, Any
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ApiError(400, f"{where} has no role", param=f"{where}.role")
-    new = {key: value for key, value in message.items() if key not in ("cache_control", "prompt_cache_breakpoint")}
+    new = {
+        key: value
+        for key, value in message.items()
+        if key not in ("cache_control", "prompt_cache_breakpoint")
+    }
     new["role"] = "system" if role == "developer" else role
     content = message.get("content")
     if content is None and not message.get("tool_calls") and not message.get("reasoning_content"):
         raise ApiError(400, f"{where} has no content", param=f"{where}.content")
     if isinstance(content, list) and any(_is_pin(part) for part in content):
         text = "\n\n".join(
-            plain_text([part], f"{where}.content") + (_PIN if _is_pin(part) else "") for part in content
+            plain_text([part], f"{where}.content") + (_PIN if _is_pin(part) else "")
+            for part in content
         )
     else:
         text = plain_text(content, f"{where}.content")
@@ -147,7 +164,9 @@ def _message(message: Mapping[str, Any], i: int, *, mark: bool) -> dict[str, Any
 
 
 def _is_pin(thing: Any) -> bool:
-    return isinstance(thing, Mapping) and bool(thing.get("prompt_cache_breakpoint") or thing.get("cache_control"))
+    return isinstance(thing, Mapping) and bool(
+        thing.get("prompt_cache_breakpoint") or thing.get("cache_control")
+    )
 
 
 def _pins(message: Mapping[str, Any], i: int, ttl: float | None) -> list[float]:

@@ -53,7 +53,9 @@ class StoredResponses:
         """
         found = self._known.get(response_id)
         if found is None or found.tenant != tenant:
-            raise ApiError(404, f"the response {response_id!r} is not stored", param="previous_response_id")
+            raise ApiError(
+                404, f"the response {response_id!r} is not stored", param="previous_response_id"
+            )
         return found
 
     def remove(self, response_id: str, tenant: str) -> None:
@@ -87,9 +89,19 @@ def messages_of(request: ResponseRequest) -> list[dict[str, Any]]:
             else:
                 found.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
-            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output", "")})
+            found.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": item.get("call_id"),
+                    "content": item.get("output", ""),
+                }
+            )
         elif kind != "reasoning":
-            raise ApiError(400, f"input[{i}] is of type {kind!r}: this server reads text and tools", param="input")
+            raise ApiError(
+                400,
+                f"input[{i}] is of type {kind!r}: this server reads text and tools",
+                param="input",
+            )
     return found
 
 
@@ -127,7 +139,10 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise ApiError(400, "tools: this server knows functions only", param="tools")
     keys = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {key: tool[key] for key in keys if tool.get(key) is not None}}
+    return {
+        "type": "function",
+        "function": {key: tool[key] for key in keys if tool.get(key) is not None},
+    }
 
 
 # Out ----------------------------------------------------------------------------------------------
@@ -139,7 +154,13 @@ def _text_part(text: str) -> dict[str, Any]:
 
 def _message_item(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
     content = [_text_part(text)] if status == "completed" else []
-    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    return {
+        "id": item_id,
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": content,
+    }
 
 
 def _reasoning_item(item_id: str, text: str) -> dict[str, Any]:
@@ -147,7 +168,9 @@ def _reasoning_item(item_id: str, text: str) -> dict[str, Any]:
     return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
 
 
-def _call_item(item_id: str, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
+def _call_item(
+    item_id: str, call_id: str, name: str, arguments: str, status: str = "completed"
+) -> dict[str, Any]:
     return {
         "id": item_id,
         "type": "function_call",
@@ -199,7 +222,9 @@ def _body(request: ResponseRequest, name: str, response_id: str, created: float)
     }
 
 
-def _end(body: dict[str, Any], piece: Piece, generation: Generation, items: list[dict[str, Any]]) -> dict[str, Any]:
+def _end(
+    body: dict[str, Any], piece: Piece, generation: Generation, items: list[dict[str, Any]]
+) -> dict[str, Any]:
     usage = usage_of(generation)
     is_cut = piece.finish_reason in ("length", "full")
     details = usage["prompt_tokens_details"]
@@ -218,7 +243,13 @@ def _end(body: dict[str, Any], piece: Piece, generation: Generation, items: list
     }
 
 
-def _keep(http: Request, request: ResponseRequest, before: list[dict[str, Any]], body: dict[str, Any], message: ParsedMessage) -> None:
+def _keep(
+    http: Request,
+    request: ResponseRequest,
+    before: list[dict[str, Any]],
+    body: dict[str, Any],
+    message: ParsedMessage,
+) -> None:
     if not request.store:
         return
     answer: dict[str, Any] = {"role": "assistant", "content": message.content}
@@ -381,7 +412,11 @@ class _ItemWriter:
             found.append(self.event(kind, **place, name=self._call[1], arguments=self._text))
         elif self._kind[0] == "reasoning":
             item = _reasoning_item(self._id, self._text)
-            found.append(self.event("response.reasoning_text.done", **place, content_index=0, text=self._text))
+            found.append(
+                self.event(
+                    "response.reasoning_text.done", **place, content_index=0, text=self._text
+                )
+            )
         else:
             item = _message_item(self._id, self._text)
             done = {"content_index": 0, "text": self._text, "logprobs": []}

@@ -233,4 +233,6 @@ def seconds(ttl: Any) -> float:
         return float(ttl)
     if isinstance(ttl, str) and ttl[:-1].isdigit() and ttl[-1:] in _UNITS and int(ttl[:-1]):
         return float(ttl[:-1]) * _UNITS[ttl[-1]]
-    raise ApiError(400, f"ttl is {ttl!r}: a number of seconds, or text such as '5m' or '1h'", param="ttl")
+    raise ApiError(
+        400, f"ttl is {ttl!r}: a number of seconds, or text such as '5m' or '1h'", param="ttl"
+    )

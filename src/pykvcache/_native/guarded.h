@@ -112,11 +112,8 @@ template <class F> int32_t guarded_void(F && call) noexcept {
     return guarded<int32_t>(CAUGHT, [&] { call(); return 0; });
 }
 
-// Why a GGUF must not be loaded, beside what llama.cpp itself refuses; empty if nothing. Of a vocabulary alone no
-// loader divides.
+// Why a GGUF must not be loaded, other than what llama.cpp itself refuses; empty if nothing.
 std::string header_problem(const char * path, bool vocab_only) noexcept;
-// The same of its vocabulary alone.
-std::string vocab_problem(const gguf_context * header);
 inline llama_model * model_load(const char * path, llama_model_params params) noexcept {
     return guarded<llama_model *>(nullptr, [&] { return llama_model_load_from_file(path, params); });
 }

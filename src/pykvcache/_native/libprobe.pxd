@@ -160,7 +160,6 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     ctypedef struct model_facts:
         bool learned_positions
         bool causal
-        const char* fault
         bool has_classifier
         int32_t n_embd_out
         int32_t n_cls_out

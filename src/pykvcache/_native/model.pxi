@@ -153,8 +153,6 @@ cdef class Model:
         self.read_facts()
         if self.n_layer == 0 and not self.vocab_only:
             raise ModelLoadError.of(os.fsdecode(path), "nextn_predict_layers leaves no layer")
-        if self.facts.fault != NULL:
-            raise ModelLoadError.of(os.fsdecode(path), self.facts.fault.decode())
 
     cdef int read_facts(self) except -1:
         cdef const lib.llama_model* m = self.ref.get()

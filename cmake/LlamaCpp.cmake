@@ -82,29 +82,8 @@ if(TARGET ggml-cpu AND PYKVCACHE_HAS_AMX)
   target_compile_options(ggml-cpu PRIVATE -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 endif()
 
-# What ggml does not check when memory is short: see careful.h. C code is left by exceptions, too.
-if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang" AND TARGET ggml-cpu)
-  function(pykvcache_put_in_front target file header)
-    # In ggml's directory, and in that of the copies of its CPU code.
-    set_property(SOURCE "${LLAMA_CPP_SOURCE_DIR}/ggml/src/${file}" TARGET_DIRECTORY ${target}
-                 DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY COMPILE_OPTIONS
-                 -include "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/${header}" ${ARGN})
-  endfunction()
-  function(pykvcache_careful target file name)
-    pykvcache_put_in_front(${target} ${file} careful.h "-D${name}")
-  endfunction()
-  pykvcache_careful(ggml-base ggml.c PYKVCACHE_GGML)
-  pykvcache_careful(ggml-base ggml-alloc.c PYKVCACHE_GGML_ALLOC)
-  pykvcache_careful(ggml-base ggml-backend.cpp PYKVCACHE_GGML_BACKEND)
-  pykvcache_careful(ggml-cpu ggml-cpu/ggml-cpu.c PYKVCACHE_GGML_CPU)
-  pykvcache_careful(ggml-cpu ggml-cpu/ggml-cpu.cpp PYKVCACHE_GGML_CPU_CPP)
-  if(NOT PYKVCACHE_PLAIN AND EXISTS "${LLAMA_CPP_SOURCE_DIR}/ggml/src/ggml-cpu/simd-mappings.h")
-    pykvcache_put_in_front(ggml-cpu ggml-cpu/ops.cpp cpu/short_heads.h)
-  endif()
-  if(NOT PYKVCACHE_PLAIN AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-    pykvcache_put_in_front(ggml-cpu ggml-cpu/ggml-cpu.c cpu/half_matrices.h)
-    target_sources(ggml-cpu PRIVATE "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/cpu/half_matrices.cpp")
-  endif()
+# ggml's C code reports a broken precondition through a callback of ours, which throws (_native/guarded.h).
+if(CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang" AND TARGET ggml-cpu)
   target_compile_options(ggml-base PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
   target_compile_options(ggml-cpu PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
 endif()

@@ -49,9 +49,7 @@ void renew_log();
 struct guard_state {
     int  depth = 0;
     bool caught = false;  // whether there is a text to forget
-    bool refused = false; // whether ggml was refused memory: its assertion says something else
     bool muted = false;   // while something is tried whose failure is reported elsewhere
-    bool ready = false;   // see ready_thread()
 };
 // Constant at first and trivial at the end: reading it needs no hidden call.
 inline thread_local guard_state guard;
@@ -67,19 +65,13 @@ struct assertions_throw {
     assertions_throw & operator=(const assertions_throw &) = delete;
 };
 
-// Make what a thread's first exception needs, while there is memory for it: glibc makes thread-local data
-// when it is used first, and ends the process where it cannot. False if there is no memory.
-bool ready_thread() noexcept;
+// Always true: left for team.cpp and copy_threads.h to drop.
+inline bool ready_thread() noexcept { return true; }
 
 template <class R, class F> R guarded(R on_error, F && call) noexcept {
     R result = on_error;
     guard_state & mine = guard;
-    if (!mine.ready) {
-        mine.ready = pykv::ready_thread();
-    }
-    if (mine.depth++ == 0) {
-        mine.refused = false;
-    }
+    ++mine.depth;
     try {
         if (mine.caught) {
             forget_caught();
@@ -120,12 +112,7 @@ inline llama_model * model_load(const char * path, llama_model_params params) no
 inline gguf_context * gguf_open(const char * path) noexcept {
     return guarded<gguf_context *>(nullptr, [&] { return gguf_init_from_file(path, {true, nullptr}); });
 }
-// A thread without memory for its first call may still free: nothing is thrown then.
 inline int32_t model_free(llama_model * model) noexcept {
-    if (!ready_thread()) {
-        llama_model_free(model);
-        return 0;
-    }
     return guarded_void([&] { llama_model_free(model); });
 }
 // Contexts share the model: it is freed when the last of them is.
@@ -136,10 +123,6 @@ inline llama_context * context_new(llama_model * model, llama_context_params par
     return guarded<llama_context *>(nullptr, [&] { return llama_init_from_model(model, params); });
 }
 inline int32_t context_free(llama_context * ctx) noexcept {
-    if (!ready_thread()) {
-        llama_free(ctx);
-        return 0;
-    }
     return guarded_void([&] { llama_free(ctx); });
 }
 inline const float * logits_ith(llama_context * ctx, int32_t i) noexcept {

@@ -30,7 +30,6 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     void install_hooks() except +
     const string& caught()
     bool caught_memory()
-    bool ready_thread()
     const string& caught_endpoint()
     void begin_notes()
     string take_notes()

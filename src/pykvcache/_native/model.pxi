@@ -78,7 +78,6 @@ cdef class Model:
         cdef vector[float] split
         cdef vector[shared_ptr[lib.rpc_server]] servers
         cdef lib.ggml_backend_dev_t device
-        _ready()
         self.generation = _generation
         p.n_gpu_layers = params["n_gpu_layers"]
         p.split_mode = <lib.llama_split_mode><int>params["split_mode"]
@@ -211,7 +210,6 @@ cdef class Model:
         return self.ref
 
     cdef int check_open(self) except -1:
-        _ready()
         if self.generation != _generation:
             raise ClosedError("this model belongs to the process before fork(); load it again")
         if self.ref.get() == NULL:
@@ -376,7 +374,6 @@ def gguf_layout(bytes path not None):
     cdef const char* c_path = path
     cdef lib.gguf_context* file
     cdef int64_t i
-    _ready()
     with nogil:
         file = lib.gguf_open(c_path)
     _drain_log()

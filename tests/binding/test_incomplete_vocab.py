@@ -48,7 +48,7 @@ def test_a_complete_rwkv_vocabulary_takes_any_bytes(tmp_path: Path) -> None:
 def test_a_missing_byte_is_a_typed_error(tmp_path: Path) -> None:
     one = load_vocab(without(VOCABS["spm"](), b"<0xC3>"), tmp_path)
     assert len(one.tokenize("hello")) > 1
-    with pytest.raises(UnsupportedOperation, match="<0xC3>"):
+    with pytest.raises(UnsupportedOperation, match="no token for a byte"):
         one.tokenize("hé")
 
 
@@ -67,6 +67,6 @@ def test_a_special_token_that_is_missing_cannot_be_added(tmp_path: Path) -> None
     vocab = VOCABS["wpm"]()
     kept = [pair for pair in vocab.special if pair[0] not in ("seperator", "bos", "cls")]
     one = load_vocab(replace(vocab, special=tuple(kept)), tmp_path)
-    with pytest.raises(UnsupportedOperation, match=r"BOS.*add_special=False"):
+    with pytest.raises(UnsupportedOperation, match="use add_special=False"):
         one.tokenize("a")
     assert one.tokenize("a", add_special=False).tolist() == [5]

@@ -15,7 +15,6 @@
 #include <type_traits>
 
 #include "gguf.h"
-#include "interrupt.h"
 #include "llama.h"
 #include "rpc/link.h"
 #include "text.h"
@@ -81,8 +80,6 @@ template <class R, class F> R guarded(R on_error, F && call) noexcept {
         note_caught("out of memory", true);
     } catch (const std::exception & error) {
         note_caught(error.what(), false);
-    } catch (const interrupted &) {
-        note_caught("interrupted", false);  // by a caller, who knows
     } catch (...) {
         note_caught("unknown C++ exception", false);
     }
@@ -138,13 +135,9 @@ inline const float * embeddings_seq(llama_context * ctx, llama_seq_id seq) noexc
 inline int32_t read_vocab(const llama_vocab * vocab, text_vocab & out) noexcept {
     return guarded_void([&] { out = text_vocab(vocab); });
 }
-// `stops`, if any, is asked now and then: true leaves the call with CAUGHT.
 inline int32_t tokenize(const text_vocab & vocab, const char * text, size_t size, bool add_special, bool parse_special,
-                        token_list & out, bool (*stops)(void *), void * who) noexcept {
-    return guarded_void([&] {
-        const may_stop while_it_runs(stops, who);
-        vocab.tokenize(text, size, add_special, parse_special, out);
-    });
+                        token_list & out) noexcept {
+    return guarded_void([&] { vocab.tokenize(text, size, add_special, parse_special, out); });
 }
 // llama.cpp's own way to the same, which tests compare with.
 inline int32_t tokenize_whole(const llama_vocab * vocab, const char * text, size_t size, bool add_special,
@@ -157,17 +150,9 @@ inline int32_t tokenize_whole(const llama_vocab * vocab, const char * text, size
 }
 // 0 if the text has more bytes than `limit`.
 inline int32_t detokenize(const llama_vocab * vocab, const std::vector<llama_token> & tokens, bool remove_special,
-                          bool unparse_special, size_t limit, std::string & out, bool (*stops)(void *), void * who) noexcept {
+                          bool unparse_special, size_t limit, std::string & out) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
-        const may_stop while_it_runs(stops, who);
-        return int32_t(detokenize_to(*vocab, tokens, remove_special, unparse_special, limit, out));
-    });
-}
-// llama.cpp's own way to the same, which tests compare with.
-inline int32_t detokenize_whole(const llama_vocab * vocab, const llama_token * tokens, int32_t n, char * out, int32_t room,
-                                bool remove_special, bool unparse_special) noexcept {
-    return guarded<int32_t>(CAUGHT, [&] {
-        return llama_detokenize(vocab, tokens, n, out, room, remove_special, unparse_special);
+        return int32_t(detokenize_to(vocab, tokens, remove_special, unparse_special, limit, out));
     });
 }
 inline int32_t token_to_piece(const llama_vocab * vocab, llama_token token, char * out, int32_t room, bool special) noexcept {

@@ -49,14 +49,11 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     const float* embeddings_seq(llama_context*, llama_seq_id)
     int32_t read_vocab(const llama_vocab*, text_vocab& out)
     int32_t tokenize(const text_vocab&, const char* text, size_t size, bool add_special,
-                     bool parse_special, token_list& out, bool (*stops)(void*) noexcept nogil, void* who)
+                     bool parse_special, token_list& out)
     int32_t tokenize_whole(const llama_vocab*, const char* text, size_t size, bool add_special,
                            bool parse_special, vector[llama_token]& out)
     int32_t detokenize(const llama_vocab*, const vector[llama_token]& tokens, bool remove_special,
-                       bool unparse_special, size_t limit, string& out,
-                       bool (*stops)(void*) noexcept nogil, void* who)
-    int32_t detokenize_whole(const llama_vocab*, const llama_token* tokens, int32_t n, char* out,
-                             int32_t room, bool remove_special, bool unparse_special)
+                       bool unparse_special, size_t limit, string& out)
     int32_t token_to_piece(const llama_vocab*, llama_token, char* out, int32_t room, bool special)
     llama_sampler* sampler_grammar(const llama_vocab*, const char* grammar, const char* root)
     int32_t sampler_apply(llama_sampler*, llama_token_data_array*)

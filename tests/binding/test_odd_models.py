@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from pykvcache import LlamaContext, LlamaModel
+from pykvcache._native import lib
 from pykvcache.errors import ContextCreateError, UnsupportedOperation
 from support import vocab
 from support.blueprint import Sizes
-from support.models import write_gguf
+from support.models import make_model, write_gguf
 from support.odd_models import cogvlm, gpt2
 
 
@@ -35,3 +36,23 @@ def test_a_learned_position_is_not_shifted(tmp_path: Path) -> None:
         assert ctx.kv_cache_seq_pos_max(0) == 19
         ctx.clear_kv_cache_seq(0, 10, None)
         ctx.decode([7])
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("llama", True),
+        ("gemma3", True),
+        ("llama_bpe", True),
+        ("mamba", False),
+        ("jamba", False),
+        ("lfm2", False),
+        ("deepseek32", False),
+    ],
+)
+def test_amx_is_for_models_that_multiply_single_matrices(
+    name: str, wanted: bool, model_folder: Path
+) -> None:
+    """N245: recurrent layers multiply one matrix per sequence, MLA one per head."""
+    path = make_model(name, model_folder)
+    assert lib.multiplies_single_matrices(bytes(path)) == wanted

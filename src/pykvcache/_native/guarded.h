@@ -103,6 +103,10 @@ template <class F> int32_t guarded_void(F && call) noexcept {
 
 // Why a GGUF must not be loaded, other than what llama.cpp itself refuses; empty if nothing.
 std::string header_problem(const char * path, bool vocab_only) noexcept;
+// Whether ggml's AMX code is in this build, and whether it is right for a model: it takes products of one matrix of
+// weights with one of activations.
+bool uses_amx();
+bool multiplies_single_matrices(const char * path) noexcept;
 inline llama_model * model_load(const char * path, llama_model_params params) noexcept {
     return guarded<llama_model *>(nullptr, [&] { return llama_model_load_from_file(path, params); });
 }

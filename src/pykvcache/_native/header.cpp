@@ -1,11 +1,14 @@
-// Zeros in a file's header that llama.cpp would divide by: nothing catches a SIGFPE.
+// What a file's header tells before the load: zeros that llama.cpp would divide by (nothing catches a SIGFPE), and
+// whether the graphs of its architecture suit ggml's AMX code.
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <memory>
 #include <string>
 
 #include "ggml-cpp.h"
 #include "guarded.h"
+#include "probe_memory.h"
 
 namespace pykv {
 
@@ -86,6 +89,30 @@ std::string header_problem(const char * path, bool vocab_only) noexcept {
     });
     guard.muted = false;
     return problem;
+}
+
+bool multiplies_single_matrices(const char * path) noexcept {
+    return guarded(false, [&] {
+        ggml_context *         made = nullptr;
+        const gguf_context_ptr header(gguf_init_from_file(path, {/*no_alloc=*/true, &made}));
+        const ggml_context_ptr tensors(made);
+        const llm_arch         arch = header ? llm_arch_from_string(architecture(header.get())) : LLM_ARCH_UNKNOWN;
+        // Recurrent layers multiply one matrix of activations per sequence of the batch.
+        bool single = arch != LLM_ARCH_UNKNOWN && !llm_arch_is_recurrent(arch) && !llm_arch_is_hybrid(arch);
+        for (ggml_tensor * t = tensors ? ggml_get_first_tensor(made) : nullptr; t && single; t = ggml_get_next_tensor(made, t)) {
+            // The weights of experts are chosen by ids (ggml_mul_mat_id), which the code for AMX leaves alone.
+            single = (ggml_n_dims(t) <= 2 || std::strstr(t->name, "_exps")) && ggml_nelements(t) < INT32_MAX;
+        }
+        return single;
+    });
+}
+
+bool uses_amx() {
+#ifdef PYKVCACHE_AMX
+    return true;
+#else
+    return false;
+#endif
 }
 
 }  // namespace pykv

@@ -40,6 +40,8 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
 
     gguf_context* gguf_open(const char* path)
     string header_problem(const char* path, bint vocab_only)
+    bint uses_amx()
+    bint multiplies_single_matrices(const char* path)
     llama_model* model_load(const char* path, llama_model_params)
     shared_ptr[llama_model] own_model(llama_model*) except +
     llama_context* context_new(llama_model*, llama_context_params)

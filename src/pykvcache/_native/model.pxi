@@ -90,6 +90,8 @@ cdef class Model:
         _sync_log()
         with nogil:
             problem = lib.header_problem(c_path, p.vocab_only)
+            if p.use_extra_bufts and lib.uses_amx():
+                p.use_extra_bufts = lib.multiplies_single_matrices(c_path)
         if not problem.empty():
             why = _text(problem)
             raise ModelLoadError.of(os.fsdecode(path), why)
@@ -317,6 +319,11 @@ cdef class Model:
 def split_text(bytes text not None, list patterns not None, bint byte_encode, bint with_std_regex):
     """Return the words into which patterns cut a text, by our matcher or by std::regex, for tests."""
     return lib.split_text(text, patterns, byte_encode, with_std_regex)
+
+
+def multiplies_single_matrices(bytes path not None):
+    """Tell whether ggml's AMX code is right for a model; for tests."""
+    return bool(lib.multiplies_single_matrices(path))
 
 
 def gguf_layout(bytes path not None):

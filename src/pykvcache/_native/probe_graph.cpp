@@ -1,5 +1,6 @@
-// What llama.cpp would read wrong of an architecture's graph: asked of the graph itself.
+// What llama.cpp or ggml would get wrong of an architecture's graph: asked of the graph itself.
 #include <algorithm>
+#include <cstring>
 
 #include "probe_memory.h"
 #include "probe_private.h"
@@ -15,9 +16,23 @@ bool picks_outputs(const llm_graph_result & result) {
     });
 }
 
+// ggml's AMX code takes one matrix of weights and one of activations, whose rows follow each other.
+bool suits_amx(const ggml_tensor * t) {
+    if (t->op != GGML_OP_MUL_MAT || !t->src[0]->buffer ||
+        std::strcmp(ggml_backend_buffer_name(t->src[0]->buffer), "AMX") != 0) {
+        return true;
+    }
+    return ggml_is_matrix(t->src[0]) && ggml_is_matrix(t->src[1]) && ggml_is_contiguous(t->src[1]);
+}
+
 }  // namespace
 
 std::string graph_fault(const llm_graph_result & result, const llama_context * ctx) {
+    for (int i = 0; i < ggml_graph_n_nodes(result.get_gf()); ++i) {
+        if (!suits_amx(ggml_graph_node(result.get_gf(), i))) {
+            return "ggml's AMX code would compute this architecture's products wrong: load the model with use_extra_bufts=False";
+        }
+    }
     if (!picks_outputs(result)) {
         return "the graph of this architecture gives logits of all tokens: llama.cpp would return those of others";
     }

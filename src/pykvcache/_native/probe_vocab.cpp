@@ -2,6 +2,7 @@
 //
 // llama.cpp's own session reserves room anew for each character that is written as bytes, and copies
 // all tokens before it each time.
+#include <algorithm>
 #include <queue>
 
 #include "llama-vocab.h"

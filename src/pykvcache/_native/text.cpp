@@ -23,16 +23,15 @@ text_vocab::text_vocab(const llama_vocab * which) : vocab(which) {
     if (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_NONE) {
         return;
     }
+    const auto length = [&](llama_token id) { return std::strlen(llama_vocab_get_text(vocab, id)); };
     std::vector<llama_token> order;
-    std::vector<size_t>      sizes(llama_vocab_n_tokens(vocab));
     for (llama_token id = 0; id < llama_vocab_n_tokens(vocab); ++id) {
         if (llama_vocab_get_attr(vocab, id) & SPECIAL) {
             order.push_back(id);
-            sizes[id] = std::string(llama_vocab_get_text(vocab, id)).size();
         }
     }
     // As llama.cpp sorts them: the order of those of one length is whatever std::sort makes of it.
-    std::sort(order.begin(), order.end(), [&](llama_token a, llama_token b) { return sizes[a] > sizes[b]; });
+    std::sort(order.begin(), order.end(), [&](llama_token a, llama_token b) { return length(a) > length(b); });
     for (const llama_token id : order) {
         const int attr = llama_vocab_get_attr(vocab, id);
         sorted.push_back({llama_vocab_get_text(vocab, id), id, static_cast<uint32_t>(sorted.size()),
@@ -78,37 +77,20 @@ const text_vocab::special * text_vocab::find(const char * text, size_t at, size_
 }
 
 std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool parse_special) const {
-    // What may begin where, the first in llama.cpp's order first, and of one token the leftmost.
+    // What may begin where: the first in llama.cpp's order first, and of one token the leftmost.
     const auto            key = [](const special & one, size_t at) { return uint64_t(one.rank) << 32 | at; };
     std::vector<uint64_t> found;
     for (size_t at = 0; at < size; ++at) {
-        const uint8_t lead = static_cast<uint8_t>(text[at]);
-        if (first[lead] == first[lead + 1]) {
-            continue;
-        }
         if (const special * one = find(text, at, size, parse_special)) {
             found.push_back(key(*one, at));
         }
     }
-    std::vector<fragment> result;
-    if (found.empty()) {
-        if (size) {
-            result.push_back({0, size, LLAMA_TOKEN_NULL});
-        }
-        return result;
-    }
-    std::sort(found.begin(), found.end());
-    std::vector<bool> taken(size);
-    // Places where the best did not fit any more, with the next best.
-    std::priority_queue<uint64_t, std::vector<uint64_t>, std::greater<uint64_t>> again;
-    for (size_t next = 0; next < found.size() || !again.empty();) {
-        uint64_t which;
-        if (again.empty() || (next < found.size() && found[next] < again.top())) {
-            which = found[next++];
-        } else {
-            which = again.top();
-            again.pop();
-        }
+    std::priority_queue<uint64_t, std::vector<uint64_t>, std::greater<uint64_t>> queue({}, std::move(found));
+    std::vector<fragment> specials;
+    std::vector<bool>     taken(size);
+    while (!queue.empty()) {
+        const uint64_t which = queue.top();
+        queue.pop();
         const special & one   = sorted[by_rank[which >> 32]];
         size_t          begin = which & UINT32_MAX;
         size_t          end   = begin;
@@ -116,9 +98,9 @@ std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool
             ++end;
         }
         if (end < begin + one.text.size()) {
-            const special * shorter = end > begin ? find(text, begin, end, parse_special) : nullptr;
-            if (shorter) {
-                again.push(key(*shorter, begin));
+            // It does not fit any more: a shorter one may, in its turn.
+            if (const special * shorter = end > begin ? find(text, begin, end, parse_special) : nullptr) {
+                queue.push(key(*shorter, begin));
             }
             continue;
         }
@@ -129,13 +111,12 @@ std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool
             ++end;
         }
         std::fill(taken.begin() + begin, taken.begin() + end, true);
-        result.push_back({begin, end, one.token});
+        specials.push_back({begin, end, one.token});
     }
-    std::sort(result.begin(), result.end(), [](const fragment & a, const fragment & b) { return a.begin < b.begin; });
+    std::sort(specials.begin(), specials.end(), [](const fragment & a, const fragment & b) { return a.begin < b.begin; });
     std::vector<fragment> all;
-    all.reserve(2 * result.size() + 1);
-    size_t at = 0;
-    for (const fragment & one : result) {
+    size_t                at = 0;
+    for (const fragment & one : specials) {
         if (one.begin > at) {
             all.push_back({at, one.begin, LLAMA_TOKEN_NULL});
         }

@@ -15,7 +15,8 @@ cdef class Tokens:
     cdef int32_t* data
     cdef Py_ssize_t n, room
     cdef object frozen
-    cdef uint64_t edits, writer
+    cdef readonly uint64_t edits
+    cdef uint64_t writer
     cdef public Py_ssize_t n_evaluated
     cdef public uint64_t version
     cdef public int32_t seq_id

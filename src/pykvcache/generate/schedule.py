@@ -10,8 +10,7 @@ from pykvcache.generate.handle import GenerationHandle
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sequence.ledger import common_prefix
-from pykvcache.sequence.member import Stage
-from pykvcache.sequence.pool import SequencePool
+from pykvcache.sequence.pool import SequencePool, Stage
 
 __all__ = ["Schedule"]
 
@@ -38,9 +37,8 @@ def missing(handle: GenerationHandle) -> int:
 class Schedule:
     """The requests of one generator. The pool's lock is held.
 
-    Within a step those that run are pinned: the pool parks none of them for somebody else. Between
-    two steps they are idle like any other sequence. Whoever moves from one list to the other stands
-    in both for a while: an interrupt loses nobody.
+    Within a step those that run are pinned: the pool parks none of them for another sequence.
+    Between two steps they are idle like any other sequence.
     """
 
     def __init__(

@@ -14,13 +14,12 @@ __all__ = ["child"]  # the fixture
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
 START = """
-import faulthandler, gc, os, sys, threading, warnings
+import gc, os, sys, threading, warnings
 import numpy as np
 from pykvcache import *
 from pykvcache.errors import ClosedError
 from pykvcache.prefix.stores import MemoryStore
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks with threads
-faulthandler.dump_traceback_later(50, exit=True)
 model = LlamaModel(sys.argv[1])
 ctx = LlamaContext(model, n_ctx=1024, n_seq_max=8, n_threads=2)
 tokens = list(range(5, 45))

@@ -357,7 +357,7 @@ class BatchGenerator(Closing):
         """
         self._check_open()
         with self._lock:
-            if self._thread is None:
+            if not self._has_thread:
                 # It must not keep the generator alive, and has to hear of its end.
                 given = weakref.ref(self), self._changed
                 thread = threading.Thread(
@@ -406,13 +406,17 @@ class BatchGenerator(Closing):
             finally:
                 self._n_awaiting -= 1
 
+    @property
+    def _has_thread(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def _take_turn(self) -> bool:
         """Make a step, unless another thread does."""
         self._check_open()
         me = threading.get_ident()
         try:
             with self._lock:
-                if self._thread is not None or self._driver not in (None, me):
+                if self._has_thread or self._driver not in (None, me):
                     return False
                 self._driver = me
             self.step()
@@ -453,17 +457,6 @@ class BatchGenerator(Closing):
 
 
 def _work(ref: weakref.ref[BatchGenerator], changed: threading.Condition) -> None:
-    try:
-        _drive(ref, changed)
-    finally:
-        generator = ref()
-        if generator is not None:
-            with changed:
-                # Others may drive again, if this ended by an error.
-                generator._thread = None
-
-
-def _drive(ref: weakref.ref[BatchGenerator], changed: threading.Condition) -> None:
     """Make steps whenever there are requests, as long as the generator lives and is open."""
     while True:
         with changed:

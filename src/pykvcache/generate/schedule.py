@@ -63,8 +63,7 @@ class Schedule:
 
     def count(self) -> int:
         """Return how many requests are left, samples that wait for their prompt too."""
-        known = {*self.waiting, *self.running}
-        return sum(1 + len(handle._siblings) for handle in known)
+        return sum(1 + len(handle._siblings) for handle in (*self.waiting, *self.running))
 
     def add(self, handle: GenerationHandle) -> None:
         """Let a request wait for its turn."""
@@ -75,9 +74,6 @@ class Schedule:
         i = 0
         while i < len(self.waiting):
             head = self.waiting[i]
-            if head in self.running:
-                del self.waiting[i]
-                continue
             cached = self._cached(head)
             if cached is not None and cached._pending is not None and not self._is_ready(cached):
                 i += 1

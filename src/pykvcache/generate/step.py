@@ -358,10 +358,8 @@ class Stepper:
         """End a request; `alone`: the other samples of its prompt go on, the next one first."""
         siblings = handle._siblings
         if alone and siblings:
-            first = siblings[0]
-            if first not in self._schedule.waiting:
-                first._siblings = siblings[1:]
-                self._schedule.add(first)
+            first, *first._siblings = siblings
+            self._schedule.add(first)
         else:
             for one in siblings:
                 one._end(reason, error)

@@ -278,6 +278,11 @@ cdef class Handle:
         """Whether close() was called, or the process forked."""
         return self.closed or self.generation != _generation
 
+    @property
+    def is_inherited(self):
+        """Whether the process has forked since it was made."""
+        return self.generation != _generation
+
     def abort(self):
         """Ask a running decode to stop; tells whether one was running."""
         if self.generation != _generation:

@@ -36,8 +36,10 @@ cdef int _generation = 0
 
 
 def _after_fork_in_child():
-    global _generation
+    global _generation, _main_thread
     _generation += 1
+    _main_thread = PyThread_get_thread_ident()
+    lib.sigint.forget()
     lib.renew_log()
 
 

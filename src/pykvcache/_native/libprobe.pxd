@@ -324,3 +324,14 @@ cdef extern from "sync.h" namespace "pykv" nogil:
         void finish()
 
     load_gate loads
+
+
+cdef extern from "sigint.h" namespace "pykv" nogil:
+    cdef cppclass deferred_sigint:
+        void begin() noexcept
+        void end() noexcept
+        bool deliver() noexcept
+        void stops(abort_flag*) noexcept
+        void forget() noexcept
+
+    deferred_sigint sigint

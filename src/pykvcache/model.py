@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, SupportsIndex
 
 from pykvcache._closing import Closing
@@ -23,7 +24,6 @@ from pykvcache._fingerprint import file_ids, model_fingerprint
 from pykvcache._model_facts import ModelFacts
 from pykvcache._model_file import readable_path
 from pykvcache._native import lib
-from pykvcache._once import once
 from pykvcache.enums import LoadMode, LoadModeName, SplitMode, SplitModeName
 from pykvcache.errors import ArgumentError
 
@@ -178,7 +178,7 @@ class LlamaModel(ModelFacts, Closing):
         """
         return self._digest
 
-    @once
+    @cached_property
     def _digest(self) -> str:
         return model_fingerprint(self._files, self.metadata)
 

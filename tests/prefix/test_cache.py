@@ -362,23 +362,3 @@ def test_pins_are_of_blocks_the_last_perhaps_in_part(make_context: Make) -> None
         sequence.evaluate()
     pins = [cache.pin(prompt[:n] + more) for n in (5, 8, 12, 20) for more in ([], [63])]
     assert [pin.n_tokens for pin in pins] == [5, 5, 8, 8, 12, 12, 16, 16]
-
-
-def test_a_fork_that_was_cut_short_is_no_part_of_the_sums(
-    make_context: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    cache = PrefixCache(make_context("llama"), block_size=SIZE)
-    sequence = cache.sequence(words(1, 20))
-    sequence.evaluate()
-    before = cache.stats()
-    with monkeypatch.context() as patch:
-        patch.setattr("pykvcache.prefix.sequence.ReuseReport", interrupt)
-        with pytest.raises(KeyboardInterrupt) as kept:  # and with it the fork
-            sequence.fork()
-    assert cache.stats() == before
-    del kept
-    sequence.close()
-    assert cache.stats().requests == 1

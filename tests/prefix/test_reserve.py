@@ -16,7 +16,6 @@ from pykvcache import LlamaContext, PrefixCache
 from pykvcache._native.memory_pool import SPARE_BYTES, drop_spare, spare_bytes
 from pykvcache.prefix import reserve
 from pykvcache.prefix.reserve import LEAST_BLOCK, Reserve
-from support.interrupts import CtrlCAnywhere
 
 SIZE = LEAST_BLOCK
 Make = Callable[..., LlamaContext]
@@ -243,25 +242,6 @@ def test_memory_that_comes_later_keeps_the_budget() -> None:
     assert one.release(100 * SIZE)
     assert one.n_bytes == 0
     assert not one.release(1)
-
-
-def test_after_ctrl_c_as_it_closes_it_is_closed_again() -> None:
-    """An Event of Python's was left with its lock taken, and waited for it for ever."""
-
-    def attempt(place: int) -> int:
-        one = Reserve(SIZE, 8 * SIZE)
-        interrupt = CtrlCAnywhere(place, ("/prefix/reserve.py", "/_threads.py"), ("/threading.py",))
-        interrupt.run(one.close)
-        again = threading.Thread(target=one.close, daemon=True)
-        again.start()
-        again.join(60)
-        assert not again.is_alive(), place
-        return interrupt.seen
-
-    n = attempt(0)
-    assert n > 5
-    for place in range(1, n + 1):
-        attempt(place)
 
 
 def test_what_is_much_smaller_than_a_block_gets_no_memory_of_one() -> None:

@@ -25,7 +25,6 @@ from pykvcache.prefix.stores import (
 )
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
 from stores.servers import free_port
-from support.no_threads import no_more_threads
 
 obstore = pytest.importorskip("obstore", reason="pip install 'pykvcache[obstore]'")
 
@@ -202,22 +201,3 @@ def test_addresses_name_stores(tmp_path: Path) -> None:
         ObjectStore("memory:///", n_parallel=0)
     with pytest.raises(StoreError, match="obstore cannot use"):
         ObjectStore("s3://bucket/prefix", no_such_option=3)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="others limit stacks otherwise")
-def test_without_threads_requests_are_made_all_the_same() -> None:
-    """And nothing is left behind that writes into a buffer later."""
-    store, keys = ObjectStore("memory:///"), [bytes([i]) * 32 for i in range(12)]
-    blocks = [bytes([i]) * 99 for i in range(12)]
-    with no_more_threads():
-        assert store.put(zip(keys, blocks, strict=True)) == 12
-        assert store.contains(keys) == 12
-        buffers = [bytearray(99) for _ in keys]
-        assert store.get_into(keys, buffers) == 12
-    assert buffers == blocks
-    for buffer in buffers:
-        buffer[:] = b"x" * 99
-    assert store.present([*keys, b"k" * 32]) == [True] * 12 + [False]
-    assert buffers == [b"x" * 99] * 12
-    store.close()
-    assert store.contains(keys) == 0

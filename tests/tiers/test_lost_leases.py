@@ -7,7 +7,6 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved
 from pykvcache.prefix.policies import Policy
 from pykvcache.prefix.stores import FolderStore
 from pykvcache.prefix.tiers import leases
-from support.interrupts import CtrlCAnywhere
 from tiers.test_leases import Marks
 from tiers.test_tiers import SIZE, words
 
@@ -212,64 +210,6 @@ def test_a_policy_that_raises_keeps_no_lease(make_context: Make, tmp_path: Path)
     assert cache.is_closed
     need_none(tmp_path)
     cache.close()
-
-
-ENDS = {
-    "logits": lambda cache, sequence, generator: sequence.logits(),
-    "close": lambda cache, sequence, generator: sequence.close(),
-    "close the cache": lambda cache, sequence, generator: cache.close(),
-    "clear": lambda cache, sequence, generator: cache.clear(),
-    "close the generator": lambda cache, sequence, generator: generator.close(),
-}
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_ctrl_c_loses_no_lease(how: str, make_context: Make, tmp_path: Path) -> None:
-    """Wherever it comes: what was cut short is given back by what is closed afterwards."""
-    ctx = make_context("llama")
-
-    def attempt(place: int) -> int:
-        cache = make_cache(ctx, tmp_path)
-        sequence, generator = cache.sequence(words(1, 40)), BatchGenerator(cache)
-        generator.submit(words(2, 40), 2)
-        search = generator._schedule.waiting[0]._sequence._search  # type: ignore[attr-defined]
-        assert search.done.wait(20)
-        assert len(list(tmp_path.iterdir())) == 2
-        interrupt = CtrlCAnywhere(place, ("/prefix/",))
-        interrupt.run(partial(ENDS[how], cache, sequence, generator))
-        sequence.close()
-        generator.close()
-        del sequence, generator, search
-        gc.collect()
-        cache.close()
-        need_none(tmp_path)
-        return interrupt.seen
-
-    seen = attempt(0)
-    for place in range(1, seen, max(1, seen // 12)):
-        attempt(place)
-
-
-def test_closing_after_ctrl_c_gives_everything_back(make_context: Make, tmp_path: Path) -> None:
-    """Also where it came as leases were being given back one by one."""
-    ctx = make_context("llama")
-
-    def attempt(place: int) -> int:
-        cache = make_cache(ctx, tmp_path)
-        sequences = [cache.sequence(words(i, 40)) for i in range(3)]
-        for one in sequences:
-            assert one._search is not None
-            assert one._search.done.wait(20)
-        cache._open.clear()  # they are known to their leases alone
-        interrupt = CtrlCAnywhere(place, ("/tiers/",))
-        interrupt.run(cache.close)
-        cache.close()
-        need_none(tmp_path)
-        return interrupt.seen
-
-    seen = attempt(0)
-    for place in range(1, seen, max(1, seen // 20)):
-        attempt(place)
 
 
 def test_a_policy_that_raises_as_all_is_dropped_keeps_nothing(make_context: Make) -> None:

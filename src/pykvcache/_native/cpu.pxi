@@ -8,7 +8,6 @@ if _cpu_refusal:
 
 def cpu_features():
     """Return the names of what this processor has, of all that compilers may use."""
-    _ready()
     return _texts(lib.cpu_features())
 
 

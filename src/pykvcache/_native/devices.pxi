@@ -3,7 +3,6 @@
 
 def devices():
     """Return the names of the devices that ggml computes on."""
-    _ready()
     return _texts(lib.device_names())
 
 
@@ -12,7 +11,6 @@ def device_facts():
     cdef vector[lib.device_facts] found
     cdef size_t i
     cdef int32_t code
-    _ready()
     with nogil:
         code = lib.device_list(found)
     if code == lib.CAUGHT:
@@ -41,7 +39,6 @@ cdef class Server:
         cdef string why
         cdef int64_t ms = max(1, <int64_t>(timeout * 1000))
         cdef int32_t code
-        _ready()
         self.endpoint = endpoint
         with nogil:
             code = lib.rpc_open(where, ms, self.server, why)
@@ -84,7 +81,6 @@ def rpc_serve(str endpoint not None, int n_threads, list devices not None):
     cdef const char* c_names = names
     cdef int32_t code
     cdef int error = 0
-    _ready()
     with nogil:
         code = lib.rpc_serve(where, n_threads, c_names, error)
     _drain_log()

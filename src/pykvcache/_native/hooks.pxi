@@ -36,8 +36,10 @@ cdef int _generation = 0
 
 
 def _after_fork_in_child():
-    global _generation
+    global _generation, _main_thread
     _generation += 1
+    _main_thread = PyThread_get_thread_ident()
+    lib.sigint.forget()
     lib.renew_log()
 
 
@@ -94,16 +96,6 @@ cdef str _notes():
     return "; ".join(lines)
 
 
-cdef inline int _ready() except -1:
-    """Make what this thread's first C++ exception needs: libc ends the process where it cannot make it then.
-
-    Whatever calls C++ outside of a context's lock, which does it too, begins with this.
-    """
-    if not lib.ready_thread():
-        raise MemoryError("there is no memory for this thread's first call")
-    return 0
-
-
 cdef object _caught_error(str where):
     """The exception for a call that came back with CAUGHT."""
     text = _text(lib.caught())
@@ -121,7 +113,6 @@ def system_info() -> dict:
     ``native`` where it was compiled for the build machine. The environment variable ``PYKVCACHE_CPU``,
     read at the import, chooses another.
     """
-    _ready()
     return {
         "llama_version": lib.llama_version().decode(),
         "supports_gpu_offload": bool(lib.llama_supports_gpu_offload()),

@@ -30,7 +30,6 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     void install_hooks() except +
     const string& caught()
     bool caught_memory()
-    bool ready_thread()
     const string& caught_endpoint()
     void begin_notes()
     string take_notes()
@@ -41,6 +40,8 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
 
     gguf_context* gguf_open(const char* path)
     string header_problem(const char* path, bint vocab_only)
+    bint uses_amx()
+    bint multiplies_single_matrices(const char* path)
     llama_model* model_load(const char* path, llama_model_params)
     shared_ptr[llama_model] own_model(llama_model*) except +
     llama_context* context_new(llama_model*, llama_context_params)
@@ -50,14 +51,11 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     const float* embeddings_seq(llama_context*, llama_seq_id)
     int32_t read_vocab(const llama_vocab*, text_vocab& out)
     int32_t tokenize(const text_vocab&, const char* text, size_t size, bool add_special,
-                     bool parse_special, token_list& out, bool (*stops)(void*) noexcept nogil, void* who)
+                     bool parse_special, token_list& out)
     int32_t tokenize_whole(const llama_vocab*, const char* text, size_t size, bool add_special,
                            bool parse_special, vector[llama_token]& out)
     int32_t detokenize(const llama_vocab*, const vector[llama_token]& tokens, bool remove_special,
-                       bool unparse_special, size_t limit, string& out,
-                       bool (*stops)(void*) noexcept nogil, void* who)
-    int32_t detokenize_whole(const llama_vocab*, const llama_token* tokens, int32_t n, char* out,
-                             int32_t room, bool remove_special, bool unparse_special)
+                       bool unparse_special, size_t limit, string& out)
     int32_t token_to_piece(const llama_vocab*, llama_token, char* out, int32_t room, bool special)
     llama_sampler* sampler_grammar(const llama_vocab*, const char* grammar, const char* root)
     int32_t sampler_apply(llama_sampler*, llama_token_data_array*)
@@ -160,7 +158,6 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     ctypedef struct model_facts:
         bool learned_positions
         bool causal
-        const char* fault
         bool has_classifier
         int32_t n_embd_out
         int32_t n_cls_out
@@ -327,3 +324,14 @@ cdef extern from "sync.h" namespace "pykv" nogil:
         void finish()
 
     load_gate loads
+
+
+cdef extern from "sigint.h" namespace "pykv" nogil:
+    cdef cppclass deferred_sigint:
+        void begin() noexcept
+        void end() noexcept
+        bool deliver() noexcept
+        void stops(abort_flag*) noexcept
+        void forget() noexcept
+
+    deferred_sigint sigint

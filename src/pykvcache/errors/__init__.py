@@ -98,7 +98,6 @@ __all__ = [
     "StateTruncated",
     "StateVersionError",
     "StoreError",
-    "ThreadRefused",
     "UnsupportedError",
     "UnsupportedOperation",
 ]
@@ -288,10 +287,6 @@ class ReentryError(KvCacheError, RuntimeError):
     By a callback, a signal handler, a finalizer or a policy: nothing was changed. Note what is to
     be done, and do it once the call has returned.
     """
-
-
-class ThreadRefused(DetailedError, RuntimeError):
-    """The system gives no thread, by a limit on their number or on memory; nothing was changed."""
 
 
 class InternalError(KvCacheError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pykvcache._native import lib
-from pykvcache._threads import Flag
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError
 from pykvcache.prefix.begin import BeginMethods
@@ -128,7 +128,7 @@ class TierMethods(BeginMethods, KeepMethods):
         until = wait_until(waited, fetch.left, allowance, saved)
         return fetch.began + max(until, savings.try_until(evaluation))
 
-    def _wait(self, fetch: Fetch, event: Flag, evaluation: float) -> bool:
+    def _wait(self, fetch: Fetch, event: threading.Event, evaluation: float) -> bool:
         """Wait for an event of a search as long as that is worth it; whether it has come."""
         while not event.is_set():
             seconds = self._until(fetch, evaluation) - time.monotonic()

@@ -158,7 +158,6 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
             lambda: self._events.nbytes + self._reserve.n_bytes,
             self._reserve.release,
             lambda: self._events.room,
-            self._pool.renew,
             self._layout.copy_cells,
             self._reserve.expect,
         )

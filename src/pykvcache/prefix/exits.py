@@ -72,6 +72,9 @@ class EndMethods(Closing):
         Tiers get what the sequences in use have evaluated, and what waits is written, for 30
         seconds at most.
         """
+        if self._ctx.native.is_inherited:
+            self._closed = True
+            return
         with self._pool.hold():
             if self._has_ended:
                 return

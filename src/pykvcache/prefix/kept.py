@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._fork import watch_forks
 from pykvcache._native.memory_pool import referred
 from pykvcache.prefix.alike import TokenKeys
 from pykvcache.prefix.changes import Changing, change
@@ -91,7 +90,6 @@ class Kept(Changing):
         other_bytes: Callable[[], int] = lambda: 0,
         release: Callable[[int], bool] = lambda _: False,
         room: Callable[[], int] = lambda: 0,
-        renew: Callable[[], bool] = lambda: True,
         copy: CopyCells | None = None,
         expect: Callable[[int], object] = lambda _: None,
     ) -> None:
@@ -122,12 +120,6 @@ class Kept(Changing):
             last=self._forget_oldest,
             expect=expect,
         )
-        self._renew = renew
-        watch_forks(self)
-
-    def _after_fork(self) -> None:
-        if self._renew():
-            self._begin_anew()
 
     def _begin_anew(self) -> None:
         super()._begin_anew()

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._native.memory_pool import MemoryPool
-from pykvcache._threads import Flag, Worker, has_started
 from pykvcache.prefix.pace import Pace
 
 __all__ = ["Reserve"]
@@ -53,7 +52,7 @@ class Reserve:
         self._pool = MemoryPool(max(1, size), self.max_bytes)
         self._kept_bytes = 0  # when the budget was looked at last
         self._filling = threading.Lock()
-        self._closed = Flag()
+        self._closed = threading.Event()
         self._pid = os.getpid()
 
     @property
@@ -120,7 +119,10 @@ class Reserve:
         n = (min(self.max_bytes // 2, self.n_bytes + room) - self.n_bytes) // max(1, self.size)
         if n <= 0 or self._filling.locked() or os.getpid() != self._pid:
             return
-        has_started(Worker(self._fill, "pykvcache-memory", n, progress))
+        given = n, progress
+        threading.Thread(
+            target=self._fill, name="pykvcache-memory", args=given, daemon=True
+        ).start()
 
     def _fill(self, n: int, progress: Callable[[], int]) -> None:
         if not self._filling.acquire(blocking=False):

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pykvcache._fork import watch_forks
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores._breaker import Breaker
 from pykvcache.prefix.stores._deadline import Deadline, with_deadline
@@ -45,8 +44,6 @@ class RedisRequests(BlockStore):
         self._writes = Breaker(first=1.0)
         self._closed = False
         self._client = self._connect(url, connect_timeout)
-        self._after_fork()
-        watch_forks(self)
 
     def _connect(self, url: str, connect_timeout: float) -> Any:
         scheme, separator, rest = url.partition("://")
@@ -78,10 +75,6 @@ class RedisRequests(BlockStore):
             raise StoreError(f"the URL cannot be used: {error}", value=scheme) from error
         pool.connection_class = with_deadline(pool.connection_class, self._deadline)
         return redis.Redis(connection_pool=pool)
-
-    def _after_fork(self) -> None:
-        self._reads.reset_lock()
-        self._writes.reset_lock()
 
     # Requests ---------------------------------------------------------------------------
 

@@ -13,11 +13,10 @@ import dataclasses
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pykvcache._fork import watch_forks
 from pykvcache._integers import as_int
-from pykvcache._once import once
 from pykvcache.errors import StoreError
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores._arguments import (
@@ -104,10 +103,6 @@ class StoreCounters:
 
     def __post_init__(self) -> None:
         self.last_error = ""
-        self._after_fork()
-        watch_forks(self)
-
-    def _after_fork(self) -> None:
         self._lock = threading.Lock()
 
     def add(self, *, error: BaseException | None = None, **changes: int) -> None:
@@ -164,7 +159,7 @@ class BlockStore(ABC):
     def counters(self, counters: StoreCounters) -> None:
         self._counters = counters
 
-    @once
+    @cached_property
     def _counters(self) -> StoreCounters:
         return StoreCounters()
 

@@ -10,7 +10,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
-from pykvcache._fork import watch_forks
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores._arguments import (
     check_items,
@@ -99,10 +98,6 @@ class RedisClusterStore(BlockStore):
         self._problems = 0
         self._has_moved = False
         self._closed = False
-        self._after_fork()
-        watch_forks(self)
-
-    def _after_fork(self) -> None:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:

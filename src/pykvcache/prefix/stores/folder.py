@@ -9,9 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pykvcache._fork import watch_forks
 from pykvcache._paths import as_file_name
-from pykvcache._threads import take
 from pykvcache.errors import StoreError
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores._arguments import (
@@ -73,8 +71,8 @@ class FolderStore(BlockStore):
         self._touched: dict[bytes, int] = {}
         self._files = BlockFiles(self.path)
         self._closed = False
-        self._after_fork()
-        watch_forks(self, "_lock")
+        self._lock, self._writing = threading.RLock(), threading.Lock()
+        self._retry_at, self._pid = 0.0, os.getpid()
         try:
             # An empty name is not the current folder.
             os.makedirs(self.path if name else "", mode=0o700, exist_ok=True)
@@ -347,12 +345,14 @@ class FolderStore(BlockStore):
     @contextlib.contextmanager
     def _locked(self, seconds: float = -1) -> Iterator[SharedIndex | None]:
         """Give the index to one thread; what disks and other processes do ends here."""
-        lock, taken = self._lock, list[bool]()
+        if os.getpid() != self._pid:  # a forked child
+            yield None
+            return
+        if not self._lock.acquire(timeout=seconds):
+            self.counters.add(timed_out=1)
+            yield None
+            return
         try:
-            if not take(lock, taken, seconds):
-                self.counters.add(timed_out=1)
-                yield None
-                return
             if self._shared is None and not self._closed and time.monotonic() > self._retry_at:
                 self._open()
             if self._shared is None and not self._closed:
@@ -365,16 +365,7 @@ class FolderStore(BlockStore):
                 self._shared.close()
                 self._shared, self._retry_at = None, 0.0
         finally:
-            if True in taken:
-                lock.release()
-
-    def _after_fork(self) -> None:
-        self._lock, self._writing = threading.RLock(), threading.Lock()
-        self._touched = {}
-        self._retry_at = 0.0
-        if self._shared is not None:
-            self._shared.forget()
-            self._shared = None
+            self._lock.release()
 
     def _failed(self, error: Exception) -> bool:
         """Count what went wrong; return whether the disk is full."""
@@ -384,6 +375,8 @@ class FolderStore(BlockStore):
 
     def close(self) -> None:
         """Write what is pending and close the index; blocks stay. Later calls are misses."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return

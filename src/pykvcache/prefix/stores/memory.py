@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pykvcache._fork import watch_forks
 from pykvcache.prefix.stores._arguments import (
     check_items,
     check_keys,
@@ -38,16 +37,12 @@ class MemoryStore(BlockStore):
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
         self._max_bytes = check_max_bytes(max_bytes)
-        self._after_fork()
-        watch_forks(self)
+        self._lock = threading.Lock()
         # The least recently used block comes first.
         self._blocks: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
         self._leases: dict[bytes, float] = {}
         self._size = 0
         self._closed = False
-
-    def _after_fork(self) -> None:
-        self._lock = threading.Lock()
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """Return how many of the leading keys are there; see `BlockStore.contains`."""

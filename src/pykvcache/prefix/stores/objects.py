@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pykvcache._fork import watch_forks
 from pykvcache._integers import as_int
-from pykvcache._threads import work_together
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores._arguments import (
     KEY_SIZE,
@@ -94,12 +94,7 @@ class ObjectStore(BlockStore):
         self._breaker = Breaker()
         self._n_parallel = n_parallel
         self._closed = False
-        watch_forks(self)
-
-    def _after_fork(self) -> None:
-        # The threads of obstore do not exist here: waiting for them would never end.
-        self._closed = True
-        self._breaker.reset_lock()
+        self._pid = os.getpid()  # the threads of obstore do not exist in a forked child
 
     def __repr__(self) -> str:
         return f"ObjectStore({self._store!r})"
@@ -254,12 +249,17 @@ class ObjectStore(BlockStore):
 
     def _map(self, work: Callable[[_T], _R], wave: list[_T]) -> list[_R]:
         """Work on one wave in parallel; nothing once the store is closed."""
-        return [] if self._closed else work_together(work, wave, "pykvcache-objects")
+        if self._closed or os.getpid() != self._pid:
+            return []
+        if len(wave) == 1:
+            return [work(wave[0])]
+        with ThreadPoolExecutor(len(wave), "pykvcache-objects") as threads:
+            return list(threads.map(work, wave))
 
     def _ask(self, work: Callable[[], _R]) -> _R | None:
         """Make a request; whatever goes wrong is counted and ends here, as None."""
         errors = self._obstore.exceptions
-        if self._closed or not self._breaker.allow():
+        if self._closed or os.getpid() != self._pid or not self._breaker.allow():
             self.counters.add(skipped=1)
             return None
         try:

@@ -73,12 +73,8 @@ class RedisStore(RedisRequests):
         timeout = check_seconds(timeout, "timeout")
         connect_timeout = check_seconds(connect_timeout, "connect_timeout")
         self._prefix = check_text(prefix, "prefix").encode()
-        super().__init__(check_text(url, "url"), timeout, connect_timeout)
-
-    def _after_fork(self) -> None:
-        super()._after_fork()
-        # What the parent has leased is not its child's to release.
         self._token = secrets.token_hex(8)
+        super().__init__(check_text(url, "url"), timeout, connect_timeout)
 
     def __repr__(self) -> str:
         return f"RedisStore(prefix={self._prefix.decode()!r})"

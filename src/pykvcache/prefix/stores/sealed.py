@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pykvcache._once import once
 from pykvcache.prefix.stores._arguments import check_items, check_keys, writable
 from pykvcache.prefix.stores.base import BlockStore, StoreCounters, StoreEntry
 from pykvcache.prefix.stores.envelope import Envelope, Rejection
@@ -44,7 +44,7 @@ class SealedStore(BlockStore):
         self.envelope = envelope
         self.rejections: Counter[Rejection] = Counter()
 
-    @once
+    @cached_property
     def _counters(self) -> StoreCounters:
         return self.store.counters
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-from pykvcache._fork import watch_forks
-
 __all__ = ["HOLDERS", "Holders"]
 
 
@@ -15,12 +13,7 @@ class Holders:
 
     def __init__(self) -> None:
         self._held: dict[bytes, dict[int, tuple[int, float]]] = {}
-        self._after_fork()
-        watch_forks(self)
-
-    def _after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._held = {}
 
     def note(self, key: bytes, tier: int, thread: int, seconds: float) -> None:
         """Note that a thread has a lease."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pykvcache._fork import watch_locks
 from pykvcache.prefix.stores.base import BlockStore, check_facts
 from pykvcache.prefix.stores.envelope import Envelope
 from pykvcache.prefix.stores.sealed import SealedStore
@@ -128,7 +127,6 @@ class Tier:
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
         self._leasing = threading.Lock()
-        watch_locks(self, "_lock", "_leasing")
         self._is_logged = False
 
     def __repr__(self) -> str:

@@ -1,17 +1,14 @@
-"""Ctrl-C in the middle of a step, wherever it comes: nothing is lost, the next `run` goes on."""
+"""Threads that make the steps of a generator, and those that wait for them."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -21,13 +18,9 @@ import pytest
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import ClosedError, ReentryError
 from pykvcache.generate import GenerationHandle
-from support.interrupts import InterruptAnywhere
 
 Make = Callable[..., LlamaContext]
 Found = list[tuple[list[int], str, list[list[int]], str | None]]
-
-#: How many of the places where an interrupt can come are tried; 0 tries them all.
-PLACES = int(os.environ.get("PYKVCACHE_FUZZ_PLACES", "15"))
 
 
 def words(seed: int, n: int) -> list[int]:
@@ -53,118 +46,15 @@ def found(handles: list[GenerationHandle]) -> Found:
     ]
 
 
-def run(generator: BatchGenerator) -> None:
-    """Make steps to the end."""
-    generator.run(progress=False)
-
-
-def program(ctx: LlamaContext, interrupt: InterruptAnywhere | None) -> Found:
+def program(ctx: LlamaContext) -> Found:
     generator = BatchGenerator(ctx, n_chunk=16)
     handles = submit(generator, ctx)
-    if interrupt is not None:
-        interrupt.run(partial(run, generator))
-    run(generator)
+    generator.run(progress=False)
     result = found(handles)
     for handle in handles:
         handle.sequence.close()
     assert not ctx.n_cells_used
     return result
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
-def test_an_interrupt_anywhere_loses_nothing(name: str, make_context: Make) -> None:
-    ctx = make_context(name, n_ctx=256, n_seq_max=3)
-    wanted = program(ctx, None)
-    counting = InterruptAnywhere(0)
-    assert program(ctx, counting) == wanted
-    assert counting.seen > 500
-    rng = np.random.default_rng(1)
-    places = range(1, counting.seen + 1)
-    chosen = rng.choice(places, PLACES, replace=False) if PLACES else places
-    for place in chosen:
-        assert program(ctx, InterruptAnywhere(int(place))) == wanted, place
-
-
-def short(ctx: LlamaContext, interrupt: InterruptAnywhere) -> Found:
-    """Two that run, one of two samples that waits, and another one's sequence between two steps."""
-    generator = BatchGenerator(ctx)
-    handles = [generator.submit(words(seed, 5), 4) for seed in (1, 2)]
-    handles += generator.submit(words(3, 5), 2, n=2)
-    if interrupt.run(partial(run, generator)) and generator.n_running:
-        with LlamaSequence(ctx, words(4, 3)) as other:  # parks one of those that run
-            other.logits()
-    run(generator)
-    return found(handles)
-
-
-def test_an_interrupt_at_each_place_of_a_step(make_context: Make) -> None:
-    """The next step finds all of what the step's own code puts down, or nothing."""
-    ctx = make_context("llama", n_ctx=128, n_seq_max=2)
-    files = "/generate/step.py", "/sequence/member.py"
-    counting = InterruptAnywhere(0, files)
-    wanted = short(ctx, counting)
-    assert counting.seen > 80
-    for place in range(1, counting.seen + 1):
-        assert short(ctx, InterruptAnywhere(place, files)) == wanted, place
-
-
-def test_ctrl_c_in_run(make_context: Make) -> None:
-    ctx = make_context("llama", n_ctx=512, n_seq_max=3)
-    wanted = program(ctx, None)
-    generator = BatchGenerator(ctx, n_chunk=16)
-    handles = submit(generator, ctx)
-    main = threading.main_thread().ident
-    assert main is not None
-    stop = threading.Event()
-    awaited = [False]  # an interrupt outside the `try` below would be this test's own
-
-    def press() -> None:
-        while not stop.wait(0.002):
-            signal.pthread_kill(main, signal.SIGINT)
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        if awaited[0]:
-            awaited[0] = False
-            raise KeyboardInterrupt
-
-    thread = threading.Thread(target=press)
-    previous = signal.signal(signal.SIGINT, interrupt)
-    times = 0
-    try:
-        thread.start()
-        deadline = time.monotonic() + 60
-        while times < 5 and time.monotonic() < deadline:
-            try:
-                awaited[0] = True
-                generator.run(progress=False)
-                awaited[0] = False
-                break
-            except KeyboardInterrupt:
-                times += 1
-    finally:
-        # Where it is ignored, none can come any more.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        stop.set()
-        thread.join()
-        signal.signal(signal.SIGINT, previous)
-    generator.run(progress=False)
-    assert found(handles) == wanted
-
-
-def test_another_thread_goes_on_after_an_interrupt(make_context: Make) -> None:
-    """Who was interrupted drives no more: whoever waits for a token does."""
-    ctx = make_context("llama", n_ctx=512, n_seq_max=3)
-    wanted = program(ctx, None)
-    for place in (80, 190, 300):
-        generator = BatchGenerator(ctx, n_chunk=16)
-        handles = submit(generator, ctx)
-        assert InterruptAnywhere(place).run(partial(run, generator))
-        thread = threading.Thread(target=handles[1].wait)
-        thread.start()
-        thread.join(60)
-        assert not thread.is_alive()
-        generator.run(progress=False)
-        assert found(handles) == wanted
 
 
 def test_nothing_is_started_that_was_closed(make_context: Make) -> None:
@@ -205,7 +95,7 @@ def test_a_dropped_generator_ends_its_thread(make_context: Make) -> None:
 
 def test_two_event_loops_read_one_handle(make_context: Make) -> None:
     ctx = make_context("llama", n_ctx=512, n_seq_max=3)
-    wanted = program(ctx, None)
+    wanted = program(ctx)
     generator = BatchGenerator(ctx, n_chunk=16)
     handles = submit(generator, ctx)
     seen: dict[int, list[list[int]]] = {0: [], 1: []}

@@ -8,6 +8,7 @@ What is made or called by hand is here; the rest is in its modules:
 
 =================  ==================================================================
 `errors`           every exception
+`chat_format`      messages that a model wrote: content, reasoning, tool calls
 `enums`            the choices of options, which are also taken as text
 `state`            states of sequences and contexts: in memory, in files
 `kv`               keys, values and recurrent states as arrays

@@ -283,7 +283,7 @@ async def messages(http: Request) -> Response:
         chat = chat_job(as_chat(request), engine, tenant_of(http))
         async with engine.generate(chat.job) as generation:
             (piece,) = await generation.whole()
-            message = chat.parse(piece.text)
+            message = chat.parse(piece.raw)
             answer = {
                 **_start(http, request, name, chat, generation),
                 "content": _blocks(message),
@@ -335,9 +335,7 @@ async def _stream(http: Request, request: AnthropicRequest, name: str) -> AsyncI
                         "message_start",
                     )
                     is_first = False
-                deltas = parser.feed(piece.text)
-                if piece.finish_reason:
-                    deltas += parser.finish()
+                deltas = parser.feed(piece)
                 for delta in deltas:
                     for one in blocks.write(delta.content, delta.reasoning, delta.call):
                         yield one

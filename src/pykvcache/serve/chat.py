@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from pykvcache.chat_format import ChatFormat
+from pykvcache.errors import ChatParseError
 from pykvcache.serve.answers import make_id, sampler_of
-from pykvcache.serve.engine import Engine, Job
+from pykvcache.serve.engine import Engine, Job, Piece
 from pykvcache.serve.errors import ApiError
 from pykvcache.serve.prompts import chat_prompt
 from pykvcache.serve.schemas import ChatRequest
@@ -75,7 +76,7 @@ class Delta:
 
 
 class StreamParser:
-    """Turns the text of an answer into deltas as it comes."""
+    """Turns the tokens of an answer into deltas as they come."""
 
     def __init__(self, chat: ChatJob) -> None:
         self._chat = chat
@@ -88,37 +89,28 @@ class StreamParser:
         """Whether a tool was called so far."""
         return bool(self._shown.tool_calls)
 
-    def feed(self, text: str) -> list[Delta]:
-        """Take some more text; return what is certain now."""
-        self._text += text
-        if not text:
+    def feed(self, piece: Piece) -> list[Delta]:
+        """Take what is new of a sample; return what is certain now."""
+        self._text += piece.raw
+        is_end = piece.finish_reason is not None
+        if not piece.raw and not is_end:
             return []
-        if not self._chat.needs_parser:
-            self._shown = ParsedMessage(self._text)
-            return [Delta(content=text)]
-        return self._advance(self._chat.parse(self._text, is_partial=True))
-
-    def finish(self) -> list[Delta]:
-        """Return what the end of the text makes certain."""
-        if not self._chat.needs_parser:
-            return []
-        return self._advance(self._chat.parse(self._text))
+        return self._advance(self._chat.parse(self._text, partial=not is_end))
 
     def _advance(self, new: ParsedMessage) -> list[Delta]:
         old, found = self._shown, list[Delta]()
-        if new.reasoning.startswith(old.reasoning) and len(new.reasoning) > len(old.reasoning):
+        if len(new.reasoning) > len(old.reasoning):
             found.append(Delta(reasoning=new.reasoning[len(old.reasoning) :]))
-        if new.content.startswith(old.content) and len(new.content) > len(old.content):
+        if len(new.content) > len(old.content):
             found.append(Delta(content=new.content[len(old.content) :]))
         for i, call in enumerate(new.tool_calls):
-            before = old.tool_calls[i].arguments if i < len(old.tool_calls) else None
-            if before is None:
-                self._ids.append(call.id or make_id("call_"))
-                part = ToolCall(self._ids[i], call.name, call.arguments, i)
+            if i == len(old.tool_calls):
+                self._ids.append(call.id)
+                part = ToolCall(call.id, call.name, call.arguments, i)
                 found.append(Delta(call=part, is_first_of_call=True))
-            elif len(call.arguments) > len(before):
-                part = ToolCall(self._ids[i], call.name, call.arguments[len(before) :], i)
-                found.append(Delta(call=part))
+            elif len(call.arguments) > len(old.tool_calls[i].arguments):
+                new_part = call.arguments[len(old.tool_calls[i].arguments) :]
+                found.append(Delta(call=ToolCall(self._ids[i], call.name, new_part, i)))
         self._shown = new
         return found
 
@@ -132,37 +124,26 @@ class ChatJob:
     job
         For the engine.
     format
-        llama.cpp's analysis of the template: grammar and parser; None reads the text as content.
-    prefix
-        The beginning of the answer that the template or the client wrote.
+        How the model writes reasoning and tool calls.
     """
 
     job: Job
-    format: Any = None
-    prefix: str = ""
-    tools: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    format: ChatFormat
 
-    @property
-    def needs_parser(self) -> bool:
-        """Whether the output can be anything but content."""
-        return self.format is not None
+    def parse(self, text: str, *, partial: bool = False) -> ParsedMessage:
+        """Return content, reasoning and calls of an output, or of its beginning.
 
-    def parse(self, text: str, *, is_partial: bool = False) -> ParsedMessage:
-        """Return content, reasoning and calls of an output, or of its beginning."""
-        if self.format is None:
+        What the model wrote wrongly is content: the client sees it.
+        """
+        try:
+            found = self.format.parse(text, partial=partial)
+        except ChatParseError:
             return ParsedMessage(text)
-        found = self.format.parse(text, partial=is_partial)
         calls = tuple(
-            ToolCall(
-                call.id or ("" if is_partial else make_id("call_")), call.name, call.arguments, i
-            )
+            ToolCall(call.id or make_id("call_"), call.name, call.arguments_json, i)
             for i, call in enumerate(found.tool_calls)
         )
         return ParsedMessage(found.content, found.reasoning, calls)
-
-    def stream_parser(self) -> StreamParser:
-        """Return a parser for one sample."""
-        return StreamParser(self)
 
 
 def chat_job(request: ChatRequest, engine: Engine, tenant: str) -> ChatJob:
@@ -193,23 +174,30 @@ def chat_job(request: ChatRequest, engine: Engine, tenant: str) -> ChatJob:
         continues=continues,
         variables=variables,
     )
-    more: dict[str, Any] = {}
     schema = _schema(request.response_format)
-    if schema is not None:
-        more["json_schema"] = schema
+    form = model.chat_format(
+        tools=tools,
+        tool_choice=request.tool_choice or "auto",  # type: ignore[arg-type]
+        parallel_tool_calls=request.parallel_tool_calls,
+        json_schema=request.json_schema if schema is None else schema,
+        strict=False,
+        **variables,
+    )
+    request.json_schema = None  # the format has it
+    more = {} if form.grammar is None or request.grammar is not None else {"chat_format": form}
     job = Job(
         tokens=prompt.tokens,
         max_tokens=request.limit,
         sampler=sampler_of(request, model, **more),
         n=request.n,
-        stop=request.stops,
+        stop=(*request.stops, *form.stop),
         logprobs=max(request.top_logprobs or 0, 1) if request.logprobs else 0,
         namespace=tenant,
         use_cache=request.cache_prompt,
         boundaries=prompt.boundaries,
         breakpoints=prompt.breakpoints,
     )
-    return ChatJob(job, tools=tools or ())
+    return ChatJob(job, form)
 
 
 def _schema(wish: Mapping[str, Any] | None) -> Any:
@@ -229,11 +217,3 @@ def _schema(wish: Mapping[str, Any] | None) -> Any:
         f"response_format.type is {kind!r}: 'text', 'json_object' or 'json_schema'",
         param="response_format",
     )
-
-
-def loads(text: str) -> Any:
-    """Return what JSON text says; the text itself where it is none."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

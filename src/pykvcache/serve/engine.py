@@ -17,6 +17,7 @@ from pykvcache.llm import LLM
 from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
+from pykvcache.sequence.text import TextStream
 from pykvcache.serve.errors import ApiError, context_exceeded
 from pykvcache.serve.prompts import Breakpoint
 
@@ -65,10 +66,25 @@ class Job:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of one sample: text that is certain, its tokens, and how it ended."""
+    """What is new of one sample.
+
+    Attributes
+    ----------
+    index
+        Which sample.
+    text
+        Text that is certain, without special tokens.
+    raw
+        The same with special tokens, which mark reasoning and tool calls.
+    tokens, logprobs
+        Token ids, and log-probabilities by token id where they were asked for.
+    finish_reason
+        How it ended; None before.
+    """
 
     index: int
     text: str
+    raw: str
     tokens: list[int]
     logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -116,6 +132,7 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         running = dict(enumerate(self._handles))
+        raw = [TextStream(self.job.stop) for _ in self._handles]
         shown = [0] * len(self._handles)
         counted = [0] * len(self._handles)
         while running:
@@ -124,32 +141,41 @@ class Generation:
                 reason = handle.finish_reason  # before the text: what came until then is all
                 if reason == "error" and handle.error is not None:
                     raise handle.error
-                text, tokens = handle.text, handle.tokens
-                if len(tokens) > counted[i] or reason:
+                text = handle.text
+                tokens = handle.tokens[counted[i] :].tolist()
+                if tokens or reason:
                     logprobs = handle.logprobs[counted[i] :] if self.job.logprobs else []
-                    yield Piece(
-                        i, text[shown[i] :], tokens[counted[i] :].tolist(), logprobs, reason
-                    )
-                    shown[i], counted[i] = len(text), len(tokens)
+                    written = self._written(raw[i], tokens, reason is not None)
+                    yield Piece(i, text[shown[i] :], written, tokens, logprobs, reason)
+                    shown[i] = len(text)
+                    counted[i] += len(tokens)
                 if reason:
                     del running[i]
             if running:
                 await self._ready.wait()
 
+    def _written(self, stream: TextStream, tokens: list[int], is_end: bool) -> str:
+        """Return the text of some tokens with the special ones."""
+        model = self._handles[0].sequence.context.model
+        text = "".join(stream.feed(model.token_to_piece(token, special=True)) for token in tokens)
+        return text + stream.finish() if is_end else text
+
     async def whole(self) -> list[Piece]:
         """Wait for the end; return one piece for each sample."""
         texts = [""] * len(self._handles)
+        raws = [""] * len(self._handles)
         tokens: list[list[int]] = [[] for _ in self._handles]
         logprobs: list[list[dict[int, float]]] = [[] for _ in self._handles]
         reasons: list[FinishReason | None] = [None] * len(self._handles)
         async for piece in self:
             texts[piece.index] += piece.text
+            raws[piece.index] += piece.raw
             tokens[piece.index] += piece.tokens
             logprobs[piece.index] += piece.logprobs
             reasons[piece.index] = piece.finish_reason
         return [
             Piece(i, *one)
-            for i, one in enumerate(zip(texts, tokens, logprobs, reasons, strict=True))
+            for i, one in enumerate(zip(texts, raws, tokens, logprobs, reasons, strict=True))
         ]
 
     @property

@@ -68,7 +68,7 @@ async def chat_completions(http: Request) -> Response:
 def _chat_choice(
     engine: Engine, chat: ChatJob, request: ChatRequest, piece: Piece
 ) -> dict[str, Any]:
-    message = chat.parse(piece.text)
+    message = chat.parse(piece.raw)
     reason = finish_reason(piece.finish_reason)
     if message.tool_calls and reason == "stop":
         reason = "tool_calls"
@@ -105,9 +105,7 @@ async def _stream_chat(http: Request, request: ChatRequest, name: str) -> AsyncI
             parsers = [chat.stream_parser() for _ in range(request.n)]
             async for piece in generation:
                 parser = parsers[piece.index]
-                deltas = parser.feed(piece.text)
-                if piece.finish_reason:
-                    deltas += parser.finish()
+                deltas = parser.feed(piece)
                 logprobs = None
                 if request.logprobs:
                     content = token_logprobs(

@@ -273,7 +273,7 @@ async def create_response(http: Request) -> Response:
         body = _body(request, name, make_id("resp_"), time.time())
         async with engine.generate(chat.job) as generation:
             (piece,) = await generation.whole()
-            message = chat.parse(piece.text)
+            message = chat.parse(piece.raw)
             body = _end(body, piece, generation, _items(message))
             http.state.log = (generation.reuse, generation.n_generated)
     _keep(http, request, before, body, message)
@@ -293,10 +293,8 @@ async def _stream(
             parser = chat.stream_parser()
             text = ""
             async for piece in generation:
-                text += piece.text
-                deltas = parser.feed(piece.text)
-                if piece.finish_reason:
-                    deltas += parser.finish()
+                text += piece.raw
+                deltas = parser.feed(piece)
                 for delta in deltas:
                     for one in writer.write(delta):
                         yield one

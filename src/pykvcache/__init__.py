@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pykvcache.batch import LlamaBatch
     from pykvcache.context import LlamaContext
     from pykvcache.generate import BatchGenerator
+    from pykvcache.llm import LLM
     from pykvcache.model import LlamaModel
     from pykvcache.pictures import CellHistory
     from pykvcache.prefix.cache import PrefixCache
@@ -56,6 +57,7 @@ _HOMES = {
     "CheckpointPolicy": "sequence",
     "Device": "_devices",
     "FolderStore": "prefix.stores",
+    "LLM": "llm",
     "LlamaBatch": "batch",
     "LlamaContext": "context",
     "LlamaModel": "model",
@@ -77,6 +79,7 @@ _HOMES = {
 
 # Written out, so that type checkers see what is exported.
 __all__ = [
+    "LLM",
     "BatchGenerator",
     "CellHistory",
     "CheckpointPolicy",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
@@ -15,27 +15,41 @@ import numpy.typing as npt
 from pykvcache._closing import Closing
 from pykvcache._convert import TokenInput, as_int, as_token_array
 from pykvcache.batch import LlamaBatch
+from pykvcache.chat_format import ChatFormat, ChatMessage, ToolCall, ToolChoice
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ArgumentError, UnsupportedOperation
+from pykvcache.errors import ArgumentError
 from pykvcache.generate import BatchGenerator
 from pykvcache.generate.handle import FinishReason, GenerationHandle
 from pykvcache.model import LlamaModel
+from pykvcache.openai_format import (
+    ChatStream,
+    finish_reason,
+    head,
+    message_of,
+    parse_answer,
+    schema_of,
+    text_logprobs,
+    usage_of,
+)
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sampling import Sampler
-from pykvcache.sequence.text import StopInput
+from pykvcache.sequence.text import StopInput, TextStream
 
 if TYPE_CHECKING:
     from typing import Literal
 
-__all__ = ["LLM", "ChatMessage", "Completion"]
+__all__ = ["LLM", "ChatCompletion", "Completion"]
 
 #: A prompt: text, with the model's special tokens added, or token ids.
 Prompt: TypeAlias = str | TokenInput
 
 #: Messages as chat templates take them: ``role``, ``content`` and what else the template reads.
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+#: Functions in OpenAI's form.
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 #: Defaults. A cell takes from 2 KiB (tiny models) to 128 KiB (8B), over all layers.
 MOST_CELLS = 32_768
@@ -71,38 +85,43 @@ class Completion:
     @property
     def usage(self) -> dict[str, Any]:
         """Tokens by OpenAI's names, ``prompt_tokens_details.cached_tokens`` included."""
-        n, new = self.reuse.n_tokens, len(self.tokens)
-        return {
-            "prompt_tokens": n,
-            "completion_tokens": new,
-            "total_tokens": n + new,
-            "prompt_tokens_details": {"cached_tokens": n - self.reuse.evaluated},
-        }
+        return usage_of(self.reuse, len(self.tokens))
 
 
 @dataclass(frozen=True)
-class ChatMessage:
+class ChatCompletion:
     """The assistant's answer to a chat.
 
     Attributes
     ----------
-    content
-        What it says.
+    message
+        Content, reasoning and tool calls; ``message.to_dict()`` goes into the next turn.
     completion
         The generation behind it: tokens, ``finish_reason``, ``reuse``.
     """
 
-    content: str
+    message: ChatMessage
     completion: Completion = field(repr=False)
+
+    @property
+    def content(self) -> str:
+        """What the assistant says."""
+        return self.message.content
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before; empty if nothing."""
+        return self.message.reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that it calls, with arguments that fit their schemas."""
+        return self.message.tool_calls
 
     @property
     def usage(self) -> dict[str, Any]:
         """Tokens by OpenAI's names."""
         return self.completion.usage
-
-    def as_message(self) -> dict[str, Any]:
-        """Return the message to append to ``messages`` for the next turn."""
-        return {"role": "assistant", "content": self.content}
 
 
 class LLM(Closing):
@@ -305,52 +324,104 @@ class LLM(Closing):
         self,
         messages: Messages,
         *,
-        max_tokens: SupportsIndex = 512,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice = "auto",
+        json_schema: Mapping[str, Any] | str | None = None,
+        max_tokens: SupportsIndex | None = None,
         sampler: Sampler | None = None,
         stop: StopInput = (),
         **template: Any,
-    ) -> ChatMessage:
+    ) -> ChatCompletion:
         """Return the assistant's answer to a conversation.
 
         Parameters
         ----------
         messages
-            The conversation so far.
-        max_tokens, sampler, stop
-            As for `generate`.
+            The conversation so far, in OpenAI's form.
+        tools, tool_choice
+            As for `LlamaModel.chat_format`.
+        json_schema
+            Schema of the content.
+        max_tokens
+            Tokens to generate at most; None: until it ends, or the context is full.
+        sampler
+            Copied. Default: greedy.
+        stop
+            Strings and token ids that end the answer.
         **template
             As for `LlamaModel.apply_chat_template`.
+
+        Raises
+        ------
+        ChatParseError
+            What the model wrote is no message of its format; ``text`` has it.
         """
-        tokens = self.chat_tokens(messages, **template)
-        (handle,) = self._submit(tokens, max_tokens, sampler, stop=stop)
+        form, handle, written = self._submit_chat(
+            messages, tools, tool_choice, json_schema, max_tokens, sampler, stop, template
+        )
         with _aborting(handle):
             completion = _completion(handle.wait())
-        return ChatMessage(completion.text, completion)
+        pieces = [self._piece(written, token) for token in completion.tokens.tolist()]
+        return ChatCompletion(form.parse("".join(pieces) + written.finish()), completion)
 
     async def stream_chat(
         self,
         messages: Messages,
         *,
-        max_tokens: SupportsIndex = 512,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice = "auto",
+        json_schema: Mapping[str, Any] | str | None = None,
+        max_tokens: SupportsIndex | None = None,
         sampler: Sampler | None = None,
         stop: StopInput = (),
         **template: Any,
     ) -> AsyncIterator[str]:
-        """Yield the text of the assistant's answer as it comes.
+        """Yield the content of the assistant's answer as it comes; parameters as for `chat`.
 
         Leaving the loop ends the generation.
         """
-        tokens = self.chat_tokens(messages, **template)
-        (handle,) = self._submit(tokens, max_tokens, sampler, stop=stop)
-        shown = 0
+        form, handle, written = self._submit_chat(
+            messages, tools, tool_choice, json_schema, max_tokens, sampler, stop, template
+        )
+        stream = ChatStream(form)
         with _aborting(handle):
-            async for _ in handle:
-                text = handle.text
-                if len(text) > shown:
-                    yield text[shown:]
-                    shown = len(text)
-            if len(handle.text) > shown:
-                yield handle.text[shown:]
+            async for token in handle:
+                for delta in stream.feed(self._piece(written, token)):
+                    if delta.content:
+                        yield delta.content
+            for delta in stream.feed(written.finish(), is_end=True):
+                if delta.content:
+                    yield delta.content
+
+    def _submit_chat(
+        self,
+        messages: Messages,
+        tools: Tools | None,
+        tool_choice: ToolChoice,
+        json_schema: Mapping[str, Any] | str | None,
+        max_tokens: SupportsIndex | None,
+        sampler: Sampler | None,
+        stop: StopInput,
+        template: dict[str, Any],
+    ) -> tuple[ChatFormat, GenerationHandle, TextStream]:
+        """Ask for an answer; return its format, the request, and what turns its tokens to text."""
+        shown = None if tool_choice == "none" else tools
+        tokens = self.chat_tokens(messages, tools=shown, **template)
+        form = self._model.chat_format(
+            tools=shown, tool_choice=tool_choice, json_schema=json_schema, **template
+        )
+        if form.grammar is not None:
+            base = Sampler(temperature=0) if sampler is None else sampler
+            sampler = base.with_format(form, self._model)
+        given = [stop] if isinstance(stop, str) or hasattr(stop, "__index__") else list(stop)
+        stops = [*given, *form.stop]
+        limit = self._ctx.n_ctx_seq if max_tokens is None else max_tokens
+        (handle,) = self._submit(tokens, limit, sampler, stop=stops)
+        return form, handle, TextStream([one for one in stops if isinstance(one, str)])
+
+    def _piece(self, written: TextStream, token: int) -> str:
+        """Return what a token adds to the text, special tokens written out."""
+        return written.feed(self._model.token_to_piece(token, special=True))
 
     # Embeddings ---------------------------------------------------------------------------------
 
@@ -416,6 +487,146 @@ class LLM(Closing):
                 ctx = LlamaContext(self._model, pooling_type="mean", **options)
             self._embedder = ctx
         return self._embedder
+
+    # As llama-cpp-python has it -----------------------------------------------------------------
+
+    def create_completion(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: SupportsIndex = 16,
+        stop: StopInput = (),
+        logprobs: SupportsIndex = 0,
+        echo: bool = False,
+        stream: bool = False,
+        **sampling: Any,
+    ) -> dict[str, Any] | Iterator[dict[str, Any]]:
+        """Return OpenAI's text completion as a dict, or with `stream` an iterator of chunks.
+
+        Parameters
+        ----------
+        prompt, max_tokens, stop, logprobs
+            As for `generate`.
+        echo
+            Begin the text with the prompt.
+        stream
+            Yield chunks as the text comes.
+        **sampling
+            As for `Sampler`: ``temperature``, ``top_p``, ``seed``...
+        """
+        sampler = Sampler(model=self._model, **sampling)
+        start = head("cmpl-", "text_completion", Path(self._model.path).name)
+        tokens = self.tokens_of(prompt)
+        (handle,) = self._submit(tokens, max_tokens, sampler, stop=stop, logprobs=logprobs)
+        before = self._model.detokenize(tokens) if echo else ""
+
+        def choice(text: str, reason: str | None) -> dict[str, Any]:
+            made: dict[str, Any] = {"index": 0, "text": text, "logprobs": None}
+            return {**made, "finish_reason": finish_reason(reason)}
+
+        if stream:
+            return self._chunks(handle, start, choice, before)
+        with _aborting(handle):
+            found = _completion(handle.wait())
+        made = choice(before + found.text, found.finish_reason)
+        if found.logprobs:
+            ids = found.tokens.tolist()
+            made["logprobs"] = text_logprobs(self._model, ids, found.logprobs, len(before))
+        return {**start, "choices": [made], "usage": found.usage}
+
+    @staticmethod
+    def _chunks(
+        handle: GenerationHandle,
+        start: dict[str, Any],
+        choice: Callable[[str, str | None], dict[str, Any]],
+        shown: str,
+    ) -> Iterator[dict[str, Any]]:
+        if shown:
+            yield {**start, "choices": [choice(shown, None)]}
+        n = 0
+        with _aborting(handle):
+            for _ in handle:
+                text = handle.text
+                if len(text) > n:
+                    yield {**start, "choices": [choice(text[n:], None)]}
+                    n = len(text)
+        yield {**start, "choices": [choice(handle.text[n:], handle.finish_reason)]}
+
+    def create_chat_completion(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice = "auto",
+        response_format: Mapping[str, Any] | None = None,
+        max_tokens: SupportsIndex | None = None,
+        stop: StopInput = (),
+        stream: bool = False,
+        **sampling: Any,
+    ) -> dict[str, Any] | Iterator[dict[str, Any]]:
+        """Return OpenAI's chat completion as a dict, or with `stream` an iterator of chunks.
+
+        Parameters
+        ----------
+        messages, tools, tool_choice, max_tokens, stop
+            As for `chat`.
+        response_format
+            ``{"type": "json_object"}``, with a ``schema`` if wanted, or OpenAI's ``json_schema``.
+        stream
+            Yield chunks as the answer comes.
+        **sampling
+            As for `Sampler`: ``temperature``, ``top_p``, ``seed``...
+        """
+        schema = schema_of(response_format)
+        sampler = Sampler(**sampling)
+        form, handle, written = self._submit_chat(
+            messages, tools, tool_choice, schema, max_tokens, sampler, stop, {}
+        )
+        name = Path(self._model.path).name
+        if stream:
+            start = head("chatcmpl-", "chat.completion.chunk", name)
+            return self._chat_chunks(form, handle, written, start)
+        with _aborting(handle):
+            found = _completion(handle.wait())
+        pieces = [self._piece(written, token) for token in found.tokens.tolist()]
+        message = parse_answer(form, "".join(pieces) + written.finish())
+        reason = finish_reason(found.finish_reason, has_calls=bool(message.tool_calls))
+        choice = {"index": 0, "message": message_of(message), "finish_reason": reason}
+        start = head("chatcmpl-", "chat.completion", name)
+        return {**start, "choices": [{**choice, "logprobs": None}], "usage": found.usage}
+
+    def _chat_chunks(
+        self,
+        form: ChatFormat,
+        handle: GenerationHandle,
+        written: TextStream,
+        start: dict[str, Any],
+    ) -> Iterator[dict[str, Any]]:
+        def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+            return {**start, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+
+        yield chunk({"role": "assistant", "content": None})
+        stream = ChatStream(form)
+        with _aborting(handle):
+            for token in handle:
+                for delta in stream.feed(self._piece(written, token)):
+                    yield chunk(delta.as_dict())
+            for delta in stream.feed(written.finish(), is_end=True):
+                yield chunk(delta.as_dict())
+        yield chunk({}, finish_reason(handle.finish_reason, has_calls=stream.has_calls))
+
+    def create_embedding(self, input: str | Sequence[Prompt]) -> dict[str, Any]:
+        """Return OpenAI's list of embeddings as a dict."""
+        rows = self.embed(input)
+        texts = [input] if isinstance(input, str) else list(input)
+        n = sum(len(self.tokens_of(text)) for text in texts)
+        data = [
+            {"object": "embedding", "index": i, "embedding": row.tolist()}
+            for i, row in enumerate(rows)
+        ]
+        name = Path(self._model.path).name
+        usage = {"prompt_tokens": n, "total_tokens": n}
+        return {"object": "list", "model": name, "data": data, "usage": usage}
 
     # Life ---------------------------------------------------------------------------------------
 

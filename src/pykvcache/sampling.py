@@ -266,6 +266,12 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         clone._native = self._native.clone(clone._params)
         return clone
 
+    def with_format(self, chat_format: ChatFormat, model: LlamaModel) -> Sampler:
+        """Return a new sampler with these settings that keeps to a chat format."""
+        settings = {name: self._params[name] for name in self._params if "grammar" not in name}
+        settings["seed"] = self.seed
+        return Sampler(**settings, chat_format=chat_format, model=model)
+
     @property
     def seed(self) -> int | None:
         """The seed; None where a random one was drawn."""

@@ -1,39 +1,20 @@
-"""What the endpoints share: samplers, usage, log-probabilities, event streams."""
+"""What the endpoints share: samplers and events."""
 
 from __future__ import annotations
 
 import math
-import secrets
 from typing import Any
 
 import msgspec
 
 from pykvcache.model import LlamaModel
 from pykvcache.sampling import Sampler
-from pykvcache.serve.engine import Generation
 from pykvcache.serve.errors import ApiError
 from pykvcache.serve.schemas import Sampling
 
-__all__ = [
-    "FINGERPRINT",
-    "dumps",
-    "event",
-    "finish_reason",
-    "make_id",
-    "sampler_of",
-    "token_logprobs",
-    "usage_of",
-]
+__all__ = ["dumps", "event", "sampler_of"]
 
 dumps = msgspec.json.encode
-
-#: ``system_fingerprint``; clients of llama-server expect a leading b.
-FINGERPRINT = "b-pykvcache-0.1.0"
-
-
-def make_id(prefix: str) -> str:
-    """Return a new id, such as ``chatcmpl-...``."""
-    return f"{prefix}{secrets.token_urlsafe(18)}"
 
 
 def event(data: Any, name: str | None = None) -> bytes:
@@ -90,42 +71,4 @@ def _biases(given: Any, model: LlamaModel) -> dict[int, float]:
         else:
             ids = [int(key)]
         found.update(dict.fromkeys(ids, -math.inf if bias <= -100 else bias))
-    return found
-
-
-def usage_of(generation: Generation, *, n_reasoning: int = 0) -> dict[str, Any]:
-    """Return OpenAI's ``usage``: cached tokens are those that were not evaluated."""
-    reuse, new = generation.reuse, generation.n_generated
-    written = reuse.evaluated if generation.job.use_cache else 0
-    return {
-        "prompt_tokens": reuse.n_tokens,
-        "completion_tokens": new,
-        "total_tokens": reuse.n_tokens + new,
-        "prompt_tokens_details": {
-            "cached_tokens": reuse.n_tokens - reuse.evaluated,
-            "cache_write_tokens": written,
-        },
-        "completion_tokens_details": {"reasoning_tokens": n_reasoning},
-    }
-
-
-def finish_reason(reason: str | None) -> str | None:
-    """Return OpenAI's ``finish_reason``: a full context and a time limit count as the length."""
-    return {"full": "length", "aborted": "length"}.get(reason or "", reason)
-
-
-def token_logprobs(
-    model: LlamaModel, tokens: list[int], rows: list[dict[int, float]], top: int
-) -> list[dict[str, Any]]:
-    """Return ``logprobs.content`` of chat completions."""
-
-    def entry(token: int, value: float) -> dict[str, Any]:
-        piece = model.token_to_piece(token)
-        text = piece.decode("utf-8", "replace")
-        return {"id": token, "token": text, "bytes": list(piece), "logprob": value}
-
-    found = []
-    for token, row in zip(tokens, rows, strict=False):
-        ranked = sorted(row.items(), key=lambda pair: -pair[1])[:top]
-        found.append({**entry(token, row[token]), "top_logprobs": [entry(t, v) for t, v in ranked]})
     return found

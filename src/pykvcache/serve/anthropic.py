@@ -14,8 +14,10 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pykvcache.serve.answers import event, make_id
-from pykvcache.serve.chat import ChatJob, ParsedMessage, chat_job
+from pykvcache.chat_format import ChatMessage
+from pykvcache.openai_format import ChatStream, Delta, make_id, parse_answer
+from pykvcache.serve.answers import event
+from pykvcache.serve.chat import ChatJob, chat_job
 from pykvcache.serve.engine import Generation, Piece
 from pykvcache.serve.errors import ApiError
 from pykvcache.serve.http import Json, body_of, models_of, stream, tenant_of
@@ -245,21 +247,15 @@ def _usage(generation: Generation, new: int) -> dict[str, Any]:
     }
 
 
-def _blocks(message: ParsedMessage) -> list[dict[str, Any]]:
+def _blocks(message: ChatMessage) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
     if message.content or not (message.reasoning or message.tool_calls):
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
-        blocks.append(
-            {
-                "type": "tool_use",
-                "id": call.id,
-                "name": call.name,
-                "input": json.loads(call.arguments or "{}"),
-            }
-        )
+        block = {"type": "tool_use", "id": call.id, "name": call.name}
+        blocks.append({**block, "input": call.arguments or {}})
     return blocks
 
 
@@ -283,7 +279,7 @@ async def messages(http: Request) -> Response:
         chat = chat_job(as_chat(request), engine, tenant_of(http))
         async with engine.generate(chat.job) as generation:
             (piece,) = await generation.whole()
-            message = chat.parse(piece.raw)
+            message = parse_answer(chat.format, piece.raw)
             answer = {
                 **_start(http, request, name, chat, generation),
                 "content": _blocks(message),
@@ -320,7 +316,7 @@ async def _stream(http: Request, request: AnthropicRequest, name: str) -> AsyncI
     async with models_of(http).engine(name) as engine:
         chat = chat_job(as_chat(request), engine, tenant_of(http))
         async with engine.generate(chat.job) as generation:
-            parser = chat.stream_parser()
+            parser = ChatStream(chat.format)
             blocks = _BlockWriter()
             is_first = True
             async for piece in generation:
@@ -335,9 +331,9 @@ async def _stream(http: Request, request: AnthropicRequest, name: str) -> AsyncI
                         "message_start",
                     )
                     is_first = False
-                deltas = parser.feed(piece)
+                deltas = parser.feed(piece.raw, is_end=piece.finish_reason is not None)
                 for delta in deltas:
-                    for one in blocks.write(delta.content, delta.reasoning, delta.call):
+                    for one in blocks.write(delta):
                         yield one
                 if piece.finish_reason:
                     for one in blocks.end():
@@ -358,17 +354,18 @@ class _BlockWriter:
         self._index = -1
         self._open: tuple[str, int] | None = None  # the kind of the open block, and of which call
 
-    def write(self, content: str, reasoning: str, call: Any) -> list[bytes]:
+    def write(self, delta: Delta) -> list[bytes]:
         """Return the events of one delta."""
         found: list[bytes] = []
-        if reasoning:
+        if delta.reasoning:
             found += self._turn_to(
                 ("thinking", 0), {"type": "thinking", "thinking": "", "signature": ""}
             )
-            found.append(self._delta({"type": "thinking_delta", "thinking": reasoning}))
-        if content:
+            found.append(self._delta({"type": "thinking_delta", "thinking": delta.reasoning}))
+        if delta.content:
             found += self._turn_to(("text", 0), {"type": "text", "text": ""})
-            found.append(self._delta({"type": "text_delta", "text": content}))
+            found.append(self._delta({"type": "text_delta", "text": delta.content}))
+        call = delta.call
         if call is not None:
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             found += self._turn_to(("tool_use", call.index), block)

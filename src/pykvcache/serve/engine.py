@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pykvcache.generate.handle import FinishReason, GenerationHandle
 from pykvcache.llm import LLM
+from pykvcache.openai_format import usage_of
 from pykvcache.prefix.reuse import ReuseReport
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
@@ -189,6 +190,10 @@ class Generation:
     def n_generated(self) -> int:
         """Tokens of all samples so far."""
         return sum(len(handle.tokens) for handle in self._handles)
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's ``usage`` so far."""
+        return usage_of(self.reuse, self.n_generated, writes=self.job.use_cache)
 
     def timings(self) -> Timings:
         """Return the times so far."""

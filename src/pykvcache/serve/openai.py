@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,15 +11,16 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pykvcache.serve.answers import (
-    FINGERPRINT,
-    event,
+from pykvcache.openai_format import (
+    ChatStream,
     finish_reason,
-    make_id,
-    sampler_of,
+    head,
+    message_of,
+    parse_answer,
+    text_logprobs,
     token_logprobs,
-    usage_of,
 )
+from pykvcache.serve.answers import event, sampler_of
 from pykvcache.serve.chat import ChatJob, chat_job
 from pykvcache.serve.engine import Engine, Job, Piece
 from pykvcache.serve.errors import ApiError
@@ -28,17 +28,6 @@ from pykvcache.serve.http import Json, body_of, models_of, stream, tenant_of
 from pykvcache.serve.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, read
 
 __all__ = ["chat_completions", "completions", "embeddings", "list_models", "show_model"]
-
-
-def head(kind: str, object_: str, model: str) -> dict[str, Any]:
-    """Return the members that every answer begins with."""
-    return {
-        "id": make_id(kind),
-        "object": object_,
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": FINGERPRINT,
-    }
 
 
 # Chat ---------------------------------------------------------------------------------------------
@@ -58,7 +47,7 @@ async def chat_completions(http: Request) -> Response:
             answer = {
                 **head("chatcmpl-", "chat.completion", name),
                 "choices": choices,
-                "usage": usage_of(generation),
+                "usage": generation.usage(),
                 "timings": generation.timings().as_dict(),
             }
             http.state.log = (generation.reuse, generation.n_generated)
@@ -68,13 +57,11 @@ async def chat_completions(http: Request) -> Response:
 def _chat_choice(
     engine: Engine, chat: ChatJob, request: ChatRequest, piece: Piece
 ) -> dict[str, Any]:
-    message = chat.parse(piece.raw)
-    reason = finish_reason(piece.finish_reason)
-    if message.tool_calls and reason == "stop":
-        reason = "tool_calls"
+    message = parse_answer(chat.format, piece.raw)
+    reason = finish_reason(piece.finish_reason, has_calls=bool(message.tool_calls))
     choice: dict[str, Any] = {
         "index": piece.index,
-        "message": {"role": "assistant", **message.as_openai()},
+        "message": message_of(message),
         "finish_reason": reason,
         "logprobs": None,
     }
@@ -102,10 +89,10 @@ async def _stream_chat(http: Request, request: ChatRequest, name: str) -> AsyncI
 
             for i in range(request.n):
                 yield chunk(i, {"role": "assistant", "content": None})
-            parsers = [chat.stream_parser() for _ in range(request.n)]
+            parsers = [ChatStream(chat.format) for _ in range(request.n)]
             async for piece in generation:
                 parser = parsers[piece.index]
-                deltas = parser.feed(piece)
+                deltas = parser.feed(piece.raw, is_end=piece.finish_reason is not None)
                 logprobs = None
                 if request.logprobs:
                     content = token_logprobs(
@@ -113,12 +100,10 @@ async def _stream_chat(http: Request, request: ChatRequest, name: str) -> AsyncI
                     )
                     logprobs = {"content": content}
                 for delta in deltas:
-                    yield chunk(piece.index, delta.as_openai(), logprobs=logprobs)
+                    yield chunk(piece.index, delta.as_dict(), logprobs=logprobs)
                     logprobs = None if logprobs is None else {"content": []}
                 if piece.finish_reason:
-                    reason = finish_reason(piece.finish_reason)
-                    if parser.has_calls and reason == "stop":
-                        reason = "tool_calls"
+                    reason = finish_reason(piece.finish_reason, has_calls=parser.has_calls)
                     yield chunk(piece.index, {}, reason)
             http.state.log = (generation.reuse, generation.n_generated)
             if (request.stream_options or {}).get("include_usage"):
@@ -126,7 +111,7 @@ async def _stream_chat(http: Request, request: ChatRequest, name: str) -> AsyncI
                     {
                         **start,
                         "choices": [],
-                        "usage": usage_of(generation),
+                        "usage": generation.usage(),
                         "timings": generation.timings().as_dict(),
                     }
                 )
@@ -151,7 +136,7 @@ async def completions(http: Request) -> Response:
             async with engine.generate(job) as generation:
                 for piece in await generation.whole():
                     choices.append(_text_choice(engine, request, prompt, piece, len(choices)))
-                usages.append(usage_of(generation))
+                usages.append(generation.usage())
                 timings = generation.timings().as_dict()
                 http.state.log = (generation.reuse, generation.n_generated)
     answer = {
@@ -230,28 +215,10 @@ def _text_choice(
         "logprobs": None,
     }
     if piece.logprobs:
-        choice["logprobs"] = _old_logprobs(engine, piece, len(text) - len(piece.text))
+        choice["logprobs"] = text_logprobs(
+            engine.llm.model, piece.tokens, piece.logprobs, len(text) - len(piece.text)
+        )
     return choice
-
-
-def _old_logprobs(engine: Engine, piece: Piece, offset: int) -> dict[str, Any]:
-    """Return ``logprobs`` of completions: lists beside each other."""
-    model = engine.llm.model
-    texts = [model.token_to_piece(token).decode("utf-8", "replace") for token in piece.tokens]
-    offsets = [offset]
-    for text in texts[:-1]:
-        offsets.append(offsets[-1] + len(text))
-    return {
-        "tokens": texts,
-        "token_logprobs": [
-            row[token] for token, row in zip(piece.tokens, piece.logprobs, strict=False)
-        ],
-        "top_logprobs": [
-            {model.token_to_piece(t).decode("utf-8", "replace"): value for t, value in row.items()}
-            for row in piece.logprobs
-        ],
-        "text_offset": offsets,
-    }
 
 
 def add_usages(usages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -285,7 +252,7 @@ async def _stream_completion(
                         yield event(
                             {**start, "choices": [{**choice, "text": "", "logprobs": None}]}
                         )
-                usages.append(usage_of(generation))
+                usages.append(generation.usage())
                 http.state.log = (generation.reuse, generation.n_generated)
             first += request.n
     if (request.stream_options or {}).get("include_usage"):

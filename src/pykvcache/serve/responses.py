@@ -11,8 +11,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pykvcache.serve.answers import event, make_id, usage_of
-from pykvcache.serve.chat import Delta, ParsedMessage, chat_job
+from pykvcache.chat_format import ChatMessage
+from pykvcache.openai_format import ChatStream, Delta, make_id, message_of, parse_answer
+from pykvcache.serve.answers import event
+from pykvcache.serve.chat import chat_job
 from pykvcache.serve.engine import Generation, Piece
 from pykvcache.serve.errors import ApiError
 from pykvcache.serve.http import Json, body_of, models_of, stream, tenant_of
@@ -181,14 +183,14 @@ def _call_item(
     }
 
 
-def _items(message: ParsedMessage) -> list[dict[str, Any]]:
+def _items(message: ChatMessage) -> list[dict[str, Any]]:
     found = []
     if message.reasoning:
         found.append(_reasoning_item(make_id("rs_"), message.reasoning))
     if message.content or not (message.tool_calls or message.reasoning):
         found.append(_message_item(make_id("msg_"), message.content))
     for call in message.tool_calls:
-        found.append(_call_item(make_id("fc_"), call.id, call.name, call.arguments))
+        found.append(_call_item(make_id("fc_"), call.id, call.name, call.arguments_json))
     return found
 
 
@@ -225,7 +227,7 @@ def _body(request: ResponseRequest, name: str, response_id: str, created: float)
 def _end(
     body: dict[str, Any], piece: Piece, generation: Generation, items: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    usage = usage_of(generation)
+    usage = generation.usage()
     is_cut = piece.finish_reason in ("length", "full")
     details = usage["prompt_tokens_details"]
     return {
@@ -248,13 +250,11 @@ def _keep(
     request: ResponseRequest,
     before: list[dict[str, Any]],
     body: dict[str, Any],
-    message: ParsedMessage,
+    message: ChatMessage,
 ) -> None:
     if not request.store:
         return
-    answer: dict[str, Any] = {"role": "assistant", "content": message.content}
-    if message.tool_calls:
-        answer["tool_calls"] = [call.as_openai() for call in message.tool_calls]
+    answer = message_of(message)
     messages = [*before, *messages_of(request), answer]
     _stored(http).add(Stored(tenant_of(http), body, messages))
 
@@ -273,7 +273,7 @@ async def create_response(http: Request) -> Response:
         body = _body(request, name, make_id("resp_"), time.time())
         async with engine.generate(chat.job) as generation:
             (piece,) = await generation.whole()
-            message = chat.parse(piece.raw)
+            message = parse_answer(chat.format, piece.raw)
             body = _end(body, piece, generation, _items(message))
             http.state.log = (generation.reuse, generation.n_generated)
     _keep(http, request, before, body, message)
@@ -290,11 +290,9 @@ async def _stream(
         async with engine.generate(chat.job) as generation:
             yield writer.event("response.created", response=body)
             yield writer.event("response.in_progress", response=body)
-            parser = chat.stream_parser()
-            text = ""
+            parser = ChatStream(chat.format)
             async for piece in generation:
-                text += piece.raw
-                deltas = parser.feed(piece)
+                deltas = parser.feed(piece.raw, is_end=piece.finish_reason is not None)
                 for delta in deltas:
                     for one in writer.write(delta):
                         yield one
@@ -303,7 +301,7 @@ async def _stream(
                         yield one
                     body = _end(body, piece, generation, writer.items)
             http.state.log = (generation.reuse, generation.n_generated)
-    _keep(http, request, before, body, chat.parse(text))
+    _keep(http, request, before, body, parser.message)
     kind = "response.completed" if body["status"] == "completed" else "response.incomplete"
     yield writer.event(kind, response=body)
 

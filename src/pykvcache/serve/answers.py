@@ -61,7 +61,7 @@ def sampler_of(request: Sampling, model: LlamaModel, **more: Any) -> Sampler:
 
 
 def _biases(given: Any, model: LlamaModel) -> dict[int, float]:
-    """Return biases by token id: OpenAI's mapping, or llama-server's pairs, whose keys may be text."""
+    """Return biases by token id: of OpenAI's mapping, or of llama-server's pairs with text."""
     pairs = given.items() if isinstance(given, dict) else given
     found: dict[int, float] = {}
     for key, value in pairs:

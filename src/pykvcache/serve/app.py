@@ -181,7 +181,8 @@ class _Log:
         found: tuple[ReuseReport, int] | None = getattr(http.state, "log", None)
         if found is not None:
             reuse, new = found
-            line += f": {reuse.n_tokens - reuse.evaluated} of {reuse.n_tokens} tokens reused, {new} generated"
+            cached, n = reuse.n_tokens - reuse.evaluated, reuse.n_tokens
+            line += f": {cached} of {n} tokens reused, {new} generated"
             if reuse.reason:
                 line += f"; {reuse.reason}"
             facts: dict[str, Any] = {

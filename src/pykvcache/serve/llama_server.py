@@ -1,4 +1,4 @@
-"""llama-server's own endpoints, for clients that use them: completion, tokenize, props, templates."""
+"""llama-server's own endpoints: completion, tokenize, props, templates."""
 
 from __future__ import annotations
 

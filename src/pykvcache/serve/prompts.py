@@ -16,7 +16,7 @@ from pykvcache.serve.schemas import seconds
 
 __all__ = ["Breakpoint", "ChatPrompt", "chat_prompt", "common_prefix", "plain_text"]
 
-# Ends of content are found by these characters of Unicode's private area, which are taken out again.
+# Characters of Unicode's private area mark where content ends; they are taken out again.
 _MARK = "\ue4f1\ue4f2"
 _PIN = "\ue4f3"
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import sqlite3
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -197,73 +195,3 @@ def test_a_lease_from_a_wrong_clock_does_not_last(
         assert one.lease(key, 3600)
         monkeypatch.undo()
         assert other.lease(key, 10)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_and_its_parent_both_go_on(tmp_path: Path) -> None:
-    code = f"""
-        import os, signal, threading
-        from pykvcache.prefix.stores import FolderStore
-        from stores.worker import block
-        store = FolderStore({str(tmp_path)!r})
-        blocks = [block(str(i), 5000) for i in range(20)]
-        keys = [key for key, _ in blocks]
-        store.put(blocks[:5])
-        # Another thread holds the store's locks while the process is forked.
-        held, over = threading.Event(), threading.Event()
-        def hold():
-            with store._lock, store._writing, store.counters._lock:
-                held.set()
-                over.wait()
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait()
-        token, shared = store._token, store._shared
-        pid = os.fork()
-        if not pid:
-            signal.alarm(30)
-            ok = store.contains(keys) == 5 and store.put(blocks[5:10]) == 5
-            store.touch(keys)
-            # SQLite's handles and the name of its owner stay with the parent.
-            ok = ok and store._token != token and store._shared is not shared
-            store.close()
-            os._exit(0 if ok else 1)
-        assert os.waitpid(pid, 0)[1] == 0
-        over.set()
-        thread.join()
-        assert store.contains(keys) == 10
-        assert store.put(blocks[10:]) == 10
-        store.close()
-    """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    subprocess.run(command, check=True, timeout=60, cwd=TESTS)
-    assert rows(tmp_path) == len(blocks_of(tmp_path)) == 20
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_child_that_is_forked_while_others_are_in_sqlite_opens_a_store(tmp_path: Path) -> None:
-    """A lock of SQLite's own, held by a thread that is not there, was waited for for ever."""
-    code = f"""
-        import os, signal, threading
-        from pykvcache.prefix.stores import FolderStore
-        over = False
-        def work(name):
-            n = 0
-            while not over:
-                with FolderStore(os.path.join({str(tmp_path)!r}, name)) as store:
-                    store.put([(bytes([n % 256]) * 32, b"x")])
-                n += 1
-        threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
-        for thread in threads: thread.start()
-        for n in range(80):
-            pid = os.fork()
-            if not pid:
-                signal.alarm(30)
-                with FolderStore(os.path.join({str(tmp_path)!r}, "c")) as store:
-                    os._exit(store.put([(bytes([n]) * 32, b"x")]) != 1)
-            assert os.waitpid(pid, 0)[1] == 0, n
-        over = True
-        for thread in threads: thread.join()
-    """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    subprocess.run(command, check=True, timeout=300, cwd=TESTS)

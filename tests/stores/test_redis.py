@@ -7,9 +7,7 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -294,32 +292,6 @@ def test_a_holder_that_dies_costs_the_rest_of_its_seconds(server: Server, admin:
         assert other.lease(KEYS[0], 60)
         dead.release(KEYS[0])
         assert not dead.lease(KEYS[0], 60), "a lease that has passed on is not ended"
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_and_its_parent_both_go_on(server: Server, admin: Any) -> None:
-    code = f"""
-        import os, signal
-        from pykvcache.prefix.stores import RedisStore
-        from pykvcache.prefix.stores.conformance import chain
-        store = RedisStore({server.url!r}, **{PATIENT!r})
-        blocks = chain(12, "redis")
-        keys = [key for key, _ in blocks]
-        store.put(blocks[:4])
-        store._reads._lock.acquire()  # as another thread may
-        pid = os.fork()
-        if not pid:
-            signal.alarm(20)
-            store._reads.failed()
-            store._reads.succeeded()
-            ok = store.contains(keys) == 4 and store.put(blocks[4:8]) == 4
-            os._exit(0 if ok else 1)
-        store._reads._lock.release()
-        assert os.waitpid(pid, 0)[1] == 0
-        assert store.contains(keys) == 8 and store.put(blocks) == 4
-        store.close()
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)
 
 
 def test_urls_that_cannot_be_used_raise_and_tell_no_password() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,10 +13,10 @@ import pytest
 
 from memory.kit import Logits, apart
 from pykvcache import BatchGenerator, LlamaContext, PrefixCache
-from pykvcache.prefix.stores import FolderStore, MemoryStore, RedisStore
+from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tiers import leases
 from pykvcache.prefix.tiers.fetch import Fetch
-from stores.servers import PATIENT, redis_server
+from stores.servers import redis_server
 from support.models import make_model
 from tiers.processes import evaluated_at_once, line, say, spawn
 from tiers.test_damage import write
@@ -234,53 +233,6 @@ class Marks(MemoryStore):
         (self.folder / key.hex()).unlink(missing_ok=True)
 
 
-def in_child(work: Callable[[], object]) -> int:
-    """Do something in a forked child; return its exit status."""
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_releases_no_lease_of_its_parent(
-    make_context: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(leases, "LEAST_SECONDS", 0.0)
-    cache = PrefixCache(
-        make_context("llama"), block_size=SIZE, tier_seconds=20, tiers=[Marks(tmp_path)]
-    )
-    held = cache.sequence(words(1, 100))
-    assert len(list(tmp_path.iterdir())) == 1
-    generator = BatchGenerator(cache)
-    generator.submit(words(2, 100), 2)
-    search = generator._schedule.waiting[0]._sequence._search  # type: ignore[attr-defined]
-    assert search.done.wait(20)
-    assert len(list(tmp_path.iterdir())) == 2
-
-    def close_all() -> None:
-        search.abandon(cache._tiers.release)
-        generator.close()
-        held.close()
-        cache.close()
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread():
-                thread.join(20)
-
-    assert in_child(close_all) == 0
-    assert len(list(tmp_path.iterdir())) == 2, "the child took a lease from its parent"
-    generator.close()
-    held.close()
-    cache.close()
-    assert not list(tmp_path.iterdir())
-
-
 ORDERS = list(permutations(["cache", "context", "sequence", "generator"]))
 
 
@@ -312,17 +264,3 @@ def test_closing_gives_back_the_leases_of_what_is_open(
     while list(tmp_path.iterdir()) and time.monotonic() < until:
         time.sleep(0.01)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_each_of_the_processes_that_share_a_store_has_leases_of_its_own(tmp_path: Path) -> None:
-    """A server forks its workers once the store is made: it is the same object in all of them."""
-    key = b"k" * 32
-    with redis_server(tmp_path) as server, RedisStore(server.url, **PATIENT) as store:
-        assert store.lease(key, 60)
-        assert in_child(lambda: store.release(key)) == 0
-        with RedisStore(server.url, **PATIENT) as other:
-            assert not other.lease(key, 60), "a child has released what its parent holds"
-            store.release(key)
-            assert other.lease(key, 60)

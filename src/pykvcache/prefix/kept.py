@@ -121,10 +121,6 @@ class Kept(Changing):
             expect=expect,
         )
 
-    def _begin_anew(self) -> None:
-        super()._begin_anew()
-        self.tree.asked.is_busy = False
-
     @property
     def nbytes(self) -> int:
         """Bytes that are kept, overhead included."""

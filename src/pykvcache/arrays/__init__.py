@@ -29,13 +29,16 @@ from pykvcache.arrays.mlx.rotating import RotatingKVCache
 from pykvcache.arrays.mlx.standard import ConcatenateKVCache, KVCache
 from pykvcache.arrays.mlx.token_buffer import TokenBuffer
 from pykvcache.arrays.mlx.trie import PromptTrie, PromptTrieResult
-from pykvcache.arrays.ollama.causal import CausalCache
-from pykvcache.arrays.ollama.checkpoints import CheckpointRing
+from pykvcache.arrays.ollama.cache import Cache, CacheConfig
+from pykvcache.arrays.ollama.causal import (
+    CausalCache,
+    ChunkedAttentionCache,
+    SWACache,
+    SWAMemCache,
+)
 from pykvcache.arrays.ollama.encoder import EncoderCache
 from pykvcache.arrays.ollama.input_cache import Input, InputCache, Slot
-from pykvcache.arrays.ollama.protocol import Cache, CacheConfig
-from pykvcache.arrays.ollama.recurrent import RecurrentCache
-from pykvcache.arrays.ollama.sliding import ChunkedAttentionCache, SWACache, SWAMemCache
+from pykvcache.arrays.ollama.recurrent import CheckpointRing, RecurrentCache
 from pykvcache.arrays.ollama.wrapper import WrapperCache
 from pykvcache.errors import KvCacheFull, NoSlot, NotSupported, ReprocessInputs, SharedCellsError
 

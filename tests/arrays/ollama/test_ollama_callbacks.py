@@ -10,15 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from ollama_support import (
-    Foreign,
     add_shift,
-    begun,
     distinct,
-    evaluate,
     made,
     one,
     picture,
-    tokens,
 )
 
 from pykvcache.arrays import (
@@ -26,7 +22,6 @@ from pykvcache.arrays import (
     CausalCache,
     EncoderCache,
     FlatKVCache,
-    InputCache,
     SWACache,
     WrapperCache,
 )
@@ -104,27 +99,6 @@ def test_a_shift_fn_that_raises_for_it_leaves_the_cache_as_it_was() -> None:
     cache.remove(0, 3)
 
 
-def test_an_input_cache_is_not_used_from_within_its_own_calls() -> None:
-    refused = []
-
-    def shift_fn(layer: int, key: Any, shift: Any) -> Any:
-        for attempt in (
-            lambda: inputs.load_slot(tokens(1)),
-            lambda: inputs.shift_slot(inputs.slots[0], 1),
-        ):
-            with pytest.raises(ReentryError) as caught:
-                attempt()
-            refused.append(str(caught.value))
-        return key
-
-    inputs = InputCache(CausalCache(shift_fn), 8, 1, 8, dtype=np.float32)
-    slot, rest = inputs.load_slot(tokens(*range(8)))
-    evaluate(inputs, slot, rest)
-    inputs.shift_slot(slot, 1)
-    assert len(refused) == 2
-    assert [item.token for item in slot.inputs] == [0, 4, 5, 6, 7]
-
-
 # Found: truncate compared with the length before the integer had changed it.
 def test_integers_that_use_the_cache_are_read_first() -> None:
     flat = FlatKVCache(1, 1, 1)
@@ -161,14 +135,3 @@ def test_integers_that_use_the_cache_are_read_first() -> None:
         closing = Calling(0, again.close)
         with pytest.raises(KvCacheError, match="closed"):
             again.start_forward([closing], [0])
-
-
-def test_arrays_that_use_the_cache_are_converted_first() -> None:
-    for kind in (CausalCache, EncoderCache):
-        cache = begun(kind())
-        using = Foreign(one(5), call=lambda cache=cache: cache.start_forward([1], [0]))
-        cache.put(using, one(6))
-        assert cache.get()[0].ravel().tolist()[-1] == 5
-        closing = Foreign(one(5), call=cache.close)
-        with pytest.raises(KvCacheError, match="closed"):
-            cache.put(closing, one(6))

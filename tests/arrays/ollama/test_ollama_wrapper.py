@@ -207,22 +207,6 @@ def test_wrapper_marks_what_it_cannot_unwind(nested: bool) -> None:
         wrapper.start_forward([0], [seq])
 
 
-def test_an_interrupt_while_the_wrapper_unwinds_is_raised() -> None:
-    class Interrupted(Foreign):
-        def remove(self, *arguments: Any) -> Any:
-            raise KeyboardInterrupt
-
-    first, failing = CausalCache(), Foreign("start_forward")
-    wrapper = WrapperCache(first, Interrupted(), failing)
-    wrapper.init(np.float32, 1, 12, 4)
-    before = picture(first)
-    with pytest.raises(KeyboardInterrupt):
-        wrapper.start_forward([0], [0])
-    assert picture(first) == before
-    with pytest.raises(CacheOrderError, match="only some of the caches"):
-        wrapper.start_forward([0], [0])
-
-
 # A pass that the wrapper begins takes the short way through put from the layer before.
 def test_a_layer_of_the_pass_before_does_not_take_its_number_of_tokens() -> None:
     cache = CausalCache()

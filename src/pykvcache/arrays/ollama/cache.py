@@ -1,28 +1,25 @@
-"""What every cache of the Ollama family can do, and how it is configured."""
+"""The interface of Ollama's caches, its configuration, and the base of our own caches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsIndex, TypeAlias, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._checks import MOST, as_float_dtype, as_int
+from pykvcache.arrays.ollama.batch import Batch
+from pykvcache.errors import CacheOrderError, ClosedError, KvCacheError, ReentryError
 
-__all__ = ["Cache", "CacheConfig", "ShiftFn"]
-
-#: ``shift_fn(layer, key, shift) -> key``: rotate the keys ``(n_tokens, n_kv_heads, head_dim)``
-#: of a layer by `shift` positions each, an int32 array ``(n_tokens,)``.
-ShiftFn: TypeAlias = Callable[[int, NDArray[Any], NDArray[np.int32]], NDArray[Any]]
+__all__ = ["Cache", "CacheConfig", "OllamaCache"]
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How a cache lays out what ``get`` returns, to suit an attention kernel.
-
-    The default is the plain layout.
+    """Layout of what ``get`` returns, to suit an attention kernel; plain by default.
 
     Parameters
     ----------
@@ -30,7 +27,7 @@ class CacheConfig:
         ``get`` returns a history whose start and length are multiples of this many cells;
         0 counts as 1.
     mask_batch_padding : int
-        The mask has a multiple of this many rows, those added all -inf; 0 counts as 1.
+        The mask has a multiple of this many rows; added rows are -inf. 0 counts as 1.
     mask_dtype : dtype
         float16, float32 or float64; None counts as float32.
     permuted_v : bool
@@ -66,10 +63,10 @@ class CacheConfig:
 class Cache(Protocol):
     """A cache that a model's forward pass writes to and attends through.
 
-    The order of calls is that of Ollama's ``kvcache.Cache``: ``set_config`` if need be, ``init``,
+    The order of calls is that of Ollama's ``kvcache.Cache``: ``set_config`` if needed, ``init``,
     then for every batch ``start_forward`` and, per layer, ``set_layer``, ``put``, ``get``.
-    A call that raises leaves the cache as it was. Not safe for use by several threads without
-    a lock.
+    A refused call changes nothing; an interrupted call leaves the cache undefined. Not safe
+    for use by several threads without a lock.
     """
 
     def init(
@@ -158,3 +155,78 @@ class Cache(Protocol):
         caller may always ``remove(seq, 0)`` and evaluate the sequence again.
         """
         ...
+
+
+class OllamaCache:
+    """A cache that is configured at most once, then set up, used and closed.
+
+    The ``_check_*`` methods raise what the method of that name would raise, and change nothing:
+    `WrapperCache` calls those of all its caches before it changes any of them.
+    """
+
+    def __init__(self) -> None:
+        self._config: CacheConfig | None = None
+        self._closed = False
+        self._busy = False  # a callback of the caller runs in the middle of a call
+
+    @property
+    def config(self) -> CacheConfig | None:
+        """The layout; None until ``set_config`` or ``init`` sets one."""
+        return self._config
+
+    def set_config(self, config: CacheConfig) -> None:
+        """Choose the layout; see `Cache.set_config`.
+
+        Raises
+        ------
+        CacheOrderError
+            ``set_config`` or ``init`` has already set one.
+        """
+        self._check_set_config(config)
+        self._config = config
+
+    def __copy__(self) -> Any:
+        # A shallow copy would share the arrays, but not the record of what they hold.
+        return copy.deepcopy(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_idle()  # a copy would stay busy forever
+        return self.__dict__
+
+    def _leaves(self) -> Iterator[Any]:
+        """Yield the caches that store something: the wrapped ones, or else this one."""
+        yield self
+
+    def _check_idle(self) -> None:
+        """Raise `ReentryError` if a callback uses the cache in the middle of a call."""
+        if self._busy:
+            name = type(self).__name__
+            raise ReentryError(f"the {name} was called from within one of its own calls")
+
+    def _check_set_config(self, config: CacheConfig) -> None:
+        """Raise what ``set_config`` would raise."""
+        self._check_idle()
+        if not isinstance(config, CacheConfig):
+            raise TypeError(f"config must be a CacheConfig, not {type(config).__name__}")
+        if self._config is not None:
+            message = "config cannot be changed after being previously set"
+            raise CacheOrderError(message, "config", config, self._config)
+
+    def _check_init(self, *sizes: Any) -> None:
+        """Raise what ``init`` would raise."""
+
+    def _check_forward(self, batch: Batch, reserve: bool) -> None:
+        """Raise what ``start_forward`` would raise."""
+
+    def _check_copy_prefix(self, src: int, dst: int, n: int) -> None:
+        """Raise what ``copy_prefix`` would raise."""
+
+    def _check_remove(self, seq: int, begin: int, end: int) -> None:
+        """Raise what ``remove`` would raise."""
+
+    def _not_ready(self) -> KvCacheError:
+        """Return the error for use before ``init`` or after ``close``."""
+        name = type(self).__name__
+        if self._closed:
+            return ClosedError(f"the {name} was closed", name)
+        return CacheOrderError(f"the {name} was not set up; call init first", "init", name)

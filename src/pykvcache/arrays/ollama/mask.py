@@ -1,4 +1,4 @@
-"""The attention mask over cells: who sees what, as 0 and -inf."""
+"""The attention mask over cells: 0 where a row sees a cell, -inf elsewhere."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import check_shape
-from pykvcache.arrays.ollama._batch import UNLIMITED, Batch
-from pykvcache.arrays.ollama._cells import CellTable
-from pykvcache.arrays.ollama.protocol import CacheConfig
+from pykvcache.arrays.ollama.batch import UNLIMITED, Batch
+from pykvcache.arrays.ollama.cache import CacheConfig
+from pykvcache.arrays.ollama.cells import CellTable
 
 __all__ = ["batch_mask"]
 
@@ -31,12 +30,12 @@ def batch_mask(
     ahead : set of int
         Batch rows to which later positions are visible.
     window, chunk : int
-        How many positions back a row sees, and in which chunks; 0 for none.
+        How many positions back a row sees, and the size of its chunk; 0 for no chunks.
 
     Returns
     -------
     ndarray, shape (rows, history)
-        As many rows as the batch, up to the multiple that `config` asks for.
+        One row per token, rounded up to the multiple that `config` asks for.
     """
     newest, oldest = batch.positions, batch.positions - np.int32(window)
     if chunk:
@@ -49,7 +48,6 @@ def batch_mask(
     dtype = np.dtype(config.mask_dtype)
     rows = -(-len(batch) // padding) * padding
     shape = rows, history.stop - history.start
-    check_shape("mask", shape, dtype)
     if len(batch.ids) == 1:
         mask = _mask_of_one(shape, dtype, member[cells.row(batch.ids[0])], pos, newest, oldest)
     else:
@@ -74,10 +72,10 @@ def _mask_of_one(
 ) -> NDArray[Any]:
     """Build the mask of a batch of one sequence, which has the cells `member`.
 
-    Most columns look the same to every row, so only the others are compared row by row: a
-    causal mask costs the triangle of the batch, not the history.
+    Every row sees most columns, so only the others are compared row by row: a causal mask
+    costs the triangle of the batch, not the history.
     """
-    # Zeros may come from the system untouched: columns that everyone sees then cost nothing.
+    # The system may provide zeros untouched: columns that every row sees then cost nothing.
     mask = np.zeros(shape, dtype)
     mask[newest.size :] = -np.inf
     columns = np.flatnonzero(~(member & (pos <= newest.min()) & (pos >= oldest.max())))
@@ -93,7 +91,7 @@ def _mask_of_one(
 def _hidden(
     pos: NDArray[np.int32], newest: NDArray[np.int32], oldest: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
-    """Tell which positions lie outside ``[oldest, newest]``, ``(n_tokens, len(pos))``."""
+    """Return which positions lie outside ``[oldest, newest]``, ``(n_tokens, len(pos))``."""
     hidden = pos > newest[:, None]
     if oldest.max() > 0:
         hidden |= pos < oldest[:, None]
@@ -102,7 +100,7 @@ def _hidden(
 
 def _as_mask(hidden: NDArray[np.bool_], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return -inf where something is hidden, 0 elsewhere."""
-    # On the bits of -inf as an integer: several times faster than picking one of two floats.
+    # Multiplying the bits of -inf is several times faster than choosing between two floats.
     minus_inf = np.array(-np.inf, dtype).view(f"i{dtype.itemsize}")
     bits: NDArray[Any] = np.multiply(hidden, minus_inf)
     return bits.view(dtype)

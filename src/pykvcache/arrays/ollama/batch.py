@@ -1,8 +1,8 @@
-"""What a forward pass was started with, checked."""
+"""The batch of a forward pass, and the arguments that the caches of this family share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import SupportsIndex
 
 import numpy as np
@@ -38,13 +38,8 @@ def as_position(name: str, pos: SupportsIndex) -> int:
     """Return a position in ``[0, 2**31)``."""
     number = as_int(name, pos)
     if not 0 <= number <= UNLIMITED:
-        raise PositionError(
-            f"{name} is {shown(number)}; it must be in [0, 2**31)",
-            p0=number,
-            value=number,
-            limit=UNLIMITED,
-            what=name,
-        )
+        message = f"{name} is {shown(number)}; it must be in [0, 2**31)"
+        raise PositionError(message, p0=number, value=number, limit=UNLIMITED, what=name)
     return number
 
 
@@ -56,19 +51,23 @@ def as_layer(layer: SupportsIndex) -> int:
     return index
 
 
-def as_range(begin: SupportsIndex, end: SupportsIndex | None) -> tuple[int, int]:
-    """Return a range of positions, `UNLIMITED` for an open end.
+def as_range(
+    seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None
+) -> tuple[int, int, int]:
+    """Return the arguments of ``remove``; an open end is `UNLIMITED`.
 
     Raises
     ------
+    CacheValueError
+        `seq` is negative.
     PositionError
         A bound is negative or does not fit int32, or `begin` is over `end`.
     """
-    first = as_position("begin", begin)
+    ident, first = as_sequence("seq", seq), as_position("begin", begin)
     last = UNLIMITED if end is None else as_position("end", end)
     if first > last:
         raise PositionError(f"begin is {first}, over end, which is {last}", p0=first, p1=last)
-    return first, last
+    return ident, first, last
 
 
 def as_copy(
@@ -82,8 +81,6 @@ def as_copy(
 class Batch:
     """Positions and sequences of a batch, and which of its tokens belong together.
 
-    `max_batch` is asked when all else is converted: what the caller hands over may run code.
-
     Attributes
     ----------
     positions : ndarray of int32, shape (n_tokens,)
@@ -95,54 +92,43 @@ class Batch:
         Lowest position of each sequence in this batch.
     multimodal : ndarray of int64
         Batch indices of the multimodal items.
-    """
 
-    __slots__ = ("ids", "lowest", "multimodal", "positions", "which")
+    Raises
+    ------
+    CacheValueError
+        The batch is empty, `positions` and `sequences` differ in length, a sequence id is
+        negative, or an index of `multimodal` is outside the batch.
+    PositionError
+        A position is negative or does not fit int32.
+    """
 
     def __init__(
         self,
         positions: Iterable[SupportsIndex],
         sequences: Iterable[SupportsIndex],
-        multimodal: Iterable[SupportsIndex],
-        max_batch: Callable[[], int],
+        multimodal: Iterable[SupportsIndex] = (),
     ) -> None:
         pos, seq = as_ints("positions", positions), as_ints("sequences", sequences)
         if pos.size != seq.size:
-            raise CacheValueError(
-                f"{pos.size} positions, but {seq.size} sequences", "sequences", seq.size, pos.size
-            )
-        marked = as_ints("multimodal", multimodal)
-        most = max_batch()
-        if not 0 < pos.size <= most:
-            raise CacheValueError(
-                f"a batch of {pos.size} tokens; 1 to {most} are possible",
-                "tokens",
-                pos.size,
-                most,
-            )
-        low, high = int(pos.min()), int(pos.max())
+            message = f"{pos.size} positions, but {seq.size} sequences"
+            raise CacheValueError(message, "sequences", seq.size, pos.size)
+        self.positions = pos.astype(np.int32)
+        self.multimodal = self.rows("multimodal", multimodal)
+        low, high = int(pos.min(initial=0)), int(pos.max(initial=0))
         if low < 0 or high > MAX_POSITION:
             wrong = low if low < 0 else high
-            raise PositionError(
-                f"position {wrong} is outside [0, {MAX_POSITION}]",
-                p0=wrong,
-                value=wrong,
-                limit=MAX_POSITION,
-            )
-        if seq.min() < 0:
-            raise CacheValueError(
-                f"sequence id {seq.min()} is negative", "sequences", int(seq.min()), 0
-            )
-        self.positions = pos.astype(np.int32)
-        if (seq == seq[0]).all():
+            message = f"position {wrong} is outside [0, {MAX_POSITION}]"
+            raise PositionError(message, p0=wrong, value=wrong, limit=MAX_POSITION)
+        if (first := int(seq.min(initial=0))) < 0:
+            raise CacheValueError(f"sequence id {first} is negative", "sequences", first, 0)
+        if pos.size and (seq == seq[0]).all():
             self.ids, self.which = [int(seq[0])], np.zeros(pos.size, np.intp)
-            self.lowest = np.array([low], np.int64)
+            self.lowest = np.array([pos.min()], np.int64)
         else:
             ids, which = np.unique(seq, return_inverse=True)
             self.ids, self.which = ids.tolist(), which.reshape(-1)
             self.lowest = np.full(len(self.ids), UNLIMITED, np.int64)
             np.minimum.at(self.lowest, self.which, pos)
-        self.multimodal = self.rows("multimodal", marked)
 
     @property
     def sequences(self) -> NDArray[np.int64]:
@@ -152,20 +138,19 @@ class Batch:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def rows(self, name: str, indices: Iterable[SupportsIndex]) -> NDArray[np.int64]:
-        """Return `indices` as batch indices.
+    def check_size(self, most: int) -> Batch:
+        """Return the batch; raise `CacheValueError` unless it has 1 to `most` tokens."""
+        if not 0 < len(self) <= most:
+            message = f"a batch of {len(self)} tokens; 1 to {most} are possible"
+            raise CacheValueError(message, "tokens", len(self), most)
+        return self
 
-        Raises
-        ------
-        CacheValueError
-            One is outside the batch.
-        """
+    def rows(self, name: str, indices: Iterable[SupportsIndex]) -> NDArray[np.int64]:
+        """Return `indices` as batch indices; raise `CacheValueError` for one outside the batch."""
         found = as_ints(name, indices)
         if found.size and not (found.min() >= 0 and found.max() < len(self)):
-            raise CacheValueError(
-                f"{name} holds {shown(found.tolist())}; the batch has rows 0 to {len(self) - 1}",
-                name,
-                found.tolist(),
-                len(self) - 1,
+            message = (
+                f"{name} holds {shown(found.tolist())}; the batch has rows 0 to {len(self) - 1}"
             )
+            raise CacheValueError(message, name, found.tolist(), len(self) - 1)
         return found

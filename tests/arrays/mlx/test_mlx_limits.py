@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from mlx_makers import batch, filled, padded, rings, seen, slots
+from mlx_makers import filled, padded, rings, seen, slots
 from mlx_reference import ids, kv, snapshot
 
 from pykvcache.arrays import (
@@ -26,7 +26,6 @@ from pykvcache.arrays import (
     create_causal_mask,
     from_state,
     make_prompt_cache,
-    trim_prompt_cache,
 )
 from pykvcache.errors import CacheValueError, KvCacheError
 
@@ -246,18 +245,6 @@ def test_a_failing_add_leaves_no_branches():
     assert trie.search("m", [1, 2]).common_prefix == 1
     assert trie.pop("m", [1]) == "one"
     assert trie._roots == {}
-
-
-def test_a_layer_that_fails_to_trim_leaves_the_others():
-    class Failing(KVCache):
-        def trim(self, n):
-            raise MemoryError
-
-    layers = [filled(KVCache(), [[1, 2, 3]]), filled(Failing(), [[1, 2, 3]])]
-    with pytest.raises(MemoryError):
-        trim_prompt_cache(layers, 1)
-    assert [layer.offset for layer in layers] == [3, 3]
-    assert trim_prompt_cache((layer for layer in [batch()]), 1) == 1
 
 
 def test_prompts_that_cannot_be_copied_are_no_hit(monkeypatch):

@@ -330,12 +330,11 @@ def test_what_is_evicted_is_as_with_plain_lists(steps, size, limit):
             sizes = [e[2] for e in plain if e[1] == name]
             assert stats == {"n_sequences": len(sizes), "n_bytes": sum(sizes)}
         assert (len(lru), lru.nbytes) == (len(plain), sum(e[2] for e in plain))
-        lru._index()
         assert all(fetched_exact_tokens(lru, e[0]) for e in plain)
 
 
 def fetched_exact_tokens(lru, tokens):
-    return lru._index().search("m", tokens).exact is not None
+    return lru._trie.search("m", tokens).exact is not None
 
 
 def test_what_an_insert_costs_does_not_grow_with_the_entries():

@@ -24,7 +24,7 @@ from pykvcache.arrays import (
     make_prompt_cache,
     trim_prompt_cache,
 )
-from pykvcache.arrays.mlx._base import BaseCache
+from pykvcache.arrays.mlx.base import BaseCache
 from pykvcache.errors import CacheValueError, KvCacheError, NotSupported
 
 

@@ -1,7 +1,6 @@
-"""Ollama's causal cache as plain lists of cells, for comparison; slow and without arrays.
+"""A reference for Ollama's causal caches: a plain list of cells, without arrays.
 
-Written from the description of the behaviour. Every cell remembers which token it holds, so
-that a test can tell whether data and metadata moved together.
+Every cell knows its token, so that a test sees whether data and metadata moved together.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Cell:
     token: int = -1
 
 
-class SeedCausal:
+class CellModel:
     """The behaviour, cell by cell."""
 
     def __init__(self, window: int = 0, memory: int = 0, chunk: int = 0) -> None:
@@ -115,12 +114,12 @@ class SeedCausal:
         return None
 
     def _defragment(self) -> None:
-        # Only that no hole is left in front matters here, not which cell goes where.
+        # Which cell goes where does not matter, only that no hole is left in front.
         self.cells.sort(key=lambda cell: not cell.seqs)
         self.defragmented = True
 
     def mask(self, except_: tuple[int, ...] = ()) -> NDArray[np.bool_]:
-        """Which cells of the current range each row sees, padding rows included."""
+        """Return which cells of the current range each row sees, padding rows included."""
         rows = -(-len(self.batch) // self.mask_pad) * self.mask_pad
         seen = np.zeros((rows, self.length), bool)
         for i, (pos, seq) in enumerate(self.batch):
@@ -134,7 +133,7 @@ class SeedCausal:
         return seen
 
     def tokens_seen(self, except_: tuple[int, ...] = ()) -> list[set[tuple[int, int]]]:
-        """For each row the (token, position) pairs that it sees."""
+        """Return the (token, position) pairs that each row sees."""
         cells = self.cells[self.first : self.first + self.length]
         return [
             {(cell.token, cell.pos) for cell, see in zip(cells, row, strict=True) if see}
@@ -160,11 +159,11 @@ class SeedCausal:
         return bool(held) and max(0, pos - self.window) >= min(held) and pos <= max(held) + 1
 
     def is_broken(self, seq: int) -> bool:
-        """Whether the next token's window holds a position that was dropped."""
+        """Return whether the window of the next token reaches a dropped position."""
         return max(self.dropped.get(seq, ()), default=-INF) >= self.last(seq) + 1 - self.window
 
     def remove(self, seq: int, begin: int, end: int | None, can_shift: bool = True) -> int:
-        """Remove or raise; returns by how much later cells moved, 0 for none."""
+        """Remove or raise; return the shift of later cells, 0 for none."""
         later = [cell for cell in self.of(seq) if end is not None and cell.pos >= end]
         offset = begin - end if end is not None and later else 0
         if offset:
@@ -194,7 +193,7 @@ class SeedCausal:
         return offset
 
     def shift_calls(self, seq: int, begin: int, offset: int) -> list[list[int]]:
-        """The shifts that a removal asks for after `remove`: by chunks, ends trimmed."""
+        """Return the shifts of a removal that was made: by chunks, their ends trimmed."""
         where = [i for i, cell in enumerate(self.cells) if seq in cell.seqs]
         calls = []
         for start in range(where[0], where[-1] + 1, self.max_batch):

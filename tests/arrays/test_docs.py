@@ -1,4 +1,4 @@
-"""docs/array-caches.md: its examples run, and what it says of windows is true."""
+"""docs/array-caches.md: its examples run, and its table of windows is true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every kind of cache: states, copies, refusals, read-only views."""
+"""Every kind of cache alike: states, copies, refusals, read-only views."""
 
 from __future__ import annotations
 

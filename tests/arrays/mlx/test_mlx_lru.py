@@ -1,4 +1,4 @@
-"""Prompt caches for the next request against a list: what is found, copied and evicted."""
+"""Prompt caches for the next request against a list: hits, copies, eviction."""
 
 from __future__ import annotations
 

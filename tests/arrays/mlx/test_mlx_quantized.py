@@ -134,7 +134,7 @@ def test_every_finite_value_has_a_finite_one(bits, dtype):
         [-largest, largest, 0, largest / 2],
         [largest, largest, largest / 3, -largest / 2],
         [-largest, -largest, 0, 0],
-        [0, tiny, 2 * tiny, 300 * tiny],  # beside the others: its own precision stays
+        [0, tiny, 2 * tiny, 300 * tiny],  # its own precision stays
         [largest] * 4,
     ]
     x = np.concatenate(
@@ -149,7 +149,7 @@ def test_every_finite_value_has_a_finite_one(bits, dtype):
 
 
 def within_the_bound(x, got, cache):
-    """What the class says: half a scale, and what is rounded."""
+    """Return whether the error is within half a scale plus rounding, as the class says."""
     wide = np.longdouble
     scales = np.repeat(cache.quantized_state[0][1][:, :, -1:].astype(wide), cache.group_size, -1)
     groups = np.abs(x.astype(wide)).reshape(*x.shape[:-1], -1, cache.group_size)
@@ -157,7 +157,7 @@ def within_the_bound(x, got, cache):
     eps, tiny = (wide(getattr(np.finfo(x.dtype), n)) for n in ("eps", "smallest_subnormal"))
     rounded = most * eps * (wide(0.5) if x.dtype == np.float16 else 4) + tiny
     error = np.abs(x.astype(wide) - got.astype(wide))
-    # What float64 cannot tell apart, where longdouble is no wider.
+    # longdouble may be no wider than float64.
     return (error <= (scales / 2 + rounded) * (1 + 8 * np.finfo(float).eps)).all()
 
 

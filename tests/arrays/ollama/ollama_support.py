@@ -1,4 +1,4 @@
-"""What the tests of the Ollama family share: a forward pass on small numbers, and comparisons."""
+"""A forward pass on small numbers and comparisons of caches, for the Ollama family."""
 
 from __future__ import annotations
 

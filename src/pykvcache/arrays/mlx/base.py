@@ -1,4 +1,4 @@
-"""The interface of mlx-lm's caches, and what their implementations share."""
+"""The interface of mlx-lm's caches, and the base of those with one pair of buffers."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def state_pair(state: Sequence[Any], limit: int | None = None) -> TokenPair:
         return empty
     check_size("arrays of a state, keys and values", len(state), 2)
     keys, values = state
-    # Zero tokens are what mlx-lm saves after a full trim.
+    # mlx-lm saves zero tokens after a full trim.
     if all(isinstance(a, np.ndarray) and a.ndim == 4 and a.shape[2] == 0 for a in (keys, values)):
         return empty
     given = TokenPair(*empty.check(keys, values))

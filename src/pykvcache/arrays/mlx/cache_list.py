@@ -98,7 +98,7 @@ class CacheList(BaseCache):
         return all(cache.is_trimmable() for cache in self._caches)
 
     def trim(self, n: SupportsIndex) -> int:
-        """Trim all members; return what the last one dropped, 0 if one cannot be trimmed."""
+        """Trim all members; return the count of the last one, 0 if one cannot be trimmed."""
         n = as_int("n", n, minimum=0)
         if not self.is_trimmable():
             return 0

@@ -266,7 +266,7 @@ class BatchKVCache(PairCache):
         left_padding : sequence of int, optional
             Further columns without a token at the beginning; only while nothing is stored.
         lengths : sequence of int, optional
-            Coming tokens of each row; `right_padding` is what counts here.
+            Coming tokens of each row; here only `right_padding` counts.
         right_padding : sequence of int, optional
             Columns at the end of the coming updates without a token; then call `finalize`.
 

@@ -18,9 +18,8 @@ __all__ = [
     "Batch",
     "as_copy",
     "as_layer",
-    "as_position",
+    "as_place",
     "as_range",
-    "as_sequence",
 ]
 
 #: Largest position: one less than int32 holds, so that the position after it fits as well.
@@ -29,18 +28,21 @@ MAX_POSITION = 2**31 - 2
 UNLIMITED = 2**31 - 1
 
 
-def as_sequence(name: str, seq: SupportsIndex) -> int:
-    """Return a sequence id in ``[0, 2**63)``."""
+def _sequence(name: str, seq: SupportsIndex) -> int:
     return as_int(name, seq, minimum=0, maximum=2**63 - 1)
 
 
-def as_position(name: str, pos: SupportsIndex) -> int:
-    """Return a position in ``[0, 2**31)``."""
+def _position(name: str, pos: SupportsIndex) -> int:
     number = as_int(name, pos)
     if not 0 <= number <= UNLIMITED:
         message = f"{name} is {shown(number)}; it must be in [0, 2**31)"
         raise PositionError(message, p0=number, value=number, limit=UNLIMITED, what=name)
     return number
+
+
+def as_place(seq: SupportsIndex, pos: SupportsIndex) -> tuple[int, int]:
+    """Return a sequence id in ``[0, 2**63)`` and a position in ``[0, 2**31)``."""
+    return _sequence("seq", seq), _position("pos", pos)
 
 
 def as_layer(layer: SupportsIndex) -> int:
@@ -54,17 +56,9 @@ def as_layer(layer: SupportsIndex) -> int:
 def as_range(
     seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None
 ) -> tuple[int, int, int]:
-    """Return the arguments of ``remove``; an open end is `UNLIMITED`.
-
-    Raises
-    ------
-    CacheValueError
-        `seq` is negative.
-    PositionError
-        A bound is negative or does not fit int32, or `begin` is over `end`.
-    """
-    ident, first = as_sequence("seq", seq), as_position("begin", begin)
-    last = UNLIMITED if end is None else as_position("end", end)
+    """Return the arguments of ``remove``; an open end is `UNLIMITED`."""
+    ident, first = _sequence("seq", seq), _position("begin", begin)
+    last = UNLIMITED if end is None else _position("end", end)
     if first > last:
         raise PositionError(f"begin is {first}, over end, which is {last}", p0=first, p1=last)
     return ident, first, last
@@ -74,7 +68,7 @@ def as_copy(
     src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex
 ) -> tuple[int, int, int]:
     """Return the arguments of ``copy_prefix``, `n` no larger than `UNLIMITED`."""
-    src, dst = as_sequence("src_seq", src_seq), as_sequence("dst_seq", dst_seq)
+    src, dst = _sequence("src_seq", src_seq), _sequence("dst_seq", dst_seq)
     return src, dst, min(as_int("n", n, minimum=0), UNLIMITED)
 
 
@@ -92,14 +86,6 @@ class Batch:
         Lowest position of each sequence in this batch.
     multimodal : ndarray of int64
         Batch indices of the multimodal items.
-
-    Raises
-    ------
-    CacheValueError
-        The batch is empty, `positions` and `sequences` differ in length, a sequence id is
-        negative, or an index of `multimodal` is outside the batch.
-    PositionError
-        A position is negative or does not fit int32.
     """
 
     def __init__(

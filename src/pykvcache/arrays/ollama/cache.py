@@ -19,7 +19,7 @@ __all__ = ["Cache", "CacheConfig", "OllamaCache"]
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Layout of what ``get`` returns, to suit an attention kernel; plain by default.
+    """Layout of the arrays of ``get``, to suit an attention kernel; plain by default.
 
     Parameters
     ----------
@@ -81,13 +81,20 @@ class Cache(Protocol):
         Parameters
         ----------
         dtype : dtype
-            What K and V are stored as: float16, float32 or float64.
+            Dtype of the stored K and V: float16, float32 or float64.
         max_sequences : int
             Number of sequences to make room for, over all batches; at least 1.
         capacity : int
             Number of tokens to make room for, per sequence; at least 1.
         max_batch : int
             Largest number of tokens in one batch; at least 1.
+
+        Raises
+        ------
+        CacheDTypeError
+            `dtype` is not one of the three.
+        CacheValueError
+            A number is out of range.
         """
         ...
 
@@ -100,7 +107,7 @@ class Cache(Protocol):
         ...
 
     def set_layer(self, layer: SupportsIndex) -> None:
-        """Choose the layer for ``put`` and ``get``, 0 until it is called."""
+        """Choose the layer for ``put`` and ``get``, 0 at first; `CacheLayerError` if negative."""
         ...
 
     def start_forward(
@@ -120,6 +127,14 @@ class Cache(Protocol):
             Only lay out the largest pass there can be: ``put`` allocates and stores nothing.
         multimodal : ints
             Batch indices of the multimodal items.
+
+        Raises
+        ------
+        CacheValueError
+            The batch is empty or larger than `max_batch`, `positions` and `sequences` differ in
+            length, a sequence id is negative, or an index of `multimodal` is outside the batch.
+        PositionError
+            A position is negative or does not fit int32.
         """
         ...
 
@@ -132,7 +147,15 @@ class Cache(Protocol):
         ...
 
     def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
-        """Let the batch rows in `except_` look ahead, until the next ``start_forward``."""
+        """Let the batch rows in `except_` look ahead, until the next ``start_forward``.
+
+        Raises
+        ------
+        CacheValueError
+            A row is outside the batch.
+        CacheOrderError
+            No batch was started.
+        """
         ...
 
     def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
@@ -140,7 +163,7 @@ class Cache(Protocol):
         ...
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
-        """Tell whether `seq` can go on with a token at `pos`.
+        """Return whether `seq` can go on with a token at `pos`.
 
         The caller has verified that the cached tokens below `pos` are the right ones.
         """
@@ -151,8 +174,15 @@ class Cache(Protocol):
     ) -> None:
         """Remove the tokens of `seq` at positions ``[begin, end)``; later ones move up.
 
-        `end` None removes to the end, which never fails. After an exception from here the
-        caller may always ``remove(seq, 0)`` and evaluate the sequence again.
+        `end` None removes to the end, which never fails. After an exception the caller may
+        always ``remove(seq, 0)`` and evaluate the sequence again.
+
+        Raises
+        ------
+        CacheValueError
+            `seq` is negative.
+        PositionError
+            `begin` or `end` is negative, or `begin` over `end`.
         """
         ...
 
@@ -160,7 +190,7 @@ class Cache(Protocol):
 class OllamaCache:
     """A cache that is configured at most once, then set up, used and closed.
 
-    The ``_check_*`` methods raise what the method of that name would raise, and change nothing:
+    A ``_check_*`` method raises the errors of the method of that name and changes nothing.
     `WrapperCache` calls those of all its caches before it changes any of them.
     """
 
@@ -186,7 +216,7 @@ class OllamaCache:
         self._config = config
 
     def __copy__(self) -> Any:
-        # A shallow copy would share the arrays, but not the record of what they hold.
+        # A shallow copy would share the arrays, but not the record of their tokens.
         return copy.deepcopy(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,7 +224,7 @@ class OllamaCache:
         return self.__dict__
 
     def _leaves(self) -> Iterator[Any]:
-        """Yield the caches that store something: the wrapped ones, or else this one."""
+        """Yield the wrapped caches, or else this one."""
         yield self
 
     def _check_idle(self) -> None:
@@ -204,7 +234,6 @@ class OllamaCache:
             raise ReentryError(f"the {name} was called from within one of its own calls")
 
     def _check_set_config(self, config: CacheConfig) -> None:
-        """Raise what ``set_config`` would raise."""
         self._check_idle()
         if not isinstance(config, CacheConfig):
             raise TypeError(f"config must be a CacheConfig, not {type(config).__name__}")
@@ -212,17 +241,13 @@ class OllamaCache:
             message = "config cannot be changed after being previously set"
             raise CacheOrderError(message, "config", config, self._config)
 
-    def _check_init(self, *sizes: Any) -> None:
-        """Raise what ``init`` would raise."""
+    def _check_init(self, *sizes: Any) -> None: ...
 
-    def _check_forward(self, batch: Batch, reserve: bool) -> None:
-        """Raise what ``start_forward`` would raise."""
+    def _check_forward(self, batch: Batch, reserve: bool) -> None: ...
 
-    def _check_copy_prefix(self, src: int, dst: int, n: int) -> None:
-        """Raise what ``copy_prefix`` would raise."""
+    def _check_copy_prefix(self, src: int, dst: int, n: int) -> None: ...
 
-    def _check_remove(self, seq: int, begin: int, end: int) -> None:
-        """Raise what ``remove`` would raise."""
+    def _check_remove(self, seq: int, begin: int, end: int) -> None: ...
 
     def _not_ready(self) -> KvCacheError:
         """Return the error for use before ``init`` or after ``close``."""

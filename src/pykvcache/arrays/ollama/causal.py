@@ -9,15 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._checks import MOST, as_float_dtype, as_int, as_ints, check_shape
-from pykvcache.arrays.ollama.batch import (
-    UNLIMITED,
-    Batch,
-    as_copy,
-    as_layer,
-    as_position,
-    as_range,
-    as_sequence,
-)
+from pykvcache.arrays.ollama.batch import UNLIMITED, Batch, as_copy, as_layer, as_place, as_range
 from pykvcache.arrays.ollama.cache import CacheConfig, OllamaCache
 from pykvcache.arrays.ollama.cells import CellTable
 from pykvcache.arrays.ollama.layers import Layer, LayerStore, ShiftFn
@@ -28,7 +20,7 @@ __all__ = ["CausalCache", "ChunkedAttentionCache", "SWACache", "SWAMemCache"]
 
 
 class _Setup(NamedTuple):
-    """What ``init`` makes; `memory` is the tokens that the window keeps, or `UNLIMITED`."""
+    """Made by ``init``; `memory` is the number of tokens that the window keeps."""
 
     cells: CellTable
     store: LayerStore
@@ -126,14 +118,8 @@ class CausalCache(OllamaCache):
 
         There are ``max_sequences * capacity`` cells, or with a sliding window
         ``max_sequences * memory + max_batch``, rounded up to the padding. `max_sequences` sizes
-        the cache and limits nothing: more sequences, of any ids, may share the cells.
-
-        Raises
-        ------
-        CacheDTypeError
-            `dtype` is not float16, float32 or float64.
-        CacheValueError
-            A number is below 1, or the memory of a sliding window is below the window.
+        the cache and limits nothing: more sequences, of any ids, may share the cells. A memory of
+        a sliding window below the window raises ``CacheValueError``.
         """
         setup = self._sized(dtype, max_sequences, capacity, max_batch)
         self._setup, self._config = setup, setup.config
@@ -186,13 +172,7 @@ class CausalCache(OllamaCache):
     # A forward pass ---------------------------------------------------------------------
 
     def set_layer(self, layer: SupportsIndex) -> None:
-        """Choose the layer for ``put`` and ``get``.
-
-        Raises
-        ------
-        CacheLayerError
-            `layer` is negative.
-        """
+        """Choose the layer for ``put`` and ``get``; see `Cache.set_layer`."""
         index = as_layer(layer)
         self._active = self._ready().store.select(index)
         self._expect_batch()
@@ -219,11 +199,8 @@ class CausalCache(OllamaCache):
         ------
         KvCacheFull
             Too few cells are free even so.
-        CacheValueError
-            The batch is empty or larger than `max_batch`, `positions` and `sequences` differ in
-            length, a sequence id is negative or an index of `multimodal` outside the batch.
-        PositionError
-            A position is negative or does not fit int32.
+        CacheValueError, PositionError
+            See `Cache.start_forward`.
         """
         batch = Batch(positions, sequences, multimodal)
         self._begin(batch.check_size(self._ready().max_batch), bool(reserve))
@@ -259,13 +236,6 @@ class CausalCache(OllamaCache):
         """Let some rows of the batch look ahead; see `Cache.set_causal`.
 
         The mask is built anew only if `except_` differs from the rows before.
-
-        Raises
-        ------
-        CacheValueError
-            A row is outside the batch.
-        CacheOrderError
-            No batch was started.
         """
         rows = as_ints("except_", except_)
         setup, now = self._ready(), self._started()
@@ -319,7 +289,7 @@ class CausalCache(OllamaCache):
         return self._pass
 
     def get(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return what the batch attends to in the active layer.
+        """Return the history of the batch in the active layer, and its mask.
 
         Returns
         -------
@@ -345,15 +315,7 @@ class CausalCache(OllamaCache):
     # Sequences --------------------------------------------------------------------------
 
     def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
-        """Let `dst_seq` share the tokens of `src_seq` below position `n`.
-
-        Its own tokens are removed. No K or V is copied.
-
-        Raises
-        ------
-        CacheValueError
-            A sequence id or `n` is negative.
-        """
+        """Let `dst_seq` share the tokens of `src_seq` below position `n`, without a copy."""
         src, dst, count = as_copy(src_seq, dst_seq, n)
         cells = self._ready().cells
         if src == dst:
@@ -366,7 +328,7 @@ class CausalCache(OllamaCache):
 
         Always true without a sliding window, for unknown sequences too.
         """
-        ident, position = as_sequence("seq", seq), as_position("pos", pos)
+        ident, position = as_place(seq, pos)
         setup = self._ready()
         row = setup.cells.row(ident)
         if setup.memory == UNLIMITED:
@@ -390,10 +352,8 @@ class CausalCache(OllamaCache):
         NotSupported
             There are tokens after `end` and no `shift_fn`, or the sliding window would come to
             lie over tokens that it has given up (Ollama does not look).
-        CacheValueError
-            `seq` is negative.
-        PositionError
-            `begin` or `end` is negative, or `begin` over `end`.
+        CacheValueError, PositionError
+            See `Cache.remove`.
         """
         ident, first, last = as_range(seq, begin, end)
         setup, shift_fn = self._ready(), self._shared.function
@@ -411,27 +371,23 @@ class CausalCache(OllamaCache):
                 self._busy = False
         setup.cells.take(ident, cut)
 
-    # What WrapperCache asks beforehand ---------------------------------------------------
+    # Checks for WrapperCache -------------------------------------------------------------
 
     def _check_init(self, *sizes: Any) -> None:
-        """Raise what ``init`` would raise."""
         self._sized(*sizes)
 
     def _check_forward(self, batch: Batch, reserve: bool) -> None:
-        """Raise what ``start_forward`` would raise."""
         setup = self._ready()
         if not reserve:
             setup.cells.find_room(batch, setup.memory)
 
     def _check_remove(self, seq: int, begin: int, end: int) -> None:
-        """Raise what ``remove`` would raise, except for what `shift_fn` raises."""
         cells = self._ready().cells
         cut = cells.cut(seq, begin, end)
         if cut is not None:
             cells.check_shift(cut, self._window, self._shared.function is not None)
 
     def _check_copy_prefix(self, src: int, dst: int, n: int) -> None:
-        """Raise what ``copy_prefix`` would raise."""
         self._ready()
         if src == dst:
             self._check_remove(src, n, UNLIMITED)

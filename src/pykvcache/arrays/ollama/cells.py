@@ -134,7 +134,7 @@ class CellTable:
         return Room(start, losing, expired)
 
     def expire(self, room: Room) -> None:
-        """Drop what the sliding window gives up, and note up to where tokens are missing."""
+        """Drop the cells that the sliding window gives up, and note which tokens are missing."""
         rows, cells = room.losing, room.expired
         if rows.size:
             newest = np.where(cells, self.pos, -1).max(1)
@@ -180,7 +180,7 @@ class CellTable:
         self._forget(dst_seq)
 
     def cut(self, seq: int, begin: int, end: int) -> Cut | None:
-        """Return what ``[begin, end)`` takes out of a sequence, None if it is nothing."""
+        """Return the cells that ``[begin, end)`` takes out of a sequence, None if it takes none."""
         row = self.row(seq)
         if self.last[row] < begin or begin == end:
             return None
@@ -256,7 +256,7 @@ class CellTable:
         return dst, src
 
     def _dropped_after(self, cut: Cut) -> int:
-        """Return what `dropped` of the sequence is once the cut is made."""
+        """Return `dropped` of the sequence as it is after the cut."""
         dropped = int(self.dropped[cut.row])
         return dropped - (cut.end - cut.begin) if dropped > cut.end else min(dropped, cut.begin)
 

@@ -9,14 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._checks import as_float_dtype, as_int, as_ints, as_storable, converted
-from pykvcache.arrays.ollama.batch import (
-    Batch,
-    as_copy,
-    as_layer,
-    as_position,
-    as_range,
-    as_sequence,
-)
+from pykvcache.arrays.ollama.batch import Batch, as_copy, as_layer, as_place, as_range
 from pykvcache.arrays.ollama.cache import CacheConfig, OllamaCache
 from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported
 from pykvcache.errors._shown import shown
@@ -72,10 +65,8 @@ class EncoderCache(OllamaCache):
         ------
         NotSupported
             `max_sequences` is over 1, or the configuration asks for padding.
-        CacheValueError
-            A number is below 1.
-        CacheDTypeError
-            `dtype` is not float16, float32 or float64.
+        CacheDTypeError, CacheValueError
+            See `Cache.init`.
         """
         batch = as_int("max_batch", max_batch, minimum=1)
         self._check_init(dtype, max_sequences, capacity, batch)
@@ -102,13 +93,7 @@ class EncoderCache(OllamaCache):
         return self._pass
 
     def set_layer(self, layer: SupportsIndex) -> None:
-        """Choose the layer for ``put`` and ``get``.
-
-        Raises
-        ------
-        CacheLayerError
-            `layer` is negative.
-        """
+        """Choose the layer for ``put`` and ``get``; see `Cache.set_layer`."""
         index = as_layer(layer)
         self._ready()
         self._layer = index
@@ -124,11 +109,6 @@ class EncoderCache(OllamaCache):
 
         Its K and V belong to the position of the last item in `multimodal`, or else to that of
         an earlier pass.
-
-        Raises
-        ------
-        CacheValueError, PositionError
-            As `CausalCache.start_forward` does.
         """
         batch = Batch(positions, sequences, multimodal).check_size(self._ready())
         items = batch.multimodal
@@ -198,15 +178,7 @@ class EncoderCache(OllamaCache):
         return key, value, None
 
     def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
-        """Check the rows; there is no mask for them to change.
-
-        Raises
-        ------
-        CacheValueError
-            A row is outside the batch.
-        CacheOrderError
-            No batch was started.
-        """
+        """Check the rows; there is no mask for them to change. See `Cache.set_causal`."""
         rows = as_ints("except_", except_)
         self._started().batch.rows("except_", rows)
 
@@ -219,29 +191,20 @@ class EncoderCache(OllamaCache):
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
         """Return True: the stored item does not depend on positions."""
-        as_sequence("seq", seq), as_position("pos", pos)
+        as_place(seq, pos)
         self._ready()
         return True
 
     def remove(
         self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
     ) -> None:
-        """Forget the item if its position is in ``[begin, end)``.
-
-        Raises
-        ------
-        CacheValueError
-            `seq` is negative.
-        PositionError
-            `begin` or `end` is negative, or `begin` over `end`.
-        """
+        """Forget the item if its position is in ``[begin, end)``; see `Cache.remove`."""
         _, first, last = as_range(seq, begin, end)
         self._ready()
         if self._cached_pos is not None and first <= self._cached_pos < last:
             self._cached_pos = None
 
     def _check_init(self, *sizes: Any) -> None:
-        """Raise what ``init`` would raise."""
         dtype, max_sequences, capacity, max_batch = sizes
         as_float_dtype(dtype)
         count = as_int("max_sequences", max_sequences, minimum=1)
@@ -258,14 +221,11 @@ class EncoderCache(OllamaCache):
             raise NotSupported(message, "cache_padding", padding, 1)
 
     def _check_forward(self, batch: Batch, reserve: bool) -> None:
-        """Raise what ``start_forward`` would raise."""
         self._ready()
 
     def _check_copy_prefix(self, src: int, dst: int, n: int) -> NoReturn:
-        """Raise `NotSupported`."""
         self._ready()
         raise NotSupported("encoder cache does not support multiple sequences", "copy_prefix")
 
     def _check_remove(self, seq: int, begin: int, end: int) -> None:
-        """Raise what ``remove`` would raise."""
         self._ready()

@@ -9,14 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._checks import MOST, as_float_dtype, as_int, as_storable, check_shape
-from pykvcache.arrays.ollama.batch import (
-    Batch,
-    as_copy,
-    as_layer,
-    as_position,
-    as_range,
-    as_sequence,
-)
+from pykvcache.arrays.ollama.batch import Batch, as_copy, as_layer, as_place, as_range
 from pykvcache.arrays.ollama.causal import CausalCache
 from pykvcache.arrays.ollama.layers import ShiftFn
 from pykvcache.errors import CacheValueError, NotSupported
@@ -344,7 +337,7 @@ class RecurrentCache(CausalCache):
             The position from which the sequence can go on, at most `pos`: `pos` itself if the
             state is there, else one after the highest checkpoint below `pos`.
         """
-        ident, target = as_sequence("seq", seq), as_position("pos", pos)
+        ident, target = as_place(seq, pos)
         length, state = self._length(ident), self._states.get(ident)
         self._pending.pop(ident, None)
         if state is None or target == 0:
@@ -360,7 +353,7 @@ class RecurrentCache(CausalCache):
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
         """Return whether the state is at `pos`, or a checkpoint is right before it."""
-        ident, position = as_sequence("seq", seq), as_position("pos", pos)
+        ident, position = as_place(seq, pos)
         if not super().can_resume(ident, position):
             return False
         length, state = self._length(ident), self._states.get(ident)
@@ -409,7 +402,6 @@ class RecurrentCache(CausalCache):
             state.pos -= stop - first
 
     def _check_forward(self, batch: Batch, reserve: bool) -> None:
-        """Raise what ``start_forward`` would raise."""
         super()._check_forward(batch, reserve)
         for i, seq in enumerate(() if reserve else batch.ids):
             pos = self._states[seq].pos if seq in self._states else 0
@@ -429,7 +421,6 @@ class RecurrentCache(CausalCache):
                 raise NotSupported(message, f"state of sequence {seq}", pos, length)
 
     def _check_remove(self, seq: int, begin: int, end: int) -> None:
-        """Raise what ``remove`` would raise, except for what `shift_fn` raises."""
         super()._check_remove(seq, begin, end)
         state = self._states.get(seq)
         if state is None or not 0 < begin < state.pos <= end:

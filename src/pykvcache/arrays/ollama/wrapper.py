@@ -1,4 +1,4 @@
-"""Several caches as one, for models whose layers differ in what they attend to."""
+"""Several caches as one, for models whose layers attend in different ways."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from typing import Any, SupportsIndex
 from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._checks import MOST, as_int, as_ints
-from pykvcache.arrays.ollama.batch import (
-    UNLIMITED,
-    Batch,
-    as_copy,
-    as_layer,
-    as_position,
-    as_range,
-    as_sequence,
-)
+from pykvcache.arrays.ollama.batch import UNLIMITED, Batch, as_copy, as_layer, as_place, as_range
 from pykvcache.arrays.ollama.cache import Cache, CacheConfig, OllamaCache
 from pykvcache.errors import CacheLayerError, CacheOrderError, CacheValueError
 from pykvcache.errors._shown import shown
@@ -76,7 +68,6 @@ class WrapperCache(OllamaCache):
         return self._caches[self._type]
 
     def _leaves(self) -> Iterator[Cache]:
-        """Yield the caches; a wrapped `WrapperCache` yields its own."""
         for cache in self._caches:
             if isinstance(cache, WrapperCache):
                 yield from cache._leaves()
@@ -119,25 +110,16 @@ class WrapperCache(OllamaCache):
         self._max_batch, self._closed = 0, True
 
     def set_layer(self, layer: SupportsIndex) -> None:
-        """Choose the layer, in all caches.
-
-        Raises
-        ------
-        CacheLayerError
-            `layer` is negative.
-        """
+        """Choose the layer, in all caches."""
         index = as_layer(layer)
         self._ready()
         for cache in self._caches:
             cache.set_layer(index)
 
     def set_layer_type(self, i: SupportsIndex) -> None:
-        """Choose the cache for ``put`` and ``get`` until the next ``start_forward``.
+        """Choose cache `i` for ``put`` and ``get`` until the next ``start_forward``.
 
-        Raises
-        ------
-        CacheLayerError
-            There is no cache `i`.
+        `CacheLayerError` if there is none.
         """
         index = as_int("layer type", i)
         if not 0 <= index < len(self._caches):
@@ -202,7 +184,7 @@ class WrapperCache(OllamaCache):
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
         """Return whether all caches can resume, and hold the same tokens."""
-        ident, position = as_sequence("seq", seq), as_position("pos", pos)
+        ident, position = as_place(seq, pos)
         self._ready()
         if position and ident in self._torn:
             return False
@@ -247,7 +229,7 @@ class WrapperCache(OllamaCache):
             raise self._not_ready()
         return self._max_batch
 
-    # What an outer WrapperCache asks beforehand --------------------------------------------
+    # Checks for an outer WrapperCache -----------------------------------------------------
 
     def _check_idle(self) -> None:
         super()._check_idle()

@@ -211,17 +211,6 @@ def test_random_prompts_get_the_slots_of_the_policy_and_see_their_history(
 # By example -----------------------------------------------------------------------------------
 
 
-def slots(
-    *contents: tuple[list[Input], float], multi_user: bool, in_use: tuple[int, ...] = ()
-) -> InputCache:
-    """Return slots of given inputs, used so many seconds ago, without a cache."""
-    policy = InputCache(None, 100 * len(contents), len(contents), 1, multi_user, np.float16)
-    for slot, (inputs, ago) in zip(policy.slots, contents, strict=True):
-        slot.inputs, slot.last_used = inputs, time.monotonic() - ago
-        slot.in_use = slot.id in in_use
-    return policy
-
-
 def use(policy: InputCache, *numbers: int, cache_prompt: bool = True) -> tuple[int, int]:
     """Load, evaluate and release; return the slot and how many inputs were left to evaluate."""
     slot, rest = policy.load_slot(tokens(*numbers), cache_prompt)
@@ -292,60 +281,11 @@ def test_input_cache_stores_f16_by_default() -> None:
     ],
 )
 def test_inputs_are_the_same_by_token_and_hash(held: Any, prompt: Any, common: int) -> None:
-    policy = slots((held, 1.0), multi_user=False)
+    policy = InputCache(None, 100, 1, 1)
+    policy.slots[0].inputs = held
     slot, rest = policy.load_slot(prompt)
     assert slot.inputs == prompt[:common]
     assert rest == prompt[common:]
-
-
-@pytest.mark.parametrize(
-    ("contents", "in_use", "prompt", "chosen", "past"),
-    [
-        ([[], []], (), (1,), 0, 0),
-        ([[1], [1, 2]], (), (1, 2, 3), 1, 2),
-        ([[1, 2], []], (), (2,), 0, 0),
-        ([[1, 2], []], (), (1, 9), 0, 1),
-        ([[1], [1, 2]], (), (2, 3), 0, 0),
-        ([[1, 2], [1]], (0,), (1, 2), 1, 1),
-    ],
-    ids=["empty", "extend", "new", "cut", "evict", "in use"],
-)
-def test_single_user_takes_the_longest_free_prefix(
-    contents: Any, in_use: Any, prompt: Any, chosen: int, past: int
-) -> None:
-    filled = [(tokens(*numbers), float(i + 1)) for i, numbers in enumerate(contents)]
-    policy = slots(*filled, multi_user=False, in_use=in_use)
-    slot, rest = policy.load_slot(tokens(*prompt))
-    assert slot is policy.slots[chosen]
-    assert [item.token for item in slot.inputs] == list(prompt[:past])
-    assert [item.token for item in rest] == list(prompt[past:])
-
-
-@pytest.mark.parametrize(
-    ("contents", "in_use", "prompt", "chosen", "past"),
-    [
-        ([([], 9), ([], 9)], (), (1,), 0, 0),
-        ([([1], 1), ([1, 2], 2)], (), (1, 2, 3), 1, 2),
-        ([([1, 2], 1), ([], 9)], (), (2,), 1, 0),
-        ([([1, 2], 1), ([], 9)], (), (1, 9), 1, 1),
-        ([([1], 1), ([1, 2], 2)], (), (2, 3), 1, 0),
-        ([([1, 2], 1), ([1], 2)], (0,), (1, 2, 3), 1, 2),
-        ([([7, 8], 1), ([1, 2, 3], 3), ([5], 2)], (), (1, 2, 9), 1, 2),
-    ],
-    ids=["empty", "extend", "new", "fork", "evict", "fork from one in use", "oldest is longest"],
-)
-def test_several_users_take_a_whole_prefix_or_fork_into_the_oldest(
-    contents: Any, in_use: Any, prompt: Any, chosen: int, past: int
-) -> None:
-    filled = [(tokens(*numbers), float(ago)) for numbers, ago in contents]
-    policy = slots(*filled, multi_user=True, in_use=in_use)
-    before = [list(slot.inputs) for slot in policy.slots]
-    slot, rest = policy.load_slot(tokens(*prompt))
-    assert slot is policy.slots[chosen]
-    assert [item.token for item in slot.inputs] == list(prompt[:past])
-    assert [item.token for item in rest] == list(prompt[past:])
-    for other, inputs in zip(policy.slots, before, strict=True):
-        assert other is slot or other.inputs == inputs
 
 
 def test_oldest_slot_is_evicted_even_within_a_tick_of_the_clock(
@@ -358,23 +298,6 @@ def test_oldest_slot_is_evicted_even_within_a_tick_of_the_clock(
         slot.inputs, slot.in_use = tokens(first, 0), False
         assert slot.id == (first - 1) % 3
         assert slot.last_used == pytest.approx(5.0)
-
-
-@pytest.mark.parametrize("multi_user", [False, True])
-def test_full_match_leaves_one_input(multi_user: bool) -> None:
-    policy = InputCache(CausalCache(), 20, 1, 8, multi_user, np.float32)
-    use(policy, 1, 2, 3)
-    slot, rest = policy.load_slot(tokens(1, 2, 3))
-    assert (len(slot.inputs), rest) == (2, tokens(3))
-    assert seen(policy.cache, 0, 2) == [0.5, 1, 2]
-
-
-@pytest.mark.parametrize("multi_user", [False, True])
-def test_cache_prompt_false_evaluates_everything(multi_user: bool) -> None:
-    policy = InputCache(CausalCache(), 20, 1, 8, multi_user, np.float32)
-    use(policy, 1, 2, 3)
-    assert use(policy, 1, 2, 3, cache_prompt=False) == (0, 3)
-    assert seen(policy.cache, 0, 3) == [0.5, 1, 2, 3]
 
 
 class Checkpoints(CausalCache):

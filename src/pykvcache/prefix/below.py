@@ -139,7 +139,6 @@ class TierMethods(BeginMethods, KeepMethods):
 
     def _evaluated(self, sequence: CachedSequence) -> None:
         """Give the tiers what others wait for, as soon as the prompt is evaluated."""
-        self._fill_reserve()
         self._end_search(sequence)
 
     def _end_search(self, sequence: CachedSequence) -> None:
@@ -157,12 +156,6 @@ class TierMethods(BeginMethods, KeepMethods):
                 self._keep(sequence)
         finally:
             self._tiers.release(lease)
-
-    def _fill_reserve(self) -> None:
-        """Get memory for the blocks of the next prompt, in a thread; without tiers none is due."""
-        if len(self._tiers):
-            room = max(0, self._ram.max_bytes - self._ram.nbytes)
-            self._reserve.fill(room, progress_of(self._ctx))
 
     def _await(self, sequence: CachedSequence, fetch: Fetch, evaluation: float) -> None:
         """Wait for a search as long as it is worth it; what is still to come is met later."""

@@ -1,4 +1,4 @@
-"""Compute threads: shared by contexts, asleep when idle, fewer where the system has none, caught when they throw."""
+"""Compute threads are shared by contexts, sleep when idle, and may be fewer than asked for."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ void choices::choose(one & each, int32_t n_vocab, chooser::candidate_list & list
 }
 
 void choices::recall(size_t i) const noexcept {
-    const rpc_link * lost = watched_links ? lost_link(*watched_links) : nullptr;
+    const device_link * lost = watched_links ? lost_link(*watched_links) : nullptr;
     if (lost) {
         note_lost(*lost);
     } else {

@@ -73,6 +73,7 @@ cdef enum:
 
 include "hooks.pxi"
 include "devices.pxi"
+include "rpc/rpc.pxi"
 include "convert.pxi"
 include "model.pxi"
 include "handle.pxi"

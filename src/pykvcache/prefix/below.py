@@ -15,7 +15,6 @@ from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError
 from pykvcache.prefix.begin import BeginMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
-from pykvcache.prefix.digests import progress_of
 from pykvcache.prefix.finding import Found
 from pykvcache.prefix.gather import Gathered, gather
 from pykvcache.prefix.in_use import InUse

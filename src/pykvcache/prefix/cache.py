@@ -171,7 +171,9 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
         model, _, layout = self._digests
         self._tiers = Tiers(
             stores,
-            Envelope(model=model, layout=layout, secret=secret, memory=lambda n: buffers.take(n).data),
+            Envelope(
+                model=model, layout=layout, secret=secret, memory=lambda n: buffers.take(n).data
+            ),
             as_queue_bytes(queue_bytes, most),
             self._events.add,
             progress_of(context),

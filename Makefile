@@ -83,13 +83,13 @@ format: $(VENV)/.dev ## let ruff rewrite what it can
 test-arrays: $(VENV)-arrays/.ready ## the array caches alone, without the compiled layer
 	PYTHONPATH=src $(VENV)-arrays/bin/python -m pytest tests/arrays -W "ignore:pykvcache is not built:RuntimeWarning"
 
-# A build with ggml's RPC and, where its tools are here, with Vulkan: Mesa's software device will do. Its shaders are
-# compiled without the optimiser (GLSLC=/usr/bin/glslc has it, and takes an hour).
+# A build with Vulkan where its tools are here: Mesa's software device will do. Its shaders are compiled without the
+# optimiser (GLSLC=/usr/bin/glslc has it, and takes an hour).
 GLSLC ?= $(abspath tests/devices/glslc)
 VULKAN_INCLUDE ?= /usr/include
 HAS_VULKAN := $(shell command -v glslc >/dev/null && \
                 grep -qs 'VERSION_COMPLETE.*0, 1, 4,' $(VULKAN_INCLUDE)/vulkan/vulkan_core.h && echo ON)
-DEVICE_ARGS := --config-settings=build-dir=build/device --config-settings=cmake.define.GGML_RPC=ON \
+DEVICE_ARGS := --config-settings=build-dir=build/device \
                $(if $(HAS_VULKAN),--config-settings=cmake.define.GGML_VULKAN=ON \
                --config-settings=cmake.define.Vulkan_INCLUDE_DIR=$(VULKAN_INCLUDE) \
                --config-settings=cmake.define.Vulkan_GLSLC_EXECUTABLE=$(GLSLC))

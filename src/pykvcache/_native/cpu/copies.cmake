@@ -99,8 +99,8 @@ function(pykvcache_copy_cpu_code)
       OUTPUT "${object}"
       COMMAND "${CMAKE_COMMAND}" "-DLD=${CMAKE_LINKER}" "-DOBJCOPY=${CMAKE_OBJCOPY}" "-DOBJDUMP=${CMAKE_OBJDUMP}"
               "-DCOPY=${copy}" "-DENTRIES=${entries}" "-DOUT=${object}" "-DOBJECTS=$<JOIN:$<TARGET_OBJECTS:${target}>,|>"
-              -P "${PROJECT_SOURCE_DIR}/cmake/JoinCopy.cmake"
-      DEPENDS ${target} $<TARGET_OBJECTS:${target}> "${PROJECT_SOURCE_DIR}/cmake/JoinCopy.cmake"
+              -P "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/cpu/join_copy.cmake"
+      DEPENDS ${target} $<TARGET_OBJECTS:${target}> "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/cpu/join_copy.cmake"
       COMMENT "Joining ggml's CPU code for ${copy}" VERBATIM)
     list(APPEND joined "${object}")
   endforeach()

@@ -80,7 +80,7 @@ Smallest: Any = store_of_the_document()
 
 
 class TestSmallest(StoreConformance):
-    shared = has_leases = can_discard = False
+    shared = can_discard = False
 
     def make_store(self) -> BlockStore:
         store: BlockStore = Smallest()

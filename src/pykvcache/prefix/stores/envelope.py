@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores._arguments import check_keys, flat
+from pykvcache.prefix.stores.base import check_keys, flat
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

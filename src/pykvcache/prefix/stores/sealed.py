@@ -7,8 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pykvcache.prefix.stores._arguments import check_items, check_keys, writable
-from pykvcache.prefix.stores.base import BlockStore, StoreCounters, StoreEntry
+from pykvcache.prefix.stores.base import (
+    BlockStore,
+    StoreEntry,
+    check_items,
+    check_keys,
+    writable,
+)
 from pykvcache.prefix.stores.envelope import Envelope, Rejection
 
 if TYPE_CHECKING:
@@ -42,11 +47,8 @@ class SealedStore(BlockStore):
     def __init__(self, store: BlockStore, envelope: Envelope) -> None:
         self.store = store
         self.envelope = envelope
+        self.counters = store.counters
         self.rejections: Counter[Rejection] = Counter()
-
-    @cached_property
-    def _counters(self) -> StoreCounters:
-        return self.store.counters
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """Return how many of the leading keys are there, right or not."""
@@ -176,14 +178,6 @@ class SealedStore(BlockStore):
     def entries(self) -> Iterator[StoreEntry]:
         """Yield every block; the keys are the store's own."""
         return self.store.entries()
-
-    def lease(self, key: bytes, seconds: float) -> bool:
-        """Return whether the caller is the one to evaluate; see `BlockStore.lease`."""
-        return self.store.lease(self.envelope.name(key), seconds)
-
-    def release(self, key: bytes) -> None:
-        """End a lease of this object."""
-        self.store.release(self.envelope.name(key))
 
     def close(self) -> None:
         """Close the store inside."""

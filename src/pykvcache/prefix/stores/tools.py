@@ -1,25 +1,93 @@
-"""Inspect and repair a store without a model: the functions behind ``pykvcache cache``."""
+"""Functions over stores: open one by its address, measure it, verify its blocks.
+
+``pykvcache cache`` is made of them; none needs a model.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from pykvcache._paths import as_path
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores._open import open_store
+from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores.base import BlockStore, StoreEntry
-from pykvcache.prefix.stores.cluster import CLUSTER_SCHEMES
 from pykvcache.prefix.stores.envelope import Envelope, Rejection, fresh
-from pykvcache.prefix.stores.redis import SCHEMES
+from pykvcache.prefix.stores.folder import FolderStore
+from pykvcache.prefix.stores.objects import ObjectStore
+from pykvcache.prefix.stores.redis import RedisClusterStore, RedisStore
 
-__all__ = ["Usage", "open_existing", "usage", "verify"]
+__all__ = ["Usage", "open_existing", "open_store", "usage", "verify"]
 
-# Seconds that a server may take.
+# A new store adds its name here; its `schemes` are the addresses that lead to it.
+_STORES: tuple[type[Any], ...] = (RedisStore, RedisClusterStore, ObjectStore)
+
+# Timeouts of a server in seconds, where no request of a model waits.
 _PATIENT = {"timeout": 30.0, "connect_timeout": 5.0}
 # Where the header of a sealed block has its key.
 _KEY = slice(16, 48)
+
+
+def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> BlockStore:
+    """Return the store at an address.
+
+    Parameters
+    ----------
+    where : str, PathLike or BlockStore
+        A folder is a `FolderStore`, ``redis://`` and its kin a `RedisStore`, ``redis+cluster://``
+        a `RedisClusterStore`, ``s3://``, ``gs://``, ``az://``, ``file://`` an `ObjectStore`. A
+        store is returned as it is.
+    **options
+        Passed to the class.
+
+    Raises
+    ------
+    StoreError
+        The URL is of no known kind, or what the class raises.
+    """
+    if isinstance(where, BlockStore):
+        return where
+    name = as_path(where, "a store", error=StoreError)
+    scheme, separator, _ = name.partition("://")
+    kind = _kind_of(scheme) if separator else FolderStore
+    store: BlockStore = kind(name, **options)
+    return store
+
+
+def _kind_of(scheme: str) -> type[Any]:
+    for kind in _STORES:
+        if scheme in kind.schemes:
+            return kind
+    known = ", ".join(sorted(frozenset().union(*(kind.schemes for kind in _STORES))))
+    text = f"{shown(scheme)[1:-1]}:// is not a store: known are {known}"
+    raise StoreError(text, value=scheme, limit=known)
+
+
+def open_existing(where: str) -> BlockStore:
+    """Return the store at an address, for a tool; a folder has to exist already.
+
+    Raises
+    ------
+    FileNotFoundError, NotADirectoryError
+        There is no such folder.
+    StoreError
+        The address is of no known kind, or cannot be used.
+    """
+    where = as_path(where, "a store", error=StoreError)
+    scheme, separator, _ = where.partition("://")
+    if separator:
+        # A slow server must not look like an empty one.
+        return open_store(where, **_PATIENT if issubclass(_kind_of(scheme), RedisStore) else {})
+    path = os.path.abspath(os.path.expanduser(where))
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise NotADirectoryError(20, "this is a file; the blocks of a cache are in a folder", path)
+    if not os.path.isdir(path):
+        raise FileNotFoundError(2, "no such folder", path)
+    if not os.path.isdir(os.path.join(path, "blocks")):
+        raise StoreError(f"{path} holds no blocks of a cache", value=path)
+    return open_store(path, max_bytes=1 << 62)
 
 
 @dataclass(frozen=True)
@@ -40,39 +108,6 @@ class Usage:
     newest: float | None
 
 
-class _ByName(Envelope):
-    """An envelope that is given the keys under which blocks lie in their store."""
-
-    def name(self, key: bytes) -> bytes:
-        return key
-
-
-def open_existing(where: str) -> BlockStore:
-    """Return the store at an address; a folder has to be there already.
-
-    Raises
-    ------
-    FileNotFoundError, NotADirectoryError
-        There is no such folder.
-    StoreError
-        The address is of no known kind, or cannot be used.
-    """
-    where = as_path(where, "a store", error=StoreError)
-    scheme, separator, _ = where.partition("://")
-    if separator:
-        # No request waits here: a slow server must not look like an empty one.
-        is_server = scheme in SCHEMES | CLUSTER_SCHEMES
-        return open_store(where, **_PATIENT) if is_server else open_store(where)
-    path = os.path.abspath(os.path.expanduser(where))
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise NotADirectoryError(20, "this is a file; the blocks of a cache are in a folder", path)
-    if not os.path.isdir(path):
-        raise FileNotFoundError(2, "no such folder", path)
-    if not os.path.isdir(os.path.join(path, "blocks")):
-        raise StoreError(f"{path} holds no blocks of a cache", value=path)
-    return open_store(path, max_bytes=1 << 62)
-
-
 def usage(store: BlockStore) -> Usage:
     """Return how full a store is; walks over all of its blocks."""
     n_blocks = n_bytes = 0
@@ -83,6 +118,13 @@ def usage(store: BlockStore) -> Usage:
         oldest = entry.used if oldest is None else min(oldest, entry.used)
         newest = entry.used if newest is None else max(newest, entry.used)
     return Usage(n_blocks, n_bytes, oldest, newest)
+
+
+class _ByName(Envelope):
+    """An envelope that is given the keys under which blocks lie in their store."""
+
+    def name(self, key: bytes) -> bytes:
+        return key
 
 
 def verify(

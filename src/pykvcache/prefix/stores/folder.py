@@ -390,14 +390,15 @@ class FolderStore(BlockStore):
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used now, in one transaction; see `BlockStore.touch`."""
         keys = check_keys(keys)
-        if keys:
-            self._transact(lambda rows: self._use(rows, keys), None)
+        none: list[tuple[bytes, int]] = []
+        for key, used in self._transact(lambda rows: self._use(rows, keys), none):
+            self._files.set_used(key, used)
 
-    def _use(self, rows: Rows, keys: list[bytes]) -> None:
+    @staticmethod
+    def _use(rows: Rows, keys: list[bytes]) -> list[tuple[bytes, int]]:
+        """Return the new time of use of each block that is there."""
         now = rows.now(len(keys))
-        for i, key in enumerate(keys):
-            if rows.use(key, now - i):
-                self._files.set_used(key, now - i)
+        return [(key, now - i) for i, key in enumerate(keys) if rows.use(key, now - i)]
 
     def trim(self, max_bytes: int) -> list[bytes]:
         """Remove the least recently used blocks, in all processes; see `BlockStore.trim`."""

@@ -150,7 +150,4 @@ class MemoryStore(BlockStore):
 
     def close(self) -> None:
         """Forget every block."""
-        with self._held():
-            self._closed = True
-            self._blocks.clear()
-            self._size = 0
+        self._closed, self._blocks, self._size = True, OrderedDict(), 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import secrets
 import struct
 import threading
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["ObjectStore"]
+
+# The process that used obstore first: requests of its forked children would never end.
+_processes: dict[str, int] = {}
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -63,7 +67,8 @@ class ObjectStore(RemoteStore):
     ------
     StoreError
         obstore cannot use the URL or the options, the bucket does not exist, or these credentials
-        may not read it. A server that does not answer is a warning only.
+        may not read it; or this is a forked child of a process that has used obstore. A server
+        that does not answer is a warning only.
     ImportError
         obstore is not installed.
     """
@@ -85,6 +90,8 @@ class ObjectStore(RemoteStore):
             text = f"ObjectStore needs obstore: pip install 'pykvcache[obstore]' ({error})"
             raise ImportError(text) from error
         self._obstore: Any = obstore
+        if os.getpid() != _processes.setdefault("first", os.getpid()):
+            raise StoreError("obstore has threads, and does not work in a forked child", value=url)
         is_local = check_text(url, "url").startswith(("file:", "memory:"))
         if not is_local:
             times = {"timeout": timeout, "connect_timeout": min(timeout, 2.0)}
@@ -286,10 +293,8 @@ class ObjectStore(RemoteStore):
                 uses[key] = max(used, uses.get(key, 0))
         return uses, paths
 
-    def close(self) -> None:
-        """Record the last uses; later calls are misses."""
+    def _finish(self) -> None:
         self._record()
-        super().close()
 
     # Several requests at once -----------------------------------------------------------
 

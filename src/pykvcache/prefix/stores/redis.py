@@ -8,8 +8,8 @@ import re
 import ssl
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-from urllib.parse import SplitResult, urlsplit
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
 
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores.base import (
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RedisClusterStore", "RedisStore"]
 
-_T = TypeVar("_T")
-
 # How many bytes and keys a request moves at most, unless one block is larger.
 _REQUEST_BYTES, _REQUEST_KEYS = 2 << 20, 1024
 # The longest value that a server takes by default.
@@ -39,7 +37,9 @@ _MAX_VALUE = 512 << 20
 _N_PARALLEL = 8
 # After a failure a cluster is asked which node has which slots, but not more often, in seconds.
 _REFRESH = 2.0
-# A server, how messages name it among others, and indices of the commands that go to it.
+# A command of one key, which is its second item.
+_Command = tuple[Any, ...]
+# The name of a server among others, its client, and which of some commands go to it.
 _Server = tuple[str, Any, list[int]]
 
 
@@ -111,6 +111,8 @@ class RedisStore(RemoteStore):
                 f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}", _N_PARALLEL
             )
             self._client = self._make_client(url, options)
+        except StoreError:
+            raise
         except (ValueError, TypeError) as error:
             raise StoreError(f"the URL cannot be used: {error}", value=scheme) from error
         self._check_server(self._probe)
@@ -127,39 +129,46 @@ class RedisStore(RemoteStore):
         chain: list[BaseException] = [error]
         while cause := chain[-1].__cause__ or chain[-1].__context__:
             chain.append(cause)
-        denied = (errors.NoPermissionError, errors.ReadOnlyError, errors.AuthenticationError)
-        if any(isinstance(one, (*denied, ssl.SSLCertVerificationError)) for one in chain):
+
+        def is_one_of(*kinds: type[Exception]) -> bool:
+            return any(isinstance(one, kinds) for one in chain)
+
+        if is_one_of(
+            *(errors.NoPermissionError, errors.ReadOnlyError, errors.AuthenticationError),
+            ssl.SSLCertVerificationError,
+        ):
             return "denied"
-        if isinstance(error, errors.OutOfMemoryError):
+        if is_one_of(errors.OutOfMemoryError):
             return "full"
-        if isinstance(error, (errors.TimeoutError, TimeoutError)):
+        if is_one_of(errors.TimeoutError, TimeoutError):
             return "timed_out"
-        # A cluster that lacks slots, or a server that reads its data, does not answer yet.
-        if any(isinstance(one, errors.ClusterDownError) for one in chain):
-            return "failed"
-        return (
-            "refused" if any(isinstance(one, errors.ResponseError) for one in chain) else "failed"
-        )
+        # While a cluster finds another node for its slots, it does not answer.
+        is_refusal = is_one_of(errors.ResponseError) and not is_one_of(errors.ClusterDownError)
+        return "refused" if is_refusal else "failed"
 
     # Requests ---------------------------------------------------------------------------
 
-    def _servers(self, commands: list[tuple[Any, ...]]) -> list[_Server]:
+    def _servers(self, commands: Sequence[_Command]) -> list[_Server]:
         """Return the servers, and which commands go to each."""
         return [("", self._client, list(range(len(commands))))]
 
-    def _each(self, commands: list[tuple[Any, ...]], *, is_write: bool = False) -> list[Any]:
+    def _each(self, commands: Sequence[_Command], *, is_write: bool = False) -> list[Any]:
         """Send commands of one key each; return the answers, False for those that failed."""
         answers: list[Any] = [False] * len(commands)
 
         def ask(server: _Server) -> None:
             node, client, which = server
-            self._ask(lambda: self._send(client, commands, which, answers), node, is_write=is_write)
+            for begin in range(0, len(which), _REQUEST_KEYS):
+                send = functools.partial(
+                    self._send, client, commands, which[begin : begin + _REQUEST_KEYS], answers
+                )
+                self._ask(send, node, is_write=is_write)
 
         self._map(ask, self._servers(commands))
         return answers
 
     def _send(
-        self, client: Any, commands: list[tuple[Any, ...]], which: list[int], answers: list[Any]
+        self, client: Any, commands: Sequence[_Command], which: list[int], answers: list[Any]
     ) -> None:
         """Send some commands in one request, and place their answers; raise the first error."""
         pipeline = client.pipeline(transaction=False)
@@ -167,41 +176,32 @@ class RedisStore(RemoteStore):
             pipeline.execute_command(*commands[i])
         failure: Exception | None = None
         for i, answer in zip(which, pipeline.execute(raise_on_error=False), strict=True):
-            try:
-                answers[i] = self._followed(answer, commands[i])
-            except Exception as error:
-                failure = failure or error
+            if isinstance(answer, self._redis.exceptions.AskError):  # or that it has moved
+                answer = self._follow(commands[i], answer)
+            if isinstance(answer, Exception):
+                failure = failure or answer
+            else:
+                answers[i] = answer
         if failure is not None:
             raise failure
 
-    def _followed(self, answer: Any, command: tuple[Any, ...]) -> Any:
-        """Return an answer, or raise it."""
-        if isinstance(answer, Exception):
-            raise answer
+    def _follow(self, command: _Command, answer: Exception) -> Any:
+        """Return the answer of the server that has a key, where another one said so."""
         return answer
 
-    def _named(self, *command: Any, keys: Sequence[bytes]) -> list[tuple[Any, ...]]:
-        return [(*command, self._prefix + key) for key in keys]
+    def _commands(self, name: str, keys: Sequence[bytes]) -> list[_Command]:
+        return [(name, self._prefix + key) for key in keys]
 
     # The five methods -------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """Return how many of the leading keys are there; see `BlockStore.contains`."""
-        keys = check_keys(keys)
-        for begin in range(0, len(keys), _REQUEST_KEYS):
-            there = self.present(keys[begin : begin + _REQUEST_KEYS])
-            if False in there:
-                return begin + there.index(False)
-        return len(keys)
+        there = self.present(keys)
+        return there.index(False) if False in there else len(there)
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is there; see `BlockStore.present`."""
-        keys = check_keys(keys)
-        there: list[bool] = []
-        for begin in range(0, len(keys), _REQUEST_KEYS):
-            group = keys[begin : begin + _REQUEST_KEYS]
-            there += [answer == 1 for answer in self._each(self._named("EXISTS", keys=group))]
-        return there
+        return [n == 1 for n in self._each(self._commands("EXISTS", check_keys(keys)))]
 
     @property
     def n_probes(self) -> int:
@@ -213,7 +213,7 @@ class RedisStore(RemoteStore):
         pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))
         done = n_bytes = 0
         for group in _groups(pairs):
-            values = self._each(self._named("GET", keys=[key for key, _ in group]))
+            values = self._each(self._commands("GET", [key for key, _ in group]))
             begin = done
             for (_, view), value in zip(group, values, strict=True):
                 if not isinstance(value, bytes):
@@ -247,9 +247,8 @@ class RedisStore(RemoteStore):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used now, to the second; see `BlockStore.touch`."""
-        keys = check_keys(keys)[::-1]  # the first one last
-        for begin in range(0, len(keys), _REQUEST_KEYS):
-            self._each(self._named("TOUCH", keys=keys[begin : begin + _REQUEST_KEYS]))
+        # The first one last, so that it is the most recent.
+        self._each(self._commands("TOUCH", check_keys(keys)[::-1]))
 
     def trim(self, max_bytes: int) -> list[bytes]:
         """Remove the least recently used blocks; walks over all keys of the server.
@@ -275,11 +274,8 @@ class RedisStore(RemoteStore):
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks; see `BlockStore.discard`."""
-        keys = check_keys(keys)
-        removed = 0
-        for begin in range(0, len(keys), _REQUEST_KEYS):
-            commands = self._named("UNLINK", keys=keys[begin : begin + _REQUEST_KEYS])
-            removed += sum(answer == 1 for answer in self._each(commands, is_write=True))
+        answers = self._each(self._commands("UNLINK", check_keys(keys)), is_write=True)
+        removed = sum(bool(answer == 1) for answer in answers)
         self.counters.add(removed=removed)
         return removed
 
@@ -315,17 +311,15 @@ class RedisStore(RemoteStore):
             pipeline.execute_command("OBJECT", "IDLETIME", name)
         info, *facts = pipeline.execute(raise_on_error=False)
         now = int(time.time())
-        if isinstance(info, dict):  # the clock of uses: seconds in 24 bits, a little behind
-            now -= (now - info.get("lru_clock", now)) & 0xFFFFFF
+        if isinstance(info, dict):  # by the clock that notes uses: seconds in 24 bits
+            now -= (now - info.get("lru_clock", now) + 0x800000 & 0xFFFFFF) - 0x800000
         return cursor, [
             StoreEntry(name[-KEY_SIZE:], n_bytes, float(now - idle) if type(idle) is int else 0.0)
             for name, n_bytes, idle in zip(names, facts[::2], facts[1::2], strict=True)
             if type(n_bytes) is int
         ]
 
-    def close(self) -> None:
-        """Close the connections; later calls are misses."""
-        super().close()
+    def _finish(self) -> None:
         with contextlib.suppress(Exception):
             self._client.close()
 
@@ -359,22 +353,19 @@ class RedisClusterStore(RedisStore):
 
     def _make_client(self, url: str, options: dict[str, Any]) -> Any:
         """Return nothing yet: a client of a cluster asks for the slots when it is made."""
-        parts = urlsplit(url)
+        parts, cluster = urlsplit(url), self._redis.cluster
         login, at, hosts = parts.netloc.rpartition("@")
-        if not (seeds := [host for host in hosts.split(",") if host]):
-            raise ValueError("it names no host")
-        node, cluster = self._redis.cluster.ClusterNode, self._redis.cluster.RedisCluster
-        others = [(seed.hostname or "", seed.port or 6379) for seed in map(_as_host, seeds[1:])]
-        first = parts._replace(netloc=f"{login}{at}{seeds[0]}", path="").geturl()
-        _as_host(seeds[0])
-
-        def connect() -> Any:
-            startup = [node(*one) for one in others]
-            return cluster(url=first, startup_nodes=startup, require_full_coverage=False, **options)
-
-        self._connect = connect
-        self._refreshed_at = float("-inf")
-        self._has_gaps = False
+        if not (names := [name for name in hosts.split(",") if name]):
+            raise StoreError("the URL names no host", value=parts.scheme, limit="host:port")
+        nodes = [urlsplit(f"//{name}") for name in names]
+        self._connect = functools.partial(
+            cluster.RedisCluster,
+            url=parts._replace(netloc=f"{login}{at}{names[0]}", path="").geturl(),
+            startup_nodes=[cluster.ClusterNode(n.hostname or "", n.port or 6379) for n in nodes],
+            require_full_coverage=False,
+            **options,
+        )
+        self._refreshed_at, self._has_gaps = float("-inf"), False
 
     def _probe(self) -> None:
         self._client = self._connect()
@@ -391,10 +382,10 @@ class RedisClusterStore(RedisStore):
             self._ask(self._client.nodes_manager.initialize)
             # A node that has lost its slots is not asked any more, and cannot fail.
             for name in {*self._breakers} - {node.name for node in self._client.get_primaries()}:
-                del self._breakers[name]
+                self._breakers.pop(name, None)
         return self._client is not None
 
-    def _servers(self, commands: list[tuple[Any, ...]]) -> list[_Server]:
+    def _servers(self, commands: Sequence[_Command]) -> list[_Server]:
         servers: dict[str, _Server] = {}
         for i, command in enumerate(commands if self._is_connected() else ()):
             try:
@@ -407,10 +398,11 @@ class RedisClusterStore(RedisStore):
             servers.setdefault(node.name, (node.name, client, []))[2].append(i)
         return list(servers.values())
 
-    def _followed(self, answer: Any, command: tuple[Any, ...]) -> Any:
-        if isinstance(answer, self._redis.exceptions.AskError):  # or that it has moved
+    def _follow(self, command: _Command, answer: Exception) -> Any:
+        try:
             return self._client.execute_command(*command)
-        return super()._followed(answer, command)
+        except Exception as error:
+            return error
 
     def _owners(self) -> list[tuple[str, Any]]:
         if not self._is_connected():
@@ -418,18 +410,9 @@ class RedisClusterStore(RedisStore):
         client = self._client
         return [(node.name, client.get_redis_connection(node)) for node in client.get_primaries()]
 
-    def close(self) -> None:
-        """Close the connections; later calls are misses."""
+    def _finish(self) -> None:
         with contextlib.suppress(Exception):
             self._client.disconnect_connection_pools()
-        super().close()
-
-
-def _as_host(text: str) -> SplitResult:
-    """Return a host and its port; raise ValueError where the port is not a number."""
-    found = urlsplit(f"//{text}")
-    _ = found.port
-    return found
 
 
 def _groups(pairs: list[tuple[bytes, memoryview]]) -> Iterator[list[tuple[bytes, memoryview]]]:

@@ -168,6 +168,7 @@ class RemoteStore(BlockStore):
 
     def _map(self, work: Callable[[_T], _R], things: Sequence[_T]) -> list[_R]:
         """Return what a function returns for each thing; several at once, and all have ended."""
+        check_process(self._pid)
         if len(things) < 2:
             return [work(thing) for thing in things]
         futures: list[Future[_R]] = []
@@ -180,6 +181,12 @@ class RemoteStore(BlockStore):
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Let later calls be misses."""
+        """Finish pending work and close connections, once, in the process that made them."""
+        if not self._closed and self._pid == os.getpid():
+            self._finish()
+            self._pool.shutdown(wait=False)
         self._closed = True
-        self._pool.shutdown(wait=False)
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Do what `close` has to do first; may raise nothing."""

@@ -97,9 +97,9 @@ class Usage:
     Attributes
     ----------
     n_blocks, n_bytes
-        Its blocks, and what they take.
+        Number of its blocks, and the bytes that they take.
     oldest, newest
-        When the first and the last of them were used, Unix time; None in an empty store.
+        When the least and the most recent block were used, Unix time; None in an empty store.
     """
 
     n_blocks: int
@@ -121,7 +121,7 @@ def usage(store: BlockStore) -> Usage:
 
 
 class _ByName(Envelope):
-    """An envelope that is given the keys under which blocks lie in their store."""
+    """An envelope that takes the names of blocks in their store for their keys."""
 
     def name(self, key: bytes) -> bytes:
         return key
@@ -130,19 +130,19 @@ class _ByName(Envelope):
 def verify(
     store: BlockStore, secret: bytes | str | None = None
 ) -> Iterator[tuple[StoreEntry, Rejection | None]]:
-    """Yield every block, and why it is not what was written; None where it is.
+    """Yield every block, and why it is damaged or forged; None for an intact one.
 
     Parameters
     ----------
     store
-        Whose blocks are read, all of them. Those that go meanwhile are left out.
+        All of its blocks are read; blocks that are removed in the meantime are left out.
     secret
-        That of the writers. Without it encrypted blocks are ``LOCKED``.
+        The secret of the writers. Without it encrypted blocks are ``LOCKED``.
     """
     envelope = _ByName(model="any", layout="any", secret=secret)
     for entry in store.entries():
         buffer = fresh(entry.size)
-        # The memory may have held this very block, and would complete one that was cut.
+        # Reused memory may still hold this very block, which would complete one that was cut.
         edge = min(16, len(buffer))
         buffer[:edge] = buffer[len(buffer) - edge :] = bytes(edge)
         if not store.get_into([entry.key], [buffer]):

@@ -54,7 +54,7 @@ ONLY = {
     "arrays": {"errors", "_integers", "_paths"},
     "_native": {"errors", "_integers"},
     "prefix/stores": {"errors", "_integers", "_lists", "_paths"},
-    "simulate": {"errors", "_integers", "_lists", "_native", "_paths", "prefix"},
+    "simulate": {"errors", "_fork", "_integers", "_lists", "_native", "_paths", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
 # errors and others of these.

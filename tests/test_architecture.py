@@ -56,7 +56,7 @@ ONLY = {
     "arrays": {"errors", "_integers", "_paths"},
     "_native": {"errors", "_integers"},
     "prefix/stores": {"errors", "_integers", "_lists", "_paths"},
-    "simulate": {"errors", "_integers", "_lists", "_native", "_paths", "prefix"},
+    "simulate": {"errors", "_fork", "_integers", "_lists", "_native", "_paths", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
 # errors and others of these.
@@ -193,8 +193,8 @@ def test_the_tree_and_the_simulator_need_no_model(path: Path) -> None:
     if inside[0] != "simulate" and not (inside[0] == "prefix" and inside[1] in MODEL_FREE):
         return
     for name, _ in imports_of(path):
-        if name in {"pykvcache._native.shadows", "pykvcache._native.memory_pool"}:
-            continue  # they hold no part of llama.cpp
+        if name == "pykvcache._native.shadows":
+            continue  # it holds no part of llama.cpp
         if ours(name) == "prefix":
             assert part(name) in MODEL_FREE, f"{path.name} imports {name}"
         else:

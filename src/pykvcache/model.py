@@ -63,11 +63,11 @@ class LlamaModel(ModelFacts, Closing):
         Default: by their free memory.
     rpc
         Servers that take layers, and these layers' cells, too: ``["host:port", ...]``, each a
-        ``pykvcache rpc-server``. They need ``-DGGML_RPC=ON`` in this build. What goes over the
-        network is neither encrypted nor authenticated.
+        ``pykvcache rpc-server``. Builds for Windows have no RPC. The connection is neither
+        encrypted nor authenticated.
     rpc_timeout
-        Seconds after which a server that says nothing is lost; larger messages have 16 s more for
-        each MiB. The longest decode of `n_batch` tokens must be shorter.
+        Seconds without an answer after which a server is lost. The longest decode of `n_batch`
+        tokens must be shorter.
     vocab_only
         Load the vocabulary and no weights: tokenizing works, contexts cannot be made.
     check_tensors

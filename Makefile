@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # What the tests, the examples and the tutorial need of other projects.
-EXTRAS := cli,arrays,state,plot,gguf,redis,obstore,crypto,zmq,prometheus
+EXTRAS := cli,arrays,state,plot,gguf,redis,obstore,crypto,zmq,prometheus,serve
 
 # Of `make fuzz`: other seeds are other calls and programs. INTERRUPTS is how often Ctrl-C comes in each program.
 SEED ?= 1

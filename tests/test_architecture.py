@@ -34,8 +34,10 @@ LAYERS = [
     {"context"},
     {"sequence"},
     {"prefix"},
-    {"generate", "simulate"},
+    {"generate", "simulate", "openai_format"},
+    {"llm"},
     {"__init__"},
+    {"serve"},
     {"demo"},
     {"cli"},
     {"__main__"},
@@ -79,6 +81,7 @@ REQUIRED = {"numpy"}
 EXTRAS = {
     "arrays": {"safetensors"},
     "_drawing": {"matplotlib"},
+    "cli": {"msgspec", "uvicorn"},
     "demo": {"rich"},
     "generate": {"rich"},
     "prefix": {"zmq", "msgpack", "prometheus_client"},
@@ -87,7 +90,11 @@ EXTRAS = {
     "state": {"xxhash"},
 }
 # Units that cannot be imported without an extra: others import them where they are used.
-NEEDS_EXTRA = {"chat": {"jinja2"}, "cli": {"click"}}
+NEEDS_EXTRA = {
+    "chat": {"jinja2"},
+    "cli": {"click"},
+    "serve": {"starlette", "msgspec", "prometheus_client"},
+}
 
 
 def unit(path: Path) -> str:

@@ -40,7 +40,8 @@ http://127.0.0.1:8080/ shows the cache live.
     multiple=True,
     envvar="PYKVCACHE_MODEL",
     metavar="PATH",
-    help="A GGUF file, or a folder of them; may be given more than once. Default: the small model in the package.",
+    help="A GGUF file, or a folder of them; may be repeated. Default: the small model in the "
+    "package.",
 )
 @click.option("--alias", help="Name of the model in requests. Default: the name of its file.")
 @click.option(
@@ -57,7 +58,8 @@ http://127.0.0.1:8080/ shows the cache live.
     "tiers",
     multiple=True,
     metavar="TIER",
-    help="Where prefixes survive a restart: a folder, or an address such as redis://host; the nearest first.",
+    help="Where prefixes survive a restart: a folder, or an address such as redis://host; the "
+    "nearest first.",
 )
 @click.option(
     "--ram",

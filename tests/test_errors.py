@@ -51,7 +51,6 @@ FACTS: list[errors.KvCacheError] = [
     errors.ContextCreateError("few", "n_batch", 4, 9),
     errors.ModelLoadError.of("a.gguf", "it is not a GGUF file"),
     errors.DeviceLost("a:1", "decode", "computing: nothing for 0.5 s"),
-    errors.ThreadRefused("none", "pykvcache-generate"),
     errors.ModelLoadError(2, "cannot load model: No such file or directory", "a.gguf"),
 ]
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +120,36 @@ def test_the_end_says_what_the_file_holds(
     )
     assert said_in(ctx, session) == kept
     assert what in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows handles it as Python does")
+def test_ctrl_c_loses_no_turn(ctx: LlamaContext, tmp_path: Path) -> None:
+    """The answer ends, or the turn is gone; the talk goes on, and the file holds it."""
+    path = tmp_path / "talk.kv"
+    chat = run(ctx, path, "one")
+    lines = ["a long message about nothing", "/rewind", "another one", f"/save {path}.more"]
+
+    def say(line: str, timer: threading.Timer) -> None:
+        try:
+            timer.start()
+            chat.obey(line) if line.startswith("/") else chat.answer(line, 30, GREEDY)
+            timer.finished.wait(60)
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            pass
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for i in range(40):
+            say(lines[i % 4], threading.Timer(i % 9 / 99, os.kill, (os.getpid(), signal.SIGINT)))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    chat.answer("the last", 3, GREEDY)
+    assert_is_of_its_messages(chat.talk)
+    chat.end()
+    users = [m["content"] for m in chat.talk.messages if m["role"] == "user"]
+    assert said_in(ctx, path) == users
+    assert users[-1] == "the last"
 
 
 def test_a_turn_that_nobody_reads_is_kept(

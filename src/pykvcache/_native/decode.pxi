@@ -100,8 +100,8 @@ cdef class Decoding(Batch):
         return 0
 
     cdef int begin_work(self) except -1:
-        """Let abort() stop what follows, and Ctrl-C unless a handler of the program's own is to decide that."""
-        cdef bint stops = _is_main_thread() and getsignal(SIGINT) is default_int_handler
+        """Let abort() and Ctrl-C stop what follows."""
+        cdef bint stops = _stops_decodes()
         self.abort_flag.begin()
         _defer_sigint()
         if stops:

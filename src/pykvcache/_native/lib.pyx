@@ -26,6 +26,7 @@ from libcpp.vector cimport vector
 
 from pykvcache._native cimport libstate as lib
 
+import _signal
 import atexit
 import collections
 import logging
@@ -34,7 +35,6 @@ import sys
 import threading
 import time
 import weakref
-from _signal import SIGINT, default_int_handler, getsignal
 
 import numpy as np
 

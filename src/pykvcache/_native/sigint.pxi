@@ -1,6 +1,9 @@
-# Ctrl-C is put off while the main thread changes sequences or decodes. What its handler raises comes out of the decode
-# that it stops, or when the change is over.
+# Ctrl-C is put off while the main thread changes sequences or decodes. What its handler raises comes out of
+# the decode that it stops, or when the change is over.
 
+cdef object _SIGINT = _signal.SIGINT
+cdef object _getsignal = _signal.getsignal
+cdef object _raises_interrupt = _signal.default_int_handler
 cdef unsigned long _main_thread = threading.main_thread().ident
 
 
@@ -16,6 +19,11 @@ cdef inline void _defer_sigint() noexcept:
 cdef inline void _release_sigint() noexcept:
     if _is_main_thread():
         lib.sigint.end()
+
+
+cdef bint _stops_decodes() except -1:
+    """Whether Ctrl-C ends a decode; a handler of the program's own decides that itself."""
+    return _is_main_thread() and _getsignal(_SIGINT) is _raises_interrupt
 
 
 cdef int _handle_sigint() except -1:

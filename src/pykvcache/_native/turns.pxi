@@ -6,8 +6,7 @@ cdef object _RLock = threading.RLock
 cdef class Turns:
     """A reentrant lock; the main thread puts Ctrl-C off while it has it.
 
-    It is taken and given back without running Python code, and knows what may not run in the middle of a turn:
-    sequences that were dropped are reaped, and subscribers called, at its beginning and its end.
+    Sequences that were dropped are reaped at the beginning of a turn, and subscribers are called at its end.
     """
 
     cdef readonly object lock

@@ -12,9 +12,8 @@ from pykvcache.cli.terminal import watched
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ChatTemplateError, KvCacheError, NoKvCacheSlot
 from pykvcache.sampling import Sampler
-from pykvcache.sequence.generation import TextGeneration
 from pykvcache.sequence.ledger import common_prefix
-from pykvcache.sequence.sequence import LlamaSequence
+from pykvcache.sequence.sequence import LlamaSequence, TextGeneration
 
 __all__ = ["FORMAT", "Figures", "Talk", "Turn", "closing"]
 

@@ -1,8 +1,7 @@
 """Sequences that own their tokens.
 
 =================  ================================================================
-`sequence.py`      `LlamaSequence`: what users hold
-`generation.py`    the iterators of `generate` and `stream`
+`sequence.py`      `LlamaSequence`: what users hold; the iterators of `generate` and `stream`
 `text.py`          stop strings, and text from tokens
 `ledger.py`        tokens, and how many of them are evaluated
 `cells.py`         what the context holds of a sequence: rewind, evaluate, park, fork
@@ -13,7 +12,6 @@
 """
 
 from pykvcache.sequence.checkpoints import CheckpointPolicy
-from pykvcache.sequence.generation import Generation, TextGeneration
-from pykvcache.sequence.sequence import LlamaSequence
+from pykvcache.sequence.sequence import Generation, LlamaSequence, TextGeneration
 
 __all__ = ["CheckpointPolicy", "Generation", "LlamaSequence", "TextGeneration"]

@@ -6,18 +6,17 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import InternalError, NoKvCacheSlot, UnsupportedOperation
+from pykvcache.sequence.checkpoints import Checkpoints
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pykvcache.sequence.cells import SequenceCells
-
-__all__ = ["SequencePool", "Stage", "pool_of"]
+__all__ = ["Member", "SequencePool", "Stage", "pool_of"]
 
 #: llama.cpp attends over multiples of so many cells: fewer cost nothing.
 PADDING = 256
@@ -36,6 +35,27 @@ class Stage:
         self.is_on = False
 
 
+class Member(Protocol):
+    """A sequence as the pool sees it; `SequenceCells` is one."""
+
+    seq_id: int | None
+    points: Checkpoints
+
+    @property
+    def n_held(self) -> int:
+        """Tokens that the memory or the saved state holds."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it takes part in what runs now, and cannot be parked."""
+
+    def trim(self) -> bool:
+        """Give back the cells of tokens that were dropped; return whether there were any."""
+
+    def park(self) -> None:
+        """Give back all cells and the id, and keep the state."""
+
+
 class SequencePool(lib.Turns):
     """Lends the ids of one context, least recently used first back; one per context.
 
@@ -46,9 +66,9 @@ class SequencePool(lib.Turns):
     def __init__(self, ctx: LlamaContext) -> None:
         self._ctx = weakref.ref(ctx)
         # Who has which id; who was used last stands last. A sequence that is collected is dropped.
-        self._lent: OrderedDict[int, weakref.ref[SequenceCells]] = OrderedDict()
+        self._lent: OrderedDict[int, weakref.ref[Member]] = OrderedDict()
         # All that exist, parked ones too.
-        self._members: weakref.WeakSet[SequenceCells] = weakref.WeakSet()
+        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
         self._idle_steps = 0
         self._last_alone: int | None = None
         #: Called with the first token, the end and the seconds of each evaluation.
@@ -70,13 +90,13 @@ class SequencePool(lib.Turns):
         """Whether no turn is under way; asked with the lock held."""
         return self.depth == 0
 
-    def join(self, cells: SequenceCells) -> None:
+    def join(self, cells: Member) -> None:
         """Take note of a new sequence."""
         self._members.add(cells)
 
     # Ids ----------------------------------------------------------------------------------
 
-    def lend(self, cells: SequenceCells, keep: tuple[SequenceCells, ...] = ()) -> int | None:
+    def lend(self, cells: Member, keep: tuple[Member, ...] = ()) -> int | None:
         """Give a sequence an id, parking the least recently used one if need be; or None.
 
         Parameters
@@ -101,7 +121,7 @@ class SequencePool(lib.Turns):
         self._lent[seq_id] = weakref.ref(cells, self.drop)
         return seq_id
 
-    def need_id(self, cells: SequenceCells) -> int:
+    def need_id(self, cells: Member) -> int:
         """As `lend`, but raise where it cannot be."""
         seq_id = self.lend(cells)
         if seq_id is None:
@@ -124,7 +144,7 @@ class SequencePool(lib.Turns):
         """Take note that a sequence is used now."""
         self._lent.move_to_end(seq_id)
 
-    def touch_all(self, members: Iterable[SequenceCells]) -> None:
+    def touch_all(self, members: Iterable[Member]) -> None:
         """Take note that live sequences are used now, the last of them last."""
         lent = self._lent
         for cells in members:
@@ -139,7 +159,7 @@ class SequencePool(lib.Turns):
                 return seq_id
         return None
 
-    def idle_members(self, keep: tuple[SequenceCells, ...] = ()) -> Iterator[SequenceCells]:
+    def idle_members(self, keep: tuple[Member, ...] = ()) -> Iterator[Member]:
         """Yield the sequences that could be parked, least recently used first."""
         for ref in list(self._lent.values()):
             cells = ref()
@@ -148,7 +168,7 @@ class SequencePool(lib.Turns):
 
     # Room ---------------------------------------------------------------------------------
 
-    def make_room(self, cells: SequenceCells) -> bool:
+    def make_room(self, cells: Member) -> bool:
         """Free cells that are not needed now; False where no sequence has any to give."""
         if not self.ctx.kv_unified:
             return False  # a stream of cells is its sequence's own
@@ -164,7 +184,7 @@ class SequencePool(lib.Turns):
                 return True
         return False
 
-    def count_step(self, running: tuple[SequenceCells, ...]) -> None:
+    def count_step(self, running: tuple[Member, ...]) -> None:
         """Count a decode, and park idle sequences as soon as keeping them has cost as much.
 
         The ski-rental rule: waiting until then costs at most twice what knowing the future would.
@@ -176,7 +196,7 @@ class SequencePool(lib.Turns):
             self._idle_steps = 0
             self._park_idle(running)
 
-    def _park_idle(self, running: tuple[SequenceCells, ...]) -> None:
+    def _park_idle(self, running: tuple[Member, ...]) -> None:
         ctx = self.ctx
         if not ctx.kv_unified or ctx.memory_kind == "recurrent":
             return
@@ -187,7 +207,7 @@ class SequencePool(lib.Turns):
             busy = members[:, [c.seq_id for c in running if c.seq_id is not None]].any(axis=1)
             if int((~busy).sum()) >= PADDING:
                 for cells in candidates:
-                    if int((members[:, cells.live_id] & ~busy).sum()):
+                    if int((members[:, cells.seq_id] & ~busy).sum()):
                         cells.park()
         if ctx.native.n_cells_spanned - ctx.n_cells_used >= PADDING:
             # Where cells cannot move (a plain build), decodes are slower, and as right.

@@ -1,4 +1,4 @@
-"""Names of files, of whatever type they come; files opened such that no interrupt loses them."""
+"""Names of files, of whatever type they come."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ __all__ = [
     "as_path",
     "check_regular",
     "file_id",
-    "open_into",
     "parts_of",
     "places",
 ]
@@ -65,16 +64,6 @@ def as_file_name(
         text = f"{what} is {shown(name)}: character {at} is none that a file name can hold"
         raise error(text, what, name, at)
     return name
-
-
-def open_into(opened: list[int], path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a file by `os.open`, put its descriptor into a list, and return it.
-
-    No interrupt comes between the two: compiled code does both. Who calls it closes what is in the
-    list in a `finally` of a `try` that this call is in.
-    """
-    opened.extend(map(os.open, (path,), (flags,), (mode,)))
-    return opened[-1]
 
 
 def check_regular(path: str) -> int:

@@ -121,7 +121,6 @@ class Tier:
         self.refused = self.raised = self.too_slow = 0
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
-        watch_locks(self, "_lock")
         self._is_logged = False
 
     def __repr__(self) -> str:

@@ -70,21 +70,9 @@ else()
     set(GGML_AMX_${part} OFF)
   endforeach()
 endif()
-include(CpuCopies)
+include("${PROJECT_SOURCE_DIR}/src/pykvcache/_native/cpu/copies.cmake")
 
-# Of ggml's RPC the sockets are ours (_native/rpc/), and InfiniBand is left out.
-set(PYKVCACHE_RPC OFF)
-if(GGML_RPC)
-  set(GGML_RPC_RDMA OFF CACHE BOOL "ggml: RDMA for RPC" FORCE)
-  set(rpc "${LLAMA_CPP_SOURCE_DIR}/ggml/src/ggml-rpc/transport.h")
-  file(STRINGS "${LLAMA_CPP_SOURCE_DIR}/ggml/include/ggml-rpc.h" version REGEX "define RPC_PROTO_M[AI][JN]OR_VERSION")
-  string(REGEX MATCHALL "[0-9]+" version "${version}")
-  if(UNIX AND EXISTS "${rpc}" AND version STREQUAL "7;0")
-    set(PYKVCACHE_RPC ON)
-  else()
-    message(WARNING "pykvcache: this llama.cpp's RPC is not the one that is known here (7.0): LlamaModel(rpc=...) is left out")
-  endif()
-endif()
+include("${PROJECT_SOURCE_DIR}/src/pykvcache/_native/rpc/rpc.cmake")
 
 add_subdirectory("${LLAMA_CPP_SOURCE_DIR}" "${CMAKE_CURRENT_BINARY_DIR}/llama.cpp" EXCLUDE_FROM_ALL)
 

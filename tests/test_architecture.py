@@ -22,7 +22,9 @@ LAYERS = [
     {"_integers", "_lists", "_paths"},
     {"_native", "arrays", "prefix/stores"},
     {"_convert"},
-    {"batch", "_grammar", "chat"},
+    {"batch", "_grammar", "_json_pattern", "chat"},
+    {"_json_schema"},
+    {"chat_format"},
     {"_fingerprint", "_model_file", "_model_facts", "_devices", "_codec"},
     {"model", "_models"},
     {"sampling", "_params", "state"},
@@ -32,8 +34,10 @@ LAYERS = [
     {"context"},
     {"sequence"},
     {"prefix"},
-    {"generate", "simulate"},
+    {"generate", "simulate", "openai_format"},
+    {"llm"},
     {"__init__"},
+    {"serve"},
     {"demo"},
     {"cli"},
     {"__main__"},
@@ -77,6 +81,7 @@ REQUIRED = {"numpy"}
 EXTRAS = {
     "arrays": {"safetensors"},
     "_drawing": {"matplotlib"},
+    "cli": {"msgspec", "uvicorn"},
     "demo": {"rich"},
     "generate": {"rich"},
     "prefix": {"zmq", "msgpack", "prometheus_client"},
@@ -85,7 +90,11 @@ EXTRAS = {
     "state": {"xxhash"},
 }
 # Units that cannot be imported without an extra: others import them where they are used.
-NEEDS_EXTRA = {"chat": {"jinja2"}, "cli": {"click"}}
+NEEDS_EXTRA = {
+    "chat": {"jinja2"},
+    "cli": {"click"},
+    "serve": {"starlette", "msgspec", "prometheus_client"},
+}
 
 
 def unit(path: Path) -> str:
@@ -191,8 +200,8 @@ def test_the_tree_and_the_simulator_need_no_model(path: Path) -> None:
     if inside[0] != "simulate" and not (inside[0] == "prefix" and inside[1] in MODEL_FREE):
         return
     for name, _ in imports_of(path):
-        if name in {"pykvcache._native.shadows", "pykvcache._native.memory_pool"}:
-            continue  # they hold no part of llama.cpp
+        if name == "pykvcache._native.shadows":
+            continue  # it holds no part of llama.cpp
         if ours(name) == "prefix":
             assert part(name) in MODEL_FREE, f"{path.name} imports {name}"
         else:

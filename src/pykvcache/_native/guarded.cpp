@@ -101,7 +101,7 @@ void note_caught(const char * what, bool memory) {
     guard.caught = true;
 }
 
-void note_lost(const rpc_link & link) noexcept {
+void note_lost(const device_link & link) noexcept {
     try {
         caught_where = link.endpoint;
         caught_text  = link.why();

@@ -14,9 +14,9 @@
 #include <string>
 #include <type_traits>
 
+#include "device_link.h"
 #include "gguf.h"
 #include "llama.h"
-#include "rpc/link.h"
 #include "text.h"
 
 namespace pykv {
@@ -53,7 +53,7 @@ struct guard_state {
 // Constant at first and trivial at the end: reading it needs no hidden call.
 inline thread_local guard_state guard;
 void note_caught(const char * what, bool memory);
-void note_lost(const rpc_link & link) noexcept;
+void note_lost(const device_link & link) noexcept;
 void forget_caught();
 
 // While it lives, a broken precondition of ggml throws: for what is declared `except +`.
@@ -86,9 +86,9 @@ template <class R, class F> R guarded(R on_error, F && call) noexcept {
     --mine.depth;
     // What is made anew has to be freed by whoever asked for it, and is checked when it is used.
     if constexpr (!std::is_pointer_v<R> || std::is_const_v<std::remove_pointer_t<R>>) {
-        // A server that does not answer is answered for: what came out of this call means nothing.
-        if (any_rpc_link.load(std::memory_order_relaxed) && watched_links && mine.depth == 0) {
-            if (const rpc_link * lost = lost_link(*watched_links)) {
+        // ggml went on with made-up answers: the result means nothing.
+        if (any_device_link.load(std::memory_order_relaxed) && watched_links && mine.depth == 0) {
+            if (const device_link * lost = lost_link(*watched_links)) {
                 note_lost(*lost);
                 result = on_error;
             }

@@ -9,7 +9,7 @@ cdef class Handle:
     cdef lib.sequence_facts seqs
     cdef const lib.memory* mem
     cdef shared_ptr[lib.llama_model] model_ref
-    cdef lib.rpc_links links
+    cdef lib.device_links links
     cdef lib.owned_mutex lock
     cdef lib.abort_flag abort_flag
     cdef readonly Model model

@@ -22,7 +22,15 @@ cdef str _text(const string& text):
     return text.data()[:text.size()].decode("utf-8", "replace")
 
 
-include "cpu.pxi"
+cdef list _texts(const vector[string]& texts):
+    cdef size_t i
+    cdef list found = []
+    for i in range(texts.size()):
+        found.append(_text(texts[i]))
+    return found
+
+
+include "cpu/cpu.pxi"
 
 cdef object _logger = logging.getLogger("pykvcache.llama")
 _logger.addHandler(logging.NullHandler())
@@ -117,7 +125,7 @@ def system_info() -> dict:
         "llama_version": lib.llama_version().decode(),
         "supports_gpu_offload": bool(lib.llama_supports_gpu_offload()),
         "is_plain": bool(lib.is_plain()),
-        "cpu": _text(lib.cpu_name()),
-        "cpu_choices": tuple(_texts(lib.cpu_names())),
+        "cpu": _text(cpu_name()),
+        "cpu_choices": tuple(_texts(cpu_names())),
         "max_sequences": lib.llama_max_parallel_sequences(),
     }

@@ -76,6 +76,7 @@ cdef enum:
 include "sigint.pxi"
 include "hooks.pxi"
 include "devices.pxi"
+include "rpc/rpc.pxi"
 include "convert.pxi"
 include "model.pxi"
 include "handle.pxi"

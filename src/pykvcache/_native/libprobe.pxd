@@ -43,7 +43,6 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     bint uses_amx()
     bint multiplies_single_matrices(const char* path)
     llama_model* model_load(const char* path, llama_model_params)
-    shared_ptr[llama_model] own_model(llama_model*) except +
     llama_context* context_new(llama_model*, llama_context_params)
     int32_t context_free(llama_context*)
     const float* logits_ith(llama_context*, int32_t i)
@@ -62,13 +61,6 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     int32_t sampler_accept(llama_sampler*, llama_token)
 
 
-cdef extern from "cpu/cpu.h" namespace "pykv":
-    string choose_cpu(const char* wanted) except +
-    string cpu_name() except +
-    vector[string] cpu_names() except +
-    vector[string] cpu_features() except +
-
-
 cdef extern from "devices.h" namespace "pykv" nogil:
     vector[string] device_names() except +
     cppclass device_facts:
@@ -82,30 +74,15 @@ cdef extern from "devices.h" namespace "pykv" nogil:
     ggml_backend_dev_t device_named(const char* name)
 
 
-cdef extern from "rpc/link.h" namespace "pykv" nogil:
-    cppclass rpc_link:
+cdef extern from "device_link.h" namespace "pykv" nogil:
+    cppclass device_link:
         string endpoint
         bool is_lost
         string why() except +
-    cppclass rpc_links:
+    cppclass device_links:
         pass
-    bool is_remote(const rpc_links&)
-    const rpc_link* lost_link(const rpc_links&)
-
-
-cdef extern from "rpc/servers.h" namespace "pykv" nogil:
-    cppclass rpc_server:
-        shared_ptr[rpc_link] link
-        vector[ggml_backend_dev_t] devices
-    const int32_t RPC_OPEN
-    const int32_t RPC_NO_BUILD
-    const int32_t RPC_LOST
-    const int32_t RPC_FORKED
-    int32_t rpc_open(const char* endpoint, int64_t timeout_ms, shared_ptr[rpc_server]& out, string& why)
-    rpc_links rpc_links_of(const llama_model*) except +
-    shared_ptr[llama_model] own_model_on(llama_model*, const vector[shared_ptr[rpc_server]]&) except +
-    int32_t rpc_serve(const char* endpoint, int n_threads, const char* devices, int& error)
-    void rpc_register(const rpc_server&)
+    bool is_remote(const device_links&)
+    const device_link* lost_link(const device_links&)
 
 
 cdef extern from "transfers.h" namespace "pykv" nogil:
@@ -300,7 +277,7 @@ cdef extern from "probe_values.h" namespace "pykv" nogil:
 
 cdef extern from "sync.h" namespace "pykv" nogil:
     cdef cppclass owned_mutex:
-        void watch(const rpc_links&)
+        void watch(const device_links&)
         void lock_for_good()
         bool try_lock()
         void lock()

@@ -34,8 +34,8 @@ cdef class Model:
     cdef readonly object chat_template
     cdef readonly dict metadata
     cdef readonly tuple devices
-    # Servers that it lies on: empty where all is on this machine.
-    cdef lib.rpc_links links
+    # Connections to the machines that it lies on: empty where all is on this machine.
+    cdef lib.device_links links
 
     def __cinit__(self, bytes path not None, dict params not None, object progress):
         cdef lib.llama_model_params p = lib.llama_model_default_params()
@@ -45,7 +45,7 @@ cdef class Model:
         cdef string problem
         cdef vector[lib.ggml_backend_dev_t] devices
         cdef vector[float] split
-        cdef vector[shared_ptr[lib.rpc_server]] servers
+        cdef vector[shared_ptr[rpc_server]] servers
         cdef lib.ggml_backend_dev_t device
         self.generation = _generation
         p.n_gpu_layers = params["n_gpu_layers"]
@@ -101,8 +101,8 @@ cdef class Model:
             model = lib.model_load(c_path, p)
             lib.loads.end()
         if model != NULL:
-            self.ref = lib.own_model_on(model, servers)
-            self.links = lib.rpc_links_of(model)
+            self.ref = own_model_on(model, servers)
+            self.links = rpc_links_of(model)
         notes = _notes()
         _drain_log()
         if box[1] is not None:

@@ -97,10 +97,11 @@ def test_a_later_call_is_more_recent_whatever_the_clock_does(
 # An index that is lost or damaged --------------------------------------------------------
 
 
-def execute(sql: str) -> Callable[[Path], None]:
+def execute(*statements: str) -> Callable[[Path], None]:
     def damage(root: Path) -> None:
         with contextlib.closing(sqlite3.connect(root / "index.sqlite")) as connection:
-            connection.execute(sql)
+            for sql in statements:
+                connection.execute(sql)
             connection.commit()
 
     return damage
@@ -122,6 +123,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "no database": overwrite(0, b"something else entirely"),
     "damaged pages": overwrite(4096, b"\xa5" * 20000),
     "another version": execute("PRAGMA user_version = 99"),
+    "a version with a log": execute("PRAGMA journal_mode = WAL", "PRAGMA user_version = 1"),
     "no table": execute("DROP TABLE blocks"),
     "no total": execute("DELETE FROM total"),
     "rows are missing": execute("DELETE FROM blocks WHERE hex(key) < '8'"),
@@ -139,6 +141,7 @@ def test_a_damaged_index_is_made_again_from_the_files(tmp_path: Path, name: str)
     DAMAGES[name](tmp_path)
     with FolderStore(tmp_path, BOUND) as store:
         assert store.contains(KEYS) == 12
+        assert store.counters.failed == 0
         assert store.put(BLOCKS) == 0
         for i in range(8):
             assert store.put(chain(10, i, 100_000)) >= 10 * (i > 0), "damage costs one call"

@@ -467,9 +467,7 @@ class FolderStore(BlockStore):
         try:
             self._files.make_folders()
             self.counters.add(swept=self._files.sweep())
-            with contextlib.suppress(sqlite3.DatabaseError), self._transaction() as rows:
-                rows.check()  # a damaged index is removed, and made again by the next transaction
-            known = {key for key, _, _ in self._index.read()}
+            known = self._check()
             there = self._files.keys()
             if known != there:
                 with self._transaction() as rows:
@@ -477,6 +475,13 @@ class FolderStore(BlockStore):
         except _FAILURES as error:
             self._failed(error)
             _log.warning("blocks in %s are read, but not written: %s", self.path, error)
+
+    def _check(self) -> set[bytes]:
+        """Return the keys of a sound index: one that is damaged is removed, and made again."""
+        with contextlib.suppress(sqlite3.DatabaseError), self._transaction() as rows:
+            return rows.check()
+        with self._transaction() as rows:
+            return rows.check()
 
     def _reconcile(self, rows: Rows, without_row: set[bytes], without_file: set[bytes]) -> None:
         """Add rows that are missing, and remove those of files that are."""

@@ -208,6 +208,13 @@ class BlockFiles:
                     removed += 1
         return removed
 
+    def has_writer(self, key: bytes) -> bool:
+        """Return whether a process is writing a block."""
+        try:
+            return not self._is_stale(os.path.join(self._temporary, key.hex()))
+        except OSError:
+            return False
+
     @staticmethod
     def _is_stale(path: str) -> bool:
         return time.time() - os.lstat(path).st_mtime > _STALE_SECONDS
@@ -333,10 +340,10 @@ class FolderStore(BlockStore):
         none: list[_Block] = []
         with self._putting:  # what another thread is writing is there when this call returns
             new = self._transact(lambda rows: self._reserve(rows, found), none)
-            written = self._write(new)
+            outcomes = self._write(new)
             if new:
-                self._transact(lambda rows: self._settle(rows, new, written), None)
-        return len(written)
+                self._transact(lambda rows: self._settle(rows, new, outcomes), None)
+        return outcomes.count(True)
 
     def _reserve(self, rows: Rows, items: list[tuple[bytes, memoryview]]) -> list[_Block]:
         """Make room for blocks and count them before they are written; return those to write."""
@@ -347,9 +354,10 @@ class FolderStore(BlockStore):
             facts = self._files.stat(key)
             if facts is not None:
                 rows.add(key, facts.st_size, now - i)
+            if facts is not None or self._files.has_writer(key):
                 self.counters.add(known=1)
                 continue
-            rows.remove(key)  # of a writer that died, or is at work: one of the two writes it
+            rows.remove(key)  # of a writer that died
             cost = block_cost(len(view))
             if cost > room:
                 self.counters.add(too_large=1)
@@ -363,33 +371,34 @@ class FolderStore(BlockStore):
             new.append((key, view, now - i))
         return new
 
-    def _write(self, new: list[_Block]) -> set[bytes]:
-        """Write blocks to their files; return the keys of those that were written."""
-        written = set()
-        for i, (key, view, used) in enumerate(new):
-            try:
-                if self._files.write(key, view, used):
-                    written.add(key)
-                    self.counters.add(written=1, bytes_written=len(view))
-                else:
-                    self.counters.add(known=1)
-            except OSError as error:
-                if self._failed(error) == "full":
-                    self.counters.add(full=len(new) - i - 1)
-                    break
-        return written
-
-    def _settle(self, rows: Rows, new: list[_Block], written: set[bytes]) -> None:
-        """Make the rows those of the files again."""
+    def _write(self, new: list[_Block]) -> list[bool | None]:
+        """Write blocks; return for each whether that worked, None if another process writes it."""
+        outcomes: list[bool | None] = []
         for key, view, used in new:
-            if key in written:
+            try:
+                is_ours = self._files.write(key, view, used)
+            except OSError as error:
+                outcomes.append(False)
+                if self._failed(error) == "full":
+                    self.counters.add(full=len(new) - len(outcomes))
+                    break
+            else:
+                outcomes.append(is_ours or None)
+                n_bytes = len(view) if is_ours else 0
+                self.counters.add(written=is_ours, known=not is_ours, bytes_written=n_bytes)
+        return outcomes + [False] * (len(new) - len(outcomes))
+
+    def _settle(self, rows: Rows, new: list[_Block], outcomes: list[bool | None]) -> None:
+        """Make the rows those of the files again."""
+        for (key, view, used), is_written in zip(new, outcomes, strict=True):
+            if is_written:
                 rows.add(key, len(view), used)  # a store that was opened may have removed it
-            elif self._files.stat(key) is None:
+            elif is_written is False and self._files.stat(key) is None:
                 rows.remove(key)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used now, in one transaction; see `BlockStore.touch`."""
-        keys = check_keys(keys)
+        keys = list(dict.fromkeys(check_keys(keys)))
         none: list[tuple[bytes, int]] = []
         for key, used in self._transact(lambda rows: self._use(rows, keys), none):
             self._files.set_used(key, used)
@@ -467,9 +476,7 @@ class FolderStore(BlockStore):
         try:
             self._files.make_folders()
             self.counters.add(swept=self._files.sweep())
-            with contextlib.suppress(sqlite3.DatabaseError), self._transaction() as rows:
-                rows.check()  # a damaged index is removed, and made again by the next transaction
-            known = {key for key, _, _ in self._index.read()}
+            known = self._check()
             there = self._files.keys()
             if known != there:
                 with self._transaction() as rows:
@@ -477,6 +484,13 @@ class FolderStore(BlockStore):
         except _FAILURES as error:
             self._failed(error)
             _log.warning("blocks in %s are read, but not written: %s", self.path, error)
+
+    def _check(self) -> set[bytes]:
+        """Return the keys of a sound index: one that is damaged is removed, and made again."""
+        with contextlib.suppress(sqlite3.DatabaseError), self._transaction() as rows:
+            return rows.check()
+        with self._transaction() as rows:
+            return rows.check()
 
     def _reconcile(self, rows: Rows, without_row: set[bytes], without_file: set[bytes]) -> None:
         """Add rows that are missing, and remove those of files that are."""

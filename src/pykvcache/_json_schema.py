@@ -62,6 +62,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 # The converter lets a key that is no property begin with what JSON escapes.
 _KEY_RULE = re.compile(r"^\S*additional-k\d* ::= .*$", re.MULTILINE)
 _FIRST_OF_KEY = ('[^"', '[^"\\\\\\x7F\\x00-\\x1F')
+# Its space is up to two lines and 20 tabs, on which a small model can spend all its tokens.
+_SPACE_RULE = re.compile(r"^space ::= .*$", re.MULTILINE)
 _FORMATS = re.compile("date|time|date-time|uuid[1-5]?")
 
 
@@ -98,7 +100,8 @@ def schema_grammar(schema: Schema, *, strict: bool, what: str = "json_schema") -
         grammar = chat_format.schema_grammar(text.encode())
     except (RuntimeError, ValueError) as error:
         raise GrammarError(f"{what} has no grammar: {error}", what=what) from None
-    return _KEY_RULE.sub(lambda found: found[0].replace(*_FIRST_OF_KEY), grammar)
+    grammar = _KEY_RULE.sub(lambda found: found[0].replace(*_FIRST_OF_KEY), grammar)
+    return _SPACE_RULE.sub('space ::= " "?', grammar)
 
 
 def convertible(schema: Schema, *, strict: bool, what: str) -> Schema:

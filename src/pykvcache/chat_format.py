@@ -178,15 +178,8 @@ class ChatFormat:
 
 
 def _arguments(name: str, given: str, text: str) -> dict[str, Any]:
-    def refuse(_: str) -> None:
-        raise ChatParseError(
-            f"the arguments of {name} hold a constant that JSON has not", text, name
-        )
-
     try:
-        arguments = json.loads(given or "{}", parse_constant=refuse)
-    except ChatParseError:
-        raise
+        arguments = json.loads(given or "{}")
     except (ValueError, RecursionError) as error:
         raise ChatParseError(f"the arguments of {name} are no JSON: {error}", text, name) from None
     if not isinstance(arguments, dict):
@@ -307,8 +300,11 @@ def _analysed(
     shown = {"messages": [_USER], "tools": request["tools"] or None, "documents": None}
     try:
         begun, closed = (render(template, shown, {**tokens, **variables}, g) for g in (True, False))
-    except ChatTemplateError:
-        begun = closed = ""  # it wants other messages, which llama.cpp may know
+    except ChatTemplateError as error:
+        # What fails here, or has no end, is not given to llama.cpp's engine, which has no bounds.
+        if error.reason != "refused":
+            raise
+        begun = closed = ""  # it wants other messages
     n = len(commonprefix([begun, closed]))  # noqa: RUF071 - of characters
     begun = begun[n:]
     values = plain(dict(variables), "a variable")

@@ -137,7 +137,7 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
                 grammar_root,
             )
         strict = as_bool(strict, "strict")
-        prefix, triggers = "", None
+        begin = None
         if json_schema is not None:
             grammar = schema_grammar(as_schema(json_schema, "json_schema"), strict=strict)
         elif chat_format is not None:
@@ -145,7 +145,9 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
                 kind = type(chat_format).__name__
                 raise TypeError(f"chat_format must be a ChatFormat, not {kind}")
             grammar, triggers = chat_format.grammar, chat_format.triggers
+            # What the grammar has read before the first token, or what it waits for.
             prefix = chat_format.generation_prompt if triggers is None else ""
+            begin = prefix.encode(), [one.encode() for one in triggers or ()]
         if grammar is not None:
             check_grammar(grammar)
         self._model = model
@@ -163,11 +165,6 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
             "grammar": grammar,
             "grammar_root": grammar_root,
         }
-        # What the grammar reads before the first token, and what it waits for.
-        begin = None
-        if native_model is not None and grammar is not None:
-            patterns = None if triggers is None else [one.encode() for one in triggers]
-            begin = (_prefix_tokens(native_model, prefix), patterns)
         self._native = lib.Sampler(self._params, native_model, begin)
 
     @property
@@ -302,17 +299,6 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         }
         settings = (f"{name}={texts.get(name) or repr(v)}" for name, v in shown.items())
         return f"Sampler({', '.join(settings)})"
-
-
-def _prefix_tokens(model: lib.Model, text: str) -> list[int]:
-    """Return tokens whose pieces are a text: without the space that some vocabularies put first."""
-    tokens: list[int] = model.tokenize(text.encode(), False, True).tolist() if text else []
-    pieces = [model.token_to_piece(token, True) for token in tokens]
-    if b"".join(pieces) == b" " + text.encode():
-        first = pieces[0][1:]
-        known = (t for t in range(model.n_vocab) if model.token_to_piece(t, True) == first)
-        tokens[:1] = [next(known)] if first else []
-    return tokens
 
 
 _SHORT = reprlib.Repr()

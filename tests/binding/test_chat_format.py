@@ -281,6 +281,17 @@ def test_formats_are_found_once(vocab: LlamaModel) -> None:
         ({"json_schema": 5}, GrammarError, "no JSON schema"),
         ({"template": "{{ raise_exception('no') }}"}, ChatTemplateError, "no"),
         ({"template": "{% for"}, ChatTemplateError, "template"),
+        (
+            {"template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"},
+            ChatTemplateError,
+            "Recursion",
+        ),
+        (
+            {"template": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"},
+            ChatTemplateError,
+            "ecursion",
+        ),
+        ({"template": "{% for i in range(10 ** 9) %}a{% endfor %}"}, ChatTemplateError, "range"),
         ({"template": 5}, TypeError, "template must be text"),
         ({"x": object()}, TypeError, "plain data"),
         ({"strict": 1}, TypeError, "strict"),

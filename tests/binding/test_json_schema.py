@@ -147,6 +147,24 @@ def test_what_is_written_is_what_the_schema_allows(
     assert found
 
 
+@pytest.mark.parametrize("more", [{}, {"repeat_penalty": 1.7}, {"logit_bias": {40: 9.0}}])
+def test_the_greedy_token_is_the_likeliest_that_is_allowed(
+    vocab: LlamaModel, more: dict[str, Any]
+) -> None:
+    """The likeliest of all is tried first, and the others only where the grammar refuses it."""
+    sampler = Sampler(temperature=0, json_schema=SCHEMAS["object"], model=vocab, **more)
+    draw = np.random.default_rng(5)
+    allowed = 0
+    for _ in range(40):
+        logits = draw.normal(size=vocab.native.n_vocab).astype(np.float32)
+        found = int(sampler.logprobs(logits).argmax())
+        allowed += found == logits.argmax()
+        assert sampler.sample(logits) == found
+        if found == vocab.token_eos:
+            break
+    assert allowed < 40
+
+
 def test_a_schema_may_be_text(vocab: LlamaModel) -> None:
     sampler = Sampler(json_schema='{"const": 1}', model=vocab)
     assert "grammar='root" in repr(sampler)

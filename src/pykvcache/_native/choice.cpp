@@ -104,7 +104,7 @@ int32_t chooser::not_finite(const float * row, int32_t n) noexcept {
     return row[where] != row[where] ? CHOICE_NAN : CHOICE_INFINITE;
 }
 
-int32_t chooser::narrowed(const float * row, int32_t n, candidate_list & list) {
+int32_t chooser::narrowed(const float * row, int32_t n, candidate_list & list, bool has_grammar) {
     const block_facts facts = look_at(row, n);
     if (!facts.is_finite) {
         return not_finite(row, n);
@@ -115,7 +115,7 @@ int32_t chooser::narrowed(const float * row, int32_t n, candidate_list & list) {
         data[t] = {t, row[t], 0};
     }
     float largest = facts.largest;
-    bool  is_known = !grammar && !penalties;
+    bool  is_known = !has_grammar && !penalties;
     for (const auto & one : bias) {
         is_known &= row[one.token] < facts.largest;
         data[one.token].logit += one.bias;
@@ -123,7 +123,7 @@ int32_t chooser::narrowed(const float * row, int32_t n, candidate_list & list) {
     }
     found = {list.data(), list.size(), -1, false};
     stage = STAGE_GRAMMAR;
-    if (grammar) {
+    if (has_grammar) {
         llama_sampler_apply(grammar, &found);
     }
     stage = STAGE_CHOICE;
@@ -153,8 +153,30 @@ int32_t chooser::narrowed(const float * row, int32_t n, candidate_list & list) {
 
 int32_t chooser::narrow(const float * row, int32_t n, candidate_list & list) noexcept {
     int32_t problem = CHOSEN;
-    const int32_t code = guarded_void([&] { problem = narrowed(row, n, list); });
+    const int32_t code = guarded_void([&] { problem = narrowed(row, n, list, grammar != nullptr); });
     return code == CAUGHT ? CAUGHT : problem;
+}
+
+int32_t chooser::chosen(const float * row, int32_t n, candidate_list & list, bool has_grammar, llama_token & token) {
+    const int32_t problem = narrowed(row, n, list, has_grammar);
+    if (problem != CHOSEN) {
+        return problem;
+    }
+    llama_sampler_apply(choice, &found);
+    if (found.selected < 0 || size_t(found.selected) >= found.size) {
+        return CHOICE_NOTHING;
+    }
+    token = found.data[found.selected].id;
+    return CHOSEN;
+}
+
+bool chooser::allows(llama_token token) {
+    llama_token_data       one{token, 0, 0};
+    llama_token_data_array alone{&one, 1, -1, false};
+    stage = STAGE_GRAMMAR;
+    llama_sampler_apply(grammar, &alone);
+    stage = STAGE_CHOICE;
+    return one.logit == 0;
 }
 
 int32_t chooser::choose(const float * row, int32_t n, candidate_list & list, llama_token & token) noexcept {
@@ -163,16 +185,15 @@ int32_t chooser::choose(const float * row, int32_t n, candidate_list & list, lla
     }
     int32_t problem = CHOSEN;
     const int32_t code = guarded_void([&] {
-        problem = narrowed(row, n, list);
+        // A grammar looks at each token of the vocabulary. Of the likeliest it has to allow one alone.
+        const bool is_tried = grammar && !cuts;
+        problem = chosen(row, n, list, grammar && !is_tried, token);
+        if (is_tried && (problem != CHOSEN || !allows(token))) {
+            problem = chosen(row, n, list, true, token);
+        }
         if (problem != CHOSEN) {
             return;
         }
-        llama_sampler_apply(choice, &found);
-        if (found.selected < 0 || size_t(found.selected) >= found.size) {
-            problem = CHOICE_NOTHING;
-            return;
-        }
-        token = found.data[found.selected].id;
         stage = STAGE_GRAMMAR;
         if (grammar) {
             llama_sampler_accept(grammar, token);

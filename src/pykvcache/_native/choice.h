@@ -55,7 +55,9 @@ class chooser {
   private:
     // The first of the largest, without a list of candidates.
     bool    is_greedy() const noexcept { return !grammar && !penalties && !cuts && bias.empty(); }
-    int32_t narrowed(const float * row, int32_t n, candidate_list & list);
+    int32_t narrowed(const float * row, int32_t n, candidate_list & list, bool has_grammar);
+    int32_t chosen(const float * row, int32_t n, candidate_list & list, bool has_grammar, llama_token & token);
+    bool    allows(llama_token token);
     int32_t largest_of(const float * row, int32_t n, llama_token & token) noexcept;
     int32_t not_finite(const float * row, int32_t n) noexcept;
 };

@@ -297,7 +297,7 @@ class Sampler:
         cls,
         params: dict[str, Any],
         model: Model | None,
-        begin: tuple[list[int], list[bytes] | None] | None = None,
+        begin: tuple[bytes, list[bytes]] | None = None,
         source: Sampler | None = None,
     ) -> Self: ...
     def accept(self, token: SupportsIndex, model: Model | None, grammar: bool) -> None: ...

@@ -2,6 +2,7 @@
 // its `parse` prints what is wrong to stderr and keeps nothing.
 #include "probe_sampler.h"
 
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -66,6 +67,90 @@ void find_undefined(const llama_grammar_parser & parser, const std::string & tex
     }
 }
 
+// llama.cpp's sampler of lazy grammars keeps all text before the trigger, and searches it anew after each token.
+struct chat_grammar {
+    static constexpr size_t TEXT_MAX = 1024;
+    static constexpr size_t TEXT_KEPT = 256;  // longer than any trigger
+
+    const llama_vocab *      vocab;
+    std::string              text, root, prefix;
+    std::vector<std::string> triggers;
+
+    struct free_grammar {
+        void operator()(llama_grammar * it) const { llama_grammar_free_impl(it); }
+    };
+    std::unique_ptr<llama_grammar, free_grammar> grammar;
+
+    void begin() {
+        std::vector<const char *> patterns;
+        for (const auto & trigger : triggers) {
+            patterns.push_back(trigger.c_str());
+        }
+        grammar.reset(llama_grammar_init_impl(vocab, text.c_str(), root.c_str(), !triggers.empty(), patterns.data(),
+                                              patterns.size(), nullptr, 0));
+        if (grammar && !prefix.empty()) {
+            llama_grammar_accept_str(*grammar, prefix);
+        }
+    }
+
+    void accept(llama_token token) {
+        llama_grammar_accept_impl(*grammar, token);
+        std::string & waiting = grammar->trigger_buffer;
+        if (!grammar->awaiting_trigger || waiting.size() <= TEXT_MAX) {
+            return;
+        }
+        auto & tokens = grammar->trigger_buffer_positions;
+        auto   first = tokens.begin();
+        while (first != tokens.end() && first->second.first + TEXT_KEPT < waiting.size()) {
+            ++first;
+        }
+        if (first == tokens.end()) {
+            return;
+        }
+        // Something in place of the beginning, which a pattern with ^ does not match any more.
+        const size_t gone = first->second.first - 1;
+        waiting.erase(0, gone);
+        waiting[0] = '\x01';
+        tokens.erase(tokens.begin(), first);
+        for (auto & one : tokens) {
+            one.second.first -= gone;
+            one.second.second -= gone;
+        }
+    }
+};
+
+chat_grammar & chat_grammar_of(const llama_sampler * sampler) {
+    return *static_cast<chat_grammar *>(sampler->ctx);
+}
+
+llama_sampler * chat_sampler(std::unique_ptr<chat_grammar> it);
+
+llama_sampler_i chat_grammar_calls() {
+    llama_sampler_i calls{};
+    calls.name = [](const llama_sampler *) { return "chat-grammar"; };
+    calls.accept = [](llama_sampler * self, llama_token token) { chat_grammar_of(self).accept(token); };
+    calls.apply = [](llama_sampler * self, llama_token_data_array * found) {
+        llama_grammar_apply_impl(*chat_grammar_of(self).grammar, found);
+    };
+    calls.reset = [](llama_sampler * self) { chat_grammar_of(self).begin(); };
+    calls.clone = [](const llama_sampler * self) {
+        const chat_grammar & from = chat_grammar_of(self);
+        auto it = std::make_unique<chat_grammar>(
+            chat_grammar{from.vocab, from.text, from.root, from.prefix, from.triggers, nullptr});
+        it->grammar.reset(llama_grammar_clone_impl(*from.grammar));
+        return chat_sampler(std::move(it));
+    };
+    calls.free = [](llama_sampler * self) { delete &chat_grammar_of(self); };
+    return calls;
+}
+
+llama_sampler * chat_sampler(std::unique_ptr<chat_grammar> it) {
+    static llama_sampler_i calls = chat_grammar_calls();
+    llama_sampler * const  made = llama_sampler_init(&calls, it.get());
+    it.release();  // the sampler frees it
+    return made;
+}
+
 }  // namespace
 
 llama_sampler * sampler_penalties(const sampler_settings & s) noexcept {
@@ -98,15 +183,12 @@ llama_sampler * sampler_choice(const sampler_settings & s) noexcept {
     });
 }
 
-llama_sampler * sampler_lazy_grammar(const llama_vocab * vocab, const char * grammar, const char * root,
+llama_sampler * sampler_chat_grammar(const llama_vocab * vocab, const char * grammar, const char * root, const char * prefix,
                                      const std::vector<std::string> & triggers) noexcept {
     return guarded<llama_sampler *>(nullptr, [&] {
-        std::vector<const char *> patterns;
-        for (const auto & trigger : triggers) {
-            patterns.push_back(trigger.c_str());
-        }
-        return llama_sampler_init_grammar_lazy_patterns(
-            vocab, grammar, root, patterns.data(), patterns.size(), nullptr, 0);
+        auto it = std::make_unique<chat_grammar>(chat_grammar{vocab, grammar, root, prefix, triggers, nullptr});
+        it->begin();
+        return it->grammar ? chat_sampler(std::move(it)) : nullptr;
     });
 }
 

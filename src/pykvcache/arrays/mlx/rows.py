@@ -43,13 +43,13 @@ def _integers(name: str, numbers: Counts) -> Rows:
         message, found = f"{name} is not a row of integers: {error}", type(numbers).__name__
         raise CacheDTypeError(message, name, found, "integers") from None
     if array.ndim != 1:
-        message = f"{name} has shape {array.shape}; expected one number per row"
+        message = f"{name} has shape {array.shape}; expected one row of numbers"
         raise CacheValueError(message, name, array.shape, 1)
     if array.size and array.dtype.kind not in "iu":
         message = f"{name} has dtype {shown(array.dtype)}; expected integers"
         raise CacheDTypeError(message, name, str(array.dtype), "integers")
     # NumPy would convert a bool among integers.
-    if not {bool, np.bool_}.isdisjoint(map(type, numbers)):
+    if array is not numbers and not {bool, np.bool_}.isdisjoint(map(type, numbers)):
         raise CacheDTypeError(f"{name} holds a bool; expected integers", name, "bool", "integers")
     if array.size and max(abs(int(array.min())), abs(int(array.max()))) > LARGEST:
         message = f"{name} is {shown(array.tolist())}; no number may be beyond {LARGEST}"

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
+from pykvcache.arrays.mlx.rows import row_counts
 from pykvcache.arrays.mlx.token_pair import grow, grown_capacity
-from pykvcache.errors import CacheDTypeError, CacheValueError
+from pykvcache.errors import CacheValueError
 from pykvcache.errors._shown import shown
 
 __all__ = ["TokenBuffer", "Tokens", "token_list"]
@@ -50,25 +51,10 @@ class TokenBuffer:
         CacheValueError
             Not one row, or an id that does not fit int32.
         """
-        try:
-            new = np.asarray(tokens)
-        except ValueError as error:
-            message, found = f"tokens are not a row of integers: {error}", type(tokens).__name__
-            raise CacheDTypeError(message, "tokens", found) from None
-        if new.ndim != 1:
-            message = f"tokens have shape {new.shape}; expected one row"
-            raise CacheValueError(message, "tokens", new.shape, 1)
-        if new.size and new.dtype.kind not in "iu":
-            message = f"tokens have dtype {new.dtype}; expected integers"
-            raise CacheDTypeError(message, "tokens", str(new.dtype), "integers")
-        # NumPy would convert a bool among integers.
-        if new is not tokens and not {bool, np.bool_}.isdisjoint(map(type, tokens)):
-            message = "tokens hold a bool; expected integers"
-            raise CacheDTypeError(message, "tokens", "bool", "integers")
+        new = row_counts("tokens", tokens, signed=True)
         if new.size and (new.min() < _INT32.min or new.max() > _INT32.max):
-            found_range = int(new.min()), int(new.max())
-            message = "a token id does not fit int32"
-            raise CacheValueError(message, "tokens", found_range, (_INT32.min, _INT32.max))
+            found, message = (int(new.min()), int(new.max())), "a token id does not fit int32"
+            raise CacheValueError(message, "tokens", found, (_INT32.min, _INT32.max))
         end = self._size + new.size
         if end > self._buffer.size:
             capacity = grown_capacity(self._buffer.size, end)

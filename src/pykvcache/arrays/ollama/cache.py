@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
@@ -222,10 +222,6 @@ class OllamaCache:
     def __getstate__(self) -> dict[str, Any]:
         self._check_idle()  # a copy would stay busy forever
         return self.__dict__
-
-    def _leaves(self) -> Iterator[Any]:
-        """Yield the wrapped caches, or else this one."""
-        yield self
 
     def _check_idle(self) -> None:
         """Raise `ReentryError` if a callback uses the cache in the middle of a call."""

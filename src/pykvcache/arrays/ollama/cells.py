@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,7 +177,7 @@ class CellTable:
         self.refs -= self.member[dst]
         self.member[dst] = cells
         self.dropped[dst] = min(int(self.dropped[src]), n)
-        self._recount(np.array([dst]))
+        self._recount([dst])
         self._forget(dst_seq)
 
     def cut(self, seq: int, begin: int, end: int) -> Cut | None:
@@ -225,7 +226,7 @@ class CellTable:
         self.pos[cut.later] -= np.int32(cut.end - cut.begin)
         self.refs[cut.gone] -= 1
         self.member[cut.row] = cut.kept
-        self._recount(np.array([cut.row]))
+        self._recount([cut.row])
         self._forget(seq)
 
     def compact(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -252,7 +253,7 @@ class CellTable:
         self.member[:, dst] = self.member[:, src]
         self.refs[in_use:] = 0
         self.member[:, in_use:] = False
-        self._recount(np.arange(self.lo.size))
+        self._recount(range(self.lo.size))
         return dst, src
 
     def _dropped_after(self, cut: Cut) -> int:
@@ -260,16 +261,15 @@ class CellTable:
         dropped = int(self.dropped[cut.row])
         return dropped - (cut.end - cut.begin) if dropped > cut.end else min(dropped, cut.begin)
 
-    def _recount(self, rows: NDArray[Any]) -> None:
+    def _recount(self, rows: Iterable[Any]) -> None:
         """Bring the extents of sequences in line with their cells."""
-        member = self.member[rows]
-        last = np.where(member, self.pos, -1).max(1)
-        empty = last < 0
-        self.lo[rows] = np.where(empty, self.size, member.argmax(1))
-        self.hi[rows] = np.where(empty, -1, self.size - 1 - member[:, ::-1].argmax(1))
-        first = np.where(member, self.pos, np.iinfo(np.int32).max).min(1)
-        self.first[rows] = np.where(empty, _NONE, first)
-        self.last[rows] = last
+        for row in rows:
+            cells = np.flatnonzero(self.member[row])
+            extents: tuple[Any, ...] = self.size, -1, _NONE, -1
+            if cells.size:
+                own = self.pos[cells]
+                extents = cells[0], cells[-1], own.min(), own.max()
+            self.lo[row], self.hi[row], self.first[row], self.last[row] = extents
 
     def _own_row(self, seq: int) -> int:
         """Return the row of a sequence, a new one if it is unknown."""

@@ -47,7 +47,7 @@ class WrapperCache(OllamaCache):
             if not isinstance(cache, Cache):
                 raise TypeError(f"a cache is needed, not {type(cache).__name__}")
         self._caches = caches
-        every = list(self._leaves())
+        every = list(_leaves(self))
         if not caches or len({id(cache) for cache in every}) != len(every):
             message = "a WrapperCache needs at least one cache, and none twice"
             raise CacheValueError(message, "caches", len(every), 1)
@@ -66,13 +66,6 @@ class WrapperCache(OllamaCache):
     def underlying_cache(self) -> Cache:
         """The cache that ``put`` and ``get`` go to."""
         return self._caches[self._type]
-
-    def _leaves(self) -> Iterator[Cache]:
-        for cache in self._caches:
-            if isinstance(cache, WrapperCache):
-                yield from cache._leaves()
-            else:
-                yield cache
 
     def _own(self) -> list[OllamaCache]:
         return [cache for cache in self._caches if isinstance(cache, OllamaCache)]
@@ -265,3 +258,12 @@ class WrapperCache(OllamaCache):
             self._check_whole([seq])
         for cache in self._own():
             cache._check_remove(seq, begin, end)
+
+
+def _leaves(cache: Cache) -> Iterator[Cache]:
+    """Yield the caches that a `WrapperCache` wraps at any depth, or else the cache itself."""
+    if isinstance(cache, WrapperCache):
+        for wrapped in cache.caches:
+            yield from _leaves(wrapped)
+    else:
+        yield cache

@@ -42,6 +42,9 @@ test-peers: $(VENV)/.peers $(VENV)/.built ## the tests beside transformers, mlx-
 	$(BIN)/python -m pytest -n auto tests/arrays/mlx/test_mlx_lm.py tests/binding/test_chat_digests.py \
 	  tests/state/test_llama_peer.py
 
+test-real: $(VENV)/.real $(VENV)/.built ## the tests on real models, which others skip: installs one of 250 MB, takes minutes
+	$(BIN)/python -m pytest -v -m "" tests/real_models
+
 fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models, random programs, an hour of them (SEED=1 CALLS=20000 FAULT_SECONDS=120; longer: CALLS=100000 FAULT_SECONDS=inf; shorter: CALLS=2000 FAULT_SECONDS=15 PLACES=12)
 	@echo "make fuzz SEED=$(SEED) CALLS=$(CALLS) FAULT_SECONDS=$(FAULT_SECONDS) PLACES=$(PLACES)"
 	PYKVCACHE_FAULTS=all PYKVCACHE_FAULTS_SECONDS=$(FAULT_SECONDS) PYKVCACHE_FUZZ_SEED=$(SEED) PYKVCACHE_FUZZ_CALLS=$(CALLS) PYKVCACHE_FUZZ_SECONDS=60 \
@@ -170,6 +173,10 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.venv
 
 $(VENV)/.peers: pyproject.toml $(VENV)/.dev
 	$(PIP) install --quiet --group peers
+	@touch $@
+
+$(VENV)/.real: pyproject.toml $(VENV)/.dev
+	$(PIP) install --quiet --group real
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.venv

@@ -62,7 +62,7 @@ class block_writer : public piece_writer {
             columns(rows);
         } else {
             for (const block_span & block : run->blocks) {
-                refer(block.data + before * block.n + rows.row_bytes * block.skip, rows.row_bytes * (block.end - block.skip));
+                refer(block.data + before * block.n, rows.row_bytes * block.used);
             }
         }
         before += rows.row_bytes;
@@ -79,7 +79,7 @@ class block_writer : public piece_writer {
             to += n;
         };
         for (const block_span & block : run->blocks) {
-            for (uint32_t i = block.skip; i < block.end; ++i, ++pos) {
+            for (uint32_t i = 0; i < block.used; ++i, ++pos) {
                 put(&pos, sizeof(pos));
                 put(&n_ids, sizeof(n_ids));
                 if (part.extended) {
@@ -94,8 +94,7 @@ class block_writer : public piece_writer {
         const size_t element = rows.row_bytes / rows.n_embd;
         for (size_t value = 0; value < rows.n_embd; ++value) {
             for (const block_span & block : run->blocks) {
-                bytes(block.data + before * block.n + value * element * block.n + element * block.skip,
-                      element * (block.end - block.skip));
+                bytes(block.data + before * block.n + value * element * block.n, element * block.used);
             }
         }
     }
@@ -257,18 +256,9 @@ int32_t blocks_write(const memory * m, bool v_trans, memory_part part, llama_seq
 size_t n_cells(const block_run & run) {
     size_t n = 0;
     for (const block_span & block : run.blocks) {
-        n += block.end - block.skip;
+        n += block.used;
     }
     return n;
-}
-
-void skip_cells(block_run & run, size_t n) {
-    run.first += llama_pos(n);
-    for (block_span & block : run.blocks) {
-        const uint32_t step = uint32_t(std::min<size_t>(n, block.end - block.skip));
-        block.skip += step;
-        n -= step;
-    }
 }
 
 int32_t block_join(const memory * m, bool v_trans, part_set which, const block_run & attention, const block_run & window,

@@ -36,21 +36,19 @@ enum block_result : int32_t {
 int32_t blocks_write(const memory * m, bool v_trans, memory_part part, llama_seq_id seq, llama_pos first, uint32_t n,
                      uint32_t last, const std::vector<uint8_t *> & dst, bool two) noexcept;
 
-// A block of n cells, of which those from `skip` to before `end` count.
+// A block, of which the first `used` of its n cells count.
 struct block_span {
     const uint8_t * data;
-    uint32_t        n, skip, end;
+    uint32_t        n, used;
 };
 
 // Consecutive cells of one part.
 struct block_run {
-    llama_pos               first = 0;  // position of the first cell that counts
+    llama_pos               first = 0;  // position of the first cell
     std::vector<block_span> blocks = {};
 };
 
 size_t n_cells(const block_run & run);
-// Leave out the first n cells.
-void skip_cells(block_run & run, size_t n);
 
 // The state of one sequence, of some parts. `state`: its recurrent part; empty where there is none.
 int32_t block_join(const memory * m, bool v_trans, part_set which, const block_run & attention, const block_run & window,

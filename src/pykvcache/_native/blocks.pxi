@@ -342,6 +342,16 @@ cdef class Blocks(State):
         finally:
             self.lock.unlock()
 
+    def spare_begin(self, seq_id):
+        """Return where the window cells begin of a state that is taken now with spare ones."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
+        self.lock_read()
+        try:
+            self.check_usable()
+            return lib.spare_begin(self.mem, seq)
+        finally:
+            self.lock.unlock()
+
     def get_state_part(self, seq_id):
         """Copy the state of a sequence that blocks do not hold."""
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
@@ -423,7 +433,7 @@ cdef class Blocks(State):
             self.take_blocks(lib.PART_ATTENTION, attention, cells, pieces)
             self.take_blocks(lib.PART_WINDOW, window or [], kept, pieces)
             kept.first = _int(window_first, "window_first", 0, INT32_MAX)
-            self.fit_parts(seq, cells, kept, state)
+            self.check_parts(cells, kept, state)
             after.data = NULL
             after.size = 0
             if state is not None:
@@ -469,7 +479,6 @@ cdef class Blocks(State):
             raise ArgumentError(
                 f"{len(blocks)} blocks given: {self.memory_kind} memory has no such part",
                 what="blocks", value=len(blocks), limit=0)
-        span.skip = 0
         for data, n, used in blocks:
             view = data
             pieces.views.append(view)
@@ -478,14 +487,13 @@ cdef class Blocks(State):
                 raise StateLayoutMismatch(
                     f"a block of {view.shape[0]} bytes is not one of {n} cells of {cell} bytes")
             span.data = &view[0] if view.shape[0] else NULL
-            span.end = _int(used, "cells of a block that count", 0, span.n)
+            span.used = _int(used, "cells of a block that count", 0, span.n)
             run.blocks.push_back(span)
         return 0
 
-    cdef int fit_parts(
-            self, int32_t seq, lib.block_run& cells, lib.block_run& kept, StatePart state) except -1:
-        """Refuse parts that do not make a sequence; leave out window cells that find no room."""
-        cdef int64_t n = lib.n_cells(cells), n_kept = lib.n_cells(kept), needed, spare
+    cdef int check_parts(self, lib.block_run& cells, lib.block_run& kept, StatePart state) except -1:
+        """Refuse parts that do not make a sequence."""
+        cdef int64_t n = lib.n_cells(cells), n_kept = lib.n_cells(kept), needed
         if n > INT32_MAX:
             raise NoKvCacheSlot(f"{n} cells are too many", n_tokens=n)
         if self.kind != lib.MEMORY_RECURRENT and self.has_state_part and (state is not None or n):
@@ -507,9 +515,6 @@ cdef class Blocks(State):
             raise ArgumentError(
                 f"the window's blocks begin at {kept.first}: the next token sees {needed} cells before {n}",
                 what="window_first", value=kept.first, limit=n - needed)
-        spare = n_kept - lib.window_room(self.mem, seq, self.n_seq_max)
-        if spare > 0:
-            lib.skip_cells(kept, min(spare, n_kept - needed))
         return 0
 
     cdef int join_parts(

@@ -65,7 +65,7 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
                             part_set known)
     cdef cppclass seq_state:
         size_t size
-    seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id)
+    seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id, llama_pos window_from)
     seq_state* written_state_new(const memory*, llama_seq_id, bool partial)
     seq_state* recurrent_state_new(const memory*, llama_seq_id)
     void seq_state_delete(seq_state*)
@@ -74,7 +74,6 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
 
 
 cdef extern from "part_edit.h" namespace "pykv" nogil:
-    uint32_t window_room(const memory*, llama_seq_id, uint32_t n_seq_max)
     bool window_has_room(const memory*, llama_seq_id, uint32_t n)
 
 
@@ -96,6 +95,8 @@ cdef extern from "state_pieces.h" namespace "pykv" nogil:
 
     int32_t state_join(const memory*, bool v_trans, llama_seq_id, const vector[vector[cell_arrays]]&,
                        joined_state&)
+    int32_t state_fit(const memory*, bool v_trans, llama_seq_id, uint32_t n_seq_max, const vector[state_block]&,
+                      const vector[state_piece]&, joined_state&)
     size_t n_cell_ids(uint64_t size, uint32_t n, bool extended)
     void read_cells(const uint8_t* at, uint32_t n, bool extended, int32_t* positions, int32_t* ext,
                     int32_t* offsets, llama_seq_id* ids)
@@ -116,12 +117,11 @@ cdef extern from "blocks.h" namespace "pykv" nogil:
                          uint32_t last, const vector[uint8_t*]& dst, bool two)
     ctypedef struct block_span:
         const uint8_t* data
-        uint32_t n, skip, end
+        uint32_t n, used
     cdef cppclass block_run:
         llama_pos first
         vector[block_span] blocks
     size_t n_cells(const block_run&)
-    void skip_cells(block_run&, size_t n)
     int32_t block_join(const memory*, bool v_trans, part_set which, const block_run& attention,
                        const block_run& window, state_piece state, joined_state&)
 

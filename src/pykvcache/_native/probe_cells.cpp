@@ -84,6 +84,18 @@ llama_pos window_begin(const memory * m, llama_seq_id seq) {
     return a != held.rend() && a->first == begin ? begin + 1 : begin;
 }
 
+llama_pos spare_begin(const memory * m, llama_seq_id seq) {
+    llama_pos lo, hi;
+    if (!m->swa || m->recurrent || !extent(m, seq, lo, hi)) {
+        return POS_END;
+    }
+    return std::max(window_begin(m, seq), cut_begin(m, hi));
+}
+
+llama_pos cut_begin(const memory * m, llama_pos last) noexcept {
+    return window_start(m, llama_pos(std::max<int64_t>(int64_t(last) + 1 - m->hparams->n_swa, 0)));
+}
+
 uint32_t n_used(const memory * m, memory_part part) {
     if (part == PART_RECURRENT) {
         return m->recurrent ? m->recurrent->used : 0;

@@ -213,10 +213,11 @@ struct walk {
         const bool     recurrent = part.part == PART_RECURRENT;
         const auto     n = in.get<uint32_t>();
         const uint64_t start = in.tell();
-        if (n > (recurrent && seq >= 0 ? 1 : part.n_cells)) {
-            throw fault{STATE_NO_ROOM,
-                        "holds " + std::to_string(n) + " cells; this memory has " + std::to_string(part.n_cells), n,
-                        part.n_cells, "cells", true};
+        // Of one sequence's window, what the next token does not see may be left out (state_fit).
+        const uint32_t n_cells = seq >= 0 && part.part == PART_WINDOW ? m->base->get_size() : part.n_cells;
+        if (n > (recurrent && seq >= 0 ? 1 : n_cells)) {
+            throw fault{STATE_NO_ROOM, "holds " + std::to_string(n) + " cells; this memory has " + std::to_string(n_cells), n,
+                        n_cells, "cells", true};
         }
         if (!recurrent && seq >= 0 && plain_cells(part, n)) {
             blocks.push_back({part.part, BLOCK_CELLS, stream, 0, n, start, in.tell() - start});

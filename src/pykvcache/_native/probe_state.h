@@ -109,7 +109,8 @@ class seq_state {
     size_t size = 0;
 };
 
-seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq) noexcept;  // null: caught
+// `window_from`: of a window, the cells from there on too, which llama.cpp leaves out. Null: caught.
+seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq, llama_pos window_from) noexcept;
 // The same as llama.cpp writes it, of a whole context (seq -1) too, or of what of a sequence cannot be rewound.
 seq_state * written_state_new(const memory * m, llama_seq_id seq, bool partial) noexcept;
 // The recurrent part of a sequence's state alone, without a head.

@@ -128,7 +128,7 @@ class SequenceCells:
         self._disown()
 
     def _taken_out(self) -> PutBack:
-        return taken_out(self._native, self.live_id, self.n_held, self.pool.ctx.model.n_swa)
+        return taken_out(self._native, self.live_id, self.n_held)
 
     @property
     def twins(self) -> Twins:

@@ -18,13 +18,13 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # Lowest first. A module imports from lines below its own only; a name may be a file or a folder,
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
-    {"errors", "enums", "_closing", "_drawing", "_once"},
-    {"_integers", "_lists", "_paths", "_threads"},
-    {"_fork"},
+    {"errors", "enums", "_closing", "_drawing"},
+    {"_integers", "_lists", "_paths"},
     {"_native", "arrays", "prefix/stores"},
     {"_convert"},
-    {"batch", "_jinja", "_grammar"},
-    {"_chat"},
+    {"batch", "_grammar", "_json_pattern", "chat"},
+    {"_json_schema"},
+    {"chat_format"},
     {"_fingerprint", "_model_file", "_model_facts", "_devices", "_codec"},
     {"model", "_models"},
     {"sampling", "_params", "state"},
@@ -34,8 +34,10 @@ LAYERS = [
     {"context"},
     {"sequence"},
     {"prefix"},
-    {"generate", "simulate"},
+    {"generate", "simulate", "openai_format"},
+    {"llm"},
     {"__init__"},
+    {"serve"},
     {"demo"},
     {"cli"},
     {"__main__"},
@@ -53,12 +55,9 @@ ONLY = {
     "_lists": set(),
     "_paths": {"errors"},
     "_closing": set(),
-    "_fork": {"_threads"},
-    "_once": set(),
-    "_threads": {"errors"},
     "arrays": {"errors", "_integers", "_paths"},
     "_native": {"errors", "_integers"},
-    "prefix/stores": {"errors", "_fork", "_integers", "_lists", "_once", "_paths", "_threads"},
+    "prefix/stores": {"errors", "_integers", "_lists", "_paths"},
     "simulate": {"errors", "_fork", "_integers", "_lists", "_native", "_paths", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
@@ -82,6 +81,7 @@ REQUIRED = {"numpy"}
 EXTRAS = {
     "arrays": {"safetensors"},
     "_drawing": {"matplotlib"},
+    "cli": {"msgspec", "uvicorn"},
     "demo": {"rich"},
     "generate": {"rich"},
     "prefix": {"zmq", "msgpack", "prometheus_client"},
@@ -90,7 +90,11 @@ EXTRAS = {
     "state": {"xxhash"},
 }
 # Units that cannot be imported without an extra: others import them where they are used.
-NEEDS_EXTRA = {"_jinja": {"jinja2", "markupsafe"}, "cli": {"click"}}
+NEEDS_EXTRA = {
+    "chat": {"jinja2"},
+    "cli": {"click"},
+    "serve": {"starlette", "msgspec", "prometheus_client"},
+}
 
 
 def unit(path: Path) -> str:
@@ -196,15 +200,14 @@ def test_the_tree_and_the_simulator_need_no_model(path: Path) -> None:
     if inside[0] != "simulate" and not (inside[0] == "prefix" and inside[1] in MODEL_FREE):
         return
     for name, _ in imports_of(path):
-        if name in {"pykvcache._native.shadows", "pykvcache._native.memory_pool"}:
-            continue  # they hold no part of llama.cpp
+        if name == "pykvcache._native.shadows":
+            continue  # it holds no part of llama.cpp
         if ours(name) == "prefix":
             assert part(name) in MODEL_FREE, f"{path.name} imports {name}"
         else:
             assert ours(name) in {
                 None,
                 "errors",
-                "_fork",
                 "_integers",
                 "_lists",
                 "_paths",
@@ -244,8 +247,7 @@ def test_private_headers_are_read_by_the_probe_alone() -> None:
     files = (p for p in (PACKAGE / "_native").rglob("*.*") if p.suffix in {".h", ".cpp"})
     readers = {p.name for p in files if private.search(p.read_text())}
     assert readers
-    # vocab.cpp is llama.cpp's own file, compiled so that Ctrl-C interrupts it.
-    assert {name for name in readers if not name.startswith("probe")} == {"vocab.cpp"}
+    assert {name for name in readers if not name.startswith("probe")} == set()
 
 
 def every_import(tree: ast.AST, module: str, known: set[str]) -> set[str]:

@@ -13,7 +13,6 @@ import pytest
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.errors import ReentryError
 from pykvcache.prefix.policies import LRU
-from support.interrupts import InterruptAnywhere
 
 Make = Callable[..., LlamaContext]
 
@@ -107,19 +106,3 @@ def test_a_policy_cannot_change_what_asks_it(call: str, how: str, make_context: 
         use(cache, ctx, 100 + at, checked=True)
         whole(cache)
         assert cache.stats().ram_bytes <= 60_000
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # within a weakref
-def test_an_interrupt_while_a_tail_is_dropped_leaves_a_cache_that_works(make_context: Make) -> None:
-    ctx = make_context("llama", n_ctx=256, n_seq_max=2)
-    files = "/prefix/alike.py", "/prefix/ram.py"
-    with PrefixCache(ctx, block_size=8, ram_bytes=60_000, policy="lru") as cache:
-        use(cache, ctx, 1)
-        counting = InterruptAnywhere(0, files)
-        counting.run(cache.clear)
-        for place in range(1, counting.seen + 1, 2):
-            use(cache, ctx, 1)
-            InterruptAnywhere(place, files).run(cache.clear)
-            cache.clear()
-            assert not cache.stats().ram_blocks
-        use(cache, ctx, 1, checked=True)

@@ -22,7 +22,6 @@ from memory.kit import apart
 from pykvcache import BatchGenerator, LlamaContext, LlamaModel, PrefixCache
 from pykvcache.errors import ClosedError
 from pykvcache.prefix.stores import BlockStore, FolderStore, open_store
-from pykvcache.prefix.tiers import leases
 from support.models import EXACT
 
 STEPS = {
@@ -151,7 +150,7 @@ class Member:
         self.did["not flushed"] += not self.cache.flush(20)
 
     def leave(self) -> None:
-        """Begin what nobody evaluates: a lease of it has to end."""
+        """Begin what nobody evaluates."""
         self.cache.sequence(self.prompt()).close()
 
     def new(self) -> None:
@@ -202,12 +201,12 @@ def main() -> None:
     more = json.loads(options)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    leases.LEAST_SECONDS = 0.0
     stores = [opened(one, int(more["max_bytes"])) for one in where.split(",")]
     children: list[int] = []
     for i in range(more.get("forked", 0)):
         stores[0].present([bytes(32)])  # connections and handles are there
         if not (child := os.fork()):
+            stores = [opened(one, int(more["max_bytes"])) for one in where.split(",")]
             seed, children = f"{seed}{i}", []
             break
         children.append(child)

@@ -422,24 +422,19 @@ cdef class Blocks(State):
         cdef Pieces pieces = Pieces([])
         cdef lib.joined_state joined
         cdef lib.block_run cells, kept
-        cdef lib.state_piece after
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
         self.lock_write()
         try:
             if not lib.has_layout(self.mem):
-                self.set_whole(seq, attention, window, state)
+                self.set_whole(seq, bool(attention or window), state)
                 return
             self.has_states("blocks")
             self.take_blocks(lib.PART_ATTENTION, attention, cells, pieces)
             self.take_blocks(lib.PART_WINDOW, window or [], kept, pieces)
             kept.first = _int(window_first, "window_first", 0, INT32_MAX)
-            self.check_parts(cells, kept, state)
-            after.data = NULL
-            after.size = 0
-            if state is not None:
-                after.data = &state.data[0]
-                after.size = state.data.shape[0]
-            self.join_parts(lib.ALL_PARTS, cells, kept, after, pieces, joined)
+            is_state = self.kind == lib.MEMORY_RECURRENT and state is not None
+            self.check_parts(state.end if is_state else lib.n_cells(cells), kept, state)
+            self.join_parts(lib.ALL_PARTS, cells, kept, state, pieces, joined)
             self.set_pieces(seq, pieces, None, lib.CELL_PARTS if known_values else lib.NO_PARTS)
         finally:
             self.lock.unlock()
@@ -453,19 +448,16 @@ cdef class Blocks(State):
         cdef lib.joined_state joined
         cdef vector[lib.state_block] found
         cdef lib.block_run cells, none
-        cdef lib.state_piece nothing
         cdef int of = _cell_part(part)
         cdef lib.part_set which = lib.ATTENTION_PARTS if of == lib.PART_ATTENTION else lib.WINDOW_PARTS
-        nothing.data = NULL
-        nothing.size = 0
         self.lock_read()
         try:
             self.has_states("blocks")
             self.take_blocks(of, blocks, cells, pieces)
             if of == lib.PART_ATTENTION:
-                self.join_parts(which, cells, none, nothing, pieces, joined)
+                self.join_parts(which, cells, none, None, pieces, joined)
             else:
-                self.join_parts(which, none, cells, nothing, pieces, joined)
+                self.join_parts(which, none, cells, None, pieces, joined)
             self.check(pieces, 0, which, found, which if known_values else lib.NO_PARTS)
         finally:
             self.lock.unlock()
@@ -491,16 +483,16 @@ cdef class Blocks(State):
             run.blocks.push_back(span)
         return 0
 
-    cdef int check_parts(self, lib.block_run& cells, lib.block_run& kept, StatePart state) except -1:
-        """Refuse parts that do not make a sequence."""
-        cdef int64_t n = lib.n_cells(cells), n_kept = lib.n_cells(kept), needed
+    cdef int check_parts(self, int64_t n, lib.block_run& kept, StatePart state) except -1:
+        """Refuse parts that do not make a sequence of n tokens."""
+        cdef int64_t n_kept = lib.n_cells(kept), needed
         if n > INT32_MAX:
             raise NoKvCacheSlot(f"{n} cells are too many", n_tokens=n)
-        if self.kind != lib.MEMORY_RECURRENT and self.has_state_part and (state is not None or n):
+        if self.has_state_part and (state is not None or n):
             if state is None or state.end != n:
                 given = "no state" if state is None else f"the state after {state.end} tokens"
                 raise ArgumentError(
-                    f"{given} given: blocks of {n} tokens need the state after them",
+                    f"{given} given: {n} tokens need the state after them",
                     what="state", value=None if state is None else state.end, limit=n)
         elif state is not None and not self.has_state_part:
             raise ArgumentError(f"a state given: {self.memory_kind} memory has none", what="state")
@@ -518,17 +510,24 @@ cdef class Blocks(State):
         return 0
 
     cdef int join_parts(
-            self, lib.part_set which, lib.block_run& cells, lib.block_run& kept, lib.state_piece after,
+            self, lib.part_set which, lib.block_run& cells, lib.block_run& kept, StatePart state,
             Pieces pieces, lib.joined_state& joined) except -1:
         """Put a state's bytes together: `pieces` holds the blocks, `joined` what is around them."""
+        cdef lib.state_piece after
+        after.data = NULL
+        after.size = 0
+        if state is not None:
+            pieces.views.append(state)
+            after.data = &state.data[0]
+            after.size = state.data.shape[0]
         if lib.block_join(self.mem, self.v_trans(), which, cells, kept, after, joined) == lib.CAUGHT:
             raise _caught_error("blocks")
         pieces.pieces.swap(joined.pieces)
         return 0
 
-    cdef int set_whole(self, int32_t seq, list attention, list window, StatePart state) except -1:
+    cdef int set_whole(self, int32_t seq, bint has_blocks, StatePart state) except -1:
         """Put back all that a sequence of this very context held."""
-        if attention or window or state is None or state.context is None or state.context() is not self:
+        if has_blocks or state is None or state.context is None or state.context() is not self:
             raise UnsupportedOperation(
                 "blocks", f"the layout of {lib.class_name(self.mem).decode()} is not known here: it takes "
                 "back the states of this context only")
@@ -573,17 +572,22 @@ cdef class Blocks(State):
             self, list blocks, Partial rest, Pieces pieces, lib.joined_state& joined) except -1:
         cdef lib.block_run cells, none
         cdef lib.state_piece after
+        cdef StatePart state = None
         cdef bint windowed
+        after.data = NULL
+        after.size = 0
         self.has_states("blocks")
         windowed = lib.windowed(self.mem)
         self.take_blocks(lib.PART_ATTENTION, blocks, cells, pieces)
-        after.data = NULL
-        after.size = 0
         if rest is not None and <size_t>rest.data.shape[0] > lib.SEQ_HEAD_BYTES:
-            after.data = &rest.data[lib.SEQ_HEAD_BYTES]
-            after.size = rest.data.shape[0] - lib.SEQ_HEAD_BYTES
+            if not windowed:
+                state = StatePart.__new__(StatePart)
+                state.data = rest.data[lib.SEQ_HEAD_BYTES:]
+            else:
+                after.data = &rest.data[lib.SEQ_HEAD_BYTES]
+                after.size = rest.data.shape[0] - lib.SEQ_HEAD_BYTES
         self.join_parts(
-            lib.ATTENTION_PARTS if windowed else lib.ALL_PARTS, cells, none, after, pieces, joined)
+            lib.ATTENTION_PARTS if windowed else lib.ALL_PARTS, cells, none, state, pieces, joined)
         if windowed and after.size:
             pieces.pieces.push_back(after)
         return 0

@@ -52,7 +52,6 @@ cdef class Pieces:
     def __cinit__(self, list buffers not None):
         cdef const uint8_t[::1] view
         cdef lib.state_piece piece
-        _ready()
         self.views = []
         for buffer in buffers:
             view = buffer
@@ -268,7 +267,7 @@ cdef class State(Arrays):
         self.has_states("set_state")
         self.check(pieces, seq, lib.ALL_PARTS, blocks, known)
         if seq >= 0 and lib.windowed(self.mem):
-            self.fit(seq, blocks, pieces, shorter)
+            self.fit(seq, lib.ALL_PARTS, blocks, pieces, shorter)
         for pair in firsts or ():
             if not 0 <= pair[1] < INT32_MAX:
                 raise StateDamaged(
@@ -283,7 +282,7 @@ cdef class State(Arrays):
         return 0
 
     cdef int fit(
-            self, int32_t seq, vector[lib.state_block]& blocks, Pieces pieces,
+            self, int32_t seq, lib.part_set which, vector[lib.state_block]& blocks, Pieces pieces,
             lib.joined_state& shorter) except -1:
         """Leave out the oldest window cells, where a window's cache has no room for more than is seen."""
         cdef int32_t code = lib.state_fit(
@@ -293,7 +292,7 @@ cdef class State(Arrays):
         if code:
             pieces.pieces.swap(shorter.pieces)
             blocks.clear()
-            self.check(pieces, seq, lib.ALL_PARTS, blocks, lib.ALL_PARTS)
+            self.check(pieces, seq, which, blocks, lib.ALL_PARTS)
         return 0
 
     cdef bint place(

@@ -19,10 +19,9 @@ from pykvcache.prefix.pins import Pins
 from pykvcache.prefix.ram import RamTier
 from pykvcache.prefix.reason import Difference, Reason
 from pykvcache.prefix.reuse import ReuseReport
-from pykvcache.sequence.cells import Row, SequenceCells
+from pykvcache.sequence.cells import PutBack, Row, SequenceCells, least_cut
 from pykvcache.sequence.checkpoints import Checkpoint, Checkpoints
 from pykvcache.sequence.ledger import Ledger, common_prefix
-from pykvcache.sequence.twins import PutBack, least_cut
 
 if TYPE_CHECKING:
     from pykvcache.prefix.sequence import CachedSequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,12 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pykvcache._native import lib
-from pykvcache._threads import Flag
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError
 from pykvcache.prefix.begin import BeginMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
-from pykvcache.prefix.digests import progress_of
 from pykvcache.prefix.finding import Found
 from pykvcache.prefix.gather import Gathered, gather
 from pykvcache.prefix.in_use import InUse
@@ -128,7 +127,7 @@ class TierMethods(BeginMethods, KeepMethods):
         until = wait_until(waited, fetch.left, allowance, saved)
         return fetch.began + max(until, savings.try_until(evaluation))
 
-    def _wait(self, fetch: Fetch, event: Flag, evaluation: float) -> bool:
+    def _wait(self, fetch: Fetch, event: threading.Event, evaluation: float) -> bool:
         """Wait for an event of a search as long as that is worth it; whether it has come."""
         while not event.is_set():
             seconds = self._until(fetch, evaluation) - time.monotonic()
@@ -139,7 +138,6 @@ class TierMethods(BeginMethods, KeepMethods):
 
     def _evaluated(self, sequence: CachedSequence) -> None:
         """Give the tiers what others wait for, as soon as the prompt is evaluated."""
-        self._fill_reserve()
         self._end_search(sequence)
 
     def _end_search(self, sequence: CachedSequence) -> None:
@@ -157,12 +155,6 @@ class TierMethods(BeginMethods, KeepMethods):
                 self._keep(sequence)
         finally:
             self._tiers.release(lease)
-
-    def _fill_reserve(self) -> None:
-        """Get memory for the blocks of the next prompt, in a thread; without tiers none is due."""
-        if len(self._tiers):
-            room = max(0, self._ram.max_bytes - self._ram.nbytes)
-            self._reserve.fill(room, progress_of(self._ctx))
 
     def _await(self, sequence: CachedSequence, fetch: Fetch, evaluation: float) -> None:
         """Wait for a search as long as it is worth it; what is still to come is met later."""

@@ -14,6 +14,7 @@ from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError
 from pykvcache.prefix.blocks import root_name, token_bytes
+from pykvcache.prefix.buffers import BufferPool
 from pykvcache.prefix.digests import digests, end_bytes, least_seconds, progress_of
 from pykvcache.prefix.events import AllBlocksCleared, EventLog
 from pykvcache.prefix.exits import EndMethods, close_at_exit
@@ -31,7 +32,6 @@ from pykvcache.prefix.pins import Pin, Pins
 from pykvcache.prefix.policies import DEFAULT, Policy
 from pykvcache.prefix.prefetch import PrefetchMethods, Queue
 from pykvcache.prefix.ram import RamTier
-from pykvcache.prefix.reserve import Reserve
 from pykvcache.prefix.reuse import CacheStats, ReuseReport
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.prefix.stores import Envelope
@@ -147,7 +147,9 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
             min(most // 32, 16 << 20), has_room=len(stores) > 0, later=self._pool.later
         )
         size = self._block_size * self._cell_bytes + Envelope.overhead
-        self._reserve = Reserve(size, most, lib.trim_memory)
+        self._evicted = self._excess = 0
+        self._trim_bytes = max(most // 8, 4 << 20)
+        buffers = self._buffers = BufferPool(size, min(most // 8, 64 << 20))
         self._ram = RamTier(
             self._block_size,
             most,
@@ -155,12 +157,10 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
             self._root_name,
             self._events,
             lambda: self._tiers.forget_notices(),
-            lambda: self._events.nbytes + self._reserve.n_bytes,
-            self._reserve.release,
-            lambda: self._events.room,
-            self._pool.renew,
-            self._layout.copy_cells,
-            self._reserve.expect,
+            lambda: self._events.nbytes,
+            release=self._count_evicted,
+            room=lambda: self._events.room,
+            copy=self._layout.copy_cells,
         )
         self._evaluation = EvaluationTime(least_seconds(context))
         other = _caches.get(context, lambda: None)()
@@ -170,7 +170,9 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
         model, _, layout = self._digests
         self._tiers = Tiers(
             stores,
-            Envelope(model=model, layout=layout, secret=secret, memory=self._reserve.take),
+            Envelope(
+                model=model, layout=layout, secret=secret, memory=lambda n: buffers.take(n).data
+            ),
             as_queue_bytes(queue_bytes, most),
             self._events.add,
             progress_of(context),
@@ -179,7 +181,6 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
         )
         if len(self._tiers):
             self._pool.note_time = self._evaluation.note
-        self._fill_reserve()
         self._open = InUse()
         self._pins = Pins(self._ram, needs_rest=self._needs_rest)
         self._prefetches = Queue()
@@ -190,6 +191,15 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
             close_at_exit(self)
             weakref.finalize(self, self._tiers.retire).atexit = False
         _caches[context] = weakref.ref(self)
+
+    def _count_evicted(self, excess: int) -> bool:
+        """Return the holes that small evicted blocks leave in the heap to the system at times."""
+        self._evicted += max(0, self._excess - max(0, excess))
+        self._excess = max(0, excess)
+        if self._evicted > self._trim_bytes:
+            self._evicted = 0
+            lib.trim_memory()
+        return False
 
     @property
     def context(self) -> LlamaContext:
@@ -326,7 +336,7 @@ class PrefixCache(PrefetchMethods, OutlineMethods, EndMethods):
             self._check_open()
             space = None if namespace is None else as_namespace(namespace)
             self._ram.clear(space)
-            self._reserve.wipe()
+            self._buffers.trim()
             self._tiers.cancel(space)
             self._tiers.say_again(self._events.withdraw(space))
             self._open.part(space, self._end_search, self._ram.release)

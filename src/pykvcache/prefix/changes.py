@@ -46,10 +46,6 @@ class Changing:
             self._is_whole = True
         self._tell()
 
-    def _begin_anew(self) -> None:
-        """Let nobody be in the middle of a change: who was is not in this process."""
-        self._is_changing = self._is_telling = False
-
     def _repair(self) -> None:
         raise NotImplementedError
 

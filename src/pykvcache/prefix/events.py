@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
-from pykvcache._fork import watch_forks, watch_locks
 from pykvcache.prefix.blocks import block_names
 
 _log = logging.getLogger("pykvcache.prefix")
@@ -157,13 +156,6 @@ class EventLog:
         self._has_gap = False  # whether some were forgotten before what waits
         self._nbytes: int | None = 0  # None where an interrupt came: counted again
         self._lock = threading.Lock()
-        watch_locks(self, "_lock")
-        watch_forks(self)
-
-    def _after_fork(self) -> None:
-        # What becomes of a copy is no news for those who follow the parent's cache.
-        self._callbacks.clear()
-        self._listeners.clear()
 
     @property
     def nbytes(self) -> int:

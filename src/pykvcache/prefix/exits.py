@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 from pykvcache._closing import Closing
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ClosedError, DeviceLost
+from pykvcache.prefix.buffers import BufferPool
 from pykvcache.prefix.in_use import InUse
 from pykvcache.prefix.prefetch import Queue
 from pykvcache.prefix.ram import RamTier
-from pykvcache.prefix.reserve import Reserve
 from pykvcache.prefix.tiers.stack import Tiers
 from pykvcache.sequence.pool import SequencePool
 
@@ -57,7 +57,7 @@ class EndMethods(Closing):
     _ram: RamTier
     _tiers: Tiers
     _open: InUse
-    _reserve: Reserve
+    _buffers: BufferPool
     _prefetches: Queue
     _closed: bool
     _has_ended: bool
@@ -72,6 +72,9 @@ class EndMethods(Closing):
         Tiers get what the sequences in use have evaluated, and what waits is written, for 30
         seconds at most.
         """
+        if self._ctx.native.is_inherited:
+            self._closed = True
+            return
         with self._pool.hold():
             if self._has_ended:
                 return
@@ -84,7 +87,7 @@ class EndMethods(Closing):
                 self._closed = True
             self._prefetches.cancel()
             self._open.clear()
-            self._reserve.close()
+            self._buffers.close()
         self._tiers.close()
         self._has_ended = True  # after an interrupt a second call does the rest
         failed, self._failed = self._failed, None

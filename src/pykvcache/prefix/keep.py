@@ -10,8 +10,8 @@ from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.blocks import token_bytes
+from pykvcache.prefix.buffers import BufferPool
 from pykvcache.prefix.ram import Buffer, RamTier, Tail
-from pykvcache.prefix.reserve import Reserve
 from pykvcache.prefix.tiers.stack import Tiers
 from pykvcache.sequence.cells import Row, SequenceCells
 from pykvcache.sequence.checkpoints import Checkpoint
@@ -46,7 +46,7 @@ class KeepMethods:
     _native: lib.Context
     _ram: RamTier
     _tiers: Tiers
-    _reserve: Reserve
+    _buffers: BufferPool
     _block_size: int
     _cell_bytes: int
     _needs_rest: bool
@@ -71,6 +71,7 @@ class KeepMethods:
             if n and self._ram.max_bytes:
                 self._keep_blocks(cells, n, space)
             self._write_down(sequence, n)
+            self._buffers.trim(self._ram.max_bytes - self._ram.nbytes)
         except (KvCacheError, MemoryError):
             return  # a cache that cannot keep something goes without it
 
@@ -157,16 +158,16 @@ class KeepMethods:
         size, cell = self._block_size, self._cell_bytes
         if skip:
             n = (size if n_blocks else n_tail) - skip
-            begun = self._reserve.arrays(cell * n, 1)
+            begun = [self._buffers.take(cell * n)]
             if not self._native.get_blocks(seq_id, first + skip, n, begun):
                 raise _missing()
             begun[0].setflags(write=False)
             if n_blocks:
                 begun += self._take_out(seq_id, first + size, n_blocks - 1, n_tail)
             return begun
-        found = self._reserve.arrays(cell * size, n_blocks) if n_blocks else []
+        found = [self._buffers.take(cell * size) for _ in range(n_blocks)]
         if n_tail:
-            found += self._reserve.arrays(cell * n_tail, 1)
+            found.append(self._buffers.take(cell * n_tail))
         if not found or not self._cell_bytes:
             return found
         if not self._native.get_blocks(seq_id, first, size, found, n_tail or None):

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._fork import watch_forks
-from pykvcache._native.memory_pool import referred
 from pykvcache.prefix.alike import TokenKeys
 from pykvcache.prefix.changes import Changing, change
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog
@@ -91,7 +89,6 @@ class Kept(Changing):
         other_bytes: Callable[[], int] = lambda: 0,
         release: Callable[[int], bool] = lambda _: False,
         room: Callable[[], int] = lambda: 0,
-        renew: Callable[[], bool] = lambda: True,
         copy: CopyCells | None = None,
         expect: Callable[[int], object] = lambda _: None,
     ) -> None:
@@ -122,16 +119,6 @@ class Kept(Changing):
             last=self._forget_oldest,
             expect=expect,
         )
-        self._renew = renew
-        watch_forks(self)
-
-    def _after_fork(self) -> None:
-        if self._renew():
-            self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        super()._begin_anew()
-        self.tree.asked.is_busy = False
 
     @property
     def nbytes(self) -> int:
@@ -329,8 +316,7 @@ class Kept(Changing):
             return
         for tokens in list(self._tails_at.get(run, ())):
             self._forget((run, tokens))
-        # Most of them nobody else has. Two lists have each: that of the run, and this one.
-        self._leave(referred(run.payloads[first:], 1))
+        self._leave(run.payloads[first:])
         # Blocks without bytes were never stored: the budget had no room for them.
         names = [
             name

@@ -13,8 +13,6 @@ from collections.abc import Callable
 import numpy as np
 
 from pykvcache._convert import TokenInput
-from pykvcache._fork import watch_locks
-from pykvcache._threads import Flag, Worker, has_started
 from pykvcache.prefix.below import TierMethods
 from pykvcache.prefix.blocks import block_names, token_bytes
 from pykvcache.prefix.gather import gather, is_good
@@ -42,8 +40,8 @@ class Prefetch:
         self.n_tokens = 0
         self._tokens, self._namespace = tokens, namespace
         self._is_cancelled = False
-        self._done = Flag()
-        self._worker: Worker | None = None
+        self._done = threading.Event()
+        self._worker: threading.Thread | None = None
         self._pid = os.getpid()
 
     @property
@@ -66,7 +64,7 @@ class Prefetch:
         while not self._done.wait(max(0.0, min(until - time.monotonic(), 0.5))):
             if time.monotonic() >= until:
                 return False
-            if self._worker is not None and self._worker.has_ended:
+            if self._worker is not None and not self._worker.is_alive():
                 self._done.set()  # memory ended in the middle of it: no more will come
         return True
 
@@ -85,9 +83,8 @@ class Queue:
     def __init__(self) -> None:
         self._waiting: deque[Prefetch] = deque()
         self._lock = threading.Lock()
-        watch_locks(self, "_lock")
         self._is_working = False
-        self._worker: Worker | None = None
+        self._worker: threading.Thread | None = None
 
     def add(self, cache: PrefetchMethods, one: Prefetch) -> None:
         """Let a prompt be brought after those that wait; given up where those are many."""
@@ -99,16 +96,14 @@ class Queue:
             if self._is_working and self._worker is not None and self._worker.is_alive():
                 one._worker = self._worker
                 return
-            one._worker = worker = Worker(self._work, "pykvcache-prefetch", weakref.ref(cache))
+            one._worker = worker = threading.Thread(
+                target=self._work,
+                name="pykvcache-prefetch",
+                args=(weakref.ref(cache),),
+                daemon=True,
+            )
             self._is_working, self._worker = True, worker
-            if has_started(worker):
-                return
-            # Nothing waits for a thread that is not to be had.
-            self._is_working = False
-            waiting, self._waiting = self._waiting, deque()
-        for one in waiting:
-            one.cancel()
-            one._done.set()
+            worker.start()
 
     def cancel(self) -> None:
         """Cancel all."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import deque
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from pykvcache._integers import as_int
-from pykvcache._threads import Flag, Worker, start
 from pykvcache.errors import ArgumentError, ClosedError
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.cache import PrefixCache
@@ -102,7 +102,7 @@ class EventPublisher:
         An address cannot be bound.
     TypeError, ValueError
         An argument is wrong, or the cache is closed.
-    ThreadRefused
+    RuntimeError
         The system gives no thread.
     """
 
@@ -138,12 +138,12 @@ class EventPublisher:
         self._next = 0
         self._has_gap = False  # whether events were forgotten since the last message
         self._pid = os.getpid()
-        self._wake, self._ended = Flag(), Flag()
+        self._wake, self._ended = threading.Event(), threading.Event()
         self._closed = False
         self._context = zmq.Context()
         self._sockets: list[Any] = []
         self._bound: list[str] = []
-        self._thread = Worker(self._work, "pykvcache-events")
+        self._thread = threading.Thread(target=self._work, name="pykvcache-events", daemon=True)
         self._turn = [True]  # whoever takes it closes the sockets: the thread, or who gives it up
         events = cache.events
         try:
@@ -153,7 +153,7 @@ class EventPublisher:
                 if replay_endpoint is None
                 else self._bind(zmq.ROUTER, replay_endpoint, "replay_endpoint")
             )
-            start(self._thread)
+            self._thread.start()
             self._stop = events.subscribe(self._note)
         except BaseException:
             events._unsubscribe(self._note)  # what ends that may not have come back

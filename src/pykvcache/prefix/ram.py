@@ -56,8 +56,6 @@ class RamTier(Finding):
         Called before anything is evicted, and where there is room, as in `BlockTree`.
     room
         Returns how many bytes of the budget are kept free for what comes at any time.
-    renew
-        Frees, in a forked child, what another thread holds; returns whether this one is in no call.
     expect
         Called with the number of blocks that are about to get memory, before others leave for them.
     copy

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from pykvcache._convert import IntArray
-from pykvcache._once import once
 from pykvcache.model import LlamaModel
 from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.text import piece_of, text_of
@@ -58,7 +59,7 @@ class Reason:
         self.known = max(fresh, stored)
         self.held = f"{'holds' if shifted_at is None else 'held before a discard'} {fresh}"
 
-    @once
+    @cached_property
     def text(self) -> str:
         """Return the reason in words."""
         reasons = [] if self.difference is None else [str(self.difference)]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._threads import take
 from pykvcache.context import LlamaContext
 from pykvcache.errors import DeviceLost
 from pykvcache.prefix.reuse import ReuseReport
@@ -138,11 +137,10 @@ class CachedSequence(LlamaSequence):
         cells = getattr(self, "_cells", None)
         if cells is None or self._closed or self._context.is_closed:
             return
-        taken: list[bool] = []
-        try:
-            if take(cells.pool.lock, taken) and cells.pool.is_quiet:
-                with contextlib.suppress(Exception):
-                    self.close()
-        finally:
-            if True in taken:
+        if cells.pool.lock.acquire(blocking=False):
+            try:
+                if cells.pool.is_quiet:
+                    with contextlib.suppress(Exception):
+                        self.close()
+            finally:
                 cells.pool.lock.release()

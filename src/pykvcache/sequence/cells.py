@@ -6,22 +6,82 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache.errors import NoKvCacheSlot, PartialStateError, StateError, UnsupportedOperation
+from pykvcache._native import lib
+from pykvcache.context import LlamaContext
+from pykvcache.errors import (
+    NoKvCacheSlot,
+    PartialStateError,
+    PositionError,
+    StateError,
+    UnsupportedOperation,
+)
 from pykvcache.sequence.checkpoints import Checkpoint, CheckpointPolicy, Checkpoints
-from pykvcache.sequence.incoming import Incoming
 from pykvcache.sequence.ledger import Ledger
-from pykvcache.sequence.length import check_length
-from pykvcache.sequence.member import Stage
-from pykvcache.sequence.pool import SequencePool
-from pykvcache.sequence.twins import PutBack, Twins, taken_out
+from pykvcache.sequence.pool import SequencePool, Stage
 
-__all__ = ["SequenceCells"]
+__all__ = ["Incoming", "PutBack", "SequenceCells", "check_length", "least_cut", "most_tokens"]
 
 Row = npt.NDArray[np.float32]
+_T = TypeVar("_T")
+
+
+class Incoming(Protocol):
+    """Cells that are being loaded; `SequenceCells` is asked before each part that is evaluated."""
+
+    def meet(self, cells: Any) -> int | None:
+        """Put what has come where it belongs; return where to ask again, None for nowhere."""
+
+    def cancel(self) -> None:
+        """Let it end: it is not needed any more."""
+
+
+class PutBack:
+    """What is kept of a parked sequence: called with an id, it makes the memory hold it there.
+
+    Attributes
+    ----------
+    least
+        To how many tokens a window of it can be cut, or more; to fewer the cells are missing.
+    """
+
+    __slots__ = ("__weakref__", "_put", "least")
+
+    def __init__(self, put: Callable[[int], object], least: int) -> None:
+        self._put = put
+        self.least = least
+
+    def __call__(self, seq_id: int) -> None:
+        """Make the memory hold it under an id."""
+        self._put(seq_id)
+
+
+class Twins:
+    """Sequences that hold the same: a fork and its origin, until one of them changes.
+
+    The state is kept by those that are parked, not here.
+    """
+
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        self._state: Callable[[], PutBack | None] = lambda: None
+
+    def is_parked_with(self, state: PutBack) -> bool:
+        """Whether this is the state of those that are parked."""
+        return self._state() is state
+
+    def state(self, take_out: Callable[[], PutBack]) -> PutBack:
+        """Return the state of those that are parked, or take it out for the first of them."""
+        known = self._state()
+        if known is None:
+            known = take_out()
+            self._state = weakref.ref(known)
+        return known
 
 
 class SequenceCells:
@@ -44,13 +104,12 @@ class SequenceCells:
         self.points = Checkpoints() if points is None else points
         self.seq_id: int | None = None
         self.state: PutBack | None = None
-        self.row: Row | None = None  # logits after the last token, while nothing is edited
+        self._row: tuple[int, Row] | None = None
         self.pins = 0
         self.branches: set[int] = set()  # where others went another way: places for checkpoints
         self.stage: Stage | None = None
         self.incoming: Incoming | None = None
         self._twins: tuple[tuple[int, int], Twins] | None = None  # and what they hold by name
-        self._finalizer: weakref.finalize[[int, object], SequenceCells] | None = None
         self._native = pool.ctx.native
         self.needs_points = self._native.has_rest
         pool.join(self)
@@ -59,6 +118,16 @@ class SequenceCells:
     def n_held(self) -> int:
         """Tokens that the memory or the saved state holds."""
         return self.ledger.n_held
+
+    @property
+    def row(self) -> Row | None:
+        """Logits after the last token; an edit of the tokens forgets them."""
+        row = self._row
+        return row[1] if row is not None and row[0] == self.ledger.edits else None
+
+    @row.setter
+    def row(self, row: Row | None) -> None:
+        self._row = None if row is None else (self.ledger.edits, row)
 
     @property
     def live_id(self) -> int:
@@ -78,7 +147,7 @@ class SequenceCells:
         if self.seq_id is None:
             self._own(self.pool.need_id(self))
             if self.state is not None:
-                self._unpark()
+                self._unpark(self.state)
             else:
                 self._emptied()
         self.pool.touch(self.live_id)
@@ -87,28 +156,18 @@ class SequenceCells:
 
     def _own(self, seq_id: int) -> None:
         self.seq_id = self.ledger.seq_id = seq_id
-        self._finalizer = weakref.finalize(self, self.pool.drop, seq_id, self.pool.lending(seq_id))
-        self._finalizer.atexit = False
 
     def _disown(self) -> None:
-        seq_id = self.live_id
-        if self._finalizer is not None:  # None after an interrupt in the middle of `_own`
-            self._finalizer.detach()
-        # The pool lends again what nobody has, whoever it noted.
+        self.pool.take_back(self.live_id)
         self.seq_id, self.ledger.seq_id = None, -1
-        self.pool.give_back(seq_id)
 
-    def _unpark(self) -> None:
-        assert self.state is not None
-        put_back = partial(self.state, self.live_id)
+    def _unpark(self, state: PutBack) -> None:
         try:
-            self.with_room(put_back)
+            self.with_room(partial(state, self.live_id))
         except BaseException:
-            # After an interrupt it may stand there already; an id is free where nothing does.
-            self._native.seq_rm(self.live_id, None, None)
             self._disown()
             raise
-        state, self.state = self.state, None
+        self.state = None
         self.note()
         if self._twins is not None and self._twins[1].is_parked_with(state):
             self._be_twin(self._twins[1])
@@ -124,11 +183,10 @@ class SequenceCells:
                 self.state = self.twins.state(self._taken_out)
             except UnsupportedOperation:
                 self._emptied()
-        self._native.seq_rm(self.live_id, None, None)
         self._disown()
 
     def _taken_out(self) -> PutBack:
-        return taken_out(self._native, self.live_id, self.n_held)
+        return _taken_out(self._native, self.live_id, self.n_held)
 
     @property
     def twins(self) -> Twins:
@@ -149,7 +207,6 @@ class SequenceCells:
             self.incoming = None
         self.points = Checkpoints()
         if self.seq_id is not None:
-            self.pool.clear(self.live_id)
             self._disown()
         self._emptied()
 
@@ -241,6 +298,42 @@ class SequenceCells:
         if self.seq_id is not None:
             self.note()
 
+    # Dropping tokens out of the middle -----------------------------------------------------------
+
+    def discard(self, begin: int, end: int) -> None:
+        """Drop held tokens and move those after them down; UnsupportedOperation changes nothing."""
+        native = self._native
+        try:
+            native.remove(self.live_id, begin, end)
+        except UnsupportedOperation:
+            if not (native.can_shift() and self._is_shared() and self._is_whole_in_state()):
+                raise
+            # Shared cells cannot be moved: out and in again, they are its own.
+            self.park()
+            self.attach()
+            native.remove(self.live_id, begin, end)
+        self.points.drop_after(begin)
+        ledger = self.ledger
+        at = ledger.shifted_at
+        ledger.shifted_at = begin if at is None else min(begin, at)
+        ledger.n_evaluated -= end - begin
+        ledger.delete(begin, end)
+        self.note()
+
+    def _is_shared(self) -> bool:
+        members = self.pool.ctx.cells().members
+        mine = members[members[:, self.seq_id]]
+        return bool((mine.sum(axis=1) > 1).any())
+
+    def _is_whole_in_state(self) -> bool:
+        """Whether a state has all of its cells: of a window it has what the next token sees."""
+        try:
+            self._native.state_size(self.live_id)
+        except UnsupportedOperation:
+            return False
+        is_attention = self._native.memory_kind == "attention"
+        return is_attention or self.n_held <= self.pool.ctx.model.n_swa
+
     # Evaluating -------------------------------------------------------------------------------
 
     def evaluate(self, *, want_row: bool) -> Row | None:
@@ -277,20 +370,16 @@ class SequenceCells:
 
     def _decode(self, end: int, want_row: bool) -> bool:
         """Decode up to a token; False, and nothing done, where the cells are not what was noted."""
-        done = False
 
-        def run() -> None:
-            nonlocal done
+        def run() -> tuple[bool, Row | None]:
             try:
-                done, self.row = self._native.decode_pending(
-                    self.ledger, self.live_id, end, want_row
-                )
+                return self._native.decode_pending(self.ledger, self.live_id, end, want_row)
             except BaseException:
                 self.failed()
                 raise
 
         self.row = None
-        self.with_room(run)
+        done, self.row = self.with_room(run)
         if done:
             self.pool.count_step((self,))
         return done
@@ -299,14 +388,13 @@ class SequenceCells:
         """After a decode that failed: the ledger knows what is held, checkpoints beyond go."""
         self.points.drop_after(self.ledger.n_evaluated)
 
-    def with_room(self, call: Callable[[], object]) -> None:
+    def with_room(self, call: Callable[[], _T]) -> _T:
         """Call, and park an idle sequence whenever there is no room."""
         self.pins += 1
         try:
             while True:
                 try:
-                    call()
-                    return
+                    return call()
                 except NoKvCacheSlot:
                     if not self.pool.make_room(self):
                         raise
@@ -397,3 +485,55 @@ class SequenceCells:
         """Return the tokens that the memory holds after the first n."""
         own = self.ledger.part(n, self.ledger.n_evaluated)
         return np.concatenate([own, self.ledger.stale])
+
+
+def least_cut(n: int, n_swa: int) -> int:
+    """Return to how many of n tokens a window can be cut that has all that its last token saw."""
+    return 1 if n <= n_swa else n - 1
+
+
+def _taken_out(native: lib.Context, seq_id: int, n: int) -> PutBack:
+    """Return what puts a sequence of n tokens back; of a window, with all that a rewind may need.
+
+    A memory without a known layout takes back its own sequences only.
+    """
+    if not native.has_layout:
+        state = native.get_state_part(seq_id)
+        return PutBack(lambda dst: native.set_blocks(dst, [], state=state), n)
+    least = n
+    if native.has_window and not native.has_state_part:
+        least = min(n, max(1, native.least_cut(native.spare_begin(seq_id))))
+    data = native.get_state(seq_id, None, spare=True)
+    return PutBack(lambda dst: native.set_state(dst, [data], None), least)
+
+
+def most_tokens(ctx: LlamaContext) -> int:
+    """Return how many tokens one sequence can have: its cells, and the positions of the model."""
+    positions = ctx.max_position + 1
+    return positions if ctx.memory_kind == "recurrent" else min(ctx.n_ctx_seq, positions)
+
+
+def check_length(ctx: LlamaContext, n: int) -> None:
+    """Refuse what could not be evaluated if it were alone, before anybody leaves for it."""
+    if n <= most_tokens(ctx):
+        return
+    if ctx.memory_kind == "recurrent" or n <= ctx.n_ctx_seq:
+        last = ctx.max_position
+        raise PositionError(
+            f"the sequence has {n} tokens, and the highest position of this model is {last}: "
+            "truncate or discard some",
+            what="n_tokens",
+            value=n - 1,
+            limit=last,
+        )
+    why = f"n_ctx is {ctx.n_ctx}, always a multiple of 256"
+    if ctx.n_ctx_seq < ctx.n_ctx:
+        why += f", n_seq_max {ctx.n_seq_max} without kv_unified"
+    raise NoKvCacheSlot(
+        f"the sequence has {n} tokens, and one sequence has room for {ctx.n_ctx_seq} ({why}): "
+        'truncate or discard some, generate with on_full="shift" or "stop", or make the context '
+        "with a larger n_ctx",
+        1,
+        n_tokens=n,
+        n_cells=ctx.n_ctx_seq,
+    )

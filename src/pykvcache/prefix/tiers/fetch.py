@@ -12,7 +12,6 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._threads import Flag, Worker, has_started
 from pykvcache.prefix.tiers.ends import END_OVERHEAD, End, end_key
 from pykvcache.prefix.tiers.leases import Lease, Leases
 from pykvcache.prefix.tiers.notices import place
@@ -159,8 +158,8 @@ class Fetch:
     is_cancelled: bool = False
     is_abandoned: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
-    looked: Flag = field(default_factory=Flag)
-    done: Flag = field(default_factory=Flag)
+    looked: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
     began: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
@@ -188,10 +187,8 @@ class Fetch:
             return begin * size, self.depth * size
 
     def start(self) -> None:
-        """Let a thread search; where there is none to be had, nothing is found."""
-        if not has_started(Worker(self.run, "pykvcache-fetch")):
-            self.looked.set()
-            self.done.set()
+        """Let a thread search."""
+        threading.Thread(target=self.run, name="pykvcache-fetch", daemon=True).start()
 
     def cancel(self) -> None:
         """Let the thread stop after what it is reading."""
@@ -320,11 +317,13 @@ class Fetch:
         if len(groups) < 4:
             self._read(groups)
             return
-        other = Worker(self._read, "pykvcache-fetch-2", groups)
-        self.n_threads += has_started(other)
+        other = threading.Thread(
+            target=self._read, name="pykvcache-fetch-2", args=(groups,), daemon=True
+        )
+        other.start()
+        self.n_threads += 1
         self._read(groups)
-        if self.n_threads > 1:
-            other.join()
+        other.join()
 
     def _read(self, groups: deque[Span]) -> None:
         while not self.is_cancelled:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pykvcache._fork import watch_locks
 from pykvcache.prefix.tiers.tier import Tier
 
 __all__ = ["Held", "Lease", "Leases", "lease_seconds"]
@@ -73,7 +72,6 @@ class Leases:
         # Taken by itself: an interrupt in a Condition's `__enter__` leaves it taken.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        watch_locks(self, "_changed")
 
     @property
     def is_closed(self) -> bool:

@@ -11,8 +11,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from pykvcache._fork import watch_locks
-from pykvcache._threads import take
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent
 
 __all__ = ["Notices", "Place", "Sink", "place"]
@@ -94,7 +92,6 @@ class Notices:
         self._waiting: deque[tuple[CacheEvent, str | None]] = deque()
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        watch_locks(self, "_lock", "_sending")
 
     def stored(self, blocks: Iterable[Place]) -> None:
         """Note that blocks are there."""
@@ -167,15 +164,13 @@ class Notices:
 
     def _send_all(self) -> bool:
         """Hand out all, unless another thread is at it; tell which."""
-        taken: list[bool] = []
-        lock = self._sending  # another one in a child that who hears of it has forked
+        if not self._sending.acquire(blocking=False):
+            return False
         try:
-            if take(lock, taken):
-                self._hand_out()
-            return taken[0]
+            self._hand_out()
         finally:
-            if True in taken:
-                lock.release()
+            self._sending.release()
+        return True
 
     def _hand_out(self) -> None:
         while self._waiting:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from pykvcache._fork import watch_locks
-
 __all__ = ["EvaluationTime", "TwoTerms"]
 
 # What is learned counts less and less: a machine that was busy a minute ago may be idle.
@@ -30,7 +28,6 @@ class TwoTerms:
         self.n = 0
         self._xx = self._xy = self._yy = self._x = self._y = 0.0
         self._lock = threading.Lock()
-        watch_locks(self, "_lock")
 
     def note(self, x: float, y: float, seconds: float) -> None:
         """Learn from one measurement."""

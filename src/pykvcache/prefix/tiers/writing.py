@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pykvcache._fork import watch_locks
-from pykvcache._threads import Worker, has_started
 from pykvcache.prefix.pace import Pace
 from pykvcache.prefix.tiers.notices import Place
 from pykvcache.prefix.tiers.tier import Tier
@@ -107,10 +105,9 @@ class WriteBehind:
         # Taken by itself: an interrupt in a Condition's `__enter__` leaves it taken.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        watch_locks(self, "_changed")
         self._busy = False
         self._closed = self._retired = False
-        self._thread: Worker | None = None
+        self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
     def offer(self, chain: Chain) -> int:
@@ -237,10 +234,10 @@ class WriteBehind:
             # interrupt came before it began.
             self._thread, self._busy = None, False
         if self._thread is None:
-            self._thread = Worker(self._work, "pykvcache-write-behind")
-            if not has_started(self._thread):
-                self._thread = None
-                return False
+            self._thread = threading.Thread(
+                target=self._work, name="pykvcache-write-behind", daemon=True
+            )
+            self._thread.start()
         return True
 
     def _work(self) -> None:

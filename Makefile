@@ -20,7 +20,7 @@ NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help venv demo docs test fuzz test-arrays test-device test-plain test-wheel asan lint format wheel bench clean
+.PHONY: FORCE help venv demo docs test test-real fuzz test-arrays test-device test-plain test-wheel asan lint format wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,9 @@ test: lint ## lint, types, stubs, then every test (not those marked slow)
 test-peers: $(VENV)/.peers $(VENV)/.built ## the tests beside transformers, mlx-lm and llama-server, which others skip
 	$(BIN)/python -m pytest -n auto tests/arrays/mlx/test_mlx_lm.py tests/binding/test_chat_digests.py \
 	  tests/state/test_llama_peer.py
+
+test-real: $(VENV)/.real $(VENV)/.built ## the tests on real models, which others skip: installs one of 250 MB, takes minutes
+	$(BIN)/python -m pytest -v -m "" tests/real_models
 
 fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models, random programs, an hour of them (SEED=1 CALLS=20000; longer: CALLS=100000; shorter: CALLS=2000 INTERRUPTS=200)
 	@echo "make fuzz SEED=$(SEED) CALLS=$(CALLS) INTERRUPTS=$(INTERRUPTS)"
@@ -169,6 +172,10 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.venv
 
 $(VENV)/.peers: pyproject.toml $(VENV)/.dev
 	$(PIP) install --quiet --group peers
+	@touch $@
+
+$(VENV)/.real: pyproject.toml $(VENV)/.dev
+	$(PIP) install --quiet --group real
 	@touch $@
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.venv

@@ -52,6 +52,27 @@ def gemma3(sizes: Sizes, n_vocab: int) -> Blueprint:
     return plan
 
 
+def llama4(sizes: Sizes, n_vocab: int) -> Blueprint:
+    """Chunks of 8,192 positions in three of four layers; none of the experts that it must have."""
+    plan = base("llama4", sizes)
+    plan.keys |= heads(sizes) | rope()
+    plan.keys |= {
+        ".rope.dimension_count": sizes.head,
+        ".attention.key_length": sizes.head,
+        ".attention.value_length": sizes.head,
+        ".expert_count": 2,
+        ".expert_used_count": 1,
+        ".expert_feed_forward_length": sizes.n_ff,
+        ".interleave_moe_layer_step": sizes.n_layer + 1,
+    }
+    ends(plan, sizes, n_vocab)
+    for _, prefix in blocks(sizes):
+        plan.add(prefix, attn_norm=norm(sizes.n_embd))
+        attention(plan, prefix, sizes)
+        feed_forward(plan, prefix, sizes)
+    return plan
+
+
 def qwen2vl(sizes: Sizes, n_vocab: int) -> Blueprint:
     """Attention with M-RoPE: three rotated sections for time, height and width."""
     plan = base("qwen2vl", sizes)

@@ -199,6 +199,14 @@ MODELS = MappingProxyType(
                 can_shift=False,
             ),
             ModelInfo("t5", "t5", _att.t5, has_rope=False, has_encoder=True, can_stream=False),
+            ModelInfo(
+                "llama4",
+                "llama4",
+                _att.llama4,
+                "sliding-window",
+                sizes=Sizes(n_layer=4, n_swa=8192),  # which llama.cpp gives every one
+                can_shift=False,
+            ),
             ModelInfo("step35", "step35", _sparse.step35, "sliding-window", can_shift=False),
             _other("deepseek32", "deepseek32", _sparse.deepseek32),
             _other("dots3note", "dots3note", _sparse.dots3note, has_window=True),

@@ -24,6 +24,28 @@ llama_pos first_from(const memory * m, llama_seq_id seq, llama_pos p) {
     return p;
 }
 
+uint32_t window_room(const memory * m, llama_seq_id seq, uint32_t n_seq_max) {
+    const auto &   cells = m->swa->get_cells(seq);
+    const uint32_t size = cells.size();
+    std::vector<llama_pos> kept(n_seq_max, -1);  // from which position on others keep their cells
+    uint32_t       room = 0;
+    for (uint32_t i = 0; i < size; ++i) {
+        if (!cells.is_empty(i) && cells.seq_count(i) > 1) {
+            continue;
+        }
+        const llama_seq_id other = cells.is_empty(i) ? seq : cells.seq_get(i);
+        if (other != seq && kept[size_t(other)] < 0) {
+            kept[size_t(other)] = cut_begin(m, cells.seq_pos_max(other));
+        }
+        room += other == seq || cells.pos_get(i) < kept[size_t(other)];
+    }
+    if (m->swa->get_n_stream() > 1 || size >= m->base->get_size()) {
+        return room;
+    }
+    const uint64_t reserved = uint64_t(m->hparams->n_swa) * (n_seq_max - 1);
+    return uint32_t(std::min<uint64_t>(room, size - std::min<uint64_t>(size, reserved)));
+}
+
 bool window_has_room(const memory * m, llama_seq_id seq, uint32_t n) {
     if (!m->swa) {
         return true;

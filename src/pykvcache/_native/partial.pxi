@@ -103,7 +103,7 @@ cdef class Partials(Blocks):
         self.lock_read()
         try:
             self.has_partial("make_partial_state", False)
-            self.check(pieces, 0, True, blocks)
+            self.check(pieces, 0, lib.PARTIAL_PARTS, blocks)
             state = Partial.__new__(Partial)
             state.context = weakref.ref(self)
             state.memory_kind = self.memory_kind
@@ -123,7 +123,7 @@ cdef class Partials(Blocks):
         cdef int32_t[::1] positions, ext
         cdef lib.state_part part
         cdef lib.state_block block
-        for part in lib.state_parts(self.mem, self.v_trans(), True):
+        for part in lib.state_parts(self.mem, self.v_trans(), lib.PARTIAL_PARTS):
             if part.part != lib.PART_WINDOW:
                 continue
             found = set()
@@ -153,7 +153,7 @@ cdef class Partials(Blocks):
                     "the partial state was taken from another context: use get_state() and set_state()",
                     seq, state.pos)
             if seq_id is not None:
-                self.check_prefix_is_there(state, seq)
+                self.check_prefix_is_there(state.first, state.pos, seq)
             elif not self.still_holds(state):
                 raise PartialStateError(
                     f"sequence {seq} was changed at or below position {state.pos} since the partial "
@@ -164,36 +164,72 @@ cdef class Partials(Blocks):
                     and lib.window_intact(self.mem, seq, state.pos + 1)):
                 # Nothing that the next token sees has been dropped: less to lose than to copy.
                 self.raise_refused(self.seqs.rewind(seq, state.pos), seq, "seq_rm")
+            elif not lib.has_layout(self.mem):
+                self.put_known(seq, Pieces([state.data]))
             else:
-                self.put_part(state, seq)
+                self.put_part(Pieces([state.data]), seq, state.first, state.pos, state.version)
         finally:
             self.lock.unlock()
 
-    cdef int check_prefix_is_there(self, Partial state, int32_t seq) except -1:
-        """Refuse a sequence whose attention part lacks a cell that the state was made beside."""
+    def put_parts(
+            self, seq_id, n, list window=None, window_first=0, StatePart state=None, *,
+            bint known_values=False):
+        """Make a sequence that holds its first n tokens go back to them; its attention cells stay.
+
+        Window and state are as for `set_blocks`, and the caller guarantees that they belong to these tokens.
+        `PartialStateError` where attention cells are missing; all or nothing.
+        """
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max), end = _int(n, "n", 1, INT32_MAX)
+        cdef Pieces pieces = Pieces([])
+        cdef lib.joined_state joined
+        cdef lib.block_run none, kept
+        self.lock_write()
+        try:
+            self.has_partial("put_parts")
+            if not lib.has_layout(self.mem):
+                if state is not None and state.end != end:
+                    raise ArgumentError(
+                        f"the state after {state.end} tokens given: {n} tokens need the state after them",
+                        what="state", value=state.end, limit=end)
+                self.set_whole(seq, bool(window), state)
+                return
+            self.take_blocks(lib.PART_WINDOW, window or [], kept, pieces)
+            kept.first = _int(window_first, "window_first", 0, INT32_MAX)
+            self.check_parts(end, kept, state)
+            self.check_prefix_is_there(0, end - 1, seq)
+            self.join_parts(lib.PARTIAL_PARTS, none, kept, state, pieces, joined)
+            self.put_part(pieces, seq, 0, end - 1, 0, lib.WINDOW_PARTS if known_values else lib.NO_PARTS)
+        finally:
+            self.lock.unlock()
+
+    cdef int check_prefix_is_there(self, int32_t first, int32_t last, int32_t seq) except -1:
+        """Refuse a sequence whose attention part lacks a cell of these positions."""
         cdef int32_t lo = 0, hi = 0
-        if self.is_all() or state.pos < 0:
+        if self.is_all() or last < 0:
             return 0
-        if (not lib.extent(self.mem, seq, lo, hi) or lo != state.first
-                or lib.last_before(self.mem, seq, state.pos + 1) != state.pos
-                # Without a hole, also after the state's position: cells there would count for one before it.
+        if (not lib.extent(self.mem, seq, lo, hi) or lo != first
+                or lib.last_before(self.mem, seq, last + 1) != last
+                # Without a hole, also after the last position: cells there would count for one before it.
                 or lib.n_held(self.mem, seq) < <size_t>(hi - lo + 1)):
             raise PartialStateError(
-                f"sequence {seq} does not hold the positions {state.first} to {state.pos} "
-                "that the partial state goes with", seq, state.pos)
+                f"sequence {seq} does not hold the positions {first} to {last} "
+                "that the partial state goes with", seq, last)
         return 0
 
-    cdef int put_part(self, Partial state, int32_t seq) except -1:
+    cdef int put_part(
+            self, Pieces pieces, int32_t seq, int32_t first, int32_t last, uint64_t version,
+            lib.part_set known=lib.NO_PARTS) except -1:
+        """Replace the parts beside the attention cells, of which those up to `last` stay."""
         cdef int32_t code
         cdef vector[lib.state_block] blocks
-        cdef Pieces pieces = Pieces([state.data])
-        if not lib.has_layout(self.mem):
-            return self.put_known(seq, pieces)
-        self.check(pieces, seq, True, blocks)
+        cdef lib.joined_state shorter
+        self.check(pieces, seq, lib.PARTIAL_PARTS, blocks, known)
+        if lib.windowed(self.mem):
+            self.fit(seq, lib.PARTIAL_PARTS, blocks, pieces, shorter)
         self.need_room(seq, blocks)
         # A copy between streams that waits would overwrite what is put back.
         self.apply_pending()
         with nogil:
-            code = self.seqs.put_part(seq, pieces.pieces, state.first, state.pos, state.version)
+            code = self.seqs.put_part(seq, pieces.pieces, first, last, version)
         # Room and layout were checked: what is left to fail leaves the context unusable.
         return self.raise_caught(code, "set_partial_state")

@@ -85,7 +85,7 @@ cdef class State(Arrays):
         try:
             self.has_states(operation)
             result = []
-            for part in lib.state_parts(self.mem, self.v_trans(), False):
+            for part in lib.state_parts(self.mem, self.v_trans(), lib.ALL_PARTS):
                 layout = {
                     "part": _PART_NAMES[part.part],
                     "n_stream": part.n_stream,
@@ -123,14 +123,17 @@ cdef class State(Arrays):
         finally:
             self.lock.unlock()
 
-    def get_state(self, seq_id, uint8_t[::1] out):
-        """Copy a sequence's cells, or with None all (``llama_state_get_data``)."""
+    def get_state(self, seq_id, uint8_t[::1] out, bint spare=False):
+        """Copy a sequence's cells, or with None all (``llama_state_get_data``).
+
+        `spare`: also window cells that llama.cpp leaves out, with which it can be cut by up to a window.
+        """
         cdef int32_t seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef Plan plan
         self.lock_read()
         try:
             self.readable("get_state", seq)
-            plan = self.plan(seq)
+            plan = self.plan(seq, False, lib.spare_begin(self.mem, seq) if spare and seq >= 0 else INT32_MAX)
             if out is None:
                 return self.read_state(plan, np.empty(plan.size, np.uint8))
             if <size_t>out.shape[0] < plan.size:
@@ -141,15 +144,18 @@ cdef class State(Arrays):
         finally:
             self.lock.unlock()
 
-    def take_state(self, seq_id):
-        """Return a state, and (sequence, first position) of what is in it, both from one hold of the lock."""
+    def take_state(self, seq_id, bint spare=False):
+        """Return a state, and (sequence, first position) of what is in it, both from one hold of the lock.
+
+        `spare` as for `get_state`.
+        """
         cdef int32_t s, seq = -1 if seq_id is None else _seq(seq_id, self.n_seq_max)
         cdef int32_t lo = 0, hi = 0
         cdef Plan plan
         self.lock_read()
         try:
             self.readable("save", seq)
-            plan = self.plan(seq)
+            plan = self.plan(seq, False, lib.spare_begin(self.mem, seq) if spare and seq >= 0 else INT32_MAX)
             state = self.read_state(plan, np.empty(plan.size, np.uint8))
             firsts = []
             for s in range(<int32_t>self.n_seq_max) if seq < 0 else (seq,):
@@ -182,15 +188,18 @@ cdef class State(Arrays):
             raise UnsupportedOperation(operation, "the cells depend on the encoder's input")
         return 0
 
-    cdef Plan plan(self, int32_t seq, bint partial=False):
-        """What of a sequence, or with -1 of the context; `partial`: what of it cannot be rewound."""
+    cdef Plan plan(self, int32_t seq, bint partial=False, int32_t window_from=INT32_MAX):
+        """What of a sequence, or with -1 of the context; `partial`: what of it cannot be rewound.
+
+        `window_from`: with the window cells from there on that llama.cpp leaves out.
+        """
         cdef Plan plan = Plan.__new__(Plan)
         if not lib.has_layout(self.mem):
             plan.one = lib.written_state_new(self.mem, seq, False)
         elif seq < 0 or partial:
             plan.one = lib.written_state_new(self.mem, seq, partial)
         else:
-            plan.one = lib.seq_state_new(self.mem, self.v_trans(), seq)
+            plan.one = lib.seq_state_new(self.mem, self.v_trans(), seq, window_from)
         if plan.one == NULL:
             raise self.fail_to_read("state_get_size")
         plan.size = plan.one.size
@@ -208,15 +217,14 @@ cdef class State(Arrays):
     # In ------------------------------------------------------------------------------
 
     cdef int check(
-            self, Pieces pieces, int32_t seq, bint partial, vector[lib.state_block]& blocks,
-            bint known_values=False) except -1:
+            self, Pieces pieces, int32_t seq, lib.part_set which, vector[lib.state_block]& blocks,
+            lib.part_set known=lib.NO_PARTS) except -1:
         cdef lib.state_fault fault
         cdef lib.fault found
         cdef bint v_trans = self.v_trans()
         with nogil:
             fault = lib.state_check(
-                self.mem, v_trans, self.n_seq_max, seq, partial, pieces.pieces, blocks, found,
-                known_values)
+                self.mem, v_trans, self.n_seq_max, seq, which, pieces.pieces, blocks, found, known)
         if fault == lib.STATE_UNKNOWN:
             raise _caught_error("check_state")
         if fault == lib.STATE_POSITION:
@@ -251,12 +259,15 @@ cdef class State(Arrays):
             self.lock.unlock()
 
     cdef int set_pieces(
-            self, int32_t seq, Pieces pieces, list firsts, bint known_values=False) except -1:
+            self, int32_t seq, Pieces pieces, list firsts, lib.part_set known=lib.NO_PARTS) except -1:
         cdef int32_t begin[MAX_SEQ]
         cdef vector[lib.state_block] blocks
+        cdef lib.joined_state shorter
         memset(begin, 0, sizeof(begin))
         self.has_states("set_state")
-        self.check(pieces, seq, False, blocks, known_values)
+        self.check(pieces, seq, lib.ALL_PARTS, blocks, known)
+        if seq >= 0 and lib.windowed(self.mem):
+            self.fit(seq, lib.ALL_PARTS, blocks, pieces, shorter)
         for pair in firsts or ():
             if not 0 <= pair[1] < INT32_MAX:
                 raise StateDamaged(
@@ -268,6 +279,20 @@ cdef class State(Arrays):
             if seq >= 0:
                 self.need_room(seq, blocks)
             self.put(seq, pieces, begin)
+        return 0
+
+    cdef int fit(
+            self, int32_t seq, lib.part_set which, vector[lib.state_block]& blocks, Pieces pieces,
+            lib.joined_state& shorter) except -1:
+        """Leave out the oldest window cells, where a window's cache has no room for more than is seen."""
+        cdef int32_t code = lib.state_fit(
+            self.mem, self.v_trans(), seq, self.n_seq_max, blocks, pieces.pieces, shorter)
+        if code == lib.CAUGHT:
+            raise _caught_error("set_state")
+        if code:
+            pieces.pieces.swap(shorter.pieces)
+            blocks.clear()
+            self.check(pieces, seq, which, blocks, lib.ALL_PARTS)
         return 0
 
     cdef bint place(
@@ -285,7 +310,7 @@ cdef class State(Arrays):
     cdef int put(self, int32_t seq, Pieces pieces, const int32_t* begin) except -1:
         """Replace what is there; what llama.cpp refuses leaves it as it was."""
         cdef int32_t code
-        cdef Plan plan = self.plan(seq)
+        cdef Plan plan = self.plan(seq, False, 0 if lib.windowed(self.mem) else INT32_MAX)
         before = Pieces([self.read_state(plan, np.empty(plan.size, np.uint8))])
         with nogil:
             code = self.seqs.replace(seq, pieces.pieces, begin)

@@ -1,8 +1,11 @@
 // A state's bytes around arrays, and arrays out of a state's records.
-#include "state_pieces.h"
+#include <algorithm>
 
 #include "guarded.h"
+#include "part_edit.h"
 #include "probe_memory.h"
+#include "state_cursor.h"
+#include "state_pieces.h"
 
 namespace pykv {
 
@@ -47,7 +50,110 @@ class array_writer : public piece_writer {
     size_t                           kind = 0;
 };
 
+// Writes the window part of a state again, with its cells from a position on.
+class window_writer : public piece_writer {
+  public:
+    window_writer(joined_state & out, const std::vector<state_piece> & from, const std::vector<state_block> & blocks)
+        : piece_writer(out), all(from), blocks(blocks) {}
+
+    // Bytes as they are.
+    void pass(uint64_t begin, uint64_t end) {
+        all.from(begin).take(end - begin, [&](const uint8_t * from, uint64_t n) { refer(from, n); });
+    }
+
+    uint32_t cells(const state_part & part, uint32_t stream) {
+        const bool is_own = stream == blocks.front().stream;
+        put(is_own ? uint32_t(kept.size()) : 0);
+        next = 1;
+        const size_t size = cell_bytes(part);
+        copy(is_own ? blocks.front().offset : 0, size, is_own ? kept.size() : 0);
+        return is_own ? uint32_t(kept.size()) : 0;
+    }
+
+    void rows(const state_part &, uint32_t, const state_rows & rows, uint32_t n) {
+        const state_block & block = blocks[next++];
+        const size_t        n_rows = block.kind == BLOCK_V_TRANS ? rows.n_embd : 1, size = rows.row_bytes / n_rows;
+        for (size_t i = 0; i < n_rows; ++i) {
+            copy(block.offset + i * size * block.n_cells, size, n);
+        }
+    }
+
+    std::vector<uint32_t> kept = {};  // which cells, ascending
+
+  private:
+    // The kept ones of the pieces of `size` bytes, one for each cell, that begin at a byte.
+    void copy(uint64_t begin, size_t size, size_t n) {
+        uint8_t * to = n * size > 0 ? room(n * size) : nullptr;
+        cursor    in = all.from(begin);
+        uint32_t  at = 0;
+        for (size_t k = 0; to && k < n; ++k, to += size) {
+            in.skip((kept[k] - at) * size);
+            in.read(to, size);
+            at = kept[k] + 1;
+        }
+    }
+
+    cursor                           all;
+    const std::vector<state_block> & blocks;
+    size_t                           next = 0;
+};
+
+// Position of each cell of one sequence.
+std::vector<llama_pos> positions_of(const cursor & all, const state_block & block, size_t size) {
+    std::vector<llama_pos> positions(block.n_cells);
+    cursor                 in = all.from(block.offset);
+    for (llama_pos & pos : positions) {
+        pos = in.get<llama_pos>();
+        in.skip(size - sizeof(pos));
+    }
+    return positions;
+}
+
+// Where the window cells begin that fit: at most `room` of them, or what the next token sees.
+llama_pos fitting(const memory * m, std::vector<llama_pos> positions, size_t room) {
+    std::sort(positions.rbegin(), positions.rend());
+    const llama_pos needed = window_start(m, positions.front() + 1);
+    size_t          n = std::max<size_t>(1, std::min(room, positions.size()));
+    while (n < positions.size() && (positions[n] >= needed || positions[n] == positions[n - 1])) {
+        ++n;
+    }
+    return positions[n - 1];
+}
+
 }  // namespace
+
+int32_t state_fit(const memory * m, bool v_trans, llama_seq_id seq, uint32_t n_seq_max,
+                  const std::vector<state_block> & blocks, const std::vector<state_piece> & pieces, joined_state & out) noexcept {
+    return guarded<int32_t>(CAUGHT, [&] {
+        std::vector<state_block> of_window;
+        std::copy_if(blocks.begin(), blocks.end(), std::back_inserter(of_window),
+                     [](const state_block & block) { return block.part == PART_WINDOW; });
+        if (of_window.size() < 2 || of_window.front().n_cells <= window_room(m, seq, n_seq_max)) {
+            return 0;
+        }
+        const state_part    part = state_parts(m, v_trans, WINDOW_PARTS).front();
+        const state_block & cells = of_window.front();
+        const auto          positions = positions_of(cursor(pieces), cells, cell_bytes(part));
+        const llama_pos     from = fitting(m, positions, window_room(m, seq, n_seq_max));
+        window_writer       writer(out, pieces, of_window);
+        for (uint32_t i = 0; i < cells.n_cells; ++i) {
+            if (positions[i] >= from) {
+                writer.kept.push_back(i);
+            }
+        }
+        // A number of streams, and for each a number of cells: of the others there are none.
+        const uint64_t begin = cells.offset - (2 + cells.stream) * sizeof(uint32_t);
+        const uint64_t end = of_window.back().offset + of_window.back().size + (part.n_stream - 1 - cells.stream) * sizeof(uint32_t);
+        if (writer.kept.size() == cells.n_cells) {
+            return 0;
+        }
+        writer.pass(0, begin);
+        visit_part(writer, part, state_rows_of(m, v_trans, PART_WINDOW));
+        writer.pass(end, end + cursor(pieces).from(end).left());
+        writer.finish();
+        return 1;
+    });
+}
 
 int32_t state_join(const memory * m, bool v_trans, llama_seq_id seq, const std::vector<std::vector<cell_arrays>> & parts,
                    joined_state & out) noexcept {
@@ -55,7 +161,7 @@ int32_t state_join(const memory * m, bool v_trans, llama_seq_id seq, const std::
         array_writer writer(out, seq < 0);
         visit_head(writer, seq < 0 ? -1 : 0, llm_arch_name(m->arch));
         size_t i = 0;
-        for (const state_part & part : state_parts(m, v_trans, false)) {
+        for (const state_part & part : state_parts(m, v_trans, ALL_PARTS)) {
             writer.begin_part(parts.at(i++));
             visit_part(writer, part, state_rows_of(m, v_trans, part.part));
         }

@@ -76,6 +76,11 @@ struct cell_arrays {
 int32_t state_join(const memory * m, bool v_trans, llama_seq_id seq, const std::vector<std::vector<cell_arrays>> & parts,
                    joined_state & out) noexcept;
 
+// The state of one sequence that was found to fit, without the oldest window cells where the window cache has no room
+// for them (window_room): 1; or 0 where all of them go, or what the next token sees alone.
+int32_t state_fit(const memory * m, bool v_trans, llama_seq_id seq, uint32_t n_seq_max,
+                  const std::vector<state_block> & blocks, const std::vector<state_piece> & pieces, joined_state & out) noexcept;
+
 // Sequences that the records of n cells name, by the size of the records.
 inline size_t n_cell_ids(uint64_t size, uint32_t n, bool extended) {
     return size_t(size - n * cell_head_bytes(extended)) / sizeof(llama_seq_id);

@@ -186,7 +186,7 @@ class SequenceCells:
         self._disown()
 
     def _taken_out(self) -> PutBack:
-        return _taken_out(self._native, self.live_id, self.n_held, self.pool.ctx.model.n_swa)
+        return _taken_out(self._native, self.live_id, self.n_held)
 
     @property
     def twins(self) -> Twins:
@@ -492,21 +492,18 @@ def least_cut(n: int, n_swa: int) -> int:
     return 1 if n <= n_swa else n - 1
 
 
-def _taken_out(native: lib.Context, seq_id: int, n: int, n_swa: int) -> PutBack:
-    """Return what puts a sequence back; a memory without a known layout takes back its own only.
+def _taken_out(native: lib.Context, seq_id: int, n: int) -> PutBack:
+    """Return what puts a sequence of n tokens back; of a window, with all that a rewind may need.
 
-    ``n``: how many tokens it holds.
+    A memory without a known layout takes back its own sequences only.
     """
-    least = n
-    if native.has_rest:
-        # Other sequences may have taken the cell that its next token will not see.
-        least = least_cut(n, n_swa)
-        if not native.can_resume(seq_id, least):
-            least = n - 1 if least < n - 1 and native.can_resume(seq_id, n - 1) else n
     if not native.has_layout:
-        state = native.get_partial_state(seq_id)
-        return PutBack(lambda dst: native.set_blocks(dst, [], state), least)
-    data = native.get_state(seq_id, None)
+        state = native.get_state_part(seq_id)
+        return PutBack(lambda dst: native.set_blocks(dst, [], state=state), n)
+    least = n
+    if native.has_window and not native.has_state_part:
+        least = min(n, max(1, native.least_cut(native.spare_begin(seq_id))))
+    data = native.get_state(seq_id, None, spare=True)
     return PutBack(lambda dst: native.set_state(dst, [data], None), least)
 
 

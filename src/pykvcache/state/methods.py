@@ -158,7 +158,7 @@ class StateMethods(PartialStateMethods):
         if seq_id is None:
             raise TypeError("seq_id must be an integer, not None: see context_state")
         fingerprint = self._fingerprint
-        state, firsts = self._native.take_state(seq_id)
+        state, firsts = self._native.take_state(seq_id, spare=True)
         parts = [streams[0] for streams in self._split(state, whole=False)]
         first = firsts[0][1] if firsts else 0
         return SequenceState(parts, fingerprint, first=first, tokens=tokens, metadata=metadata)

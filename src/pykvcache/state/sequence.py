@@ -155,21 +155,25 @@ class SequenceState(Saved):
         if (start, stop) == (0, len(self)):
             return self
         tokens = None if self._tokens is None else self._tokens[start:stop]
-        parts = [self._parts[0].take(slice(start, stop))] if self._can_cut(start, stop) else []
-        if len(self._parts) > 1:
-            parts.append(self._cut_window(self._parts[1], start, stop))
+        self._need_cut(start)
+        parts = [
+            self._cut_window(part, start, stop)
+            if part.layout.part == "window"
+            else part.take(slice(start, stop))
+            for part in self._parts
+        ]
         return SequenceState(parts, self._fingerprint, tokens=tokens, metadata=self._metadata)
 
-    def _can_cut(self, start: int, stop: int) -> bool:
-        if any(part.layout.part == "recurrent" for part in self._parts):
+    def _need_cut(self, start: int) -> None:
+        names = {part.layout.part for part in self._parts}
+        if "recurrent" in names:
             raise UnsupportedOperation(
                 "slice", "a recurrent state stands for all its tokens at once", "state"
             )
-        if len(self._parts) > 1 and start:
+        if "window" in names and start:
             raise UnsupportedOperation(
                 "slice", "of a sliding-window sequence only a prefix can be kept", "state"
             )
-        return True
 
     def _cut_window(self, window: Part, start: int, stop: int) -> Part:
         """Keep the window's cells of a prefix, if they are all that its next token sees."""

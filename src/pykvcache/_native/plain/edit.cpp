@@ -1,4 +1,4 @@
-// What changes a memory and writes its states, by llama.cpp's own functions alone: a build with
+// What changes a memory, by llama.cpp's own functions alone: a build with
 // PYKVCACHE_PLAIN has this file in the place of fast/. Slower, and the first to follow another llama.cpp.
 #include <set>
 
@@ -64,10 +64,6 @@ int32_t divide_cells(edit_key key, memory * m, llama_seq_id seq, llama_pos p0, l
 // No function of llama.cpp moves cells.
 bool    can_compact(const memory *) { return false; }
 int64_t move_cells_down(edit_key, memory *, uint32_t) noexcept { return 0; }
-
-seq_state * seq_state_new(const memory * m, bool, llama_seq_id seq) noexcept {
-    return written_state_new(m, seq, false);
-}
 
 // llama.cpp's reader clears the sequence first: replace() takes a copy of what was there.
 int32_t state_place(edit_key, memory *, bool, llama_seq_id, const std::vector<state_block> &,

@@ -7,6 +7,7 @@
 #include "guarded.h"
 #include "probe_kv.h"
 #include "probe_memory.h"
+#include "probe_private.h"
 #include "probe_state_io.h"
 #include "state_layout.h"
 
@@ -15,7 +16,7 @@ namespace pykv {
 namespace {
 
 // The cells that a state of this sequence holds, in their order in the cache.
-std::vector<live_cell> cells_to_write(const memory * m, memory_part part, llama_seq_id seq) {
+std::vector<live_cell> cells_to_write(const memory * m, memory_part part, llama_seq_id seq, llama_pos window_from) {
     const llama_kv_cells & cells = cache_of(m, part)->get_cells(seq);
     const llama_pos last = cells.seq_pos_max(seq);
     std::vector<live_cell> result;
@@ -24,8 +25,8 @@ std::vector<live_cell> cells_to_write(const memory * m, memory_part part, llama_
             continue;
         }
         const llama_pos pos = cells.pos_get(i);
-        // What no later query can see is left out.
-        if (part != PART_WINDOW || !llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, last)) {
+        // What no later query can see is left out, as llama.cpp does.
+        if (part != PART_WINDOW || pos >= window_from || !llama_hparams::is_masked_swa(m->hparams->n_swa, m->hparams->swa_type, pos, last)) {
             result.push_back({pos, i});
         }
     }
@@ -94,7 +95,7 @@ class head_writer : public byte_writer {
 
 class walked_state : public seq_state {
   public:
-    walked_state(const memory * m, bool v_trans, llama_seq_id seq);
+    walked_state(const memory * m, bool v_trans, llama_seq_id seq, llama_pos window_from);
     void write(uint8_t * dst, bool two) const override;
 
   private:
@@ -104,10 +105,10 @@ class walked_state : public seq_state {
     std::vector<std::vector<live_cell>> cells;  // of each part; empty for the recurrent one
 };
 
-walked_state::walked_state(const memory * m, bool v_trans, llama_seq_id seq) : m(m), seq(seq) {
+walked_state::walked_state(const memory * m, bool v_trans, llama_seq_id seq, llama_pos window_from) : m(m), seq(seq) {
     byte_counter out;
     visit_head(out, seq, nullptr);
-    for (const state_part & part : state_parts(m, v_trans, false)) {
+    for (const state_part & part : state_parts(m, v_trans, ALL_PARTS)) {
         parts.push_back(part);
         if (part.part == PART_RECURRENT) {
             state_writer io(nullptr);
@@ -115,7 +116,7 @@ walked_state::walked_state(const memory * m, bool v_trans, llama_seq_id seq) : m
             cells.emplace_back();
             out.size += io.n_bytes();
         } else {
-            cells.push_back(cells_to_write(m, part.part, seq));
+            cells.push_back(cells_to_write(m, part.part, seq, window_from));
             out.own = stream_of(*cache_of(m, part.part), seq);
             out.n_cells = uint32_t(cells.back().size());
             visit_part(out, part, state_rows_of(m, part.v_trans, part.part));
@@ -167,8 +168,11 @@ void walked_state::write(uint8_t * dst, bool two) const {
 
 }  // namespace
 
-seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq) noexcept {
-    return guarded<seq_state *>(nullptr, [&] { return new walked_state(m, v_trans, seq); });
+seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq, llama_pos window_from) noexcept {
+    if (is_plain() && window_from == POS_END) {
+        return written_state_new(m, seq, false);
+    }
+    return guarded<seq_state *>(nullptr, [&] { return new walked_state(m, v_trans, seq, window_from); });
 }
 
 }  // namespace pykv

@@ -1,0 +1,126 @@
+"""States keep a window more than the next token sees, so that a rewind after a restore is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memory.kit import CASES, Bench, Case, apart
+from pykvcache import CheckpointPolicy, LlamaSequence
+
+MakeBench = Callable[..., Bench]
+WINDOWED = [c for c in CASES if c.info.n_swa and c.has_states]
+CUT = [c for c in WINDOWED if not c.info.has_recurrent_state]
+LONG = {"n_ctx": 2048, "n_ubatch": 32, "n_seq_max": 2}
+N = 300
+
+
+@pytest.mark.parametrize("case", CUT, ids=str)
+def test_a_restored_sequence_is_cut_by_up_to_a_window(case: Case, bench: MakeBench) -> None:
+    b = bench(case, **LONG)
+    tokens = b.feed(0, N).tolist()
+    state, n_swa = b.ctx.sequence_state(0, tokens), case.info.n_swa
+    window = state.parts[-1]
+    assert window.positions.tolist() == [*range(N - 2 * n_swa + 1, N)]
+    for swa_full in (True, False):
+        other = bench(replace(case, swa_full=swa_full), **LONG)
+        for back in (0, 1, n_swa // 2, n_swa, n_swa + 1):
+            other.ctx.restore_sequence(state, 1)
+            assert other.ctx.native.window_range(1) == (N - 2 * n_swa + 1, N)
+            done = other.ctx.clear_kv_cache_seq(1, N - back)
+            assert done == (back <= n_swa)
+            other.held[1] = tokens[: N - back] if done else tokens.copy()
+            other.check(1, n=2)
+    # What is cut off a state itself needs the same cells.
+    other.ctx.restore_sequence(state[: N - n_swa], 1)
+    other.held[1] = tokens[: N - n_swa]
+    other.check(1, n=2)
+
+
+@pytest.mark.parametrize("case", WINDOWED, ids=str)
+def test_raw_states_are_those_of_llama_cpp(case: Case, bench: MakeBench) -> None:
+    b = bench(case, **LONG)
+    b.feed(0, N)
+    native = b.ctx.native
+    raw, whole = b.ctx.get_state(0), native.get_state(0, None, spare=True)
+    if case.info.has_recurrent_state:
+        np.testing.assert_array_equal(raw, whole)
+        return
+    assert len(raw) < len(whole)
+    native.set_state(1, [whole], None)
+    assert native.window_range(1)[0] == native.spare_begin(0) < native.window_needed(N)
+    one, other = (b.ctx.sequence_state(seq).parts for seq in (0, 1))
+    for mine, theirs in zip(one, other, strict=True):
+        np.testing.assert_array_equal(mine.positions, theirs.positions)
+        for tensor, copied in zip(mine.tensors, theirs.tensors, strict=True):
+            np.testing.assert_array_equal(tensor, copied)
+
+
+@pytest.mark.parametrize("flash_attn", ["disabled", "enabled"])
+@pytest.mark.parametrize("case", [c for c in CUT if not c.swa_full], ids=str)
+def test_spare_cells_are_left_out_where_there_is_no_room(
+    case: Case, flash_attn: str, bench: MakeBench
+) -> None:
+    """Transposed values, or not; whatever other sequences hold."""
+    wide = bench(replace(case, swa_full=True), **LONG, flash_attn=flash_attn)
+    tokens = wide.feed(0, N).tolist()
+    first = wide.ctx.native.window_range(0)[0]
+    out = [np.empty(wide.ctx.native.block_bytes(p) * N, np.uint8) for p in ("attention", "window")]
+    assert first == 0
+    assert wide.ctx.native.get_block(0, 0, N, out[0])
+    assert wide.ctx.native.get_block(0, 0, N, out[1], "window")
+    b = bench(case, **LONG, flash_attn=flash_attn)
+    for others in (0, 40, 400):
+        b.ctx.clear_kv_cache()
+        b.held = {}
+        if others:
+            b.feed(0, others)
+        # More cells than the whole window cache has.
+        b.ctx.native.set_blocks(1, [(out[0], N, N)], [(out[1], N, N)], 0)
+        first, end = b.ctx.native.window_range(1)
+        assert end == N
+        assert first <= b.ctx.native.window_needed(N)
+        assert first >= N - 256
+        state = b.ctx.sequence_state(1)
+        n = len(state.parts[-1])
+        for mine, theirs in zip(
+            state.parts[-1].tensors, wide.ctx.sequence_state(0).parts[-1].tensors, strict=True
+        ):
+            axis = int(case.info.n_swa > 0 and mine.ndim == 3)
+            np.testing.assert_array_equal(mine, theirs.take(range(theirs.shape[axis])[-n:], axis))
+        if flash_attn == "disabled":
+            b.held[1] = tokens.copy()
+            b.check(n=2)
+
+
+@pytest.mark.parametrize("case", CUT, ids=str)
+def test_a_parked_sequence_and_one_of_a_file_go_back_by_one_evaluation(
+    case: Case, bench: MakeBench, tmp_path: Path
+) -> None:
+    b = bench(case, **LONG)
+    tokens, back = b.prompt(N).tolist(), case.info.n_swa - 1
+    none = CheckpointPolicy(max_bytes=0)
+
+    def rewound(one: LlamaSequence) -> None:
+        one.truncate(N - back)
+        before = b.ctx.tokens_evaluated
+        row = one.logits()
+        assert b.ctx.tokens_evaluated - before == 1
+        assert apart(row, b.fresh(tokens[: N - back])) < case.tolerance
+
+    with LlamaSequence(b.ctx, tokens, checkpoints=none) as one:
+        one.logits()
+        one.save(tmp_path / "one.kv")
+        one.park()
+        # Its cells become those of others.
+        for seed in range(3):
+            with LlamaSequence(b.ctx, b.prompt(90 + seed)) as other:
+                other.logits()
+        assert one.is_parked
+        rewound(one)
+    with LlamaSequence.load(b.ctx, tmp_path / "one.kv", checkpoints=none) as again:
+        rewound(again)

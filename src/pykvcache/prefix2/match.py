@@ -1,0 +1,189 @@
+"""What a lookup in the tree finds, and how much of it can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pykvcache.prefix2.block_hash import TOKEN_SIZE
+from pykvcache.prefix2.node import Component, EndState, Kind, MemoryShape, Node
+
+__all__ = ["Chunk", "Match", "Range", "Resume", "deepest", "gaps", "overlaps", "union"]
+
+#: Tokens from the first to before the second.
+Range = tuple[int, int]
+#: Cells, how many tokens they are of, and how many of these count.
+Chunk = tuple[Any, int, int]
+
+
+@dataclass(slots=True)
+class Match:
+    """The longest known beginning of some tokens.
+
+    Attributes
+    ----------
+    node : Node
+        The node that it ends in; the root if nothing is known.
+    n : int
+        Its tokens.
+    """
+
+    node: Node
+    n: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it ends where its node does."""
+        return self.n == self.node.end
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes on the way, the first first."""
+        return list(self.node.path())[::-1]
+
+    def next_token(self) -> int | None:
+        """Return a token that follows it in the tree, the most recent one; None at an end."""
+        if not self.is_whole:
+            at = (self.n - self.node.start) * TOKEN_SIZE
+            return int.from_bytes(self.node.tokens[at : at + TOKEN_SIZE], "little")
+        followers = list(self.node.children.values())
+        if not followers:
+            return None
+        latest = max(followers, key=lambda node: node.attention.last_use if node.attention else 0)
+        return int.from_bytes(latest.tokens[:TOKEN_SIZE], "little")
+
+    def windows(self) -> list[Range]:
+        """Return the tokens whose window cells are there."""
+        found: list[Range] = []
+        for node in self.nodes():
+            if node.window is not None and node.window.start < self.n:
+                found.append((node.window.start, min(node.end, self.n)))
+        return found
+
+    def states(self) -> list[int]:
+        """Return after how many tokens a state is there, the first first."""
+        return [
+            node.end
+            for node in self.nodes()
+            if node.state is not None and node.state.chunks[0].has_state and node.end <= self.n
+        ]
+
+    def end_at(self, n: int) -> EndState | None:
+        """Return the state and logits after n tokens; None where there are none."""
+        for node in self.node.path():
+            if node.end == n <= self.n and node.state is not None:
+                end: EndState = node.state.chunks[0]
+                return end
+        return None
+
+    def chunks(self, kind: Kind, begin: int, end: int) -> tuple[int, list[Chunk]]:
+        """Return the cells of the tokens of ``[begin, end)``, as `set_blocks` takes them.
+
+        Returns
+        -------
+        (int, list of Chunk)
+            Where the first chunk begins: at ``begin`` or before it.
+        """
+        first, found = end, list[Chunk]()
+        for node in self.nodes():
+            one = node.attention if kind is Kind.ATTENTION else node.window
+            if one is None or node.end <= begin or one.start >= end:
+                continue
+            at = one.start
+            for cells, size in zip(one.chunks, one.sizes, strict=True):
+                if at + size > begin and at < end:
+                    first = min(first, at)
+                    found.append((cells, size, min(size, end - at)))
+                at += size
+        return first, found
+
+
+@dataclass(slots=True)
+class Resume:
+    """Where a prompt can go on from a match.
+
+    Attributes
+    ----------
+    n
+        After how many tokens.
+    window_first
+        First token whose window cells are used; ``n`` where the memory has no window.
+    state
+        The state that is used; None where none is needed.
+    """
+
+    n: int
+    window_first: int
+    state: Component | None = None
+
+
+def union(ranges: Iterable[Range]) -> list[Range]:
+    """Return the tokens that are in any of some ranges, in order."""
+    found: list[Range] = []
+    for first, last in sorted(one for one in ranges if one[0] < one[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found
+
+
+def overlaps(some: Iterable[Range], others: Iterable[Range]) -> list[Range]:
+    """Return the tokens that are in a range of each of two lists."""
+    seen = list(others)
+    return [
+        (max(a, first), min(b, last))
+        for a, b in some
+        for first, last in seen
+        if a < last and first < b
+    ]
+
+
+def gaps(covered: Iterable[Range], end: int) -> list[Range]:
+    """Return the tokens before an end that no range covers, in order."""
+    found: list[Range] = []
+    at = 0
+    for first, last in sorted(covered):
+        if first > at:
+            found.append((at, min(first, end)))
+        at = max(at, last)
+        if at >= end:
+            return found
+    return [*found, (at, end)]
+
+
+def deepest(
+    shape: MemoryShape, limit: int, windows: Iterable[Range], states: Iterable[int]
+) -> int:
+    """Return the most tokens, up to a limit, after which a memory can go on.
+
+    Parameters
+    ----------
+    shape
+        Of the memory.
+    limit
+        Tokens whose attention cells are there, or fewer.
+    windows
+        Tokens whose window cells are there.
+    states
+        After how many tokens a state is there.
+    """
+    places = sorted((n for n in states if n <= limit), reverse=True) if shape.needs_state else None
+    if shape.window_start is None:
+        return limit if places is None else next(iter(places), 0)
+    missing = gaps(windows, limit)
+    if places is not None:
+        return next((n for n in places if _is_complete(shape, n, missing)), 0)
+    # A gap in the window of some tokens lies in the windows of all tokens from its end on.
+    while missing and limit:
+        first, last = missing.pop()
+        if shape.window_start(limit) < last:
+            limit = first
+    return limit
+
+
+def _is_complete(shape: MemoryShape, n: int, missing: list[Range]) -> bool:
+    """Return whether no gap lies in the window of n tokens."""
+    assert shape.window_start is not None
+    begin = shape.window_start(n)
+    return not any(first < n and last > begin for first, last in missing)

@@ -1,0 +1,54 @@
+"""Policies of eviction, by name. A new one is a class in a file here, and a line in `POLICIES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from pykvcache.errors import ArgumentError
+from pykvcache.errors._shown import shown
+from pykvcache.prefix2.policies.base import ByPriority, Policy
+from pykvcache.prefix2.policies.hit_density import HitDensity
+from pykvcache.prefix2.policies.queues import S3FIFO, SLRU
+from pykvcache.prefix2.policies.simple import FIFO, LFU, LRU, VLLM, CostAware, LlamaServer, MlxLm
+
+__all__ = ["DEFAULT", "POLICIES", "ByPriority", "Policy", "make_policy"]
+
+#: Every policy by its name.
+POLICIES: Final[dict[str, Callable[[], Policy]]] = {
+    "lru": LRU,
+    "fifo": FIFO,
+    "lfu": LFU,
+    "slru": SLRU,
+    "s3fifo": S3FIFO,
+    "cost-aware": CostAware,
+    "hit-density": HitDensity,
+    "llama-server": LlamaServer,
+    "mlx-lm": MlxLm,
+    "vllm": VLLM,
+}
+
+#: The policy that a cache has if none is named; docs/policies.md says why.
+DEFAULT: Final = "hit-density"
+
+
+def make_policy(policy: str | Policy) -> Policy:
+    """Return a new policy of this name, or the object that was given.
+
+    Raises
+    ------
+    ValueError
+        If there is no policy of this name.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(f"policy must be a name or a Policy, not {type(policy).__name__}")
+    if policy not in POLICIES:
+        raise ArgumentError(
+            f"there is no policy {shown(policy)}: known are {', '.join(POLICIES)}",
+            "policy",
+            policy,
+            tuple(POLICIES),
+        )
+    return POLICIES[policy]()

@@ -1,0 +1,112 @@
+"""What a policy is told and asked, and a heap for those that give every component a priority."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+from typing import Any
+
+from pykvcache.prefix2.node import Component
+
+__all__ = ["ByPriority", "Leaves", "Policy"]
+
+
+class Policy:
+    """Decide which components are evicted first; a subclass overrides what it needs.
+
+    Attributes
+    ----------
+    whole : bool
+        Whether a component leaves whole, and not only as many of its tokens as must.
+    declines : bool
+        Whether what was just added may be the first to go. Otherwise all else goes before it.
+    n_bytes : int
+        Bytes that it remembers of components that left.
+    max_notes : int or None
+        Upper bound on `n_bytes`; None where nothing is counted.
+    """
+
+    whole: bool = False
+    declines: bool = False
+    n_bytes: int = 0
+    max_notes: int | None = None
+
+    def resize(self, max_bytes: int) -> None:
+        """Learn the budget; called first, and whenever it changes."""
+
+    def added(self, one: Component) -> None:
+        """Learn of a new component; `evictable` follows."""
+
+    def used(self, one: Component) -> None:
+        """Learn that a prompt used it. Of one path the last component comes first."""
+
+    def split(self, head: Component, tail: Component) -> None:
+        """Give the head, which is new, the history of the tail that it was cut from."""
+
+    def passed(self, one: Component) -> None:
+        """Learn that a prompt used what comes before it and then parted."""
+
+    def removing(self, one: Component, n_tokens: int) -> None:
+        """Learn that so many of its tokens are evicted now; of a state, which has none, all."""
+
+    def evictable(self, one: Component) -> None:
+        """Learn that it may leave from now on, until it is held or others follow it."""
+
+    def victim(self) -> Component | None:
+        """Return the evictable component that leaves first; None if there is none."""
+        raise NotImplementedError
+
+
+# Of all heaps: when a component moves to another heap, its entry in the first becomes invalid.
+_stamps = count()
+
+
+class Leaves:
+    """A heap of evictable components. Entries that are out of date are skipped when met."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, Any, int, Component]] = []
+        self._limit = 64
+
+    def push(self, one: Component, priority: Any) -> None:
+        """Put a component in, or move it; the smallest comes out first, of lower priority first."""
+        one.stamp = next(_stamps)
+        heapq.heappush(self._heap, (one.priority, priority, one.stamp, one))
+        if len(self._heap) > self._limit:
+            self._heap = [x for x in self._heap if x[3].stamp == x[2] and x[3].is_evictable]
+            heapq.heapify(self._heap)
+            self._limit = 2 * len(self._heap) + 64
+
+    def first(self) -> Component | None:
+        """Return the first component, which stays."""
+        heap = self._heap
+        while heap:
+            _, _, stamp, one = heap[0]
+            if one.stamp == stamp and one.is_evictable:
+                return one
+            heapq.heappop(heap)
+        return None
+
+
+class ByPriority(Policy):
+    """Evicts the component with the smallest `priority`, which may change when it is used."""
+
+    def __init__(self) -> None:
+        self.leaves = Leaves()
+
+    def priority(self, one: Component) -> Any:
+        """Return what compares components: the smallest goes first."""
+        raise NotImplementedError
+
+    def used(self, one: Component) -> None:
+        """Note the new priority."""
+        if one.is_evictable:
+            self.leaves.push(one, self.priority(one))
+
+    def evictable(self, one: Component) -> None:
+        """Note the priority."""
+        self.leaves.push(one, self.priority(one))
+
+    def victim(self) -> Component | None:
+        """Return the component with the smallest priority."""
+        return self.leaves.first()

@@ -1,0 +1,50 @@
+"""Random requests to the tree without a model: every account, every rule, every policy."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pykvcache.prefix2.block_hash import token_bytes
+from pykvcache.prefix2.policies import POLICIES
+from prefix2.model_free import ALL, Model, check_tree, prompts
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kinds", ALL.values(), ids=ALL)
+def test_random_requests_keep_every_account_right(kinds, policy):
+    for seed in range(4):
+        rng = random.Random(seed)
+        size = rng.choice([1, 4, 8])
+        model = Model(
+            kinds,
+            size,
+            rng.choice([0, 300, 2000, 8000, 10**6]),
+            policy,
+            overhead=rng.choice([0, 40]),
+            cells=rng.choice([10**9, 14, 30]),
+            root=rng.choice([None, lambda name: name.encode().ljust(32, b"-")]),
+        )
+        tree, open_ = model.tree, []
+        for prompt, answer in prompts(rng, 60):
+            space = rng.choice(["", "", "b"])
+            begun, hold = model.begin(prompt, space)
+            open_.append((prompt, answer, begun, hold, space))
+            check_tree(tree, [one[3] for one in open_ if one[3]])
+            while len(open_) > rng.randrange(4):
+                prompt, answer, begun, hold, space = open_.pop(rng.randrange(len(open_)))
+                model.give(prompt, answer, begun, space, rng.choice([0, 0, 1]))
+                check_tree(tree, [one for one in [hold, *(one[3] for one in open_)] if one])
+                if hold:
+                    tree.release(hold, is_use=rng.random() < 0.7)
+                check_tree(tree, [one[3] for one in open_ if one[3]])
+            if rng.random() < 0.05:
+                tree.forget(token_bytes(prompt), space)
+            if rng.random() < 0.02:
+                tree.clear(rng.choice([None, "b"]))
+                open_ = [(*one[:3], None, one[4]) for one in open_] if not list(tree.nodes()) else open_
+                for at, one in enumerate(open_):
+                    if one[3] and one[3].node.parent is None:
+                        open_[at] = (*one[:3], None, one[4])
+            check_tree(tree, [one[3] for one in open_ if one[3]])

@@ -122,7 +122,7 @@ class Model:
         offer = Offer(n, windows, states, [len(prompt)], priority)
         plan = self.tree.plan(tokens, offer, namespace)
         if plan is not None:
-            fill(self.tree.insert(tokens, plan, namespace))
+            fill(self.tree.insert(tokens, plan, namespace)[0])
 
     def ask(self, prompt: Tokens, answer: Tokens = (), namespace: str = "") -> int:  # type: ignore[assignment]
         """Begin, evaluate, give and release; return how many tokens of the prompt were new."""

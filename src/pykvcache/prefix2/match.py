@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pykvcache._ranges import Range
 from pykvcache.prefix2.block_hash import TOKEN_SIZE
-from pykvcache.prefix2.node import Component, EndState, Kind, MemoryShape, Node
+from pykvcache.prefix2.node import Component, EndState, Kind, Node
 
-__all__ = ["Chunk", "Match", "Range", "Resume", "deepest", "gaps", "overlaps", "union"]
+__all__ = ["Chunk", "Match", "Resume"]
 
-#: Tokens from the first to before the second.
-Range = tuple[int, int]
 #: Cells, how many tokens they are of, and how many of these count.
 Chunk = tuple[Any, int, int]
 
@@ -115,75 +113,3 @@ class Resume:
     n: int
     window_first: int
     state: Component | None = None
-
-
-def union(ranges: Iterable[Range]) -> list[Range]:
-    """Return the tokens that are in any of some ranges, in order."""
-    found: list[Range] = []
-    for first, last in sorted(one for one in ranges if one[0] < one[1]):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(last, found[-1][1])
-        else:
-            found.append((first, last))
-    return found
-
-
-def overlaps(some: Iterable[Range], others: Iterable[Range]) -> list[Range]:
-    """Return the tokens that are in a range of each of two lists."""
-    seen = list(others)
-    return [
-        (max(a, first), min(b, last))
-        for a, b in some
-        for first, last in seen
-        if a < last and first < b
-    ]
-
-
-def gaps(covered: Iterable[Range], end: int) -> list[Range]:
-    """Return the tokens before an end that no range covers, in order."""
-    found: list[Range] = []
-    at = 0
-    for first, last in sorted(covered):
-        if first > at:
-            found.append((at, min(first, end)))
-        at = max(at, last)
-        if at >= end:
-            return found
-    return [*found, (at, end)]
-
-
-def deepest(
-    shape: MemoryShape, limit: int, windows: Iterable[Range], states: Iterable[int]
-) -> int:
-    """Return the most tokens, up to a limit, after which a memory can go on.
-
-    Parameters
-    ----------
-    shape
-        Of the memory.
-    limit
-        Tokens whose attention cells are there, or fewer.
-    windows
-        Tokens whose window cells are there.
-    states
-        After how many tokens a state is there.
-    """
-    places = sorted((n for n in states if n <= limit), reverse=True) if shape.needs_state else None
-    if shape.window_start is None:
-        return limit if places is None else next(iter(places), 0)
-    missing = gaps(windows, limit)
-    if places is not None:
-        return next((n for n in places if _is_complete(shape, n, missing)), 0)
-    # A gap in the window of some tokens lies in the windows of all tokens from its end on.
-    while missing and limit:
-        first, last = missing.pop()
-        if shape.window_start(limit) < last:
-            limit = first
-    return limit
-
-
-def _is_complete(shape: MemoryShape, n: int, missing: list[Range]) -> bool:
-    """Return whether no gap lies in the window of n tokens."""
-    assert shape.window_start is not None
-    begin = shape.window_start(n)
-    return not any(first < n and last > begin for first, last in missing)

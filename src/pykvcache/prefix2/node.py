@@ -14,11 +14,12 @@ whole blocks can be evicted, written to tiers and put back without being copied 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from pykvcache._ranges import Range, deepest
 from pykvcache.prefix2.block_hash import TOKEN_SIZE, block_names
 
 __all__ = ["Component", "EndState", "Kind", "MemoryShape", "Node", "cut", "new_root"]
@@ -84,6 +85,26 @@ class MemoryShape:
         """Tokens that a byte of cells saves, those of windows and of attention together."""
         each = self.attention_bytes + self.window_bytes
         return 1 / each if each else 1e300
+
+    def deepest(self, limit: int, windows: Iterable[Range], states: Iterable[int]) -> int:
+        """Return the most tokens, up to a limit, after which the memory can go on.
+
+        Parameters
+        ----------
+        limit
+            Tokens whose attention cells are there, or fewer.
+        windows
+            Tokens whose window cells are there.
+        states
+            After how many tokens a state is there.
+        """
+        return deepest(
+            limit,
+            windows,
+            states,
+            window_start=self.window_start,
+            needs_state=self.needs_state,
+        )
 
     def floor(self, position: int) -> int:
         """Return the start of the block that holds a position."""
@@ -228,6 +249,11 @@ class Component:
         return None if node is None else node.attention
 
     @property
+    def n_missing(self) -> int:
+        """How many of its chunks are still to be read: the first ones."""
+        return sum(cells is None for cells in self.chunks)
+
+    @property
     def is_evictable(self) -> bool:
         """Whether it may leave now: nobody holds it, and nothing needs its tokens."""
         node = self.node
@@ -367,6 +393,14 @@ class Node:
             assert node.parent is not None
             node = node.parent
         return names[-1]
+
+    def name_at(self, n_blocks: int, block_size: int) -> bytes:
+        """Return the name of a block of the path by their number; of none that of the root."""
+        node = self
+        while node.parent is not None and node.start // block_size >= n_blocks:
+            node = node.parent
+        names = node.names(block_size)
+        return names[n_blocks - node.start // block_size - 1] if node.parent else names[0]
 
     def text_from(self, begin: int) -> bytes:
         """Return the tokens of the path from a position at or before its start, to its end."""

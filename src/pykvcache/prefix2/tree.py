@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pykvcache._ranges import Range, gaps, overlaps, union
 from pykvcache.errors import ArgumentError
 from pykvcache.errors._shown import shown
 from pykvcache.prefix2.block_hash import TOKEN_SIZE, common_tokens
-from pykvcache.prefix2.match import Match, Range, Resume, deepest, gaps, overlaps, union
+from pykvcache.prefix2.match import Match, Resume
 from pykvcache.prefix2.node import Component, EndState, Kind, MemoryShape, Node, cut, new_root
 from pykvcache.prefix2.policies import Policy, make_policy
 
@@ -132,6 +133,7 @@ class PrefixTree:
         self.shape = shape
         self.clock = 0
         self.n_bytes = self.n_blocks = self.n_nodes = 0
+        self.evicted_bytes = 0  # until somebody sets it back
         self.removed: list[bytes] = []
         self._root_name = root
         self._roots: dict[str, Node] = {}
@@ -172,7 +174,7 @@ class PrefixTree:
     def resume(self, match: Match, limit: int) -> Resume:
         """Return where a prompt can go on, after at most so many tokens; changes nothing."""
         shape = self.shape
-        n = deepest(shape, min(match.n, limit), match.windows(), match.states())
+        n = shape.deepest(min(match.n, limit), match.windows(), match.states())
         state = None
         if shape.needs_state:
             state = next((node.state for node in match.nodes() if node.end == n), None)
@@ -351,6 +353,14 @@ class PrefixTree:
             one.held += 1
         return hold
 
+    def hold_again(self, hold: Hold) -> Hold | None:
+        """Return a hold on what another one keeps; None where that was cleared."""
+        if hold.node.parent is None:
+            return None
+        for one in list(self._held_by(hold)):
+            one.held += 1
+        return Hold(hold.node, hold.window_first, hold.state)
+
     def release(self, hold: Hold, *, is_use: bool = True) -> None:
         """Release a hold; now counts as the last use of what it kept, or does not."""
         released = list(self._held_by(hold))
@@ -387,7 +397,9 @@ class PrefixTree:
 
     # Inserting ----------------------------------------------------------------------------------
 
-    def plan(self, tokens: bytes, offer: Offer, namespace: str = "") -> Plan | None:
+    def plan(
+        self, tokens: bytes, offer: Offer, namespace: str = "", *, is_limited: bool = True
+    ) -> Plan | None:
         """Return what of an offer is missing and can fit; None where that is nothing.
 
         Parameters
@@ -398,19 +410,22 @@ class PrefixTree:
             What it has.
         namespace
             Whose.
+        is_limited
+            Whether it has to fit into the budget.
         """
         shape, match = self.shape, self.match(tokens[: offer.n * TOKEN_SIZE], namespace)
         windows = [*match.windows(), *offer.windows]
         states = {*match.states(), *(at for at, end in offer.states.items() if end.has_state)}
-        n = deepest(shape, offer.n, windows, states)
+        n = shape.deepest(offer.n, windows, states)
         ends, slack = [end for end in offer.ends if end < n], shape.slack
-        while n and self._least_bytes(n, [*ends, n], slack, offer) > self.max_bytes:
+        budget = self.max_bytes if is_limited else math.inf
+        while n and self._least_bytes(n, [*ends, n], slack, offer) > budget:
             if slack:
                 slack = 0
             elif ends:
                 ends = []
             else:
-                n = deepest(shape, self._fewer(n, offer), windows, states)
+                n = shape.deepest(self._fewer(n, offer), windows, states)
         missing = self._missing_windows(match, offer, n)
         taken = {
             at: end
@@ -461,13 +476,28 @@ class PrefixTree:
             wanted = overlaps(wanted, begins)
         return overlaps(wanted, gaps(match.windows(), n))
 
-    def insert(self, tokens: bytes, plan: Plan, namespace: str = "") -> list[Component]:
+    def insert(
+        self, tokens: bytes, plan: Plan, namespace: str = "", *, keep: bool = False
+    ) -> tuple[list[Component], Hold | None]:
         """Insert what a plan says, its cells without contents, and evict what leaves for it.
+
+        Parameters
+        ----------
+        tokens
+            Of a sequence.
+        plan
+            What `plan` returned just now.
+        namespace
+            Whose.
+        keep
+            Whether to hold all of it, even above the budget.
 
         Returns
         -------
-        list of Component
+        components : list of Component
             Those with chunks that are None, the last first, for the caller to fill.
+        hold : Hold or None
+            What was held.
         """
         self.clock += 1
         tokens = tokens[: plan.n * TOKEN_SIZE]
@@ -484,16 +514,18 @@ class PrefixTree:
             each.attention.last_use = self.clock
         for end_at in plan.ends:
             self._keep_end(node, end_at, plan)
-        if not self.policy.declines:
+        hold = None
+        if keep or not self.policy.declines:
             # The others go first, whatever the policy thinks of something that was never used.
-            resume = self.resume(Match(node, node.end), node.end)
-            hold = self.hold(Match(node, node.end), resume)
+            match = Match(node, node.end)
+            hold = self.hold(match, self.resume(match, plan.n))
             self.fit()
-            if hold is not None:
+            if hold is not None and not keep:
                 self.release(hold, is_use=False)
+                hold = None
         self.fit()
         left = self.match(tokens, namespace).node.path()
-        return [one for each in left for one in each.components() if None in one.chunks]
+        return [one for each in left for one in each.components() if one.n_missing], hold
 
     def discard(self, components: Iterable[Component]) -> None:
         """Drop what was inserted and cannot be filled: components of one path, the last first."""
@@ -502,7 +534,7 @@ class PrefixTree:
             if one.kind is Kind.ATTENTION:
                 self._drop_leaf(node)
             elif node.window is one:
-                self._drop_chunks(one, 0, len(one.sizes) - one.chunks[::-1].index(None))
+                self._drop_chunks(one, 0, one.n_missing)
                 self._drop_useless(node)
 
     def _append(self, parent: Node, tokens: bytes, priority: int) -> Node:
@@ -606,7 +638,9 @@ class PrefixTree:
                 return False
             if not self._is_ours:
                 self._check(one)
+            before = self.n_bytes
             self._remove(one, self._n_leaving(one, excess))
+            self.evicted_bytes += before - self.n_bytes
         return True
 
     def _check(self, one: Component) -> None:

@@ -15,7 +15,7 @@ from pykvcache._native import lib
 from pykvcache._threads import take
 from pykvcache.context import LlamaContext
 from pykvcache.errors import InternalError, NoKvCacheSlot
-from pykvcache.sequence.checkpoints import Checkpoint
+from pykvcache.sequence.checkpoints import Checkpoint, WindowChunk
 from pykvcache.sequence.idle import IdleCost
 from pykvcache.sequence.member import Member
 
@@ -173,27 +173,33 @@ class SequencePool(lib.Turns):
 
     def fit_checkpoints(self, max_bytes: int) -> None:
         """Drop checkpoints until they fit: those first that save the least evaluation."""
-        while self.checkpoint_bytes() > max_bytes:
-            found = [
-                (gap, cells, point) for cells in self._members for gap, point in cells.points.gaps()
-            ]
-            if not found:
-                # Only the last one of each is left.
-                last = [(c, p) for c in self._members for p in c.points]
-                if not last:
-                    return
-                self._forget(last[0][1])
-            else:
-                self._forget(min(found, key=lambda one: one[0])[2])
+        while self.checkpoint_bytes() > max_bytes and self._forget_checkpoint():
+            pass
 
     def checkpoint_bytes(self) -> int:
         """Bytes of all checkpoints, those that forks share once."""
-        known = {id(p): p.nbytes for cells in self._members for p in cells.points}
-        return sum(known.values())
+        known = {id(x.state if isinstance(x, Checkpoint) else x.cells): x for x in self._points()}
+        return sum(point.nbytes for point in known.values())
 
-    def _forget(self, point: Checkpoint) -> None:
+    def _points(self) -> Iterator[Checkpoint | WindowChunk]:
         for cells in self._members:
-            cells.points.remove(point)
+            yield from cells.points
+
+    def _forget_checkpoint(self) -> bool:
+        """Forget one: window cells before a sequence's last window, then a state."""
+        points = [cells.points for cells in self._members]
+        longest = max((one.windows for one in points), key=len, default=[])
+        if longest and longest[0].end <= longest[-1].end - 2 * self.ctx.model.n_swa:
+            victim: Checkpoint | WindowChunk = longest[0]
+        elif found := [gap for one in points for gap in one.gaps()]:
+            victim = min(found, key=lambda one: one[0])[1]
+        elif (last := next(self._points(), None)) is not None:
+            victim = last
+        else:
+            return False
+        for one in points:
+            one.remove(victim)
+        return True
 
     # Dropped sequences ----------------------------------------------------------------------
 

@@ -1,0 +1,73 @@
+"""Prefixes that are kept, whatever the policy would evict."""
+
+from __future__ import annotations
+
+import time
+
+from pykvcache.prefix2.block_cache import BlockCache
+from pykvcache.sequence.pool import SequencePool
+
+__all__ = ["Pin", "Pins"]
+
+
+class Pin:
+    """A prefix that is kept until it is released, or its time is over."""
+
+    def __init__(self, pins: Pins, n_tokens: int, until: float | None) -> None:
+        self._pins, self._n_tokens, self._until = pins, n_tokens, until
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens are kept; 0 once it was released, expired or cleared."""
+        if self._is_over(time.monotonic()) or not self._pins.keeps(self):
+            return 0
+        return self._n_tokens
+
+    def _is_over(self, now: float) -> bool:
+        return self._until is not None and self._until <= now
+
+    def release(self) -> None:
+        """Release the prefix; a second call does nothing."""
+        self._pins.release(self)
+
+    def __repr__(self) -> str:
+        return f"<Pin: {self.n_tokens} tokens>"
+
+
+class Pins:
+    """The pins of one cache."""
+
+    def __init__(self, pool: SequencePool, blocks: BlockCache) -> None:
+        self._pool, self._blocks = pool, blocks
+        self._pins: dict[Pin, None] = {}
+
+    def add(self, tokens: bytes, namespace: str, until: float | None) -> Pin:
+        """Keep what is known of some tokens; the pool's lock is held."""
+        blocks = self._blocks
+        with blocks.change():
+            match = blocks.match(tokens, namespace)
+            resume = blocks.tree.resume(match, match.n)
+            pin = Pin(self, resume.n, until)
+            if resume.n:
+                blocks.tree.use(match, resume)
+                blocks.hold(pin, match, resume)
+                self._pins[pin] = None  # before that nothing keeps it
+        return pin
+
+    def keeps(self, pin: Pin) -> bool:
+        """Return whether a pin still keeps something."""
+        return self._blocks.holds(pin)
+
+    def release(self, pin: Pin) -> None:
+        """Release what a pin keeps."""
+        with self._pool.hold():
+            if self._pins.pop(pin, ...) is not ...:
+                with self._blocks.change():
+                    self._blocks.release(pin)
+
+    def expire(self) -> None:
+        """Release the pins whose time is over; the pool's lock is held."""
+        if self._pins:
+            now = time.monotonic()
+            for pin in [pin for pin in self._pins if pin._is_over(now)]:
+                self.release(pin)

@@ -1,0 +1,138 @@
+"""Bringing what the tiers have of a prompt to memory, before it is asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+from pykvcache.prefix2.arguments import as_seconds
+from pykvcache.prefix2.tiers.loader import Load
+
+if TYPE_CHECKING:
+    from pykvcache.prefix2.cache import PrefixCache
+
+__all__ = ["Prefetch", "Prefetches"]
+
+#: How many may wait for their turn; more are given up at once.
+MAX_WAITING = 1024
+
+
+class Prefetch:
+    """One request to bring a prompt to memory; `PrefixCache.prefetch` returns it.
+
+    Attributes
+    ----------
+    n_tokens : int
+        How many tokens of the prompt came.
+    tokens, namespace
+        The prompt, and whose it is.
+    load
+        The search, once it has begun.
+    """
+
+    def __init__(self, tokens: bytes, namespace: str) -> None:
+        self.n_tokens = 0
+        self.tokens, self.namespace = tokens, namespace
+        self.load: Load | None = None
+        self._is_cancelled = False
+        self._done = threading.Event()
+        self._pid = os.getpid()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will come."""
+        return self._done.is_set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self._is_cancelled
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until nothing more will come; False where that takes longer.
+
+        Parameters
+        ----------
+        seconds
+            For how long at most; None for as long as it takes.
+        """
+        seconds = math.inf if seconds is None else as_seconds(seconds, "seconds")
+        if os.getpid() != self._pid:
+            return self.is_done  # a forked child has no such thread
+        until = time.monotonic() + seconds
+        while not self._done.wait(max(0.0, min(until - time.monotonic(), 0.5))):
+            if time.monotonic() >= until:
+                return False
+        return True
+
+    def cancel(self) -> None:
+        """Let it end after what is being read; nothing of it is kept."""
+        self._is_cancelled = True
+        if self.load is not None:
+            self.load.cancel()
+
+    def end(self) -> None:
+        """Let nothing more come."""
+        self._done.set()
+
+    def __repr__(self) -> str:
+        state = "done" if self.is_done else "cancelled" if self._is_cancelled else "under way"
+        return f"<Prefetch: {state}, {self.n_tokens} tokens came>"
+
+
+class Prefetches:
+    """The prompts that wait to be brought, and the thread for them, which ends with the last."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Prefetch] = deque()
+        self._lock = threading.Lock()
+        self._is_working = False
+
+    def add(self, one: Prefetch, cache: weakref.ref[PrefixCache]) -> None:
+        """Let a prompt be brought after those that wait; given up where those are many."""
+        with self._lock:
+            if len(self._waiting) >= MAX_WAITING:
+                one.end()
+                return
+            self._waiting.append(one)
+            if self._is_working:
+                return
+            self._is_working = True
+        thread = threading.Thread(
+            target=self._work, args=(cache,), name="pykvcache-prefetch", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # the system gives no thread
+            self._is_working = False
+            self._waiting.clear()
+            one.end()
+
+    def cancel(self) -> None:
+        """Cancel all."""
+        with self._lock:
+            for one in self._waiting:
+                one.cancel()
+
+    def _work(self, ref: weakref.ref[PrefixCache]) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_working = False
+                    return
+                one = self._waiting[0]
+            try:
+                if (cache := ref()) is not None and not one.is_cancelled:
+                    cache.bring(one)
+                del cache
+            except Exception:  # nothing depends on it
+                one.cancel()
+            finally:
+                with self._lock:
+                    self._waiting.popleft()
+                one.end()

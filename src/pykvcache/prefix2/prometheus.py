@@ -1,0 +1,155 @@
+"""Metrics of a cache for Prometheus; needs ``pykvcache[prometheus]``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pykvcache.errors import ArgumentError
+from pykvcache.errors._shown import shown
+from pykvcache.prefix2.cache import PrefixCache
+from pykvcache.prefix2.report import CacheStats
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+__all__ = ["CacheCollector"]
+
+_GAUGES = {
+    "ram_bytes": "Bytes that the cache keeps in memory, its accounts included",
+    "max_ram_bytes": "The budget of ram_bytes",
+    "ram_blocks": "Blocks in memory",
+    "ram_checkpoints": "States of windows and recurrent memories that are in memory",
+}
+_COUNTERS = {
+    "requests": "Sequences that were asked for",
+    "hits": "Sequences that began with tokens that were known",
+    "stored": "Blocks that came into memory",
+    "removed": "Blocks that left memory",
+}
+_SOURCES = ("live", "ram", "disk", "remote", "evaluated")
+
+
+class CacheCollector:
+    """What `PrefixCache.stats` says, whenever Prometheus asks.
+
+    ``pykvcache_requests_total``, ``_hits_total``, ``_stored_total``, ``_removed_total``,
+    ``_prompt_tokens_total`` by ``source`` (live, ram, disk, remote, evaluated), and the gauges
+    ``pykvcache_ram_bytes``, ``_max_ram_bytes``, ``_ram_blocks`` and ``_ram_checkpoints``.
+    Registering a collector does not keep the cache alive; a cache that is closed has no metrics.
+
+    Parameters
+    ----------
+    cache
+        Whose.
+    name
+        The label ``cache`` of all of them, to tell several caches of one process apart.
+
+    Raises
+    ------
+    ImportError
+        prometheus-client is not installed.
+    TypeError, ValueError
+        An argument is wrong.
+
+    Examples
+    --------
+    ::
+
+        from prometheus_client import REGISTRY, start_http_server
+
+        collector = CacheCollector(cache, "chat")
+        collector.add(other_cache, "search")
+        REGISTRY.register(collector)
+        start_http_server(9000)
+    """
+
+    def __init__(self, cache: PrefixCache, name: str = "") -> None:
+        try:
+            import prometheus_client.core
+        except ImportError as error:
+            raise ImportError(
+                "metrics need prometheus-client: pip install 'pykvcache[prometheus]'"
+            ) from error
+        self._core: Any = prometheus_client.core
+        self._caches: dict[str, _Source] = {}
+        self.add(cache, name)
+
+    def add(self, cache: PrefixCache, name: str) -> None:
+        """Give the figures of another cache, too: a registry takes one such collector.
+
+        Parameters
+        ----------
+        cache
+            Whose.
+        name
+            Its label; one that no open cache here has.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is wrong, or the name is taken.
+        """
+        if not isinstance(cache, PrefixCache):
+            raise TypeError(f"cache must be a PrefixCache, not {type(cache).__name__}")
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, not {type(name).__name__}")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ArgumentError(f"name {name!r} is not Unicode text", "name", name) from None
+        known = self._caches.get(name)
+        if known is not None and known.stats() is not None:
+            raise ArgumentError(f"name {shown(name)} is that of another cache", "name", name)
+        # Replaced as a whole: another thread may be collecting.
+        self._caches = {**self._caches, name: _Source(cache)}
+
+    def describe(self) -> list[Metric]:
+        """Return the metrics without figures: a registry refuses a second collector of the same."""
+        return list(self._metrics([]))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; nothing of a cache that is closed or gone."""
+        found = [(name, one, one.stats()) for name, one in self._caches.items()]
+        if some := [(name, one, stats) for name, one, stats in found if stats is not None]:
+            yield from self._metrics(some)
+
+    def _metrics(self, found: list[tuple[str, _Source, CacheStats]]) -> Iterator[Metric]:
+        core = self._core
+        for field, text in _COUNTERS.items():
+            counter = core.CounterMetricFamily(f"pykvcache_{field}", text, labels=["cache"])
+            for name, one, stats in found:
+                counter.add_metric([name], one.counted(stats, field))
+            yield counter
+        tokens = core.CounterMetricFamily(
+            "pykvcache_prompt_tokens", "Tokens of prompts, by origin", labels=["cache", "source"]
+        )
+        for name, one, stats in found:
+            for source in _SOURCES:
+                tokens.add_metric([name, source], one.counted(stats, source))
+        yield tokens
+        for field, text in _GAUGES.items():
+            gauge = core.GaugeMetricFamily(f"pykvcache_{field}", text, labels=["cache"])
+            for name, _, stats in found:
+                gauge.add_metric([name], getattr(stats, field))
+            yield gauge
+
+
+class _Source:
+    """A cache, and the highest counts that were given of it."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = weakref.ref(cache)
+        self._highest: dict[str, int] = {}
+
+    def stats(self) -> CacheStats | None:
+        """Return its figures; None once it is closed or gone."""
+        cache = self._cache()
+        return None if cache is None or cache.is_closed else cache.stats()
+
+    def counted(self, stats: CacheStats, field: str) -> int:
+        """Return a count that never falls: a waiting sequence may get tokens elsewhere later."""
+        value: int = max(self._highest.get(field, 0), getattr(stats, field))
+        self._highest[field] = value
+        return value

@@ -1,0 +1,187 @@
+"""All tiers of a cache, the nearest first."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pykvcache.prefix.stores import BlockStore, Envelope, open_store
+from pykvcache.prefix2.tiers.loader import Load, Wanted
+from pykvcache.prefix2.tiers.notices import Place, Sink
+from pykvcache.prefix2.tiers.tier import Tier, TierStats
+from pykvcache.prefix2.tiers.writer import Chain, Writer
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Record", "TierInput", "Tiers"]
+
+#: What names a tier: a folder, an address, or a store.
+TierInput = str | os.PathLike[str] | BlockStore
+
+#: For how long `close` waits for what is still to be written.
+CLOSE_SECONDS = 30.0
+
+
+@dataclass
+class Record:
+    """A record that the tiers should have.
+
+    Attributes
+    ----------
+    key
+        Its key.
+    content
+        Returns its bytes; None where they are not available.
+    place
+        Where it stands in a prompt, of a full block of attention cells.
+    """
+
+    key: bytes
+    content: Callable[[], Buffer | None]
+    place: Place | None = None
+    _made: list[Buffer | None] = field(default_factory=list)
+
+    def bytes(self) -> Buffer | None:
+        """Return the content, which is made once."""
+        if not self._made:
+            self._made.append(self.content())
+        return self._made[0]
+
+
+class Tiers:
+    """The stores below one cache: every record goes to all, and comes from the nearest.
+
+    Parameters
+    ----------
+    stores
+        The nearest first.
+    envelope
+        What is put around the records.
+    queue_bytes
+        Upper bound on the bytes that wait to be written, per tier.
+    sink
+        Takes events of what the tiers have.
+    progress
+        Returns a number that changes when tokens are evaluated: writing lets that go first.
+    urgent_bytes
+        Where more are waiting writing goes first, as it does from a quarter of the queue on.
+    """
+
+    def __init__(
+        self,
+        stores: Iterable[TierInput],
+        envelope: Envelope,
+        queue_bytes: int,
+        sink: Sink = lambda event, namespace: None,
+        progress: Callable[[], int] = lambda: 0,
+        urgent_bytes: int | None = None,
+    ) -> None:
+        self.tiers: list[Tier] = []
+        try:
+            for store in stores:
+                owned = not isinstance(store, BlockStore)
+                self.tiers.append(Tier(open_store(store), envelope, owned=owned, sink=sink))
+        except BaseException:
+            for tier in self.tiers:
+                tier.close()
+            raise
+        self.writers = [Writer(tier, queue_bytes, progress, urgent_bytes) for tier in self.tiers]
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+    def estimate(self, n_bytes: int) -> float:
+        """Return how many seconds reading so much is thought to take: of the fastest tier."""
+        return min(tier.estimate(n_bytes) for tier in self.tiers)
+
+    def note_skipped(self) -> None:
+        """Count a request that asks for nothing because evaluating is faster."""
+        for tier in self.tiers:
+            tier.note_skipped()
+
+    def load(self, wanted: Wanted, deliver: Callable[[Load], object]) -> Load:
+        """Return a search for one prompt, which has not begun."""
+        return Load(self.tiers, wanted, deliver)
+
+    def write(self, records: Sequence[Record], namespace: str, uses: Sequence[bytes]) -> None:
+        """Queue what a tier is not known to have, and that a prompt uses records.
+
+        Parameters
+        ----------
+        records
+            The most needed first.
+        namespace
+            Whose they are.
+        uses
+            Keys of all records that the prompt uses, in the order of `BlockStore.touch`.
+        """
+        keys = [record.key for record in records]
+        for tier, writer in zip(self.tiers, self.writers, strict=True):
+            chain, size = Chain(namespace=namespace, uses=list(uses)), 0
+            for record, is_unknown in zip(records, tier.unknown(keys), strict=True):
+                if not is_unknown:
+                    continue
+                if writer.n_bytes + size > writer.max_bytes:
+                    writer.dropped += 1
+                    continue  # nothing more is taken out that would be dropped
+                if (data := record.bytes()) is not None:
+                    size += memoryview(data).nbytes
+                    chain.items.append((record.key, data))
+                    if record.place is not None:
+                        chain.blocks[record.key] = record.place
+            writer.offer(chain)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Let the threads remove records, after what waits before them."""
+        for writer in self.writers:
+            writer.offer(Chain(removes=list(keys)))
+
+    def cancel(self, namespace: str | None) -> None:
+        """Forget what waits to be written of a namespace, or all."""
+        for writer in self.writers:
+            writer.cancel(namespace)
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait until everything is written; False if that takes longer than the timeout."""
+        until = None if seconds is None else time.monotonic() + seconds
+        left = (None if until is None else max(0.0, until - time.monotonic()) for _ in self.writers)
+        return all([writer.flush(one) for writer, one in zip(self.writers, left, strict=True)])
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> bool:
+        """Write what waits, for so long at most, and close the stores that are the cache's own."""
+        until = time.monotonic() + seconds
+        is_done = True
+        for tier, writer in zip(self.tiers, self.writers, strict=True):
+            is_done &= writer.close(max(0.0, until - time.monotonic()))
+            tier.close()
+        return is_done
+
+    def retire(self) -> None:
+        """Let the threads write what waits, and then close: the cache was dropped."""
+        for writer in self.writers:
+            writer.retire()
+
+    def forget_notices(self) -> None:
+        """Forget which events were sent: what is used from now on is said again."""
+        for tier in self.tiers:
+            tier.notices.forget()
+
+    def say_again(self, withdrawn: Iterable[tuple[str, bytes]]) -> None:
+        """Say of blocks, by medium and name, that they are there when they are used again."""
+        keys = defaultdict[str, list[bytes]](list)
+        for medium, key in withdrawn:
+            keys[medium].append(key)
+        for tier in self.tiers:
+            tier.notices.say_again(keys[tier.notices.medium])
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Return the figures of every tier."""
+        return tuple(
+            tier.stats(writer.n_items, writer.n_bytes, writer.dropped)
+            for tier, writer in zip(self.tiers, self.writers, strict=True)
+        )

@@ -1,0 +1,334 @@
+"""One tier: a sealed store, what is known to be in it, and how fast it is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pykvcache.prefix.stores.base import BlockStore, check_facts
+from pykvcache.prefix.stores.envelope import Envelope
+from pykvcache.prefix.stores.sealed import SealedStore
+from pykvcache.prefix2.tiers.notices import LOOK, Notices, Place, Sink
+from pykvcache.prefix2.tiers.cost_model import TwoTerms
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Tier", "TierStats"]
+
+_log = logging.getLogger("pykvcache.prefix")
+
+#: How much is asked for at once.
+GROUP_BYTES = 2 << 20
+
+#: For how many blocks, and for how many seconds, it is remembered that a store has them.
+KNOWN, KNOWN_SECONDS = 1 << 15, 60.0
+
+# What is believed before anything was measured: seconds per request, and per byte.
+_SPEED = {"disk": (5e-4, 1 / 1.5e9), "remote": (2e-3, 1 / 2e8)}
+
+@dataclass(frozen=True)
+class TierStats:
+    """Figures of one tier since the cache was made. Blocks and ends of prompts, unless said.
+
+    Attributes
+    ----------
+    medium
+        ``"disk"`` or ``"remote"``.
+    store
+        Which store, in words.
+    read, read_bytes
+        Taken from it.
+    written, written_bytes
+        Given to it, where it did not have them.
+    pending, pending_bytes
+        Wait to be written.
+    dropped
+        Not written, because the queue was full.
+    rejected
+        Damaged, truncated, foreign or forged: not taken.
+    refused
+        Whole, and of a content that the memory must not have, such as NaN: not taken.
+    failed, timed_out, skipped
+        Requests that failed, had no answer in time, or were not made because of those.
+    too_slow
+        Requests that were not made because evaluating is faster.
+    full, denied
+        Not written, because the disk or the server is full, or because that is not allowed.
+    """
+
+    medium: str
+    store: str
+    read: int = 0
+    read_bytes: int = 0
+    written: int = 0
+    written_bytes: int = 0
+    pending: int = 0
+    pending_bytes: int = 0
+    dropped: int = 0
+    rejected: int = 0
+    refused: int = 0
+    failed: int = 0
+    timed_out: int = 0
+    skipped: int = 0
+    too_slow: int = 0
+    full: int = 0
+    denied: int = 0
+
+
+class Tier:
+    """A store below a cache's memory. What a store raises ends here, counted and logged once.
+
+    Parameters
+    ----------
+    store
+        Where the blocks lie.
+    envelope
+        What is put around them.
+    owned
+        Whether to close the store.
+    sink
+        Takes events of what is there, and what is not any more.
+
+    Raises
+    ------
+    StoreError, TypeError
+        A property of the store is none that a cache can work with.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        envelope: Envelope,
+        *,
+        owned: bool,
+        sink: Sink = lambda event, namespace: None,
+    ) -> None:
+        self.medium, self.n_probes = check_facts(store)
+        self.sealed = SealedStore(store, envelope)
+        self.owned = owned
+        self.notices = Notices(self.medium, sink)
+        self.speed = TwoTerms(*_SPEED[self.medium])
+        self.read = self.read_bytes = self.written = self.written_bytes = 0
+        self.refused = self.raised = self.too_slow = 0
+        self._known: OrderedDict[bytes, float] = OrderedDict()
+        self._lock = threading.Lock()
+        self._is_logged = False
+
+    def __repr__(self) -> str:
+        return f"<Tier: {self.sealed.store!r}>"
+
+    # Reading --------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading keys are there."""
+        if not keys:
+            return 0
+        began, failures = time.perf_counter(), self._failures()
+        try:
+            n = max(0, min(len(keys), int(self.sealed.contains(keys))))
+        except Exception as error:
+            self._raised(error)
+            n = 0
+        self.speed.note(1, 0, time.perf_counter() - began)
+        if n < len(keys) and self._failures() == failures:
+            self.notices.removed(keys[n : n + 1])
+            self._is_gone(keys[n : n + 1])
+        return n
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether it is there; only so many are asked for as is cheap."""
+        asked = keys[: self.n_probes]
+        try:
+            there = [bool(one) for one in self.sealed.present(asked)] if asked else []
+        except Exception as error:
+            self._raised(error)
+            there = []
+        self._is_gone(key for key, is_there in zip(asked, there, strict=False) if not is_there)
+        return (there + [False] * len(keys))[: len(keys)]
+
+    def get(
+        self,
+        keys: Sequence[bytes],
+        size: int,
+        *,
+        exact: bool = False,
+        seen: Callable[[memoryview], object] = lambda _: None,
+    ) -> list[memoryview]:
+        """Return the contents of the leading run that is right.
+
+        Parameters
+        ----------
+        keys
+            Keys of a chain.
+        size
+            Bytes of each content at most, or exactly.
+        exact
+            Which of these.
+        seen
+            Called with each content as soon as it is there, in their order.
+        """
+        began, failures = time.perf_counter(), self._failures()
+        try:
+            found = self.sealed.get(keys, [size] * len(keys), exact=exact, seen=seen)
+        except Exception as error:
+            self._raised(error)
+            return []
+        n_bytes = sum(map(len, found))
+        self.speed.note(1, n_bytes, time.perf_counter() - began)
+        with self._lock:
+            self.read += len(found)
+            self.read_bytes += n_bytes
+        self.note_known(keys[: len(found)])
+        if len(found) < len(keys) and self._failures() == failures:
+            gone = keys[len(found)]
+            self.notices.removed([gone])
+            self._is_gone([gone])
+        return found
+
+    def estimate(self, n_bytes: int) -> float:
+        """Return how many seconds reading so much is thought to take."""
+        return self.speed.seconds(2 + n_bytes // GROUP_BYTES, n_bytes)
+
+    def note_skipped(self) -> None:
+        """Count a request that was not made because evaluating is faster."""
+        with self._lock:
+            self.too_slow += 1
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark blocks as used."""
+        try:
+            self.sealed.touch(keys)
+        except Exception as error:
+            self._raised(error)
+
+    # Writing --------------------------------------------------------------------------------
+
+    def unknown(self, keys: Iterable[bytes]) -> list[bool]:
+        """Return for each key whether it is worth writing: not when it was there just now."""
+        now = time.monotonic()
+        with self._lock:
+            return [abs(self._known.get(key, 0.0)) <= now for key in keys]
+
+    def _is_gone(self, keys: Iterable[bytes]) -> None:
+        """Let all be written again where one that was there is not: others may have gone, too."""
+        with self._lock:
+            if any(self._known.get(key, 0.0) > 0 for key in keys):
+                self._known.clear()
+
+    def note_known(self, keys: Iterable[bytes], *, are_there: bool = True) -> None:
+        """Remember for a while that blocks are there, or (below 0) that they were offered."""
+        until = (time.monotonic() + KNOWN_SECONDS) * (1 if are_there else -1)
+        with self._lock:
+            for key in keys:
+                self._known[key] = until
+                self._known.move_to_end(key)
+            for _ in range(len(self._known) - KNOWN):
+                self._known.popitem(last=False)
+
+    def put(
+        self, items: Sequence[tuple[bytes, Buffer]], blocks: Mapping[bytes, Place] | None = None
+    ) -> None:
+        """Store what is not there yet.
+
+        Parameters
+        ----------
+        items
+            Keys and contents.
+        blocks
+            The places of those that are full blocks, for events.
+        """
+        keys = [key for key, _ in items]
+        there = self.present(keys)
+        new = [item for item, known in zip(items, there, strict=True) if not known]
+        try:
+            n = max(0, min(len(new), int(self.sealed.put(new)))) if new else 0
+        except Exception as error:
+            self._raised(error)
+            return
+        with self._lock:
+            self.written += n
+            size = sum(memoryview(data).nbytes for _, data in new)
+            self.written_bytes += size * n // max(1, len(new))
+        # What was not stored is offered again after a while, not at each turn.
+        self.note_known(keys, are_there=n == len(new))
+        if blocks:
+            there = self.present(keys) if n < len(new) else [True] * len(keys)
+            self.notices.stored(
+                blocks[key]
+                for key, is_there in zip(keys, there, strict=True)
+                if is_there and key in blocks
+            )
+        self._look_around()
+
+    def _look_around(self) -> None:
+        """Find out what has gone of what was said to be there; a store that is full evicts."""
+        while self.n_probes >= LOOK:
+            failures = self._failures()
+            keys = self.notices.oldest()
+            there = self.present(keys)
+            if self._failures() != failures or False not in there:
+                return
+            gone = [key for key, is_there in zip(keys, there, strict=True) if not is_there]
+            self.notices.removed(gone)
+            self._is_gone(gone)
+
+    def discard(self, keys: Sequence[bytes], *, refused: bool = False) -> None:
+        """Remove blocks; ``refused``: because of what is in them."""
+        self._is_gone(keys)
+        with self._lock:
+            self.refused += len(keys) if refused else 0
+        try:
+            self.sealed.discard(keys)
+        except Exception as error:
+            self._raised(error)
+        self.notices.removed(keys)
+
+    def close(self) -> None:
+        """Close the store, where it is the cache's own."""
+        if self.owned:
+            try:
+                self.sealed.close()
+            except Exception as error:
+                self._raised(error)
+
+    def _failures(self) -> int:
+        """Return how often the store gave no answer: then nothing is known to be gone."""
+        counters = self.sealed.counters
+        return self.raised + counters.failed + counters.timed_out + counters.skipped
+
+    def _raised(self, error: Exception) -> None:
+        """Note an exception that a store should not raise: one from outside this package may."""
+        self.raised += 1
+        if not self._is_logged:
+            self._is_logged = True
+            _log.warning("a store raised: %r: %s", self.sealed.store, error)
+
+    def stats(self, pending: int, pending_bytes: int, dropped: int) -> TierStats:
+        """Return the figures so far."""
+        counters = self.sealed.counters
+        return TierStats(
+            medium=self.medium,
+            store=repr(self.sealed.store),
+            read=self.read,
+            read_bytes=self.read_bytes,
+            written=self.written,
+            written_bytes=self.written_bytes,
+            pending=pending,
+            pending_bytes=pending_bytes,
+            dropped=dropped,
+            rejected=sum(self.sealed.rejections.values()),
+            refused=self.refused,
+            failed=self.raised + counters.failed,
+            timed_out=counters.timed_out,
+            skipped=counters.skipped,
+            too_slow=self.too_slow,
+            full=counters.full,
+            denied=counters.denied,
+        )
+

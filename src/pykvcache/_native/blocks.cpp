@@ -22,26 +22,32 @@ namespace pykv {
 namespace {
 
 // The rows of a block, in their order.
-std::vector<state_rows> block_rows(const memory * m, bool v_trans) {
+std::vector<state_rows> block_rows(const memory * m, bool v_trans, memory_part of) {
     std::vector<state_rows> all;
-    for (const state_part & part : state_parts(m, v_trans, false)) {
-        if (in_blocks(part.part)) {
-            const auto rows = state_rows_of(m, v_trans, part.part);
-            all.insert(all.end(), rows.begin(), rows.end());
-        }
+    for (const state_part & part : state_parts(m, v_trans, of == PART_WINDOW ? WINDOW_PARTS : ATTENTION_PARTS)) {
+        const auto rows = state_rows_of(m, v_trans, part.part);
+        all.insert(all.end(), rows.begin(), rows.end());
     }
     return all;
 }
 
+size_t ext_bytes_of(const memory * m, memory_part part) {
+    const llama_kv_cache * cache = cache_of(m, part);
+    return cache && cache->has_cell_ext() ? CELL_EXT_BYTES : 0;
+}
+
 class block_writer : public piece_writer {
   public:
-    block_writer(joined_state & out, const std::vector<block_part> & blocks) : piece_writer(out), blocks(blocks) {}
+    using piece_writer::piece_writer;
+
+    // What the next parts are made of; an index comes after the attention cells that it belongs to.
+    void begin_run(const block_run & next) {
+        before = run == &next ? before : 0;
+        run = &next;
+    }
 
     uint32_t cells(const state_part & part, uint32_t stream) {
-        uint32_t n = 0;
-        for (const block_part & block : blocks) {
-            n += stream == 0 ? block.used : 0;
-        }
+        const uint32_t n = stream == 0 ? uint32_t(n_cells(*run)) : 0;
         put(n);
         if (n > 0) {
             records(part, room(n * cell_bytes(part)));
@@ -55,8 +61,8 @@ class block_writer : public piece_writer {
         if (rows.kind == BLOCK_V_TRANS) {
             columns(rows);
         } else {
-            for (const block_part & block : blocks) {
-                refer(block.data + before * block.n, rows.row_bytes * block.used);
+            for (const block_span & block : run->blocks) {
+                refer(block.data + before * block.n + rows.row_bytes * block.skip, rows.row_bytes * (block.end - block.skip));
             }
         }
         before += rows.row_bytes;
@@ -67,13 +73,13 @@ class block_writer : public piece_writer {
     void records(const state_part & part, uint8_t * to) {
         const uint32_t     n_ids = 1;
         const llama_seq_id seq = 0;
-        llama_pos          pos = 0;
+        llama_pos          pos = run->first;
         const auto         put = [&to](const void * from, size_t n) {
             std::memcpy(to, from, n);
             to += n;
         };
-        for (const block_part & block : blocks) {
-            for (uint32_t i = 0; i < block.used; ++i, ++pos) {
+        for (const block_span & block : run->blocks) {
+            for (uint32_t i = block.skip; i < block.end; ++i, ++pos) {
                 put(&pos, sizeof(pos));
                 put(&n_ids, sizeof(n_ids));
                 if (part.extended) {
@@ -87,14 +93,15 @@ class block_writer : public piece_writer {
     void columns(const state_rows & rows) {
         const size_t element = rows.row_bytes / rows.n_embd;
         for (size_t value = 0; value < rows.n_embd; ++value) {
-            for (const block_part & block : blocks) {
-                bytes(block.data + before * block.n + value * element * block.n, element * block.used);
+            for (const block_span & block : run->blocks) {
+                bytes(block.data + before * block.n + value * element * block.n + element * block.skip,
+                      element * (block.end - block.skip));
             }
         }
     }
 
-    const std::vector<block_part> & blocks;
-    size_t                          before = 0;  // bytes of one cell in a block that come before these rows
+    const block_run * run = nullptr;
+    size_t            before = 0;  // bytes of one cell in a block that come before these rows
 };
 
 // Rows of one tensor; `before`: bytes of one cell in a block that come before them.
@@ -134,21 +141,19 @@ void populate(uint8_t * data, size_t size) {
 
 }  // namespace
 
-block_layout block_layout_of(const memory * m, bool v_trans) {
+block_layout block_layout_of(const memory * m, bool v_trans, memory_part part) {
     block_layout layout;
-    if (!m->base) {
+    if (!cache_of(m, part)) {
         return layout;
     }
     layout.v_trans = v_trans;
-    layout.ext_bytes = layout.cell_bytes = has_extended(m) ? CELL_EXT_BYTES : 0;
-    layout.rows = block_rows(m, v_trans);
+    layout.ext_bytes = layout.cell_bytes = ext_bytes_of(m, part);
+    layout.rows = block_rows(m, v_trans, part);
     for (const state_rows & rows : layout.rows) {
         layout.cell_bytes += rows.row_bytes;
     }
     return layout;
 }
-
-size_t block_cell_bytes(const memory * m, bool v_trans) { return block_layout_of(m, v_trans).cell_bytes; }
 
 bool block_fits(const block_layout & layout, const uint8_t * data, uint32_t n) noexcept {
     data += layout.ext_bytes * n;
@@ -182,16 +187,16 @@ void block_copy(const block_layout & layout, const uint8_t * src, size_t n_src, 
     }
 }
 
-int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos first, uint32_t n,
+int32_t blocks_write(const memory * m, bool v_trans, memory_part part, llama_seq_id seq, llama_pos first, uint32_t n,
                      uint32_t last, const std::vector<uint8_t *> & dst, bool two) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
-        const llama_kv_cells & held = m->base->get_cells(seq);
-        const size_t           n_blocks = dst.size(), n_cells = n_blocks ? size_t(n) * (n_blocks - 1) + last : 0;
-        const auto             cells = cells_from(held_cells(held, seq), first, n_cells);
-        if (cells.size() < n_cells) {
+        const llama_kv_cells & held = cache_of(m, part)->get_cells(seq);
+        const size_t           n_blocks = dst.size(), n_wanted = n_blocks ? size_t(n) * (n_blocks - 1) + last : 0;
+        const auto             cells = cells_from(held_cells(held, seq), first, n_wanted);
+        if (cells.size() < n_wanted) {
             return int32_t(BLOCKS_MISSING);
         }
-        if (m->index && held_cells(*m->index, seq) != held_cells(*m->base, seq)) {
+        if (part == PART_ATTENTION && m->index && held_cells(*m->index, seq) != held_cells(*m->base, seq)) {
             throw std::logic_error("the index of a memory has other cells than what it is an index of");
         }
         const auto n_of = [&](size_t b) { return b + 1 == n_blocks ? last : n; };
@@ -200,14 +205,14 @@ int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos
             runs.push_back(runs_of(cells.data() + b * n, n_of(b)));
         }
         // Extensions are few bytes, and come first.
-        const size_t ext_bytes = has_extended(m) ? CELL_EXT_BYTES : 0;
+        const size_t ext_bytes = ext_bytes_of(m, part);
         for (size_t i = 0; ext_bytes && i < cells.size(); ++i) {
             const auto ext = held.ext_get(cells[i].cell);
             std::memcpy(dst[i / n] + i % n * ext_bytes, &ext, ext_bytes);
         }
         std::vector<rows_copy> rows;
         size_t                 before = ext_bytes;
-        for (const state_rows & one : block_rows(m, v_trans)) {
+        for (const state_rows & one : block_rows(m, v_trans, part)) {
             rows.push_back({tensor_at(m, one.part, one.layer, one.kind == BLOCK_K ? 0 : 1, seq), one, before});
             two = two && rows.back().tensor.host;
             before += one.row_bytes;
@@ -222,7 +227,7 @@ int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos
             }
         };
         counter jobs(n_blocks * (1 + rows.size()));
-        with_copy_threads(two && before * n_cells >= WORTH_A_THREAD, jobs, [] {}, [&] {
+        with_copy_threads(two && before * n_wanted >= WORTH_A_THREAD, jobs, [] {}, [&] {
             tensor_reads reads;
             for (size_t k; fit.load(std::memory_order_relaxed) && jobs.take(k);) {
                 const size_t b = k % n_blocks;
@@ -249,19 +254,36 @@ int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos
     });
 }
 
-int32_t block_join(const memory * m, bool v_trans, const std::vector<block_part> & blocks, state_piece rest,
-                   joined_state & out) noexcept {
+size_t n_cells(const block_run & run) {
+    size_t n = 0;
+    for (const block_span & block : run.blocks) {
+        n += block.end - block.skip;
+    }
+    return n;
+}
+
+void skip_cells(block_run & run, size_t n) {
+    run.first += llama_pos(n);
+    for (block_span & block : run.blocks) {
+        const uint32_t step = uint32_t(std::min<size_t>(n, block.end - block.skip));
+        block.skip += step;
+        n -= step;
+    }
+}
+
+int32_t block_join(const memory * m, bool v_trans, part_set which, const block_run & attention, const block_run & window,
+                   state_piece state, joined_state & out) noexcept {
     return guarded_void([&] {
-        block_writer writer(out, blocks);
+        const block_run none;
+        block_writer    writer(out);
         visit_head(writer, 0, nullptr);
-        bool has_come = rest.size <= SEQ_HEAD_BYTES;  // a partial state has a head, too
-        for (const state_part & part : state_parts(m, v_trans, false)) {
-            if (in_blocks(part.part)) {
-                visit_part(writer, part, state_rows_of(m, v_trans, part.part));
-            } else if (!has_come) {
-                writer.refer(rest.data + SEQ_HEAD_BYTES, rest.size - SEQ_HEAD_BYTES);
-                has_come = true;
+        for (const state_part & part : state_parts(m, v_trans, which)) {
+            if (part.part == PART_RECURRENT && state.size > 0) {
+                writer.refer(state.data, state.size);
+                continue;
             }
+            writer.begin_run(part.part == PART_RECURRENT ? none : part.part == PART_WINDOW ? window : attention);
+            visit_part(writer, part, state_rows_of(m, v_trans, part.part));
         }
         writer.finish();
     });

@@ -1,4 +1,5 @@
-// Runs of a sequence's attention cells as single pieces of memory, and whole states made of them.
+// Runs of a sequence's cells as single pieces of memory, and whole states made of them. Attention cells (with those of
+// an index) and window cells have blocks of their own.
 // A block of n cells: their extensions (M-RoPE), then for each kind of row of each layer n rows; then those of an index.
 #pragma once
 
@@ -8,16 +9,14 @@
 
 namespace pykv {
 
-// Bytes of one cell over all layers; 0 where the memory has no attention part.
-size_t block_cell_bytes(const memory * m, bool v_trans);
-// What the bytes of a block are; known without the memory.
+// What the bytes of a block of PART_ATTENTION or PART_WINDOW are; known without the memory.
 struct block_layout {
     size_t                  ext_bytes = 0;   // of one cell, before its rows
-    size_t                  cell_bytes = 0;  // 0 where the memory has no attention part
+    size_t                  cell_bytes = 0;  // 0 where the memory has no such part
     bool                    v_trans = false;
     std::vector<state_rows> rows = {};
 };
-block_layout block_layout_of(const memory * m, bool v_trans);
+block_layout block_layout_of(const memory * m, bool v_trans, memory_part part);
 
 // Whether a block of n cells holds values that attention can multiply.
 bool block_fits(const block_layout & layout, const uint8_t * data, uint32_t n) noexcept;
@@ -34,18 +33,27 @@ enum block_result : int32_t {
 
 // Copy n cells from `first` on to each of dst, `last` to the last of them, and look at their values: a block_result.
 // `two`: with a second thread where that pays.
-int32_t blocks_write(const memory * m, bool v_trans, llama_seq_id seq, llama_pos first, uint32_t n,
+int32_t blocks_write(const memory * m, bool v_trans, memory_part part, llama_seq_id seq, llama_pos first, uint32_t n,
                      uint32_t last, const std::vector<uint8_t *> & dst, bool two) noexcept;
 
-// A block, of which the first `used` of its n cells count.
-struct block_part {
+// A block of n cells, of which those from `skip` to before `end` count.
+struct block_span {
     const uint8_t * data;
-    uint32_t        n, used;
+    uint32_t        n, skip, end;
 };
 
-// The state of one sequence that begins at 0. `rest`: a partial state, of the parts that are in no block; empty where
-// the memory has none.
-int32_t block_join(const memory * m, bool v_trans, const std::vector<block_part> & blocks, state_piece rest,
-                   joined_state & out) noexcept;
+// Consecutive cells of one part.
+struct block_run {
+    llama_pos               first = 0;  // position of the first cell that counts
+    std::vector<block_span> blocks = {};
+};
+
+size_t n_cells(const block_run & run);
+// Leave out the first n cells.
+void skip_cells(block_run & run, size_t n);
+
+// The state of one sequence, of some parts. `state`: its recurrent part; empty where there is none.
+int32_t block_join(const memory * m, bool v_trans, part_set which, const block_run & attention, const block_run & window,
+                   state_piece state, joined_state & out) noexcept;
 
 }  // namespace pykv

@@ -18,11 +18,55 @@ cdef list _one_stream(list streams):
     return [next((cells for cells in streams if len(cells[0])), streams[0])]
 
 
+cdef int _cell_part(part) except -1:
+    """The part that blocks hold the cells of."""
+    if part == "attention":
+        return lib.PART_ATTENTION
+    if part == "window":
+        return lib.PART_WINDOW
+    raise ArgumentError(
+        f"part is {shown(part)}: it must be attention or window",
+        what="part", value=part, limit=("attention", "window"))
+
+
+@cython.final
+cdef class StatePart:
+    """The state of a sequence after its first `end` tokens, of the parts that have no cells per token.
+
+    Where the layout of a memory is not known, it is all that a sequence holds, and goes back to its own
+    context only.
+    """
+
+    cdef object context  # a weak reference where only that context takes it back, else None
+    cdef const uint8_t[::1] data
+    cdef readonly int32_t end
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("StatePart is made by get_state_part() and make_state_part()")
+
+    @property
+    def nbytes(self):
+        """Size of the bytes that are kept."""
+        return self.data.shape[0]
+
+    @property
+    def content(self):
+        """The bytes, without a copy, read-only."""
+        content = _array(self.data, np.uint8)
+        content.flags.writeable = False
+        return content
+
+
 @cython.final
 cdef class BlockLayout:
     """What the bytes of a context's blocks are. Needs the context no more: no lock is taken."""
 
     cdef lib.block_layout layout
+
+    @property
+    def cell_bytes(self):
+        """Bytes of one cell; 0 where the memory has no such part."""
+        return self.layout.cell_bytes
 
     def is_good(self, const uint8_t[::1] data not None, n):
         """Whether bytes are a block of n cells, whose values attention can multiply.
@@ -71,9 +115,9 @@ cdef class Blocks(State):
         self.lock_read()
         try:
             self.has_states("split_state")
-            self.check(pieces, -1 if whole else 0, False, blocks)
+            self.check(pieces, -1 if whole else 0, lib.ALL_PARTS, blocks)
             result = []
-            for part in lib.state_parts(self.mem, self.v_trans(), False):
+            for part in lib.state_parts(self.mem, self.v_trans(), lib.ALL_PARTS):
                 streams = []
                 for s in range(part.n_stream):
                     streams.append(self.split_stream(part, s, blocks, pieces, whole))
@@ -130,7 +174,7 @@ cdef class Blocks(State):
         self.lock_write()
         try:
             self.has_states("set_state")
-            layout = lib.state_parts(self.mem, self.v_trans(), False)
+            layout = lib.state_parts(self.mem, self.v_trans(), lib.ALL_PARTS)
             if <size_t>len(parts) != layout.size():
                 raise StateLayoutMismatch(f"{len(parts)} parts given: this memory has {layout.size()}")
             given.resize(layout.size())
@@ -190,28 +234,36 @@ cdef class Blocks(State):
 
     # Blocks --------------------------------------------------------------------------
 
-    def block_bytes(self):
-        """Bytes of one cell in a block; 0 where no layer keeps all of its cells, or how is not known."""
-        self.lock_read()
-        try:
-            self.has_states("blocks", True)
-            return 0 if not lib.has_layout(self.mem) else lib.block_cell_bytes(self.mem, self.v_trans())
-        finally:
-            self.lock.unlock()
+    @property
+    def has_window(self):
+        """Whether blocks hold the cells of a window."""
+        self.check_open()
+        return lib.has_layout(self.mem) and lib.windowed(self.mem)
 
-    def block_layout(self):
+    @property
+    def has_state_part(self):
+        """Whether a sequence has a state that blocks do not hold."""
+        self.check_open()
+        return self.is_recurrent_like() or (self.kind != lib.MEMORY_NONE and not lib.has_layout(self.mem))
+
+    def block_bytes(self, part="attention"):
+        """Bytes of one cell in a block; 0 where the memory has no such part, or how is not known."""
+        return self.block_layout(part).cell_bytes
+
+    def block_layout(self, part="attention"):
         """Return what checks blocks without this context."""
         cdef BlockLayout made = BlockLayout.__new__(BlockLayout)
+        cdef int which = _cell_part(part)
         self.lock_read()
         try:
             self.has_states("blocks", True)
             if lib.has_layout(self.mem):
-                made.layout = lib.block_layout_of(self.mem, self.v_trans())
+                made.layout = lib.block_layout_of(self.mem, self.v_trans(), <lib.memory_part>which)
             return made
         finally:
             self.lock.unlock()
 
-    def get_blocks(self, seq_id, first, n, list out not None, last=None):
+    def get_blocks(self, seq_id, first, n, list out not None, last=None, part="attention"):
         """Copy the cells at positions from `first` on, n into each array of `out`.
 
         The last array gets `last` of them, where that is given.
@@ -223,6 +275,7 @@ cdef class Blocks(State):
         cdef uint32_t count = _int(n, "n", 1, INT32_MAX)
         cdef uint32_t rest = count if last is None else _int(last, "last", 1, INT32_MAX)
         cdef uint32_t fill
+        cdef int which = _cell_part(part)
         cdef size_t i
         cdef bint v_trans, two = self.two_threads()
         cdef size_t size
@@ -233,7 +286,7 @@ cdef class Blocks(State):
         try:
             self.readable("blocks", seq)
             v_trans = self.v_trans()
-            size = lib.block_cell_bytes(self.mem, v_trans)
+            size = lib.block_layout_of(self.mem, v_trans, <lib.memory_part>which).cell_bytes
             for i in range(<size_t>len(out)):
                 view = out[i]
                 fill = rest if i + 1 == <size_t>len(out) else count
@@ -243,10 +296,11 @@ cdef class Blocks(State):
                         what="out", value=view.shape[0], limit=fill)
                 views.append(view)
                 to.push_back(&view[0] if view.shape[0] else NULL)
-            if self.kind == lib.MEMORY_RECURRENT:
-                raise UnsupportedOperation("blocks", "recurrent memory has no cells per token")
+            if not lib.has_part(self.mem, <lib.memory_part>which):
+                raise UnsupportedOperation("blocks", f"{self.memory_kind} memory has no {part} cells")
             with nogil:
-                code = lib.blocks_write(self.mem, v_trans, seq, begin, count, rest, to, two)
+                code = lib.blocks_write(
+                    self.mem, v_trans, <lib.memory_part>which, seq, begin, count, rest, to, two)
             if code == lib.CAUGHT:
                 raise _caught_error("blocks")
             if code == lib.BLOCKS_VALUES:
@@ -257,18 +311,230 @@ cdef class Blocks(State):
         finally:
             self.lock.unlock()
 
-    def get_block(self, seq_id, first, n, uint8_t[::1] out not None):
+    def get_block(self, seq_id, first, n, uint8_t[::1] out not None, part="attention"):
         """Copy the cells at positions ``[first, first + n)`` as `get_blocks` does."""
-        return self.get_blocks(seq_id, first, n, [out])
+        return self.get_blocks(seq_id, first, n, [out], None, part)
+
+    def window_needed(self, n):
+        """Return the first position whose window cell the token at position n sees; n where it sees none."""
+        cdef int32_t end = _int(n, "n", 0, INT32_MAX)
+        self.check_open()
+        return lib.window_start(self.mem, end) if lib.windowed(self.mem) else end
+
+    def least_cut(self, first):
+        """Return the fewest tokens that a sequence can be cut to whose window cells begin at `first`."""
+        cdef int32_t begin = _int(first, "first", 0, INT32_MAX)
+        self.check_open()
+        return lib.least_cut(self.mem, begin)
+
+    def window_range(self, seq_id):
+        """Return (first, end): the positions up to the sequence's end whose window cells are all there.
+
+        Where there is no window, those of the whole sequence.
+        """
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
+        self.lock_read()
+        try:
+            self.check_usable()
+            if self.kind == lib.MEMORY_NONE:
+                return 0, 0
+            return lib.window_begin(self.mem, seq), self.seqs.next_pos(seq)
+        finally:
+            self.lock.unlock()
+
+    def get_state_part(self, seq_id):
+        """Copy the state of a sequence that blocks do not hold."""
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
+        cdef StatePart state = StatePart.__new__(StatePart)
+        cdef Plan plan = Plan.__new__(Plan)
+        cdef bint known
+        self.lock_read()
+        try:
+            self.readable("get_state_part", seq, True)
+            if not self.has_state_part:
+                raise UnsupportedOperation(
+                    "get_state_part", f"{self.memory_kind} memory has none: get_blocks takes all", "memory")
+            known = lib.has_layout(self.mem)
+            if known:
+                plan.one = lib.recurrent_state_new(self.mem, seq)
+                if plan.one == NULL:
+                    raise self.fail_to_read("get_state_part")
+                plan.size = plan.one.size
+            else:
+                plan = self.plan(seq)
+            state.data = self.read_state(plan, np.empty(plan.size, np.uint8))
+            state.end = self.seqs.next_pos(seq)
+            state.context = None if known else weakref.ref(self)
+            return state
+        finally:
+            self.lock.unlock()
+
+    def make_state_part(self, const uint8_t[::1] content not None):
+        """Return the state that `StatePart.content` of another context of this model was, or raise.
+
+        The bytes must not be changed any more.
+        """
+        cdef StatePart state = StatePart.__new__(StatePart)
+        cdef vector[lib.state_block] found
+        cdef lib.state_block block
+        cdef int32_t pos = -1
+        cdef Pieces pieces = Pieces([np.frombuffer(sequence_state_head, np.uint8), content])
+        self.lock_read()
+        try:
+            self.has_states("make_state_part")
+            if not self.has_state_part:
+                raise UnsupportedOperation(
+                    "make_state_part", f"{self.memory_kind} memory has none", "memory")
+            self.check(pieces, 0, lib.RECURRENT_PARTS, found)
+            for block in found:
+                if block.kind == lib.BLOCK_CELLS:
+                    lib.read_cells(
+                        &content[block.offset - lib.SEQ_HEAD_BYTES], block.n_cells, False, &pos, NULL,
+                        NULL, NULL)
+            state.data = content
+            state.end = pos + 1
+            state.context = None
+            return state
+        finally:
+            self.lock.unlock()
 
     def set_blocks(
-            self, seq_id, list blocks not None, Partial rest=None, *, bint known_values=False):
-        """Make a sequence hold the cells of (block, its cells, how many count), from position 0 on.
+            self, seq_id, list attention not None, list window=None, window_first=0,
+            StatePart state=None, *, bint known_values=False):
+        """Make a sequence hold attention cells [0, n), window cells [window_first, n), and the state at n.
 
-        `rest` is the state of the other parts after the last of these cells. The caller guarantees
-        that all belong together, and with `known_values` that nobody changed the blocks since
-        `get_blocks`, `check_blocks` or `BlockLayout` looked at their values; all or nothing as `set_state`.
+        Of blocks (bytes, their cells, how many of these count). The window cells are at least those that the
+        next token sees (`window_needed`); what comes before them is left out where the window's cache has no
+        room. The caller guarantees that all belong together, and with `known_values` that the blocks were
+        not changed since `get_blocks`, `check_blocks` or `BlockLayout` looked at their values; all or nothing
+        as `set_state`.
         """
+        cdef Pieces pieces = Pieces([])
+        cdef lib.joined_state joined
+        cdef lib.block_run cells, kept
+        cdef lib.state_piece after
+        cdef int32_t seq = _seq(seq_id, self.n_seq_max)
+        self.lock_write()
+        try:
+            if not lib.has_layout(self.mem):
+                self.set_whole(seq, attention, window, state)
+                return
+            self.has_states("blocks")
+            self.take_blocks(lib.PART_ATTENTION, attention, cells, pieces)
+            self.take_blocks(lib.PART_WINDOW, window or [], kept, pieces)
+            kept.first = _int(window_first, "window_first", 0, INT32_MAX)
+            self.fit_parts(seq, cells, kept, state)
+            after.data = NULL
+            after.size = 0
+            if state is not None:
+                after.data = &state.data[0]
+                after.size = state.data.shape[0]
+            self.join_parts(lib.ALL_PARTS, cells, kept, after, pieces, joined)
+            self.set_pieces(seq, pieces, None, lib.CELL_PARTS if known_values else lib.NO_PARTS)
+        finally:
+            self.lock.unlock()
+
+    def check_blocks(self, list blocks not None, part="attention", *, bint known_values=False):
+        """Raise what `set_blocks` would because of the bytes of one part; changes nothing.
+
+        With `known_values` the caller guarantees what `BlockLayout.is_good` finds out.
+        """
+        cdef Pieces pieces = Pieces([])
+        cdef lib.joined_state joined
+        cdef vector[lib.state_block] found
+        cdef lib.block_run cells, none
+        cdef lib.state_piece nothing
+        cdef int of = _cell_part(part)
+        cdef lib.part_set which = lib.ATTENTION_PARTS if of == lib.PART_ATTENTION else lib.WINDOW_PARTS
+        nothing.data = NULL
+        nothing.size = 0
+        self.lock_read()
+        try:
+            self.has_states("blocks")
+            self.take_blocks(of, blocks, cells, pieces)
+            if of == lib.PART_ATTENTION:
+                self.join_parts(which, cells, none, nothing, pieces, joined)
+            else:
+                self.join_parts(which, none, cells, nothing, pieces, joined)
+            self.check(pieces, 0, which, found, which if known_values else lib.NO_PARTS)
+        finally:
+            self.lock.unlock()
+
+    cdef int take_blocks(self, int part, list blocks, lib.block_run& run, Pieces pieces) except -1:
+        """Check that blocks are as long as they say, and remember where they lie."""
+        cdef lib.block_span span
+        cdef const uint8_t[::1] view
+        cdef size_t cell = lib.block_layout_of(self.mem, self.v_trans(), <lib.memory_part>part).cell_bytes
+        if blocks and not lib.has_part(self.mem, <lib.memory_part>part):
+            raise ArgumentError(
+                f"{len(blocks)} blocks given: {self.memory_kind} memory has no such part",
+                what="blocks", value=len(blocks), limit=0)
+        span.skip = 0
+        for data, n, used in blocks:
+            view = data
+            pieces.views.append(view)
+            span.n = _int(n, "cells of a block", 0, INT32_MAX)
+            if <size_t>view.shape[0] != cell * span.n:
+                raise StateLayoutMismatch(
+                    f"a block of {view.shape[0]} bytes is not one of {n} cells of {cell} bytes")
+            span.data = &view[0] if view.shape[0] else NULL
+            span.end = _int(used, "cells of a block that count", 0, span.n)
+            run.blocks.push_back(span)
+        return 0
+
+    cdef int fit_parts(
+            self, int32_t seq, lib.block_run& cells, lib.block_run& kept, StatePart state) except -1:
+        """Refuse parts that do not make a sequence; leave out window cells that find no room."""
+        cdef int64_t n = lib.n_cells(cells), n_kept = lib.n_cells(kept), needed, spare
+        if n > INT32_MAX:
+            raise NoKvCacheSlot(f"{n} cells are too many", n_tokens=n)
+        if self.kind != lib.MEMORY_RECURRENT and self.has_state_part and (state is not None or n):
+            if state is None or state.end != n:
+                given = "no state" if state is None else f"the state after {state.end} tokens"
+                raise ArgumentError(
+                    f"{given} given: blocks of {n} tokens need the state after them",
+                    what="state", value=None if state is None else state.end, limit=n)
+        elif state is not None and not self.has_state_part:
+            raise ArgumentError(f"a state given: {self.memory_kind} memory has none", what="state")
+        if not lib.windowed(self.mem):
+            return 0
+        needed = n - lib.window_start(self.mem, <int32_t>n)
+        if kept.first + n_kept != n:
+            raise ArgumentError(
+                f"the window's blocks end at {kept.first + n_kept}, those of attention at {n}",
+                what="window", value=kept.first + n_kept, limit=n)
+        if n_kept < needed:
+            raise ArgumentError(
+                f"the window's blocks begin at {kept.first}: the next token sees {needed} cells before {n}",
+                what="window_first", value=kept.first, limit=n - needed)
+        spare = n_kept - lib.window_room(self.mem, seq, self.n_seq_max)
+        if spare > 0:
+            lib.skip_cells(kept, min(spare, n_kept - needed))
+        return 0
+
+    cdef int join_parts(
+            self, lib.part_set which, lib.block_run& cells, lib.block_run& kept, lib.state_piece after,
+            Pieces pieces, lib.joined_state& joined) except -1:
+        """Put a state's bytes together: `pieces` holds the blocks, `joined` what is around them."""
+        if lib.block_join(self.mem, self.v_trans(), which, cells, kept, after, joined) == lib.CAUGHT:
+            raise _caught_error("blocks")
+        pieces.pieces.swap(joined.pieces)
+        return 0
+
+    cdef int set_whole(self, int32_t seq, list attention, list window, StatePart state) except -1:
+        """Put back all that a sequence of this very context held."""
+        if attention or window or state is None or state.context is None or state.context() is not self:
+            raise UnsupportedOperation(
+                "blocks", f"the layout of {lib.class_name(self.mem).decode()} is not known here: it takes "
+                "back the states of this context only")
+        self.has_states("blocks", True)
+        return self.put_known(seq, Pieces([state.data]))
+
+    # With all other parts in one state, as the prefix cache has them until it is built on parts.
+
+    def set_blocks_and_rest(
+            self, seq_id, list blocks not None, Partial rest=None, *, bint known_values=False):
+        """Make a sequence hold the cells of blocks from position 0 on, and beside them a partial state."""
         cdef Pieces pieces = Pieces([])
         cdef lib.joined_state joined
         cdef int32_t seq = _seq(seq_id, self.n_seq_max)
@@ -279,52 +545,40 @@ cdef class Blocks(State):
                     self.has_states("blocks")
                 self.put_known(seq, Pieces([rest.data]))
                 return
-            self.join_blocks(blocks, rest, pieces, joined)
-            self.set_pieces(seq, pieces, None, known_values)
+            self.join_rest(blocks, rest, pieces, joined)
+            self.set_pieces(seq, pieces, None, lib.ATTENTION_PARTS if known_values else lib.NO_PARTS)
         finally:
             self.lock.unlock()
 
-    def check_blocks(self, list blocks not None, Partial rest=None, *, bint known_values=False):
-        """Raise what `set_blocks` would because of the bytes; changes nothing.
-
-        With `known_values` the caller guarantees what `BlockLayout.is_good` finds out.
-        """
+    def check_blocks_and_rest(
+            self, list blocks not None, Partial rest=None, *, bint known_values=False):
+        """Raise what `set_blocks_and_rest` would because of the bytes; changes nothing."""
         cdef Pieces pieces = Pieces([])
         cdef lib.joined_state joined
         cdef vector[lib.state_block] found
         self.lock_read()
         try:
-            self.join_blocks(blocks, rest, pieces, joined)
-            self.check(pieces, 0, False, found, known_values)
+            self.join_rest(blocks, rest, pieces, joined)
+            self.check(
+                pieces, 0, lib.ALL_PARTS, found, lib.ATTENTION_PARTS if known_values else lib.NO_PARTS)
         finally:
             self.lock.unlock()
 
-    cdef int join_blocks(
+    cdef int join_rest(
             self, list blocks, Partial rest, Pieces pieces, lib.joined_state& joined) except -1:
-        """Put a state's bytes together: `pieces` holds the blocks, `joined` what is around them."""
-        cdef vector[lib.block_part] parts
-        cdef lib.block_part part
+        cdef lib.block_run cells, none
         cdef lib.state_piece after
-        cdef const uint8_t[::1] view
-        cdef size_t cell
+        cdef bint windowed
         self.has_states("blocks")
-        cell = lib.block_cell_bytes(self.mem, self.v_trans())
-        for data, n, used in blocks:
-            view = data
-            pieces.views.append(view)
-            part.n = _int(n, "cells of a block", 0, INT32_MAX)
-            if <size_t>view.shape[0] != cell * part.n:
-                raise StateLayoutMismatch(
-                    f"a block of {view.shape[0]} bytes is not one of {n} cells of {cell} bytes")
-            part.data = &view[0] if view.shape[0] else NULL
-            part.used = _int(used, "cells of a block that count", 0, part.n)
-            parts.push_back(part)
+        windowed = lib.windowed(self.mem)
+        self.take_blocks(lib.PART_ATTENTION, blocks, cells, pieces)
         after.data = NULL
         after.size = 0
-        if rest is not None:
-            after.data = &rest.data[0]
-            after.size = rest.data.shape[0]
-        if lib.block_join(self.mem, self.v_trans(), parts, after, joined) == lib.CAUGHT:
-            raise _caught_error("blocks")
-        pieces.pieces.swap(joined.pieces)
+        if rest is not None and <size_t>rest.data.shape[0] > lib.SEQ_HEAD_BYTES:
+            after.data = &rest.data[lib.SEQ_HEAD_BYTES]
+            after.size = rest.data.shape[0] - lib.SEQ_HEAD_BYTES
+        self.join_parts(
+            lib.ATTENTION_PARTS if windowed else lib.ALL_PARTS, cells, none, after, pieces, joined)
+        if windowed and after.size:
+            pieces.pieces.push_back(after)
         return 0

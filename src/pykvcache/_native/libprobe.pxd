@@ -226,6 +226,8 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     bool holds(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)
     llama_pos last_before(const memory*, llama_seq_id, llama_pos p)
     llama_pos window_start(const memory*, llama_pos next)
+    llama_pos least_cut(const memory*, llama_pos first) noexcept
+    llama_pos window_begin(const memory*, llama_seq_id)
     bool window_intact(const memory*, llama_seq_id, llama_pos next)
     bool window_dropped(const memory*, llama_seq_id)
     bool shared(const memory*, llama_seq_id, llama_pos p0, llama_pos p1)

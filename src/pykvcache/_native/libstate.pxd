@@ -46,30 +46,41 @@ cdef extern from "probe_state.h" namespace "pykv" nogil:
         const uint8_t* data
         size_t size
 
-    vector[state_part] state_parts(const memory*, bool v_trans, bool partial) except +
+    ctypedef uint32_t part_set
+    const part_set NO_PARTS
+    const part_set ATTENTION_PARTS
+    const part_set WINDOW_PARTS
+    const part_set RECURRENT_PARTS
+    const part_set PARTIAL_PARTS
+    const part_set CELL_PARTS
+    const part_set ALL_PARTS
+    vector[state_part] state_parts(const memory*, bool v_trans, part_set which) except +
     vector[state_rows] state_rows_of(const memory*, bool v_trans, memory_part) except +
     cdef cppclass fault:
         string why, what
         int64_t value, limit
         bool counted
-    state_fault state_check(const memory*, bool v_trans, uint32_t n_seq_max, llama_seq_id, bool partial,
+    state_fault state_check(const memory*, bool v_trans, uint32_t n_seq_max, llama_seq_id, part_set which,
                             const vector[state_piece]&, vector[state_block]& blocks, fault& found,
-                            bool known_values)
+                            part_set known)
     cdef cppclass seq_state:
         size_t size
     seq_state* seq_state_new(const memory*, bool v_trans, llama_seq_id)
     seq_state* written_state_new(const memory*, llama_seq_id, bool partial)
+    seq_state* recurrent_state_new(const memory*, llama_seq_id)
     void seq_state_delete(seq_state*)
     int32_t seq_state_write(const seq_state*, uint8_t* dst, bool two)
     uint32_t owned_alone(const memory*, llama_seq_id)
 
 
 cdef extern from "part_edit.h" namespace "pykv" nogil:
+    uint32_t window_room(const memory*, llama_seq_id, uint32_t n_seq_max)
     bool window_has_room(const memory*, llama_seq_id, uint32_t n)
 
 
 cdef extern from "state_layout.h" namespace "pykv" nogil:
     const uint32_t SEQ_MAGIC
+    const size_t SEQ_HEAD_BYTES
 
 
 cdef extern from "state_pieces.h" namespace "pykv" nogil:
@@ -91,26 +102,28 @@ cdef extern from "state_pieces.h" namespace "pykv" nogil:
 
 
 cdef extern from "blocks.h" namespace "pykv" nogil:
-    ctypedef struct block_part:
-        const uint8_t* data
-        uint32_t n
-        uint32_t used
-
     cdef cppclass block_layout:
         size_t cell_bytes
 
-    block_layout block_layout_of(const memory*, bool v_trans) except +
+    block_layout block_layout_of(const memory*, bool v_trans, memory_part) except +
     bool block_fits(const block_layout&, const uint8_t* data, uint32_t n)
     void block_copy(
         const block_layout&, const uint8_t* src, size_t n_src, size_t first, size_t count,
         uint8_t* dst, size_t n_dst, size_t at)
-    size_t block_cell_bytes(const memory*, bool v_trans) except +
     int32_t BLOCKS_WRITTEN
     int32_t BLOCKS_VALUES
-    int32_t blocks_write(const memory*, bool v_trans, llama_seq_id, llama_pos first, uint32_t n,
+    int32_t blocks_write(const memory*, bool v_trans, memory_part, llama_seq_id, llama_pos first, uint32_t n,
                          uint32_t last, const vector[uint8_t*]& dst, bool two)
-    int32_t block_join(const memory*, bool v_trans, const vector[block_part]&, state_piece rest,
-                       joined_state&)
+    ctypedef struct block_span:
+        const uint8_t* data
+        uint32_t n, skip, end
+    cdef cppclass block_run:
+        llama_pos first
+        vector[block_span] blocks
+    size_t n_cells(const block_run&)
+    void skip_cells(block_run&, size_t n)
+    int32_t block_join(const memory*, bool v_trans, part_set which, const block_run& attention,
+                       const block_run& window, state_piece state, joined_state&)
 
 
 cdef extern from "sequences.h" namespace "pykv" nogil:

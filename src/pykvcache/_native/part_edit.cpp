@@ -24,6 +24,21 @@ llama_pos first_from(const memory * m, llama_seq_id seq, llama_pos p) {
     return p;
 }
 
+uint32_t window_room(const memory * m, llama_seq_id seq, uint32_t n_seq_max) {
+    const auto &   cells = m->swa->get_cells(seq);
+    const auto &   held = held_cells(cells, seq);
+    const uint32_t size = cells.size(), n_swa = m->hparams->n_swa;
+    const auto     own = uint32_t(std::count_if(held.begin(), held.end(), [&](const auto & pair) {
+        return cells.seq_count(pair.second) == 1;
+    }));
+    const uint32_t room = size - cells.get_used() + own;
+    if (m->swa->get_n_stream() > 1 || size >= m->base->get_size()) {
+        return room;
+    }
+    const uint64_t reserved = uint64_t(n_swa) * (n_seq_max - 1);
+    return uint32_t(std::min<uint64_t>(room, size - std::min<uint64_t>(size, reserved)));
+}
+
 bool window_has_room(const memory * m, llama_seq_id seq, uint32_t n) {
     if (!m->swa) {
         return true;

@@ -7,6 +7,9 @@ namespace pykv {
 
 // Lowest position from p on that the sequence holds, or INT32_MAX.
 llama_pos first_from(const memory * m, llama_seq_id seq, llama_pos p);
+// How many cells of a sequence the window cache takes, once those that it has are gone, without a loss to others: none
+// of theirs, and in a cache that is smaller than the context none of what they will need.
+uint32_t window_room(const memory * m, llama_seq_id seq, uint32_t n_seq_max);
 // Whether the window cache has room for n cells of a sequence once those that it has are gone.
 bool window_has_room(const memory * m, llama_seq_id seq, uint32_t n);
 

@@ -103,7 +103,7 @@ cdef class Partials(Blocks):
         self.lock_read()
         try:
             self.has_partial("make_partial_state", False)
-            self.check(pieces, 0, True, blocks)
+            self.check(pieces, 0, lib.PARTIAL_PARTS, blocks)
             state = Partial.__new__(Partial)
             state.context = weakref.ref(self)
             state.memory_kind = self.memory_kind
@@ -123,7 +123,7 @@ cdef class Partials(Blocks):
         cdef int32_t[::1] positions, ext
         cdef lib.state_part part
         cdef lib.state_block block
-        for part in lib.state_parts(self.mem, self.v_trans(), True):
+        for part in lib.state_parts(self.mem, self.v_trans(), lib.PARTIAL_PARTS):
             if part.part != lib.PART_WINDOW:
                 continue
             found = set()
@@ -189,7 +189,7 @@ cdef class Partials(Blocks):
         cdef Pieces pieces = Pieces([state.data])
         if not lib.has_layout(self.mem):
             return self.put_known(seq, pieces)
-        self.check(pieces, seq, True, blocks)
+        self.check(pieces, seq, lib.PARTIAL_PARTS, blocks)
         self.need_room(seq, blocks)
         # A copy between streams that waits would overwrite what is put back.
         self.apply_pending()

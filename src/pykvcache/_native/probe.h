@@ -153,6 +153,10 @@ size_t n_held(const memory * m, llama_seq_id seq);
 llama_pos last_before(const memory * m, llama_seq_id seq, llama_pos p);
 // First position that a query at `next` sees.
 llama_pos window_start(const memory * m, llama_pos next) noexcept;
+// The fewest tokens that a sequence can be cut to whose window cells begin at `first`.
+llama_pos least_cut(const memory * m, llama_pos first) noexcept;
+// The position from which on the window cache holds every cell of the sequence, up to its end.
+llama_pos window_begin(const memory * m, llama_seq_id seq);
 // Whether the window cache still has every cell that a query at `next` would see.
 bool window_intact(const memory * m, llama_seq_id seq, llama_pos next);
 // Whether the window cache has dropped any cell of the sequence.

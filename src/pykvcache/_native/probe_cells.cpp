@@ -55,6 +55,35 @@ llama_pos window_start(const memory * m, llama_pos next) noexcept {
     return llama_pos(std::max<int64_t>(start, 0));
 }
 
+llama_pos least_cut(const memory * m, llama_pos first) noexcept {
+    const int64_t n_swa = m->hparams->n_swa;
+    int64_t cut = first;
+    switch (m->swa && first > 0 ? m->hparams->swa_type : LLAMA_SWA_TYPE_NONE) {
+        case LLAMA_SWA_TYPE_NONE:      cut = 0; break;
+        case LLAMA_SWA_TYPE_STANDARD:  cut = first + n_swa - 1; break;
+        case LLAMA_SWA_TYPE_CHUNKED:   cut = (first + n_swa - 1) / n_swa * n_swa; break;
+        case LLAMA_SWA_TYPE_SYMMETRIC: cut = first + n_swa / 2; break;
+    }
+    return llama_pos(std::min<int64_t>(cut, POS_END));
+}
+
+llama_pos window_begin(const memory * m, llama_seq_id seq) {
+    llama_pos lo = 0, hi = -1;
+    if (!extent(m, seq, lo, hi) || !m->swa) {
+        return lo;
+    }
+    const auto & held = cells_of(m->base, seq);
+    const auto & kept = cells_of(m->swa, seq);
+    auto a = held.rbegin();
+    auto b = kept.rbegin();
+    llama_pos begin = hi + 1;
+    for (; a != held.rend() && b != kept.rend() && a->first == b->first; ++a, ++b) {
+        begin = a->first;
+    }
+    // Of several cells at one position a part may be left.
+    return a != held.rend() && a->first == begin ? begin + 1 : begin;
+}
+
 uint32_t n_used(const memory * m, memory_part part) {
     if (part == PART_RECURRENT) {
         return m->recurrent ? m->recurrent->used : 0;

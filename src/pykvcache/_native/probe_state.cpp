@@ -40,7 +40,7 @@ struct walk {
     // Where a window is: positions of each sequence in plain attention, and in this part.
     std::vector<std::vector<llama_pos>> whole = {}, held = {};
     uint32_t n_filled = 0;  // streams of this part that hold cells
-    bool     known_values = false;
+    part_set known = NO_PARTS;
 
     void magic(uint32_t expected) {
         if (in.get<uint32_t>() != expected) {
@@ -254,7 +254,7 @@ struct walk {
         if (n > 0) {
             const uint64_t size = row.row_bytes * n;
             blocks.push_back({part.part, row.kind, stream, row.layer, n, in.tell(), size});
-            if (known_values && in_blocks(part.part)) {
+            if (known & only(part.part)) {
                 in.skip(size);
                 return;
             }
@@ -268,9 +268,9 @@ struct walk {
         }
     }
 
-    void all(bool partial) {
+    void all(part_set which) {
         visit_head(*this, seq, llm_arch_name(m->arch));
-        for (const state_part & part : state_parts(m, v_trans, partial)) {
+        for (const state_part & part : state_parts(m, v_trans, which)) {
             last.assign(n_seq_max, -1);
             counts.assign(n_seq_max, 0);
             held.assign(m->swa ? n_seq_max : 0, {});
@@ -307,27 +307,26 @@ struct walk {
 
 }  // namespace
 
-std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial) {
+std::vector<state_part> state_parts(const memory * m, bool v_trans, part_set which) {
     std::vector<state_part> parts;
     const auto add = [&](memory_part part, const llama_kv_cache * cache) {
-        if (cache) {
+        if (cache && (which & only(part))) {
             parts.push_back({part, cache->get_n_stream(), cache->get_size(),
                              uint32_t(cache->get_layer_ids().size()), cache->has_cell_ext(), v_trans,
                              STATES_SAY_ROTATIONS ? hadamard_said(m, part) : hadamard_facts{}});
         }
     };
     // As llama.cpp writes them: of a memory with a recurrent part, the index comes last.
-    const auto add_index = [&] { partial ? void() : add(PART_INDEX, m->index); };
-    if (!partial) {
-        add(PART_ATTENTION, m->base);
-    }
+    add(PART_ATTENTION, m->base);
     if (!m->recurrent) {
-        add_index();
+        add(PART_INDEX, m->index);
     }
     add(PART_WINDOW, m->swa);
     if (m->recurrent) {
-        parts.push_back({PART_RECURRENT, 1, m->recurrent->size, m->hparams->n_layer(), false, false, {}});
-        add_index();
+        if (which & RECURRENT_PARTS) {
+            parts.push_back({PART_RECURRENT, 1, m->recurrent->size, m->hparams->n_layer(), false, false, {}});
+        }
+        add(PART_INDEX, m->index);
     }
     return parts;
 }
@@ -376,14 +375,14 @@ std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_par
     return result;
 }
 
-state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, bool partial,
+state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, part_set which,
                         const std::vector<state_piece> & pieces, std::vector<state_block> & blocks, fault & found,
-                        bool known_values) noexcept {
+                        part_set known) noexcept {
     return guarded<state_fault>(STATE_UNKNOWN, [&] {
         try {
             walk one{m, v_trans, n_seq_max, seq, cursor(pieces), blocks};
-            one.known_values = known_values;
-            one.all(partial);
+            one.known = known;
+            one.all(which);
         } catch (const fault & one) {
             found = one;
             return found.kind;

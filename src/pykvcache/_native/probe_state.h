@@ -83,18 +83,22 @@ struct state_piece {
     size_t          size;
 };
 
-// Parts in the order in which states hold them; `partial` leaves out what PARTIAL_ONLY does.
-std::vector<state_part> state_parts(const memory * m, bool v_trans, bool partial);
+// Some parts of a memory.
+using part_set = uint32_t;
+constexpr part_set only(memory_part part) { return 1u << part; }
+constexpr part_set NO_PARTS = 0, ATTENTION_PARTS = only(PART_ATTENTION) | only(PART_INDEX), WINDOW_PARTS = only(PART_WINDOW),
+                   RECURRENT_PARTS = only(PART_RECURRENT), PARTIAL_PARTS = WINDOW_PARTS | RECURRENT_PARTS,  // PARTIAL_ONLY's
+                   CELL_PARTS = ATTENTION_PARTS | WINDOW_PARTS, ALL_PARTS = CELL_PARTS | RECURRENT_PARTS;
+
+// Those of `which` that the memory has, in the order in which states hold them.
+std::vector<state_part> state_parts(const memory * m, bool v_trans, part_set which);
 std::vector<state_rows> state_rows_of(const memory * m, bool v_trans, memory_part part);
 
-// Whether blocks (blocks.h) hold the cells of a part.
-constexpr bool in_blocks(memory_part part) { return part == PART_ATTENTION || part == PART_INDEX; }
-
-// Walk the bytes without touching the memory; `seq` is -1 for a whole context's state. `known_values`: the
-// values of cells that blocks hold were looked at before.
-state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, bool partial,
+// Walk the bytes without touching the memory; `seq` is -1 for a whole context's state. `which`: the parts that are
+// there. `known`: those whose values were looked at before.
+state_fault state_check(const memory * m, bool v_trans, uint32_t n_seq_max, llama_seq_id seq, part_set which,
                         const std::vector<state_piece> & pieces, std::vector<state_block> & blocks, fault & found,
-                        bool known_values = false) noexcept;
+                        part_set known) noexcept;
 
 // What a state is going to hold; valid until the memory changes.
 class seq_state {
@@ -108,6 +112,8 @@ class seq_state {
 seq_state * seq_state_new(const memory * m, bool v_trans, llama_seq_id seq) noexcept;  // null: caught
 // The same as llama.cpp writes it, of a whole context (seq -1) too, or of what of a sequence cannot be rewound.
 seq_state * written_state_new(const memory * m, llama_seq_id seq, bool partial) noexcept;
+// The recurrent part of a sequence's state alone, without a head.
+seq_state * recurrent_state_new(const memory * m, llama_seq_id seq) noexcept;
 void        seq_state_delete(seq_state * state) noexcept;
 int32_t     seq_state_write(const seq_state * state, uint8_t * dst, bool two) noexcept;
 

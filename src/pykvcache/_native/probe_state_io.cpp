@@ -68,7 +68,29 @@ class written_state : public seq_state {
     bool           partial;
 };
 
+class recurrent_state : public seq_state {
+  public:
+    recurrent_state(const memory * m, llama_seq_id seq) : m(m), seq(seq) { size = put(nullptr); }
+
+    void write(uint8_t * dst, bool) const override { put(dst); }
+
+  private:
+    size_t put(uint8_t * dst) const {
+        state_writer io(dst);
+        m->recurrent->state_write(io, seq, 0);
+        io.finish();
+        return io.n_bytes();
+    }
+
+    const memory * m;
+    llama_seq_id   seq;
+};
+
 }  // namespace
+
+seq_state * recurrent_state_new(const memory * m, llama_seq_id seq) noexcept {
+    return guarded<seq_state *>(nullptr, [&] { return new recurrent_state(m, seq); });
+}
 
 seq_state * written_state_new(const memory * m, llama_seq_id seq, bool partial) noexcept {
     return guarded<seq_state *>(nullptr, [&] { return new written_state(m, seq, partial); });

@@ -86,7 +86,7 @@ cdef class State(Arrays):
         try:
             self.has_states(operation)
             result = []
-            for part in lib.state_parts(self.mem, self.v_trans(), False):
+            for part in lib.state_parts(self.mem, self.v_trans(), lib.ALL_PARTS):
                 layout = {
                     "part": _PART_NAMES[part.part],
                     "n_stream": part.n_stream,
@@ -209,15 +209,14 @@ cdef class State(Arrays):
     # In ------------------------------------------------------------------------------
 
     cdef int check(
-            self, Pieces pieces, int32_t seq, bint partial, vector[lib.state_block]& blocks,
-            bint known_values=False) except -1:
+            self, Pieces pieces, int32_t seq, lib.part_set which, vector[lib.state_block]& blocks,
+            lib.part_set known=lib.NO_PARTS) except -1:
         cdef lib.state_fault fault
         cdef lib.fault found
         cdef bint v_trans = self.v_trans()
         with nogil:
             fault = lib.state_check(
-                self.mem, v_trans, self.n_seq_max, seq, partial, pieces.pieces, blocks, found,
-                known_values)
+                self.mem, v_trans, self.n_seq_max, seq, which, pieces.pieces, blocks, found, known)
         if fault == lib.STATE_UNKNOWN:
             raise _caught_error("check_state")
         if fault == lib.STATE_POSITION:
@@ -252,12 +251,12 @@ cdef class State(Arrays):
             self.lock.unlock()
 
     cdef int set_pieces(
-            self, int32_t seq, Pieces pieces, list firsts, bint known_values=False) except -1:
+            self, int32_t seq, Pieces pieces, list firsts, lib.part_set known=lib.NO_PARTS) except -1:
         cdef int32_t begin[MAX_SEQ]
         cdef vector[lib.state_block] blocks
         memset(begin, 0, sizeof(begin))
         self.has_states("set_state")
-        self.check(pieces, seq, False, blocks, known_values)
+        self.check(pieces, seq, lib.ALL_PARTS, blocks, known)
         for pair in firsts or ():
             if not 0 <= pair[1] < INT32_MAX:
                 raise StateDamaged(

@@ -55,7 +55,7 @@ int32_t state_join(const memory * m, bool v_trans, llama_seq_id seq, const std::
         array_writer writer(out, seq < 0);
         visit_head(writer, seq < 0 ? -1 : 0, llm_arch_name(m->arch));
         size_t i = 0;
-        for (const state_part & part : state_parts(m, v_trans, false)) {
+        for (const state_part & part : state_parts(m, v_trans, ALL_PARTS)) {
             writer.begin_part(parts.at(i++));
             visit_part(writer, part, state_rows_of(m, v_trans, part.part));
         }

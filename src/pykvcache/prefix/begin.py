@@ -168,7 +168,7 @@ class BeginMethods:
         """Let a sequence begin parked, on blocks that it shares with the cache."""
         native, blocks, rest = self._native, found.blocks, found.rest
         cells.state = PutBack(
-            lambda seq_id: native.set_blocks(seq_id, blocks, rest, known_values=True),
+            lambda seq_id: native.set_blocks_and_rest(seq_id, blocks, rest, known_values=True),
             self._least(found),
         )
         cells.ledger.n_evaluated = found.n

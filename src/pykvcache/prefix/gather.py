@@ -142,7 +142,7 @@ def _n_good(
     try:
         # The search has looked at the values.
         given = [*front, *new] if rest is not None else new
-        native.check_blocks(given, rest, known_values=True)
+        native.check_blocks_and_rest(given, rest, known_values=True)
         return len(new)
     except NoKvCacheSlot:
         raise
@@ -164,7 +164,7 @@ def _n_good(
 def is_good(native: lib.Context, block: Block, rest: lib.Partial | None) -> bool:
     """Whether the memory may have a block of a search; ``rest``: beside which state of others."""
     try:
-        native.check_blocks([block], rest, known_values=True)
+        native.check_blocks_and_rest([block], rest, known_values=True)
     except NoKvCacheSlot:
         return True
     except KvCacheError:

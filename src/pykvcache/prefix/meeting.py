@@ -150,7 +150,7 @@ class Meeting:
             blocks, rest = cut(got.blocks, n), got.rest
             # Blocks were looked at when they came, or were taken out.
             cells.with_room(
-                lambda: native.set_blocks(cells.live_id, blocks, rest, known_values=True)
+                lambda: native.set_blocks_and_rest(cells.live_id, blocks, rest, known_values=True)
             )
         except (KvCacheError, MemoryError):
             self._over(cells)  # nothing was changed

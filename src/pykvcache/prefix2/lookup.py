@@ -94,7 +94,7 @@ class LiveIndex:
             fresh = min(same, cells.n_fresh)
             if (same, fresh) > (found.agrees, fresh_agrees):
                 found.nearest, found.agrees, fresh_agrees = other, same, fresh
-            if fresh > found.n and (n := cells.forkable(fresh)) > found.n:
+            if fresh > found.n and (n := cells.reachable(fresh)) > found.n:
                 found.parent, found.n = other, n
         return found
 
@@ -163,4 +163,4 @@ def _usable(shape: MemoryShape, live: Live, n_tokens: int, row: Row | None) -> i
     if live.n < n_tokens or row is not None:
         return live.n
     assert live.parent is not None
-    return live.parent.cells.forkable(n_tokens - 1)
+    return live.parent.cells.reachable(n_tokens - 1)

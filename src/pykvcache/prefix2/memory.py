@@ -87,6 +87,7 @@ class CacheMemory:
         self.has_layout = native.has_layout
         self.layouts = {kind: native.block_layout(part) for kind, part in _PARTS.items()}
         attention, window = (layout.cell_bytes for layout in self.layouts.values())
+        self._has_cells = attention + window > 0
         n_swa = context.model.n_swa if window else 0
         self.shape = MemoryShape(
             block_size,
@@ -208,7 +209,7 @@ class CacheMemory:
         """
         self._native.set_blocks(
             seq_id,
-            cells.attention,
+            cells.attention if self._has_cells else [],
             cells.window,
             cells.window_first,
             cells.state,

@@ -291,7 +291,7 @@ bool place(const edit_key & key, memory * m, bool v_trans, llama_seq_id seq, con
     uint64_t                                          n_bytes = 0;
     bool                                              early = true;
     bool                                              all_host = true;
-    for (const state_part & part : state_parts(m, v_trans, false)) {
+    for (const state_part & part : state_parts(m, v_trans, ALL_PARTS)) {
         auto & cache = *cache_of(m, part.part);
         caches.push_back(std::make_unique<placing>(key, cache, seq));
         placing & to = *caches.back();

@@ -107,7 +107,7 @@ class walked_state : public seq_state {
 walked_state::walked_state(const memory * m, bool v_trans, llama_seq_id seq) : m(m), seq(seq) {
     byte_counter out;
     visit_head(out, seq, nullptr);
-    for (const state_part & part : state_parts(m, v_trans, false)) {
+    for (const state_part & part : state_parts(m, v_trans, ALL_PARTS)) {
         parts.push_back(part);
         if (part.part == PART_RECURRENT) {
             state_writer io(nullptr);

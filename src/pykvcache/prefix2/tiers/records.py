@@ -12,7 +12,7 @@ the state is that of recurrent parts; the row is the logits. Any of them may be 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +30,6 @@ _MAGIC = b"pkve"
 END_OVERHEAD = _HEADER.size
 
 Bytes = npt.NDArray[np.uint8]
-_NOTHING = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class End:
 
     n_cells: int
     cells: Bytes
-    window: Bytes = _NOTHING
+    window: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
     state: Bytes | None = None
     row: npt.NDArray[np.float32] | None = None
 

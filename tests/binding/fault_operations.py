@@ -196,12 +196,17 @@ def compact(stage: Stage) -> bytes:
 
 def blocks(stage: Stage) -> bytes:
     native, n = stage.ctx.native, len(FIRST)
-    rest = None if not native.has_rest else native.get_partial_state(0)
     block = np.empty(native.block_bytes() * n, np.uint8)
     if not len(block) or not native.get_block(0, 0, n, block):
         raise UnsupportedOperation("blocks", "this memory has none")
-    native.set_blocks(1, [(block, n, n)], rest)
-    return block.tobytes()
+    first, end = native.window_range(0)
+    window = np.empty(native.block_bytes("window") * (end - first), np.uint8)
+    if native.has_window:
+        native.get_block(0, first, end - first, window, "window")
+    state = native.get_state_part(0) if native.has_state_part else None
+    kept = [(window, end - first, end - first)] if native.has_window else []
+    native.set_blocks(1, [(block, n, n)], kept, first, state)
+    return block.tobytes() + window.tobytes()
 
 
 def batch_generator(stage: Stage) -> bytes:

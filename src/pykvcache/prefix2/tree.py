@@ -440,18 +440,20 @@ class PrefixTree:
         """Return how many bytes a prompt of n tokens takes that can go on from some ends."""
         shape = self.shape
         size = n * (shape.attention_bytes + (TOKEN_SIZE if shape.node_bytes else 0))
-        size += shape.chunk_bytes * (n // shape.block_size + 1) + 3 * shape.node_bytes
+        size += shape.chunk_bytes * (n // shape.block_size + 1 + len(ends))
+        size += shape.node_bytes * (2 + 3 * len(ends))
         if shape.window_start is not None:
             covered, first = 0, n
             for end in sorted(ends, reverse=True):
-                begin = max(0, shape.window_start(end) - slack)
+                begin = shape.floor(max(0, shape.window_start(end) - slack))
                 covered += max(0, min(end, first) - begin)
                 first = min(first, begin)
             size += covered * shape.window_bytes
-            size += shape.chunk_bytes * (covered // shape.block_size + 2)
+            size += shape.chunk_bytes * (covered // shape.block_size + 1 + len(ends))
         if shape.needs_state:
             size += max((end.nbytes for end in offer.states.values()), default=0)
-        return size + (self.policy.n_bytes if shape.node_bytes else 0)
+        # What the policy notes may grow by what leaves.
+        return size + (self.policy.n_bytes + self.max_bytes // 128 if shape.node_bytes else 0)
 
     def _fewer(self, n: int, offer: Offer) -> int:
         """Return a number of tokens below n that may fit where n do not."""

@@ -196,8 +196,6 @@ def test_the_tree_and_the_simulator_need_no_model(path: Path) -> None:
     if inside[0] != "simulate" and not (inside[0] == "prefix" and inside[1] in MODEL_FREE):
         return
     for name, _ in imports_of(path):
-        if name in {"pykvcache._native.shadows", "pykvcache._native.memory_pool"}:
-            continue  # they hold no part of llama.cpp
         if ours(name) == "prefix":
             assert part(name) in MODEL_FREE, f"{path.name} imports {name}"
         else:

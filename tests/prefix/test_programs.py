@@ -17,7 +17,8 @@ from hypothesis import settings
 
 from memory.kit import CASES, Case, apart, cleared_runs
 from prefix.program import STEPS, run
-from pykvcache import LlamaContext, PrefixCache
+from pykvcache import LlamaContext
+from pykvcache.prefix.cache import PrefixCache
 
 Make = Callable[..., LlamaContext]
 SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", "1"))
@@ -79,5 +80,5 @@ def test_threads_share_a_cache(name: str, make_context: Make) -> None:
         for thread in threads:
             thread.join(120)
         assert not failed, failed
-        assert not any(run.held for run in cache._ram.tree.runs())
+        assert not any(one.held for node in cache._blocks.tree.nodes() for one in node.components())
         assert cache.stats().ram_bytes <= 200 * cell

@@ -224,7 +224,7 @@ class BatchGenerator(Driving):
 
     def _new(self, prompt: str | TokenInput | None) -> LlamaSequence:
         if self._cache is not None:
-            return self._cache._new(prompt)
+            return self._cache.open(prompt, search=False)
         return self._plain(prompt)
 
     def _plain(self, prompt: str | TokenInput | None) -> LlamaSequence:
@@ -243,8 +243,8 @@ class BatchGenerator(Driving):
         if sequence._cells.ledger.shifted_at is not None:
             return sequence.fork()  # its tokens alone do not say what is held
         cache = self._cache
-        if cache is not None and isinstance(sequence, CachedSequence) and sequence in cache._open:
-            own: LlamaSequence = cache._new(None, sequence.namespace)
+        if cache is not None and isinstance(sequence, CachedSequence) and cache.serves(sequence):
+            own: LlamaSequence = cache.open(None, sequence.namespace, search=False)
         else:
             own = self._plain(None)
         own._cells.ledger.append(sequence.tokens)

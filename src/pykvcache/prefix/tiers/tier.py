@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -11,13 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pykvcache._fork import watch_locks
 from pykvcache.prefix.stores.base import BlockStore, check_facts
 from pykvcache.prefix.stores.envelope import Envelope
 from pykvcache.prefix.stores.sealed import SealedStore
-from pykvcache.prefix.tiers.holders import HOLDERS
 from pykvcache.prefix.tiers.notices import LOOK, Notices, Place, Sink
-from pykvcache.prefix.tiers.speeds import TwoTerms
+from pykvcache.prefix.tiers.cost_model import TwoTerms
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -34,12 +31,6 @@ KNOWN, KNOWN_SECONDS = 1 << 15, 60.0
 
 # What is believed before anything was measured: seconds per request, and per byte.
 _SPEED = {"disk": (5e-4, 1 / 1.5e9), "remote": (2e-3, 1 / 2e8)}
-# A tier that is too slow is tried again every so many requests.
-_TRY_EVERY = 16
-
-# For how many seconds a ring is heard; who waits rings again.
-_RING_SECONDS = 2.0
-
 
 @dataclass(frozen=True)
 class TierStats:
@@ -127,8 +118,6 @@ class Tier:
         self.refused = self.raised = self.too_slow = 0
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
-        self._leasing = threading.Lock()
-        watch_locks(self, "_lock", "_leasing")
         self._is_logged = False
 
     def __repr__(self) -> str:
@@ -206,11 +195,10 @@ class Tier:
         """Return how many seconds reading so much is thought to take."""
         return self.speed.seconds(2 + n_bytes // GROUP_BYTES, n_bytes)
 
-    def skip(self) -> bool:
-        """Count a request that would take too long; False where it should be made to find out."""
+    def note_skipped(self) -> None:
+        """Count a request that was not made because evaluating is faster."""
         with self._lock:
             self.too_slow += 1
-            return self.too_slow % _TRY_EVERY != 0
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used."""
@@ -301,56 +289,6 @@ class Tier:
             self._raised(error)
         self.notices.removed(keys)
 
-    def lease(self, key: bytes, seconds: float, thread: int) -> bool:
-        """Return whether that thread of this process is the one to evaluate what is missing."""
-        with self._leasing:
-            try:
-                given = bool(self.sealed.lease(key, seconds))
-            except Exception as error:
-                self._raised(error)
-                return True
-            if given:
-                HOLDERS.note(key, id(self), thread, seconds)
-            return given
-
-    def holder(self, key: bytes, thread: int) -> int | None:
-        """Return which thread of this process has the lease of a block; None where none has.
-
-        Parameters
-        ----------
-        key
-            Of the block.
-        thread
-            Who asks: through another cache it may be the one itself.
-        """
-        with self._leasing:
-            return HOLDERS.holder(key, id(self), thread)
-
-    def release(self, key: bytes) -> None:
-        """End a lease of this process."""
-        HOLDERS.forget(key, id(self))
-        try:
-            self.sealed.release(key)
-        except Exception as error:
-            self._raised(error)
-
-    def ring(self, key: bytes) -> None:
-        """Let who has the lease of a block know that somebody waits; a lease of its own says so."""
-        try:
-            self.sealed.lease(_bell(key), _RING_SECONDS)
-        except Exception as error:
-            self._raised(error)
-
-    def is_wanted(self, key: bytes) -> bool:
-        """Whether somebody waits for the block of a lease that this process has."""
-        try:
-            if not self.sealed.lease(_bell(key), _RING_SECONDS):
-                return True
-            self.sealed.release(_bell(key))
-        except Exception as error:
-            self._raised(error)
-        return False
-
     def close(self) -> None:
         """Close the store, where it is the cache's own."""
         if self.owned:
@@ -394,6 +332,3 @@ class Tier:
             denied=counters.denied,
         )
 
-
-def _bell(key: bytes) -> bytes:
-    return hashlib.sha256(b"pykvcache.wanted.1" + key).digest()

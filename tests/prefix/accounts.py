@@ -13,8 +13,8 @@ from pykvcache.prefix.node import Component, Kind, Node
 from pykvcache.prefix.tree import PrefixTree
 
 
-def check_accounts(cache: PrefixCache) -> None:
-    """Check everything that a cache counts."""
+def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None) -> None:
+    """Check everything that a cache counts; `heard`: all its events."""
     stats, blocks, tree = cache.stats(), cache._blocks, cache._blocks.tree
     shape = tree.shape
     n_bytes = n_blocks = n_states = 0
@@ -55,6 +55,9 @@ def check_accounts(cache: PrefixCache) -> None:
         assert not any(one.is_evictable for one in components), "what is not held leaves first"
     events = cache.events
     assert events.nbytes == sum(_size(event) for event, *_ in events._events)
+    if heard is not None:
+        known = {name for node in tree.nodes() for name in node.names(shape.block_size)}
+        assert told(heard) == known, "events tell of other blocks than there are"
     assert not cache._pool.depth
 
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from memory.kit import Case, Logits, apart
 from prefix.accounts import check_accounts
-from pykvcache import LlamaContext
-from pykvcache.prefix.cache import PrefixCache
+from pykvcache import BatchGenerator, LlamaContext, PrefixCache
 from pykvcache.errors import UnsupportedOperation
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent, Stored
 from pykvcache.prefix.pins import Pin

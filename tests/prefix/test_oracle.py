@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from memory.kit import CASES, Case, Logits, apart
-from pykvcache import LlamaContext
-from pykvcache.prefix.cache import PrefixCache
+from pykvcache import LlamaContext, PrefixCache
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]

@@ -17,8 +17,7 @@ from hypothesis import settings
 
 from memory.kit import CASES, Case, apart, cleared_runs
 from prefix.program import STEPS, run
-from pykvcache import LlamaContext
-from pykvcache.prefix.cache import PrefixCache
+from pykvcache import LlamaContext, PrefixCache
 
 Make = Callable[..., LlamaContext]
 SEED = int(os.environ.get("PYKVCACHE_FUZZ_SEED", "1"))

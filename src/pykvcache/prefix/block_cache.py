@@ -114,8 +114,7 @@ class BlockCache:
         self.tree = self._new_tree()
 
     def _new_tree(self) -> PrefixTree:
-        budget = max(0, self.max_bytes - self._fixed_bytes)
-        return PrefixTree(self.shape, self._policy, max_bytes=budget, root=self._root)
+        return PrefixTree(self.shape, self._policy, max_bytes=self._room(), root=self._root)
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +144,6 @@ class BlockCache:
         self._is_changing = True
         actions = Actions()
         try:
-            self.tree.max_bytes = self._room()
             self._reap()
             yield actions
             self.tree.fit()
@@ -161,8 +159,8 @@ class BlockCache:
             actions.publish(self._events)
 
     def _room(self) -> int:
-        """Return how many bytes the tree may take."""
-        return max(0, self.max_bytes - self._fixed_bytes - self._events.nbytes)
+        """Return how many bytes the tree may take: events may come at any time."""
+        return max(0, self.max_bytes - self._fixed_bytes - self._events.max_bytes)
 
     def _trim(self) -> None:
         """Give free memory back to the system, as far as the budget needs that."""

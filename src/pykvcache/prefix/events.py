@@ -172,7 +172,8 @@ class EventLog:
         self._events: deque[_Waiting] = deque()
         self._callbacks: list[Callable[[CacheEvent], object]] = []
         self._listeners: list[Callable[[Lookup], object]] = []
-        self._max_bytes = max_bytes
+        #: Upper bound on `nbytes`.
+        self.max_bytes = max_bytes
         self._later = later
         self._has_gap = False  # whether some were forgotten before those that wait
         self._nbytes = 0
@@ -242,14 +243,14 @@ class EventLog:
         """Let an event wait to be taken out; the oldest ones go where it is too much."""
         size = _size(packed)
         with self._lock:
-            if size <= self._max_bytes:
+            if size <= self.max_bytes:
                 self._events.append((packed, size, namespace))
                 self._nbytes += size
             else:
                 self._has_gap = True
                 self._events.clear()
                 self._nbytes = 0
-            while self._nbytes > self._max_bytes:
+            while self._nbytes > self.max_bytes:
                 self._has_gap = True
                 self._taken()
 

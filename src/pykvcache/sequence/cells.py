@@ -247,9 +247,10 @@ class SequenceCells:
         """Make the memory hold the first n tokens, out of its own cells and of checkpoints."""
         native, seq_id = self._native, self.live_id
         attention: list[tuple[npt.NDArray[np.uint8], int, int]] = []
-        if cell := native.block_bytes():
+        cell = native.block_bytes()
+        if cell or self._has_window:
             cells = np.empty(n * cell, np.uint8)
-            if not native.get_block(seq_id, 0, n, cells):
+            if cell and not native.get_block(seq_id, 0, n, cells):
                 raise PartialStateError("the attention cells are not all there", seq_id, n - 1)
             attention.append((cells, n, n))
         first = native.window_needed(n)

@@ -147,7 +147,7 @@ def test_who_waits_for_another_process_and_leaves_keeps_no_lease(
         assert sequence._search.lease is not None
         first = sequence._search.lease.key
     assert cache.flush(30)
-    name = cache._tiers.tiers[0].sealed.envelope.name(first)
+    name = cache._link.tiers.tiers[0].sealed.envelope.name(first)
     assert other.lease(name, 60)  # another process evaluates
     generator = BatchGenerator(cache)
     handle = generator.submit(SHARED, 2)

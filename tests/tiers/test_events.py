@@ -18,7 +18,7 @@ from pykvcache.prefix.events import (
     CacheEvent,
     EventLog,
 )
-from pykvcache.prefix.publish import as_map
+from pykvcache.prefix.zmq_events import as_map
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tiers import notices
 from pykvcache.prefix.tiers.notices import Notices, Place

@@ -18,7 +18,7 @@ import pytest
 
 from memory.kit import Logits, apart
 from pykvcache import LlamaContext, PrefixCache
-from pykvcache.prefix.blocks import block_names, token_bytes
+from pykvcache.prefix.block_hash import block_names, token_bytes
 from pykvcache.prefix.stores import (
     BlockStore,
     Envelope,
@@ -29,7 +29,7 @@ from pykvcache.prefix.stores import (
 )
 from pykvcache.prefix.stores import envelope as sealing
 from pykvcache.prefix.tiers import ends
-from pykvcache.prefix.tiers.ends import end_key
+from pykvcache.prefix.tiers.records import end_key
 from stores.servers import PATIENT, redis_server
 from tiers.test_tiers import SIZE, WAIT, words
 
@@ -67,7 +67,7 @@ class Bench:
         tokens = token_bytes(PROMPT)
         keys = block_names(cache._root_name(""), tokens, 4 * SIZE)
         keys.append(end_key(keys[-1], tokens[4 * SIZE * N_BLOCKS :]))
-        self.names = [cache._tiers.tiers[0].sealed.envelope.name(key) for key in keys]
+        self.names = [cache._link.tiers.tiers[0].sealed.envelope.name(key) for key in keys]
         self.right = [self.read(name) for name in self.names]
 
     def read(self, name: bytes) -> bytes:
@@ -191,7 +191,7 @@ def test_who_has_no_secret_cannot_write_what_is_taken(
     options: dict[str, Any] = WAIT | {"secret": SECRET}
     with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **options) as cache:
         bench = Bench(cache, store, fresh_logits("llama", PROMPT))
-        mine = cache._tiers.tiers[0].sealed.envelope
+        mine = cache._link.tiers.tiers[0].sealed.envelope
         for secret, encrypt in ((None, True), (SECRET[::-1], True), (SECRET[::-1], False)):
             other = Envelope(model="m", layout="l", secret=secret, encrypt=encrypt)
             other._model, other._layout = mine._model, mine._layout

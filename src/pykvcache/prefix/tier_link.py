@@ -176,7 +176,8 @@ class TierLink:
         match = self._blocks.match(tokens, namespace)
         names = block_names(self._root(namespace), tokens, size * TOKEN_SIZE)
         first, last = next(reversed(match.windows()), (0, 0))
-        limit = n if self._n_row else n - 1
+        # A state after the whole prompt is of no use without the logits there: it cannot be cut.
+        limit = n if self._n_row or not shape.needs_state else n - 1
         return Wanted(
             tokens,
             names if most is None else names[: most // size],
@@ -278,7 +279,7 @@ class TierLink:
             Record(name, out.block(Kind.ATTENTION, i), place(names, tokens, size, i, namespace))
             for i, name in enumerate(names)
         ]
-        windows, places = set[int](), sorted({end for end in ends if end >= size})
+        windows, places = set[int](), sorted({end for end in (*ends, *states) if end >= size})
         for end in places:
             windows.update(self._window_blocks(end))
         deepest = sorted(windows, reverse=True)

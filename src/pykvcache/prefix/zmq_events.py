@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from pykvcache._integers import as_int
-from pykvcache._threads import Flag, Worker, start
+import threading
 from pykvcache.errors import ArgumentError, ClosedError
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.cache import PrefixCache

@@ -95,7 +95,10 @@ class Wanted:
     def window_blocks(self, n: int) -> range:
         """Return the full blocks whose window cells are needed to go on after n tokens."""
         size, start = self.shape.block_size, self.shape.window_start
-        return range(0) if start is None else range(start(n) // size, n // size)
+        if start is None:
+            return range(0)
+        # The last token of the prompt is evaluated again, for its logits.
+        return range(start(min(n, self.n_tokens - 1)) // size, n // size)
 
 
 @dataclass

@@ -7,12 +7,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What the tests, the examples and the tutorial need of other projects.
 EXTRAS := cli,arrays,state,plot,gguf,redis,obstore,crypto,zmq,prometheus
 
-# Of `make fuzz`: other seeds are other calls and programs. FAULT_SECONDS is the time for failing allocations on
-# each model; "inf" fails them all, which takes hours. PLACES are those where Ctrl-C comes; 0 is every one.
+# Of `make fuzz`: other seeds are other calls and programs. INTERRUPTS is how often Ctrl-C comes in each program.
 SEED ?= 1
 CALLS ?= 20000
-FAULT_SECONDS ?= 120
-PLACES ?= 0
+INTERRUPTS ?= 2000
 
 # What the compiled layer is made of: a change of any of these rebuilds it, a change of a .py does not.
 NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.py \
@@ -42,15 +40,16 @@ test-peers: $(VENV)/.peers $(VENV)/.built ## the tests beside transformers, mlx-
 	$(BIN)/python -m pytest -n auto tests/arrays/mlx/test_mlx_lm.py tests/binding/test_chat_digests.py \
 	  tests/state/test_llama_peer.py
 
-fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models, random programs, an hour of them (SEED=1 CALLS=20000 FAULT_SECONDS=120; longer: CALLS=100000 FAULT_SECONDS=inf; shorter: CALLS=2000 FAULT_SECONDS=15 PLACES=12)
-	@echo "make fuzz SEED=$(SEED) CALLS=$(CALLS) FAULT_SECONDS=$(FAULT_SECONDS) PLACES=$(PLACES)"
-	PYKVCACHE_FAULTS=all PYKVCACHE_FAULTS_SECONDS=$(FAULT_SECONDS) PYKVCACHE_FUZZ_SEED=$(SEED) PYKVCACHE_FUZZ_CALLS=$(CALLS) PYKVCACHE_FUZZ_SECONDS=60 \
-	PYKVCACHE_FUZZ_PLACES=$(PLACES) \
+fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models, random programs, an hour of them (SEED=1 CALLS=20000; longer: CALLS=100000; shorter: CALLS=2000 INTERRUPTS=200)
+	@echo "make fuzz SEED=$(SEED) CALLS=$(CALLS) INTERRUPTS=$(INTERRUPTS)"
+	PYKVCACHE_FUZZ_SEED=$(SEED) PYKVCACHE_FUZZ_CALLS=$(CALLS) PYKVCACHE_FUZZ_SECONDS=60 \
+	PYKVCACHE_FUZZ_INTERRUPTS=$(INTERRUPTS) \
 	  $(BIN)/python -m pytest -n auto -v --hypothesis-profile=fuzz tests/binding/test_hostile.py \
 	  tests/arrays/test_arrays_hostile.py tests/memory/test_random_programs.py tests/binding/test_damaged.py tests/binding/test_words.py \
-	  tests/state/test_llama_files.py tests/binding/test_faults.py tests/generate/test_interrupts.py \
-	  tests/generate/test_mixed.py tests/state/test_partial_programs.py tests/arrays/ollama/test_ollama_properties.py \
-	  tests/arrays/mlx/test_mlx_properties.py tests/arrays/independent tests/sequence/test_interrupts.py tests/sequence/test_shifted.py tests/prefix/test_programs.py tests/prefix/test_interrupts.py tests/generate/test_interrupts_cached.py tests/tiers/test_crowd.py \
+	  tests/state/test_llama_files.py tests/test_ctrl_c.py \
+	  tests/generate/test_mixed.py tests/state/test_partial_programs.py tests/arrays/ollama/test_ollama_causal_properties.py \
+	  tests/arrays/ollama/test_ollama_recurrent.py tests/arrays/ollama/test_ollama_input_cache.py tests/arrays/mlx/test_mlx_properties.py \
+	  tests/sequence/test_shifted.py tests/prefix/test_programs.py tests/tiers/test_crowd.py \
 	  tests/binding/test_threads.py::test_two_threads_hammer_one_context_without_a_wrong_result
 
 # Two at a time; the long ones first.
@@ -84,13 +83,13 @@ format: $(VENV)/.dev ## let ruff rewrite what it can
 test-arrays: $(VENV)-arrays/.ready ## the array caches alone, without the compiled layer
 	PYTHONPATH=src $(VENV)-arrays/bin/python -m pytest tests/arrays -W "ignore:pykvcache is not built:RuntimeWarning"
 
-# A build with ggml's RPC and, where its tools are here, with Vulkan: Mesa's software device will do. Its shaders are
-# compiled without the optimiser (GLSLC=/usr/bin/glslc has it, and takes an hour).
+# A build with Vulkan where its tools are here: Mesa's software device will do. Its shaders are compiled without the
+# optimiser (GLSLC=/usr/bin/glslc has it, and takes an hour).
 GLSLC ?= $(abspath tests/devices/glslc)
 VULKAN_INCLUDE ?= /usr/include
 HAS_VULKAN := $(shell command -v glslc >/dev/null && \
                 grep -qs 'VERSION_COMPLETE.*0, 1, 4,' $(VULKAN_INCLUDE)/vulkan/vulkan_core.h && echo ON)
-DEVICE_ARGS := --config-settings=build-dir=build/device --config-settings=cmake.define.GGML_RPC=ON \
+DEVICE_ARGS := --config-settings=build-dir=build/device \
                $(if $(HAS_VULKAN),--config-settings=cmake.define.GGML_VULKAN=ON \
                --config-settings=cmake.define.Vulkan_INCLUDE_DIR=$(VULKAN_INCLUDE) \
                --config-settings=cmake.define.Vulkan_GLSLC_EXECUTABLE=$(GLSLC))

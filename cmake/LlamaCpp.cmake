@@ -48,64 +48,49 @@ foreach(extra APP COMMON TOOLS TESTS EXAMPLES SERVER UI MTMD)
 endforeach()
 set(LLAMA_OPENSSL OFF)
 
-# ggml's code for AMX is left out. It computes products of one matrix alone, and reads and writes elsewhere where there
-# are more, as with several recurrent sequences: wrong logits, or a crash. And GCC before 11.5, 12.4, 13.3 and 14.1
-# drops the stores that _tile_loadconfig reads (GCC PR 114098).
-include(CheckCXXSourceCompiles)
-set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
-set(CMAKE_REQUIRED_FLAGS "-Werror -mno-amx-tile -mno-amx-int8 -mno-amx-bf16")
-check_cxx_source_compiles("int main() { return 0; }" PYKVCACHE_HAS_AMX)
-unset(CMAKE_REQUIRED_FLAGS)
-unset(CMAKE_TRY_COMPILE_TARGET_TYPE)
-foreach(part TILE INT8 BF16)
-  set(GGML_AMX_${part} OFF)
-endforeach()
-include(CpuCopies)
-
-# Of ggml's RPC the sockets are ours (_native/rpc/), and InfiniBand is left out.
-set(PYKVCACHE_RPC OFF)
-if(GGML_RPC)
-  set(GGML_RPC_RDMA OFF CACHE BOOL "ggml: RDMA for RPC" FORCE)
-  set(rpc "${LLAMA_CPP_SOURCE_DIR}/ggml/src/ggml-rpc/transport.h")
-  file(STRINGS "${LLAMA_CPP_SOURCE_DIR}/ggml/include/ggml-rpc.h" version REGEX "define RPC_PROTO_M[AI][JN]OR_VERSION")
-  string(REGEX MATCHALL "[0-9]+" version "${version}")
-  if(UNIX AND EXISTS "${rpc}" AND version STREQUAL "7;0")
-    set(PYKVCACHE_RPC ON)
-  else()
-    message(WARNING "pykvcache: this llama.cpp's RPC is not the one that is known here (7.0): LlamaModel(rpc=...) is left out")
+# ggml's AMX code takes products of one matrix with one, and reads and writes elsewhere where there are more, as with
+# several recurrent sequences. With this option it is built, for this machine only, and models of other products are loaded
+# without it (_native/header.cpp). Off, because no machine with AMX has run it yet.
+option(PYKVCACHE_AMX "Build ggml's AMX code, for models that multiply by single matrices" OFF)
+if(PYKVCACHE_AMX)
+  # GCC PR 114098: the stores that _tile_loadconfig reads are dropped.
+  set(gcc "${CMAKE_CXX_COMPILER_VERSION}")
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND (gcc VERSION_LESS 11.5 OR (gcc MATCHES "^12" AND gcc VERSION_LESS 12.4)
+                                               OR (gcc MATCHES "^13" AND gcc VERSION_LESS 13.3)))
+    message(FATAL_ERROR " pykvcache: PYKVCACHE_AMX needs GCC 11.5, 12.4, 13.3 or newer (GCC PR 114098), not ${gcc}")
   endif()
+else()
+  include(CheckCXXSourceCompiles)
+  set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
+  set(CMAKE_REQUIRED_FLAGS "-Werror -mno-amx-tile -mno-amx-int8 -mno-amx-bf16")
+  check_cxx_source_compiles("int main() { return 0; }" PYKVCACHE_KNOWS_AMX)
+  unset(CMAKE_REQUIRED_FLAGS)
+  unset(CMAKE_TRY_COMPILE_TARGET_TYPE)
+  foreach(part TILE INT8 BF16)
+    set(GGML_AMX_${part} OFF)
+  endforeach()
 endif()
+include("${PROJECT_SOURCE_DIR}/src/pykvcache/_native/cpu/copies.cmake")
+
+include("${PROJECT_SOURCE_DIR}/src/pykvcache/_native/rpc/rpc.cmake")
 
 add_subdirectory("${LLAMA_CPP_SOURCE_DIR}" "${CMAKE_CURRENT_BINARY_DIR}/llama.cpp" EXCLUDE_FROM_ALL)
 
-if(TARGET ggml-cpu AND PYKVCACHE_HAS_AMX)
+if(TARGET ggml-cpu AND PYKVCACHE_KNOWS_AMX AND NOT PYKVCACHE_AMX)
   target_compile_options(ggml-cpu PRIVATE -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 endif()
 
-# What ggml does not check when memory is short: see careful.h. C code is left by exceptions, too.
-if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang" AND TARGET ggml-cpu)
-  function(pykvcache_put_in_front target file header)
-    # In ggml's directory, and in that of the copies of its CPU code.
-    set_property(SOURCE "${LLAMA_CPP_SOURCE_DIR}/ggml/src/${file}" TARGET_DIRECTORY ${target}
-                 DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY COMPILE_OPTIONS
-                 -include "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/${header}" ${ARGN})
-  endfunction()
-  function(pykvcache_careful target file name)
-    pykvcache_put_in_front(${target} ${file} careful.h "-D${name}")
-  endfunction()
-  pykvcache_careful(ggml-base ggml.c PYKVCACHE_GGML)
-  pykvcache_careful(ggml-base ggml-alloc.c PYKVCACHE_GGML_ALLOC)
-  pykvcache_careful(ggml-base ggml-backend.cpp PYKVCACHE_GGML_BACKEND)
-  pykvcache_careful(ggml-cpu ggml-cpu/ggml-cpu.c PYKVCACHE_GGML_CPU)
-  pykvcache_careful(ggml-cpu ggml-cpu/ggml-cpu.cpp PYKVCACHE_GGML_CPU_CPP)
-  if(NOT PYKVCACHE_PLAIN AND EXISTS "${LLAMA_CPP_SOURCE_DIR}/ggml/src/ggml-cpu/simd-mappings.h")
-    pykvcache_put_in_front(ggml-cpu ggml-cpu/ops.cpp cpu/short_heads.h)
-  endif()
-  if(NOT PYKVCACHE_PLAIN AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-    pykvcache_put_in_front(ggml-cpu ggml-cpu/ggml-cpu.c cpu/half_matrices.h)
-    target_sources(ggml-cpu PRIVATE "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/cpu/half_matrices.cpp")
-  endif()
+# ggml's C code reports a broken precondition through a callback of ours, which throws (_native/guarded.h).
+if(CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang" AND TARGET ggml-cpu)
   target_compile_options(ggml-base PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
   target_compile_options(ggml-cpu PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
+endif()
+
+# In ggml's directory, and in that of the copies of its CPU code.
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang" AND TARGET ggml-cpu AND NOT PYKVCACHE_PLAIN
+   AND EXISTS "${LLAMA_CPP_SOURCE_DIR}/ggml/src/ggml-cpu/simd-mappings.h")
+  set_property(SOURCE "${LLAMA_CPP_SOURCE_DIR}/ggml/src/ggml-cpu/ops.cpp" TARGET_DIRECTORY ggml-cpu
+               DIRECTORY "${PROJECT_SOURCE_DIR}" APPEND PROPERTY COMPILE_OPTIONS
+               -include "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/cpu/short_heads.h")
 endif()
 pykvcache_copy_cpu_code()

@@ -18,13 +18,11 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # Lowest first. A module imports from lines below its own only; a name may be a file or a folder,
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
-    {"errors", "enums", "_closing", "_drawing", "_once"},
-    {"_integers", "_lists", "_paths", "_threads"},
-    {"_fork"},
+    {"errors", "enums", "_closing", "_drawing"},
+    {"_integers", "_lists", "_paths"},
     {"_native", "arrays", "prefix/stores"},
     {"_convert"},
-    {"batch", "_jinja", "_grammar"},
-    {"_chat"},
+    {"batch", "_grammar", "chat"},
     {"_fingerprint", "_model_file", "_model_facts", "_devices", "_codec"},
     {"model", "_models"},
     {"sampling", "_params", "state"},
@@ -53,12 +51,9 @@ ONLY = {
     "_lists": set(),
     "_paths": {"errors"},
     "_closing": set(),
-    "_fork": {"_threads"},
-    "_once": set(),
-    "_threads": {"errors"},
     "arrays": {"errors", "_integers", "_paths"},
     "_native": {"errors", "_integers"},
-    "prefix/stores": {"errors", "_fork", "_integers", "_lists", "_once", "_paths", "_threads"},
+    "prefix/stores": {"errors", "_integers", "_lists", "_paths"},
     "simulate": {"errors", "_fork", "_integers", "_lists", "_native", "_paths", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
@@ -90,7 +85,7 @@ EXTRAS = {
     "state": {"xxhash"},
 }
 # Units that cannot be imported without an extra: others import them where they are used.
-NEEDS_EXTRA = {"_jinja": {"jinja2", "markupsafe"}, "cli": {"click"}}
+NEEDS_EXTRA = {"chat": {"jinja2"}, "cli": {"click"}}
 
 
 def unit(path: Path) -> str:
@@ -202,7 +197,6 @@ def test_the_tree_and_the_simulator_need_no_model(path: Path) -> None:
             assert ours(name) in {
                 None,
                 "errors",
-                "_fork",
                 "_integers",
                 "_lists",
                 "_paths",
@@ -242,8 +236,7 @@ def test_private_headers_are_read_by_the_probe_alone() -> None:
     files = (p for p in (PACKAGE / "_native").rglob("*.*") if p.suffix in {".h", ".cpp"})
     readers = {p.name for p in files if private.search(p.read_text())}
     assert readers
-    # vocab.cpp is llama.cpp's own file, compiled so that Ctrl-C interrupts it.
-    assert {name for name in readers if not name.startswith("probe")} == {"vocab.cpp"}
+    assert {name for name in readers if not name.startswith("probe")} == set()
 
 
 def every_import(tree: ast.AST, module: str, known: set[str]) -> set[str]:

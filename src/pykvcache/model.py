@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, SupportsIndex
 
-from pykvcache._chat import render, special_token_texts
 from pykvcache._closing import Closing
 from pykvcache._convert import (
     IntArray,
@@ -24,7 +24,6 @@ from pykvcache._fingerprint import file_ids, model_fingerprint
 from pykvcache._model_facts import ModelFacts
 from pykvcache._model_file import readable_path
 from pykvcache._native import lib
-from pykvcache._once import once
 from pykvcache.enums import LoadMode, LoadModeName, SplitMode, SplitModeName
 from pykvcache.errors import ArgumentError
 
@@ -63,11 +62,11 @@ class LlamaModel(ModelFacts, Closing):
         Default: by their free memory.
     rpc
         Servers that take layers, and these layers' cells, too: ``["host:port", ...]``, each a
-        ``pykvcache rpc-server``. They need ``-DGGML_RPC=ON`` in this build. What goes over the
-        network is neither encrypted nor authenticated.
+        ``pykvcache rpc-server``. Builds for Windows have no RPC. The connection is neither
+        encrypted nor authenticated.
     rpc_timeout
-        Seconds after which a server that says nothing is lost; larger messages have 16 s more for
-        each MiB. The longest decode of `n_batch` tokens must be shorter.
+        Seconds without an answer after which a server is lost. The longest decode of `n_batch`
+        tokens must be shorter.
     vocab_only
         Load the vocabulary and no weights: tokenizing works, contexts cannot be made.
     check_tensors
@@ -179,7 +178,7 @@ class LlamaModel(ModelFacts, Closing):
         """
         return self._digest
 
-    @once
+    @cached_property
     def _digest(self) -> str:
         return model_fingerprint(self._files, self.metadata)
 
@@ -313,15 +312,14 @@ class LlamaModel(ModelFacts, Closing):
 
         The text is the one that transformers' ``apply_chat_template`` gives: tokenize it with
         ``add_special=False, parse_special=True``. A template comes with a downloaded file, so it
-        runs in a sandbox, on copies, and within bounds: 5 million steps (some seconds) and 256 MiB,
-        more for large messages.
+        runs in Jinja2's sandbox, on copies. The sandbox does not bound its time and memory.
 
         Parameters
         ----------
         messages
-            Mappings with ``role`` and ``content``, and what else the template knows, such as
-            ``tool_calls``: texts, numbers, lists, mappings. Keys whose value is None count as
-            missing.
+            Mappings with ``role`` and ``content`` or ``tool_calls``, and what else the template
+            reads, such as ``reasoning_content``: texts, numbers, lists, mappings. Keys whose value
+            is None count as missing.
         tools, documents
             JSON schemas of functions; mappings with ``title`` and ``text``.
         add_generation_prompt
@@ -334,12 +332,17 @@ class LlamaModel(ModelFacts, Closing):
         Raises
         ------
         ChatTemplateError
-            A ValueError: the template refused the messages, failed, or went beyond a bound.
+            A ValueError: the template refused the messages, or failed.
         ArgumentError
-            A ValueError: a message has no ``role``; or there is no template.
+            A ValueError: a message has no ``role``, or neither ``content`` nor ``tool_calls``; or
+            there is no template.
         TypeError
             Something given is not plain data, or a ``role`` is not text.
+        ImportError
+            Jinja2 is missing.
         """
+        from pykvcache.chat import render, special_token_texts
+
         source = template if template is not None else self.chat_template
         if source is None:
             raise ArgumentError("the model has no chat template: pass template=...", "template")

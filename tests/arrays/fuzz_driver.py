@@ -30,7 +30,7 @@ from pykvcache.errors import KvCacheError
 
 ALLOWED = (KvCacheError, TypeError, MemoryError, OSError)
 ARGUMENT = ("no ", "The truth value of")
-"""What arguments themselves raise when they are asked something; also names no file can have."""
+"""Errors that arguments themselves raise, and names that no file can have."""
 LIVE = 4
 HEADS, DIM = 2, 8
 
@@ -52,7 +52,7 @@ def functions() -> list[Callable[..., Any]]:
 
 
 def rows(rng: Random) -> Any:
-    """K or V, of one cache family or another, mostly of the shape that all others have."""
+    """Return K or V of either cache family, mostly of the usual shape."""
     n = rng.randrange(1, 6)
     usual = (rng.choice([1, 1, 2]), HEADS, n, DIM)
     shape = rng.choice([usual, usual, (n, HEADS, DIM)])
@@ -99,7 +99,7 @@ NAMED: Mapping[str, Callable[[Random], Any]] = {
 
 
 class Unexpected(Exception):
-    """A call raised what it must not raise."""
+    """A call raised an error that it must not raise."""
 
 
 class Fuzz:

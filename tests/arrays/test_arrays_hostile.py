@@ -79,7 +79,7 @@ def test_lengths_and_padding_are_of_as_many_rows() -> None:
     with pytest.raises(CacheValueError):
         cache.prepare(left_padding=[])
     assert np.array_equal(cache.make_mask(2), [[True, False], [True, True]])
-    cache.prepare(left_padding=[1], lengths=[2])  # others: nothing is held yet
+    cache.prepare(left_padding=[1], lengths=[2])  # replaces them: nothing is stored yet
     assert np.array_equal(cache.make_mask(2), [[False, True]])
 
 

@@ -1,4 +1,4 @@
-"""What an array cache refuses is named by attributes: what it is, its value, and the limit."""
+"""Errors of the array caches name the argument, its value and the limit as attributes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from support.conversations import CONVERSATIONS, NOW, TOKENS, Conversation
 
 pytest.importorskip("jinja2")
 
-from pykvcache._chat import render
+from pykvcache.chat import render
 from pykvcache.errors import ChatTemplateError
 
 DIGESTS = Path(__file__).with_name("chat_digests.json")
@@ -41,7 +41,7 @@ class Clock(datetime):
 
 @pytest.fixture(autouse=True)
 def at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pykvcache._jinja.names.datetime", Clock)
+    monkeypatch.setattr("pykvcache.chat.datetime", Clock)
 
 
 def digest(text: str) -> str:
@@ -57,8 +57,8 @@ def ours(template: str, one: Conversation) -> str:
     given = {"messages": one.messages, "tools": one.tools, "documents": one.documents}
     try:
         return render(template, given, {**TOKENS, **one.variables}, one.add_generation_prompt)
-    except ChatTemplateError as error:
-        return "" if error.reason != "limit" else str(error)
+    except ChatTemplateError:
+        return ""
 
 
 def theirs(template: str, one: Conversation) -> str:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+from datetime import datetime
+from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from binding.kit import with_keys
 from pykvcache import LlamaModel
+from pykvcache.errors import ArgumentError, ChatTemplateError
 from support.models import make_model
 
 pytest.importorskip("jinja2")
@@ -69,8 +77,40 @@ def test_a_message_without_a_role_is_refused(model: Any) -> None:
 
 def test_a_template_may_refuse_the_messages(model: Any) -> None:
     messages = [*MESSAGES, {"role": "system", "content": ""}]
-    with pytest.raises(ValueError, match="system comes first"):
+    with pytest.raises(ChatTemplateError, match="system comes first") as caught:
         model("llama").apply_chat_template(messages, template=TEMPLATE)
+    assert caught.value.reason == "refused"
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.reason, str(again)) == ("refused", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"role": "user", "text": "hi"},
+        {"role": "user", "contents": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": None},
+    ],
+)
+def test_a_message_without_content_is_refused(model: Any, wrong: dict[str, Any]) -> None:
+    """Most templates render it to an empty turn, and the answer is to nothing."""
+    expected = r"messages\[2\] has neither 'content' nor 'tool_calls': its keys are 'role'"
+    with pytest.raises(ArgumentError, match=expected) as caught:
+        model("llama").apply_chat_template([*MESSAGES, wrong], template=TEMPLATE)
+    assert caught.value.what == "messages[2]"
+    if "text" in wrong:
+        assert str(caught.value).endswith("'role', 'text'")
+
+
+def test_content_may_be_empty_or_a_tool_call(model: Any) -> None:
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    messages = [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "assistant", "reasoning_content": "Hm."},
+    ]
+    template = "{% for m in messages %}{{ m.role[0] }}{% endfor %}"
+    assert model("llama").apply_chat_template(messages, template=template) == "uaa"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +158,7 @@ def test_a_hostile_template_gets_out_nothing(model: Any, template: str) -> None:
     ],
 )
 def test_a_broken_template_is_a_value_error(model: Any, template: str) -> None:
-    with pytest.raises(ValueError, match="template"):
+    with pytest.raises(ChatTemplateError, match="template"):
         model("llama").apply_chat_template(MESSAGES, template=template)
 
 
@@ -135,3 +175,115 @@ def test_unicode_and_percent_signs_pass_through(model: Any) -> None:
     messages = [{"role": "user", "content": "100% {{ 7 * 7 }} {% raw %} é漢😀 \0"}]
     text = model("llama").apply_chat_template(messages, template="{{ messages[0].content }}")
     assert text == messages[0]["content"]
+
+
+# What transformers adds to Jinja -----------------------------------------------------------
+
+SPECIAL = [{"role": "user", "content": "Größe <b>&amp;</b> 漢 'x'"}]
+
+
+@pytest.fixture
+def text(model: Any) -> Any:
+    """``text(template, ...)``: what a template renders to."""
+
+    def rendered(template: str, messages: Any = SPECIAL, **more: Any) -> str:
+        made: str = model("llama").apply_chat_template(messages, template=template, **more)
+        return made
+
+    return rendered
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        (
+            "{% for i in range(4) %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}",
+            "013",
+        ),
+        ("{% generation %}a{{ 1 + 1 }}{% endgeneration %}b", "a2b"),
+        ("{% for i in [1, 2] %}{%- generation -%} {{ i }} {%- endgeneration -%}{% endfor %}", "12"),
+        ("{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}", "21"),
+        ("{{ messages | tojson }}", '[{"role": "user", "content": "Größe <b>&amp;</b> 漢 \'x\'"}]'),
+        ("{{ 'é' | tojson(ensure_ascii=true) }}", '"\\u00e9"'),
+        ("{{ {'b': 1, 'a': [2]} | tojson(sort_keys=true) }}", '{"a": [2], "b": 1}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(separators=(',', ':')) }}", '{"b":1,"a":2}'),
+        ("{{ {'b': [1]} | tojson(indent=1) }}", '{\n "b": [\n  1\n ]\n}'),
+        ("  {% if true %}\n  x\n  {% endif %}\ny\n", "  x\ny"),
+        ("{{ tools is none }}{{ documents is none }}{{ tools is defined }}", "TrueTrueTrue"),
+    ],
+)  # fmt: skip
+def test_renders_as_in_transformers(text: Any, template: str, expected: str) -> None:
+    assert text(template) == expected
+
+
+def test_the_date_is_that_of_the_clock(text: Any) -> None:
+    before = datetime.now().replace(microsecond=0)
+    found = datetime.strptime(text("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}"), "%Y-%m-%d %H:%M:%S")
+    assert before <= found <= datetime.now()
+
+
+def test_tools_documents_and_variables_are_passed(text: Any) -> None:
+    template = "{{ tools[0].name }}{{ documents[0].title }}{{ enable_thinking }}{{ bos_token }}"
+    made = text(
+        template,
+        tools=[MappingProxyType({"name": "clock"})],
+        documents=({"title": "Kites"},),
+        enable_thinking=False,
+        bos_token="<b>",
+    )
+    assert made == "clockKitesFalse<b>"
+
+
+def test_keys_without_a_value_are_missing_in_messages(text: Any) -> None:
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": None}]}]
+    template = "{{ messages[0].content is defined }}{{ messages[0].tool_calls[0].id is none }}"
+    assert text(template, messages) == "FalseTrue"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_found_under_the_names_that_templates_read(text: Any, name: str) -> None:
+    template = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}"
+    assert text(template, [{"role": "assistant", name: "Hm."}]) == "Hm.Hm."
+
+
+def test_tokens_that_a_model_lacks_are_not_defined(model: Any) -> None:
+    made = model("llama_test").apply_chat_template([], template="{{ bos_token is defined }}")
+    assert made == "False"
+
+
+class Role(str, Enum):
+    USER = "user"
+
+
+def test_values_of_other_types_become_plain_ones(text: Any) -> None:
+    messages = [{"role": Role.USER, "content": np.str_("a"), "n": np.int64(3), "ok": np.True_}]
+    shown = "[{'role': 'user', 'content': 'a', 'n': 3, 'ok': True}]"
+    assert text("{{ messages }}", messages) == shown
+
+
+@pytest.mark.parametrize(
+    "more", [{"tools": [len]}, {"tools": {"a": 1}}, {"documents": "x"}, {"x": object()}, {"x": b""}]
+)
+def test_what_is_not_plain_data_is_refused(text: Any, more: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"must be a sequence of mappings|plain data"):
+        text("x", **more)
+
+
+def test_a_list_that_holds_itself_is_refused(text: Any) -> None:
+    inside: list[Any] = []
+    inside.append(inside)
+    with pytest.raises(ArgumentError, match="nested deeper than 100"):
+        text("x", [{"role": "user", "content": inside}])
+
+
+def test_without_jinja2_the_error_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['jinja2'] = None\n"
+        "from pykvcache import LlamaModel, embedded_model_path\n"
+        "model = LlamaModel(embedded_model_path(), vocab_only=True)\n"
+        "try: model.apply_chat_template([{'role': 'user', 'content': 'Hi'}])\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'pykvcache[chat]'" in done.stdout

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from binding.conftest import Child, assert_quiet
 from binding.kit import resident_bytes
 from pykvcache import KvCacheError, LlamaContext, LlamaModel
 from pykvcache.enums import GgmlType, PoolingType
 from pykvcache.errors import ContextCreateError
-from support.models import MODELS
+from support.models import MODELS, make_model
 
 SIZES = [
     "n_ctx",
@@ -167,6 +170,51 @@ def test_a_compute_buffer_that_cannot_be_had_is_a_typed_error(model: Any) -> Non
         LlamaContext(model("llama"), n_ctx=1_000_000, n_batch=2**31 - 1, n_ubatch=2**31 - 1)
     assert isinstance(error.value, (KvCacheError, MemoryError))
     LlamaContext(model("llama")).close()
+
+
+SHORT = """
+import resource, sys
+from pykvcache import LlamaContext, LlamaModel
+from pykvcache.errors import ContextCreateError, ModelLoadError
+everything = resource.getrlimit(resource.RLIMIT_AS)
+used = 4096 * int(open("/proc/self/statm").read().split()[0])
+
+def refused(room, call):
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, everything[1]))
+    try:
+        call().close()
+    except (ContextCreateError, ModelLoadError, MemoryError):
+        return True
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, everything)
+    return False
+
+small = {"n_ctx": 256, "n_threads": 1}
+model = LlamaModel(sys.argv[1])
+ctx = LlamaContext(model, **small)
+ctx.decode([5, 6, 7])
+logits = ctx.logits()
+for mib in range(0, 64, 4):
+    refused(mib << 20, lambda: LlamaContext(model, n_ctx=2**17, n_threads=1))
+    refused(mib << 20, lambda: LlamaContext(model, n_ctx=2**14, n_batch=2**14, n_ubatch=2**14))
+    refused(mib << 18, lambda: LlamaModel(sys.argv[2], load_mode="none"))
+assert refused(0, lambda: LlamaContext(model, n_ctx=2**17, n_threads=1))
+assert refused(0, lambda: LlamaModel(sys.argv[2], load_mode="none"))
+with LlamaContext(LlamaModel(sys.argv[1]), **small) as fresh:
+    fresh.decode([5, 6, 7])
+    assert (fresh.logits() == logits).all()
+ctx.clear_kv_cache()
+ctx.decode([5, 6, 7])
+assert (ctx.logits() == logits).all()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits")
+def test_what_is_too_large_for_memory_is_a_typed_error_and_all_goes_on(
+    child: Child, model: Any, model_folder: Path
+) -> None:
+    large = make_model("llama", model_folder, n_embd=512, n_ff=2048)
+    assert_quiet(child(SHORT, model("llama").path, large, timeout=60))
 
 
 @pytest.mark.parametrize("options", [{}, {"attention_type": "non_causal"}])

@@ -1,12 +1,10 @@
-"""Damaged models: refused or used, in child processes of which none may die.
+"""Damaged model files: refused or used, in child processes of which none may die.
 
-``PYKVCACHE_FUZZ_CALLS=100000`` tries every copy instead of a sample. What llama.cpp aborts on is
-contained, also on its worker threads; what it divides by is checked before the load.
+``PYKVCACHE_FUZZ_CALLS=100000`` tries every copy instead of a sample.
 """
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,86 +22,75 @@ from support.odd_models import stored
 from test_quantized_weights import quantized
 
 NAMES = ["llama", "gemma3", "qwen2vl", "mamba", "jamba", "bert", "t5", "lfm2_swa", "deepseek4"]
-SAMPLE = {"fields": 61, "cuts": 79}
+SAMPLE = {"cuts": 41, "zeros": 7}
 """One in so many copies is tried in the ordinary suite."""
 
 
-DAMAGES = ("mixed", "fields", "cuts", "flips")
-
-
-def driven(path: Path, folder: Path, damages: tuple[str, ...]) -> dict[str, dict[str, int]]:
-    """Run the driver and return how often each outcome was, of each damage."""
+def driven(path: Path, folder: Path, damage: str) -> dict[str, int]:
+    """Run the driver and return how often each outcome was."""
+    step = SAMPLE[damage] if CALLS < 100_000 else 1
     command = ["-m", "binding.damage_driver", str(path), "--folder", str(folder)]
-    for damage in damages:
-        command += ["--damage", damage]
-        if damage in SAMPLE:
-            step = SAMPLE[damage] if CALLS < 100_000 else 1
-            command += ["--every", str(step), "--first", str(int(SEED) % step)]
-        else:
-            command += ["--copies", str(max(24, CALLS // 50)), "--seed", SEED]
-    done: subprocess.CompletedProcess[str] = run(command, folder)
+    command += ["--damage", damage, "--every", str(step), "--first", str(int(SEED) % step)]
+    done = run(command, folder)
     last = done.stdout.splitlines()[-1:]
     assert done.returncode == 0, f"{last}: {done.stderr[-3000:]}"
-    outcomes: dict[str, dict[str, int]] = eval(last[0])
+    outcomes: dict[str, int] = eval(last[0])
     return outcomes
 
 
-# One process does all of it where it is soon done.
-@pytest.mark.parametrize(
-    "damages",
-    [DAMAGES] if CALLS <= 2000 else [(damage,) for damage in DAMAGES],
-    ids=lambda damages: "-".join(damages),
-)
+@pytest.mark.parametrize("damage", SAMPLE)
 @pytest.mark.parametrize("name", [*NAMES, "quantised"])
-def test_damaged_models_are_refused_or_used(
-    name: str, damages: tuple[str, ...], model_folder: Path, tmp_path: Path
+def test_files_cut_short_or_with_a_zeroed_field_are_refused_or_used(
+    name: str, damage: str, model_folder: Path, tmp_path: Path
 ) -> None:
     if name == "quantised":
         path = quantized(tmp_path / "q8.gguf", gguf.GGMLQuantizationType.Q8_0)
     else:
         path = make_model(name, model_folder)
-    seen = driven(path, tmp_path, damages)
-    assert tuple(seen) == damages
-    for damage, outcomes in seen.items():
-        assert "ModelLoadError" in outcomes, f"{damage}: nothing was damaged"
-        if damage == "cuts":
-            assert set(outcomes) == {"ModelLoadError"}
-        else:
-            # Some of each, otherwise nothing was tested.
-            assert "fine" in outcomes or "UnsupportedOperation" in outcomes, damage
+    outcomes = driven(path, tmp_path, damage)
+    if damage == "cuts":
+        assert set(outcomes) == {"ModelLoadError"}
+    else:
+        assert outcomes["ModelLoadError"] > sum(outcomes.values()) / 3
 
 
 def damaged(path: Path, name: str, keys: dict[str, Any]) -> Path:
-    """Write a generated model with other keys."""
+    """Write a generated model with other keys, without those that are None."""
     info = MODELS[name]
     words = info.vocab()
     plan = info.plan(info.sizes, len(words))
     plan.keys |= keys
+    plan.keys = {key: value for key, value in plan.keys.items() if value is not None}
     write_gguf(path, plan, words, 0)
     return path
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value"),
+    ("name", "key"),
     [
-        ("llama", ".attention.layer_norm_rms_epsilon", -1.0),
-        ("llama", ".attention.layer_norm_rms_epsilon", float("nan")),
-        ("bert", ".attention.layer_norm_epsilon", float("inf")),
-        ("mamba2", ".ssm.group_count", 0),
-        ("mamba2", ".ssm.time_step_rank", 0),
-        ("deepseek4", ".attention.output_group_count", 0),
-        ("granitehybrid", ".rope.dimension_count", 18),
-        ("deepseek4", ".hyper_connection.sinkhorn_iterations", 2**31),
-        # No process ends of these: the mask overflows, and logits are wrong.
-        ("gemma3", ".attention.sliding_window", 2**30 + 1),
-        ("step35", ".attention.sliding_window", 2**32 - 1),
+        ("gemma3", ".attention.head_count"),
+        ("qwen4exp", ".expert_used_count"),
+        ("mamba2", ".ssm.group_count"),
+        ("mamba2", ".ssm.time_step_rank"),
+        ("deepseek4", ".attention.output_group_count"),
+        ("llama", ".full_attention_interval"),
+        ("llama", ".attention.group_norm_groups"),
     ],
 )
-def test_what_would_divide_by_zero_or_never_end_is_checked_before_the_load(
-    name: str, key: str, value: Any, tmp_path: Path
+def test_a_zero_to_divide_by_is_refused_before_the_load(
+    name: str, key: str, tmp_path: Path
 ) -> None:
-    path = damaged(tmp_path / "broken.gguf", name, {key: value})
-    with pytest.raises(ModelLoadError, match=key.removeprefix(".").replace(".", r"\.")):
+    keys = {key: 0} | ({".expert_feed_forward_length": 0} if key == ".expert_used_count" else {})
+    path = damaged(tmp_path / "broken.gguf", name, keys)
+    with pytest.raises(ModelLoadError, match=key.removeprefix(".").replace(".", r"\.") + " is 0"):
+        LlamaModel(path)
+    with LlamaModel(path, vocab_only=True) as model:
+        assert model.n_vocab > 0
+
+
+def test_a_count_that_is_missing_counts_as_zero(tmp_path: Path) -> None:
+    path = damaged(tmp_path / "m.gguf", "gemma3", {".attention.head_count": None})
+    with pytest.raises(ModelLoadError, match="head_count is 0 or missing"):
         LlamaModel(path)
 
 
@@ -112,17 +99,6 @@ def test_a_rotation_of_no_dimension_which_never_ends_is_refused(tmp_path: Path) 
     model = LlamaModel(path)
     with pytest.raises(ContextCreateError, match="rotates 0 dimensions"):
         LlamaContext(model, n_ctx=64)
-
-
-@pytest.mark.parametrize("side", ["enc", "dec"])
-def test_a_tensor_that_the_loader_does_not_miss_is_missed(tmp_path: Path, side: str) -> None:
-    info = MODELS["t5"]
-    words = info.vocab()
-    plan = info.plan(info.sizes, len(words))
-    del plan.tensors[f"{side}.blk.0.attn_rel_b.weight"]
-    write_gguf(tmp_path / "t5.gguf", plan, words, 0)
-    with pytest.raises(ModelLoadError, match="biases"):
-        LlamaModel(tmp_path / "t5.gguf")
 
 
 ON_WORKERS = """
@@ -153,17 +129,10 @@ def test_an_assertion_in_all_compute_threads_is_an_internal_error(
     child: Child, model_folder: Path, tmp_path: Path
 ) -> None:
     # No kernel multiplies f32 by f16: every thread finds that out by itself, in the same step.
-    # In an encoder alone: what a decode computes is looked at when the context is made.
-    info, path = MODELS["t5"], tmp_path / "odd.gguf"
+    info, path = MODELS["llama"], tmp_path / "odd.gguf"
     plan = info.plan(info.sizes, len(info.vocab()))
-    write_gguf(path, stored(plan, "enc.blk.0.attn_norm.weight", np.float16), info.vocab(), 0)
-    done = child(
-        ON_WORKERS.replace("ctx.decode", "ctx.encode"),
-        path,
-        make_model("llama", model_folder),
-        timeout=60,
-    )
-    assert_quiet(done)
+    write_gguf(path, stored(plan, "blk.0.attn_norm.weight", np.float16), info.vocab(), 0)
+    assert_quiet(child(ON_WORKERS, path, make_model("llama", model_folder), timeout=60))
 
 
 ON_ONE = ON_WORKERS.replace("binary_op", "i01 >= 0")

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pykvcache.model import TEXT_BYTES_MAX
+
 TEXTS = [
     "",
     "Hello world",
@@ -91,6 +93,15 @@ def test_a_long_text_needs_no_limit(model: Any, name: str) -> None:
     tokens = one.tokenize(text)
     assert len(tokens) > 20_000
     assert one.detokenize(tokens).strip() == text.strip()
+
+
+def test_a_text_past_the_limit_is_refused(model: Any) -> None:
+    one = model("llama_bpe")
+    tokens = one.tokenize("a" * 100)
+    assert len(one.native.detokenize(tokens, True, False, 100)) == 100
+    with pytest.raises(ValueError, match="100 tokens is too long: the limit is 99 bytes"):
+        one.native.detokenize(tokens, True, False, 99)
+    assert TEXT_BYTES_MAX == 2**31 - 1
 
 
 def test_more_characters_than_the_first_buffer_holds(model: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from pykvcache.cli.talk import FORMAT, Talk
 from pykvcache.cli.talk_files import load_talk
 from pykvcache.errors import StateError, UnsupportedOperation
 from support.breaking import make_breaking
-from support.interrupts import CtrlCAnywhere, InterruptAnywhere
 
 GREEDY = Sampler(temperature=0)
 Logits = NDArray[np.float32]
@@ -119,47 +117,6 @@ def test_the_end_says_what_the_file_holds(
     )
     assert said_in(ctx, session) == kept
     assert what in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", [InterruptAnywhere, CtrlCAnywhere])
-def test_ctrl_c_in_a_turn_loses_no_turn(
-    kind: type[InterruptAnywhere], ctx: LlamaContext, tmp_path: Path
-) -> None:
-    """The turn itself may be gone, or be kept as far as it came; nothing else is."""
-    begun = tmp_path / "begun.kv"
-    run(ctx, begun, "one", max_tokens=3).talk.sequence.close()
-    known: dict[bytes, Logits] = {}
-
-    def fresh(tokens: NDArray[np.int32]) -> Logits:
-        """Of a sequence of its own, once for each of the few talks that are left."""
-        if tokens.tobytes() not in known:
-            with LlamaSequence(ctx, tokens) as one:
-                known[tokens.tobytes()] = one.logits()
-        return known[tokens.tobytes()]
-
-    def attempt(place: int) -> int:
-        path = tmp_path / f"{place}.kv"
-        shutil.copyfile(begun, path)
-        chat = Commands(ctx, None, str(path))
-        chat.begin()
-        interrupt = kind(place, ("/cli/",))
-        interrupt.run(lambda: chat.answer("two", 3, GREEDY))
-        users = [m["content"] for m in chat.talk.messages if m["role"] == "user"]
-        assert len(chat.talk.turns) == len(users), place
-        chat.end()
-        assert said_in(ctx, path) == users, place
-        assert users[0] == "one", place
-        chat.answer("three", 3, GREEDY)
-        sequence = chat.talk.sequence
-        assert np.allclose(sequence.logits(), fresh(sequence.tokens), atol=0.05), place
-        chat.talk.sequence.close()
-        path.unlink()
-        return interrupt.seen
-
-    n = attempt(0)
-    assert n > 30
-    for place in range(1, n + 1):
-        attempt(place)
 
 
 def test_a_turn_that_nobody_reads_is_kept(
@@ -346,52 +303,3 @@ def test_a_template_that_shortens_earlier_answers(tmp_path: Path) -> None:
         chat.end()
         assert len(users) < 10  # some were dropped
         assert said_in(ctx, path) == users
-
-
-def make_long(chat: Commands) -> None:
-    while len(chat.talk.sequence) < 430:
-        chat.answer("a long message about nothing at all, again", 24, GREEDY)
-
-
-@pytest.mark.parametrize(
-    ("begin", "work"),
-    [
-        (None, lambda chat, path: chat.obey("/rewind")),
-        (None, lambda chat, path: chat.obey("/fork b")),
-        (None, lambda chat, path: chat.obey(f"/load {path}.other")),
-        (None, lambda chat, path: chat.obey(f"/save {path}.more")),
-        (make_long, lambda chat, path: chat.answer("and one that drops others", 40, GREEDY)),
-    ],
-    ids=["rewind", "fork", "load", "save", "full"],
-)
-def test_ctrl_c_in_a_command_leaves_a_talk(
-    begin: Callable[[Commands], None] | None,
-    work: Callable[[Commands, Path], None],
-    ctx: LlamaContext,
-    tmp_path: Path,
-) -> None:
-    path, begun = tmp_path / "talk.kv", tmp_path / "begun.kv"
-    run(ctx, tmp_path / "talk.kv.other", "elsewhere").talk.sequence.close()
-    first = run(ctx, begun, "one", "two", max_tokens=3)
-    if begin is not None:
-        begin(first)
-    first.talk.sequence.close()
-
-    def attempt(place: int) -> int:
-        shutil.copyfile(begun, path)
-        chat = Commands(ctx, None, str(path))
-        chat.begin()
-        interrupt = CtrlCAnywhere(place, ("/cli/",))
-        interrupt.run(lambda: work(chat, path))
-        chat.answer("three", 3, GREEDY)
-        assert_is_of_its_messages(chat.talk)
-        chat.end()
-        users = [m["content"] for m in chat.talk.messages if m["role"] == "user"]
-        assert said_in(ctx, path) == users, place
-        for talk in chat._branches.values():
-            talk.sequence.close()
-        return interrupt.seen
-
-    n = attempt(0)
-    for place in range(1, n + 1, 1 if begin is None else 25):
-        attempt(place)

@@ -1,6 +1,6 @@
 """Models on other processes over ggml's RPC: right, and a typed error where a server fails.
 
-Skipped where the build has no RPC: ``make test-device`` makes one that has.
+Skipped where the build has no RPC.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -38,7 +39,7 @@ OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 4, "n_threads": 1, **EXACT
 # Far above what anything here takes; far below a test that hangs.
 SOON = 20.0
 
-pytestmark = pytest.mark.skipif(not has_rpc(), reason="this build has no RPC: see make test-device")
+pytestmark = pytest.mark.skipif(not has_rpc(), reason="this build has no RPC")
 
 
 @pytest.fixture
@@ -251,10 +252,10 @@ def test_who_cannot_be_reached_is_refused_in_time(llama: Path) -> None:
         assert (raised.value.endpoint, raised.value.operation) == (endpoint, "connect")
         taken.listen(1)  # and never speaks
         begin = time.monotonic()
-        with pytest.raises(DeviceLost, match=r"greeting: nothing for 0\.5 s"):
+        with pytest.raises(DeviceLost, match=r"no answer for 0\.5 s"):
             LlamaModel(llama, rpc=[endpoint], rpc_timeout=0.5)
         assert time.monotonic() - begin < SOON
-    with pytest.raises(DeviceLost, match="nowhere"):
+    with pytest.raises(DeviceLost, match="cannot resolve"):
         LlamaModel(llama, rpc=["no-such-host.invalid:50052"])
 
 
@@ -262,7 +263,7 @@ def test_a_server_that_is_busy_is_not_waited_for(llama: Path, server: Served) ->
     proxy = Proxy(server.port)  # another client to the server
     with (
         open_on(llama, server),
-        pytest.raises(DeviceLost, match=r"nothing for 0\.5 s"),
+        pytest.raises(DeviceLost, match=r"no answer for 0\.5 s"),
     ):
         LlamaModel(llama, rpc=[proxy.endpoint], rpc_timeout=0.5)
     proxy.close()
@@ -310,12 +311,9 @@ def test_what_is_left_open_on_a_lost_server_ends_quietly(
     assert ("KeyError: 'left'" if "raise" in way else "end") in done.stdout + done.stderr
 
 
-# A server that lies --------------------------------------------------------------------------
-
-
-def sabotaged(llama: Path, *arguments: str, limit: float = 300) -> None:
+def gone_at_answers(llama: Path, which: str, limit: float = 300) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "devices.rpc_driver", str(llama), *arguments],
+        [sys.executable, "-m", "devices.rpc_driver", str(llama), which],
         env=os.environ | {"PYTHONPATH": str(TESTS), "GGML_NO_BACKTRACE": "1"},
         capture_output=True,
         text=True,
@@ -326,19 +324,34 @@ def sabotaged(llama: Path, *arguments: str, limit: float = 300) -> None:
     assert "survived" in done.stdout
 
 
-def test_every_kind_of_answer_cut_and_forged(llama: Path) -> None:
-    sabotaged(llama, "kinds")
+def test_a_server_goes_away_at_every_kind_of_answer(llama: Path) -> None:
+    gone_at_answers(llama, "kinds")
 
 
-def test_a_rotation_whose_factors_lie_there(tmp_path: Path) -> None:
-    """They are read while a context is made, in the middle of nothing else."""
+def test_a_server_goes_away_while_the_rotation_is_read(tmp_path: Path) -> None:
+    """Its factors lie there, and are read while a context is made."""
     path = with_rope_factors(tmp_path, np.linspace(1, 4, 8, dtype=np.float32))
-    sabotaged(path, "kinds")
+    gone_at_answers(path, "kinds")
 
 
 @pytest.mark.slow
-def test_every_answer_cut_and_forged(llama: Path) -> None:
-    sabotaged(llama, "all", limit=3600)
+def test_a_server_goes_away_at_every_answer(llama: Path) -> None:
+    gone_at_answers(llama, "all", limit=3600)
+
+
+def test_a_server_of_another_version_is_refused(llama: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def speak() -> None:
+            client, _ = listener.accept()
+            with client:
+                client.recv(100)
+                client.sendall(struct.pack("<Q", 28) + bytes([3, 1]) + bytes(26))
+                client.recv(1)
+
+        threading.Thread(target=speak, daemon=True).start()
+        with pytest.raises(DeviceLost, match=r"version 3\.1 of ggml's RPC, not 7\.0"):
+            LlamaModel(llama, rpc=[f"127.0.0.1:{listener.getsockname()[1]}"], rpc_timeout=5.0)
 
 
 def test_a_server_of_something_else(llama: Path) -> None:
@@ -350,5 +363,5 @@ def test_a_server_of_something_else(llama: Path) -> None:
             client.close()
 
         threading.Thread(target=speak, daemon=True).start()
-        with pytest.raises(DeviceLost, match="greeting"):
+        with pytest.raises(DeviceLost, match="no server of ggml's RPC"):
             LlamaModel(llama, rpc=[f"127.0.0.1:{listener.getsockname()[1]}"], rpc_timeout=5.0)

@@ -16,7 +16,6 @@ from memory.kit import Logits, apart
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import ReentryError
 from pykvcache.sequence.checkpoints import CheckpointPolicy
-from pykvcache.sequence.pool import pool_of
 from support.models import RIGHT
 
 Make = Callable[..., LlamaContext]
@@ -228,27 +227,3 @@ def test_a_checkpoint_policy_may_not_edit_what_is_evaluated(
     with pytest.raises(ReentryError, match="in the middle of another call"):
         one.logits()
     assert one.tokens.tolist() == tokens
-
-
-def test_an_id_that_is_freed_twice_is_not_taken_from_its_next_owner(
-    make_context: Make, fresh_logits: Fresh
-) -> None:
-    """A thread finds that a sequence is gone before its own thread has said so."""
-    ctx = make_context("llama", n_seq_max=2)
-    pool = pool_of(ctx)
-    gone = LlamaSequence(ctx, words(5, 20))
-    gone.evaluate()
-    seq_id = gone._cells.live_id
-    lending = pool.lending(seq_id)
-    gone._cells._finalizer.detach()  # its thread stops here
-    del gone
-    gc.collect()
-    first, second = (LlamaSequence(ctx, words(seed, 20)) for seed in (6, 7))
-    for one in (first, second):
-        one.evaluate()
-    assert seq_id in (first.seq_id, second.seq_id)
-    pool.drop(seq_id, lending)  # and goes on here
-    for one, seed in ((first, 6), (second, 7)):
-        assert one.seq_id is not None
-        one.append([9])
-        assert apart(one.logits(), fresh_logits("llama", [*words(seed, 20), 9])) < RIGHT

@@ -12,7 +12,6 @@ from memory.kit import Logits, apart
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, Sampler
 from pykvcache.errors import ClosedError, NoKvCacheSlot, OvertakenError, UnsupportedOperation
 from support.builds import PLAIN
-from support.short_memory import run_short_of_memory
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
@@ -225,37 +224,3 @@ def test_models_without_a_vocabulary(make_context: Make) -> None:
     assert handle.finish_reason == "length"
     assert len(sequence) == n
     assert "LlamaSequence" in sequence._repr_html_(), "without its text"
-
-
-NO_MEMORY = """
-from pykvcache._native.lib import Checked, Turns
-
-class Own(Turns):
-    def reap(self):
-        [[] for _ in range(20)]
-        raise MemoryError("what was dropped stays")
-
-def check():
-    [[] for _ in range(40)]
-
-def attempt():
-    with turns, Checked(turns, check):
-        check()
-
-n = 0
-for is_due in (False, True):
-    turns = Own()
-    turns.dropped.extend([(0, None)] * is_due)
-    for first in range(120):
-        for width in (1, 2, 3, 5):
-            try: short(attempt, first, first + width)
-            except (MemoryError, SystemError): n += 1  # CPython may forget what failed
-            assert not turns.depth, (is_due, first, width)
-            assert not turns.lock._is_owned(), (is_due, first, width)
-assert n > 500, n
-"""
-
-
-def test_where_memory_is_short_every_turn_ends() -> None:
-    """One that did not made all calls raise `ReentryError` from then on."""
-    run_short_of_memory(NO_MEMORY)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,28 +91,3 @@ def test_a_file_that_could_not_be_written_for_a_while_is_said_at_the_end(
             work()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-
-
-FORKS = """
-import os, sys
-from pykvcache.prefix.events import EventLog, Lookup
-from pykvcache.simulate import record
-
-events = EventLog()
-with record(events, sys.argv[1]):
-    for i in range(20):
-        events.looked_up(Lookup((bytes([i]) * 32,), 16, 16))
-    child = os.fork()
-    if not child:
-        sys.exit(0)  # through the end of the block, as its parent
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    events.looked_up(Lookup((b"x" * 32,), 16, 16))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.parametrize("name", ["lookups.jsonl", "lookups.jsonl.gz"])
-def test_a_forked_child_writes_nothing(name: str, tmp_path: Path) -> None:
-    """It has a copy of what was not written yet, which its parent writes."""
-    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path / name)], check=True, timeout=60)
-    assert len(read_trace(tmp_path / name).prompts) == 21

@@ -18,7 +18,6 @@ from pykvcache._native import lib
 from pykvcache.errors import StateFileError
 from pykvcache.state import atomic
 from state.kit import WORDS, refused
-from support.interrupts import CtrlCAnywhere
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
@@ -273,23 +272,3 @@ def test_permissions_are_those_of_the_old_file_or_of_any_new_one(
         (tmp_path / "a").chmod(mode)
         two[1].save(tmp_path / "a")
         assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == mode
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of open files")
-def test_an_interrupt_leaves_no_open_file_and_no_other_one(tmp_path: Path) -> None:
-    target, pieces = tmp_path / "a", [memoryview(b"x" * 100_000), memoryview(b"y")]
-
-    def opened() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    def attempt(place: int) -> int:
-        before = opened()
-        interrupt = CtrlCAnywhere(place, ("/state/atomic.py", "/_paths.py"))
-        interrupt.run(lambda: atomic.write_atomically(str(target), pieces, sync=True))
-        assert opened() == before, place
-        assert set(tmp_path.iterdir()) <= {target}, place
-        return interrupt.seen
-
-    for place in range(1, attempt(0) + 1):
-        target.unlink(missing_ok=True)
-        attempt(place)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import http.server
 import subprocess
 import sys
-import textwrap
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -25,7 +26,6 @@ from pykvcache.prefix.stores import (
 )
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
 from stores.servers import free_port
-from support.no_threads import no_more_threads
 
 obstore = pytest.importorskip("obstore", reason="pip install 'pykvcache[obstore]'")
 
@@ -34,7 +34,7 @@ KEYS = [key for key, _ in BLOCKS]
 
 
 class Objects(StoreConformance):
-    ordered = has_leases = False
+    ordered = False
 
 
 class TestFolderByUrl(Objects):
@@ -119,12 +119,66 @@ def test_nothing_is_listed_on_the_path_of_a_request(
         assert store.counters.failed == 0
 
 
-def test_a_bucket_that_is_not_there_is_a_counter(moto: str) -> None:
-    with s3(moto, "nowhere") as store:
-        assert store.put(BLOCKS) == 0
+def test_a_bucket_that_is_not_there_raises_at_once(moto: str) -> None:
+    with pytest.raises(StoreError, match="NoSuchBucket"):
+        s3(moto, "nowhere")
+
+
+@contextlib.contextmanager
+def answering(status: int, code: str) -> Iterator[str]:
+    """Run a server that answers every request alike, as S3 says it."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = f"<Error><Code>{code}</Code></Error>".encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"])
+def test_credentials_that_may_not_read_raise_at_once(code: str) -> None:
+    with answering(403, code) as url, pytest.raises(StoreError, match=code):
+        s3(url, "bucket")
+
+
+def test_a_server_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with answering(503, "SlowDown") as url, s3(url, "bucket", timeout=1.0) as store:
         assert store.contains(KEYS) == 0
-        assert store.counters.failed > 0
-        assert store.counters.skipped > 0
+        assert store.counters.failed + store.counters.timed_out == 1
+        (warning,) = caplog.records
+        assert "does not answer" in warning.getMessage()
+
+
+def test_uses_are_recorded_once_a_minute_and_kept_by_trim(tmp_path: Path) -> None:
+    def records() -> list[Path]:
+        return [*(tmp_path / "uses").glob("*")]
+
+    with ObjectStore(f"file://{tmp_path}") as one, ObjectStore(f"file://{tmp_path}") as other:
+        one.put(BLOCKS)
+        for i in range(12):
+            one.touch(KEYS[: 12 - i])
+        other.touch(KEYS[3:9])
+        assert len(records()) == 2
+        one.close()
+        assert len(records()) == 3
+        (tmp_path / "uses" / "cut").write_bytes(bytes(90))
+        # The store that was closed used the first blocks last, before the other one.
+        assert other.trim(7350) == [*KEYS[:8:-1], *KEYS[2:0:-1]]
+        assert len(records()) == 1
+    with ObjectStore(f"file://{tmp_path}") as store:
+        assert store.trim(0) == [KEYS[0], *KEYS[8:2:-1]]
 
 
 def test_a_server_that_is_gone_is_asked_once() -> None:
@@ -170,28 +224,6 @@ def test_a_bit_that_flips_and_a_cut_in_a_folder(tmp_path: Path) -> None:
         assert store.rejections == {Rejection.DAMAGED: 2}
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_misses_and_does_not_hang() -> None:
-    code = """
-        import os, signal, sys
-        from pykvcache.prefix.stores import ObjectStore
-        from pykvcache.prefix.stores.conformance import chain
-        blocks = chain(3)
-        store = ObjectStore("memory:///")
-        store.put(blocks)
-        pid = os.fork()
-        if not pid:
-            signal.alarm(20)
-            n = store.contains([key for key, _ in blocks]) + store.put(chain(3, "b"))
-            os._exit(n)
-        assert os.waitpid(pid, 0)[1] == 0
-        assert store.contains([key for key, _ in blocks]) == 3
-    """
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, timeout=60
-    )
-
-
 def test_addresses_name_stores(tmp_path: Path) -> None:
     with open_store(f"file://{tmp_path}/a") as store:
         assert isinstance(store, ObjectStore)
@@ -202,22 +234,3 @@ def test_addresses_name_stores(tmp_path: Path) -> None:
         ObjectStore("memory:///", n_parallel=0)
     with pytest.raises(StoreError, match="obstore cannot use"):
         ObjectStore("s3://bucket/prefix", no_such_option=3)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="others limit stacks otherwise")
-def test_without_threads_requests_are_made_all_the_same() -> None:
-    """And nothing is left behind that writes into a buffer later."""
-    store, keys = ObjectStore("memory:///"), [bytes([i]) * 32 for i in range(12)]
-    blocks = [bytes([i]) * 99 for i in range(12)]
-    with no_more_threads():
-        assert store.put(zip(keys, blocks, strict=True)) == 12
-        assert store.contains(keys) == 12
-        buffers = [bytearray(99) for _ in keys]
-        assert store.get_into(keys, buffers) == 12
-    assert buffers == blocks
-    for buffer in buffers:
-        buffer[:] = b"x" * 99
-    assert store.present([*keys, b"k" * 32]) == [True] * 12 + [False]
-    assert buffers == [b"x" * 99] * 12
-    store.close()
-    assert store.contains(keys) == 0

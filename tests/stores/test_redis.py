@@ -1,15 +1,13 @@
-"""RedisStore against a real server: eviction, readers, TLS; frozen, dead and slow ones."""
+"""RedisStore against a real server: refusals, eviction, readers, TLS; frozen and dead servers."""
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +17,7 @@ from typing import Any
 import pytest
 
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores import BlockStore, RedisStore, _redis_requests, open_store
-from pykvcache.prefix.stores import redis as module
+from pykvcache.prefix.stores import BlockStore, RedisStore, open_store
 from pykvcache.prefix.stores.conformance import StoreConformance, chain
 from stores.servers import PATIENT, Server, free_port, freeze, redis_server
 
@@ -47,10 +44,11 @@ def admin(server: Server) -> Iterator[Any]:
         yield client
         client.config_set("maxmemory", 0)
         client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("requirepass", "")
 
 
 class TestRedis(StoreConformance):
-    ordered = False  # the server's clock for this has seconds
+    ordered = False  # the server's clock of uses has seconds
 
     @pytest.fixture(autouse=True)
     def _server(self, server: Server, admin: Any) -> None:
@@ -60,191 +58,65 @@ class TestRedis(StoreConformance):
         return RedisStore(self.url, **PATIENT)
 
 
-def test_a_request_moves_half_a_mebibyte_to_four(server: Server, admin: Any) -> None:
-    blocks = chain(64, "grouped", 128 << 10)
-    sizes: list[int] = []
-    real, receive = RedisStore._send, RedisStore._receive
-
-    class Counting(RedisStore):
-        def _send(self, commands: list[Any], until: float, *, errors: bool = False) -> list[Any]:
-            answers = real(self, commands, until, errors=errors)
-            sizes.append(sum(len(c[2]) for c in commands if c[0] == "SET"))
-            return answers
-
-        def _receive(self, commands: list[Any], views: list[memoryview]) -> tuple[list[int], bool]:
-            found = receive(self, commands, views)
-            sizes.append(sum(found[0]))
-            return found
-
-    with Counting(server.url, **PATIENT) as store:
-        assert store.put(blocks) == 64
-        assert store.get_into([key for key, _ in blocks], buffers(blocks)) == 64
-        assert len(sizes) == 2 * 5  # 8 MiB and a little
-        assert all(1 << 19 <= size <= 4 << 20 for size in sizes[:4] + sizes[5:9])
+def try_again(store: RedisStore) -> None:
+    """End the pauses after failures."""
+    for breaker in (*store._breakers.values(), store._writes):
+        breaker._until = 0.0
 
 
-def test_the_least_recently_touched_goes_first(server: Server, admin: Any) -> None:
-    with RedisStore(server.url, **PATIENT) as store:
-        store.put(BLOCKS)
-        time.sleep(1.1)  # the server counts idle seconds
-        store.touch(KEYS[:6])
-        removed = store.trim(sum(entry.size for entry in store.entries()) // 2 + 100)
-        assert removed
-        assert set(removed) <= set(KEYS[6:])
-        assert store.contains(KEYS[:6]) == 6
+def at(server: Server, login: str) -> str:
+    return server.url.replace("redis://", f"redis://{login}@")
 
 
-def test_a_full_server_is_a_counter_and_still_read(server: Server, admin: Any) -> None:
-    with RedisStore(server.url, **PATIENT) as store:
-        store.put(BLOCKS)
-        admin.config_set("maxmemory", 1 << 20)
-        assert store.put(chain(40, "too many", 50_000)) < 40
-        assert store.counters.full == 1
-        assert store.put(chain(1, "later")) == 0
-        assert store.counters.skipped > 0, "a full server is asked again and again"
-        assert store.get_into(KEYS, buffers()) == 12
-        admin.config_set("maxmemory", 0)
-        store._writes._until = 0.0
-        assert store.put(chain(1, "later")) == 1
+# When a store is made -------------------------------------------------------------------
 
 
-def test_what_the_server_evicts_ends_the_run(server: Server, admin: Any) -> None:
-    blocks = chain(100, "evicted", 50_000)
-    keys = [key for key, _ in blocks]
-    with RedisStore(server.url, **PATIENT) as store:
-        used = admin.info("memory")["used_memory"]
-        admin.config_set("maxmemory-policy", "allkeys-lru")
-        admin.config_set("maxmemory", used + (2 << 20))
-        assert store.put(blocks) == 100
-        there = [bool(admin.exists(b"pykvcache:" + key)) for key in keys]
-        assert 0 < sum(there) < 100
-        run = there.index(False)
-        assert store.contains(keys) == run
-        assert store.get_into(keys, buffers(blocks)) == run
-        assert store.counters.full == store.counters.failed == 0
-
-
-def test_a_user_who_only_reads(server: Server, admin: Any) -> None:
+def test_a_server_that_refuses_raises_at_once(server: Server, admin: Any) -> None:
     admin.acl_setuser(
-        "reader",
-        enabled=True,
-        passwords=["+pass word"],
-        categories=["+@read"],
-        keys=["pykvcache:*"],
+        "other", enabled=True, passwords=["+secret"], categories=["+@read"], keys=["other:*"]
     )
-    with RedisStore(server.url, **PATIENT) as store:
-        store.put(BLOCKS)
-    url = server.url.replace("redis://", "redis://reader:pass%20word@")
-    with RedisStore(url, **PATIENT) as store:
-        assert store.contains(KEYS) == 12
-        assert store.get_into(KEYS, buffers()) == 12
-        store.touch(KEYS)
-        assert store.counters.denied == 0
-        assert store.put(chain(2, "denied")) == 0
-        assert store.discard(KEYS) == 0
-        assert store.lease(KEYS[0], 10), "who cannot take a lease evaluates"
-        assert store.counters.denied >= 1
-        assert store.get_into(KEYS, buffers()) == 12, "reads go on"
-    with RedisStore(url.replace("pass%20word", "wrong"), **PATIENT) as store:
-        assert store.get_into(KEYS, buffers()) == 0
-        assert store.counters.denied == 1
+    for url, reason in [
+        (at(server, "nobody:hidden"), "invalid username-password pair"),
+        (at(server, "other:secret"), "no permissions to access"),
+        (server.url.replace("/0", "/99"), "DB index is out of range"),
+    ]:
+        with pytest.raises(StoreError, match=reason) as caught:
+            RedisStore(url, **PATIENT)
+        assert "hidden" not in str(caught.value)
+    admin.config_set("requirepass", "hidden")
+    for url in (server.url, at(server, ":wrong")):
+        with pytest.raises(StoreError, match=f"{server.port}/0 refuses"):
+            RedisStore(url, **PATIENT)
+    RedisStore(at(server, ":hidden"), **PATIENT).close()
 
 
-def test_a_replica_is_read_and_takes_no_blocks(server: Server, admin: Any) -> None:
-    with RedisStore(server.url, **PATIENT) as store:
-        assert store.put(BLOCKS) == 12
-        admin.execute_command("REPLICAOF", "127.0.0.1", "1")  # of nobody: it keeps what it has
-        try:
-            assert store.put(chain(2, "replica")) == 0
-            assert store.counters.denied == 1
-            assert store.lease(KEYS[0], 10), "who cannot take a lease evaluates"
-            assert store.get_into(KEYS, buffers()) == 12
-        finally:
-            admin.execute_command("REPLICAOF", "NO", "ONE")
+def test_urls_that_cannot_be_used_raise_and_tell_no_password() -> None:
+    for url in ("http://user:hidden@host", "no url", "redis://user:hidden@host:port"):
+        with pytest.raises(StoreError) as caught:
+            RedisStore(url)
+        assert "hidden" not in str(caught.value)
+    assert "hidden" not in repr(RedisStore("redis://user:hidden@127.0.0.1:1"))
 
 
-def test_a_value_of_another_type_and_a_foreign_key_are_misses(server: Server, admin: Any) -> None:
-    admin.rpush(b"pykvcache:" + KEYS[1], "a list")
-    admin.set(b"pykvcache:short", "x")
-    with RedisStore(server.url, **PATIENT) as store:
-        store.put(BLOCKS[:1])
-        assert store.get_into(KEYS[1:2], buffers()[1:2]) == 0
-        assert store.counters.failed == 1
-        assert store.get_into(KEYS[:1], buffers()[:1]) == 1, "the server is not given up for it"
-        assert store.discard(KEYS[1:2]) == 1
-
-
-def test_a_frozen_server_costs_one_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with redis_server(tmp_path) as frozen, RedisStore(frozen.url, **PATIENT) as store:
-        assert store.put(BLOCKS) == 12
-        store._timeout = 0.3
-        freeze(frozen.process)
-        begin = time.monotonic()
-        assert store.get_into(KEYS, buffers()) == 0
-        for _ in range(100):
-            assert store.get_into(KEYS, buffers()) == 0
-            assert store.put(BLOCKS) == store.contains(KEYS) == 0
-            assert store.lease(KEYS[0], 10)
-        assert time.monotonic() - begin < 5, "each call waits"
-        assert store.counters.timed_out <= 3
-        frozen.process.send_signal(signal.SIGCONT)
-        monkeypatch.setattr(_redis_requests, "_TRIAL", 30.0)
-        store._timeout, store._reads._until = 30.0, 0.0
-        assert store.get_into(KEYS, buffers()) == 12
-
-
-def test_a_server_that_died_and_came_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_down_is_a_warning_and_is_used_once_it_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     port = free_port()
-    with redis_server(tmp_path, port=port) as first:
-        store = RedisStore(first.url, **PATIENT)
-        assert store.put(BLOCKS) == 12
-    begin = time.monotonic()
-    for _ in range(50):
-        assert store.get_into(KEYS, buffers()) == 0
-    assert time.monotonic() - begin < 5
-    assert 1 <= store.counters.failed <= 3
-    with redis_server(tmp_path, port=port):
-        monkeypatch.setattr(_redis_requests, "_TRIAL", 30.0)
-        store._reads._until = 0.0
-        assert store.put(BLOCKS) == 12
-        assert store.get_into(KEYS, buffers()) == 12
-    store.close()
-
-
-@contextlib.contextmanager
-def trickle() -> Iterator[int]:
-    """Answer every request with a value of which a byte comes every 20 ms."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        done = threading.Event()
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                connection, _ = listener.accept()
-                with connection:
-                    connection.recv(1 << 16)
-                    connection.sendall(b"$1000000\r\n")
-                    while not done.wait(0.02):
-                        connection.sendall(b"x")
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            done.set()
-            thread.join(10)
-
-
-def test_a_server_that_trickles_is_cut_off() -> None:
-    """Every packet comes well within redis-py's own time-out; the whole would take hours."""
-    with (
-        trickle() as port,
-        RedisStore(f"redis://127.0.0.1:{port}?protocol=2", timeout=0.3) as store,
-    ):
-        begin = time.monotonic()
-        assert store.get_into(KEYS, buffers()) == 0
-        assert time.monotonic() - begin < 5
-        assert store.counters.timed_out == 1
+    with RedisStore(f"redis://127.0.0.1:{port}", **PATIENT) as store:
+        for _ in range(50):
+            assert store.get_into(KEYS, buffers()) == store.put(BLOCKS) == 0
+        (warning,) = caplog.records
+        assert (warning.name, warning.levelno) == ("pykvcache.prefix", logging.WARNING)
+        assert f"127.0.0.1:{port} does not answer" in warning.getMessage()
+        assert 1 <= store.counters.failed <= 3 < store.counters.skipped
+        with redis_server(tmp_path, port=port):
+            try_again(store)
+            assert store.put(BLOCKS) == store.get_into(KEYS, buffers()) == 12
+        assert store.contains(KEYS) == 0
+        with redis_server(tmp_path, port=port):
+            try_again(store)
+            assert store.put(BLOCKS) == 12
+        assert len(caplog.records) == 2, "one warning each time it goes"
 
 
 def test_tls(tmp_path: Path) -> None:
@@ -263,11 +135,9 @@ def test_tls(tmp_path: Path) -> None:
     url = f"rediss://:secret@127.0.0.1:{port}/0"
     with redis_server(tmp_path, *options, port=port):
         with RedisStore(f"{url}?ssl_ca_certs={files['cert.pem']}", **PATIENT) as store:
-            assert store.put(BLOCKS) == 12
-            assert store.get_into(KEYS, buffers()) == 12
-        with RedisStore(url, **PATIENT) as store:  # a certificate that nobody vouches for
-            assert store.get_into(KEYS, buffers()) == 0
-            assert store.counters.failed == 1
+            assert store.put(BLOCKS) == store.get_into(KEYS, buffers()) == 12
+        with pytest.raises(StoreError, match="CERTIFICATE_VERIFY_FAILED"):
+            RedisStore(url, **PATIENT)
 
 
 def test_a_unix_socket_and_the_name_valkey(tmp_path: Path) -> None:
@@ -275,66 +145,190 @@ def test_a_unix_socket_and_the_name_valkey(tmp_path: Path) -> None:
         tempfile.TemporaryDirectory() as short,  # a socket's name has room for 100 characters
         redis_server(tmp_path, "--unixsocket", path := os.path.join(short, "s")) as running,
     ):
-        with RedisStore(f"unix://{path}", timeout=30, connect_timeout=30) as store:
+        with RedisStore(f"unix://{path}", **PATIENT) as store:
             assert store.put(BLOCKS) == 12
         with open_store(running.url.replace("redis", "valkey"), **PATIENT) as store:
             assert isinstance(store, RedisStore)
             assert store.get_into(KEYS, buffers()) == 12
 
 
-def test_a_holder_that_dies_costs_the_rest_of_its_seconds(server: Server, admin: Any) -> None:
-    with RedisStore(server.url, **PATIENT) as dead, RedisStore(server.url, **PATIENT) as other:
-        assert dead.lease(KEYS[0], 60)
-        assert not other.lease(KEYS[0], 60)
-        name = b"pykvcache:lease:" + KEYS[0]
-        assert 0 < admin.pttl(name) <= 60_000
-        admin.pexpire(name, 1)  # its seconds are over
-        while admin.exists(name):
-            time.sleep(0.001)
-        assert other.lease(KEYS[0], 60)
-        dead.release(KEYS[0])
-        assert not dead.lease(KEYS[0], 60), "a lease that has passed on is not ended"
+# While it is used -----------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_and_its_parent_both_go_on(server: Server, admin: Any) -> None:
-    code = f"""
-        import os, signal
-        from pykvcache.prefix.stores import RedisStore
-        from pykvcache.prefix.stores.conformance import chain
-        store = RedisStore({server.url!r}, **{PATIENT!r})
-        blocks = chain(12, "redis")
-        keys = [key for key, _ in blocks]
-        store.put(blocks[:4])
-        store._reads._lock.acquire()  # as another thread may
-        pid = os.fork()
-        if not pid:
-            signal.alarm(20)
-            store._reads.failed()
-            store._reads.succeeded()
-            ok = store.contains(keys) == 4 and store.put(blocks[4:8]) == 4
-            os._exit(0 if ok else 1)
-        store._reads._lock.release()
-        assert os.waitpid(pid, 0)[1] == 0
-        assert store.contains(keys) == 8 and store.put(blocks) == 4
-        store.close()
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)
+def test_a_request_moves_about_two_mebibytes(server: Server, admin: Any) -> None:
+    blocks = chain(64, "grouped", 128 << 10)
+    with RedisStore(server.url, **PATIENT) as store:
+        before = admin.info("stats")
+        assert store.put(blocks) == 64
+        assert store.get_into([key for key, _ in blocks], buffers(blocks)) == 64
+        after = admin.info("stats")
+        assert after["total_commands_processed"] - before["total_commands_processed"] < 140
+        assert after["total_connections_received"] == before["total_connections_received"]
 
 
-def test_urls_that_cannot_be_used_raise_and_tell_no_password() -> None:
-    for url in ("http://user:hidden@host", "no url", "redis://user:hidden@host:port"):
-        with pytest.raises(StoreError) as caught:
-            RedisStore(url)
-        assert "hidden" not in str(caught.value)
-    with pytest.raises(StoreError, match="timeout"):
-        RedisStore("redis://host", timeout=0)
-    assert "hidden" not in repr(RedisStore("redis://user:hidden@host"))
+def test_the_least_recently_touched_second_goes_first(server: Server, admin: Any) -> None:
+    with RedisStore(server.url, **PATIENT) as store:
+        store.put(BLOCKS)
+        time.sleep(1.2)
+        store.touch(KEYS[:6])
+        removed = store.trim(sum(entry.size for entry in store.entries()) - 100)
+        assert sorted(removed) == sorted(KEYS[6:]), "blocks of one second leave together"
+        assert store.contains(KEYS) == 6
 
 
-def test_groups_keep_to_what_a_request_may_move() -> None:
-    sizes = [1, module.REQUEST_BYTES, 5, module.REQUEST_BYTES * 2, 7, 8]
-    groups = list(module.groups([(KEYS[0], memoryview(bytes(size))) for size in sizes]))
-    assert [[len(view) for _, view in group] for group in groups] == [[s] for s in sizes[:4]] + [
-        [7, 8]
-    ]
+def test_a_full_server_takes_no_blocks_and_is_read(
+    server: Server, admin: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisStore(server.url, **PATIENT) as store:
+        store.put(BLOCKS)
+        admin.config_set("maxmemory", 1 << 20)
+        assert store.put(chain(40, "too many", 50_000)) < 40
+        assert store.counters.full == 1
+        assert store.put(chain(1, "later")) == 0
+        assert store.counters.skipped > 0, "a full server is asked again and again"
+        assert store.get_into(KEYS, buffers()) == 12
+        assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+            f"{store._name} is read, but takes no blocks"
+        ]
+        admin.config_set("maxmemory", 0)
+        try_again(store)
+        assert store.put(chain(1, "later")) == 1
+
+
+def test_a_block_that_the_server_evicted_ends_the_run(server: Server, admin: Any) -> None:
+    blocks = chain(100, "evicted", 50_000)
+    keys = [key for key, _ in blocks]
+    with RedisStore(server.url, **PATIENT) as store:
+        used = admin.info("memory")["used_memory"]
+        admin.config_set("maxmemory-policy", "allkeys-lru")
+        admin.config_set("maxmemory", used + (2 << 20))
+        assert store.put(blocks) == 100
+        there = [bool(admin.exists(b"pykvcache:" + key)) for key in keys]
+        assert 0 < sum(there) < 100
+        run = there.index(False)
+        assert store.contains(keys) == store.get_into(keys, buffers(blocks)) == run
+        assert store.counters.full == store.counters.failed == 0
+
+
+def test_a_user_who_only_reads(server: Server, admin: Any) -> None:
+    admin.acl_setuser(
+        "reader",
+        enabled=True,
+        passwords=["+pass word"],
+        categories=["+@read"],
+        keys=["pykvcache:*"],
+    )
+    with RedisStore(server.url, **PATIENT) as store:
+        store.put(BLOCKS)
+    with RedisStore(at(server, "reader:pass%20word"), **PATIENT) as store:
+        assert store.contains(KEYS) == store.get_into(KEYS, buffers()) == 12
+        store.touch(KEYS)
+        assert len(list(store.entries())) == 12
+        assert store.counters.denied == 0
+        assert store.put(chain(2, "denied")) == store.discard(KEYS) == 0
+        assert store.counters.denied >= 1
+        assert store.get_into(KEYS, buffers()) == 12, "reads go on"
+
+
+def test_a_replica_is_read_and_takes_no_blocks(server: Server, admin: Any) -> None:
+    with RedisStore(server.url, **PATIENT) as store:
+        assert store.put(BLOCKS) == 12
+        admin.execute_command("REPLICAOF", "127.0.0.1", "1")  # of no server: it keeps its blocks
+        try:
+            assert store.put(chain(2, "replica")) == 0
+            assert store.counters.denied == 1
+            assert store.get_into(KEYS, buffers()) == 12
+        finally:
+            admin.execute_command("REPLICAOF", "NO", "ONE")
+
+
+def test_a_value_of_another_type_and_a_foreign_key_are_misses(server: Server, admin: Any) -> None:
+    admin.rpush(b"pykvcache:" + KEYS[1], "a list")
+    admin.set(b"pykvcache:short", "x")
+    with RedisStore(server.url, **PATIENT) as store:
+        store.put(BLOCKS[:1])
+        assert store.get_into(KEYS[1:2], buffers()[1:2]) == 0
+        assert store.counters.failed == 1
+        assert store.get_into(KEYS[:1], buffers()[:1]) == 1, "the server answers"
+        assert store.discard(KEYS[1:2]) == 1
+        assert [entry.key for entry in store.entries()] == KEYS[:1]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+def test_a_frozen_server_costs_one_timeout(tmp_path: Path) -> None:
+    with (
+        redis_server(tmp_path) as frozen,
+        RedisStore(frozen.url, timeout=1.0, connect_timeout=30) as store,
+    ):
+        assert store.put(BLOCKS) == 12
+        freeze(frozen.process)
+        began = time.monotonic()
+        for _ in range(100):
+            assert store.get_into(KEYS, buffers()) == 0
+            assert store.put(BLOCKS) == store.contains(KEYS) == 0
+        assert time.monotonic() - began < 10, "each call waits"
+        assert 1 <= store.counters.timed_out <= 4
+        frozen.process.send_signal(signal.SIGCONT)
+        while store.get_into(KEYS, buffers()) < 12:
+            assert time.monotonic() - began < 60
+            try_again(store)
+
+
+ANSWERS = [
+    b"+OK\r\n",
+    b":-5\r\n",
+    b"$-1\r\n",
+    b"$3\r\nabc\r\n",
+    b"$99999999999999999999\r\nabc",
+    b"*0\r\n",
+    b"*2\r\n:0\r\n:5\r\n",
+    b"*2\r\n$1\r\nz\r\n*0\r\n",
+    b"*2\r\n$1\r\n0\r\n*1\r\n:5\r\n",
+    b"*2\r\n$1\r\n0\r\n*1\r\n$42\r\npykvcache:" + b"k" * 32 + b"\r\n",
+    b"-WRONGTYPE no\r\n",
+    b"-NOPERM no\r\n",
+    b"-MOVED\r\n",
+    b"\xff\xfe\r\n",
+    b"",
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_whatever_a_server_answers_is_a_miss(answer: bytes) -> None:
+    """A server that answers every command alike, after it was polite when the store was made."""
+    polite = True
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve(client: socket.socket) -> None:
+        with client:
+            while data := client.recv(1 << 16):
+                reply = b"$-1\r\n" if polite else answer
+                client.sendall(reply * data.count(b"*"))
+                if not reply.endswith(b"\r\n"):
+                    return
+
+    def accept() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=serve, args=(client,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
+    with listener, RedisStore(url, timeout=1, connect_timeout=30) as store:
+        polite = False
+        for call in (
+            lambda: store.contains(KEYS) in range(13),
+            lambda: len(store.present(KEYS)) == 12,
+            lambda: store.get_into(KEYS, [bytearray(9)] * 12) in range(13),
+            lambda: store.put(BLOCKS[:2]) in range(3),
+            lambda: store.discard(KEYS) in range(13),
+            lambda: store.touch(KEYS) is None,
+            lambda: all(entry.size >= 0 for entry in store.entries()),
+            lambda: len(store.trim(0)) < 2,
+        ):
+            try_again(store)
+            assert call()
+        listener.shutdown(socket.SHUT_RDWR)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import random
 import sys
 import time
 from pathlib import Path
 
 from pykvcache.prefix.stores import FolderStore
+from pykvcache.prefix.stores.folder_index import FolderIndex
 
 
 def block(name: str, size: int = 100_000) -> tuple[bytes, bytes]:
@@ -28,7 +30,7 @@ def is_whole(path: Path) -> bool:
 
 
 def write(folder: str, max_bytes: int, seed: str) -> None:
-    """Put blocks without end; once they are stored say their name, and when that began."""
+    """Put blocks without end; print the name of each that is stored, and when that began."""
     with FolderStore(folder, max_bytes) as store:
         for i in itertools.count():
             name, began = f"{seed}/{i}", time.time()
@@ -36,16 +38,28 @@ def write(folder: str, max_bytes: int, seed: str) -> None:
                 os.write(1, f"{name} {began}\n".encode())
 
 
+def grow(folder: str, max_bytes: int, seed: str) -> None:
+    """Use paths over four shared blocks, as a cache does: touch, put, touch."""
+    dice = random.Random(seed)
+    with FolderStore(folder, max_bytes) as store:
+        while True:
+            path = dice.randrange(6)
+            names = [f"root/{i}" for i in range(4)] + [f"{seed}/{path}/{i}" for i in range(4, 12)]
+            blocks = [block(name) for name in names[: dice.randrange(1, 13)]]
+            keys = [key for key, _ in blocks]
+            store.touch(keys)
+            store.put(blocks)
+            store.touch(keys)
+            os.write(1, b"used\n")
+
+
 def hold(folder: str, max_bytes: int, seed: str) -> None:
-    """Take a lease, and the right to write; say so and keep both."""
-    store = FolderStore(folder, max_bytes)
-    assert store.lease(block(seed)[0], 1.0)
-    assert store._shared is not None
-    with store._shared.transaction():
+    """Take the right to write; say so and keep it."""
+    with FolderIndex(os.path.join(folder, "index.sqlite")).transaction():
         os.write(1, b"held\n")
         time.sleep(600)
 
 
 if __name__ == "__main__":
     task, folder, max_bytes, seed = sys.argv[1:]
-    {"write": write, "hold": hold}[task](folder, int(max_bytes), seed)
+    {"write": write, "grow": grow, "hold": hold}[task](folder, int(max_bytes), seed)

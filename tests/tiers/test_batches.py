@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
 from memory.kit import Logits
 from pykvcache import BatchGenerator, LlamaContext, PrefixCache
-from pykvcache.prefix.stores import FolderStore, MemoryStore
-from pykvcache.prefix.tiers import leases
-from support.models import make_model
-from tiers.processes import evaluated_at_once
+from pykvcache.prefix.stores import MemoryStore
 from tiers.slow import SlowStore
 from tiers.test_damage import write
 from tiers.test_tiers import SIZE, WAIT, words
@@ -134,45 +130,3 @@ def test_as_many_searches_as_requests_may_run(make_context: Make) -> None:
     generator.run()
     assert all(len(handle.tokens) == 1 for handle in handles)
     cache.close()
-
-
-def test_who_waits_for_another_process_and_leaves_keeps_no_lease(
-    make_context: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(leases, "LEAST_SECONDS", 0.0)
-    store, other = FolderStore(tmp_path), FolderStore(tmp_path)
-    cache = PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **WAIT)
-    with cache.sequence(SHARED) as sequence:
-        assert sequence._search is not None
-        assert sequence._search.lease is not None
-        first = sequence._search.lease.key
-    assert cache.flush(30)
-    name = cache._link.tiers.tiers[0].sealed.envelope.name(first)
-    assert other.lease(name, 60)  # another process evaluates
-    generator = BatchGenerator(cache)
-    handle = generator.submit(SHARED, 2)
-    short = generator.submit(words(5, SIZE - 1), 3)
-    while not len(short.tokens):
-        generator.step()
-    pending = handle._sequence._pending  # type: ignore[attr-defined]
-    assert pending is not None
-    while pending[0].after is None:
-        generator.step()
-        pending = handle._sequence._pending  # type: ignore[attr-defined]
-    assert len(handle.tokens) == 0
-    handle.abort()
-    generator.run()
-    assert len(short.tokens) == 3
-    assert pending[0].done.wait(30)
-    other.release(name)
-    assert other.lease(name, 60)
-    cache.close()
-
-
-def test_batches_of_two_processes_evaluate_a_prefix_once(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    path = make_model("llama", model_folder)
-    evaluated = evaluated_at_once(2, "batch", path, str(tmp_path / "tier"), 1200)
-    # Four requests each, of nine tokens of their own; what ends in a block is evaluated, too.
-    assert sum(evaluated) <= 1200 + 2 * 4 * (9 + 8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.errors import ClosedError
-from support.interrupts import CtrlCAnywhere, InterruptAnywhere
 from tiers.test_tiers import SIZE, words
 
 pytest.importorskip("zmq", reason="pip install 'pykvcache[zmq]'")
@@ -140,53 +138,6 @@ def test_events_that_were_forgotten_leave_a_gap(
         assert [number for number, _ in publisher._sent] == [0, 2]
         found = [msgpack.unpackb(payload)[1] for _, payload in publisher._sent]
         assert [len(events) for events in found] == [1, 5]
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of sockets that were just being made
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("kind", [InterruptAnywhere, CtrlCAnywhere])
-def test_an_interrupt_leaves_no_thread_and_no_address_that_is_taken(
-    kind: type[InterruptAnywhere], make_context: Make
-) -> None:
-    cache = PrefixCache(make_context("llama"), block_size=SIZE)
-    with EventPublisher(cache, "tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*") as first:
-        addresses = first.endpoint, first.replay_endpoint
-    files = ("/prefix/publish.py", "/prefix/events.py", "/_threads.py")
-    made: list[EventPublisher] = []
-
-    def make() -> None:
-        made.append(EventPublisher(cache, addresses[0], replay_endpoint=addresses[1]))
-
-    def close() -> None:
-        made[0].close()
-
-    def threads() -> list[threading.Thread]:
-        # Python lists one that never began, where an interrupt came in `start`.
-        running = filter(threading.Thread.is_alive, threading.enumerate())
-        return [one for one in running if one.name == "pykvcache-events"]
-
-    def sweep(begin: Callable[[], object], action: Callable[[], None], least: int) -> None:
-        def attempt(place: int) -> int:
-            begin()
-            interrupt = kind(place, files, ("/threading.py",))
-            interrupt.run(action)
-            for one in made:
-                one.close()
-            made.clear()
-            gc.collect()
-            assert not threads(), place
-            assert not cache.events._callbacks, place
-            make()  # the addresses can be had again
-            made.pop().close()
-            return interrupt.seen
-
-        n = attempt(0)
-        assert n > least
-        for place in range(1, n + 1):
-            attempt(place)
-
-    sweep(lambda: None, make, 30)
-    sweep(make, close, 3)
 
 
 def test_an_address_that_is_taken_is_an_error(make_context: Make) -> None:

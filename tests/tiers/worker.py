@@ -8,13 +8,11 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import time
 
 import numpy as np
 
-from pykvcache import BatchGenerator, LlamaContext, LlamaModel, PrefixCache
+from pykvcache import LlamaContext, LlamaModel, PrefixCache
 from pykvcache.prefix.stores import open_store
-from pykvcache.prefix.tiers import leases
 from support.models import EXACT
 
 
@@ -58,45 +56,11 @@ def forever(cache: PrefixCache, seed: int, n: int) -> None:
         say(seed=i % 3, disk=disk, prompt=prompt, row=[float(one) for one in row[:8]])
 
 
-def together(cache: PrefixCache, seed: int, n: int) -> None:
-    """Say that all is ready, wait for the word, then evaluate."""
-    leases.LEAST_SECONDS, leases.SHORTEST = 0.0, 120.0
-    say(ready=True)
-    sys.stdin.readline()
-    began = time.monotonic()
-    once(cache, seed, n)
-    say(seconds=time.monotonic() - began)
-
-
-def batch(cache: PrefixCache, seed: int, n: int) -> None:
-    """Four requests that begin alike, as soon as the word comes."""
-    leases.LEAST_SECONDS, leases.SHORTEST = 0.0, 120.0  # however busy the machine is
-    generator = BatchGenerator(cache)
-    say(ready=True)
-    sys.stdin.readline()
-    for i in range(4):
-        generator.submit(words(seed, n) + words(100 * seed + i, 9), 1)
-    generator.run()
-    say(evaluated=cache.context.tokens_evaluated)
-    sys.stdin.readline()
-
-
-def hold(cache: PrefixCache, seed: int, n: int) -> None:
-    """Begin a prompt, and never evaluate it."""
-    leases.LEAST_SECONDS = 0.0
-    sequence = cache.sequence(words(seed, n))
-    assert sequence._search is not None
-    sequence._search.done.wait(20)
-    assert sequence._search.lease is not None
-    say(held=len(sequence._search.lease.held.tiers))
-    sys.stdin.readline()
-
-
 if __name__ == "__main__":
     task, path, tiers, seed, n, options = sys.argv[1:]
     model = LlamaModel(path)
     context = LlamaContext(model, n_ctx=2048, n_threads=1, **EXACT)
-    tasks = {"once": once, "forever": forever, "together": together, "hold": hold, "batch": batch}
+    tasks = {"once": once, "forever": forever}
     run = tasks[task]
     where = [opened(one) for one in tiers.split(",")]
     more = json.loads(options)

@@ -4,9 +4,7 @@
 #include <atomic>
 #include <cstdio>
 
-#ifdef PYKVCACHE_TEAM
 #include "team.h"
-#endif
 
 namespace pykv {
 
@@ -34,7 +32,7 @@ void choices::choose(one & each, int32_t n_vocab, chooser::candidate_list & list
 }
 
 void choices::recall(size_t i) const noexcept {
-    const rpc_link * lost = watched_links ? lost_link(*watched_links) : nullptr;
+    const device_link * lost = watched_links ? lost_link(*watched_links) : nullptr;
     if (lost) {
         note_lost(*lost);
     } else {
@@ -56,34 +54,24 @@ bool choices::have_own_samplers() noexcept {
 }
 
 void choices::run(int32_t n_vocab) noexcept {
-#ifdef PYKVCACHE_TEAM
+    struct choosing final : team {
+        choices &           mine;
+        int32_t             n_vocab;
+        std::atomic<size_t> next{0};
+
+        choosing(choices & c, int32_t n) : mine(c), n_vocab(n) { may_miss_workers = true; }
+        void work(int index) override {
+            for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < mine.all.size();) {
+                mine.choose(mine.all[i], n_vocab, mine.lists[size_t(index)]);
+            }
+        }
+    };
     size_t cost = 0;
     for (const one & each : all) {
         cost += each.sampler->cost(n_vocab);
     }
     const size_t most = std::min({lists.size(), all.size(), cost / COST_PER_THREAD});
-    if (most > 1 && have_own_samplers()) {
-        struct choosing : team_work {
-            choices &           mine;
-            int32_t             n_vocab;
-            std::atomic<size_t> next{0};
-            choosing(choices & c, int32_t n) : mine(c), n_vocab(n) {}
-        };
-        choosing all_of_them(*this, n_vocab);
-        all_of_them.may_miss = true;
-        all_of_them.run = [](team_work & work, int index) {
-            auto & w = static_cast<choosing &>(work);
-            for (size_t i; (i = w.next.fetch_add(1, std::memory_order_relaxed)) < w.mine.all.size();) {
-                w.mine.choose(w.mine.all[i], w.n_vocab, w.mine.lists[size_t(index)]);
-            }
-        };
-        run_team(all_of_them, int(most));
-        return;
-    }
-#endif
-    for (one & each : all) {
-        choose(each, n_vocab, lists[0]);
-    }
+    choosing(*this, n_vocab).run(most > 1 && have_own_samplers() ? int(most) : 1);
 }
 
 }  // namespace pykv

@@ -1,28 +1,15 @@
-// Work that two threads share: copying is faster than one core can wait for memory.
+// Large copies on two threads: one core alone cannot use the memory's bandwidth.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
-#include <exception>
 
-#include "guarded.h"
-
-#ifdef PYKVCACHE_TEAM
 #include "team.h"
-#else
-#include <system_error>
-#include <thread>
-#endif
 
 namespace pykv {
 
-// Less is done before another thread has begun: one of the team that has just computed looks for work all the time,
-// and one that sleeps is not waited for.
-#ifdef PYKVCACHE_TEAM
+// Smaller copies are done before a second thread has begun. A thread of the team that has just computed still spins.
 constexpr size_t WORTH_A_THREAD = size_t(512) << 10;
-#else
-constexpr size_t WORTH_A_THREAD = size_t(4) << 20;
-#endif
 
 // Hands out the numbers below n, each to one thread.
 class counter {
@@ -40,65 +27,28 @@ class counter {
     std::atomic<size_t> next{0};
 };
 
-// Call `work` on this thread after `first`, and meanwhile on another if there may be one and the
-// system gives one. It takes numbers from `jobs` until all are taken. What either throws is thrown here,
-// when both have ended.
-template <class First, class Work> void with_copy_threads(bool two, counter & jobs, First && first, Work && work) {
-    std::exception_ptr own, others;
-    const auto         here = [&]() noexcept {
-        try {
-            first();
-            work();
-        } catch (...) {
-            own = std::current_exception();
-            jobs.stop();
-        }
-    };
-    const auto there = [&]() noexcept {
-        if (!ready_thread()) {
-            return;  // there is no memory for what it might throw
-        }
-        const assertions_throw scope;
-        try {
-            work();
-        } catch (...) {
-            others = std::current_exception();
-            jobs.stop();
-        }
-    };
-    if (!two) {
-        here();
-    } else {
-#ifdef PYKVCACHE_TEAM
-        struct both : team_work {
-            decltype(here) &  mine;
-            decltype(there) & other;
-            both(decltype(here) & h, decltype(there) & t) : mine(h), other(t) {
-                run = [](team_work & self, int index) {
-                    auto & it = static_cast<both &>(self);
-                    index == 0 ? it.mine() : it.other();
-                };
+// Call `first` and then `copy` on this thread and, if `two`, `copy` on another one at the same time. `copy` takes
+// numbers from `jobs` until none is left. An exception of either thread is thrown here after both have ended.
+template <class First, class Copy> void with_copy_threads(bool two, counter & jobs, First && first, Copy && copy) {
+    struct copying final : team {
+        counter & jobs;
+        First &   first;
+        Copy &    copy;
+
+        copying(counter & j, First & f, Copy & c) : jobs(j), first(f), copy(c) { may_miss_workers = true; }
+        void work(int index) override {
+            try {
+                if (index == 0) {
+                    first();
+                }
+                copy();
+            } catch (...) {
+                jobs.stop();
+                throw;
             }
-        };
-        both of_them(here, there);
-        of_them.may_miss = true;
-        run_team(of_them, 2);
-#else
-        std::thread other;
-        try {
-            other = std::thread(there);
-        } catch (const std::system_error &) {
-            // This thread does it all.
         }
-        here();
-        if (other.joinable()) {
-            other.join();
-        }
-#endif
-    }
-    if (own || others) {
-        std::rethrow_exception(own ? own : others);
-    }
+    };
+    copying(jobs, first, copy).run(two ? 2 : 1);
 }
 
 }  // namespace pykv

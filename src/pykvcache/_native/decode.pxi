@@ -71,29 +71,48 @@ cdef class Decoding(Batch):
         cdef lib.llama_batch batch
         self.check_room(n, width)
         self.forget_outputs("the last decode failed")
-        self.abort_flag.begin()
+        self.begin_work()
         try:
+            _handle_sigint()
             self.apply_pending()
             self.abort_flag.arm(True)
             while start < n:
                 size = self.part_size(start, min(limit, n - start), width)
                 batch = self.part(start, size, width)
                 code = self.run_decode(batch, start == 0)
+                if code == 2:
+                    _handle_sigint()
                 if code != 0:
                     self.decode_failed(code, batch, start)
                 self.note_outputs(batch, <int32_t>start, start + size < n)
                 start += size
                 if start < n:
+                    _handle_sigint()
                     PyErr_CheckSignals()
                     self.check_wanted(start)
         except BaseException:
             self.forget_outputs("the last decode failed")
             raise
         finally:
-            self.abort_flag.end()
+            self.end_work()
             # Last: a user's log handler may raise anything.
             _drain_log()
         return 0
+
+    cdef int begin_work(self) except -1:
+        """Let abort() stop what follows, and Ctrl-C unless a handler of the program's own is to decide that."""
+        cdef bint stops = _is_main_thread() and getsignal(SIGINT) is default_int_handler
+        self.abort_flag.begin()
+        _defer_sigint()
+        if stops:
+            lib.sigint.stops(&self.abort_flag)
+        return 0
+
+    cdef void end_work(self) noexcept:
+        self.abort_flag.end()
+        if _is_main_thread():
+            lib.sigint.stops(NULL)
+            lib.sigint.end()
 
     cdef int check_room(self, int64_t n, int32_t width) except -1:
         """Refuse what cannot fit before any of it is computed: each token takes a free cell.
@@ -191,11 +210,11 @@ cdef class Decoding(Batch):
                     "create the context with a larger n_batch and n_ubatch", value=n, limit=self.n_ubatch)
             self.forget_outputs("the last encode failed")
             batch = self.part(0, <int32_t>n, width)
-            self.abort_flag.begin()
+            self.begin_work()
             self.abort_flag.arm(True)
             with nogil:
                 code = self.seqs.encode(batch)
-            self.abort_flag.end()
+            self.end_work()
             if lib.has_log():
                 _drain_log()
             if code != 0:

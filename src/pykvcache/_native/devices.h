@@ -1,13 +1,11 @@
 // Which devices ggml computes on.
 #pragma once
 
-#include <cstring>
 #include <string>
 #include <vector>
 
 #include "ggml-backend.h"
 #include "guarded.h"
-#include "rpc/servers.h"
 
 namespace pykv {
 
@@ -30,10 +28,7 @@ inline int32_t device_list(std::vector<device_facts> & out) noexcept {
         for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
             ggml_backend_dev_t d       = ggml_backend_dev_get(i);
             const char *       backend = ggml_backend_reg_name(ggml_backend_dev_backend_reg(d));
-            if (rpc_is_forked() && !std::strcmp(backend, "RPC")) {
-                continue;
-            }
-            size_t free = 0, total = 0;
+            size_t             free = 0, total = 0;
             ggml_backend_dev_memory(d, &free, &total);
             out.push_back({ggml_backend_dev_name(d), backend, ggml_backend_dev_description(d),
                            int(ggml_backend_dev_type(d)), free, total});

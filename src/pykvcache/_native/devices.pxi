@@ -3,7 +3,6 @@
 
 def devices():
     """Return the names of the devices that ggml computes on."""
-    _ready()
     return _texts(lib.device_names())
 
 
@@ -12,7 +11,6 @@ def device_facts():
     cdef vector[lib.device_facts] found
     cdef size_t i
     cdef int32_t code
-    _ready()
     with nogil:
         code = lib.device_list(found)
     if code == lib.CAUGHT:
@@ -29,72 +27,9 @@ def max_devices():
     return lib.llama_max_devices()
 
 
-cdef class Server:
-    """A server of ggml's RPC that is connected: open as long as this lives, or a model that lies on it."""
-
-    cdef shared_ptr[lib.rpc_server] server
-    cdef readonly str endpoint
-
-    def __cinit__(self, str endpoint not None, double timeout):
-        cdef bytes text = endpoint.encode()
-        cdef const char* where = text
-        cdef string why
-        cdef int64_t ms = max(1, <int64_t>(timeout * 1000))
-        cdef int32_t code
-        _ready()
-        self.endpoint = endpoint
-        with nogil:
-            code = lib.rpc_open(where, ms, self.server, why)
-        if code == lib.RPC_LOST:
-            raise DeviceLost(endpoint, "connect", _text(why))
-        _check_rpc(code, "connect")
-
-    @property
-    def n_devices(self):
-        """How many devices it has."""
-        return self.server.get().devices.size()
-
-    cdef int check(self, str what) except -1:
-        cdef const lib.rpc_server* server = self.server.get()
-        if server.link.get().is_lost:
-            raise DeviceLost(self.endpoint, what, _text(server.link.get().why()))
-        return 0
-
-    def register(self):
-        """Let every model that is loaded from now on use its devices: for tests."""
-        lib.rpc_register(self.server.get()[0])
-
-
-cdef int _check_rpc(int32_t code, str what) except -1:
-    if code == lib.CAUGHT:
-        raise _caught_error(what)
-    if code == lib.RPC_NO_BUILD:
-        raise UnsupportedOperation(
-            what, "this build has no RPC: install with CMAKE_ARGS=-DGGML_RPC=ON (on Linux or macOS)", "build")
-    if code == lib.RPC_FORKED:
-        raise ClosedError("connections to RPC servers belong to the process before fork()")
-    return 0
-
-
-def rpc_serve(str endpoint not None, int n_threads, list devices not None):
-    """Serve devices over RPC until the process ends; OSError where it cannot begin."""
-    cdef bytes text = endpoint.encode()
-    cdef bytes names = ",".join(devices).encode()
-    cdef const char* where = text
-    cdef const char* c_names = names
-    cdef int32_t code
-    cdef int error = 0
-    _ready()
-    with nogil:
-        code = lib.rpc_serve(where, n_threads, c_names, error)
-    _drain_log()
-    _check_rpc(code, "rpc_serve")
-    raise OSError(error, os.strerror(error), endpoint)
-
-
-cdef int _check_lost(const lib.rpc_links& links, str what) except -1:
-    """Refuse to go on with what lies on a server that was lost."""
-    cdef const lib.rpc_link* lost = lib.lost_link(links)
+cdef int _check_lost(const lib.device_links& links, str what) except -1:
+    """Refuse to go on with a connection that was lost."""
+    cdef const lib.device_link* lost = lib.lost_link(links)
     if lost != NULL:
         raise DeviceLost(_text(lost.endpoint), what, _text(lost.why()))
     return 0

@@ -1,15 +1,6 @@
 // The hooks behind guarded.h: a log queue and the throwing abort callback.
 #include "guarded.h"
 
-#if defined(__unix__) || defined(__APPLE__)
-#define PYKVCACHE_THREAD_KEYS
-#include <cxxabi.h>
-#include <pthread.h>
-#endif
-#ifdef __linux__
-#include <link.h>
-#endif
-
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -18,27 +9,6 @@
 #include <utility>
 
 #include "ggml-backend.h"
-
-// What careful.h lets ggml call.
-extern "C" {
-
-void pykv_no_memory(void) {
-    if (pykv::guard.depth > 0) {
-        throw std::bad_alloc();
-    }
-}
-
-void pykv_memory_refused(void) { pykv::guard.refused = true; }
-
-ggml_backend_buffer_t pykv_alloc_buffer(ggml_backend_buffer_type_t type, size_t size) {
-    try {
-        return ggml_backend_buft_alloc_buffer(type, size);
-    } catch (const std::bad_alloc &) {
-        return nullptr;
-    }
-}
-
-}  // extern "C"
 
 namespace pykv {
 
@@ -65,36 +35,8 @@ std::atomic<int>  log_threshold{GGML_LOG_LEVEL_WARN};
 
 ggml_abort_callback_t previous_abort = nullptr;
 
-#ifdef PYKVCACHE_THREAD_KEYS
-pthread_key_t ready_key() {
-    static const pthread_key_t key = [] {
-        pthread_key_t made = 0;
-        return pthread_key_create(&made, nullptr) == 0 ? made : pthread_key_t(-1);
-    }();
-    return key;
-}
-
-// Bytes that a thread's first use of thread-local data may take: of all libraries, since which of them it is
-// depends on the build (those of ggml's matrix tiles are large).
-size_t thread_data_size() {
-    size_t size = 8192;  // the tables of it, and a destructor's place in the list
-#ifdef __linux__
-    dl_iterate_phdr([](dl_phdr_info * library, size_t, void * sum) {
-        for (int i = 0; i < library->dlpi_phnum; ++i) {
-            const auto & part = library->dlpi_phdr[i];
-            if (part.p_type == PT_TLS) {
-                *static_cast<size_t *>(sum) += part.p_memsz + part.p_align;
-            }
-        }
-        return 0;
-    }, &size);
-#endif
-    return size;
-}
-#endif
-
 void on_log(ggml_log_level level, const char * text, void *) {
-    if (!ready_thread() || guard.muted) {
+    if (guard.muted) {
         return;
     }
     try {
@@ -127,9 +69,6 @@ void on_abort(const char * message) {
         previous_abort(message);
     }
     if (guard.depth > 0) {
-        if (guard.refused) {
-            throw std::bad_alloc();
-        }
         throw std::runtime_error(message);
     }
     // A worker thread: nobody can catch there, so at least say why the process ends.
@@ -138,34 +77,12 @@ void on_abort(const char * message) {
 
 }  // namespace
 
-bool ready_thread() noexcept {
-#ifdef PYKVCACHE_THREAD_KEYS
-    // No thread_local says whether it was done: using one is what may fail.
-    if (pthread_getspecific(ready_key())) {
-        return true;
-    }
-    static const size_t size = thread_data_size();
-    void * volatile room = std::malloc(size);
-    if (!room) {
-        return false;
-    }
-    std::free(room);
-    // Its header calls it a function without effect: the result must seem to be of use.
-    void * volatile used = abi::__cxa_get_globals();
-    (void) used;
-    caught_text.clear();  // its first use registers a destructor
-    pthread_setspecific(ready_key(), &log_waiting);
-#endif
-    return true;
-}
-
 void install_hooks() {
     static bool done = false;
     if (done) {
         return;
     }
     done = true;
-    ready_thread();
     llama_log_set(on_log, nullptr);
     previous_abort = ggml_set_abort_callback(on_abort);
     llama_backend_init();
@@ -184,7 +101,7 @@ void note_caught(const char * what, bool memory) {
     guard.caught = true;
 }
 
-void note_lost(const rpc_link & link) noexcept {
+void note_lost(const device_link & link) noexcept {
     try {
         caught_where = link.endpoint;
         caught_text  = link.why();

@@ -14,10 +14,9 @@
 #include <string>
 #include <type_traits>
 
+#include "device_link.h"
 #include "gguf.h"
-#include "interrupt.h"
 #include "llama.h"
-#include "rpc/link.h"
 #include "text.h"
 
 namespace pykv {
@@ -49,14 +48,12 @@ void renew_log();
 struct guard_state {
     int  depth = 0;
     bool caught = false;  // whether there is a text to forget
-    bool refused = false; // whether ggml was refused memory: its assertion says something else
     bool muted = false;   // while something is tried whose failure is reported elsewhere
-    bool ready = false;   // see ready_thread()
 };
 // Constant at first and trivial at the end: reading it needs no hidden call.
 inline thread_local guard_state guard;
 void note_caught(const char * what, bool memory);
-void note_lost(const rpc_link & link) noexcept;
+void note_lost(const device_link & link) noexcept;
 void forget_caught();
 
 // While it lives, a broken precondition of ggml throws: for what is declared `except +`.
@@ -67,19 +64,13 @@ struct assertions_throw {
     assertions_throw & operator=(const assertions_throw &) = delete;
 };
 
-// Make what a thread's first exception needs, while there is memory for it: glibc makes thread-local data
-// when it is used first, and ends the process where it cannot. False if there is no memory.
-bool ready_thread() noexcept;
+// Always true: left for team.cpp and copy_threads.h to drop.
+inline bool ready_thread() noexcept { return true; }
 
 template <class R, class F> R guarded(R on_error, F && call) noexcept {
     R result = on_error;
     guard_state & mine = guard;
-    if (!mine.ready) {
-        mine.ready = pykv::ready_thread();
-    }
-    if (mine.depth++ == 0) {
-        mine.refused = false;
-    }
+    ++mine.depth;
     try {
         if (mine.caught) {
             forget_caught();
@@ -89,17 +80,15 @@ template <class R, class F> R guarded(R on_error, F && call) noexcept {
         note_caught("out of memory", true);
     } catch (const std::exception & error) {
         note_caught(error.what(), false);
-    } catch (const interrupted &) {
-        note_caught("interrupted", false);  // by a caller, who knows
     } catch (...) {
         note_caught("unknown C++ exception", false);
     }
     --mine.depth;
     // What is made anew has to be freed by whoever asked for it, and is checked when it is used.
     if constexpr (!std::is_pointer_v<R> || std::is_const_v<std::remove_pointer_t<R>>) {
-        // A server that does not answer is answered for: what came out of this call means nothing.
-        if (any_rpc_link.load(std::memory_order_relaxed) && watched_links && mine.depth == 0) {
-            if (const rpc_link * lost = lost_link(*watched_links)) {
+        // ggml went on with made-up answers: the result means nothing.
+        if (any_device_link.load(std::memory_order_relaxed) && watched_links && mine.depth == 0) {
+            if (const device_link * lost = lost_link(*watched_links)) {
                 note_lost(*lost);
                 result = on_error;
             }
@@ -112,23 +101,19 @@ template <class F> int32_t guarded_void(F && call) noexcept {
     return guarded<int32_t>(CAUGHT, [&] { call(); return 0; });
 }
 
-// Why a GGUF must not be loaded, beside what llama.cpp itself refuses; empty if nothing. Of a vocabulary alone no
-// loader divides.
+// Why a GGUF must not be loaded, other than what llama.cpp itself refuses; empty if nothing.
 std::string header_problem(const char * path, bool vocab_only) noexcept;
-// The same of its vocabulary alone.
-std::string vocab_problem(const gguf_context * header);
+// Whether ggml's AMX code is in this build, and whether it is right for a model: it takes products of one matrix of
+// weights with one of activations.
+bool uses_amx();
+bool multiplies_single_matrices(const char * path) noexcept;
 inline llama_model * model_load(const char * path, llama_model_params params) noexcept {
     return guarded<llama_model *>(nullptr, [&] { return llama_model_load_from_file(path, params); });
 }
 inline gguf_context * gguf_open(const char * path) noexcept {
     return guarded<gguf_context *>(nullptr, [&] { return gguf_init_from_file(path, {true, nullptr}); });
 }
-// A thread without memory for its first call may still free: nothing is thrown then.
 inline int32_t model_free(llama_model * model) noexcept {
-    if (!ready_thread()) {
-        llama_model_free(model);
-        return 0;
-    }
     return guarded_void([&] { llama_model_free(model); });
 }
 // Contexts share the model: it is freed when the last of them is.
@@ -139,10 +124,6 @@ inline llama_context * context_new(llama_model * model, llama_context_params par
     return guarded<llama_context *>(nullptr, [&] { return llama_init_from_model(model, params); });
 }
 inline int32_t context_free(llama_context * ctx) noexcept {
-    if (!ready_thread()) {
-        llama_free(ctx);
-        return 0;
-    }
     return guarded_void([&] { llama_free(ctx); });
 }
 inline const float * logits_ith(llama_context * ctx, int32_t i) noexcept {
@@ -158,13 +139,9 @@ inline const float * embeddings_seq(llama_context * ctx, llama_seq_id seq) noexc
 inline int32_t read_vocab(const llama_vocab * vocab, text_vocab & out) noexcept {
     return guarded_void([&] { out = text_vocab(vocab); });
 }
-// `stops`, if any, is asked now and then: true leaves the call with CAUGHT.
 inline int32_t tokenize(const text_vocab & vocab, const char * text, size_t size, bool add_special, bool parse_special,
-                        token_list & out, bool (*stops)(void *), void * who) noexcept {
-    return guarded_void([&] {
-        const may_stop while_it_runs(stops, who);
-        vocab.tokenize(text, size, add_special, parse_special, out);
-    });
+                        token_list & out) noexcept {
+    return guarded_void([&] { vocab.tokenize(text, size, add_special, parse_special, out); });
 }
 // llama.cpp's own way to the same, which tests compare with.
 inline int32_t tokenize_whole(const llama_vocab * vocab, const char * text, size_t size, bool add_special,
@@ -177,17 +154,9 @@ inline int32_t tokenize_whole(const llama_vocab * vocab, const char * text, size
 }
 // 0 if the text has more bytes than `limit`.
 inline int32_t detokenize(const llama_vocab * vocab, const std::vector<llama_token> & tokens, bool remove_special,
-                          bool unparse_special, size_t limit, std::string & out, bool (*stops)(void *), void * who) noexcept {
+                          bool unparse_special, size_t limit, std::string & out) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {
-        const may_stop while_it_runs(stops, who);
-        return int32_t(detokenize_to(*vocab, tokens, remove_special, unparse_special, limit, out));
-    });
-}
-// llama.cpp's own way to the same, which tests compare with.
-inline int32_t detokenize_whole(const llama_vocab * vocab, const llama_token * tokens, int32_t n, char * out, int32_t room,
-                                bool remove_special, bool unparse_special) noexcept {
-    return guarded<int32_t>(CAUGHT, [&] {
-        return llama_detokenize(vocab, tokens, n, out, room, remove_special, unparse_special);
+        return int32_t(detokenize_to(vocab, tokens, remove_special, unparse_special, limit, out));
     });
 }
 inline int32_t token_to_piece(const llama_vocab * vocab, llama_token token, char * out, int32_t room, bool special) noexcept {

@@ -9,7 +9,7 @@ cdef class Handle:
     cdef lib.sequence_facts seqs
     cdef const lib.memory* mem
     cdef shared_ptr[lib.llama_model] model_ref
-    cdef lib.rpc_links links
+    cdef lib.device_links links
     cdef lib.owned_mutex lock
     cdef lib.abort_flag abort_flag
     cdef readonly Model model
@@ -159,7 +159,6 @@ cdef class Handle:
         The GIL is released only when another thread holds the lock.
         """
         self.check_process()
-        _ready()
         if not self.lock.try_lock():
             if self.lock.is_mine():
                 raise ReentryError("a callback of this context called the context itself")
@@ -223,7 +222,6 @@ cdef class Handle:
             return
         if self.closed or self.stopped:
             return
-        _ready()
         if not self.lock.try_lock():
             if self.lock.is_mine():
                 raise ReentryError("a callback of this context called close()")
@@ -279,6 +277,11 @@ cdef class Handle:
     def is_closed(self):
         """Whether close() was called, or the process forked."""
         return self.closed or self.generation != _generation
+
+    @property
+    def is_inherited(self):
+        """Whether the process has forked since it was made."""
+        return self.generation != _generation
 
     def abort(self):
         """Ask a running decode to stop; tells whether one was running."""

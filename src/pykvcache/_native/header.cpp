@@ -1,164 +1,118 @@
-// What a damaged header can say that would end the process, or keep it busy for ever.
-//
-// An assertion can be caught (guarded.h, parallel.cpp), a division by zero cannot.
-#include <cmath>
+// What a file's header tells before the load: zeros that llama.cpp would divide by (nothing catches a SIGFPE), and
+// whether the graphs of its architecture suit ggml's AMX code.
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <memory>
+#include <string>
 
-#include "gguf.h"
+#include "ggml-cpp.h"
 #include "guarded.h"
+#include "probe_memory.h"
 
 namespace pykv {
 
 namespace {
 
-// Keys, without the name of the architecture that they begin with. None of these is ever 0 in a model that works.
+// Ends of keys that are never 0 in a model that works.
 constexpr const char * DIVISORS[] = {
     ".attention.group_norm_groups", ".attention.output_group_count", ".experts_per_group", ".full_attention_interval",
     ".ssm.group_count", ".ssm.time_step_rank", ".wkv.head_size",
 };
-constexpr const char * EPSILONS[] = {
-    ".attention.group_norm_epsilon", ".attention.layer_norm_epsilon", ".attention.layer_norm_rms_epsilon",
-};
+// Architectures whose loaders divide by the number of heads of the first layer; layers of others may have none.
+constexpr const char * BY_HEADS[] = {"deepseek2", "gemma2", "gemma3", "olmo2", "phimoe"};
+// Those that divide by the number of experts used where the size of an expert is not given.
+constexpr const char * BY_EXPERTS[] = {"qwen35moe", "qwen3next", "qwen4exp"};
 
-// Loops that run as often as the file says.
-constexpr const char * ITERATIONS     = ".hyper_connection.sinkhorn_iterations";
-constexpr uint32_t     ITERATIONS_MAX = 1000;
-
-// The mask's arithmetic in int32 adds a window to positions.
-constexpr const char * WINDOW     = ".attention.sliding_window";
-constexpr uint32_t     WINDOW_MAX = uint32_t(1) << 30;
-
-// Architectures whose loaders divide by the number of heads of the first layer; others may have none.
-constexpr const char * HEADS = ".attention.head_count";
-constexpr const char * DIVIDED[] = {"deepseek2", "gemma2", "gemma3", "olmo2", "phimoe"};
-
-constexpr const char * USED = ".expert_used_count";
-// Those whose loaders do so whatever else is said, of every layer.
-constexpr const char * EXPERTS[] = {"qwen35moe", "qwen3next", "qwen4exp"};
-
-bool ends_with(const char * text, const char * end) {
-    const size_t n = std::strlen(text), m = std::strlen(end);
-    return n >= m && std::strcmp(text + n - m, end) == 0;
-}
-
-// Of a number, or of an array's i-th, as llama.cpp takes them; 0 where there is none.
-uint32_t value_of_layer(const gguf_context * header, const std::string & key, size_t i) {
+// The first value of a key; 0 if it is missing. Loaders refuse values of other types.
+uint32_t first_value(const gguf_context * header, const std::string & key) {
     const int64_t id = gguf_find_key(header, key.c_str());
     if (id < 0) {
         return 0;
     }
-    const gguf_type type = gguf_get_kv_type(header, id);
-    if (type != GGUF_TYPE_ARRAY) {
-        return type == GGUF_TYPE_UINT32 ? gguf_get_val_u32(header, id) : 1;  // the load refuses other types
+    if (gguf_get_kv_type(header, id) == GGUF_TYPE_UINT32) {
+        return gguf_get_val_u32(header, id);
+    }
+    if (gguf_get_kv_type(header, id) != GGUF_TYPE_ARRAY) {
+        return 1;
     }
     const gguf_type of = gguf_get_arr_type(header, id);
-    if (i >= gguf_get_arr_n(header, id)) {
-        return 0;
-    }
-    if (of == GGUF_TYPE_BOOL) {
-        return static_cast<const uint8_t *>(gguf_get_arr_data(header, id))[i];
-    }
-    return of == GGUF_TYPE_UINT32 || of == GGUF_TYPE_INT32
-               ? static_cast<const uint32_t *>(gguf_get_arr_data(header, id))[i] : 0;
+    return (of == GGUF_TYPE_UINT32 || of == GGUF_TYPE_INT32) && gguf_get_arr_n(header, id) > 0
+               ? *static_cast<const uint32_t *>(gguf_get_arr_data(header, id)) : 0;
 }
 
-// How many values a key has; 1 of a number, and where there is none.
-size_t values_of(const gguf_context * header, const std::string & key) {
-    const int64_t id = gguf_find_key(header, key.c_str());
-    return id >= 0 && gguf_get_kv_type(header, id) == GGUF_TYPE_ARRAY ? gguf_get_arr_n(header, id) : 1;
+template <size_t n> bool is_among(const std::string & name, const char * const (&names)[n]) {
+    return std::find(std::begin(names), std::end(names), name) != std::end(names);
 }
 
-// Where the size of a layer's experts is not said, loaders divide by how many of them it uses.
-std::string experts_problem(const gguf_context * header, int64_t used, const std::string & arch) {
-    if (gguf_get_kv_type(header, used) != GGUF_TYPE_ARRAY) {
-        return {};
-    }
-    const std::string size = arch + ".expert_feed_forward_length", key = arch + USED;
-    for (size_t i = 0; i < gguf_get_arr_n(header, used); ++i) {
-        if (value_of_layer(header, key, i) == 0 && value_of_layer(header, size, i) == 0 &&
-            value_of_layer(header, arch + ".feed_forward_length", i) != 0) {
-            return key + " is 0 for layer " + std::to_string(i) + ", and " + size + " too";
-        }
-    }
-    return {};
-}
-
-// A key that is not there counts as 0: its loader would divide by that, too.
-std::string division_problem(const gguf_context * header) {
+std::string architecture(const gguf_context * header) {
     const int64_t id = gguf_find_key(header, "general.architecture");
-    if (id < 0 || gguf_get_kv_type(header, id) != GGUF_TYPE_STRING) {
-        return {};
-    }
-    const std::string arch = gguf_get_val_str(header, id);
-    for (const char * divided : DIVIDED) {
-        if (arch == divided && value_of_layer(header, arch + HEADS, 0) == 0) {
-            return arch + HEADS + " is 0, or not there";
+    return id < 0 || gguf_get_kv_type(header, id) != GGUF_TYPE_STRING ? "" : gguf_get_val_str(header, id);
+}
+
+std::string layer_problem(const gguf_context * header) {
+    const std::string arch = architecture(header);
+    for (const char * end : DIVISORS) {
+        const std::string key = arch + end;
+        if (gguf_find_key(header, key.c_str()) >= 0 && first_value(header, key) == 0) {
+            return key + " is 0";
         }
     }
-    const std::string size = arch + ".expert_feed_forward_length";
-    for (const char * divided : EXPERTS) {
-        for (size_t i = 0; arch == divided && i < values_of(header, arch + USED); ++i) {
-            if (value_of_layer(header, arch + USED, i) == 0 && value_of_layer(header, size, i) == 0) {
-                return arch + USED + " is 0 for layer " + std::to_string(i) + ", or not there, and " + size + " too";
-            }
-        }
+    const std::string heads = arch + ".attention.head_count", used = arch + ".expert_used_count";
+    if (is_among(arch, BY_HEADS) && first_value(header, heads) == 0) {
+        return heads + " is 0 or missing";
+    }
+    if (is_among(arch, BY_EXPERTS) && first_value(header, used) == 0 &&
+        first_value(header, arch + ".expert_feed_forward_length") == 0) {
+        return used + " is 0 or missing";
     }
     return {};
 }
 
-std::string find_problem(const gguf_context * header, bool vocab_only) {
-    const std::string division = vocab_only ? std::string() : division_problem(header);
-    if (!division.empty()) {
-        return division;
-    }
-    for (int64_t i = 0; i < gguf_get_n_kv(header); ++i) {
-        const char *    key = gguf_get_key(header, i);
-        const gguf_type type = gguf_get_kv_type(header, i);
-        for (const char * end : DIVISORS) {
-            if (ends_with(key, end) && type == GGUF_TYPE_UINT32 && gguf_get_val_u32(header, i) == 0) {
-                return std::string(key) + " is 0";
-            }
-        }
-        if (ends_with(key, USED)) {
-            const std::string problem = experts_problem(header, i, std::string(key, std::strlen(key) - std::strlen(USED)));
-            if (!problem.empty()) {
-                return problem;
-            }
-        }
-        if (ends_with(key, ITERATIONS) && type == GGUF_TYPE_UINT32 && gguf_get_val_u32(header, i) > ITERATIONS_MAX) {
-            return std::string(key) + " is " + std::to_string(gguf_get_val_u32(header, i)) + ": the limit is 1000";
-        }
-        if (ends_with(key, WINDOW) && type == GGUF_TYPE_UINT32 && gguf_get_val_u32(header, i) > WINDOW_MAX) {
-            return std::string(key) + " is " + std::to_string(gguf_get_val_u32(header, i)) + ": the limit is 2^30";
-        }
-        for (const char * end : EPSILONS) {
-            if (ends_with(key, end) && type == GGUF_TYPE_FLOAT32) {
-                const float value = gguf_get_val_f32(header, i);
-                if (!(value >= 0 && std::isfinite(value))) {
-                    return std::string(key) + " is " + std::to_string(value);
-                }
-            }
-        }
-    }
-    return {};
+std::string vocab_problem(const gguf_context * header) {
+    const int64_t id = gguf_find_key(header, "tokenizer.ggml.tokens");
+    const bool    is_empty = id >= 0 && gguf_get_kv_type(header, id) == GGUF_TYPE_ARRAY && gguf_get_arr_n(header, id) == 0;
+    return is_empty ? "tokenizer.ggml.tokens is empty" : "";
 }
 
 }  // namespace
 
 std::string header_problem(const char * path, bool vocab_only) noexcept {
     std::string problem;
-    guard.muted = true;  // the load itself will say what is wrong
+    guard.muted = true;  // the load itself says what else is wrong
     guarded_void([&] {
-        const std::unique_ptr<gguf_context, void (*)(gguf_context *)> header(
-            gguf_init_from_file(path, {/*no_alloc=*/true, /*ctx=*/nullptr}), gguf_free);
-        if (header) {  // other files are refused by the load, with llama.cpp's own words
-            problem = find_problem(header.get(), vocab_only);
-            problem = problem.empty() ? vocab_problem(header.get()) : problem;
+        const gguf_context_ptr header(gguf_init_from_file(path, {/*no_alloc=*/true, /*ctx=*/nullptr}));
+        if (header) {
+            problem = vocab_problem(header.get());
+            problem = problem.empty() && !vocab_only ? layer_problem(header.get()) : problem;
         }
     });
     guard.muted = false;
     return problem;
+}
+
+bool multiplies_single_matrices(const char * path) noexcept {
+    return guarded(false, [&] {
+        ggml_context *         made = nullptr;
+        const gguf_context_ptr header(gguf_init_from_file(path, {/*no_alloc=*/true, &made}));
+        const ggml_context_ptr tensors(made);
+        const llm_arch         arch = header ? llm_arch_from_string(architecture(header.get())) : LLM_ARCH_UNKNOWN;
+        // Recurrent layers multiply one matrix of activations per sequence of the batch.
+        bool single = arch != LLM_ARCH_UNKNOWN && !llm_arch_is_recurrent(arch) && !llm_arch_is_hybrid(arch);
+        for (ggml_tensor * t = tensors ? ggml_get_first_tensor(made) : nullptr; t && single; t = ggml_get_next_tensor(made, t)) {
+            // The weights of experts are chosen by ids (ggml_mul_mat_id), which the code for AMX leaves alone.
+            single = (ggml_n_dims(t) <= 2 || std::strstr(t->name, "_exps")) && ggml_nelements(t) < INT32_MAX;
+        }
+        return single;
+    });
+}
+
+bool uses_amx() {
+#ifdef PYKVCACHE_AMX
+    return true;
+#else
+    return false;
+#endif
 }
 
 }  // namespace pykv

@@ -22,7 +22,15 @@ cdef str _text(const string& text):
     return text.data()[:text.size()].decode("utf-8", "replace")
 
 
-include "cpu.pxi"
+cdef list _texts(const vector[string]& texts):
+    cdef size_t i
+    cdef list found = []
+    for i in range(texts.size()):
+        found.append(_text(texts[i]))
+    return found
+
+
+include "cpu/cpu.pxi"
 
 cdef object _logger = logging.getLogger("pykvcache.llama")
 _logger.addHandler(logging.NullHandler())
@@ -36,8 +44,10 @@ cdef int _generation = 0
 
 
 def _after_fork_in_child():
-    global _generation
+    global _generation, _main_thread
     _generation += 1
+    _main_thread = PyThread_get_thread_ident()
+    lib.sigint.forget()
     lib.renew_log()
 
 
@@ -94,16 +104,6 @@ cdef str _notes():
     return "; ".join(lines)
 
 
-cdef inline int _ready() except -1:
-    """Make what this thread's first C++ exception needs: libc ends the process where it cannot make it then.
-
-    Whatever calls C++ outside of a context's lock, which does it too, begins with this.
-    """
-    if not lib.ready_thread():
-        raise MemoryError("there is no memory for this thread's first call")
-    return 0
-
-
 cdef object _caught_error(str where):
     """The exception for a call that came back with CAUGHT."""
     text = _text(lib.caught())
@@ -121,12 +121,11 @@ def system_info() -> dict:
     ``native`` where it was compiled for the build machine. The environment variable ``PYKVCACHE_CPU``,
     read at the import, chooses another.
     """
-    _ready()
     return {
         "llama_version": lib.llama_version().decode(),
         "supports_gpu_offload": bool(lib.llama_supports_gpu_offload()),
         "is_plain": bool(lib.is_plain()),
-        "cpu": _text(lib.cpu_name()),
-        "cpu_choices": tuple(_texts(lib.cpu_names())),
+        "cpu": _text(cpu_name()),
+        "cpu_choices": tuple(_texts(cpu_names())),
         "max_sequences": lib.llama_max_parallel_sequences(),
     }

@@ -346,7 +346,6 @@ def dequantize(int ggml_type, const uint8_t[::1] data not None):
     cdef Py_ssize_t size = lib.bytes_of(ggml_type, lib.block_of(ggml_type)), n
     cdef float[::1] view
     cdef bint done
-    _ready()
     if size == 0 or data.shape[0] % size != 0:
         raise ArgumentError(
             f"{data.shape[0]} bytes are not whole blocks of type {ggml_type}",
@@ -369,7 +368,6 @@ def quantize(int ggml_type, const float[::1] values not None):
     cdef size_t size = lib.bytes_of(ggml_type, n)
     cdef uint8_t[::1] view
     cdef bint done
-    _ready()
     if n == 0:
         return np.empty(0, np.uint8)
     if size == 0:

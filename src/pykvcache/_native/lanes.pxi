@@ -1,5 +1,4 @@
-# What a step does to the sequences that it generates for, in one piece: no Python code runs between
-# the choice of a token and its place in the sequence, so none of it can be interrupted half-way.
+# Tokens of sequences, and what appends to them: the choice of a token and its place are one call.
 
 cdef object _now = time.perf_counter
 cdef uint64_t _n_writers = 0
@@ -15,7 +14,8 @@ cdef class Tokens:
     cdef int32_t* data
     cdef Py_ssize_t n, room
     cdef object frozen
-    cdef uint64_t edits, writer
+    cdef readonly uint64_t edits
+    cdef uint64_t writer
     cdef public Py_ssize_t n_evaluated
     cdef public uint64_t version
     cdef public int32_t seq_id
@@ -61,7 +61,7 @@ cdef class Tokens:
         self.replace(self.n, values)
 
     def replace(self, Py_ssize_t begin, values):
-        """Put tokens in the place of those from `begin` on: all of it or, interrupted, nothing."""
+        """Put tokens in the place of those from `begin` on."""
         cdef vector[int32_t] more
         cdef Py_ssize_t count
         if not _plain_ints(values, more):

@@ -13,6 +13,7 @@ from cpython.buffer cimport (
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.object cimport PyObject
+from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.sequence cimport PySequence_Fast_ITEMS
 from libc.math cimport INFINITY, NAN, exp, log
 from libc.stdint cimport INT32_MAX, INT32_MIN, int8_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -33,6 +34,7 @@ import sys
 import threading
 import time
 import weakref
+from _signal import SIGINT, default_int_handler, getsignal
 
 import numpy as np
 
@@ -71,8 +73,10 @@ from pykvcache.errors._shown import shown
 cdef enum:
     MAX_SEQ = 256
 
+include "sigint.pxi"
 include "hooks.pxi"
 include "devices.pxi"
+include "rpc/rpc.pxi"
 include "convert.pxi"
 include "model.pxi"
 include "handle.pxi"

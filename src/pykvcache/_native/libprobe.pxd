@@ -30,7 +30,6 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     void install_hooks() except +
     const string& caught()
     bool caught_memory()
-    bool ready_thread()
     const string& caught_endpoint()
     void begin_notes()
     string take_notes()
@@ -41,8 +40,9 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
 
     gguf_context* gguf_open(const char* path)
     string header_problem(const char* path, bint vocab_only)
+    bint uses_amx()
+    bint multiplies_single_matrices(const char* path)
     llama_model* model_load(const char* path, llama_model_params)
-    shared_ptr[llama_model] own_model(llama_model*) except +
     llama_context* context_new(llama_model*, llama_context_params)
     int32_t context_free(llama_context*)
     const float* logits_ith(llama_context*, int32_t i)
@@ -50,25 +50,15 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     const float* embeddings_seq(llama_context*, llama_seq_id)
     int32_t read_vocab(const llama_vocab*, text_vocab& out)
     int32_t tokenize(const text_vocab&, const char* text, size_t size, bool add_special,
-                     bool parse_special, token_list& out, bool (*stops)(void*) noexcept nogil, void* who)
+                     bool parse_special, token_list& out)
     int32_t tokenize_whole(const llama_vocab*, const char* text, size_t size, bool add_special,
                            bool parse_special, vector[llama_token]& out)
     int32_t detokenize(const llama_vocab*, const vector[llama_token]& tokens, bool remove_special,
-                       bool unparse_special, size_t limit, string& out,
-                       bool (*stops)(void*) noexcept nogil, void* who)
-    int32_t detokenize_whole(const llama_vocab*, const llama_token* tokens, int32_t n, char* out,
-                             int32_t room, bool remove_special, bool unparse_special)
+                       bool unparse_special, size_t limit, string& out)
     int32_t token_to_piece(const llama_vocab*, llama_token, char* out, int32_t room, bool special)
     llama_sampler* sampler_grammar(const llama_vocab*, const char* grammar, const char* root)
     int32_t sampler_apply(llama_sampler*, llama_token_data_array*)
     int32_t sampler_accept(llama_sampler*, llama_token)
-
-
-cdef extern from "cpu/cpu.h" namespace "pykv":
-    string choose_cpu(const char* wanted) except +
-    string cpu_name() except +
-    vector[string] cpu_names() except +
-    vector[string] cpu_features() except +
 
 
 cdef extern from "devices.h" namespace "pykv" nogil:
@@ -84,30 +74,15 @@ cdef extern from "devices.h" namespace "pykv" nogil:
     ggml_backend_dev_t device_named(const char* name)
 
 
-cdef extern from "rpc/link.h" namespace "pykv" nogil:
-    cppclass rpc_link:
+cdef extern from "device_link.h" namespace "pykv" nogil:
+    cppclass device_link:
         string endpoint
         bool is_lost
         string why() except +
-    cppclass rpc_links:
+    cppclass device_links:
         pass
-    bool is_remote(const rpc_links&)
-    const rpc_link* lost_link(const rpc_links&)
-
-
-cdef extern from "rpc/servers.h" namespace "pykv" nogil:
-    cppclass rpc_server:
-        shared_ptr[rpc_link] link
-        vector[ggml_backend_dev_t] devices
-    const int32_t RPC_OPEN
-    const int32_t RPC_NO_BUILD
-    const int32_t RPC_LOST
-    const int32_t RPC_FORKED
-    int32_t rpc_open(const char* endpoint, int64_t timeout_ms, shared_ptr[rpc_server]& out, string& why)
-    rpc_links rpc_links_of(const llama_model*) except +
-    shared_ptr[llama_model] own_model_on(llama_model*, const vector[shared_ptr[rpc_server]]&) except +
-    int32_t rpc_serve(const char* endpoint, int n_threads, const char* devices, int& error)
-    void rpc_register(const rpc_server&)
+    bool is_remote(const device_links&)
+    const device_link* lost_link(const device_links&)
 
 
 cdef extern from "transfers.h" namespace "pykv" nogil:
@@ -160,7 +135,6 @@ cdef extern from "probe.h" namespace "pykv" nogil:
     ctypedef struct model_facts:
         bool learned_positions
         bool causal
-        const char* fault
         bool has_classifier
         int32_t n_embd_out
         int32_t n_cls_out
@@ -305,7 +279,7 @@ cdef extern from "probe_values.h" namespace "pykv" nogil:
 
 cdef extern from "sync.h" namespace "pykv" nogil:
     cdef cppclass owned_mutex:
-        void watch(const rpc_links&)
+        void watch(const device_links&)
         void lock_for_good()
         bool try_lock()
         void lock()
@@ -329,3 +303,14 @@ cdef extern from "sync.h" namespace "pykv" nogil:
         void finish()
 
     load_gate loads
+
+
+cdef extern from "sigint.h" namespace "pykv" nogil:
+    cdef cppclass deferred_sigint:
+        void begin() noexcept
+        void end() noexcept
+        bool deliver() noexcept
+        void stops(abort_flag*) noexcept
+        void forget() noexcept
+
+    deferred_sigint sigint

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 
-#include "interrupt.h"
-
 namespace pykv {
 
 bool char_set::has_high(uint32_t c) const {
@@ -65,7 +63,6 @@ void matcher<Char>::split(const Char * new_text, size_t size, std::vector<size_t
     matched.assign(prog.n_heads, {});
     uint32_t last = 0;
     for (uint32_t pos = 0, end; pos < n;) {
-        look();
         if (!match(0, pos, end, false)) {
             ++pos;
             continue;
@@ -103,7 +100,6 @@ template <class Char> bool matcher<Char>::match(uint32_t pc, uint32_t pos, uint3
                 pc = in.to;
                 break;
             case op::head:
-                look();
                 if (ahead && is_marked(matched, in.memo, pos)) {
                     return succeed(base, ahead);
                 }
@@ -147,7 +143,6 @@ template <class Char> bool matcher<Char>::succeed(size_t base, bool ahead) {
 
 // To the last choice that has another way to go on.
 template <class Char> bool matcher<Char>::go_back(size_t base, uint32_t & pc, uint32_t & pos) {
-    look();
     while (stack.size() > base) {
         choice &            last = stack.back();
         const instruction & in   = code[last.pc];
@@ -189,7 +184,6 @@ template <class Char> uint32_t matcher<Char>::stretch_end(const instruction & in
     const char_set & set = prog.sets[in.set];
     uint32_t         i   = pos;
     while (i < n && set.has(text[i])) {
-        look_at(i);
         if (++i == known.begin && known.begin <= known.end) {
             known.begin = pos;
             return known.end;

@@ -18,37 +18,6 @@ cdef cbool _on_progress(float fraction, void* data) noexcept with gil:
         return False
 
 
-ctypedef cbool (*_Stops)(void*) noexcept nogil
-
-# Of a text that is worth an ear: shorter ones take a millisecond.
-cdef enum:
-    LONG_TEXT = 4096
-
-
-cdef _Stops _stops_for(size_t size) except *:
-    """Who is to be asked whether a long walk goes on: Python handles signals in its main thread alone.
-
-    Another thread may not ask: at the interpreter's end it would be ended where it takes the GIL.
-    """
-    if size < LONG_TEXT or threading.get_ident() != threading.main_thread().ident:
-        return NULL
-    return _signals_stop
-
-
-cdef cbool _signals_stop(void* data) noexcept nogil:
-    return _signal_raised(data)
-
-
-cdef cbool _signal_raised(void* data) noexcept with gil:
-    """Run the handlers of signals that came; one that raises stops the call, and is raised by it."""
-    try:
-        PyErr_CheckSignals()
-    except BaseException as error:
-        (<list>data)[0] = error
-        return True
-    return False
-
-
 cdef class Model:
     """Own a ``llama_model``."""
 
@@ -65,8 +34,8 @@ cdef class Model:
     cdef readonly object chat_template
     cdef readonly dict metadata
     cdef readonly tuple devices
-    # Servers that it lies on: empty where all is on this machine.
-    cdef lib.rpc_links links
+    # Connections to the machines that it lies on: empty where all is on this machine.
+    cdef lib.device_links links
 
     def __cinit__(self, bytes path not None, dict params not None, object progress):
         cdef lib.llama_model_params p = lib.llama_model_default_params()
@@ -76,9 +45,8 @@ cdef class Model:
         cdef string problem
         cdef vector[lib.ggml_backend_dev_t] devices
         cdef vector[float] split
-        cdef vector[shared_ptr[lib.rpc_server]] servers
+        cdef vector[shared_ptr[rpc_server]] servers
         cdef lib.ggml_backend_dev_t device
-        _ready()
         self.generation = _generation
         p.n_gpu_layers = params["n_gpu_layers"]
         p.split_mode = <lib.llama_split_mode><int>params["split_mode"]
@@ -122,6 +90,8 @@ cdef class Model:
         _sync_log()
         with nogil:
             problem = lib.header_problem(c_path, p.vocab_only)
+            if p.use_extra_bufts and lib.uses_amx():
+                p.use_extra_bufts = lib.multiplies_single_matrices(c_path)
         if not problem.empty():
             why = _text(problem)
             raise ModelLoadError.of(os.fsdecode(path), why)
@@ -131,8 +101,8 @@ cdef class Model:
             model = lib.model_load(c_path, p)
             lib.loads.end()
         if model != NULL:
-            self.ref = lib.own_model_on(model, servers)
-            self.links = lib.rpc_links_of(model)
+            self.ref = own_model_on(model, servers)
+            self.links = rpc_links_of(model)
         notes = _notes()
         _drain_log()
         if box[1] is not None:
@@ -153,8 +123,6 @@ cdef class Model:
         self.read_facts()
         if self.n_layer == 0 and not self.vocab_only:
             raise ModelLoadError.of(os.fsdecode(path), "nextn_predict_layers leaves no layer")
-        if self.facts.fault != NULL:
-            raise ModelLoadError.of(os.fsdecode(path), self.facts.fault.decode())
 
     cdef int read_facts(self) except -1:
         cdef const lib.llama_model* m = self.ref.get()
@@ -213,7 +181,6 @@ cdef class Model:
         return self.ref
 
     cdef int check_open(self) except -1:
-        _ready()
         if self.generation != _generation:
             raise ClosedError("this model belongs to the process before fork(); load it again")
         if self.ref.get() == NULL:
@@ -277,16 +244,13 @@ cdef class Model:
         cdef size_t size = len(text)
         cdef lib.token_list out
         cdef int32_t code
-        cdef list box = [None]
-        cdef _Stops stops = _stops_for(size)
-        cdef void* who = <void*>box
         self.check_text(text)
         cdef shared_ptr[lib.llama_model] keep = self.ref
         with nogil:
-            code = lib.tokenize(self.texts, c_text, size, add_special, parse_special, out, stops, who)
+            code = lib.tokenize(self.texts, c_text, size, add_special, parse_special, out)
         _drain_log()
         if code == lib.CAUGHT:
-            raise box[0] or _caught_error("tokenize")
+            raise _caught_error("tokenize")
         if not out.problem.empty():
             raise UnsupportedOperation("tokenize", _text(out.problem))
         return _tokens(out.tokens)
@@ -315,9 +279,6 @@ cdef class Model:
         cdef vector[lib.llama_token] copy
         cdef string out
         cdef int32_t code, token
-        cdef list box = [None]
-        cdef _Stops stops = _stops_for(n)
-        cdef void* who = <void*>box
         self.check_vocab()
         copy.reserve(n)
         for i in range(n):
@@ -329,28 +290,15 @@ cdef class Model:
             copy.push_back(token)
         cdef shared_ptr[lib.llama_model] keep = self.ref
         with nogil:
-            code = lib.detokenize(self.vocab, copy, remove_special, unparse_special, limit, out, stops, who)
+            code = lib.detokenize(self.vocab, copy, remove_special, unparse_special, limit, out)
         _drain_log()
         if code == lib.CAUGHT:
-            raise box[0] or _caught_error("detokenize")
+            raise _caught_error("detokenize")
         if not code:
             raise ArgumentError(
                 f"the text of {n} tokens is too long: the limit is {limit} bytes",
                 what="tokens", value=n, limit=limit)
         return out.data()[:out.size()]
-
-    def detokenize_whole(self, const int32_t[::1] tokens not None, bint remove_special, bint unparse_special):
-        """Call ``llama_detokenize``, for tests."""
-        cdef vector[char] out
-        cdef int32_t got
-        self.check_vocab()
-        out.resize(4096 + 64 * tokens.shape[0])
-        got = lib.detokenize_whole(
-            self.vocab, &tokens[0], <int32_t>tokens.shape[0], out.data(), <int32_t>out.size(),
-            remove_special, unparse_special)
-        if got < 0:
-            raise _caught_error("detokenize_whole")
-        return out.data()[:got]
 
     def token_to_piece(self, token, bint special):
         """Call ``llama_token_to_piece`` and return bytes."""
@@ -373,12 +321,16 @@ def split_text(bytes text not None, list patterns not None, bint byte_encode, bi
     return lib.split_text(text, patterns, byte_encode, with_std_regex)
 
 
+def multiplies_single_matrices(bytes path not None):
+    """Tell whether ggml's AMX code is right for a model; for tests."""
+    return bool(lib.multiplies_single_matrices(path))
+
+
 def gguf_layout(bytes path not None):
     """Return where the data of a GGUF file starts, and (offset, size) of its tensors."""
     cdef const char* c_path = path
     cdef lib.gguf_context* file
     cdef int64_t i
-    _ready()
     with nogil:
         file = lib.gguf_open(c_path)
     _drain_log()

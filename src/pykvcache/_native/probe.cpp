@@ -204,7 +204,6 @@ model_facts look_at_model(const llama_model * model) {
     model_facts facts{};
     facts.learned_positions = model->pos_embd != nullptr;
     facts.causal = hparams.causal_attn;
-    facts.fault = model_fault(*model);
     facts.has_classifier = model->cls != nullptr || model->cls_out != nullptr;
     facts.n_embd_out = int32_t(hparams.n_embd_out());
     facts.n_cls_out = int32_t(hparams.n_cls_out);

@@ -42,7 +42,6 @@ enum shift_problem : int { SHIFT_FITS, SHIFT_NEGATIVE, SHIFT_OVERFLOW, SHIFT_COL
 struct model_facts {
     bool     learned_positions;  // a table of absolute positions: n_ctx_train is a hard limit
     bool     causal;
-    const char * fault;          // what the loader lets pass and no graph survives, or NULL
     bool     has_classifier;     // what pooling_type "rank" reads its scores from
     int32_t  n_embd_out;
     int32_t  n_cls_out;
@@ -61,7 +60,7 @@ struct context_facts {
     int32_t n_threads_batch;
     bool    gives_logits;  // some graphs leave them out beside embeddings
     bool    endless;       // RoPE of 0 dimensions, of which ggml's kernel makes an endless loop
-    const char * fault;    // what of the graph no decode survives, or ""
+    const char * fault;    // what llama.cpp would read wrong of the graph's results, or ""
 };
 
 struct memory_facts {
@@ -76,8 +75,6 @@ struct memory_facts {
 enum memory_part : int { PART_ATTENTION, PART_WINDOW, PART_RECURRENT, PART_INDEX };
 
 model_facts look_at_model(const llama_model * model);
-// What the loader lets pass and no graph survives, or NULL.
-const char * model_fault(const llama_model & model);
 // Whether every cached head size is a multiple of the block of this type.
 bool heads_divisible(const llama_model * model, ggml_type type, bool keys);
 

@@ -59,7 +59,7 @@ class memory {
     std::map<memory_part, hadamard_facts> turned;
     bool                      gives_logits = false;
     bool                      endless = false;
-    std::string               fault;  // why no decode can succeed
+    std::string               fault;  // what llama.cpp would read wrong of the graph
     llama_pos                 max_position = MOST_POSITIONS;
     std::vector<llama_pos>    first = std::vector<llama_pos>(LLAMA_MAX_SEQ, 0);
     std::vector<earlier_states> earlier = std::vector<earlier_states>(LLAMA_MAX_SEQ);
@@ -74,10 +74,8 @@ inline const llama_hparams & hparams_of(const memory * m, memory_part part) {
 
 // Build the model's graph and fill in what only it tells: ropes, turned, gives_logits, endless, fault, max_position.
 void read_graph(const llama_context * ctx, memory & m);
-// What of a graph would fail at each decode; empty where nothing does (probe_graph.cpp).
+// What llama.cpp would read wrong of a graph's results; empty if nothing (probe_graph.cpp).
 std::string graph_fault(const llm_graph_result & result, const llama_context * ctx);
-// What ggml's kernels would not do with the operands of a node; empty where nothing (probe_operands.cpp).
-std::string operand_fault(const ggml_tensor * node);
 // The highest position whose angles are right in float32 (probe_positions.cpp).
 llama_pos last_position(const key_rope & rope);
 // Whether a shift rotates the keys of a layer as the graph did.

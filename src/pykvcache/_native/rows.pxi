@@ -44,7 +44,6 @@ cdef bint _plain_ints(object values, vector[int32_t]& out) except -1:
     cdef int overflow = 0
     cdef long long value
     cdef bint taken
-    _ready()
     if _borrow(values, &view):
         try:
             taken = view.ndim == 1 and _holds_int32(&view)

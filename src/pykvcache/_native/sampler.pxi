@@ -20,7 +20,6 @@ cdef class Sampler:
 
     def __cinit__(self, dict params not None, Model model, Sampler source=None):
         cdef lib.sampler_settings s
-        _ready()
         self.params = params
         self.it.temperature = params["temperature"]
         self.last_bias = -1
@@ -112,7 +111,6 @@ cdef class Sampler:
 
     def reset(self):
         """Forget the tokens that were accepted; the seed and the grammar start again."""
-        _ready()
         if (lib.sampler_reset(self.it.grammar) == lib.CAUGHT
                 or lib.sampler_reset(self.it.penalties) == lib.CAUGHT
                 or lib.sampler_reset(self.it.choice) == lib.CAUGHT):
@@ -126,7 +124,6 @@ cdef class Sampler:
         """Count a token that was not sampled here; all or nothing."""
         cdef lib.llama_sampler* ahead = NULL
         cdef int32_t t
-        _ready()
         if model is not None:
             model.check_open()
             t = model.check_token(token)
@@ -191,7 +188,6 @@ cdef class Sampler:
     cdef int32_t check_row(self, Decoding ctx, const float[::1] row) except -1:
         """How many logits there are, if they are for this sampler."""
         cdef Py_ssize_t n = row.shape[0]
-        _ready()
         self.check_model(None if ctx is None else ctx.model, n)
         return <int32_t>n
 

@@ -52,7 +52,6 @@ cdef class Pieces:
     def __cinit__(self, list buffers not None):
         cdef const uint8_t[::1] view
         cdef lib.state_piece piece
-        _ready()
         self.views = []
         for buffer in buffers:
             view = buffer

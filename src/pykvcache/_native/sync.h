@@ -7,7 +7,7 @@
 #include <mutex>
 #include <thread>
 
-#include "rpc/link.h"
+#include "device_link.h"
 
 namespace pykv {
 
@@ -32,7 +32,7 @@ class owned_mutex {
         owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
     }
     void unlock() {
-        if (any_rpc_link.load(std::memory_order_relaxed)) {
+        if (any_device_link.load(std::memory_order_relaxed)) {
             watched_links = before;
         }
         owner.store(std::thread::id(), std::memory_order_relaxed);
@@ -40,18 +40,18 @@ class owned_mutex {
     }
     bool is_mine() const { return owner.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
 
-    // Servers that the calls under this lock depend on; once, before the first of them.
-    void watch(const rpc_links & servers) noexcept { links = servers.empty() ? nullptr : &servers; }
+    // Connections that the calls under this lock depend on; once, before the first of them.
+    void watch(const device_links & servers) noexcept { links = servers.empty() ? nullptr : &servers; }
 
   private:
     std::mutex                   mutex;
     std::atomic<std::thread::id> owner{};
-    const rpc_links *            links = nullptr;
-    const rpc_links *            before = nullptr;  // of the lock that this thread holds already; null before there is any
+    const device_links *         links = nullptr;
+    const device_links *         before = nullptr;  // of the lock that this thread holds already; null before there is any
 
     void begin() {
         owner.store(std::this_thread::get_id(), std::memory_order_relaxed);
-        if (any_rpc_link.load(std::memory_order_relaxed)) {
+        if (any_device_link.load(std::memory_order_relaxed)) {
             before        = watched_links;
             watched_links = links;
         }

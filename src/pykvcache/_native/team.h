@@ -1,73 +1,102 @@
-// The threads that compute: teams of a calling thread and workers that wait for it.
+// The compute threads: ggml's OpenMP regions (parallel.cpp), large copies and token choices run on them.
 //
-// parallel.cpp runs ggml's OpenMP regions on them. A thread that the system refuses makes a smaller
-// team, no more. A thread that waits spins for some microseconds and then sleeps, so that
-// other programs get the processor.
+// A team is the calling thread and workers from one pool per process. A thread that waits spins for some
+// microseconds and then sleeps, so that other programs get the processor. docs/decisions.md has the figures.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 
 namespace pykv {
 
-// A line of the processor's caches: what one thread writes all the time must not share one with what
-// the others read.
-constexpr size_t LINE = 64;
+// What one thread writes often must not share a cache line with what other threads read.
+constexpr size_t CACHE_LINE = 64;
 constexpr int    MAX_TEAM = 512;
 
+struct worker;
+
 // A number that threads wait on until it changes.
-class alignas(LINE) turnstile {
+class alignas(CACHE_LINE) generation {
   public:
     uint32_t now() const { return value.load(std::memory_order_acquire); }
-    // Spin for `spin_ns`, then sleep.
-    void wait_while(uint32_t old, int64_t spin_ns);
-    // The same of a worker that waits for its next team, which takes longer than what a team waits for.
-    void wait_for_work(uint32_t old, int64_t spin_ns);
-    // Wake the threads that wait.
-    void set(uint32_t next) {
-        set_quietly(next);
-        wake();
-    }
-    // The same for those that spin; those that sleep need wake().
-    void set_quietly(uint32_t next) { value.store(next, std::memory_order_seq_cst); }
+    // Seen by the threads that spin; wake() reaches those that sleep.
+    void advance() { value.fetch_add(1, std::memory_order_seq_cst); }
     void wake();
-
-  private:
+    // Spin for at most `spin_ns`, then sleep.
+    void wait_while(uint32_t old, int64_t spin_ns);
     void sleep_while(uint32_t old);
 
+  private:
     std::atomic<uint32_t> value{0};
     std::atomic<uint32_t> sleepers{0};
 };
 
-// A barrier for all threads of a team; once it is broken, no thread waits at it.
+// Thrown at a barrier after another thread of the team has failed.
+struct team_failed {};
+
 class barrier {
   public:
-    // False if it is broken.
-    bool wait(int n_threads, int64_t spin_ns);
+    void wait(int n_threads, int64_t spin_ns);
+    // Let no thread wait any more: wait() throws team_failed.
     void break_up();
-    bool is_broken() const { return broken.load(std::memory_order_acquire); }
 
   private:
-    alignas(LINE) std::atomic<int> arrived{0};
-    turnstile         gate;
-    std::atomic<bool> broken{false};
+    alignas(CACHE_LINE) std::atomic<int> n_arrived{0};
+    generation        gate;
+    std::atomic<bool> is_broken{false};
 };
 
-// What a team runs: run(part, index) on each thread, 0 being the caller's. It must not throw.
-struct team_work {
-    void (*run)(team_work & work, int index);
-    int     n_threads = 0;  // how many there are: set before the first run
-    int64_t spin_ns = 0;    // how long a thread of this team spins before it sleeps
-    // Whether a worker that has not begun when the caller has ended is let go: for work that is taken piece by piece.
-    // Waking one that sleeps may take longer than all of it: on virtual machines near a millisecond.
-    bool may_miss = false;
-};
+#ifdef PYKVCACHE_TEAM
 
-// Run `work` on up to `n_threads` threads, this one included, and return when all that have begun have ended.
-void run_team(team_work & work, int n_threads);
+class team {
+  public:
+    // Work that is taken piece by piece may set it: the caller does not wait for workers that have not
+    // begun when it has finished. Waking a thread takes up to a millisecond on virtual machines.
+    bool may_miss_workers = false;
+
+    // Run work() on up to `max_threads` threads and rethrow the first exception of any of them. Where the
+    // system refuses a thread, the team is smaller.
+    void run(int max_threads);
+    int  n_threads() const { return n; }
+    void wait_at_barrier() { meeting.wait(n, spin_ns); }
+
+  protected:
+    ~team() = default;
+    // Called once on each thread; the caller's `index` is 0.
+    virtual void work(int index) = 0;
+
+  private:
+    friend struct worker;
+    void take_part(int index) noexcept;
+    void wake_children(int index);
+
+    int                n = 0;
+    int64_t            spin_ns = 0;
+    barrier            meeting;
+    std::atomic<bool>  has_failed{false};
+    std::exception_ptr error;
+    worker *           members[MAX_TEAM];  // from 1 on
+};
 
 // The processors that this process may use.
 int usable_processors();
+
+#else
+
+// Without GCC's OpenMP on Linux the caller works alone; ggml has threads of its own.
+class team {
+  public:
+    bool may_miss_workers = false;
+
+    void run(int) { work(0); }
+
+  protected:
+    ~team() = default;
+    virtual void work(int index) = 0;
+};
+
+#endif
 
 }  // namespace pykv

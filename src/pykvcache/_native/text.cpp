@@ -1,9 +1,8 @@
 // See text.h.
 #include "guarded.h"
-#include "interrupt.h"
 
 #include <algorithm>
-#include <cstdio>
+#include <cstring>
 #include <functional>
 #include <queue>
 #include <stdexcept>
@@ -24,16 +23,15 @@ text_vocab::text_vocab(const llama_vocab * which) : vocab(which) {
     if (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_NONE) {
         return;
     }
+    const auto length = [&](llama_token id) { return std::strlen(llama_vocab_get_text(vocab, id)); };
     std::vector<llama_token> order;
-    std::vector<size_t>      sizes(llama_vocab_n_tokens(vocab));
     for (llama_token id = 0; id < llama_vocab_n_tokens(vocab); ++id) {
         if (llama_vocab_get_attr(vocab, id) & SPECIAL) {
             order.push_back(id);
-            sizes[id] = std::string(llama_vocab_get_text(vocab, id)).size();
         }
     }
     // As llama.cpp sorts them: the order of those of one length is whatever std::sort makes of it.
-    std::sort(order.begin(), order.end(), [&](llama_token a, llama_token b) { return sizes[a] > sizes[b]; });
+    std::sort(order.begin(), order.end(), [&](llama_token a, llama_token b) { return length(a) > length(b); });
     for (const llama_token id : order) {
         const int attr = llama_vocab_get_attr(vocab, id);
         sorted.push_back({llama_vocab_get_text(vocab, id), id, static_cast<uint32_t>(sorted.size()),
@@ -79,40 +77,20 @@ const text_vocab::special * text_vocab::find(const char * text, size_t at, size_
 }
 
 std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool parse_special) const {
-    // What may begin where, the first in llama.cpp's order first, and of one token the leftmost.
+    // What may begin where: the first in llama.cpp's order first, and of one token the leftmost.
     const auto            key = [](const special & one, size_t at) { return uint64_t(one.rank) << 32 | at; };
     std::vector<uint64_t> found;
     for (size_t at = 0; at < size; ++at) {
-        look_at(at);
-        const uint8_t lead = static_cast<uint8_t>(text[at]);
-        if (first[lead] == first[lead + 1]) {
-            continue;
-        }
-        look();
         if (const special * one = find(text, at, size, parse_special)) {
             found.push_back(key(*one, at));
         }
     }
-    std::vector<fragment> result;
-    if (found.empty()) {
-        if (size) {
-            result.push_back({0, size, LLAMA_TOKEN_NULL});
-        }
-        return result;
-    }
-    std::sort(found.begin(), found.end());
-    std::vector<bool> taken(size);
-    // Places where the best did not fit any more, with the next best.
-    std::priority_queue<uint64_t, std::vector<uint64_t>, std::greater<uint64_t>> again;
-    for (size_t next = 0; next < found.size() || !again.empty();) {
-        look();
-        uint64_t which;
-        if (again.empty() || (next < found.size() && found[next] < again.top())) {
-            which = found[next++];
-        } else {
-            which = again.top();
-            again.pop();
-        }
+    std::priority_queue<uint64_t, std::vector<uint64_t>, std::greater<uint64_t>> queue({}, std::move(found));
+    std::vector<fragment> specials;
+    std::vector<bool>     taken(size);
+    while (!queue.empty()) {
+        const uint64_t which = queue.top();
+        queue.pop();
         const special & one   = sorted[by_rank[which >> 32]];
         size_t          begin = which & UINT32_MAX;
         size_t          end   = begin;
@@ -120,9 +98,9 @@ std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool
             ++end;
         }
         if (end < begin + one.text.size()) {
-            const special * shorter = end > begin ? find(text, begin, end, parse_special) : nullptr;
-            if (shorter) {
-                again.push(key(*shorter, begin));
+            // It does not fit any more: a shorter one may, in its turn.
+            if (const special * shorter = end > begin ? find(text, begin, end, parse_special) : nullptr) {
+                queue.push(key(*shorter, begin));
             }
             continue;
         }
@@ -133,13 +111,12 @@ std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool
             ++end;
         }
         std::fill(taken.begin() + begin, taken.begin() + end, true);
-        result.push_back({begin, end, one.token});
+        specials.push_back({begin, end, one.token});
     }
-    std::sort(result.begin(), result.end(), [](const fragment & a, const fragment & b) { return a.begin < b.begin; });
+    std::sort(specials.begin(), specials.end(), [](const fragment & a, const fragment & b) { return a.begin < b.begin; });
     std::vector<fragment> all;
-    all.reserve(2 * result.size() + 1);
-    size_t at = 0;
-    for (const fragment & one : result) {
+    size_t                at = 0;
+    for (const fragment & one : specials) {
         if (one.begin > at) {
             all.push_back({at, one.begin, LLAMA_TOKEN_NULL});
         }
@@ -150,53 +127,6 @@ std::vector<fragment> text_vocab::partition(const char * text, size_t size, bool
         all.push_back({at, size, LLAMA_TOKEN_NULL});
     }
     return all;
-}
-
-std::string text_vocab::missing_special(bool add_special) const {
-    if (!add_special) {
-        return {};
-    }
-    const bool  is_wpm = llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_WPM;
-    const char * what  = nullptr;
-    switch (llama_vocab_type(vocab)) {
-        case LLAMA_VOCAB_TYPE_SPM:
-        case LLAMA_VOCAB_TYPE_BPE:
-        case LLAMA_VOCAB_TYPE_UGM:
-        case LLAMA_VOCAB_TYPE_WPM:
-            if ((is_wpm || llama_vocab_get_add_bos(vocab)) && llama_vocab_bos(vocab) < 0) {
-                what = "BOS";
-            } else if (is_wpm && llama_vocab_sep(vocab) < 0) {
-                what = "separator";
-            } else if (!is_wpm && llama_vocab_get_add_eos(vocab) && llama_vocab_eos(vocab) < 0) {
-                what = "EOS";
-            }
-            break;
-        default:
-            break;
-    }
-    return what ? std::string("the vocabulary has no ") + what + " token to add: use add_special=False" : std::string();
-}
-
-std::string text_vocab::missing_byte(const char * text, size_t size) const {
-    bool known[256] = {};
-    for (llama_token id = 0; id < llama_vocab_n_tokens(vocab); ++id) {
-        const std::string piece = llama_vocab_get_text(vocab, id);
-        unsigned          value = 0;
-        if (piece.size() == 1) {
-            known[byte_at(piece, 0)] = true;
-        } else if (piece.size() == 6 && std::sscanf(piece.c_str(), "<0x%2X>", &value) == 1) {
-            known[value & 0xFF] = true;
-        }
-    }
-    const std::string all = std::string(text, size) + "\xE2\x96\x81";  // a space, as it is looked up
-    for (size_t i = 0; i < all.size(); ++i) {
-        if (!known[byte_at(all, i)]) {
-            char name[8];
-            std::snprintf(name, sizeof name, "<0x%02X>", byte_at(all, i));
-            return std::string("the vocabulary has no token for the byte ") + name;
-        }
-    }
-    return "the vocabulary has no token for a byte of the text";
 }
 
 void text_vocab::append(const char * text, size_t size, bool add_special, std::vector<llama_token> & out) const {
@@ -222,19 +152,19 @@ void text_vocab::append(const char * text, size_t size, bool add_special, std::v
 }
 
 void text_vocab::tokenize(const char * text, size_t size, bool add_special, bool parse_special, token_list & list) const {
-    list.problem = missing_special(add_special);
-    if (!list.problem.empty()) {
-        return;
-    }
     std::vector<llama_token> & out = list.tokens;
     std::vector<llama_token>   around;
-    append("", 0, add_special, around);
+    try {
+        append("", 0, add_special, around);
+    } catch (const std::runtime_error &) {
+        list.problem = "the vocabulary has no special token to add: use add_special=False";
+        return;
+    }
     const bool begins = llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_WPM || llama_vocab_get_add_bos(vocab);
     const auto front  = around.begin() + (begins && !around.empty() ? 1 : 0);
     out.assign(around.begin(), front);
     try {
         for (const fragment & one : partition(text, size, parse_special)) {
-            look();
             if (one.token >= 0) {
                 out.push_back(one.token);
             } else {
@@ -243,7 +173,7 @@ void text_vocab::tokenize(const char * text, size_t size, bool add_special, bool
             }
         }
     } catch (const std::out_of_range &) {
-        list.problem = missing_byte(text, size);
+        list.problem = "the vocabulary has no token for a byte of the text";
         return;
     }
     if (add_special && llama_vocab_get_add_bos(vocab) && out.size() > 1 && out[0] == out[1] && out[0] == llama_vocab_bos(vocab)) {
@@ -253,6 +183,27 @@ void text_vocab::tokenize(const char * text, size_t size, bool add_special, bool
     const llama_token n_vocab = llama_vocab_n_tokens(vocab);
     if (std::any_of(out.begin(), out.end(), [=](llama_token token) { return token < 0 || token >= n_vocab; })) {
         list.problem = "the vocabulary has no token for a part of the text, and no unknown token to stand for it";
+    }
+}
+
+bool detokenize_to(const llama_vocab * vocab, const std::vector<llama_token> & tokens, bool remove_special,
+                   bool unparse_special, size_t limit, std::string & out) {
+    size_t size = 0;
+    for (const llama_token token : tokens) {
+        size += std::strlen(llama_vocab_get_text(vocab, token));
+    }
+    if (size > INT32_MAX) {
+        return false;  // llama.cpp counts bytes in 32 bits
+    }
+    for (;;) {
+        out.resize(size);
+        const int32_t n = llama_detokenize(vocab, tokens.data(), static_cast<int32_t>(tokens.size()), out.data(),
+                                           static_cast<int32_t>(size), remove_special, unparse_special);
+        if (n >= 0) {
+            out.resize(n);
+            return out.size() <= limit;
+        }
+        size = static_cast<size_t>(-static_cast<int64_t>(n));
     }
 }
 

@@ -43,8 +43,6 @@ private:
 
     // The best that begins at text[at] and ends at `end` or before; null if none does.
     const special * find(const char * text, size_t at, size_t end, bool parse_special) const;
-    std::string     missing_special(bool add_special) const;
-    std::string     missing_byte(const char * text, size_t size) const;
     void            append(const char * text, size_t size, bool add_special, std::vector<llama_token> & out) const;
 
     const llama_vocab *   vocab = nullptr;
@@ -56,8 +54,8 @@ private:
 // What SentencePiece makes of a text without special tokens.
 void tokenize_spm(const llama_vocab & vocab, const char * text, size_t size, std::vector<llama_token> & out);
 
-// llama_detokenize, whose 32-bit sum of bytes wraps, into a text of `limit` bytes at most; false if it is longer.
-bool detokenize_to(const llama_vocab & vocab, const std::vector<llama_token> & tokens, bool remove_special,
+// llama_detokenize into a text of `limit` bytes at most; false if it is longer.
+bool detokenize_to(const llama_vocab * vocab, const std::vector<llama_token> & tokens, bool remove_special,
                    bool unparse_special, size_t limit, std::string & out);
 
 }  // namespace pykv

@@ -1,125 +1,74 @@
-# A lock that is taken and given back without running Python in between: an interrupt (Ctrl-C) can come
-# before it is taken or after it was given back, never where it would stay taken.
-
-cdef extern from "Python.h":
-    void* PyEval_GetFrame()
+# The lock of a context's sequences.
 
 cdef object _RLock = threading.RLock
 
-# Modules that call what they are given, and may stand between two of ours.
-cdef frozenset _CALLERS = frozenset(("contextlib", "functools", "weakref", "threading"))
-
-
-cdef bint _is_ours(object frame) except -1:
-    name = frame.f_globals.get("__name__")
-    return isinstance(name, str) and (
-        name == "pykvcache" or name.startswith("pykvcache.") or name in _CALLERS)
-
 
 cdef class Turns:
-    """A reentrant lock that counts how often it was taken; what was dropped meanwhile is reaped.
+    """A reentrant lock; the main thread puts Ctrl-C off while it has it.
 
-    What may call anything, as callbacks may, is called when nobody is in the middle of a turn.
+    It is taken and given back without running Python code, and knows what may not run in the middle of a turn:
+    sequences that were dropped are reaped, and subscribers called, at its beginning and its end.
     """
 
     cdef readonly object lock
     cdef readonly object dropped
     cdef object _due
     cdef bint _is_calling
+    # Whether no other turn may begin within this one.
+    cdef bint _is_exclusive
     cdef Handle _context
-    # The frame that has the outermost turn: alive until it gives it back.
-    cdef void* _holder
     cdef readonly Py_ssize_t depth
     cdef readonly uint64_t turns
 
-    def __cinit__(self, *args):
+    def __cinit__(self, context not None, *args):
+        self._context = context.native
         self.lock = _RLock()
         self.dropped = collections.deque()
         self._due = collections.deque()
 
-    def watch(self, Handle context not None):
-        """Refuse turns in the middle of a call of this context: of a log handler's, say."""
-        self._context = context
-
     def __enter__(self):
-        self.take_turn()
+        self.take()
         return self
 
-    # Where memory is short, neither a call with arguments nor `except` is sure to run; `finally` is.
-    cdef int take_turn(self) except -1:
-        cdef bint is_done = False
-        # First: another thread may have the turn, and wait for the context.
-        if self._context is not None and self._context.lock.is_mine():
+    def __exit__(self, kind, error, trace):
+        self.give()
+
+    cdef int take(self) except -1:
+        if self._context.generation != _generation:
+            raise ClosedError("this context belongs to the process before fork(); open a new one")
+        # Another thread may have the turn, and wait for the context.
+        if self._context.lock.is_mine():
             raise ReentryError("a callback of this context called a sequence of it")
         self.lock.acquire()
-        try:
-            if self.depth:
-                self.refuse_foreign()
-            else:
-                self.note_holder()
-            is_done = True
-        finally:
-            if not is_done:
-                self.lock.release()
+        if self._is_exclusive:
+            self.lock.release()
+            raise ReentryError(
+                "called in the middle of another call of this context's sequences: by a signal handler, "
+                "a finalizer or a policy, say")
+        _defer_sigint()
         self.depth += 1
         self.turns += 1
         if self.dropped:
-            is_done = False
             try:
                 self.reap()
-                is_done = True
-            finally:
-                if not is_done:
-                    self.depth -= 1
-                    self.lock.release()
+            except BaseException:
+                self.give()
+                raise
         return 0
 
-    cdef int note_holder(self) except -1:
-        self._holder = PyEval_GetFrame()
-        if self._holder == NULL:
-            try:
-                sys._getframe()  # raises where there is no memory for a frame object
-            except ValueError:
-                return 0  # no Python code runs in this thread
-            self._holder = PyEval_GetFrame()
-        return 0
-
-    cdef int refuse_foreign(self) except -1:
-        """Raise where code that is not ours stands between the turn that this thread has and this one."""
-        if PyEval_GetFrame() == NULL:
-            return 0
-        frame = <object>PyEval_GetFrame()
-        while frame is not None and <void*>frame != self._holder:
-            if not _is_ours(frame):
-                raise ReentryError(
-                    "called in the middle of another call of this context's sequences: by a signal handler, "
-                    "a finalizer or a policy, say")
-            frame = frame.f_back
-        return 0
-
-    def __exit__(self, kind, error, trace):
-        self.give_turn()
-
-    cdef int give_turn(self) except -1:
+    cdef int give(self) except -1:
         self.depth -= 1
-        if not self._due or self.depth or self._is_calling:
-            self.lock.release()
-            return 0
-        self._is_calling = True
         try:
-            while self._due:
+            if self._due and not self.depth and not self._is_calling:
+                self._is_calling = True
                 try:
-                    self._due[0]()
-                except KeyboardInterrupt:
-                    raise  # what an interrupt cuts short is called again
-                except BaseException:
-                    self._due.popleft()
-                    raise
-                self._due.popleft()
+                    while self._due:
+                        self._due.popleft()()
+                finally:
+                    self._is_calling = False
         finally:
-            # No other thread can run between the last look and this.
-            self._is_calling = False
             self.lock.release()
+            _release_sigint()
         return 0
 
     def later(self, call not None):
@@ -132,18 +81,18 @@ cdef class Turns:
             return True
         return False
 
-    def renew(self):
-        """Free the lock in a forked child, if another thread of the parent held it.
-
-        Returns whether this thread is not in the middle of something.
-        """
+    def drop(self, one):
+        """Note something to be reaped: now, or where a turn is under way at the next one. For finalizers."""
+        self.dropped.append(one)
+        if self._context.generation != _generation or self._context.lock.is_mine():
+            return
         if self.lock.acquire(False):
-            self.lock.release()
-        else:
-            self.lock = _RLock()
-            self.depth = 0
-            self._is_calling = False
-        return self.depth == 0
+            try:
+                if not self.depth:
+                    self.take()
+                    self.give()
+            finally:
+                self.lock.release()
 
     def reap(self):
         """Free what was dropped; the lock is held. Does nothing here."""
@@ -151,24 +100,25 @@ cdef class Turns:
 
 @cython.final
 cdef class Checked:
-    """Take a turn, and call something with the lock held: what it raises gives the turn back."""
+    """The turn of one call of a sequence, with a check at its beginning; no other turn begins within it."""
 
     cdef Turns turns
     cdef object check
 
-    def __cinit__(self, Turns turns not None, check not None):
+    def __cinit__(self, Turns turns not None, check=None):
         self.turns = turns
         self.check = check
 
     def __enter__(self):
-        cdef bint is_done = False
-        self.turns.take_turn()
-        try:
-            self.check()
-            is_done = True
-        finally:
-            if not is_done:
-                self.turns.give_turn()
+        self.turns.take()
+        if self.check is not None:
+            try:
+                self.check()
+            except BaseException:
+                self.turns.give()
+                raise
+        self.turns._is_exclusive = True
 
     def __exit__(self, kind, error, trace):
-        self.turns.give_turn()
+        self.turns._is_exclusive = False
+        self.turns.give()

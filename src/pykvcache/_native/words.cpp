@@ -2,8 +2,7 @@
 //
 // llama.cpp's unicode.cpp is compiled here, inside the library `llama`, with two functions under
 // other names: matcher.h takes the place of std::regex, and bytes that are not Unicode
-// cost no exception each. The splitters that llama.cpp wrote by hand stay in use; at each character
-// they look whether they are to go on.
+// cost no exception each. The splitters that llama.cpp wrote by hand stay in use.
 #include <algorithm>
 #include <cassert>
 #include <map>
@@ -14,19 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include "interrupt.h"
-
 #define unicode_regex_split unicode_regex_split_std
 #define unicode_cpts_from_utf8 unicode_cpts_from_utf8_std
-#define _get_flags(at) _get_flags((pykv::look(), at))
-#define upper_bound(first, ...) upper_bound((pykv::look(), first), __VA_ARGS__)
-#define lower_bound(first, ...) lower_bound((pykv::look(), first), __VA_ARGS__)
 #include "unicode.cpp"
 #undef unicode_regex_split
 #undef unicode_cpts_from_utf8
-#undef _get_flags
-#undef upper_bound
-#undef lower_bound
 
 #include <array>
 #include <cstring>
@@ -182,6 +173,26 @@ const pattern & known_pattern(const std::string & text) {
     return found->second;
 }
 
+// Each space as a word of its own: no merge has one, and llama.cpp asserts that where it looks for a merge.
+std::vector<std::string> split_at_spaces(const std::vector<std::string> & words) {
+    std::vector<std::string> result;
+    result.reserve(words.size());
+    for (const std::string & word : words) {
+        size_t begin = 0;
+        for (size_t at = word.find(' '); at != std::string::npos; at = word.find(' ', begin)) {
+            if (at > begin) {
+                result.push_back(word.substr(begin, at - begin));
+            }
+            result.emplace_back(" ");
+            begin = at + 1;
+        }
+        if (begin < word.size() || word.empty()) {
+            result.push_back(word.substr(begin));
+        }
+    }
+    return result;
+}
+
 template <class Char>
 std::vector<size_t> split(const pykv::program & what, const std::vector<Char> & text, const std::vector<size_t> & lengths) {
     std::vector<size_t>  result;
@@ -204,7 +215,6 @@ std::vector<uint32_t> unicode_cpts_from_utf8(const std::string & text) {
         const size_t size = read_character(text, at, cpt);
         result.push_back(size ? cpt : REPLACEMENT);
         at += size ? size : 1;
-        pykv::look_at(result.size());
     }
     return result;
 }
@@ -216,9 +226,8 @@ std::vector<std::string> unicode_regex_split(const std::string & raw, const std:
     }
     std::string text;  // as the splitters written by hand decode it to the same characters
     text.reserve(raw.size());
-    for (size_t i = 0; i < cpts.size(); ++i) {
-        append_utf8(text, cpts[i]);
-        pykv::look_at(i);
+    for (const uint32_t cpt : cpts) {
+        append_utf8(text, cpt);
     }
     std::vector<uint8_t>  collapsed;
     std::vector<uint32_t> wide;
@@ -233,20 +242,16 @@ std::vector<std::string> unicode_regex_split(const std::string & raw, const std:
         if (found.collapsed) {
             if (collapsed.empty()) {
                 collapsed.resize(cpts.size());
-                for (size_t i = 0; i < cpts.size(); ++i) {
-                    collapsed[i] = collapse(cpts[i]);
-                    pykv::look_at(i);
-                }
+                std::transform(cpts.begin(), cpts.end(), collapsed.begin(), collapse);
             }
             lengths = split(found.what, collapsed, lengths);
         } else {
             if (wide.empty()) {
                 wide = cpts;
-                for (size_t i = 0; i < wide.size(); ++i) {
-                    if (wide[i] > 0x7F && unicode_cpt_flags_from_cpt(wide[i]).is_whitespace) {
-                        wide[i] = SPACE;
+                for (uint32_t & cpt : wide) {
+                    if (cpt > 0x7F && unicode_cpt_flags_from_cpt(cpt).is_whitespace) {
+                        cpt = SPACE;
                     }
-                    pykv::look_at(i);
                 }
             }
             lengths = split(found.what, wide, lengths);
@@ -264,7 +269,6 @@ std::vector<std::string> unicode_regex_split(const std::string & raw, const std:
     size_t at = 0;  // in text
     size_t i  = 0;  // in cpts
     for (const size_t length : lengths) {
-        pykv::look();
         const size_t begin = at;
         for (const size_t end = i + length; i < end; ++i) {
             at += cpts[i] < 0x80 ? 1 : cpts[i] < 0x800 ? 2 : cpts[i] < 0x10000 ? 3 : 4;
@@ -278,15 +282,18 @@ std::vector<std::string> unicode_regex_split(const std::string & raw, const std:
             words.back() += shown[static_cast<uint8_t>(text[b])];
         }
     }
-    return words;
+    return byte_encode || text.find(' ') == std::string::npos ? words : split_at_spaces(words);
 }
 
 namespace pykv {
 
 std::vector<std::string> split_text(const std::string & text, const std::vector<std::string> & patterns, bool byte_encode,
                                     bool with_std_regex) {
-    return with_std_regex ? unicode_regex_split_std(text, patterns, byte_encode)
-                          : unicode_regex_split(text, patterns, byte_encode);
+    if (!with_std_regex) {
+        return unicode_regex_split(text, patterns, byte_encode);
+    }
+    const std::vector<std::string> words = unicode_regex_split_std(text, patterns, byte_encode);
+    return byte_encode ? words : split_at_spaces(words);
 }
 
 }  // namespace pykv

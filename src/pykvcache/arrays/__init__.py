@@ -4,38 +4,41 @@ from __future__ import annotations
 
 from pykvcache.arrays.flat import FlatKVCache
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache, MambaCache
-from pykvcache.arrays.mlx.batch import BatchKVCache
-from pykvcache.arrays.mlx.batch_rotating import BatchRotatingKVCache
 from pykvcache.arrays.mlx.cache_list import CacheList
-from pykvcache.arrays.mlx.chunked import ChunkedKVCache
 from pykvcache.arrays.mlx.kinds import KvCacheKind, from_state
+from pykvcache.arrays.mlx.kv_cache import (
+    BatchKVCache,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+)
 from pykvcache.arrays.mlx.lru import LRUPromptCache
 from pykvcache.arrays.mlx.masks import create_attention_mask, create_causal_mask
-from pykvcache.arrays.mlx.persist import (
-    PromptCacheLayout,
-    load_prompt_cache,
-    prompt_cache_layout,
-    save_prompt_cache,
-)
-from pykvcache.arrays.mlx.prompt import (
+from pykvcache.arrays.mlx.prompt_cache import (
     ROTATING_DEFAULT_KEEP,
     PromptCacheConfig,
+    PromptCacheLayout,
     can_trim_prompt_cache,
+    load_prompt_cache,
     make_prompt_cache,
+    prompt_cache_layout,
+    save_prompt_cache,
     trim_prompt_cache,
 )
 from pykvcache.arrays.mlx.quantized import QuantizedKVCache
-from pykvcache.arrays.mlx.rotating import RotatingKVCache
-from pykvcache.arrays.mlx.standard import ConcatenateKVCache, KVCache
-from pykvcache.arrays.mlx.token_buffer import TokenBuffer
+from pykvcache.arrays.mlx.rotating import BatchRotatingKVCache, RotatingKVCache
+from pykvcache.arrays.mlx.tokens import TokenBuffer
 from pykvcache.arrays.mlx.trie import PromptTrie, PromptTrieResult
-from pykvcache.arrays.ollama.causal import CausalCache
-from pykvcache.arrays.ollama.checkpoints import CheckpointRing
+from pykvcache.arrays.ollama.cache import Cache, CacheConfig
+from pykvcache.arrays.ollama.causal import (
+    CausalCache,
+    ChunkedAttentionCache,
+    SWACache,
+    SWAMemCache,
+)
 from pykvcache.arrays.ollama.encoder import EncoderCache
 from pykvcache.arrays.ollama.input_cache import Input, InputCache, Slot
-from pykvcache.arrays.ollama.protocol import Cache, CacheConfig
-from pykvcache.arrays.ollama.recurrent import RecurrentCache
-from pykvcache.arrays.ollama.sliding import ChunkedAttentionCache, SWACache, SWAMemCache
+from pykvcache.arrays.ollama.recurrent import CheckpointRing, RecurrentCache
 from pykvcache.arrays.ollama.wrapper import WrapperCache
 from pykvcache.errors import KvCacheFull, NoSlot, NotSupported, ReprocessInputs, SharedCellsError
 

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._checks import as_float_dtype, as_int, as_storable, check_shape, converted
-from pykvcache.arrays.mlx._growth import grow, grown_capacity
 from pykvcache.errors import CacheLayerError, CacheOrderError, CacheValueError
 from pykvcache.errors._shown import shown
 
@@ -24,7 +23,7 @@ class FlatKVCache:
     It follows forgellm's ``KVCache``, with its gaps closed: there ``advance`` counts tokens
     that no layer holds, a layer may lag behind or run ahead, lengths are checked in debug
     builds only, and there is no way to append a prompt at once (``extend``), to step back
-    (``truncate``) or to choose the dtype. Here a call that raises changes nothing.
+    (``truncate``) or to choose the dtype. A refused call changes nothing.
 
     Not safe for use by several threads without a lock.
 
@@ -107,12 +106,8 @@ class FlatKVCache:
         k, v = self._storable("k", k), self._storable("v", v)
         for name, array in (("k", k), ("v", v)):
             if array.shape != (self.entry_size,):
-                raise CacheValueError(
-                    f"{name} has shape {array.shape}; ({self.entry_size},) is needed",
-                    name,
-                    array.shape,
-                    (self.entry_size,),
-                )
+                message = f"{name} has shape {array.shape}; ({self.entry_size},) is needed"
+                raise CacheValueError(message, name, array.shape, (self.entry_size,))
         self._store(index, k, v, 1)
 
     def extend(self, layer: SupportsIndex, k: NDArray[Any], v: NDArray[Any]) -> None:
@@ -138,13 +133,11 @@ class FlatKVCache:
         k, v = self._storable("k", k), self._storable("v", v)
         count, rest = divmod(k.size, self.entry_size)
         if k.ndim != 1 or v.shape != k.shape or rest or count == 0:
-            raise CacheValueError(
+            message = (
                 f"k has shape {k.shape} and v {v.shape}; "
-                f"both must be (n * {self.entry_size},) with n at least 1",
-                "k and v",
-                (k.shape, v.shape),
-                self.entry_size,
+                f"both must be (n * {self.entry_size},) with n at least 1"
             )
+            raise CacheValueError(message, "k and v", (k.shape, v.shape), self.entry_size)
         self._store(index, k, v, count)
 
     def advance(self) -> None:
@@ -156,11 +149,8 @@ class FlatKVCache:
             A layer got nothing since the last ``advance``.
         """
         if not all(self._pending):
-            raise CacheOrderError(
-                f"nothing was appended to layer {self._pending.index(0)}",
-                "layer",
-                self._pending.index(0),
-            )
+            layer = self._pending.index(0)
+            raise CacheOrderError(f"nothing was appended to layer {layer}", "layer", layer)
         self._len += self._pending[0]
         self._pending = [0] * self._num_layers
 
@@ -184,7 +174,7 @@ class FlatKVCache:
         return self._view(1, layer)
 
     def truncate(self, length: SupportsIndex) -> None:
-        """Keep the first `length` tokens, and nothing that ``advance`` has not counted.
+        """Keep the first `length` tokens, and drop those that ``advance`` has not counted.
 
         ``truncate(len(cache))`` takes back a forward pass that failed half-way.
 
@@ -193,9 +183,7 @@ class FlatKVCache:
         CacheValueError
             `length` is outside ``[0, len(cache)]``.
         """
-        # Read first: an integer of the caller's own class may use the cache meanwhile.
-        number = as_int("length", length)
-        self._len = as_int("length", number, minimum=0, maximum=self._len)
+        self._len = as_int("length", length, minimum=0, maximum=self._len)
         self._pending = [0] * self._num_layers
 
     def clear(self) -> None:
@@ -205,7 +193,7 @@ class FlatKVCache:
     def copy(self) -> FlatKVCache:
         """Return an independent cache of the same content and capacity."""
         other = FlatKVCache(self._num_layers, self._num_kv_heads, self._head_dim, dtype=self._dtype)
-        other._data = grow(self._data, 2, 0, self._len + max(self._pending), self.capacity)
+        other._data = self._data.copy()
         other._len, other._pending = self._len, self._pending.copy()
         return other
 
@@ -217,7 +205,7 @@ class FlatKVCache:
         return self._len
 
     def is_empty(self) -> bool:
-        """Tell whether ``len`` is 0."""
+        """Return whether ``len`` is 0."""
         return self._len == 0
 
     @property
@@ -242,7 +230,7 @@ class FlatKVCache:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of what ``k`` and ``v`` return."""
+        """The dtype of the keys and values."""
         return self._dtype
 
     @property
@@ -260,38 +248,31 @@ class FlatKVCache:
     def _layer(self, layer: SupportsIndex) -> int:
         index = as_int("layer", layer)
         if not 0 <= index < self._num_layers:
-            raise CacheLayerError(
-                f"layer is {shown(index)}; the cache has {self._num_layers} layers",
-                "layer",
-                index,
-                self._num_layers - 1,
-            )
+            message = f"layer is {shown(index)}; the cache has {self._num_layers} layers"
+            raise CacheLayerError(message, "layer", index, self._num_layers - 1)
         return index
 
     def _storable(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
-        # The usual array is the right one already, and a token costs few microseconds.
+        # Fast path: an append takes only a few microseconds.
         if type(array) is np.ndarray and array.dtype == self._dtype:
             return array
         return converted(as_storable(name, array, self._dtype), self._dtype)
 
     def _store(self, layer: int, k: NDArray[Any], v: NDArray[Any], count: int) -> None:
         if self._pending[layer]:
-            raise CacheOrderError(
-                f"layer {layer} has its tokens already; call advance() first", "layer", layer
-            )
+            message = f"layer {layer} has its tokens already; call advance() first"
+            raise CacheOrderError(message, "layer", layer)
         pending = max(self._pending)
         if pending not in (0, count):
-            raise CacheOrderError(
-                f"layer {layer} gets {count} tokens and another layer got {pending}",
-                f"tokens of layer {layer}",
-                count,
-                pending,
-            )
+            message = f"layer {layer} gets {count} tokens and another layer got {pending}"
+            raise CacheOrderError(message, f"tokens of layer {layer}", count, pending)
         end = self._len + count
         if end > self.capacity:
-            capacity = grown_capacity(self.capacity, end)
-            self._data = grow(self._data, 2, 0, self._len + pending, capacity)
-        # A view that an earlier call returned may be what the keys are written over.
+            # By half each time, so that every token is copied a constant number of times.
+            grown = self._rows(max(end, self.capacity * 3 // 2, 256))
+            grown[:, :, : self.capacity] = self._data
+            self._data = grown
+        # The keys are written first, and `v` may be a view of them.
         if v.base is not None and np.may_share_memory(v, self._data):
             v = v.copy()
         self._data[0, layer, self._len : end] = k.reshape(count, -1)

@@ -41,7 +41,7 @@ def cache() -> None:
     """Look at, check and trim the tiers of prefix caches: folders, Redis and Valkey, buckets.
 
     PATH_OR_URL is what `PrefixCache(ctx, tiers=[...])` was given: a folder, redis://host,
-    s3://bucket/prefix. All of it may be used by other processes meanwhile.
+    s3://bucket/prefix. Other processes may use it at the same time.
     """
 
 
@@ -149,7 +149,7 @@ def clear_all(where: str, yes: bool) -> None:
     with _open(where) as store:
         if not yes:
             if not is_terminal(sys.stdin):
-                raise click.UsageError("nobody is there to ask: --yes removes all blocks")
+                raise click.UsageError("there is no terminal to ask on: --yes removes all blocks")
             click.confirm(f"Remove all blocks of {where}?", abort=True)
         removed = store.trim(0)
     click.echo(f"{len(removed):,} blocks removed")
@@ -157,12 +157,12 @@ def clear_all(where: str, yes: bool) -> None:
 
 @contextmanager
 def _open(where: str, *, changes: bool = True) -> Iterator[BlockStore]:
-    """Open a store; what was asked of it has to have been answered when the body ends."""
+    """Open a store; raise at the end unless it answered every request."""
     from pykvcache.prefix.stores import tools
 
     with tools.open_existing(where) as store:
         count = store.counters
-        # The index of a folder that can only be read cannot be opened; its files tell as much.
+        # A folder that may only be read says so when it is opened, and can be listed.
         n_denied = 0 if changes else count.denied
         yield store
         # A cache treats a dead server as an empty one; this command must not.

@@ -22,7 +22,7 @@ Examples:
   pykvcache rpc-server --host 10.0.0.2 --port 50052       for a network of your own
   then: LlamaModel("model.gguf", rpc=["10.0.0.2:50052"])
 
-It serves one process at a time, until it is stopped. Needs a build with CMAKE_ARGS=-DGGML_RPC=ON.
+It serves one process at a time, until it is stopped. Windows has none.
 """
 
 _WARNING = (
@@ -61,5 +61,8 @@ def rpc_server(host: str, port: int, names: tuple[str, ...], threads: int | None
     except (OSError, UnicodeError) as error:
         raise click.BadParameter(f"{host!r} leads nowhere: {error}") from None
     note(_WARNING.format(where=f"{address}:{port}"))
+    with socket.socket() as probe:  # ggml does not tell why it cannot listen
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((address, port))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler waits for the call to end
     lib.rpc_serve(f"{address}:{port}", threads or usable_cpus(), list(names))

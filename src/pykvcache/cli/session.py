@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from pykvcache._paths import FileId, file_id
 from pykvcache.cli.talk import Talk
-from pykvcache.errors import KvCacheError
 
 __all__ = ["Session", "facts_of"]
 
@@ -25,7 +24,6 @@ class Session:
         self.path = path
         self._facts = facts_of(path)
         self._holds: object = None
-        self._is_writing = False
 
     @property
     def exists(self) -> bool:
@@ -56,19 +54,16 @@ class Session:
         """
         if self.holds(talk):
             return
-        if not self._is_writing and facts_of(self.path) not in (None, self._facts):
+        if facts_of(self.path) not in (None, self._facts):
             raise FileExistsError(
                 f"another program has written {self.path} meanwhile, and that stays: "
                 "/save OTHER keeps this talk"
             )
-        self._holds, self._is_writing = None, True
+        self._holds = None
         try:
             talk.save(self.path)
-        except (OSError, KvCacheError):
-            self._is_writing = False  # nothing was written
-            raise
-        # After a Ctrl-C before this the file may be ours already, and is written again.
-        self._facts, self._is_writing = facts_of(self.path), False
+        finally:  # Ctrl-C comes out of it when the file is written
+            self._facts = facts_of(self.path)
         self._holds = talk.snapshot()
 
 

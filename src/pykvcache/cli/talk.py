@@ -111,7 +111,6 @@ class Talk:
         if not self.is_whole:
             self.lay_out()
         turn, message = Turn(len(self.sequence), len(self.text)), {"role": "user", "content": text}
-        # Between these two no Ctrl-C can come.
         self.turns, self.messages = [*self.turns, turn], [*self.messages, message]
         try:
             self._extend(text)
@@ -310,9 +309,8 @@ class Talk:
         first, messages = self.turns[-n], self.messages[: self._users()[-n]]
         can_cut = self.is_whole and first.is_known
         self.is_whole = False
-        # Between these no Ctrl-C can come; after them the tokens can be made anew.
-        turns, text = self.turns[:-n], self.text[: max(0, first.n_text)]
-        self.messages, self.turns, self.text = messages, turns, text
+        self.messages, self.turns = messages, self.turns[:-n]
+        self.text = self.text[: max(0, first.n_text)]
         if can_cut:
             self.sequence.truncate(first.n_tokens)
             self.is_whole = True

@@ -10,7 +10,6 @@ from typing import Any, TextIO
 
 import click
 
-from pykvcache._threads import Worker, has_started
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ContextCreateError, KvCacheError
 from pykvcache.model import LlamaModel
@@ -99,14 +98,13 @@ def watched(ctx: LlamaContext, n_tokens: int, label: str = "prompt") -> Iterator
             while not done.wait(POLL):
                 bar.update(min(n_tokens, ctx.tokens_evaluated - start) - bar.pos)
 
-        thread = Worker(look, "pykvcache-bar")
-        is_moving = has_started(thread)
+        thread = threading.Thread(target=look, name="pykvcache-bar", daemon=True)
+        thread.start()
         try:
             yield
         finally:
             done.set()
-            if is_moving:
-                thread.join()
+            thread.join()
             bar.update(min(n_tokens, ctx.tokens_evaluated - start) - bar.pos)
 
 

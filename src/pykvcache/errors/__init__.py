@@ -98,7 +98,6 @@ __all__ = [
     "StateTruncated",
     "StateVersionError",
     "StoreError",
-    "ThreadRefused",
     "UnsupportedError",
     "UnsupportedOperation",
 ]
@@ -290,10 +289,6 @@ class ReentryError(KvCacheError, RuntimeError):
     """
 
 
-class ThreadRefused(DetailedError, RuntimeError):
-    """The system gives no thread, by a limit on their number or on memory; nothing was changed."""
-
-
 class InternalError(KvCacheError, RuntimeError):
     """llama.cpp hit an assertion or an exception that no check foresaw.
 
@@ -302,24 +297,21 @@ class InternalError(KvCacheError, RuntimeError):
 
 
 class ChatTemplateError(KvCacheError, ValueError):
-    """A chat template cannot be rendered: it refused the messages, failed, or went too far.
+    """A chat template refused the messages, or failed.
 
     Attributes
     ----------
     reason : str
-        ``"refused"`` by the template's own words, ``"limit"`` for a bound on its work, memory or
-        nesting, ``"error"`` for everything else that goes wrong in a program.
-    limit : int or None
-        The bound, where that is the reason.
+        ``"refused"`` where the template called ``raise_exception``: the message has its words.
+        ``"error"`` for everything else that goes wrong in a template.
     """
 
-    def __init__(self, reason: str, message: str, limit: int | None = None) -> None:
+    def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-        self.limit = limit
 
-    def __reduce__(self) -> tuple[type, tuple[str, str, int | None]]:
-        return type(self), (self.reason, str(self), self.limit)
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.reason, str(self))
 
 
 # Stores of blocks ---------------------------------------------------------------------

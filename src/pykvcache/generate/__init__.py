@@ -1,8 +1,7 @@
 """Many sequences generated at once: one decode per step.
 
 ================  ==================================================================
-`generator.py`    `BatchGenerator`: what users hold, and what they ask for
-`driving.py`      who makes the steps: those who wait, or a thread; the end
+`generator.py`    `BatchGenerator`: what users hold, and who makes its steps
 `handle.py`       `GenerationHandle`: one request, and what has come of it
 `schedule.py`     who runs, who waits, who leaves when cells run out
 `step.py`         one decode for all that run: what goes in, what comes out

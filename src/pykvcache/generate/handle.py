@@ -216,15 +216,12 @@ class GenerationHandle:
     # For the generator ------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look at the last tokens, which may be the end. After an interrupt it begins again."""
+        """Look at the last tokens, which may be the end."""
         try:
             self._read()
         except ClosedError as error:  # the model was closed: its tokens have no text
             self._end("error", error)
             return
-        except BaseException:
-            self._stream, self._seen = TextStream(self._stop.strings), 0
-            raise
         lane, tokens = self._lane, self._tokens
         if lane.error is not None:
             self._end("error", lane.error)

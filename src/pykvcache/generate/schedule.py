@@ -9,8 +9,7 @@ from pykvcache.generate.handle import GenerationHandle
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sequence.ledger import common_prefix
-from pykvcache.sequence.member import Stage
-from pykvcache.sequence.pool import SequencePool
+from pykvcache.sequence.pool import SequencePool, Stage
 
 __all__ = ["Schedule"]
 
@@ -37,9 +36,8 @@ def missing(handle: GenerationHandle) -> int:
 class Schedule:
     """The requests of one generator. The pool's lock is held.
 
-    Within a step those that run are pinned: the pool parks none of them for somebody else. Between
-    two steps they are idle like any other sequence. Whoever moves from one list to the other stands
-    in both for a while: an interrupt loses nobody.
+    Within a step those that run are pinned: the pool parks none of them for another sequence.
+    Between two steps they are idle like any other sequence.
     """
 
     def __init__(
@@ -64,8 +62,7 @@ class Schedule:
 
     def count(self) -> int:
         """Return how many requests are left, samples that wait for their prompt too."""
-        known = {*self.waiting, *self.running}
-        return sum(1 + len(handle._siblings) for handle in known)
+        return sum(1 + len(handle._siblings) for handle in (*self.waiting, *self.running))
 
     def add(self, handle: GenerationHandle) -> None:
         """Let a request wait for its turn."""
@@ -76,9 +73,6 @@ class Schedule:
         i = 0
         while i < len(self.waiting):
             head = self.waiting[i]
-            if head in self.running:
-                del self.waiting[i]
-                continue
             cached = self._cached(head)
             if cached is not None and cached.search is not None and not self._is_ready(cached):
                 i += 1

@@ -9,10 +9,8 @@ import numpy as np
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError, DecodeAborted, NoKvCacheSlot, OvertakenError
 from pykvcache.generate.handle import FinishReason, GenerationHandle
-from pykvcache.generate.parts import end_of_part, is_part
 from pykvcache.generate.schedule import Schedule
-from pykvcache.sequence.cells import Row, SequenceCells
-from pykvcache.sequence.length import most_tokens
+from pykvcache.sequence.cells import Row, SequenceCells, most_tokens
 
 __all__ = ["Stepper"]
 
@@ -71,7 +69,6 @@ class Stepper:
             stage.is_on = True
             made = self._step()
         finally:
-            # Nothing is called here: an interrupt cannot leave it on.
             stage.is_on = False
         self._turns = schedule.pool.turns
         return made
@@ -108,7 +105,7 @@ class Stepper:
         return found[0]
 
     def _look(self) -> None:
-        """Look at requests whose last token may be the end; also after an interrupt."""
+        """Look at requests whose last token may be the end."""
         while self._looks:
             handle = self._looks[-1]
             handle._look()
@@ -159,10 +156,10 @@ class Stepper:
         running = self._schedule.running
         if any([handle._siblings for handle in running]):
             return
-        owners, lanes = tuple(running), tuple([handle._lane for handle in running])
-        cells, n_waiting = tuple([handle._cells for handle in running]), len(self._schedule.waiting)
-        # Nothing is called here: an interrupt leaves all of them or none.
-        self._owners, self._lanes, self._cells, self._n_waiting = owners, lanes, cells, n_waiting
+        self._owners = tuple(running)
+        self._lanes = tuple([handle._lane for handle in running])
+        self._cells = tuple([handle._cells for handle in running])
+        self._n_waiting = len(self._schedule.waiting)
 
     def _ungroup(self) -> None:
         """Let the next step look at everything; nobody who has ended is kept for it."""
@@ -207,8 +204,6 @@ class Stepper:
                 n = len(ledger)
             cells.attach()
             cells.rewind(min(ledger.n_evaluated, n - 1))
-            if cells.incoming is not None:
-                cells.incoming.meet(cells)
             if n - ledger.n_evaluated == 1 and room:
                 shares.append(self._put(handle, n))
                 room -= 1
@@ -221,7 +216,7 @@ class Stepper:
             begin, n = ledger.n_evaluated, len(ledger)
             end = min(n, begin + min(room, self._n_chunk))
             if handle._cells.needs_points:
-                end = end_of_part(handle._cells, end, room)
+                end = _end_of_part(handle._cells, end, room)
             shares.append(self._put(handle, end))
             room -= end - begin
         return shares
@@ -246,7 +241,7 @@ class Stepper:
     ) -> bool:
         """Decode and hand out tokens; False, and nothing done, where that cannot be done so."""
         self._check_room(len(self._rows) + len(ready))
-        prompts = [s for s in shares if is_part(s.handle._cells, s.end)]
+        prompts = [s for s in shares if _is_part(s.handle._cells, s.end)]
         for share in shares:
             share.handle._cells.row = None
         parts: list[tuple[lib.Tokens, int, int, int]]
@@ -322,7 +317,7 @@ class Stepper:
         mine, other = handle._cells, sibling._cells
         n = len(mine.ledger)
         if sibling._lane.tokens or sibling._finish is not None:
-            return False  # it has been here, before an interrupt
+            return False  # it has been here, before something failed
         if other.seq_id is not None or other.state is not None:
             other.release()
         if not np.array_equal(mine.ledger.part(0, n), other.ledger.part(0, len(other.ledger))):
@@ -339,7 +334,7 @@ class Stepper:
             for handle in [*self._schedule.running, *self._schedule.waiting]:
                 self._end_aborted(handle)
         except BaseException:
-            self.aborted = True  # an interrupt: again at the next step
+            self.aborted = True
             raise
 
     def _end_aborted(self, handle: GenerationHandle) -> None:
@@ -361,10 +356,8 @@ class Stepper:
         """End a request; `alone`: the other samples of its prompt go on, the next one first."""
         siblings = handle._siblings
         if alone and siblings:
-            first = siblings[0]
-            if first not in self._schedule.waiting:
-                first._siblings = siblings[1:]
-                self._schedule.add(first)
+            first, *first._siblings = siblings
+            self._schedule.add(first)
         else:
             for one in siblings:
                 one._end(reason, error)
@@ -395,3 +388,24 @@ class Stepper:
         """End everything that is left."""
         for handle in [*self._schedule.running, *self._schedule.waiting]:
             self._end(handle, "aborted")
+
+
+def _end_of_part(cells: SequenceCells, end: int, room: int) -> int:
+    """Return where a part ends that could end at ``end``, with room for so many tokens.
+
+    A last token alone would look like one that was generated, and leave no checkpoint: it goes
+    with the part before it, or with the token before it.
+    """
+    begin, n = cells.ledger.n_evaluated, len(cells.ledger)
+    end = min(end, cells.next_stop(n))
+    if end == n - 1 and cells.next_stop(n) == n:
+        if end - begin > 1:
+            return end - 1
+        return n if room > 1 else end
+    return end
+
+
+def _is_part(cells: SequenceCells, end: int) -> bool:
+    """Whether tokens up to ``end`` are part of a prompt after which a checkpoint is taken."""
+    begin, n = cells.ledger.n_evaluated, len(cells.ledger)
+    return cells.needs_points and (end - begin > 1 or (n - begin > 1 and end == cells.next_stop(n)))

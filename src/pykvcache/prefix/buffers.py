@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,13 +78,15 @@ class BufferPool:
             self._free.append(memory)
 
 
-def _buffer_type(size: int) -> type[ctypes.Array[ctypes.c_uint8]]:
+def _buffer_type(size: int) -> Any:
     """Return a type whose instances give their memory back to their pool when they end."""
 
-    class Buffer(ctypes.Array):  # type: ignore[type-arg]
+    class Buffer(ctypes.Array[ctypes.c_uint8]):
         _type_ = ctypes.c_uint8
         _length_ = size
         __slots__ = ("memory", "pool")
+        pool: BufferPool
+        memory: Array
 
         def __del__(self) -> None:
             self.pool._put_back(self.memory)

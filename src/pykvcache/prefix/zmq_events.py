@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from pykvcache._integers import as_int
-import threading
 from pykvcache.errors import ArgumentError, ClosedError
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.cache import PrefixCache
@@ -102,7 +103,7 @@ class EventPublisher:
         An address cannot be bound.
     TypeError, ValueError
         An argument is wrong, or the cache is closed.
-    ThreadRefused
+    RuntimeError
         The system gives no thread.
     """
 
@@ -138,14 +139,13 @@ class EventPublisher:
         self._next = 0
         self._has_gap = False  # whether events were forgotten since the last message
         self._pid = os.getpid()
-        self._wake, self._ended = Flag(), Flag()
+        self._wake = threading.Event()
         self._closed = False
         self._context = zmq.Context()
         self._sockets: list[Any] = []
         self._bound: list[str] = []
-        self._thread = Worker(self._work, "pykvcache-events")
-        self._turn = [True]  # whoever takes it closes the sockets: the thread, or who gives it up
-        events = cache.events
+        self._stop: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._work, name="pykvcache-events", daemon=True)
         try:
             self._publish = self._bind(zmq.PUB, endpoint, "endpoint")
             self._replay = (
@@ -153,31 +153,14 @@ class EventPublisher:
                 if replay_endpoint is None
                 else self._bind(zmq.ROUTER, replay_endpoint, "replay_endpoint")
             )
-            start(self._thread)
-            self._stop = events.subscribe(self._note)
+            self._stop = cache.events.subscribe(self._note)
+            self._thread.start()
         except BaseException:
-            events._unsubscribe(self._note)  # what ends that may not have come back
-            self._abandon()
+            # Neither a subscription nor an address is left.
+            self._stop()
+            self._closed = True
+            self._context.destroy(0)
             raise
-
-    def _abandon(self) -> None:
-        """Leave nothing of what could not be made: no thread, no address that is taken."""
-        self._closed = True
-        if self._is_taken():
-            self._wake.set()
-            self._ended.wait(5)
-            return
-        for socket in self._sockets:
-            socket.close(0)
-        # Ctrl-C may have left a socket that is not in the list: waiting for that would never end.
-        self._context.destroy(0)
-
-    def _is_taken(self) -> bool:
-        try:
-            self._turn.pop()
-        except IndexError:
-            return True
-        return False
 
     @property
     def endpoint(self) -> str:
@@ -211,13 +194,10 @@ class EventPublisher:
             self._wake.set()
 
     def _work(self) -> None:
-        if self._is_taken():
-            return
         try:
             self._serve()
         finally:
-            self._close_sockets()
-            self._ended.set()
+            self._context.destroy(200)
 
     def _serve(self) -> None:
         while True:
@@ -259,11 +239,6 @@ class EventPublisher:
                 replay.send_multipart([who, b"", _END_OF_REPLAY, b""], self._zmq.NOBLOCK)
         except (self._zmq.ZMQError, ValueError):
             return
-
-    def _close_sockets(self) -> None:
-        for socket in self._sockets:
-            socket.close(200)
-        self._context.term()
 
     def close(self) -> None:
         """Send what waits, and give the addresses back; twice does nothing."""

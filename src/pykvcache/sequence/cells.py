@@ -6,23 +6,73 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._native import lib
 from pykvcache._ranges import Range, deepest
-from pykvcache.errors import NoKvCacheSlot, PartialStateError, StateError, UnsupportedOperation
+from pykvcache.context import LlamaContext
+from pykvcache.errors import (
+    NoKvCacheSlot,
+    PartialStateError,
+    PositionError,
+    StateError,
+    UnsupportedOperation,
+)
 from pykvcache.sequence.checkpoints import CheckpointPolicy, Checkpoints, WindowChunk
-from pykvcache.sequence.incoming import Incoming
 from pykvcache.sequence.ledger import Ledger
-from pykvcache.sequence.length import check_length
-from pykvcache.sequence.member import Stage
-from pykvcache.sequence.pool import SequencePool
-from pykvcache.sequence.twins import PutBack, Twins, taken_out
+from pykvcache.sequence.pool import SequencePool, Stage
 
-__all__ = ["SequenceCells"]
+__all__ = ["PutBack", "SequenceCells", "check_length", "least_cut", "most_tokens"]
 
 Row = npt.NDArray[np.float32]
+_T = TypeVar("_T")
+
+
+class PutBack:
+    """What is kept of a parked sequence: called with an id, it makes the memory hold it there.
+
+    Attributes
+    ----------
+    least
+        To how many tokens a window of it can be cut, or more; to fewer the cells are missing.
+    """
+
+    __slots__ = ("__weakref__", "_put", "least")
+
+    def __init__(self, put: Callable[[int], object], least: int) -> None:
+        self._put = put
+        self.least = least
+
+    def __call__(self, seq_id: int) -> None:
+        """Make the memory hold it under an id."""
+        self._put(seq_id)
+
+
+class Twins:
+    """Sequences that hold the same: a fork and its origin, until one of them changes.
+
+    The state is kept by those that are parked, not here.
+    """
+
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        self._state: Callable[[], PutBack | None] = lambda: None
+
+    def is_parked_with(self, state: PutBack) -> bool:
+        """Whether this is the state of those that are parked."""
+        return self._state() is state
+
+    def state(self, take_out: Callable[[], PutBack]) -> PutBack:
+        """Return the state of those that are parked, or take it out for the first of them."""
+        known = self._state()
+        if known is None:
+            known = take_out()
+            self._state = weakref.ref(known)
+        return known
 
 
 class SequenceCells:
@@ -45,13 +95,11 @@ class SequenceCells:
         self.points = Checkpoints() if points is None else points
         self.seq_id: int | None = None
         self.state: PutBack | None = None
-        self.row: Row | None = None  # logits after the last token, while nothing is edited
+        self._row: tuple[int, Row] | None = None
         self.pins = 0
         self.branches: set[int] = set()  # where others went another way: places for checkpoints
         self.stage: Stage | None = None
-        self.incoming: Incoming | None = None
         self._twins: tuple[tuple[int, int], Twins] | None = None  # and what they hold by name
-        self._finalizer: weakref.finalize[[int, object], SequenceCells] | None = None
         self._native = pool.ctx.native
         self.needs_points = self._native.has_rest
         self._has_state, self._has_window = self._native.has_state_part, self._native.has_window
@@ -61,6 +109,16 @@ class SequenceCells:
     def n_held(self) -> int:
         """Tokens that the memory or the saved state holds."""
         return self.ledger.n_held
+
+    @property
+    def row(self) -> Row | None:
+        """Logits after the last token; an edit of the tokens forgets them."""
+        row = self._row
+        return row[1] if row is not None and row[0] == self.ledger.edits else None
+
+    @row.setter
+    def row(self, row: Row | None) -> None:
+        self._row = None if row is None else (self.ledger.edits, row)
 
     @property
     def live_id(self) -> int:
@@ -80,7 +138,7 @@ class SequenceCells:
         if self.seq_id is None:
             self._own(self.pool.need_id(self))
             if self.state is not None:
-                self._unpark()
+                self._unpark(self.state)
             else:
                 self._emptied()
         self.pool.touch(self.live_id)
@@ -89,28 +147,18 @@ class SequenceCells:
 
     def _own(self, seq_id: int) -> None:
         self.seq_id = self.ledger.seq_id = seq_id
-        self._finalizer = weakref.finalize(self, self.pool.drop, seq_id, self.pool.lending(seq_id))
-        self._finalizer.atexit = False
 
     def _disown(self) -> None:
-        seq_id = self.live_id
-        if self._finalizer is not None:  # None after an interrupt in the middle of `_own`
-            self._finalizer.detach()
-        # The pool lends again what nobody has, whoever it noted.
+        self.pool.take_back(self.live_id)
         self.seq_id, self.ledger.seq_id = None, -1
-        self.pool.give_back(seq_id)
 
-    def _unpark(self) -> None:
-        assert self.state is not None
-        put_back = partial(self.state, self.live_id)
+    def _unpark(self, state: PutBack) -> None:
         try:
-            self.with_room(put_back)
+            self.with_room(partial(state, self.live_id))
         except BaseException:
-            # After an interrupt it may stand there already; an id is free where nothing does.
-            self._native.seq_rm(self.live_id, None, None)
             self._disown()
             raise
-        state, self.state = self.state, None
+        self.state = None
         self.note()
         if self._twins is not None and self._twins[1].is_parked_with(state):
             self._be_twin(self._twins[1])
@@ -126,11 +174,10 @@ class SequenceCells:
                 self.state = self.twins.state(self._taken_out)
             except UnsupportedOperation:
                 self._emptied()
-        self._native.seq_rm(self.live_id, None, None)
         self._disown()
 
     def _taken_out(self) -> PutBack:
-        return taken_out(self._native, self.live_id, self.n_held, self.pool.ctx.model.n_swa)
+        return _taken_out(self._native, self.live_id, self.n_held, self.pool.ctx.model.n_swa)
 
     @property
     def twins(self) -> Twins:
@@ -146,12 +193,8 @@ class SequenceCells:
     def release(self) -> None:
         """Free everything; the ledger stays."""
         self.state = self.row = None
-        if self.incoming is not None:
-            self.incoming.cancel()
-            self.incoming = None
         self.points = Checkpoints()
         if self.seq_id is not None:
-            self.pool.clear(self.live_id)
             self._disown()
         self._emptied()
 
@@ -316,6 +359,42 @@ class SequenceCells:
         if self.seq_id is not None:
             self.note()
 
+    # Dropping tokens out of the middle -----------------------------------------------------------
+
+    def discard(self, begin: int, end: int) -> None:
+        """Drop held tokens and move those after them down; UnsupportedOperation changes nothing."""
+        native = self._native
+        try:
+            native.remove(self.live_id, begin, end)
+        except UnsupportedOperation:
+            if not (native.can_shift() and self._is_shared() and self._is_whole_in_state()):
+                raise
+            # Shared cells cannot be moved: out and in again, they are its own.
+            self.park()
+            self.attach()
+            native.remove(self.live_id, begin, end)
+        self.points.drop_after(begin)
+        ledger = self.ledger
+        at = ledger.shifted_at
+        ledger.shifted_at = begin if at is None else min(begin, at)
+        ledger.n_evaluated -= end - begin
+        ledger.delete(begin, end)
+        self.note()
+
+    def _is_shared(self) -> bool:
+        members = self.pool.ctx.cells().members
+        mine = members[members[:, self.seq_id]]
+        return bool((mine.sum(axis=1) > 1).any())
+
+    def _is_whole_in_state(self) -> bool:
+        """Whether a state has all of its cells: of a window it has what the next token sees."""
+        try:
+            self._native.state_size(self.live_id)
+        except UnsupportedOperation:
+            return False
+        is_attention = self._native.memory_kind == "attention"
+        return is_attention or self.n_held <= self.pool.ctx.model.n_swa
+
     # Evaluating -------------------------------------------------------------------------------
 
     def evaluate(self, *, want_row: bool) -> Row | None:
@@ -329,17 +408,11 @@ class SequenceCells:
         is_prompt = n - ledger.n_evaluated > 1
         begin, began = ledger.n_evaluated, time.perf_counter()
         while ledger.n_evaluated < n:
-            before = ledger.n_evaluated
-            end = n if self.incoming is None else min(n, self.incoming.meet(self) or n)
-            if ledger.n_evaluated != before:
-                begin, began = ledger.n_evaluated, time.perf_counter()
-            stop = n
-            if self.needs_points and is_prompt:
-                stop = self.next_stop(n)
-            end = min(end, stop)
+            is_part = self.needs_points and is_prompt
+            end = self.next_stop(n) if is_part else n
             if not self._decode(end, want_row and end == n):
                 self._begin(n, want_row)  # it was changed by hand meanwhile
-            elif self.needs_points and is_prompt and end == stop:
+            elif is_part:
                 self.checkpoint()
         if want_row:  # without them nobody has waited for the end of the computation
             self.pool.note_time(begin, n, time.perf_counter() - began)
@@ -352,20 +425,16 @@ class SequenceCells:
 
     def _decode(self, end: int, want_row: bool) -> bool:
         """Decode up to a token; False, and nothing done, where the cells are not what was noted."""
-        done = False
 
-        def run() -> None:
-            nonlocal done
+        def run() -> tuple[bool, Row | None]:
             try:
-                done, self.row = self._native.decode_pending(
-                    self.ledger, self.live_id, end, want_row
-                )
+                return self._native.decode_pending(self.ledger, self.live_id, end, want_row)
             except BaseException:
                 self.failed()
                 raise
 
         self.row = None
-        self.with_room(run)
+        done, self.row = self.with_room(run)
         if done:
             self.pool.count_step((self,))
         return done
@@ -374,14 +443,13 @@ class SequenceCells:
         """After a decode that failed: the ledger knows what is held, checkpoints beyond go."""
         self.points.drop_after(self.ledger.n_evaluated)
 
-    def with_room(self, call: Callable[[], object]) -> None:
+    def with_room(self, call: Callable[[], _T]) -> _T:
         """Call, and park an idle sequence whenever there is no room."""
         self.pins += 1
         try:
             while True:
                 try:
-                    call()
-                    return
+                    return call()
                 except NoKvCacheSlot:
                     if not self.pool.make_room(self):
                         raise
@@ -473,8 +541,7 @@ class SequenceCells:
         except UnsupportedOperation:
             # Parts cannot be copied: all of it, to be rewound when it is used.
             if whole or (
-                not self.reachable(n)
-                and not self.pool.ctx.memory_info.can_remove_partial
+                not self.reachable(n) and not self.pool.ctx.memory_info.can_remove_partial
             ):
                 child._restart()
                 return
@@ -489,3 +556,58 @@ class SequenceCells:
         """Return the tokens that the memory holds after the first n."""
         own = self.ledger.part(n, self.ledger.n_evaluated)
         return np.concatenate([own, self.ledger.stale])
+
+
+def least_cut(n: int, n_swa: int) -> int:
+    """Return to how many of n tokens a window can be cut that has all that its last token saw."""
+    return 1 if n <= n_swa else n - 1
+
+
+def _taken_out(native: lib.Context, seq_id: int, n: int, n_swa: int) -> PutBack:
+    """Return what puts a sequence back; a memory without a known layout takes back its own only.
+
+    ``n``: how many tokens it holds.
+    """
+    least = n
+    if native.has_rest:
+        # Other sequences may have taken the cell that its next token will not see.
+        least = least_cut(n, n_swa)
+        if not native.can_resume(seq_id, least):
+            least = n - 1 if least < n - 1 and native.can_resume(seq_id, n - 1) else n
+    if not native.has_layout:
+        state = native.get_partial_state(seq_id)
+        return PutBack(lambda dst: native.set_blocks(dst, [], state), least)
+    data = native.get_state(seq_id, None)
+    return PutBack(lambda dst: native.set_state(dst, [data], None), least)
+
+
+def most_tokens(ctx: LlamaContext) -> int:
+    """Return how many tokens one sequence can have: its cells, and the positions of the model."""
+    positions = ctx.max_position + 1
+    return positions if ctx.memory_kind == "recurrent" else min(ctx.n_ctx_seq, positions)
+
+
+def check_length(ctx: LlamaContext, n: int) -> None:
+    """Refuse what could not be evaluated if it were alone, before anybody leaves for it."""
+    if n <= most_tokens(ctx):
+        return
+    if ctx.memory_kind == "recurrent" or n <= ctx.n_ctx_seq:
+        last = ctx.max_position
+        raise PositionError(
+            f"the sequence has {n} tokens, and the highest position of this model is {last}: "
+            "truncate or discard some",
+            what="n_tokens",
+            value=n - 1,
+            limit=last,
+        )
+    why = f"n_ctx is {ctx.n_ctx}, always a multiple of 256"
+    if ctx.n_ctx_seq < ctx.n_ctx:
+        why += f", n_seq_max {ctx.n_seq_max} without kv_unified"
+    raise NoKvCacheSlot(
+        f"the sequence has {n} tokens, and one sequence has room for {ctx.n_ctx_seq} ({why}): "
+        'truncate or discard some, generate with on_full="shift" or "stop", or make the context '
+        "with a larger n_ctx",
+        1,
+        n_tokens=n,
+        n_cells=ctx.n_ctx_seq,
+    )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from pykvcache._native import lib
-from pykvcache.errors import NoKvCacheSlot, OvertakenError, PositionError
+from pykvcache.errors import ClosedError, NoKvCacheSlot, OvertakenError, PositionError
 from pykvcache.sampling import Sampler
-from pykvcache.sequence.edits import EditMethods
-from pykvcache.sequence.length import most_tokens
-from pykvcache.sequence.text import Stop, TextRules, TextState
+from pykvcache.sequence.cells import most_tokens
+from pykvcache.sequence.text import Stop, TextStream
+
+if TYPE_CHECKING:
+    from pykvcache.sequence.sequence import LlamaSequence
 
 __all__ = ["FinishReason", "Generation", "OnFull", "TextGeneration"]
 
@@ -19,26 +21,17 @@ OnFull = Literal["raise"] | Literal["stop"] | Literal["shift"]
 FinishReason = Literal["stop"] | Literal["length"] | Literal["full"]
 
 
-class Given(NamedTuple):
-    """What was given out of a generation: so many tokens, and the text of them."""
-
-    n: int = 0
-    text: TextState = TextState()
-    finish: FinishReason | None = None
-
-
 class Generation(Iterator[int]):
     """The tokens that `LlamaSequence.generate` yields; each stands in the sequence by then.
 
     The next token follows the tokens that stand there then: the sequence may be edited, parked
     or forked meanwhile. Of several generations of one sequence the newest goes on; an older one
-    raises `OvertakenError`. After an interrupt (Ctrl-C), the next call yields what was not given
-    out.
+    raises `OvertakenError`.
     """
 
     def __init__(
         self,
-        sequence: EditMethods,
+        sequence: LlamaSequence,
         max_tokens: int,
         sampler: Sampler,
         stop: Stop,
@@ -53,9 +46,8 @@ class Generation(Iterator[int]):
         self._stop = stop
         self._on_full = on_full
         self._n_keep = n_keep
-        self._reads = as_text or bool(stop.strings)
-        self._rules = TextRules(stop.strings)
-        self._given = Given()
+        self._text = TextStream(stop.strings) if as_text or stop.strings else None
+        self._finish: FinishReason | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -64,7 +56,7 @@ class Generation(Iterator[int]):
         ``"stop"`` after an end-of-generation token or a stop, ``"length"`` after ``max_tokens``,
         ``"full"`` where the cache is full and ``on_full="stop"``.
         """
-        return self._given.finish
+        return self._finish
 
     def __next__(self) -> int:
         token = self._next()[0]
@@ -74,44 +66,29 @@ class Generation(Iterator[int]):
 
     def _next(self) -> tuple[int | None, str]:
         """Return the next token, None at the end, and the text that is certain with it."""
-        if self._given.finish is not None:
+        if self._finish is not None:
             return None, ""
-        before = after = self._given
-        try:
-            with self._sequence._held():
-                before = self._given
-                token, text, after = self._step(before)
-                self._given = after
-        except BaseException:
-            # An interrupt on the way out: nobody has got the token.
-            if self._given is after:
-                self._given = before
-            raise
+        with self._sequence._held():
+            if self._finish is None:  # another thread may have been faster
+                self._finish = self._write()
+            if self._finish is not None:
+                return None, ""
+            token, text = self._writer.last, ""
+            if token in self._stop.tokens:
+                self._finish = "stop"
+            elif self._text is not None:
+                text = self._text.feed(self._sequence.context.model.token_to_piece(token))
+                if self._text.stopped is not None:
+                    self._finish = "stop"
         return token, text
-
-    def _step(self, given: Given) -> tuple[int | None, str, Given]:
-        """Return a token, its text and what is given out with it; the lock is held."""
-        writer = self._writer
-        if given.finish is not None:
-            return None, "", given
-        if given.n == writer.n_written:
-            end: FinishReason | None = "length" if given.n >= self._most else self._write()
-            if end is not None:
-                return None, "", given._replace(finish=end)
-        token, text, state = writer.last, "", given.text
-        finish: FinishReason | None = None
-        if token in self._stop.tokens:
-            finish = "stop"
-        elif self._reads:
-            piece = self._sequence.context.model.token_to_piece(token)
-            text, state = self._rules.after(state, piece)
-            if state.stopped is not None:
-                finish = "stop"
-        return token, text, Given(given.n + 1, state, finish)
 
     def _write(self) -> FinishReason | None:
         """Evaluate, choose a token and append it; or return why there is none."""
         sequence, writer = self._sequence, self._writer
+        if writer.n_written >= self._most:
+            return "length"
+        if self._text is not None and sequence.context.model.is_closed:
+            raise ClosedError("the model is closed: its tokens have no text")
         while True:
             if writer.is_overtaken:
                 raise OvertakenError(
@@ -127,16 +104,7 @@ class Generation(Iterator[int]):
                 if self._on_full == "stop":
                     return "full"
                 self._shift()
-        cells = sequence._cells
-        cells.row = None
-        try:
-            if writer.write(sequence.context.native, row):
-                return None
-        except Exception:
-            cells.row = row  # nothing was appended
-            raise
-        cells.row = row
-        return "stop"
+        return None if writer.write(sequence.context.native, row) else "stop"
 
     def _helps(self) -> bool:
         """Whether fewer tokens would fit; not where an id is missing."""
@@ -156,7 +124,7 @@ class Generation(Iterator[int]):
                 n_tokens=n + 1,
                 n_cells=n,
             )
-        self._sequence.discard(self._n_keep, self._n_keep + gone, reevaluate=True)
+        self._sequence._discard(self._n_keep, self._n_keep + gone, reevaluate=True)
 
 
 class TextGeneration(Iterator[str]):
@@ -178,8 +146,8 @@ class TextGeneration(Iterator[str]):
         while not self._finished:
             token, text = self._tokens._next()
             if token is None:
-                given = self._tokens._given
-                text = self._tokens._rules.after(given.text, b"", final=True)[0]
+                assert self._tokens._text is not None
+                text = self._tokens._text.finish()
                 self._finished = True
             if text:
                 return text

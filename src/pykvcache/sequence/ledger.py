@@ -30,8 +30,6 @@ class Ledger(lib.Tokens):
     never touches the memory: what it holds too much waits in `stale`, and counts again when the
     same tokens come back. From `shifted_at` on (if not None) they never do: those were computed
     with others before them. `version` names what the memory held when that was noted.
-
-    An interrupted edit was made or not: the tokens change in one call of the compiled layer.
     """
 
     __slots__ = ("shifted_at", "stale")

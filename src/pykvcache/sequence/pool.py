@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from pykvcache._fork import watch_forks, watch_locks
 from pykvcache._native import lib
-from pykvcache._threads import take
 from pykvcache.context import LlamaContext
-from pykvcache.errors import InternalError, NoKvCacheSlot
+from pykvcache.errors import InternalError, NoKvCacheSlot, UnsupportedOperation
 from pykvcache.sequence.checkpoints import Checkpoint, WindowChunk
-from pykvcache.sequence.idle import IdleCost
-from pykvcache.sequence.member import Member
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SequencePool", "pool_of"]
+    from pykvcache.sequence.cells import SequenceCells
+
+__all__ = ["SequencePool", "Stage", "pool_of"]
+
+#: llama.cpp attends over multiples of so many cells: fewer cost nothing.
+PADDING = 256
+
+#: A decode reads all cells up to the highest one. Taking a sequence out and putting it back
+#: copies its cells four times, plus what the calls cost: about this many steps' worth.
+IDLE_STEPS = 16
+
+
+class Stage:
+    """Sequences that run together; while it is on, none of them is parked."""
+
+    __slots__ = ("is_on",)
+
+    def __init__(self) -> None:
+        self.is_on = False
 
 
 class SequencePool(lib.Turns):
@@ -34,18 +46,14 @@ class SequencePool(lib.Turns):
 
     def __init__(self, ctx: LlamaContext) -> None:
         self._ctx = weakref.ref(ctx)
-        self.watch(ctx.native)
-        # Who has which id; who was used last stands last.
-        self._lent: OrderedDict[int, weakref.ref[Member]] = OrderedDict()
+        # Who has which id; who was used last stands last. A sequence that is collected is dropped.
+        self._lent: OrderedDict[int, weakref.ref[SequenceCells]] = OrderedDict()
         # All that exist, parked ones too.
-        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
-        self._idle = IdleCost()
+        self._members: weakref.WeakSet[SequenceCells] = weakref.WeakSet()
+        self._idle_steps = 0
+        self._last_alone: int | None = None
         #: Called with the first token, the end and the seconds of each evaluation.
         self.note_time: Callable[[int, int, float], None] = lambda begin, end, seconds: None
-        watch_forks(self)
-
-    def _after_fork(self) -> None:
-        self.renew()
 
     @property
     def ctx(self) -> LlamaContext:
@@ -55,32 +63,33 @@ class SequencePool(lib.Turns):
         return ctx
 
     def hold(self) -> Self:
-        """Take a turn; ids of sequences that were dropped meanwhile are free then."""
+        """Return itself, to take a turn; ids of sequences that were dropped are free then."""
         return self
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nobody is in the middle of something; asked with the lock held."""
+        """Whether no turn is under way; asked with the lock held."""
         return self.depth == 0
 
-    def join(self, cells: Member) -> None:
+    def join(self, cells: SequenceCells) -> None:
         """Take note of a new sequence."""
         self._members.add(cells)
 
     # Ids ----------------------------------------------------------------------------------
 
-    def lend(self, cells: Member, keep: tuple[Member, ...] = ()) -> int | None:
-        """Give a sequence an id, parking whom was used longest ago if need be; or None.
+    def lend(self, cells: SequenceCells, keep: tuple[SequenceCells, ...] = ()) -> int | None:
+        """Give a sequence an id, parking the least recently used one if need be; or None.
 
         Parameters
         ----------
         cells
-            Who gets it.
+            The sequence that gets it.
         keep
-            Who must not be parked for it.
+            Sequences that must not be parked for it.
         """
         seq_id = self._free_id()
-        if seq_id is None and self._bury():
+        if seq_id is None and self.dropped:
+            self.reap()
             seq_id = self._free_id()
         if seq_id is None:
             victim = next(self.idle_members((cells, *keep)), None)
@@ -90,10 +99,10 @@ class SequencePool(lib.Turns):
             seq_id = self._free_id()
             if seq_id is None:
                 return None
-        self._lent[seq_id] = weakref.ref(cells)
+        self._lent[seq_id] = weakref.ref(cells, self.drop)
         return seq_id
 
-    def need_id(self, cells: Member) -> int:
+    def need_id(self, cells: SequenceCells) -> int:
         """As `lend`, but raise where it cannot be."""
         seq_id = self.lend(cells)
         if seq_id is None:
@@ -105,20 +114,18 @@ class SequencePool(lib.Turns):
             )
         return seq_id
 
-    def clear(self, seq_id: int) -> None:
-        """Free what an id holds; after an InternalError all is cleared before anything is used."""
+    def take_back(self, seq_id: int) -> None:
+        """Free the cells of an id, and let it be lent again."""
+        # After an InternalError all is cleared before anything is used.
         with contextlib.suppress(InternalError):
             self.ctx.native.seq_rm(seq_id, None, None)
-
-    def give_back(self, seq_id: int) -> None:
-        """Take an id back; its cells are gone already."""
         self._lent.pop(seq_id, None)
 
     def touch(self, seq_id: int) -> None:
         """Take note that a sequence is used now."""
         self._lent.move_to_end(seq_id)
 
-    def touch_all(self, members: Iterable[Member]) -> None:
+    def touch_all(self, members: Iterable[SequenceCells]) -> None:
         """Take note that live sequences are used now, the last of them last."""
         lent = self._lent
         for cells in members:
@@ -129,36 +136,25 @@ class SequencePool(lib.Turns):
         # From above: who works by hand begins at 0.
         ctx = self.ctx
         for seq_id in range(ctx.n_seq_max - 1, -1, -1):
-            if not self._is_lent(seq_id) and ctx.native.seq_pos(seq_id, True) < 0:
+            if seq_id not in self._lent and ctx.native.seq_pos(seq_id, True) < 0:
                 return seq_id
         return None
 
-    def _is_lent(self, seq_id: int) -> bool:
-        """Whether a sequence has an id; one that was interrupted while taking it does not."""
-        ref = self._lent.get(seq_id)
-        cells = None if ref is None else ref()
-        return ref is not None and (cells is None or cells.seq_id == seq_id)
-
-    def idle_members(self, keep: tuple[Member, ...] = ()) -> Iterator[Member]:
-        """Yield who could be parked, least recently used first."""
+    def idle_members(self, keep: tuple[SequenceCells, ...] = ()) -> Iterator[SequenceCells]:
+        """Yield the sequences that could be parked, least recently used first."""
         for ref in list(self._lent.values()):
             cells = ref()
-            if cells is None or cells.seq_id is None or cells in keep or cells.is_pinned:
-                continue
-            yield cells
-
-    def count_step(self, running: tuple[Member, ...]) -> None:
-        """Count a decode by those who run: who is idle is parked where staying costs more."""
-        if self._idle.is_due(running):
-            self._idle.leave(self.ctx, running, self.idle_members)
+            if cells is not None and cells not in keep and not cells.is_pinned:
+                yield cells
 
     # Room ---------------------------------------------------------------------------------
 
-    def make_room(self, cells: Member) -> bool:
-        """Free cells that are not needed now; False if nobody has any to give."""
+    def make_room(self, cells: SequenceCells) -> bool:
+        """Free cells that are not needed now; False where no sequence has any to give."""
         if not self.ctx.kv_unified:
             return False  # a stream of cells is its sequence's own
-        if self._bury():
+        if self.dropped:
+            self.reap()
             return True
         for other in self.idle_members((cells,)):
             if other.trim():
@@ -168,6 +164,36 @@ class SequencePool(lib.Turns):
                 other.park()
                 return True
         return False
+
+    def count_step(self, running: tuple[SequenceCells, ...]) -> None:
+        """Count a decode, and park idle sequences as soon as keeping them has cost as much.
+
+        The ski-rental rule: waiting until then costs at most twice what knowing the future would.
+        """
+        alone = running[0].seq_id if len(running) == 1 else None
+        self._idle_steps = self._idle_steps + 1 if alone == self._last_alone else 1
+        self._last_alone = alone
+        if self._idle_steps >= IDLE_STEPS:
+            self._idle_steps = 0
+            self._park_idle(running)
+
+    def _park_idle(self, running: tuple[SequenceCells, ...]) -> None:
+        ctx = self.ctx
+        if not ctx.kv_unified or ctx.memory_kind == "recurrent":
+            return
+        # With none to park, who holds which cell need not be known.
+        candidates = list(self.idle_members(running))
+        if candidates:
+            members = ctx.cells().members
+            busy = members[:, [c.seq_id for c in running if c.seq_id is not None]].any(axis=1)
+            if int((~busy).sum()) >= PADDING:
+                for cells in candidates:
+                    if int((members[:, cells.live_id] & ~busy).sum()):
+                        cells.park()
+        if ctx.native.n_cells_spanned - ctx.n_cells_used >= PADDING:
+            # Where cells cannot move (a plain build), decodes are slower, and as right.
+            with contextlib.suppress(UnsupportedOperation):
+                ctx.kv_cache_compact()
 
     # Checkpoints --------------------------------------------------------------------------
 
@@ -203,57 +229,24 @@ class SequencePool(lib.Turns):
 
     # Dropped sequences ----------------------------------------------------------------------
 
-    def lending(self, seq_id: int) -> object:
-        """Return what tells this lending of an id from later ones."""
-        return self._lent.get(seq_id)
-
-    def drop(self, seq_id: int, lending: object) -> None:
-        """Free what a collected sequence held; may be called in the middle of anything.
-
-        Or late: another thread may have found that it is gone, and lent its id again.
-        """
-        self.dropped.append((seq_id, lending))
-        taken: list[bool] = []
-        try:
-            if take(self.lock, taken) and not self.depth:
-                self.reap()
-        finally:
-            if True in taken:
-                self.lock.release()
-
-    def _bury(self) -> bool:
-        """Free what collected sequences held whose `drop` was interrupted; tell whether any did."""
-        lost = [one for one in self._lent.items() if one[1]() is None and one not in self.dropped]
-        self.dropped.extend(lost)
-        self.reap()
-        return bool(lost)
-
     def reap(self) -> None:
         """Free the cells and ids of collected sequences."""
         while self.dropped:
-            seq_id, lending = self.dropped[0]
-            ctx = self._ctx()
-            if lending is None or self._lent.get(seq_id) is not lending:
-                self.dropped.popleft()
-                continue
-            if ctx is not None and not ctx.is_closed:
-                try:
-                    ctx.clear_kv_cache_seq(seq_id)
-                except RuntimeError:
-                    return  # inside a callback of this context, or a broken one: next time
-            self._lent.pop(seq_id, None)
+            gone = self.dropped[0]
+            seq_id = next((i for i, ref in self._lent.items() if ref is gone), None)
+            if seq_id is not None:
+                ctx = self._ctx()
+                if ctx is not None and not ctx.is_closed:
+                    self.take_back(seq_id)
+                else:
+                    del self._lent[seq_id]
             self.dropped.popleft()
 
 
 _pools: weakref.WeakKeyDictionary[LlamaContext, SequencePool] = weakref.WeakKeyDictionary()
-_pools_lock = threading.Lock()
-watch_locks(sys.modules[__name__], "_pools_lock")
 
 
 def pool_of(ctx: LlamaContext) -> SequencePool:
     """Return the one pool of a context."""
-    with _pools_lock:
-        pool = _pools.get(ctx)
-        if pool is None:
-            pool = _pools[ctx] = SequencePool(ctx)
-        return pool
+    pool = _pools.get(ctx)
+    return _pools.setdefault(ctx, SequencePool(ctx)) if pool is None else pool

@@ -101,7 +101,7 @@ class TextState(NamedTuple):
 
 
 class TextRules:
-    """How the bytes of tokens become text; keeps nothing, so that an interrupt leaves no half step.
+    """How the bytes of tokens become text.
 
     Held back are the beginning of a character whose other bytes may follow, and what may be the
     beginning of a stop string.

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from pykvcache._fork import watch_forks
-from pykvcache._paths import as_file_name, open_into
+from pykvcache._paths import as_file_name
 from pykvcache.prefix.events import EventLog, Lookup, as_dict
 
 __all__ = ["record"]
@@ -56,14 +55,13 @@ def record(events: EventLog, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Writer:
-    """Writes lookups to a file; of a copy in a forked child nothing reaches it."""
+    """Writes lookups to a file."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
         self.failed: list[OSError] = []
-        # Another thread may be looking something up when the block ends, or this process forks.
+        # Another thread may be looking something up when the block ends.
         self._lock = threading.RLock()
-        watch_forks(self, "_lock")
 
     def note(self, lookup: Lookup) -> None:
         """Write a line."""
@@ -81,16 +79,3 @@ class _Writer:
                 self._file.close()
             except OSError as error:
                 self.failed.append(error)
-
-    def _after_fork(self) -> None:
-        """Send to nowhere what the parent has not written yet, and writes itself."""
-        self._lock = threading.RLock()
-        if self._file.closed:
-            return
-        opened: list[int] = []
-        try:
-            nowhere = open_into(opened, os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._file.fileno(), inheritable=False)
-        finally:
-            if opened:
-                os.close(*opened)

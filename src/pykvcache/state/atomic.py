@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from pykvcache._native import lib
-from pykvcache._paths import check_regular, open_into, places
+from pykvcache._paths import check_regular, places
 from pykvcache.errors import StateFileError, StateFileNotFound
 
 __all__ = ["check_regular", "file_error", "write_atomically"]
@@ -32,11 +32,10 @@ def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> 
     try:
         temporary, target, mode = places(path)
         # O_CLOEXEC is Python's default. A file that only its owner may read stays one.
-        opened: list[int] = []
         try:
+            own = 0o666 if mode is None else mode & 0o666
+            descriptor = os.open(temporary, flags, own)
             try:
-                own = 0o666 if mode is None else mode & 0o666
-                descriptor = open_into(opened, temporary, flags, own)
                 if mode is not None and hasattr(os, "fchmod"):
                     os.fchmod(descriptor, mode)
                 # ext4 would claim blocks when the old file is replaced, and wait there until
@@ -46,8 +45,7 @@ def write_atomically(path: str, pieces: Sequence[memoryview], *, sync: bool) -> 
                 if sync:
                     os.fsync(descriptor)
             finally:
-                if opened:
-                    os.close(*opened)
+                os.close(descriptor)
             os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -91,9 +89,8 @@ def _sync_folder(folder: str) -> None:
     """Make the new name last; Windows has no such call and needs none."""
     if os.name == "nt":
         return
-    opened: list[int] = []
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(open_into(opened, folder, os.O_RDONLY))
+        os.fsync(descriptor)
     finally:
-        if opened:
-            os.close(*opened)
+        os.close(descriptor)

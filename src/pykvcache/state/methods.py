@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -10,7 +11,6 @@ import numpy.typing as npt
 
 from pykvcache._convert import TokenInput, as_bool, as_path
 from pykvcache._native import lib
-from pykvcache._once import once
 from pykvcache.errors import ClosedError, StateLayoutMismatch
 from pykvcache.model import LlamaModel
 from pykvcache.state.buffers import ByteArray, as_bytes
@@ -366,13 +366,13 @@ class StateMethods(PartialStateMethods):
 
     # What does not change while a context lives -------------------------------------------
 
-    @once
+    @cached_property
     def _layouts(self) -> tuple[PartLayout, ...]:
         native = self._native.state_layout()
         rotations = {part["part"]: self._native.hadamard(part["part"]) for part in native}
         return layouts_from_native(native, rotations)
 
-    @once
+    @cached_property
     def _fingerprint(self) -> Fingerprint:
         return fingerprint_of(self._native, self._model.fingerprint)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pykvcache._convert import TokenInput, as_int, as_token_array
-from pykvcache._once import once
 from pykvcache.errors import (
     ArgumentError,
     StateDamaged,
@@ -87,7 +87,7 @@ class SequenceState(Saved):
             )
         return range(first, last + 1)
 
-    @once
+    @cached_property
     def _positions(self) -> IntArray:
         if self._range is None:
             return self._parts[0].positions

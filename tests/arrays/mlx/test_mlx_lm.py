@@ -1,6 +1,6 @@
-"""Beside mlx-lm 0.32 itself: files both ways, and random operations with the same results.
+"""Compared with mlx-lm 0.32 itself: files both ways, and random operations side by side.
 
-Skipped where mlx-lm is not installed; `test_mlx_persist.py` has the layout's facts.
+Skipped where mlx-lm is not installed; `test_mlx_prompt_cache.py` has the layout's facts.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def go_on(their: Any, our: Any) -> None:
                 same(plain(array)[:, :, : our.offset], part)
         return
     if isinstance(our, ours.BatchRotatingKVCache) and not hasattr(their, "_lengths"):
-        their._lengths = None  # mlx-lm 0.32 forgets to set it on what it loads
+        their._lengths = None  # mlx-lm 0.32 does not set it on loaded caches
     rows = our.state[0].shape[0] if our.state else getattr(our, "batch_size", 1)
     rng = np.random.default_rng(1)
     for n in (1, 1, 3, 1):
@@ -128,7 +128,7 @@ QUANTIZED = ("QuantizedKVCache, 4", "QuantizedKVCache, 8")
 
 @pytest.mark.parametrize("name", [*contents(), *QUANTIZED])
 def test_files_go_both_ways(name: str, tmp_path: Path) -> None:
-    """save_prompt_cache and load_prompt_cache of either side read what the other wrote."""
+    """Each side loads the files of the other."""
     file = str(tmp_path / "c.safetensors")
     if name in QUANTIZED:  # the codes that ours chose, since roundings differ
         our = ours.QuantizedKVCache(32, int(name[-1]))
@@ -156,7 +156,7 @@ def test_files_go_both_ways(name: str, tmp_path: Path) -> None:
 
 
 def test_the_older_layout_is_not_read_by_it(tmp_path: Path) -> None:
-    """What made the new layout necessary: it takes an older file of one layer for none."""
+    """The reason for the new layout: mlx-lm takes an older file of one layer for none."""
     file = str(tmp_path / "c.safetensors")
     ours.save_prompt_cache(file, [ours.KVCache()], layout="0.31")
     assert theirs.load_prompt_cache(file) == []

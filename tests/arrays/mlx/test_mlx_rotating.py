@@ -1,215 +1,318 @@
+"""Rings by example: the order in which they lie, masks, states; of one row and of several."""
+
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
-from mlx_reference import HEADS, K_DIM, V_DIM, ids, kv, snapshot, stored
+from mlx_support import filled, ids, kv, ring, snapshot, stored
 
 from pykvcache.arrays import BatchRotatingKVCache, RotatingKVCache, from_state
-from pykvcache.errors import CacheValueError, NotSupported
+from pykvcache.errors import (
+    CacheDTypeError,
+    CacheOrderError,
+    CacheValueError,
+    KvCacheError,
+    NotSupported,
+)
+
+P = 0  # padding
 
 
-def ring(max_size, tokens, keep=0, one_by_one=True):
-    cache = RotatingKVCache(max_size, keep)
-    for token in tokens if one_by_one else []:
-        cache.update(*kv([token]))
-    if not one_by_one:
-        cache.update(*kv(tokens))
-    return cache
+def batch(max_size: int, left_padding: Any, *columns: Any) -> Any:
+    """Return a batch of rings that was given columns one by one."""
+    cache = BatchRotatingKVCache(max_size, left_padding)
+    return filled(cache, *([[token] for token in column] for column in columns))
 
 
-def test_single_tokens_are_written_in_a_ring_from_keep():
-    """RotatingKVCache: the single-token path writes in a ring from `keep`."""
-    assert stored(ring(4, [1, 2, 3, 4])) == [1, 2, 3, 4]
-    assert stored(ring(4, [1, 2, 3, 4, 5])) == [5, 2, 3, 4]
-    assert stored(ring(4, [1, 2, 3, 4, 5, 6, 7, 8, 9])) == [9, 6, 7, 8]
-    assert stored(ring(4, [1, 2, 3, 4, 5], keep=2)) == [1, 2, 5, 4]
-    assert stored(ring(4, [1, 2, 3, 4, 5, 6, 7], keep=2)) == [1, 2, 7, 6]
+def counting(max_size: int, left_padding: Any, n: int) -> Any:
+    """Return a batch of rings of two rows: 1, 2, ... and 11, 12, ..."""
+    return batch(max_size, left_padding, *((i + 1, i + 11) for i in range(n)))
 
 
-def test_several_tokens_come_in_temporal_order():
-    """RotatingKVCache: the multi-token path orders the ring, keeps max_size + S - 1 at most."""
+def real(cache: Any, row: int) -> list[int]:
+    """Return the tokens of a row from old to new."""
+    return stored(cache.extract(row))
+
+
+def visible(cache: Any, new: Any, row: int, query: int = 0, **options: Any) -> list[int]:
+    """Return the tokens that a query of a copy sees in its row."""
+    cache = cache.copy()
+    mask = cache.make_mask(len(new[0]), **options)
+    values = cache.update(*kv(*new))[1]
+    mask = mask[row, 0, query] if mask.ndim == 4 else mask[query] if mask.ndim == 2 else mask
+    return sorted(np.array(ids(values, row))[mask].tolist())
+
+
+@pytest.mark.parametrize(
+    ("keep", "tokens", "lies"),
+    [
+        (0, 4, [1, 2, 3, 4]),
+        (0, 5, [5, 2, 3, 4]),
+        (0, 9, [9, 6, 7, 8]),
+        (2, 5, [1, 2, 5, 4]),
+        (2, 7, [1, 2, 7, 6]),
+        (7, 6, [1, 2, 3, 6]),  # the newest token always has a place
+    ],
+)
+def test_single_tokens_are_written_in_a_ring_after_the_kept_ones(
+    keep: int, tokens: int, lies: list[int]
+) -> None:
+    cache = ring(4, range(1, tokens + 1), keep)
+    assert stored(cache) == lies
+    assert (cache.keep, cache.rotated) == (keep, tokens > 4 and lies[-1] != tokens)
+
+
+def test_several_tokens_come_from_old_to_new() -> None:
     cache = ring(4, [1, 2, 3, 4, 5, 6])
     assert ids(cache.update(*kv([7, 8, 9]))[1]) == [4, 5, 6, 7, 8, 9]
-    assert cache.offset == 9
-    assert cache.size() == 4
+    assert (cache.offset, cache.size()) == (9, 4)
     assert ids(cache.update(*kv([10]))[1]) == [10, 7, 8, 9]
     kept = ring(5, [1, 2, 3, 4, 5, 6, 7], keep=2)
     assert ids(kept.update(*kv([8, 9]))[1]) == [1, 2, 6, 7, 8, 9]
-    assert ids(kept.update(*kv([10, 11]))[1]) == [1, 2, 8, 9, 10, 11]
-    assert ids(kept.update(*kv([12]))[1]) == [1, 2, 12, 10, 11]
+    assert ids(kept.update(*kv([12]))[1]) == [1, 2, 12, 8, 9]
+    whole = filled(RotatingKVCache(4), [range(10)])  # until the next token
+    assert stored(whole) == [*range(10)]
+    assert ids(whole.update(*kv([10]))[1]) == [10, 7, 8, 9]
 
 
-def test_a_long_prompt_is_kept_whole_until_the_next_token():
-    """RotatingKVCache: every token of a prompt finds its whole window."""
-    cache = ring(4, [*range(10)], one_by_one=False)
-    assert stored(cache) == [*range(10)]
-    assert cache.size() == 4
-    assert ids(cache.update(*kv([10]))[1]) == [10, 7, 8, 9]
-
-
-def test_ring_grows_by_steps_up_to_its_size():
-    """Growth step 256, never beyond max_size for single tokens."""
-    token = HEADS * (K_DIM + V_DIM) * 4
-    cache = ring(300, [1])
-    assert cache.nbytes == 256 * token
-    for _ in range(400):
-        cache.update(*kv([2]))
-    assert cache.nbytes == 300 * token
-    assert cache.copy().nbytes == 300 * token
-
-
-def test_ring_size_is_at_most_max_size():
-    """RotatingKVCache: size = min(offset, max)."""
-    cache = RotatingKVCache(3)
-    for n, size in ((1, 1), (2, 2), (3, 3), (4, 3)):
-        cache.update(*kv([n]))
-        assert (cache.offset, cache.size(), cache.max_size) == (n, size, 3)
-
-
-def test_ring_is_trimmable_only_below_max_size():
-    """RotatingKVCache: trimmable only while offset < max_size."""
-    cache = ring(4, [1, 2, 3])
-    assert cache.is_trimmable()
-    cache.update(*kv([4]))
-    assert not cache.is_trimmable()
-    before = snapshot(cache)
-    assert cache.trim(1) == 0
-    assert snapshot(cache) == before
-
-
-def test_ring_trim_moves_offset_and_index():
-    """RotatingKVCache: trim moves offset and _idx."""
+def test_trim_moves_offset_and_index() -> None:
     cache = ring(8, [1, 2, 3, 4, 5], keep=1)
     assert cache.trim(2) == 2
     assert cache.meta_state == ("1", "8", "3", "3")
     assert ids(cache.update(*kv([9]))[1]) == [1, 2, 3, 9]
-    assert ids(cache.update(*kv([10, 11]))[1]) == [1, 2, 3, 9, 10, 11]
-    assert cache.trim(99) == 6
+    assert cache.trim(99) == 4
     assert cache.is_empty()
 
 
-def test_ring_meta_is_keep_max_offset_index():
-    """RotatingKVCache: meta (keep, max, offset, _idx)."""
+def test_a_rotated_ring_survives_saving() -> None:
     cache = ring(4, [1, 2, 3, 4, 5, 6], keep=1)
     assert cache.meta_state == ("1", "4", "6", "3")
-    assert cache.rotated
-    assert cache.keep == 1
-    again = from_state("RotatingKVCache", cache.state, cache.meta_state)
+    again: Any = from_state("RotatingKVCache", cache.state, cache.meta_state)
     assert snapshot(again) == snapshot(cache)
     assert ids(again.update(*kv([7]))[1]) == ids(cache.update(*kv([7]))[1]) == [1, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
-    "meta",
+    ("tokens", "meta"),
     [
-        ("0", "4", "1", "0"),  # offset without tokens
-        ("0", "4", "0", "1"),  # index without tokens
+        (0, ("0", "4", "1", "0")),
+        (0, ("0", "4", "0", "1")),
+        *[
+            (3, tuple(meta.split()))
+            for meta in (
+                "0 0 3 3", "0 4 3 4", "0 4 2 3", "0 4 9 2", "2 3 9 1", "0 8 5 3", "0 8 -3 3",
+                "0 8 3.0 3", "0 8 3", "",
+            )
+        ],
     ],
-)
-def test_empty_ring_needs_offset_and_index_zero(meta):
-    """from_state: Rotating empty => offset = 0 and idx = 0."""
+)  # fmt: skip
+def test_a_ring_state_and_its_numbers_must_fit(tokens: int, meta: Any) -> None:
+    state = kv([*range(1, tokens + 1)]) if tokens else ()
     with pytest.raises(CacheValueError):
-        from_state("RotatingKVCache", (), meta)
+        from_state("RotatingKVCache", state, meta)
     assert from_state("RotatingKVCache", (), ("0", "4", "0", "0")).max_size == 4
+
+
+def test_masks_of_a_ring() -> None:
+    cache: Any = RotatingKVCache(4)
+    assert cache.make_mask(4) == "causal"
+    assert cache.make_mask(5).shape == (5, 5)
+    assert cache.make_mask(2, return_array=True).shape == (2, 2)
+    assert cache.make_mask(1) is None
+    filled(cache, [[1]], [[2]], [[3]])
+    assert cache.make_mask(2).astype(int).tolist() == [[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]
+    assert cache.make_mask(1, window_size=4, return_array=True) is None
+    assert cache.make_mask(1, window_size=2).astype(int).tolist() == [0, 0, 1, 1]
+    assert ring(4, [1]).make_mask(1, window_size=2) is None
+    assert cache.make_mask(2, 2).astype(int).tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    assert visible(ring(4, range(1, 7)), [[7]], 0, window_size=2) == [6, 7]
+    kept = ring(5, range(1, 10), keep=2)
+    assert kept.make_mask(6, window_size=1)[:, :2].all()
+    assert visible(kept, [[10]], 0, window_size=1) == [1, 2, 10]
+
+
+def test_a_ring_without_room_refuses() -> None:
+    for cache in (RotatingKVCache(0, keep=4), BatchRotatingKVCache(0, [0])):
+        with pytest.raises(CacheValueError, match="max_size 0"):
+            cache.update(*kv([1]))
+        assert cache.is_empty()
+
+
+# BatchRotatingKVCache ------------------------------------------------------------------------
+
+
+def test_a_batch_ring_rotates_and_counts_rows() -> None:
+    cache = batch(3, [0, 1], (1, P), (2, 11))
+    assert (cache.rotated, cache.offset, cache.rope_offset.tolist()) == (False, 2, [2, 1])
+    filled(cache, [[3], [12]], [[4], [13]])
+    assert (cache.rotated, cache.offset, cache.rope_offset.tolist()) == (True, 4, [4, 3])
+    assert cache.size() == cache.max_size == 3
+    assert ids(cache.state[1], 0) == [4, 2, 3]
+    assert [real(cache, 0), real(cache, 1)] == [[2, 3, 4], [11, 12, 13]]
+    assert cache.left_padding.tolist() == [0, 0]
+    assert ids(cache.update(*kv([5, 6], [14, 15]))[1]) == [3, 4, 5, 6]
+    assert ids(cache.update(*kv([7], [16]))[1]) == [7, 5, 6]
+
+
+def test_right_padding_does_not_evict_tokens() -> None:
+    cache = BatchRotatingKVCache(4, [0, 0])
+    cache.prepare(lengths=[6, 3], right_padding=[0, 3])
+    filled(cache, [[1, 2], [11, 12]], [[3, 4], [13, P]], [[5, 6], [P, P]])
+    cache.finalize()
+    assert [real(cache, 0), real(cache, 1)] == [[2, 3, 4, 5, 6], [11, 12, 13]]
+    assert cache.rope_offset.tolist() == [6, 3]
+    assert visible(cache, [[7], [14]], 0) == [4, 5, 6, 7]
+    assert visible(cache, [[7], [14]], 1) == [11, 12, 13, 14]
+
+
+def test_padding_waits_for_finalize() -> None:
+    cache = BatchRotatingKVCache(4, [0, 0, 0])
+    with pytest.raises(CacheValueError, match="lengths"):
+        cache.prepare(right_padding=[1, 0, 0])
+    cache.prepare(lengths=[3, 1, 2], right_padding=[0, 2, 1])
+    filled(cache, [[1, 2, 3], [11, P, P], [21, 22, P]])
+    for call in (
+        lambda: cache.update(*kv([3], [12], [22])),
+        lambda: cache.state,
+        lambda: cache.extract(0),
+        lambda: cache.extend(BatchRotatingKVCache(4, [0])),
+        lambda: BatchRotatingKVCache(4, [0]).extend(cache),
+        lambda: cache.prepare(lengths=[1, 1, 1], right_padding=[0, 1, 0]),
+    ):
+        with pytest.raises(CacheOrderError, match=r"finalize\(\) should be called before"):
+            call()
+    assert not cache.is_trimmable()
+    assert cache.trim(1) == 0
+    none = cache.copy()
+    none.filter([])
+    none.finalize()
+    assert none.batch_size == 0
+    cache.filter([2, 1])  # keeps the announced lengths, which mlx-lm forgets
+    cache.finalize()
+    assert [real(cache, 0), real(cache, 1)] == [[21, 22], [11]]
+    assert (cache.rope_offset.tolist(), cache.batch_size) == ([2, 1], 2)
+    for index in ([2], [-1]):
+        with pytest.raises(CacheValueError):
+            cache.filter(index)
+    with pytest.raises(CacheValueError, match="only be added to an empty BatchRotatingKVCache"):
+        cache.prepare(left_padding=[1, 0])
+    with pytest.raises(CacheValueError):
+        cache.extract(2)
+
+
+def test_merge_and_extend_need_one_max_size() -> None:
+    merged = RotatingKVCache.merge(iter([ring(4, [1, 2, 3, 4, 5, 6]), ring(4), ring(4, [7])]))
+    assert type(merged) is BatchRotatingKVCache
+    assert [real(merged, row) for row in range(3)] == [[3, 4, 5, 6], [], [7]]
+    assert (merged.rope_offset.tolist(), merged.left_padding.tolist()) == ([6, 0, 1], [0, 4, 3])
+    assert not merged.is_trimmable()
+    filled(merged, [[8], [9], [10]])
+    assert [real(merged, row) for row in range(3)] == [[4, 5, 6, 8], [9], [7, 10]]
+    assert BatchRotatingKVCache.merge([ring(4), ring(4)]).is_empty()
+    two: Any = filled(RotatingKVCache(4), [[1], [2]])
+    for caches, error in (
+        ([ring(4), ring(5)], CacheValueError),
+        ([], CacheValueError),
+        ([two], CacheValueError),
+        ([ring(4), None], CacheDTypeError),
+        ([ring(4, keep=1)], NotSupported),
+    ):
+        with pytest.raises(error):
+            BatchRotatingKVCache.merge(caches)
+    for other, error in (
+        (BatchRotatingKVCache(5, [0]), CacheValueError),
+        (RotatingKVCache(4), CacheDTypeError),
+    ):
+        with pytest.raises(error):
+            merged.extend(other)
+
+
+def test_extend_orders_both_rings_and_leaves_the_other_alone() -> None:
+    a, b = counting(3, [0, 1], 5), batch(3, [0], (21,), (22,))
+    before = snapshot(a)
+    b.extend(a)
+    assert snapshot(a) == before
+    assert [real(b, row) for row in range(3)] == [[21, 22], [3, 4, 5], [13, 14, 15]]
+    assert (b.rope_offset.tolist(), b.left_padding.tolist()) == ([2, 5, 4], [1, 0, 0])
+    assert visible(b, [[23], [6], [16]], 0) == [21, 22, 23]
+    # Padding that left the ring does not come back.
+    short, long = batch(3, [1], (P,), (1,), (2,), (3,), (4,)), BatchRotatingKVCache(3, [0])
+    short.extend(filled(long, [[11, 12, 13, 14, 15]]))
+    assert visible(short, [[5, 6], [16, 17]], 0) == [3, 4, 5]
+    assert visible(short, [[5, 6], [16, 17]], 0, 1) == [4, 5, 6]
+
+
+def test_a_mask_after_rotation_hides_no_valid_token() -> None:
+    cache = counting(4, [0, 1], 5)
+    assert cache.make_mask(2).shape == (2, 1, 2, 5)
+    assert visible(cache, [[6, 7], [16, 17]], 0) == [3, 4, 5, 6]
+    assert visible(cache, [[6, 7], [16, 17]], 1) == [13, 14, 15, 16]
+    assert visible(cache, [[6], [16]], 1, window_size=2) == [15, 16]
+
+
+def test_an_extracted_row_is_a_ring_in_order() -> None:
+    alone = counting(3, [0, 2], 4).extract(1)
+    assert (type(alone), alone.max_size, alone.keep) == (RotatingKVCache, 3, 0)
+    assert (stored(alone), alone.offset, alone.is_trimmable()) == ([13, 14], 2, True)
+    assert ids(alone.update(*kv([15]))[1]) == [13, 14, 15]
+    assert ids(alone.update(*kv([16]))[1]) == [16, 14, 15]
+
+
+def test_columns_need_as_many_rows_as_the_batch() -> None:
+    cache = counting(3, [0, 0], 2)
+    before = snapshot(cache)
+    for keys, values in (kv([1]), kv([1, 2], [3, 4])[::-1], kv([1], [2], [3])):
+        with pytest.raises(CacheValueError):
+            cache.update(keys, values)
+    with pytest.raises(CacheValueError):
+        batch(3, [0, 0]).update(*kv([1]))
+    cache.advance(1)
+    assert snapshot(cache) == before
+
+
+@pytest.mark.parametrize("n", [0, 2, 3, 4, 5, 6])
+def test_the_flag_rotated_and_the_padding_survive_saving(n: int) -> None:
+    cache = counting(3, [0, 1], n)
+    assert cache.meta_state[3] == str(cache.rotated)
+    again: Any = from_state("BatchRotatingKVCache", cache.state, cache.meta_state)
+    assert snapshot(again) == snapshot(cache)
+    assert (again.rotated, again.left_padding.tolist()) == (cache.rotated, [0, int(n < 4)])
+    assert ids(again.update(*kv([99], [98]))[1]) == ids(cache.update(*kv([99], [98]))[1])
 
 
 @pytest.mark.parametrize(
     "meta",
     [
-        ("0", "0", "3", "3"),
-        ("0", "4", "3", "4"),
-        ("0", "4", "2", "3"),
-        ("0", "4", "9", "2"),
-        ("2", "3", "9", "1"),
-        ("0", "8", "5", "3"),
-        ("0", "8", "-3", "3"),
-        ("0", "8", "3.0", "3"),
-        ("0", "8", "3"),
-        (),
+        "0 3 3 False", "3 5 4 False", "4 5 2 True", "3 2 3 False", "3 5 1 no", "3 5 3",
+        "3 5 3 False 0", "", "8 5 3 False", "3 5 0 False",
     ],
-)
-def test_ring_state_and_meta_must_fit(meta):
-    """from_state: numbers of a ring that do not fit its arrays are refused."""
+)  # fmt: skip
+def test_a_batch_ring_state_and_its_numbers_must_fit(meta: str) -> None:
+    state = (*kv([1, 2, 3]), np.array([5]), np.array([0]))
+    assert from_state("BatchRotatingKVCache", state, ("3", "5", "1", "True"))
     with pytest.raises(CacheValueError):
-        from_state("RotatingKVCache", kv([1, 2, 3]), meta)
+        from_state("BatchRotatingKVCache", state, tuple(meta.split()))
+    if meta.startswith("3"):
+        for numbers in ("3 1 0 False", "3 0 1 False", "3 0 0 True"):
+            with pytest.raises(CacheValueError):
+                from_state("BatchRotatingKVCache", (), tuple(numbers.split()))
 
 
-def test_ring_cannot_be_quantized():
-    """RotatingKVCache: to_quantized raises."""
-    with pytest.raises(NotSupported):
-        RotatingKVCache(4).to_quantized()
-    with pytest.raises(NotSupported):
-        BatchRotatingKVCache(4, [0]).to_quantized(group_size=32, bits=8)
-
-
-def test_ring_mask_for_several_tokens():
-    """RotatingKVCache make_mask N>1: causal while it fits, else an array with the window."""
-    cache = RotatingKVCache(4)
-    assert cache.make_mask(4) == "causal"
-    assert cache.make_mask(5).shape == (5, 5)
-    assert cache.make_mask(2, return_array=True).shape == (2, 2)
-    cache.update(*kv([1, 2, 3]))
-    assert cache.make_mask(2).astype(int).tolist() == [[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]
-    cache.update(*kv([4, 5, 6, 7, 8]))
-    assert cache.make_mask(2).astype(int).tolist() == [[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]
-    assert cache.make_mask(2, 2).astype(int).tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
-
-
-def test_ring_mask_for_one_token():
-    """RotatingKVCache make_mask N==1: None unless window < max and offset >= window; rolled."""
-    cache = ring(4, [1])
-    assert cache.make_mask(1) is None
-    assert cache.make_mask(1, window_size=4) is None
-    assert cache.make_mask(1, window_size=2) is None
-    cache.update(*kv([2]))
-    assert cache.make_mask(1, window_size=2).astype(int).tolist() == [0, 1, 1]
-    for token in (3, 4, 5, 6):
-        cache.update(*kv([token]))
-    mask = cache.make_mask(1, window_size=2)
-    values = cache.update(*kv([7]))[1]
-    assert sorted(np.array(ids(values))[mask].tolist()) == [6, 7]
-    assert cache.make_mask(1, window_size=4, return_array=True) is None
-
-
-def test_kept_tokens_stay_visible():
-    """Masks: kept tokens of a ring with keep > 0 stay visible (mlx-lm hides some)."""
-    cache = ring(5, [*range(1, 10)], keep=2)
-    assert cache.make_mask(6)[:, :2].all()
-    assert cache.make_mask(6, window_size=1)[:, :2].all()
-    mask = cache.make_mask(1, window_size=1)
-    values = cache.update(*kv([10]))[1]
-    assert sorted(np.array(ids(values))[mask].tolist()) == [1, 2, 10]
-
-
-def test_keep_leaves_room_for_the_newest_token():
-    cache = ring(3, [1, 2, 3, 4, 5], keep=7)
-    assert cache.keep == 7
-    assert stored(cache) == [1, 2, 5]
-    assert stored(ring(1, [1, 2, 3], keep=4)) == [3]
-
-
-def test_ring_without_room_refuses():
-    cache = RotatingKVCache(0, keep=4)
-    with pytest.raises(CacheValueError):
-        cache.update(*kv([1]))
-    assert cache.is_empty()
-    assert cache.state == ()
-    with pytest.raises(CacheValueError):
-        RotatingKVCache(-1)
-
-
-def test_ring_merge_makes_a_batch():
-    batch = RotatingKVCache.merge([ring(4, [1, 2, 3, 4, 5]), ring(4, [6])])
-    assert isinstance(batch, BatchRotatingKVCache)
-    assert batch.max_size == 4
-    assert ids(batch.state[1], 0) == [2, 3, 4, 5]
-    assert batch.left_padding.tolist() == [0, 3]
-    assert batch.rope_offset.tolist() == [5, 1]
-
-
-def test_ring_copy_is_independent():
-    cache = ring(4, [1, 2, 3, 4, 5, 6], keep=1)
-    twin = cache.copy()
-    before = snapshot(cache)
-    assert snapshot(twin) == before
-    twin.update(*kv([7, 8, 9]))
-    twin.update(*kv([10]))
-    assert snapshot(cache) == before
+def test_rows_of_a_state_must_fit_its_columns() -> None:
+    meta = ("8", "3", "3", "False")
+    for offset in (1000, 4, -1, 2**63 - 2, 2**64 - 5):
+        with pytest.raises(KvCacheError, match="rope_offset"):
+            from_state("BatchRotatingKVCache", (*kv([1, 2, 3]), np.array([offset]), [0]), meta)
+    good: Any = from_state("BatchRotatingKVCache", (*kv([1, 2, 3]), np.array([2]), [1]), meta)
+    assert good.rope_offset == [2]
+    # Columns after `index` do not count; mlx-lm counts padding that left the ring below zero.
+    shorter: Any = from_state(
+        "BatchRotatingKVCache", (*kv([1, 2, 3]), [5], [0]), ("2", "5", "2", "False")
+    )
+    assert (real(shorter, 0), shorter.offset) == ([1, 2], 5)
+    gone: Any = from_state(
+        "BatchRotatingKVCache", (*kv([5, 6, 4]), [6], [-3]), ("3", "6", "2", "True")
+    )
+    assert (real(gone, 0), gone.left_padding.tolist()) == ([4, 5, 6], [0])

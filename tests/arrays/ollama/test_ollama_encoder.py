@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ollama_support import one, pair
 
 from pykvcache.arrays import Cache, CacheConfig, EncoderCache
 from pykvcache.errors import (
@@ -19,14 +22,14 @@ from pykvcache.errors import (
 )
 
 
-def made(**config: Any) -> EncoderCache:
+def made(**config: Any) -> Any:
     cache = EncoderCache()
     cache.set_config(CacheConfig(**config))
     cache.init(np.float16, 1, 16, 8)
     return cache
 
 
-def stored(pos: int = 2) -> EncoderCache:
+def stored(pos: int = 2) -> Any:
     """Return a cache whose item came with the token at `pos`."""
     cache = made()
     cache.start_forward([pos - 1, pos], [0, 0], multimodal=[1])
@@ -34,9 +37,48 @@ def stored(pos: int = 2) -> EncoderCache:
     return cache
 
 
-# A.4 EncoderCache: any shape comes back as it was stored; the mask is None.
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_the_cache_is_its_last_item_and_a_position(data: st.DataObject) -> None:
+    cache = made()
+    pos, cached, held, number = 0, None, [None, None], 0.0
+    for _ in range(data.draw(st.integers(1, 20), label="steps")):
+        kind = data.draw(st.sampled_from(["pass", "reserve", "remove"]))
+        if kind == "remove":
+            begin, count = data.draw(st.tuples(st.integers(0, 12), st.integers(0, 6)))
+            end = begin + count if data.draw(st.booleans(), label="bounded") else None
+            cache.remove(0, begin, end)
+            if cached is not None and begin <= cached and (end is None or cached < end):
+                cached = None
+        else:
+            start = data.draw(st.integers(0, 9), label="start")
+            items = data.draw(st.lists(st.integers(0, 3), max_size=3), label="multimodal")
+            reserve = kind == "reserve"
+            cache.start_forward(range(start, start + 4), [0] * 4, reserve, items)
+            pos = start + items[-1] if items and not reserve else pos
+            layer = data.draw(st.integers(0, 1), label="layer")
+            if data.draw(st.booleans(), label="put"):
+                number += 1
+                cache.set_layer(layer)
+                cache.put(np.full((2, 3), number), np.full(5, -number))
+                if reserve:
+                    held[layer] = held[layer] or 0.0
+                else:
+                    held[layer], cached = number, pos
+        assert cache.encoder_cached is (cached is not None)
+        for layer, content in enumerate(held):
+            cache.set_layer(layer)
+            key, value, mask = cache.get()
+            assert mask is None
+            if content is None:
+                assert key is value is None
+            else:
+                assert key.tolist() == [[content] * 3] * 2
+                assert value.tolist() == [-content] * 5
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3), (4, 2, 3), (1, 4, 2, 3)])
-def test_encoder_returns_any_shape_as_it_was_stored(shape: tuple[int, ...]) -> None:
+def test_any_shape_comes_back_in_its_own_dtype(shape: tuple[int, ...]) -> None:
     cache = made()
     assert isinstance(cache, Cache)
     random = np.random.default_rng(1)
@@ -44,31 +86,62 @@ def test_encoder_returns_any_shape_as_it_was_stored(shape: tuple[int, ...]) -> N
     cache.start_forward([0], [0], multimodal=[0])
     cache.set_layer(4)
     cache.put(key, value)
-    got_key, got_value, mask = cache.get()
-    assert mask is None
-    assert got_key is not None
-    assert got_value is not None
+    got_key, got_value, _ = cache.get()
     assert np.array_equal(got_key, key)
     assert np.array_equal(got_value, value)
     assert (got_key.dtype, got_value.dtype) == (np.float64, np.float32)
-    # Kept for passes without an item, whatever their positions.
-    cache.start_forward([7, 8], [0, 0])
-    assert np.array_equal(cache.get()[0], key)
-    # Copied in, read-only out.
-    key += 1
+    key += 1  # copied in, read-only out
     assert not np.array_equal(cache.get()[0], key)
     assert not got_key.flags.writeable
+    assert not got_value.flags.writeable
+    cache.put(key.astype(np.float32), value.astype(np.float64))
+    assert cache.get()[0].dtype == np.float64
 
 
-# A.4 EncoderCache: Get of an empty layer is nil.
-def test_encoder_get_of_an_empty_layer_is_none() -> None:
+def test_the_first_shape_of_a_layer_stays() -> None:
     cache = stored()
-    cache.set_layer(1)
-    assert cache.get() == (None, None, None)
+    for key, value, name in ((2, (3, 2), "key"), ((3, 2), (3,), "value")):
+        with pytest.raises(CacheValueError, match=f"{name} has shape .* layer 0 holds"):
+            cache.put(np.full(key, 9.0), np.full(value, 9.0))
+    for strange in (np.full((3, 2), 9j), np.zeros((3, 2), "V4"), np.zeros((3, 2), [("a", "f4")])):
+        with pytest.raises(CacheDTypeError):
+            cache.put(np.full((3, 2), 9.0), strange)
+    assert cache.get()[0].tolist() == cache.get()[1].tolist() == np.ones((3, 2)).tolist()
 
 
-# A.4 EncoderCache: Init refuses several sequences and padding.
-def test_encoder_init_refuses_sequences_and_padding() -> None:
+def test_permuted_v_moves_an_axis_of_v() -> None:
+    cache = made(permuted_v=True)
+    value = np.arange(24.0).reshape(4, 2, 3)
+    cache.start_forward([0], [0], multimodal=[0])
+    with pytest.raises(CacheValueError, match="permuted_v needs 3 axes"):
+        cache.put(value, value[0])
+    cache.put(value, value)
+    key, got, _ = cache.get()
+    assert np.array_equal(key, value)
+    assert np.array_equal(got, value.transpose(1, 2, 0))
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_arrays_of_get_may_be_put_the_other_way_round(permuted: bool) -> None:
+    cache = made(permuted_v=permuted)
+    cache.start_forward([0], [0])
+    for _ in range(3):
+        cache.put(one(1), one(2))
+        key, value, _ = cache.get()
+        cache.put(value.reshape(1, 1, 1), key.reshape(1, 1, 1))
+        assert pair(cache) == (2, 1)
+
+
+def test_a_value_too_large_is_infinite_whatever_seterr_says() -> None:
+    cache = made()
+    cache.start_forward([0], [0])
+    cache.put(one(1, np.float16), one(2, np.float16))
+    with np.errstate(all="raise"):
+        cache.put(one(3), one(1e30, np.float64))
+    assert pair(cache) == (3, np.inf)
+
+
+def test_init_refuses_sequences_and_padding() -> None:
     cache = EncoderCache()
     with pytest.raises(NotSupported, match="multiple sequences; requested: 2"):
         cache.init(np.float32, 2, 16, 8)
@@ -83,122 +156,8 @@ def test_encoder_init_refuses_sequences_and_padding() -> None:
         cache.init(np.int32, 1, 1, 1)
     with pytest.raises(CacheOrderError, match="call init first"):
         cache.get()
-
-
-# A.4 EncoderCache: SetConfig once and before Init.
-def test_encoder_config_is_set_once() -> None:
-    cache = made()
     with pytest.raises(CacheOrderError, match="config cannot be changed"):
-        cache.set_config(CacheConfig())
-
-
-# A.4 EncoderCache: StartForward takes the position of the last multimodal item.
-def test_encoder_item_has_the_position_of_the_last_multimodal_index() -> None:
-    cache = made()
-    cache.start_forward([3, 4, 5, 6], [0] * 4, multimodal=[2, 0, 1])
-    cache.put(np.ones(2), np.ones(2))
-    cache.remove(0, 5)
-    assert cache.encoder_cached
-    cache.remove(0, 4, 5)
-    assert not cache.encoder_cached
-
-
-# A.4 EncoderCache: without an item, the position of the pass before is kept.
-def test_encoder_keeps_the_position_of_the_last_item() -> None:
-    cache = made()
-    cache.start_forward([3], [0], multimodal=[0])
-    cache.start_forward([9], [0])
-    cache.put(np.ones(2), np.ones(2))
-    cache.remove(0, 9)
-    assert cache.encoder_cached
-    cache.remove(0, 3)
-    assert not cache.encoder_cached
-
-
-# A.4 EncoderCache: Put sets encoderCached; a flag, no more: Remove keeps the arrays.
-def test_encoder_cached_tells_whether_an_item_is_stored() -> None:
-    cache = made()
-    assert not cache.encoder_cached
-    cache.start_forward([2], [0], multimodal=[0])
-    assert not cache.encoder_cached
-    cache.put(np.ones(2), np.ones(2))
-    assert cache.encoder_cached
-    cache.remove(0, 0)
-    assert not cache.encoder_cached
-    assert cache.get()[0] is not None
-    cache.start_forward([5], [0], multimodal=[0])
-    cache.put(np.full(2, 7), np.full(2, 7))
-    assert cache.encoder_cached
-    assert cache.get()[0].tolist() == [7, 7]
-
-
-# A.4 EncoderCache: Remove clears the flag iff encoderPos is in [begin, end).
-@pytest.mark.parametrize(
-    ("begin", "end", "cached"),
-    [(0, 2, True), (0, 3, False), (2, 3, False), (3, None, True), (2, None, False), (2, 2, True)],
-)
-def test_encoder_remove_forgets_an_item_in_the_range(
-    begin: int, end: int | None, cached: bool
-) -> None:
-    cache = stored(2)
-    cache.remove(0, begin, end)
-    assert cache.encoder_cached is cached
-
-
-# A.4 EncoderCache: reserve does not touch metadata; decided: put then stores nothing.
-def test_encoder_reserve_pass_changes_nothing() -> None:
-    cache = stored(2)
-    cache.start_forward([5], [0], reserve=True, multimodal=[0])
-    cache.put(np.full((3, 2), 9), np.full((3, 2), 9))
-    assert cache.get()[0].tolist() == np.ones((3, 2)).tolist()
-    cache.remove(0, 5)
-    assert cache.encoder_cached
-    cache.set_layer(1)
-    cache.put(np.full(2, 9), np.full(2, 9))
-    assert cache.get()[0].tolist() == [0, 0]
-    cache.start_forward([8], [0])
-    cache.put(np.full(2, 9), np.full(2, 9))
-    cache.remove(0, 5)
-    assert cache.encoder_cached
-    fresh = made()
-    fresh.start_forward([5], [0], reserve=True, multimodal=[0])
-    fresh.put(np.ones(2), np.ones(2))
-    assert not fresh.encoder_cached
-
-
-# A.4 EncoderCache: the arrays are allocated once, with the first shape.
-def test_encoder_keeps_the_first_shape_of_a_layer() -> None:
-    cache = stored()
-    for key, value, name in ((2, (3, 2), "key"), ((3, 2), (3,), "value")):
-        with pytest.raises(CacheValueError, match=f"{name} has shape .* layer 0 holds"):
-            cache.put(np.full(key, 9.0), np.full(value, 9.0))
-    for strange in (np.full((3, 2), 9j), np.zeros((3, 2), "V4"), np.zeros((3, 2), [("a", "f4")])):
-        with pytest.raises(CacheDTypeError):
-            cache.put(np.full((3, 2), 9.0), strange)
-    assert cache.get()[0].tolist() == cache.get()[1].tolist() == np.ones((3, 2)).tolist()
-
-
-# A.4 EncoderCache: CopyPrefix is refused; CanResume is always true.
-def test_encoder_cannot_copy_and_can_always_resume() -> None:
-    cache = stored()
-    with pytest.raises(NotSupported, match="multiple sequences"):
-        cache.copy_prefix(0, 1, 2)
-    assert cache.can_resume(0, 99)
-    assert cache.can_resume(5, 0)
-    assert cache.encoder_cached
-
-
-# A.4 EncoderCache and decided: permuted_v applies to V.
-def test_encoder_permutes_v() -> None:
-    cache = made(permuted_v=True)
-    value = np.arange(24.0).reshape(4, 2, 3)
-    cache.start_forward([0], [0], multimodal=[0])
-    with pytest.raises(CacheValueError, match="permuted_v needs 3 axes"):
-        cache.put(value, value[0])
-    cache.put(value, value)
-    key, got, _ = cache.get()
-    assert np.array_equal(key, value)
-    assert np.array_equal(got, value.transpose(1, 2, 0))
+        made().set_config(CacheConfig())
 
 
 @pytest.mark.parametrize(
@@ -214,25 +173,35 @@ def test_encoder_permutes_v() -> None:
         (lambda c: c.remove(0, 2, 1), PositionError),
         (lambda c: c.remove(-1, 2), CacheValueError),
         (lambda c: c.can_resume(0, -1), PositionError),
+        (lambda c: c.copy_prefix(0, 1, 2), NotSupported),
+        (lambda c: c.copy_prefix(0, 1, -2), CacheValueError),
     ],
 )
-def test_encoder_refuses_bad_arguments(call: Any, error: type) -> None:
+def test_bad_arguments_are_refused(call: Any, error: type) -> None:
     cache = stored()
     with pytest.raises(error):
         call(cache)
     assert cache.encoder_cached
     cache.set_causal([0])
     assert cache.get()[2] is None
+    assert cache.can_resume(0, 99)
+    assert cache.can_resume(5, 0)
 
 
-# A.4 EncoderCache: Close; order of calls.
-def test_encoder_closes() -> None:
+def test_close_frees_the_arrays() -> None:
     cache = made()
     with pytest.raises(CacheOrderError, match="start_forward"):
         cache.put(np.ones(2), np.ones(2))
     cache.close()
     cache.close()
-    for call in (cache.get, lambda: cache.start_forward([0], [0]), lambda: cache.remove(0, 0)):
+    for call in (
+        cache.get,
+        lambda: cache.start_forward([0], [0]),
+        lambda: cache.remove(0, 0),
+        lambda: cache.set_layer(0),
+        lambda: cache.can_resume(0, 0),
+        lambda: cache.copy_prefix(0, 1, 1),
+    ):
         with pytest.raises(ClosedError, match="EncoderCache was closed"):
             call()
     cache.init(np.float16, 1, 16, 8)

@@ -1,35 +1,214 @@
-"""Which slot serves which prompt."""
+"""The slots of an InputCache: which one serves which prompt, and how it makes room."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ollama_support import add_shift, evaluate, seen, tokens
 
 from pykvcache.arrays import (
     CausalCache,
+    ChunkedAttentionCache,
     EncoderCache,
     Input,
     InputCache,
     NoSlot,
+    RecurrentCache,
+    ReprocessInputs,
     SWACache,
+    SWAMemCache,
     WrapperCache,
 )
 from pykvcache.errors import CacheDTypeError, CacheValueError, KvCacheError, NotSupported
+from support.examples import examples
+
+CONTEXT, BATCH, WINDOW = 12, 4, 3
 
 
-def slots(
-    *contents: tuple[list[Input], float], multi_user: bool, in_use: tuple[int, ...] = ()
-) -> InputCache:
-    """Return slots of given inputs, used so many seconds ago, without a cache."""
-    policy = InputCache(None, 100 * len(contents), len(contents), 1, multi_user, np.float16)
-    for slot, (inputs, ago) in zip(policy.slots, contents, strict=True):
-        slot.inputs, slot.last_used = inputs, time.monotonic() - ago
-        slot.in_use = slot.id in in_use
-    return policy
+def unmoved(layer: int, key: Any, shift: Any) -> Any:
+    """Leave keys as they are, so that they go on naming their tokens."""
+    return key
+
+
+CACHES: dict[str, Any] = {
+    "causal": lambda: CausalCache(unmoved),
+    "causal without shift": CausalCache,
+    "swa": lambda: SWACache(WINDOW, unmoved),
+    "swamem": lambda: SWAMemCache(WINDOW, 6, unmoved),
+    "chunked": lambda: ChunkedAttentionCache(WINDOW, unmoved),
+    "recurrent": lambda: RecurrentCache(
+        unmoved, checkpoint_min_pos=0, checkpoint_interval=2, checkpoint_count=4
+    ),
+    "wrapper": lambda: WrapperCache(CausalCache(unmoved), SWACache(WINDOW, unmoved)),
+}
+PROMPTS = st.lists(st.sampled_from([1, 1, 1, 2, 3]), min_size=1, max_size=CONTEXT)
+CALLS = st.lists(
+    st.one_of(
+        st.tuples(st.just("load"), PROMPTS, st.booleans()),
+        st.tuples(st.just("load"), PROMPTS, st.just(True)),
+        st.tuples(st.just("go_on"), st.integers(0, 2), st.integers(0, 2)),
+        st.tuples(st.just("generate"), st.integers(0, 2), st.integers(1, 6)),
+        st.tuples(st.just("release"), st.integers(0, 2)),
+        st.tuples(st.just("release"), st.integers(0, 2)),
+    ),
+    min_size=5,
+    max_size=30,
+)
+
+
+@dataclass
+class Expected:
+    """One slot as the policy should have it."""
+
+    id: int
+    tokens: list[int] = field(default_factory=list)
+    in_use: bool = False
+    used: int = 0
+
+    def common(self, prompt: list[int]) -> int:
+        count = 0
+        for mine, theirs in zip(self.tokens, prompt, strict=False):
+            if mine != theirs:
+                break
+            count += 1
+        return count
+
+
+class Runners:
+    """A model runner with three slots, and a model of the policy."""
+
+    def __init__(self, kind: str, multi_user: bool) -> None:
+        self.kind, self.multi_user = kind, multi_user
+        self.cache = CACHES[kind]()
+        self.inputs = InputCache(self.cache, 3 * CONTEXT, 3, BATCH, multi_user, np.float32)
+        self.slots = [Expected(number) for number in range(3)]
+        self.clock = 0
+
+    def choose(self, prompt: list[int]) -> tuple[Expected, int] | None:
+        """Return the slot and the number of inputs to reuse; forks as a side effect."""
+        free = [slot for slot in self.slots if not slot.in_use]
+        if not free:
+            return None
+        if not self.multi_user:
+            best = max(free, key=lambda slot: slot.common(prompt))
+            return best, best.common(prompt)
+        longest = max(self.slots, key=lambda slot: slot.common(prompt))
+        count = longest.common(prompt)
+        if count == len(longest.tokens) and not longest.in_use:
+            return longest, count
+        oldest = min(free, key=lambda slot: slot.used)
+        if count > 0 and longest is not oldest:
+            oldest.tokens = longest.tokens[:count]
+        return oldest, count
+
+    def load(self, prompt: list[int], cache_prompt: bool) -> None:
+        given = [Input(token) for token in prompt]
+        chosen = self.choose(prompt)
+        if chosen is None:
+            with pytest.raises(NoSlot):
+                self.inputs.load_slot(given, cache_prompt)
+            return
+        expected, count = chosen
+        slot, rest = self.inputs.load_slot(given, cache_prompt)
+        assert given == [Input(token) for token in prompt]
+        assert slot.id == expected.id
+        count = min(count, len(prompt) - 1) if cache_prompt else 0
+        got = len(prompt) - len(rest)
+        # A cache without the tokens of the window begins anew, a recurrent one goes back.
+        if self.kind == "recurrent":
+            assert got <= count
+        else:
+            assert got == count or (got == 0 and not self.kind.startswith("causal"))
+        assert [item.token for item in slot.inputs] + [item.token for item in rest] == prompt
+        self.clock += 1
+        expected.used, expected.in_use, expected.tokens = self.clock, True, prompt[:got]
+        self.evaluate(expected, [item.token for item in rest])
+
+    def evaluate(self, expected: Expected, tokens: list[int]) -> None:
+        """Run `tokens` in batches; each must see its own history only."""
+        slot = self.inputs.slots[expected.id]
+        for start in range(0, len(tokens), BATCH):
+            batch = tokens[start : start + BATCH]
+            first = len(expected.tokens)
+            self.cache.start_forward(range(first, first + len(batch)), [slot.id] * len(batch))
+            for kind in range(2 if self.kind == "wrapper" else 1):
+                if self.kind == "wrapper":
+                    self.cache.set_layer_type(kind)
+                self.cache.set_layer(0)
+                stored = np.array(batch, np.float32).reshape(-1, 1, 1)
+                self.cache.put(stored, stored)
+                key, _, mask = self.cache.get()
+                history = expected.tokens + batch
+                for row in range(len(batch)):
+                    last = first + row
+                    begin = 0
+                    if self.kind in ("swa", "swamem") or kind == 1:
+                        begin = max(0, last - WINDOW)
+                    elif self.kind == "chunked":
+                        begin = last - last % WINDOW
+                    seen = key[mask[row] == 0][:, 0, 0].astype(int).tolist()
+                    assert sorted(seen) == sorted(history[begin : last + 1])
+            expected.tokens = expected.tokens + batch
+            slot.inputs.extend(Input(token) for token in batch)
+
+    def go_on(self, number: int, keep: int) -> None:
+        """Make room as a runner does with a full context."""
+        expected, slot = self.slots[number], self.inputs.slots[number]
+        if not expected.in_use:
+            return
+        discard = self.inputs.shift_discard(slot.inputs, keep)
+        target = max((CONTEXT - keep) // 2, 1)
+        assert discard == max(
+            0, min(target - (CONTEXT - len(slot.inputs)), len(slot.inputs) - keep)
+        )
+        kept = expected.tokens[:keep] + expected.tokens[keep + discard :]
+        reprocess = None
+        try:
+            self.inputs.shift_slot(slot, keep)
+        except ReprocessInputs as error:
+            reprocess = [item.token for item in error.inputs]
+        if reprocess is None:
+            expected.tokens = kept
+            return
+        # Cells may be shared after a fork; otherwise a cache with a shift function shifts.
+        assert self.multi_user or self.kind not in ("causal", "chunked")
+        assert reprocess == kept
+        assert list(slot.inputs) == []
+        expected.tokens = []
+        self.evaluate(expected, kept)
+
+    def generate(self, number: int, count: int) -> None:
+        expected = self.slots[number]
+        if expected.in_use:
+            count = min(count, CONTEXT - len(expected.tokens))
+            self.evaluate(expected, [4 + number] * count)
+
+    def release(self, number: int) -> None:
+        self.slots[number].in_use = self.inputs.slots[number].in_use = False
+
+
+@pytest.mark.parametrize("multi_user", [False, True])
+@pytest.mark.parametrize("kind", CACHES)
+@settings(max_examples=examples(25), deadline=None)
+@given(calls=CALLS)
+def test_random_prompts_get_the_slots_of_the_policy_and_see_their_history(
+    kind: str, multi_user: bool, calls: list[tuple[Any, ...]]
+) -> None:
+    runners = Runners(kind, multi_user)
+    for name, *arguments in calls:
+        getattr(runners, name)(*arguments)
+        for slot, expected in zip(runners.inputs.slots, runners.slots, strict=True):
+            assert [item.token for item in slot.inputs] == expected.tokens
+            assert slot.in_use is expected.in_use
+
+
+# By example -----------------------------------------------------------------------------------
 
 
 def use(policy: InputCache, *numbers: int, cache_prompt: bool = True) -> tuple[int, int]:
@@ -41,7 +220,6 @@ def use(policy: InputCache, *numbers: int, cache_prompt: bool = True) -> tuple[i
     return slot.id, len(rest)
 
 
-# A.4b NewInputCache: numCtx = kvSize / numSlots, and the cache is set up for it.
 def test_input_cache_splits_the_cells_between_slots() -> None:
     cache = CausalCache()
     policy = InputCache(cache, 50, 3, 16, False, np.float32)
@@ -57,7 +235,6 @@ def test_input_cache_splits_the_cells_between_slots() -> None:
     InputCache(None, 50, 3, 16, False, np.float32).close()
 
 
-# A.4b NewInputCache: a context below the batch is an error; decided: so are zero slots.
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -78,7 +255,6 @@ def test_input_cache_refuses_bad_sizes(arguments: Any, error: type) -> None:
         InputCache(object(), 48, 3, 16, False, np.float16)  # type: ignore[arg-type]
 
 
-# A.4b NewInputCache: kv type f16 unless asked; the quantised ones have no NumPy dtype.
 def test_input_cache_stores_f16_by_default() -> None:
     cache = CausalCache()
     InputCache(cache, 48, 3, 16)
@@ -92,7 +268,6 @@ def test_input_cache_stores_f16_by_default() -> None:
         InputCache(cache, 48, 3, 16, False, "int8")
 
 
-# A.4b prefix equality: token and multimodal hash, not the batch grouping.
 @pytest.mark.parametrize(
     ("held", "prompt", "common"),
     [
@@ -106,80 +281,13 @@ def test_input_cache_stores_f16_by_default() -> None:
     ],
 )
 def test_inputs_are_the_same_by_token_and_hash(held: Any, prompt: Any, common: int) -> None:
-    policy = slots((held, 1.0), multi_user=False)
+    policy = InputCache(None, 100, 1, 1)
+    policy.slots[0].inputs = held
     slot, rest = policy.load_slot(prompt)
     assert slot.inputs == prompt[:common]
     assert rest == prompt[common:]
 
 
-# A.4b LoadCacheSlot, single user: the longest common prefix among free slots, the first of equals.
-@pytest.mark.parametrize(
-    ("contents", "in_use", "prompt", "chosen", "past"),
-    [
-        ([[], []], (), (1,), 0, 0),
-        ([[1], [1, 2]], (), (1, 2, 3), 1, 2),
-        ([[1, 2], []], (), (2,), 0, 0),
-        ([[1, 2], []], (), (1, 9), 0, 1),
-        ([[1], [1, 2]], (), (2, 3), 0, 0),
-        ([[1, 2], [1]], (0,), (1, 2), 1, 1),
-    ],
-    ids=["empty", "extend", "new", "cut", "evict", "in use"],
-)
-def test_single_user_takes_the_longest_free_prefix(
-    contents: Any, in_use: Any, prompt: Any, chosen: int, past: int
-) -> None:
-    filled = [(tokens(*numbers), float(i + 1)) for i, numbers in enumerate(contents)]
-    policy = slots(*filled, multi_user=False, in_use=in_use)
-    slot, rest = policy.load_slot(tokens(*prompt))
-    assert slot is policy.slots[chosen]
-    assert [item.token for item in slot.inputs] == list(prompt[:past])
-    assert [item.token for item in rest] == list(prompt[past:])
-
-
-# A.4b LoadCacheSlot, several users: all of a free slot's inputs, else the oldest slot, forked.
-@pytest.mark.parametrize(
-    ("contents", "in_use", "prompt", "chosen", "past"),
-    [
-        ([([], 9), ([], 9)], (), (1,), 0, 0),
-        ([([1], 1), ([1, 2], 2)], (), (1, 2, 3), 1, 2),
-        ([([1, 2], 1), ([], 9)], (), (2,), 1, 0),
-        ([([1, 2], 1), ([], 9)], (), (1, 9), 1, 1),
-        ([([1], 1), ([1, 2], 2)], (), (2, 3), 1, 0),
-        ([([1, 2], 1), ([1], 2)], (0,), (1, 2, 3), 1, 2),
-        ([([7, 8], 1), ([1, 2, 3], 3), ([5], 2)], (), (1, 2, 9), 1, 2),
-    ],
-    ids=["empty", "extend", "new", "fork", "evict", "fork from one in use", "oldest is longest"],
-)
-def test_several_users_take_a_whole_prefix_or_fork_into_the_oldest(
-    contents: Any, in_use: Any, prompt: Any, chosen: int, past: int
-) -> None:
-    filled = [(tokens(*numbers), float(ago)) for numbers, ago in contents]
-    policy = slots(*filled, multi_user=True, in_use=in_use)
-    before = [list(slot.inputs) for slot in policy.slots]
-    slot, rest = policy.load_slot(tokens(*prompt))
-    assert slot is policy.slots[chosen]
-    assert [item.token for item in slot.inputs] == list(prompt[:past])
-    assert [item.token for item in rest] == list(prompt[past:])
-    for other, inputs in zip(policy.slots, before, strict=True):
-        assert other is slot or other.inputs == inputs
-
-
-# A.4b LoadCacheSlot: forking copies the prefix in the cache; both go on from it.
-def test_fork_shares_the_prefix_in_the_cache() -> None:
-    policy = InputCache(CausalCache(), 40, 2, 8, True, np.float32)
-    assert use(policy, 1, 2, 3, 4) == (0, 4)
-    assert use(policy, 1, 2, 9) == (1, 1)
-    assert seen(policy.cache, 0, 4) == [0.5, 1, 2, 3, 4]
-    assert seen(policy.cache, 1, 3) == [0.5, 1, 2, 9]
-    policy.cache.remove(0, 4)
-    policy.cache.remove(1, 3)
-    assert use(policy, 1, 2, 9, 5) == (1, 1)
-    # The oldest slot is 0 now; it keeps what it shares with the prompt.
-    assert use(policy, 1, 7) == (0, 1)
-    assert seen(policy.cache, 0, 2) == [0.5, 1, 7]
-
-
-# A.4b LoadCacheSlot: the slot that was not used for longest is taken, in the order of the loads.
 def test_oldest_slot_is_evicted_even_within_a_tick_of_the_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -192,34 +300,6 @@ def test_oldest_slot_is_evicted_even_within_a_tick_of_the_clock(
         assert slot.last_used == pytest.approx(5.0)
 
 
-# A.4b LoadCacheSlot: a full match leaves one input to evaluate.
-@pytest.mark.parametrize("multi_user", [False, True])
-def test_full_match_leaves_one_input(multi_user: bool) -> None:
-    policy = InputCache(CausalCache(), 20, 1, 8, multi_user, np.float32)
-    use(policy, 1, 2, 3)
-    slot, rest = policy.load_slot(tokens(1, 2, 3))
-    assert (len(slot.inputs), rest) == (2, tokens(3))
-    assert seen(policy.cache, 0, 2) == [0.5, 1, 2]
-
-
-# A.4b LoadCacheSlot: cachePrompt = false starts from nothing.
-@pytest.mark.parametrize("multi_user", [False, True])
-def test_cache_prompt_false_evaluates_everything(multi_user: bool) -> None:
-    policy = InputCache(CausalCache(), 20, 1, 8, multi_user, np.float32)
-    use(policy, 1, 2, 3)
-    assert use(policy, 1, 2, 3, cache_prompt=False) == (0, 3)
-    assert seen(policy.cache, 0, 3) == [0.5, 1, 2, 3]
-
-
-# A.4b LoadCacheSlot: CanResume decides, else 0.
-def test_slot_whose_window_is_gone_starts_anew() -> None:
-    policy = InputCache(SWACache(2), 32, 1, 8, False, np.float32)
-    use(policy, *range(10))
-    assert use(policy, *range(10), 10) == (0, 1)
-    assert use(policy, *range(5), 99) == (0, 6)
-    assert seen(policy.cache, 0, 6) == [0.5, 4, 99]
-
-
 class Checkpoints(CausalCache):
     """A cache that is resumed only at multiples of 4."""
 
@@ -227,7 +307,6 @@ class Checkpoints(CausalCache):
         return pos // 4 * 4 or None
 
 
-# A.4b LoadCacheSlot: PrepareRestore decides where a cache has checkpoints.
 def test_checkpoints_decide_where_to_resume() -> None:
     policy = InputCache(Checkpoints(), 32, 1, 8, False, np.float32)
     use(policy, *range(10))
@@ -245,7 +324,6 @@ class Uncuttable(CausalCache):
         super().remove(seq, begin)
 
 
-# A.4b LoadCacheSlot: Remove(slot, numPast, MAX), on failure a full clear.
 def test_slot_that_cannot_be_cut_is_cleared() -> None:
     policy = InputCache(Uncuttable(), 32, 1, 8, False, np.float32)
     use(policy, 1, 2, 3)
@@ -253,7 +331,6 @@ def test_slot_that_cannot_be_cut_is_cleared() -> None:
     assert seen(policy.cache, 0, 3) == [0.5, 1, 2, 9]
 
 
-# A.4b no available slots; every slot in use, where the original dereferences nil.
 @pytest.mark.parametrize("multi_user", [False, True])
 def test_no_free_slot_is_an_error_that_changes_nothing(multi_user: bool) -> None:
     policy = InputCache(CausalCache(), 20, 2, 8, multi_user, np.float32)
@@ -269,7 +346,6 @@ def test_no_free_slot_is_an_error_that_changes_nothing(multi_user: bool) -> None
     assert policy.load_slot(tokens(1, 2, 3))[0].id == 1
 
 
-# Decided: the caller's prompt is never changed; an empty one is an error.
 def test_prompt_is_never_changed() -> None:
     policy = InputCache(CausalCache(add_shift), 8, 1, 4, False, np.float32)
     prompt = tokens(1, 2, 3, 4, 5, 6)
@@ -301,7 +377,6 @@ def test_inputs_are_checked(arguments: Any, error: type) -> None:
         Input(*arguments)
 
 
-# A.4b for caches that keep nothing, and for several at once.
 def test_slots_are_managed_without_a_cache_and_over_wrappers() -> None:
     policy = InputCache(None, 10, 1, 4, False, np.float32)
     slot, rest = policy.load_slot(tokens(*range(10)))
@@ -313,3 +388,66 @@ def test_slots_are_managed_without_a_cache_and_over_wrappers() -> None:
     assert use(wrapped, 1, 2, 3, 4) == (0, 1)
     with pytest.raises(NotSupported):
         InputCache(EncoderCache(), 20, 2, 8, True, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("keep", "count", "discard"),
+    [
+        (5, 2048, 1021),
+        (2047, 2048, 1),
+        (0, 2048, 1024),
+        (5, 5000, 3973),
+        (2047, 5000, 2953),
+        (5, 512, 0),
+        (9, 3, 0),
+    ],
+)
+def test_shift_discard_frees_half(keep: int, count: int, discard: int) -> None:
+    policy = InputCache(None, 2048, 1, 1, False, np.float32)
+    assert policy.shift_discard(tokens(*range(count)), keep) == discard
+
+
+@pytest.mark.parametrize(
+    ("same_batch", "discard"),
+    [
+        ({}, 5),
+        ({4: 3}, 8),
+        ({5: 3}, 5),
+        ({0: 4}, 5),
+        ({0: 9}, 10),
+        ({2: 5, 7: 1}, 9),
+        # An inner group does not shorten the outer one.
+        ({2: 7, 4: 1}, 10),
+    ],
+)
+def test_shift_discard_keeps_groups_together(same_batch: dict[int, int], discard: int) -> None:
+    policy = InputCache(None, 10, 1, 1, False, np.float32)
+    inputs = [Input(i, same_batch=same_batch.get(i, 0)) for i in range(10)]
+    assert policy.shift_discard(inputs, 0) == discard
+    with pytest.raises(CacheValueError, match="keep is -1"):
+        policy.shift_discard(inputs, -1)
+
+
+@pytest.mark.parametrize("keep", [10, 11, -1])
+def test_shift_slot_refuses_to_keep_everything(keep: int) -> None:
+    policy = InputCache(CausalCache(add_shift), 10, 1, 4, False, np.float32)
+    slot, rest = policy.load_slot(tokens(*range(10)))
+    evaluate(policy, slot, rest)
+    with pytest.raises(CacheValueError, match="keep"):
+        policy.shift_slot(slot, keep)
+    assert len(slot.inputs) == 10
+
+
+def test_shift_slot_that_fails_says_what_to_reprocess() -> None:
+    policy = InputCache(CausalCache(), 10, 1, 4, False, np.float32)
+    slot, rest = policy.load_slot(tokens(*range(10)))
+    evaluate(policy, slot, rest)
+    held = slot.inputs
+    with pytest.raises(ReprocessInputs, match="6 inputs need reprocessing") as caught:
+        policy.shift_slot(slot, 2)
+    assert caught.value.inputs == tokens(0, 1, 6, 7, 8, 9)
+    assert isinstance(caught.value.__cause__, NotSupported)
+    assert slot.inputs == []
+    assert held == tokens(*range(10))
+    evaluate(policy, slot, caught.value.inputs)
+    assert seen(policy.cache, 0, 6) == [0, 0.5, 1, 6, 7, 8, 9]

@@ -1,18 +1,38 @@
-"""Several caches as one."""
+"""Several caches as one: the same as its caches side by side, and refused as one."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
-from ollama_support import INF, add_shift, assert_same, fill, forward, picture, seen, state, twin
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ollama_support import (
+    INF,
+    add_shift,
+    assert_same,
+    assert_twins,
+    begun,
+    fill,
+    made,
+    one,
+    pair,
+    seen,
+    state,
+    tokens,
+    twin,
+)
 
 from pykvcache.arrays import (
     Cache,
     CacheConfig,
     CausalCache,
     EncoderCache,
+    InputCache,
+    RecurrentCache,
     SWACache,
     SWAMemCache,
     WrapperCache,
@@ -22,61 +42,40 @@ from pykvcache.errors import (
     CacheOrderError,
     CacheValueError,
     ClosedError,
-    KvCacheFull,
+    KvCacheError,
     NotSupported,
+    ReentryError,
 )
 
 
 class Fault(Exception):
-    """What a cache from elsewhere raises."""
+    """Raised by a foreign cache."""
 
 
 class Foreign:
-    """A cache that is not ours: it follows the protocol, counts its calls and may fail."""
+    """An implementation of `Cache` that is not ours: it records its calls and may fail."""
 
     def __init__(self, fails: str = "") -> None:
         self.inner = CausalCache(add_shift)
         self.fails = fails
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
-    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
-        self.calls.append((name, arguments))
-        if name == self.fails:
-            raise Fault(name)
-        return getattr(self.inner, name)(*arguments, **options)
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("inner", "fails", "calls"):
+            return super().__getattribute__(name)
 
-    def init(self, *arguments: Any) -> Any:
-        return self._call("init", *arguments)
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, arguments))
+            if name == self.fails:
+                raise Fault(name)
+            return getattr(self.inner, name)(*arguments)
 
-    def set_config(self, *arguments: Any) -> Any:
-        return self._call("set_config", *arguments)
+        return call
 
-    def close(self) -> Any:
-        return self._call("close")
+    def _unused(self, *arguments: Any) -> Any: ...
 
-    def set_layer(self, *arguments: Any) -> Any:
-        return self._call("set_layer", *arguments)
-
-    def start_forward(self, *arguments: Any, **options: Any) -> Any:
-        return self._call("start_forward", *arguments, **options)
-
-    def put(self, *arguments: Any) -> Any:
-        return self._call("put", *arguments)
-
-    def get(self) -> Any:
-        return self._call("get")
-
-    def set_causal(self, *arguments: Any) -> Any:
-        return self._call("set_causal", *arguments)
-
-    def copy_prefix(self, *arguments: Any) -> Any:
-        return self._call("copy_prefix", *arguments)
-
-    def can_resume(self, *arguments: Any) -> Any:
-        return self._call("can_resume", *arguments)
-
-    def remove(self, *arguments: Any) -> Any:
-        return self._call("remove", *arguments)
+    init = set_config = close = set_layer = start_forward = put = get = _unused
+    set_causal = copy_prefix = can_resume = remove = _unused
 
 
 def put_all(wrapper: WrapperCache, values: Any, sequences: Any, positions: Any) -> None:
@@ -90,8 +89,52 @@ def put_all(wrapper: WrapperCache, values: Any, sequences: Any, positions: Any) 
     wrapper.set_layer_type(0)
 
 
-# A.4 WrapperCache broadcasts Init, SetConfig, Close and SetLayer.
-def test_wrapper_broadcasts_life_cycle() -> None:
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_a_wrapper_is_its_caches_side_by_side_or_refuses_as_one(data: st.DataObject) -> None:
+    alone = [made(CausalCache(add_shift), 2, 6, 4), made(SWAMemCache(2, 3, add_shift), 2, 6, 4)]
+    wrapped = [CausalCache(add_shift), SWAMemCache(2, 3, add_shift)]
+    nested = data.draw(st.booleans(), label="nested")
+    wrapper: Any = WrapperCache(wrapped[0], WrapperCache(wrapped[1]) if nested else wrapped[1])
+    made(wrapper, 2, 6, 4)
+    number = 0.0
+    for _ in range(data.draw(st.integers(1, 15), label="steps")):
+        seq = data.draw(st.integers(0, 2), label="seq")
+        a, b = data.draw(st.tuples(st.integers(0, 8), st.integers(0, 4)), label="numbers")
+        kind = data.draw(st.sampled_from(["forward", "forward", "remove", "cut", "copy"]))
+        if kind == "forward":
+            count = max(b, 1)
+            call: Any = ("start_forward", (list(range(a, a + count)), [seq] * count))
+        elif kind == "copy":
+            call = ("copy_prefix", (seq, b % 3, a))
+        else:
+            call = ("remove", (seq, a) if kind == "remove" else (seq, a, a + b))
+        probes = [twin(cache) for cache in alone]
+        try:
+            for cache in probes:
+                getattr(cache, call[0])(*call[1])
+        except KvCacheError as error:
+            with pytest.raises(type(error)):
+                getattr(wrapper, call[0])(*call[1])
+        else:
+            alone = probes
+            getattr(wrapper, call[0])(*call[1])
+            if kind == "forward":
+                assert wrapper.underlying_cache is wrapped[0]
+                number += 1
+                arrays = np.full((len(call[1][0]), 1, 1), number, np.float32)
+                for i, cache in enumerate(alone):
+                    cache.set_layer(0)
+                    cache.put(arrays, arrays)
+                    wrapper.set_layer_type(i)
+                    wrapper.put(arrays, arrays)
+        for cache, other in zip(alone, wrapped, strict=True):
+            assert_same(state(cache), state(other))
+        for pos in range(9):
+            assert wrapper.can_resume(seq, pos) == all(c.can_resume(seq, pos) for c in alone)
+
+
+def test_life_cycle_and_layer_go_to_all_caches() -> None:
     foreign, causal, window = Foreign(), CausalCache(), SWACache(2)
     wrapper = WrapperCache(foreign, causal, WrapperCache(window))
     assert isinstance(wrapper, Cache)
@@ -115,12 +158,12 @@ def test_wrapper_broadcasts_life_cycle() -> None:
             cache.start_forward([0], [0])
 
 
-# A.4 WrapperCache: SetLayerType chooses the cache for Get and Put; UnderlyingCache.
-def test_wrapper_puts_and_gets_in_the_chosen_cache() -> None:
+def test_put_and_get_go_to_the_chosen_cache() -> None:
     caches = CausalCache(), SWACache(1)
-    wrapper = WrapperCache(*caches)
-    wrapper.init(np.float32, 1, 16, 4)
+    wrapper = made(WrapperCache(*caches))
+    wrapper.set_layer_type(1)
     wrapper.start_forward(range(3), [0] * 3)
+    assert wrapper.underlying_cache is caches[0]
     for i, cache in enumerate(caches):
         wrapper.set_layer_type(i)
         assert wrapper.underlying_cache is cache
@@ -130,46 +173,87 @@ def test_wrapper_puts_and_gets_in_the_chosen_cache() -> None:
     assert wrapper.get()[2].tolist()[2] == [-INF, 0, 0]
     wrapper.set_layer_type(0)
     assert wrapper.get()[0].ravel().tolist() == [0, 1, 2]
-    assert wrapper.get()[2].tolist()[2] == [0, 0, 0]
     for wrong, error in ((2, CacheLayerError), (-1, CacheLayerError), (True, TypeError)):
         with pytest.raises(error):
             wrapper.set_layer_type(wrong)
-    assert wrapper.underlying_cache is caches[0]
+    # A pass that the wrapper begins closes the fast path of put.
+    wrapper.start_forward([3], [0])
+    with pytest.raises(CacheValueError):
+        wrapper.put(numbers, numbers)
 
 
-# A.4 WrapperCache: StartForward resets the type to 0.
-def test_wrapper_start_forward_resets_the_layer_type() -> None:
-    wrapper = WrapperCache(CausalCache(), SWACache(1))
-    wrapper.init(np.float32, 1, 16, 4)
-    wrapper.set_layer_type(1)
-    wrapper.start_forward([0], [0])
-    assert wrapper.underlying_cache is wrapper.caches[0]
+def test_multimodal_and_set_causal_go_to_all_caches() -> None:
+    encoder, foreign = EncoderCache(), Foreign()
+    wrapper = made(WrapperCache(encoder, foreign, SWACache(1)))
+    wrapper.start_forward(iter([4, 5, 6]), iter([0, 0, 0]), multimodal=iter([0, 1]))
+    assert foreign.calls[-1] == ("start_forward", ([4, 5, 6], [0, 0, 0], False, [0, 1]))
+    wrapper.put(np.ones(3), np.ones(3))
+    wrapper.set_causal([0])
+    assert foreign.calls[-1] == ("set_causal", ([0],))
+    wrapper.set_layer_type(2)
+    wrapper.put(np.ones((3, 1, 1)), np.ones((3, 1, 1)))
+    assert wrapper.get()[2].tolist()[0] == [0, 0, 0]
+    with pytest.raises(CacheValueError):
+        wrapper.set_causal([3])
+    assert encoder.encoder_cached
+    wrapper.remove(0, 5)
+    assert not encoder.encoder_cached
+    with pytest.raises(CacheValueError, match="multimodal holds"):
+        wrapper.start_forward([4], [0], multimodal=[1])
 
 
-# A.4 WrapperCache: what can be known before is refused with nothing changed in any cache.
-def test_wrapper_start_forward_is_all_or_nothing() -> None:
-    roomy, tight = CausalCache(), SWACache(2)
-    wrapper = WrapperCache(roomy, tight)
-    wrapper.init(np.float32, 1, 12, 2)
-    for seq, first in ((0, 0), (0, 2), (1, 0)):
-        put_all(wrapper, [first, first + 1], [seq, seq], [first, first + 1])
-    others = [twin(cache) for cache in (roomy, tight)]
-    # A third sequence fits the first cache and not the second.
-    with pytest.raises(KvCacheFull, match="cache: 4 batch: 2"):
-        wrapper.start_forward([0, 1], [2, 2])
-    for cache, other in zip((roomy, tight), others, strict=True):
-        assert_same(state(cache), state(other))
-        cache.remove(1, 0)
-        other.remove(1, 0)
-        assert seen(cache, 0, 4) == seen(other, 0, 4)
+def test_init_config_and_copies_are_refused_as_one() -> None:
+    causal = CausalCache()
+    wrapper = made(WrapperCache(causal, EncoderCache()))
+    put_all(wrapper, [1, 2], [0, 0], [0, 1])
+    before = state(causal)
+    with pytest.raises(NotSupported, match="requested: 2"):
+        wrapper.init(np.float32, 2, 16, 4)
+    with pytest.raises(NotSupported):
+        wrapper.copy_prefix(0, 1, 2)
+    assert_same(before, state(causal))
+    assert seen(causal, 1, 2) == [0.5]
+    fresh, configured = CausalCache(), CausalCache()
+    configured.set_config(CacheConfig())
+    with pytest.raises(CacheOrderError):
+        WrapperCache(fresh, configured).set_config(CacheConfig(cache_padding=2))
+    assert fresh.config is None
+    with pytest.raises(NotSupported, match="goes on at 0"):
+        made(WrapperCache(RecurrentCache(), RecurrentCache())).start_forward([2], [0])
 
 
-# A.4 WrapperCache: StartForward unwinds the caches already started and returns the error.
+def test_caches_and_order_of_calls_are_checked() -> None:
+    cache = CausalCache()
+    inner = WrapperCache(cache)
+    for caches in ((cache, cache), (cache, inner), (inner, WrapperCache(cache))):
+        with pytest.raises(CacheValueError, match="none twice"):
+            WrapperCache(*caches)
+    with pytest.raises(CacheValueError, match="at least one"):
+        WrapperCache()
+    with pytest.raises(TypeError, match="not dict"):
+        WrapperCache(cache, {})  # type: ignore[arg-type]
+    wrapper = WrapperCache(inner, CausalCache())
+    for call in (
+        lambda: wrapper.start_forward([0], [0]),
+        lambda: wrapper.set_layer(0),
+        lambda: wrapper.remove(0, 0),
+        lambda: wrapper.can_resume(0, 0),
+        lambda: wrapper.copy_prefix(0, 1, 1),
+        wrapper.set_causal,
+    ):
+        with pytest.raises(CacheOrderError, match="WrapperCache was not set up"):
+            call()
+    with pytest.raises(CacheOrderError, match="no batch was started"):
+        made(wrapper).set_causal()
+
+
+# Caches that fail half-way ---------------------------------------------------------------
+
+
 @pytest.mark.parametrize("reserve", [False, True])
-def test_wrapper_unwinds_when_a_foreign_cache_fails(reserve: bool) -> None:
+def test_a_foreign_cache_that_fails_to_start_unwinds_the_others(reserve: bool) -> None:
     first, second, failing = CausalCache(), Foreign(), Foreign()
-    wrapper = WrapperCache(first, second, failing)
-    wrapper.init(np.float32, 1, 12, 4)
+    wrapper = made(WrapperCache(first, second, failing), capacity=12)
     put_all(wrapper, [0, 1], [0, 1], [0, 0])
     second.calls.clear()
     failing.fails = "start_forward"
@@ -178,193 +262,145 @@ def test_wrapper_unwinds_when_a_foreign_cache_fails(reserve: bool) -> None:
         wrapper.start_forward([2, 1, 1], [0, 0, 1], reserve=reserve)
     removed = [arguments for name, arguments in second.calls if name == "remove"]
     assert removed == ([] if reserve else [(0, 1), (1, 1)])
-    # The type is reset by a pass that began, not by one that failed.
     assert wrapper.underlying_cache is second
     assert seen(first, 0, 1) == [0, 0.5]
     assert seen(second.inner, 1, 1) == [0.5, 1]
 
 
-# Found: the caches before a foreign one that could not be cut stayed started, and nothing said so.
-@pytest.mark.parametrize("nested", [False, True])
-def test_wrapper_marks_what_it_cannot_unwind(nested: bool) -> None:
-    first, second, last, failing = CausalCache(), Foreign(), Foreign(), Foreign()
-    inner = WrapperCache(second) if nested else second
-    wrapper = WrapperCache(first, inner, last, failing)
-    wrapper.init(np.float32, 1, 12, 4)
+@pytest.mark.parametrize("fails", ["start_forward", "remove", "copy_prefix"])
+def test_a_sequence_of_which_the_caches_differ_does_not_go_on(fails: str) -> None:
+    uncut, failing = Foreign(), Foreign()
+    wrapper = made(WrapperCache(CausalCache(), uncut, failing, CausalCache()), capacity=12)
     put_all(wrapper, [0, 1], [0, 1], [0, 0])
-    before = picture(first)
-    second.fails, failing.fails = "remove", "start_forward"
-    with pytest.raises(Fault, match="start_forward"):
-        wrapper.start_forward([2, 1, 1], [0, 0, 1])
-    assert picture(first) == before
-    assert [arguments for name, arguments in last.calls if name == "remove"] == [(0, 1), (1, 1)]
-    second.fails = failing.fails = ""
-    for seq in (0, 1):
-        assert not wrapper.can_resume(seq, 1)
+    uncut.fails, failing.fails = "remove" if fails == "start_forward" else "", fails
+    call: dict[str, Any] = {
+        "start_forward": lambda: wrapper.start_forward([1], [0]),
+        "remove": lambda: wrapper.remove(0, 0, 1),
+        "copy_prefix": lambda: wrapper.copy_prefix(1, 0, 1),
+    }
+    with pytest.raises(Fault, match=fails):
+        call[fails]()
+    uncut.fails = failing.fails = ""
+    for refused in (
+        lambda: wrapper.start_forward([1], [0]),
+        lambda: wrapper.remove(0, 1),
+        lambda: wrapper.copy_prefix(0, 5, 1),
+    ):
         with pytest.raises(CacheOrderError, match="only some of the caches"):
-            wrapper.start_forward([1], [seq])
-        wrapper.remove(seq, 0)
-        wrapper.start_forward([0], [seq])
-
-
-def test_an_interrupt_while_the_wrapper_unwinds_is_raised() -> None:
-    class Interrupted(Foreign):
-        def remove(self, *arguments: Any) -> Any:
-            raise KeyboardInterrupt
-
-    first, failing = CausalCache(), Foreign("start_forward")
-    wrapper = WrapperCache(first, Interrupted(), failing)
-    wrapper.init(np.float32, 1, 12, 4)
-    before = picture(first)
-    with pytest.raises(KeyboardInterrupt):
-        wrapper.start_forward([0], [0])
-    assert picture(first) == before
-    with pytest.raises(CacheOrderError, match="only some of the caches"):
-        wrapper.start_forward([0], [0])
-
-
-# A pass that the wrapper begins takes the short way through put from the layer before.
-def test_a_layer_of_the_pass_before_does_not_take_its_number_of_tokens() -> None:
-    cache = CausalCache()
-    wrapper = WrapperCache(cache)
-    wrapper.init(np.float32, 1, 16, 4)
-    put_all(wrapper, [0], [0], [0])
-    wrapper.start_forward([1, 2, 3], [0] * 3)
-    with pytest.raises(CacheValueError):
-        wrapper.put(np.ones((1, 1, 1), np.float32), np.ones((1, 1, 1), np.float32))
-
-
-# Decided: the wrapper passes multimodal on.
-def test_wrapper_passes_multimodal_on() -> None:
-    encoder, foreign = EncoderCache(), Foreign()
-    wrapper = WrapperCache(encoder, foreign)
-    wrapper.init(np.float32, 1, 12, 4)
-    wrapper.start_forward(iter([4, 5, 6]), iter([0, 0, 0]), multimodal=iter([0, 1]))
-    assert foreign.calls[-1] == ("start_forward", ([4, 5, 6], [0, 0, 0], False, [0, 1]))
-    wrapper.put(np.ones(3), np.ones(3))
-    assert encoder.encoder_cached
-    wrapper.remove(0, 5)
-    assert not encoder.encoder_cached
-    with pytest.raises(CacheValueError, match="multimodal holds"):
-        wrapper.start_forward([4], [0], multimodal=[1])
-
-
-# A.4 WrapperCache broadcasts CopyPrefix.
-def test_wrapper_copies_prefixes_in_all_caches() -> None:
-    wrapper = WrapperCache(CausalCache(), SWAMemCache(2, 8))
-    wrapper.init(np.float32, 2, 16, 4)
-    put_all(wrapper, [0, 1, 2], [0] * 3, range(3))
-    wrapper.copy_prefix(0, 1, 2)
-    for cache in wrapper.caches:
-        assert seen(cache, 1, 2) == [0, 0.5, 1]
-    with pytest.raises(CacheValueError):
-        wrapper.copy_prefix(0, 1, -1)
-    # An encoder cache cannot copy: then none does.
-    causal = CausalCache()
-    mixed = WrapperCache(causal, EncoderCache())
-    mixed.init(np.float32, 1, 16, 4)
-    put_all(mixed, [0, 1], [0, 0], [0, 1])
-    with pytest.raises(NotSupported):
-        mixed.copy_prefix(0, 1, 2)
-    assert seen(causal, 1, 2) == [0.5]
-
-
-# A.4 WrapperCache: CanResume is the AND of all.
-def test_wrapper_can_resume_if_all_can() -> None:
-    wrapper = WrapperCache(CausalCache(), SWACache(2))
-    wrapper.init(np.float32, 1, 16, 1)
-    for pos in range(6):
-        put_all(wrapper, [pos], [0], [pos])
-    assert [wrapper.can_resume(0, pos) for pos in range(8)] == [False] * 5 + [True] * 2 + [False]
-
-
-# A.4 WrapperCache: Remove stops at the first error; asked before, so that none has acted.
-def test_wrapper_remove_is_all_or_nothing() -> None:
-    first, second = CausalCache(add_shift), SWACache(3, add_shift)
-    wrapper = WrapperCache(first, second)
-    wrapper.init(np.float32, 1, 16, 1)
-    for pos in range(8):
-        put_all(wrapper, [pos], [0], [pos])
-    others = [twin(cache) for cache in wrapper.caches]
-    with pytest.raises(NotSupported, match="dropped"):
-        wrapper.remove(0, 5, 7)
-    for cache, other in zip(wrapper.caches, others, strict=True):
-        assert_same(state(cache), state(other))
-    wrapper.remove(0, 5, 6)
-    assert seen(first, 0, 7) == [0, 0.5, 1, 2, 3, 4, 5, 6]
-    assert seen(second, 0, 7) == [0.5, 4, 5, 6]
+            refused()
+    assert not wrapper.can_resume(0, 1)
+    assert wrapper.can_resume(1, 1)
+    wrapper.start_forward([1], [0], reserve=True)
     wrapper.remove(0, 0)
-    assert seen(first, 0, 0) == seen(second, 0, 0) == [0.5]
+    wrapper.start_forward([0], [0])
 
 
-# A.4 WrapperCache: Remove stops at the first error, of a foreign cache.
-def test_wrapper_remove_stops_at_the_first_error() -> None:
-    first, failing, last = Foreign(), Foreign("remove"), Foreign()
-    wrapper = WrapperCache(first, failing, last)
-    wrapper.init(np.float32, 1, 16, 4)
+def test_a_first_cache_that_fails_leaves_the_sequence_usable() -> None:
+    failing = Foreign("remove")
+    wrapper = made(WrapperCache(failing, CausalCache()))
     with pytest.raises(Fault):
         wrapper.remove(0, 1, 2)
-    assert ("remove", (0, 1, 2)) in first.calls
-    assert "remove" not in [name for name, _ in last.calls]
+    wrapper.start_forward([0], [0])
 
 
-# Decided: set_causal is part of the protocol; here it goes to every cache.
-def test_wrapper_set_causal_reaches_every_cache() -> None:
-    wrapper = WrapperCache(CausalCache(), SWACache(1), EncoderCache())
-    wrapper.init(np.float32, 1, 16, 4)
-    put_all(wrapper, range(3), [0] * 3, range(3))
-    wrapper.set_causal([0])
-    for i in (0, 1):
-        wrapper.set_layer_type(i)
-        assert wrapper.get()[2].tolist()[0] == [0, 0, 0]
-    with pytest.raises(CacheValueError):
-        wrapper.set_causal([3])
+# Callbacks and copies, of all caches ---------------------------------------------------------
 
 
-# Init and SetConfig: one cache that refuses keeps the others as they were.
-def test_wrapper_init_and_config_are_all_or_nothing() -> None:
-    causal, encoder = CausalCache(), EncoderCache()
-    wrapper = WrapperCache(causal, encoder)
-    wrapper.init(np.float32, 1, 16, 4)
-    put_all(wrapper, [1, 2], [0, 0], [0, 1])
-    before = state(causal)
-    with pytest.raises(NotSupported, match="requested: 2"):
-        wrapper.init(np.float32, 2, 16, 4)
-    assert_same(before, state(causal))
-    fresh, configured = CausalCache(), CausalCache()
-    configured.set_config(CacheConfig())
-    with pytest.raises(CacheOrderError):
-        WrapperCache(fresh, configured).set_config(CacheConfig(cache_padding=2))
-    assert fresh.config is None
-
-
-def test_wrapper_refuses_what_it_cannot_wrap() -> None:
-    with pytest.raises(CacheValueError, match="at least one"):
-        WrapperCache()
-    cache = CausalCache()
-    with pytest.raises(CacheValueError, match="none twice"):
-        WrapperCache(cache, CausalCache(), cache)
-    with pytest.raises(TypeError, match="not dict"):
-        WrapperCache(cache, {})  # type: ignore[arg-type]
-    wrapper = WrapperCache(cache)
-    for call in (
-        lambda: wrapper.start_forward([0], [0]),
-        lambda: wrapper.set_layer(0),
+def test_a_shift_fn_may_not_use_the_cache() -> None:
+    refused: list[str] = []
+    attempts: list[Any] = [
+        lambda: cache.remove(0, 0),
+        lambda: cache.put(one(9), one(9)),
+        lambda: cache.get(),
+        lambda: cache.set_layer(0),
+        lambda: cache.start_forward([9], [0]),
+        lambda: cache.copy_prefix(0, 1, 2),
+        lambda: cache.can_resume(0, 1),
+        lambda: cache.set_causal([0]),
+        lambda: cache.init(np.float32, 1, 8, 8),
+        lambda: cache.close(),
+        lambda: cache.set_config(CacheConfig()),
+        lambda: copy.copy(cache),
+        lambda: copy.deepcopy(cache),
+        lambda: pickle.dumps(cache),
         lambda: wrapper.remove(0, 0),
-        lambda: wrapper.can_resume(0, 0),
-        lambda: wrapper.copy_prefix(0, 1, 1),
-        lambda: wrapper.set_causal(),
-    ):
-        with pytest.raises(CacheOrderError, match="WrapperCache was not set up"):
-            call()
+        lambda: wrapper.set_layer(1),
+        lambda: wrapper.start_forward([9], [0]),
+        lambda: wrapper.init(np.float32, 1, 8, 8),
+        lambda: wrapper.close(),
+    ]
+
+    def shift_fn(layer: int, key: Any, shift: Any) -> Any:
+        for attempt in attempts:
+            with pytest.raises(ReentryError, match="from within one of its own calls") as caught:
+                attempt()
+            refused.append(str(caught.value))
+        return key + shift[:, None, None]
+
+    cache, other = CausalCache(shift_fn), CausalCache(add_shift)
+    wrapper = made(WrapperCache(other, cache), capacity=8)
+    put_all(wrapper, range(5), [0] * 5, range(5))
+    wrapper.remove(0, 1, 2)
+    assert len(refused) == len(attempts)
+    cache.put(*[np.arange(5.0).reshape(5, 1, 1)] * 2)
+    other.put(*[np.arange(5.0).reshape(5, 1, 1)] * 2)
+    assert_same(state(cache), state(other))
 
 
-# A.4 a wrapper of one cache behaves as that cache.
-def test_wrapper_of_one_cache_is_that_cache() -> None:
-    plain, wrapper = SWACache(2, add_shift), WrapperCache(SWACache(2, add_shift))
-    for cache in (plain, wrapper):
-        cache.init(np.float32, 2, 16, 2)
-        fill(cache, 5, step=2)
-        cache.copy_prefix(0, 1, 5)
-        cache.remove(0, 0)
-    assert forward(plain, [9], [1], [5]) == forward(wrapper, [9], [1], [5])
+def test_a_shift_fn_that_fails_to_use_the_cache_changes_nothing() -> None:
+    cache = CausalCache(lambda layer, key, shift: cache.remove(0, 0))  # type: ignore[arg-type]
+    fill(made(cache, 2), 5, step=5)
+    other = twin(cache)
+    with pytest.raises(ReentryError):
+        cache.remove(0, 1, 2)
+    assert_twins(cache, other)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))]
+)
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("kind", [CausalCache, RecurrentCache, EncoderCache, WrapperCache])
+def test_copies_are_independent(kind: Any, permuted: bool, copied: Any) -> None:
+    cache: Any = WrapperCache(CausalCache()) if kind is WrapperCache else kind()
+    cache.set_config(CacheConfig(permuted_v=permuted))
+    begun(cache)
+    other = copied(cache)
+    before = pair(other)
+    other.put(one(7), one(8))
+    assert (pair(cache), before, pair(other)) == ((1, 2), (1, 2), (7, 8))
+    if kind is not EncoderCache:
+        other.remove(0, 0)
+        other.start_forward([0], [0])
+        cache.start_forward([1], [0])
+
+
+class Model:
+    """Stands for a model, which must not be copied with the cache of its keys."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("cannot copy a lock")
+
+    def rotate(self, layer: int, key: Any, shift: Any) -> Any:
+        return key
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda cache: cache,
+        lambda cache: WrapperCache(cache, CausalCache()),
+        lambda cache: WrapperCache(WrapperCache(EncoderCache(), cache)),
+        lambda cache: InputCache(cache, 16, 1, 4),
+        lambda cache: InputCache(WrapperCache(cache), 16, 1, 4),
+    ],
+)
+def test_copies_share_the_shift_fn(wrapped: Any) -> None:
+    for how in (copy.copy, copy.deepcopy):
+        original = wrapped(CausalCache(Model().rotate))
+        other = how(original)
+        assert other is not original
+        if isinstance(original, InputCache):
+            other.load_slot(tokens(1, 2))
+            assert other.cache is not original.cache
+            assert not original.slots[0].in_use

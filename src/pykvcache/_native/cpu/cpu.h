@@ -1,4 +1,4 @@
-// Which of ggml's CPU code runs: one piece, or copies for several instruction sets (cmake/CpuCopies.cmake).
+// Which of ggml's CPU code runs: one piece, or copies for several instruction sets (copies.cmake).
 //
 // Asked before any of it runs: code for instructions that a processor lacks ends the process.
 #pragma once

@@ -1,5 +1,4 @@
-// The socket of a connection: every wait has an end.
-#include "protocol.h"
+#include "link.h"
 
 #include <fcntl.h>
 #include <netdb.h>
@@ -7,264 +6,135 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 
 namespace pykv {
 
 namespace {
 
-using clock = std::chrono::steady_clock;
-
-// A message that comes drop by drop ends, too.
-constexpr int64_t BYTES_PER_MS = 64;
+constexpr size_t MAX_PIECE = size_t(1) << 30;  // no system takes more in one call
 
 #ifdef MSG_NOSIGNAL
-constexpr int NO_SIGNAL = MSG_NOSIGNAL;
+constexpr int SEND_FLAGS = MSG_NOSIGNAL;
 #else
-constexpr int NO_SIGNAL = 0;
+constexpr int SEND_FLAGS = 0;  // Python ignores SIGPIPE
 #endif
 
-// 0: ready. Otherwise what errno would be.
-int wait_for(int fd, short events, clock::time_point end) {
-    for (;;) {
-        const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - clock::now()).count();
-        if (left <= 0) {
-            return ETIMEDOUT;
-        }
-        pollfd one = {fd, events, 0};
-        const int n = poll(&one, 1, static_cast<int>(std::min<int64_t>(left + 1, 60000)));
-        if (n > 0) {
-            return 0;
-        }
-        if (n < 0 && errno != EINTR) {
-            return errno;
-        }
-    }
-}
-
-clock::time_point end_of(const rpc_link & link, size_t size) {
-    return clock::now() + std::chrono::milliseconds(link.timeout_ms + static_cast<int64_t>(size) / BYTES_PER_MS);
-}
-
-std::string said(const rpc_link & link, int code) {
-    if (code != ETIMEDOUT) {
-        return std::strerror(code);
-    }
-    const int64_t ms = link.timeout_ms;
-    return "nothing for " + std::to_string(ms / 1000) + "." + std::to_string(ms % 1000 / 100) + " s";
-}
-
-int open_socket(const addrinfo & to, clock::time_point end, int & fd) {
+// A connected socket in `fd`, or an error of errno.
+int connect_to(const addrinfo & to, int64_t timeout_ms, int & fd) {
     fd = socket(to.ai_family, SOCK_STREAM, 0);
     if (fd < 0) {
         return errno;
     }
-    const int on = 1;
+    const int on = 1, flags = fcntl(fd, F_GETFL);
     fcntl(fd, F_SETFD, FD_CLOEXEC);
-    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
-#ifdef SO_NOSIGPIPE
-    setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &on, sizeof(on));
-#endif
-    int code = ::connect(fd, to.ai_addr, to.ai_addrlen) == 0 ? 0 : errno;
-    if (code == EINPROGRESS || code == EINTR) {
-        code = wait_for(fd, POLLOUT, end);
-        if (code == 0) {
-            socklen_t size = sizeof(code);
-            if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &code, &size) != 0) {
-                code = errno;
-            }
+    fcntl(fd, F_SETFL, flags | O_NONBLOCK);
+    int error = ::connect(fd, to.ai_addr, to.ai_addrlen) == 0 ? 0 : errno;
+    if (error == EINPROGRESS) {
+        pollfd    one = {fd, POLLOUT, 0};
+        socklen_t size = sizeof(error);
+        error = poll(&one, 1, int(std::min<int64_t>(timeout_ms, INT32_MAX))) > 0 ? 0 : ETIMEDOUT;
+        if (error == 0 && getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) {
+            error = errno;
         }
     }
-    if (code != 0) {
-        close(fd);
+    fcntl(fd, F_SETFL, flags);
+    if (error != 0) {
+        ::close(fd);
         fd = -1;
     }
-    return code;
+    return error;
 }
 
 }  // namespace
 
-void rpc_link::lose(const std::string & why) noexcept {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (is_lost) {
-        return;
+int send_all(int fd, const void * data, size_t size) {
+    for (size_t done = 0; done < size;) {
+        const ssize_t n = ::send(fd, static_cast<const char *>(data) + done, std::min(size - done, MAX_PIECE), SEND_FLAGS);
+        if (n < 0 && errno != EINTR) {
+            return errno;
+        }
+        done += size_t(std::max<ssize_t>(n, 0));
     }
-    try {
-        reason = why;
-    } catch (...) {
-    }
-    is_lost.store(true, std::memory_order_release);
-    if (fd >= 0 && process == getpid()) {
-        shutdown(fd, SHUT_RDWR);  // closed by its owner, who may be in a call
-    }
+    return 0;
 }
 
-void rpc_link::give_up(const char * doing, int code) noexcept {
-    try {
-        lose(std::string(doing) + ": " + (code == 0 ? "the server closed the connection" : said(*this, code)));
-    } catch (...) {
-        lose({});  // ggml's thread would end the process
+int receive_all(int fd, void * data, size_t size) {
+    for (size_t done = 0; done < size;) {
+        const ssize_t n = recv(fd, static_cast<char *>(data) + done, std::min(size - done, MAX_PIECE), 0);
+        if (n == 0) {
+            return -1;
+        }
+        if (n < 0 && errno != EINTR) {
+            return errno;
+        }
+        done += size_t(std::max<ssize_t>(n, 0));
     }
+    return 0;
 }
 
-std::string rpc_link::why() const {
-    std::lock_guard<std::mutex> lock(mutex);
-    return is_lost && reason.empty() ? "there is no memory to say why" : reason;
+bool rpc_link::check(int error) {
+    if (error == 0) {
+        return true;
+    }
+    if (error < 0) {
+        lose("the server closed the connection");
+    } else if (error == EAGAIN || error == EWOULDBLOCK || error == ETIMEDOUT) {
+        const int64_t ms = timeout_ms;
+        lose("no answer for " + std::to_string(ms / 1000) + "." + std::to_string(ms % 1000 / 100) + " s");
+    } else {
+        lose(std::strerror(error));
+    }
+    return false;
 }
 
-bool rpc_link::connect() noexcept {
-    try {
-        const size_t colon = endpoint.rfind(':');
-        addrinfo     hints = {}, *found = nullptr;
-        hints.ai_socktype = SOCK_STREAM;
-        const int answer = getaddrinfo(endpoint.substr(0, colon).c_str(), endpoint.substr(colon + 1).c_str(), &hints, &found);
-        if (answer != 0) {
-            lose(std::string("the host's name leads nowhere: ") + gai_strerror(answer));
-            return false;
-        }
-        const auto end  = end_of(*this, 0);
-        int        code = EHOSTUNREACH;
-        for (const addrinfo * to = found; to && code != 0; to = to->ai_next) {
-            code = open_socket(*to, end, fd);
-        }
-        freeaddrinfo(found);
-        process = getpid();
-        if (code != 0) {
-            lose("connecting: " + said(*this, code));
-        }
-        return code == 0;
-    } catch (...) {
-        lose({});
+bool rpc_link::connect(int64_t ms) {
+    timeout_ms = ms;
+    process = getpid();
+    const size_t colon = endpoint.rfind(':');
+    addrinfo     hints = {}, *found = nullptr;
+    hints.ai_socktype = SOCK_STREAM;
+    if (const int code = getaddrinfo(endpoint.substr(0, colon).c_str(), endpoint.substr(colon + 1).c_str(), &hints, &found)) {
+        lose(std::string("cannot resolve the host's name: ") + gai_strerror(code));
         return false;
     }
+    int error = EHOSTUNREACH;
+    for (const addrinfo * to = found; to && error != 0; to = to->ai_next) {
+        error = connect_to(*to, ms, fd);
+    }
+    freeaddrinfo(found);
+    set_timeout(ms);
+    return check(error);
 }
 
-bool rpc_link::send(const void * head, size_t head_size, const void * data, size_t size, const char * doing) noexcept {
-    const auto end  = end_of(*this, head_size + size);
-    size_t     done = 0;
-    int        code = 0;
-    while (!is_lost && code == 0 && done < head_size + size) {
-        iovec pieces[2];
-        int   n = 0;
-        if (done < head_size) {
-            pieces[n++] = {const_cast<char *>(static_cast<const char *>(head)) + done, head_size - done};
-        }
-        const size_t of_data = done < head_size ? 0 : done - head_size;
-        if (of_data < size) {
-            // No system takes more at once.
-            pieces[n++] = {const_cast<char *>(static_cast<const char *>(data)) + of_data,
-                           std::min<size_t>(size - of_data, size_t(1) << 30)};
-        }
-        msghdr message     = {};
-        message.msg_iov    = pieces;
-        message.msg_iovlen = static_cast<decltype(message.msg_iovlen)>(n);
-        const ssize_t sent = sendmsg(fd, &message, NO_SIGNAL);
-        if (sent >= 0) {
-            done += static_cast<size_t>(sent);
-        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            code = wait_for(fd, POLLOUT, end);
-        } else if (errno != EINTR) {
-            code = errno;
-        }
-    }
-    if (code != 0) {
-        give_up(doing, code);
-    }
-    return !is_lost;
+void rpc_link::set_timeout(int64_t ms) {
+    timeout_ms = ms;
+    timeval limit;
+    limit.tv_sec = decltype(limit.tv_sec)(ms / 1000);
+    limit.tv_usec = decltype(limit.tv_usec)(ms % 1000 * 1000);
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
 }
 
-bool rpc_link::receive(void * data, size_t size, const char * doing) noexcept {
-    const auto end  = end_of(*this, size);
-    size_t     done = 0;
-    int        code = 0;
-    while (!is_lost && code == 0 && done < size) {
-        const ssize_t got = recv(fd, static_cast<char *>(data) + done, std::min<size_t>(size - done, size_t(1) << 30), 0);
-        if (got > 0) {
-            done += static_cast<size_t>(got);
-            if (done < size && clock::now() > end) {
-                code = ETIMEDOUT;
-            }
-        } else if (got == 0) {
-            give_up(doing, 0);
-        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            code = wait_for(fd, POLLIN, end);
-        } else if (errno != EINTR) {
-            code = errno;
-        }
-    }
-    if (code != 0) {
-        give_up(doing, code);
-    }
-    return !is_lost;
-}
+bool rpc_link::send(const void * data, size_t size) { return !is_lost && check(send_all(fd, data, size)); }
+bool rpc_link::receive(void * data, size_t size) { return !is_lost && check(receive_all(fd, data, size)); }
 
-bool rpc_link::receive_answer(const rpc_request & request, void * data, size_t size, const char * doing) noexcept {
-    uint64_t length = 0;
-    if (is_lost || !receive(&length, sizeof(length), doing)) {
-        return false;
-    }
-    try {
-        if (length != size) {
-            lose(std::string(doing) + ": an answer of " + std::to_string(length) + " bytes instead of " + std::to_string(size));
-            return false;
-        }
-        if (!receive(data, size, doing)) {
-            return false;
-        }
-        if (const char * lie = rpc_lie(request, data)) {
-            lose(std::string(doing) + ": the server says " + lie);
-        }
-    } catch (...) {
-        lose({});
-    }
-    return !is_lost;
-}
-
-bool rpc_link::known(const rpc_request & request) const {
-    switch (request.command) {
-        case RPC_DEVICE_COUNT:  return !alignments.empty();
-        case RPC_GET_ALIGNMENT:
-        case RPC_GET_MAX_SIZE:  return request.device < alignments.size();
-        default:                return false;
-    }
-}
-
-void rpc_link::tell(const rpc_request & request, void * data, size_t size) const {
-    rpc_stand_in(request, data, size);
-    uint64_t value = 0;
-    switch (request.command) {
-        case RPC_DEVICE_COUNT:  value = alignments.size(); break;
-        case RPC_GET_ALIGNMENT: value = alignments[request.device]; break;
-        case RPC_GET_MAX_SIZE:  value = max_sizes[request.device]; break;
-        default:                return;
-    }
-    std::memcpy(data, &value, std::min(size, sizeof(value)));
-}
-
-void rpc_link::hang_up() noexcept {
-    std::lock_guard<std::mutex> lock(mutex);
+void rpc_link::close() {
     if (fd >= 0) {
         if (process == getpid()) {
-            shutdown(fd, SHUT_RDWR);  // a fork's copy would hold the server's other end open
+            shutdown(fd, SHUT_RDWR);  // a fork's copy would keep the server's end open
         }
-        close(fd);
+        ::close(fd);
         fd = -1;
     }
-    if (!is_lost) {
-        is_lost = true;
-        try {
-            reason = "the connection was closed";
-        } catch (...) {
-        }
-    }
+    lose("the connection was closed");
 }
 
 }  // namespace pykv

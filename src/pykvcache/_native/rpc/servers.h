@@ -1,4 +1,4 @@
-// Servers of ggml's RPC that models lie on: opened, shared by the models of a process, and closed with the last.
+// Servers of ggml's RPC: a process has one connection to each, shared by its models and closed with the last.
 #pragma once
 
 #include <cstdint>
@@ -25,35 +25,29 @@ struct rpc_server {
     rpc_server & operator=(const rpc_server &) = delete;
 };
 
-using rpc_servers = std::vector<std::shared_ptr<rpc_server>>;
-
 enum rpc_outcome : int32_t {
     RPC_OPEN,
-    RPC_NO_BUILD,  // without ggml's RPC, or with one whose protocol is not known here
+    RPC_NO_BUILD,  // without ggml's RPC, or with another version of it
     RPC_LOST,
-    RPC_FORKED,    // the parent's connections have no thread here, and its locks may be held
+    RPC_FORKED,    // a fork's child has no thread for its parent's connections, and its locks may be held
 };
 
 // CAUGHT or an rpc_outcome; `why` says what is lost.
 int32_t rpc_open(const char * endpoint, int64_t timeout_ms, std::shared_ptr<rpc_server> & out, std::string & why) noexcept;
 
-// In a fork's child, where servers' devices have no connection, and asking one would wait for ever.
-bool rpc_is_forked() noexcept;
+// A model that keeps its servers open. A fork's child, which lacks the threads of its connections, does not free it.
+std::shared_ptr<llama_model> own_model_on(llama_model * model, const std::vector<std::shared_ptr<rpc_server>> & servers);
 
 // Let every model that is loaded from now on use its devices: for tests.
 void rpc_register(const rpc_server & server) noexcept;
 
-// Those under a model's devices.
-rpc_links rpc_links_of(const llama_model * model);
+// The connections under a model's devices.
+device_links rpc_links_of(const llama_model * model);
 
-// A model with its servers: freed with its last owner, not in a fork's child, where freeing would wait for ever.
-std::shared_ptr<llama_model> own_model_on(llama_model * model, const rpc_servers & servers);
+// Serve devices, their names with commas between, until the process ends: CAUGHT, RPC_NO_BUILD, or RPC_LOST where it cannot begin.
+int32_t rpc_serve(const char * endpoint, int n_threads, const char * devices) noexcept;
 
-// Serve devices, their names with a comma between, until the process ends. CAUGHT, RPC_NO_BUILD, or, when it could not begin, RPC_LOST with errno.
-int32_t rpc_serve(const char * endpoint, int n_threads, const char * devices, int & error) noexcept;
-
-// For transport.cpp: the link that was opened under this name, or one that is lost.
-std::shared_ptr<rpc_link> rpc_take_link(const std::string & host, int port);
-void                      rpc_note_server_error(int code) noexcept;
+// For transport.cpp: the connection that rpc_open() has made on this thread, or a lost one.
+std::shared_ptr<rpc_link> rpc_take_link();
 
 }  // namespace pykv

@@ -1,12 +1,11 @@
-// In the place of ggml's transport.cpp: sockets whose waits have an end, and a client that never fails.
+// In place of ggml's transport.cpp: sockets with timeouts, and a client whose messages never fail.
 //
-// ggml's client ends the process where a message fails or an answer has another length. Here a message that
-// fails makes the connection a lost one (link.h), and what ggml waits for is answered in the server's place; an
-// answer that cannot be true is a failure, too. The server's end fails as ggml's own does.
+// ggml's client ends the process where a message fails. Here the connection is lost then (device_link.h), and
+// ggml gets a stand-in for the answer. The server's end fails as ggml's own does.
 #include "transport.h"
 
 #include <arpa/inet.h>
-#include <netdb.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
@@ -14,7 +13,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <fcntl.h>
+#include <string>
 
 #include "ggml-rpc.h"
 #include "protocol.h"
@@ -24,8 +23,8 @@ static_assert(RPC_PROTO_MAJOR_VERSION == pykv::RPC_MAJOR && RPC_PROTO_MINOR_VERS
               "protocol.h knows another version");
 
 struct socket_t::impl {
-    int                             fd = -1;  // of a server's end
-    std::shared_ptr<pykv::rpc_link> link;     // of a client's
+    int                             fd = -1;  // of the server's end
+    std::shared_ptr<pykv::rpc_link> link;     // of the client's end
 
     explicit impl(int socket) : fd(socket) {}
     explicit impl(std::shared_ptr<pykv::rpc_link> to) : link(std::move(to)) {}
@@ -34,50 +33,63 @@ struct socket_t::impl {
             close(fd);
         }
         if (link) {
-            link->hang_up();
+            link->close();
         }
     }
 
-    // The client speaks in five pieces: a command, its length, its data; the answer's length, the answer.
+    // The client speaks in five pieces: command, length, data; the answer's length, the answer.
     enum { COMMAND, LENGTH, DATA, ANSWER_LENGTH, ANSWER } next = COMMAND;
-    pykv::rpc_request request;
-    uint8_t           head[9];
+    uint8_t  head[9];  // command and length
+    uint64_t answer_size = 0;
 
-    void ask(const void * data, size_t size);
+    void request(const void * data, size_t size);
     void answer(void * data, size_t size);
 };
 
-void socket_t::impl::ask(const void * data, size_t size) {
+void socket_t::impl::request(const void * data, size_t size) {
+    const auto * bytes = static_cast<const uint8_t *>(data);
     if (next == COMMAND) {
-        head[0]         = request.command = pykv::rpc_value<uint8_t>(data);
-        next            = LENGTH;
+        head[0] = *bytes;
+        next = LENGTH;
     } else if (next == LENGTH) {
-        std::copy_n(static_cast<const uint8_t *>(data), sizeof(uint64_t), head + 1);
+        std::copy_n(bytes, sizeof(uint64_t), head + 1);
         next = DATA;
     } else {
-        request.read(data, size);
-        if (request.command != pykv::RPC_HELLO && !link->known(request)) {
-            link->send(head, sizeof(head), data, size, pykv::rpc_doing(request.command));
+        uint64_t last = 0;
+        if (size >= sizeof(last)) {
+            std::memcpy(&last, bytes + size - sizeof(last), sizeof(last));
         }
-        next = request.answer_size() == pykv::RPC_NO_ANSWER ? COMMAND : ANSWER_LENGTH;
+        answer_size = pykv::rpc_answer_size(head[0], last);
+        next = answer_size ? ANSWER_LENGTH : COMMAND;
+        // A small message is one packet.
+        const size_t joined = size <= 65536 ? size : 0;
+        std::string  message(head, head + sizeof(head));
+        message.append(static_cast<const char *>(data), joined);
+        if (link->send(message.data(), message.size()) && joined < size) {
+            link->send(data, size);
+        }
     }
 }
 
 void socket_t::impl::answer(void * data, size_t size) {
-    const char * doing = pykv::rpc_doing(request.command);
     if (next == ANSWER_LENGTH) {
-        const uint64_t expected = request.answer_size();
-        std::copy_n(reinterpret_cast<const uint8_t *>(&expected), sizeof(expected), static_cast<uint8_t *>(data));
+        uint64_t length = 0;
+        if (link->receive(&length, sizeof(length)) && length != answer_size) {
+            link->lose("an answer of " + std::to_string(length) + " bytes instead of " + std::to_string(answer_size) +
+                       ": this is no server of ggml's RPC, or of another version");
+        }
+        std::memcpy(data, &answer_size, sizeof(answer_size));
         next = ANSWER;
         return;
     }
     next = COMMAND;
-    if (request.command == pykv::RPC_HELLO || link->known(request)) {
-        link->tell(request, data, size);
-        return;
+    const auto * bytes = static_cast<const uint8_t *>(data);
+    if (link->receive(data, size) && head[0] == pykv::RPC_HELLO && (bytes[0] != pykv::RPC_MAJOR || bytes[1] > pykv::RPC_MINOR)) {
+        link->lose("the server speaks version " + std::to_string(bytes[0]) + "." + std::to_string(bytes[1]) + " of ggml's RPC, not " +
+                   std::to_string(pykv::RPC_MAJOR) + "." + std::to_string(pykv::RPC_MINOR));
     }
-    if (!link->receive_answer(request, data, size, doing)) {
-        pykv::rpc_stand_in(request, data, size);
+    if (link->is_lost) {
+        pykv::rpc_stand_in(head[0], data, size);
     }
 }
 
@@ -86,21 +98,10 @@ socket_t::~socket_t() = default;
 
 bool socket_t::send_data(const void * data, size_t size) {
     if (pimpl->link) {
-        pimpl->ask(data, size);
+        pimpl->request(data, size);
         return true;
     }
-    for (size_t done = 0; done < size;) {
-#ifdef MSG_NOSIGNAL
-        const ssize_t n = send(pimpl->fd, static_cast<const char *>(data) + done, std::min(size - done, MAX_CHUNK_SIZE), MSG_NOSIGNAL);
-#else
-        const ssize_t n = send(pimpl->fd, static_cast<const char *>(data) + done, std::min(size - done, MAX_CHUNK_SIZE), 0);
-#endif
-        if (n < 0 && errno != EINTR) {
-            return false;
-        }
-        done += n < 0 ? 0 : static_cast<size_t>(n);
-    }
-    return true;
+    return pykv::send_all(pimpl->fd, data, size) == 0;
 }
 
 bool socket_t::recv_data(void * data, size_t size) {
@@ -108,62 +109,46 @@ bool socket_t::recv_data(void * data, size_t size) {
         pimpl->answer(data, size);
         return true;
     }
-    for (size_t done = 0; done < size;) {
-        const ssize_t n = recv(pimpl->fd, static_cast<char *>(data) + done, std::min(size - done, MAX_CHUNK_SIZE), 0);
-        if (n == 0 || (n < 0 && errno != EINTR)) {
-            return false;
-        }
-        done += n < 0 ? 0 : static_cast<size_t>(n);
-    }
-    return true;
+    return pykv::receive_all(pimpl->fd, data, size) == 0;
 }
 
 bool socket_t::flush() { return true; }
 void socket_t::get_caps(uint8_t * caps) { std::fill_n(caps, RPC_CONN_CAPS_SIZE, uint8_t(0)); }
 void socket_t::update_caps(const uint8_t *) {}
 
-// Opened before ggml asks (servers.cpp): here nothing waits.
-socket_ptr socket_t::connect(const char * host, int port) {
-    return socket_ptr(new socket_t(std::make_unique<impl>(pykv::rpc_take_link(host, port))));
+// rpc_open() has connected before it lets ggml ask.
+socket_ptr socket_t::connect(const char *, int) {
+    return socket_ptr(new socket_t(std::make_unique<impl>(pykv::rpc_take_link())));
 }
 
 socket_ptr socket_t::create_server(const char * host, int port) {
     sockaddr_in where = {};
-    where.sin_family  = AF_INET;
-    where.sin_port    = htons(static_cast<uint16_t>(port));
-    if (inet_pton(AF_INET, host, &where.sin_addr) != 1) {
-        pykv::rpc_note_server_error(EADDRNOTAVAIL);
-        return nullptr;
-    }
+    where.sin_family = AF_INET;
+    where.sin_port = htons(static_cast<uint16_t>(port));
     const int fd = socket(AF_INET, SOCK_STREAM, 0), on = 1;
     if (fd < 0) {
-        pykv::rpc_note_server_error(errno);
         return nullptr;
     }
     socket_ptr server(new socket_t(std::make_unique<impl>(fd)));
     fcntl(fd, F_SETFD, FD_CLOEXEC);
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-    if (bind(fd, reinterpret_cast<sockaddr *>(&where), sizeof(where)) != 0 || listen(fd, 16) != 0) {
-        pykv::rpc_note_server_error(errno);
-        return nullptr;
-    }
-    return server;
+    const bool is_open = inet_pton(AF_INET, host, &where.sin_addr) == 1 &&
+                         bind(fd, reinterpret_cast<sockaddr *>(&where), sizeof(where)) == 0 && listen(fd, 16) == 0;
+    return is_open ? server : nullptr;
 }
 
 socket_ptr socket_t::accept() {
-    for (;;) {
-        const int fd = ::accept(pimpl->fd, nullptr, nullptr), on = 1;
-        if (fd >= 0) {
-            fcntl(fd, F_SETFD, FD_CLOEXEC);
-            setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-            setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));  // of a machine that is gone
-            return socket_ptr(new socket_t(std::make_unique<impl>(fd)));
-        }
-        if (errno != EINTR && errno != ECONNABORTED) {
-            pykv::rpc_note_server_error(errno);
-            return nullptr;
-        }
+    int fd, on = 1;
+    do {
+        fd = ::accept(pimpl->fd, nullptr, nullptr);
+    } while (fd < 0 && (errno == EINTR || errno == ECONNABORTED));
+    if (fd < 0) {
+        return nullptr;
     }
+    fcntl(fd, F_SETFD, FD_CLOEXEC);
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));  // of a machine that is gone
+    return socket_ptr(new socket_t(std::make_unique<impl>(fd)));
 }
 
 bool rpc_transport_init() { return true; }

@@ -1,4 +1,4 @@
 """One cache per layer, as in mlx-lm; public names are in `pykvcache.arrays`.
 
-`BaseCache` is what all have in common, `KvCacheKind` where each is registered once.
+`base.BaseCache` is their interface; `kinds.KvCacheKind` is where each class is registered.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -9,16 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import MOST, as_int, as_kind, check_size
-from pykvcache.arrays.mlx._base import Arrays, BaseCache
-from pykvcache.arrays.mlx._rows import Counts, Rows, announced, row_counts, row_indices, summed
-from pykvcache.arrays.mlx._slots import (
-    checked_slot,
-    common_rows,
-    slot_counts,
-    slot_number,
-    stacked,
-)
-from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported
+from pykvcache.arrays.mlx.base import Arrays, BaseCache
+from pykvcache.arrays.mlx.rows import Counts, Rows, announced, row_counts, row_indices, summed
+from pykvcache.arrays.mlx.token_pair import plain_numbers
+from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
 from pykvcache.errors._shown import shown
 
 if TYPE_CHECKING:
@@ -33,10 +28,9 @@ _MAX_SLOTS = 65_536
 class ArraysCache(BaseCache):
     """Numbered slots for arrays whose first axis is the batch.
 
-    It follows mlx-lm's ``ArraysCache``: ``cache[i] = array`` stores a copy, ``cache[i]``
-    gives the stored array itself, which may be written to, or None. Empty slots do not stop
-    `extract` and `merge` (they do in mlx-lm), and the number of slots, `left_padding` and
-    `lengths` survive saving.
+    It follows mlx-lm's ``ArraysCache``: ``cache[i] = array`` stores a copy, ``cache[i]`` is the
+    stored array itself, which may be written to, or None. `extract` and `merge` accept empty
+    slots (mlx-lm fails), and the number of slots, `left_padding` and `lengths` survive saving.
 
     Parameters
     ----------
@@ -61,8 +55,7 @@ class ArraysCache(BaseCache):
 
     def __setitem__(self, index: SupportsIndex, array: NDArray[Any] | None) -> None:
         slot = as_int("slot", index, minimum=0, maximum=len(self._slots) - 1)
-        # A new tuple: shadows of this cache share the old one.
-        self._slots = (*self._slots[:slot], checked_slot(array), *self._slots[slot + 1 :])
+        self._slots = (*self._slots[:slot], _checked_slot(array), *self._slots[slot + 1 :])
 
     @property
     def offset(self) -> int:
@@ -91,8 +84,8 @@ class ArraysCache(BaseCache):
         return 1
 
     def _rows(self) -> int | None:
-        """Return the number of rows; None where nothing that is held says it."""
-        return common_rows((*self._slots, self._padding, self._lengths))
+        """Return the number of rows; None where no array, padding or length says it."""
+        return _common_rows((*self._slots, self._padding, self._lengths))
 
     @property
     def nbytes(self) -> int:
@@ -101,11 +94,9 @@ class ArraysCache(BaseCache):
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
         """Raise ``NotSupported``: there are slots, and no keys and values."""
-        raise NotSupported(
-            f"a {type(self).__name__} has slots: set cache[i] instead of updating",
-            "update",
-            type(self).__name__,
-        )
+        name = type(self).__name__
+        message = f"a {name} has slots: set cache[i] instead of updating"
+        raise NotSupported(message, "update", name)
 
     def prepare(
         self,
@@ -124,17 +115,16 @@ class ArraysCache(BaseCache):
             batch = self._lengths.size  # they stay
         left, real, _ = announced(batch, left_padding, lengths, right_padding)
         if left is not None and not self.is_empty():
-            raise CacheValueError(
-                "left padding can only be added to an empty ArraysCache", "left_padding"
-            )
-        if left is not None and self._padding is not None:
-            left = summed("left_padding", self._padding, left)
-        padding = self._padding if left is None else left
-        lengths = self._lengths if real is None else real
-        self._padding, self._lengths = padding, lengths
+            message = "left padding can only be added to an empty ArraysCache"
+            raise CacheValueError(message, "left_padding")
+        if left is not None:
+            old = self._padding
+            self._padding = left if old is None else summed("left_padding", old, left)
+        if real is not None:
+            self._lengths = real
 
     def finalize(self) -> None:
-        """Forget `lengths` and `left_padding`: the prompt is through."""
+        """Forget `lengths` and `left_padding`, at the end of the prompt."""
         self._lengths = self._padding = None
 
     def advance(self, n: SupportsIndex) -> None:
@@ -146,18 +136,15 @@ class ArraysCache(BaseCache):
         self._lengths, self._padding = lengths, padding
 
     def make_mask(
-        self,
-        n: SupportsIndex,
-        window_size: SupportsIndex | None = None,
-        return_array: bool = False,
+        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
     ) -> NDArray[np.bool_] | None:
         """Return which of the next `n` columns hold tokens, `(batch, n)`; None = all.
 
-        Those from `left_padding` on and before `lengths`, as far as each is set.
+        Those from `left_padding` on and before `lengths`, where they are set.
         """
         columns = np.arange(as_int("n", n, minimum=1, maximum=MOST))
         if self._padding is not None and self._lengths is not None:
-            self._rows()  # as many of both
+            self._rows()  # raises unless both have the same number of rows
         mask = None if self._padding is None else columns >= self._padding[:, None]
         if self._lengths is not None:
             before = columns < self._lengths[:, None]
@@ -165,61 +152,57 @@ class ArraysCache(BaseCache):
         return mask
 
     def size(self) -> int:
-        """Return 0: a recurrent state holds no tokens that could be counted."""
+        """Return 0: a recurrent state has no tokens."""
         return 0
 
     def is_empty(self) -> bool:
-        """Tell whether no slot is filled."""
+        """Return whether no slot is filled."""
         return all(array is None for array in self._slots)
 
-    def _duplicate(self) -> Self:
-        twin = self._twin()
-        twin._slots = tuple(None if array is None else array.copy() for array in self._slots)
-        return twin
+    def _with_slots(self, slots: tuple[NDArray[Any] | None, ...]) -> Self:
+        """Return a copy with other slots; the old ones are not copied."""
+        return copy.deepcopy(self, {id(self._slots): slots})
 
     def filter(self, batch_indices: Counts) -> None:
         """Keep the given rows, in that order.
 
-        A cache without an array, `left_padding` and `lengths` has no rows yet: any will do.
+        A cache without an array, `left_padding` and `lengths` has no rows yet: any indices do.
         """
         rows = row_indices(batch_indices, self._rows())
-        slots = tuple(None if array is None else array[rows] for array in self._slots)
-        padding = None if self._padding is None else self._padding[rows]
-        lengths = None if self._lengths is None else self._lengths[rows]
-        # Without a call between, no interrupt comes between.
-        self._slots, self._padding, self._lengths = slots, padding, lengths
+        self._slots = tuple(None if array is None else array[rows] for array in self._slots)
+        self._padding = None if self._padding is None else self._padding[rows]
+        self._lengths = None if self._lengths is None else self._lengths[rows]
 
     def extend(self, other: ArraysCache) -> None:
-        """Add the rows of `other` below; zeros where one side has nothing.
+        """Add the rows of `other` below; zeros where one side has no array.
 
-        A cache that has no rows yet counts as one row, and in a `CacheList` as those of its
-        other members. `lengths` on one side alone raise ``CacheOrderError``.
+        A cache without rows counts as one row, and in a `CacheList` as many as its other
+        members have. `lengths` on one side alone raise ``CacheOrderError``.
         """
         self._extend(other, 1, 1)
 
     def _extend(self, other: BaseCache, mine: int, others: int) -> None:
-        """Extend; `mine` and `others` are the rows of a cache that does not know its own."""
+        """Extend; `mine` and `others` are the rows of caches that do not know their own."""
         other = as_kind("other", other, ArraysCache)
         check_size("slots of other", len(other), len(self))
         known = self._rows(), other._rows()
         counts = (mine if known[0] is None else known[0], others if known[1] is None else known[1])
         if (self._lengths is None) != (other._lengths is None):
-            # Zeros would say that the other rows get no token at all.
-            raise CacheOrderError(
-                "finalize() should be called before extend: one has lengths", "finalize"
-            )
-        slots = tuple(stacked(pair, counts) for pair in zip(self._slots, other._slots, strict=True))
-        padding = stacked((self._padding, other._padding), counts)
-        lengths = stacked((self._lengths, other._lengths), counts)
+            # Zeros would mean that the other rows get no token at all.
+            message = "finalize() should be called before extend: one has lengths"
+            raise CacheOrderError(message, "finalize")
+        pairs = zip(self._slots, other._slots, strict=True)
+        slots = tuple(_stacked(pair, counts) for pair in pairs)
+        padding = _stacked((self._padding, other._padding), counts)
+        lengths = _stacked((self._lengths, other._lengths), counts)
         self._slots, self._padding, self._lengths = slots, padding, lengths
 
     def extract(self, index: SupportsIndex) -> Self:
         """Return row `index` as a cache of its own, without `left_padding` and `lengths`."""
         rows = self._rows()
         row = as_int("index", index, minimum=0, maximum=None if rows is None else rows - 1)
-        alone = self._twin()
-        alone._slots = tuple(
-            None if array is None else array[row : row + 1].copy() for array in self._slots
+        alone = self._with_slots(
+            tuple(None if array is None else array[row : row + 1].copy() for array in self._slots)
         )
         alone.finalize()
         return alone
@@ -228,27 +211,24 @@ class ArraysCache(BaseCache):
     def merge(cls, caches: Iterable[Self]) -> Self:
         """Return a batch with one row for each of `caches`, whose own batch is 1.
 
-        Zeros where one cache has nothing; if none has, `left_padding` is zeros. Padding that
+        Zeros where one cache has no array; if none has, `left_padding` is zeros. Padding that
         is still to come is kept (mlx-lm forgets it); `lengths` must be finalized first.
         """
         caches = list(caches)
         if not caches:
-            raise CacheValueError(
-                "there is no cache to merge; expected at least one", "caches", 0, 1
-            )
+            message = "there is no cache to merge; expected at least one"
+            raise CacheValueError(message, "caches", 0, 1)
         for cache in caches:
             as_kind("caches", cache, ArraysCache)
             check_size("slots to merge", len(cache), len(caches[0]))
             check_size("rows of a cache to merge", cache._rows() or 1, 1)
             if cache._lengths is not None:
                 raise CacheOrderError("finalize() should be called before merge", "finalize")
-        batch = caches[0]._twin()
-        batch.finalize()
         counts = (1,) * len(caches)
-        batch._slots = tuple(
-            stacked(column, counts) for column in zip(*(c._slots for c in caches), strict=True)
-        )
-        padding = stacked([np.zeros(1, np.int64), *(c._padding for c in caches)], (1, *counts))
+        columns = zip(*(cache._slots for cache in caches), strict=True)
+        batch = caches[0]._with_slots(tuple(_stacked(column, counts) for column in columns))
+        batch.finalize()
+        padding = _stacked([np.zeros(1, np.int64), *(c._padding for c in caches)], (1, *counts))
         if padding is not None and (batch.is_empty() or (padding > 0).any()):
             batch._padding = padding[1:]
         return batch
@@ -260,14 +240,13 @@ class ArraysCache(BaseCache):
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        slots = tuple(checked_slot(array) for array in state) or (None,) * len(self._slots)
+        slots = tuple(_checked_slot(array) for array in state) or (None,) * len(self._slots)
         self._set_slots(slots)
 
     def _set_slots(self, slots: tuple[NDArray[Any] | None, ...]) -> None:
         if len(slots) > _MAX_SLOTS:
-            raise CacheValueError(
-                f"{len(slots)} slots are more than {_MAX_SLOTS}", "slots", len(slots), _MAX_SLOTS
-            )
+            message = f"{len(slots)} slots are more than {_MAX_SLOTS}"
+            raise CacheValueError(message, "slots", len(slots), _MAX_SLOTS)
         self._slots = slots
 
     @property
@@ -291,27 +270,16 @@ class ArraysCache(BaseCache):
         slots = self._slots
         if len(meta):
             if len(meta) != 3 or not all(isinstance(text, str) for text in meta):
-                raise CacheValueError(
-                    f"the meta state of an ArraysCache is 3 texts; got {shown(meta)}",
-                    "meta_state",
-                    meta,
-                    3,
-                )
-            size = slot_number(meta[0])
+                message = f"the meta state of an ArraysCache is 3 texts; got {shown(meta)}"
+                raise CacheValueError(message, "meta_state", meta, 3)
+            size = _slot_number(meta[0])
             if not len(slots) <= size <= _MAX_SLOTS and not self.is_empty():
-                raise CacheValueError(
-                    f"{len(slots)} slots are set, but the state has {size}",
-                    "slots",
-                    size,
-                    len(slots),
-                )
-            if not 0 <= size <= _MAX_SLOTS:
-                raise CacheValueError(
-                    f"{size} slots are not in [0, {_MAX_SLOTS}]", "slots", size, _MAX_SLOTS
-                )
-            padding, lengths = slot_counts(meta[1]), slot_counts(meta[2])
+                message = f"{len(slots)} slots are set, but the state has {size}"
+                raise CacheValueError(message, "slots", size, len(slots))
+            as_int("slots", size, minimum=0, maximum=_MAX_SLOTS)
+            padding, lengths = _slot_counts(meta[1]), _slot_counts(meta[2])
             slots = (*slots, *(None,) * size)[:size]
-        common_rows((*slots, padding, lengths))
+        _common_rows((*slots, padding, lengths))
         self._set_slots(slots)
         self._padding, self._lengths = padding, lengths
 
@@ -331,3 +299,59 @@ class MambaCache(ArraysCache):
     def _set_slots(self, slots: tuple[NDArray[Any] | None, ...]) -> None:
         check_size("slots of a MambaCache", len(slots), 2)
         super()._set_slots(slots)
+
+
+def _checked_slot(array: NDArray[Any] | None) -> NDArray[Any] | None:
+    """Return a copy of an array for a slot."""
+    if array is None:
+        return None
+    array = plain_numbers("slot", array)
+    if array.ndim < 1:
+        message = "a slot holds arrays whose first axis is the batch; got a scalar"
+        raise CacheValueError(message, "slot", array.shape, 1)
+    copied: NDArray[Any] = array.copy()
+    return copied
+
+
+def _common_rows(parts: Sequence[NDArray[Any] | None]) -> int | None:
+    """Return the rows that all parts have; None if there is no part."""
+    sizes = sorted({int(part.shape[0]) for part in parts if part is not None})
+    if len(sizes) > 1:
+        message = f"slots, left_padding and lengths are of {shown(sizes)} rows"
+        raise CacheValueError(message, "rows", sizes)
+    return next(iter(sizes), None)
+
+
+def _stacked(arrays: Sequence[NDArray[Any] | None], rows: Sequence[int]) -> NDArray[Any] | None:
+    """Stack arrays along the batch; a missing one counts as zeros of as many rows."""
+    first = next((array for array in arrays if array is not None), None)
+    if first is None:
+        return None
+    for array in arrays:
+        if array is not None and array.shape[1:] != first.shape[1:]:
+            message = f"arrays of shapes {first.shape} and {array.shape} differ"
+            raise CacheValueError(message, "shape", array.shape, first.shape)
+        if array is not None and array.dtype != first.dtype:
+            message = f"arrays of dtypes {first.dtype} and {array.dtype} differ"
+            raise CacheDTypeError(message, "dtype", str(array.dtype), str(first.dtype))
+    parts = [
+        np.zeros((count, *first.shape[1:]), first.dtype) if array is None else array
+        for array, count in zip(arrays, rows, strict=True)
+    ]
+    return np.concatenate(parts)
+
+
+def _slot_number(text: str) -> int:
+    """Return the number in a text of the meta state."""
+    if not (text.removeprefix("-").isdigit() and text.isascii() and len(text) < 20):
+        message = f"the meta state of an ArraysCache holds {shown(text)}; expected a number"
+        raise CacheValueError(message, "meta_state", text)
+    return int(text)
+
+
+def _slot_counts(text: str) -> Rows | None:
+    """Return the numbers, with commas, in a text of the meta state; None if it is empty."""
+    if not text:
+        return None
+    numbers = [_slot_number(part) for part in text.split(",")]
+    return row_counts("counts of rows", numbers, signed=True)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, as_kind, check_size
-from pykvcache.arrays.mlx._base import Arrays, BaseCache, adopt_all
-from pykvcache.arrays.mlx._rows import Counts
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache
+from pykvcache.arrays.mlx.base import Arrays, BaseCache, restored_on_error
+from pykvcache.arrays.mlx.rows import Counts
 from pykvcache.errors import CacheValueError, NotSupported
 from pykvcache.errors._shown import shown
 
@@ -27,9 +28,8 @@ class CacheList(BaseCache):
     """The caches of a layer that has more than one, for instance attention and recurrence.
 
     It follows mlx-lm's ``CacheList``: trimmable if all members are, `size` of the longest,
-    empty if the first one is. What changes all members does so for all or for none: a
-    member that refuses leaves the others as they were (mlx-lm stops half-way; its `trim`
-    shortens the members that can be trimmed even if one cannot).
+    empty if the first one is. If a member refuses a call, the others stay as they were (mlx-lm
+    stops half-way; its `trim` shortens the members that can be trimmed even if one cannot).
 
     Parameters
     ----------
@@ -62,12 +62,12 @@ class CacheList(BaseCache):
 
     @property
     def offset(self) -> int:
-        """That of the first member; 0 if there is none."""
+        """Offset of the first member; 0 if there is none."""
         return self._caches[0].offset if self._caches else 0
 
     @property
     def rope_offset(self) -> Any:
-        """That of the first member; 0 if there is none."""
+        """Rotary offset of the first member; 0 if there is none."""
         return self._caches[0].rope_offset if self._caches else 0
 
     @property
@@ -80,35 +80,32 @@ class CacheList(BaseCache):
         return max((cache.size() for cache in self._caches), default=0)
 
     def is_empty(self) -> bool:
-        """Tell whether the first member is empty."""
+        """Return whether the first member is empty."""
         return not self._caches or self._caches[0].is_empty()
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        """Raise ``NotSupported``: update the member that is meant."""
+        """Raise ``NotSupported``: update a member."""
         raise NotSupported("a CacheList has several caches: update cache[i]", "update")
 
     def make_mask(
-        self,
-        n: SupportsIndex,
-        window_size: SupportsIndex | None = None,
-        return_array: bool = False,
+        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
     ) -> Any:
-        """Raise ``NotSupported``: ask the member that is meant."""
+        """Raise ``NotSupported``: ask a member."""
         raise NotSupported("a CacheList has several caches: make the mask of cache[i]", "make_mask")
 
     def is_trimmable(self) -> bool:
-        """Tell whether all members can be trimmed."""
+        """Return whether all members can be trimmed."""
         return all(cache.is_trimmable() for cache in self._caches)
 
     def trim(self, n: SupportsIndex) -> int:
-        """Trim all members; return what the last one dropped, 0 if one cannot be trimmed."""
+        """Trim all members; return the count of the last one, 0 if one cannot be trimmed."""
         n = as_int("n", n, minimum=0)
         if not self.is_trimmable():
             return 0
-        dropped: list[int] = self._all(lambda cache: cache.trim(n))
+        dropped = [cache.trim(n) for cache in self._caches]
         return dropped[-1] if dropped else 0
 
-    def _duplicate(self) -> Self:
+    def _copied(self) -> Self:
         return self._with(tuple(cache.copy() for cache in self._caches))
 
     def _copy_trimmed(self, n: int) -> Self | None:
@@ -147,7 +144,7 @@ class CacheList(BaseCache):
         self._extend(other, 1, 1)
 
     def _extend(self, other: BaseCache, mine: int, others: int) -> None:
-        """Extend; members that do not know their rows have as many as the list."""
+        """Extend; a member that does not know its rows has as many as the list."""
         other = as_kind("other", other, CacheList)
         check_size("caches of other", len(other), len(self))
         known = self._rows(), other._rows()
@@ -155,14 +152,14 @@ class CacheList(BaseCache):
         others = others if known[1] is None else known[1]
         below = iter(other.caches)
 
-        def put(cache: BaseCache) -> None:
+        def extend(cache: BaseCache) -> None:
             member = next(below)
             if isinstance(cache, (ArraysCache, CacheList)):
                 cache._extend(member, mine, others)
             else:
                 _method(cache, "extend")(member)
 
-        self._all(put)
+        self._all(extend)
 
     def _rows(self) -> int | None:
         known = (cache._rows() for cache in self._caches)
@@ -189,12 +186,9 @@ class CacheList(BaseCache):
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
-        states = iter(self._per_member("state", state))
-
-        def put(cache: BaseCache) -> None:
-            cache.state = next(states)
-
-        self._all(put)
+        with restored_on_error(self._caches):
+            for cache, part in zip(self._caches, self._per_member("state", state), strict=True):
+                cache.state = part
 
     @property
     def meta_state(self) -> tuple[Any, ...]:
@@ -206,17 +200,16 @@ class CacheList(BaseCache):
 
     @meta_state.setter
     def meta_state(self, meta: Sequence[Any]) -> None:
-        metas = iter(self._metas(meta))
-
-        def put(cache: BaseCache) -> None:
-            cache.meta_state = next(metas)
-
-        self._all(put)
+        with restored_on_error(self._caches):
+            for cache, part in zip(self._caches, self._metas(meta), strict=True):
+                cache.meta_state = part
 
     def from_serialized(self, state: Sequence[Any], meta: Sequence[Any]) -> None:
-        """Take over the states of all members, or raise and keep everything as it was."""
-        pairs = zip(self._per_member("state", state), self._metas(meta), strict=True)
-        self._all(lambda cache: cache.from_serialized(*next(pairs)))
+        """Take over the states of all members, or raise and change nothing."""
+        states, metas = self._per_member("state", state), self._metas(meta)
+        with restored_on_error(self._caches):
+            for cache, *parts in zip(self._caches, states, metas, strict=True):
+                cache.from_serialized(*parts)
 
     def _per_member(self, name: str, parts: Sequence[Any]) -> Sequence[Any]:
         if len(parts) == 0:
@@ -226,61 +219,39 @@ class CacheList(BaseCache):
 
     def _metas(self, meta: Sequence[Any]) -> Sequence[Any]:
         if len(meta) != 2:
-            raise CacheValueError(
-                f"the meta state of a CacheList is names and metas; got {shown(meta)}",
-                "meta_state",
-                meta,
-                2,
-            )
-        names = tuple(type(cache).__name__ for cache in self._caches)
-        if tuple(meta[0]) != names:
-            raise CacheValueError(
-                f"the caches are {shown(names)}; the meta state is of {shown(tuple(meta[0]))}",
-                "meta_state",
-                tuple(meta[0]),
-                names,
-            )
+            message = f"the meta state of a CacheList is names and metas; got {shown(meta)}"
+            raise CacheValueError(message, "meta_state", meta, 2)
+        names, found = tuple(type(cache).__name__ for cache in self._caches), tuple(meta[0])
+        if found != names:
+            message = f"the caches are {shown(names)}; the meta state is of {shown(found)}"
+            raise CacheValueError(message, "meta_state", found, names)
         return self._per_member("meta state", meta[1])
 
-    def _all(self, change: Callable[[BaseCache], Any]) -> list[Any]:
-        """Apply `change` to shadows of the members; take them over if none raises."""
-        shadows = [cache._shadow() for cache in self._caches]
-        results = [change(shadow) for shadow in shadows]
-        adopt_all(zip(self._caches, shadows, strict=True))
-        return results
+    def _all(self, change: Callable[[BaseCache], object]) -> None:
+        """Change all members, or none if one refuses."""
+        with restored_on_error(self._caches):
+            for cache in self._caches:
+                change(cache)
 
     def _with(self, caches: tuple[BaseCache, ...]) -> Self:
-        twin = self._twin()
-        twin._caches = caches
-        return twin
-
-    def _shadow(self) -> Self:
-        return self._with(tuple(cache._shadow() for cache in self._caches))
+        return copy.deepcopy(self, {id(self._caches): caches})
 
     def _leaves(self) -> Iterator[BaseCache]:
         for cache in self._caches:
             yield from cache._leaves()
 
-    def _adopt(self, other: Self) -> None:
-        adopt_all([(self, other)])
-
 
 def check_depth(depth: int) -> None:
-    """Raise `CacheValueError` for lists within lists that have too many levels."""
+    """Raise `CacheValueError` for too many levels of lists within lists."""
     if depth > _MAX_DEPTH:
-        raise CacheValueError(
-            f"a CacheList of {depth} levels; it may have {_MAX_DEPTH}",
-            "levels of a CacheList",
-            depth,
-            _MAX_DEPTH,
-        )
+        message = f"a CacheList of {depth} levels; it may have {_MAX_DEPTH}"
+        raise CacheValueError(message, "levels of a CacheList", depth, _MAX_DEPTH)
 
 
 def _method(cache: BaseCache, name: str) -> Callable[..., Any]:
     method = getattr(cache, name, None)
     if method is None:
-        raise NotSupported(
-            f"a {type(cache).__name__} cannot {name}: it is not a batch", name, type(cache).__name__
-        )
+        kind = type(cache).__name__
+        raise NotSupported(f"a {kind} cannot {name}: it is not a batch", name, kind)
     found: Callable[..., Any] = method
     return found

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
-from pykvcache.arrays.mlx._base import BaseCache, Mask, as_caches
-from pykvcache.arrays.mlx._rows import row_counts
+from pykvcache.arrays.mlx.base import BaseCache, Mask, as_caches
+from pykvcache.arrays.mlx.rows import Counts, row_counts
 from pykvcache.errors import CacheDTypeError, CacheValueError
 from pykvcache.errors._shown import shown
 
 __all__ = ["create_attention_mask", "create_causal_mask"]
 
-MOST = 2**40
-"""Booleans that no machine has."""
-
-Padding: TypeAlias = NDArray[Any] | Sequence[int]
+# Rows and columns together: more booleans than any machine has.
+_MOST = 2**40
 
 
 def create_causal_mask(
     n: SupportsIndex,
     offset: SupportsIndex = 0,
     window_size: SupportsIndex | None = None,
-    right_padding: Padding | None = None,
-    left_padding: Padding | None = None,
+    right_padding: Counts | None = None,
+    left_padding: Counts | None = None,
 ) -> NDArray[np.bool_]:
     """Return which of ``offset + n`` keys each of the last `n` queries may see.
 
@@ -59,16 +56,14 @@ def create_causal_mask(
     n = as_int("n", n, minimum=1)
     offset = as_int("offset", offset, minimum=0)
     columns = offset + n
-    if columns + n > MOST:
-        raise CacheValueError(
+    if columns + n > _MOST:
+        message = (
             f"a mask of {shown(n)} rows and {shown(columns)} columns is too large; "
-            f"together they may be {MOST}",
-            "mask",
-            (n, columns),
-            MOST,
+            f"together they may be {_MOST}"
         )
-    # Whether a key is visible depends on its distance alone, so every row is a window of
-    # one line of booleans; copying rows is several times faster than comparing indices.
+        raise CacheValueError(message, "mask", (n, columns), _MOST)
+    # Whether a key is visible depends on its distance alone: every row is a window of one line
+    # of booleans. Copying rows is several times faster than comparing indices.
     line = np.zeros(columns + n - 1, np.bool_)
     first = 0 if window_size is None else columns - as_int("window_size", window_size, minimum=1)
     line[max(first, 0) : columns] = True
@@ -80,11 +75,8 @@ def create_causal_mask(
     right = None if right_padding is None else _per_row("right_padding", right_padding)
     left = None if left_padding is None else _per_row("left_padding", left_padding)
     if right is not None and left is not None and right.size != left.size:
-        raise CacheValueError(
-            f"padding of {right.size} rows on the right, of {left.size} on the left",
-            "padding",
-            (right.size, left.size),
-        )
+        message = f"padding of {right.size} rows on the right, of {left.size} on the left"
+        raise CacheValueError(message, "padding", (right.size, left.size))
     if right is not None:
         rows = rows & (seen < columns - right)
     if left is not None:
@@ -100,17 +92,16 @@ def create_attention_mask(
 ) -> Mask:
     """Return the mask for hidden states `h`, `(batch, n_tokens, ...)`.
 
-    That of the cache if there is one; else None for a single token, an array if
-    `return_array` or if the window is shorter than `h`, and ``"causal"`` otherwise.
+    With a cache, its own mask. Else None for a single token, an array if `return_array` or if
+    the window is shorter than `h`, and ``"causal"`` otherwise.
     """
     try:
         shape = np.shape(h)
     except ValueError as error:  # rows of unequal length
         raise CacheDTypeError(f"h is not an array: {error}", "h", type(h).__name__) from None
     if len(shape) < 2:
-        raise CacheValueError(
-            f"h has shape {shape}; expected (batch, n_tokens, ...)", "h", shape, 2
-        )
+        message = f"h has shape {shape}; expected (batch, n_tokens, ...)"
+        raise CacheValueError(message, "h", shape, 2)
     n = shape[1]
     if cache is not None:
         as_caches("cache", [cache])
@@ -134,8 +125,8 @@ def history_mask(
     return create_causal_mask(n, offset) if return_array else "causal"
 
 
-def _per_row(name: str, padding: Padding) -> NDArray[np.int64]:
-    # Below 0, as mlx-lm counts padding that has left a ring, there is none.
+def _per_row(name: str, padding: Counts) -> NDArray[np.int64]:
+    # mlx-lm counts padding that has left a ring below 0: there is none.
     try:
         per_row: NDArray[np.int64] = row_counts(name, padding, signed=True)[:, None, None, None]
     except CacheDTypeError as error:

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int
-from pykvcache.arrays.mlx._base import Arrays, BaseCache, Mask, meta_ints, state_pair
-from pykvcache.arrays.mlx._growth import TokenPair
-from pykvcache.arrays.mlx._limits import LARGEST
-from pykvcache.arrays.mlx._quantize import BITS, Triple, dequantize, quantize
+from pykvcache.arrays.mlx.base import Arrays, BaseCache, Mask, meta_ints, state_pair
 from pykvcache.arrays.mlx.masks import history_mask
+from pykvcache.arrays.mlx.rows import LARGEST
+from pykvcache.arrays.mlx.token_pair import TokenPair
 from pykvcache.errors import CacheDTypeError, CacheValueError
 from pykvcache.errors._shown import shown
 
@@ -23,8 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["QuantizedKVCache"]
 
-#: One pair each for words, scales and biases: (key part, value part).
-_Parts: TypeAlias = tuple[TokenPair, TokenPair, TokenPair]
+#: Packed codes (uint32), scales and biases.
+Triple: TypeAlias = tuple[NDArray[np.uint32], NDArray[Any], NDArray[Any]]
+
+# Widths of a code.
+_BITS = (2, 3, 4, 6, 8)
+_FLOATS = ("float16", "float32", "float64")
 
 
 class QuantizedKVCache(BaseCache):
@@ -32,10 +35,10 @@ class QuantizedKVCache(BaseCache):
 
     It follows mlx-lm's ``QuantizedKVCache``: each of keys and values is a triple of packed
     uint32 codes, scales and biases, `(batch, n_kv_heads, n_tokens, ...)` each. The scale is
-    ``(max - min) / (2**bits - 1)`` of its group, rounded up to the dtype. No element is off
-    by more than half of that and what is rounded: of float16 once, to the nearest; of float32
-    and float64 four ``eps`` of the group's largest magnitude at most. An empty cache has a
-    state (mlx-lm fails there).
+    ``(max - min) / (2**bits - 1)`` of its group, rounded up to the dtype. The error of an
+    element is at most half of that plus rounding: one rounding to the nearest for float16, four
+    ``eps`` of the group's largest magnitude for float32 and float64. An empty cache has a state
+    (mlx-lm fails there).
 
     Parameters
     ----------
@@ -49,7 +52,8 @@ class QuantizedKVCache(BaseCache):
         self._group_size, self._bits = _checked(
             as_int("group_size", group_size), as_int("bits", bits)
         )
-        self._parts: _Parts = (TokenPair(), TokenPair(), TokenPair())
+        # Keys and values of the words, of the scales and of the biases.
+        self._parts = TokenPair(), TokenPair(), TokenPair()
 
     @property
     def group_size(self) -> int:
@@ -77,47 +81,36 @@ class QuantizedKVCache(BaseCache):
         Every call computes the whole history anew; `update_quantized` does not. Errors as
         in `KVCache.update`, for head sizes that do not fit, and for infinities and NaN.
         """
-        parts = self._appended(keys, values)
-        key_triple, value_triple = _triples(*parts)
-        found = (
+        key_triple, value_triple = self.update_quantized(keys, values)
+        return (
             dequantize(key_triple, self._group_size, self._bits),
             dequantize(value_triple, self._group_size, self._bits),
         )
-        self._parts = parts
-        return found
 
     def update_quantized(self, keys: NDArray[Any], values: NDArray[Any]) -> tuple[Triple, Triple]:
         """Quantize and store new tokens; return views of all codes, scales and biases."""
-        parts = self._appended(keys, values)
-        found = _triples(*parts)
-        self._parts = parts
-        return found
-
-    def _appended(self, keys: NDArray[Any], values: NDArray[Any]) -> _Parts:
-        """Return the parts with new tokens; those of this cache do not count them."""
         keys, values = TokenPair().check(keys, values)
         new_keys = quantize(keys, self._group_size, self._bits)
         new_values = quantize(values, self._group_size, self._bits)
-        words, scales, biases = self._copied_parts()
-        new = zip((words, scales, biases), new_keys, new_values, strict=True)
-        for part, new_key, new_value in new:
-            part.append(new_key, new_value)
-        return words, scales, biases
+        new = tuple(zip(self._parts, new_keys, new_values, strict=True))
+        for part, key, value in new:
+            part.check(key, value)
+        for part, key, value in new:
+            part.append(key, value)
+        return self._triples()
 
-    def _copied_parts(self) -> _Parts:
-        # Copies of the pairs, not of the buffers: only lengths are their own.
-        words, scales, biases = self._parts
-        return copy.copy(words), copy.copy(scales), copy.copy(biases)
+    def _triples(self) -> tuple[Triple, Triple]:
+        return _triples(*self._parts)
 
     @property
     def quantized_state(self) -> tuple[Triple, Triple] | None:
         """The key and the value triple as views; None when empty."""
-        return _triples(*self._parts) if self.offset else None
+        return self._triples() if self.offset else None
 
     @property
     def state(self) -> tuple[Any, ...]:
         """``((words, scales, biases), (words, scales, biases))``; ``()`` when empty."""
-        return _triples(*self._parts) if self.offset else ()
+        return self._triples() if self.offset else ()
 
     @state.setter
     def state(self, state: Sequence[Any]) -> None:
@@ -134,24 +127,20 @@ class QuantizedKVCache(BaseCache):
         offset, group_size, bits = meta_ints("QuantizedKVCache", names, meta)
         _checked(group_size, bits)
         if offset != self.offset:
-            raise CacheValueError(
-                f"offset of a QuantizedKVCache is {offset}, but {self.offset} tokens are stored",
-                "offset",
-                offset,
-                self.offset,
-            )
+            message = f"offset of a QuantizedKVCache is {offset}; {self.offset} tokens are stored"
+            raise CacheValueError(message, "offset", offset, self.offset)
         if offset:
-            _check_widths(_triples(*self._parts), group_size, bits)
+            _check_widths(self._triples(), group_size, bits)
         self._group_size, self._bits = group_size, bits
 
     def from_serialized(self, state: Sequence[Any], meta: Sequence[Any]) -> None:
-        """Take over a state and its meta state, or raise and keep everything as it was."""
+        """Take over a state and its meta state, or raise and change nothing."""
         _, group_size, bits = meta_ints("QuantizedKVCache", ("offset", "group_size", "bits"), meta)
-        # The state is laid out as the new meta state says, not as this cache is.
-        beside = QuantizedKVCache(group_size, bits)
-        beside.state = state
-        beside.meta_state = meta
-        self.__dict__.update(beside.__dict__)
+        # The state is laid out as the new meta state says.
+        restored = QuantizedKVCache(group_size, bits)
+        restored.state = state
+        restored.meta_state = meta
+        self._group_size, self._bits, self._parts = group_size, bits, restored._parts
 
     def is_trimmable(self) -> bool:
         """Return True."""
@@ -160,65 +149,50 @@ class QuantizedKVCache(BaseCache):
     def trim(self, n: SupportsIndex) -> int:
         """Drop the newest `n` tokens, or as many as there are; return how many."""
         dropped = min(as_int("n", n, minimum=0), self.offset)
-        parts = self._copied_parts()
-        for part in parts:
+        for part in self._parts:
             part.length -= dropped
-        self._parts = parts
         return dropped
 
     def make_mask(
-        self,
-        n: SupportsIndex,
-        window_size: SupportsIndex | None = None,
-        return_array: bool = False,
+        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
     ) -> Mask:
         """Return the mask for `n` new tokens, as `KVCache` does."""
         return history_mask(n, self.offset, window_size, return_array)
 
     def size(self) -> int:
-        """Return how many tokens are stored."""
+        """Return the number of stored tokens."""
         return self.offset
 
     def is_empty(self) -> bool:
-        """Tell whether no token is stored."""
+        """Return whether no token is stored."""
         return self.offset == 0
 
-    def _duplicate(self) -> Self:
+    def _copied(self) -> Self:
         return self._copy_first(self.offset)
 
     def _copy_trimmed(self, n: int) -> Self | None:
         return self._copy_first(self.offset - n) if n <= self.offset else None
 
     def _copy_first(self, count: int) -> Self:
-        twin = self._twin()
-        views = [part.view() for part in self._parts]
-        words, scales, biases = (
-            TokenPair.copied(k[:, :, :count], v[:, :, :count]) for k, v in views
-        )
-        twin._parts = (words, scales, biases)
-        return twin
-
-    def _shadow(self) -> Self:
-        twin = self._twin()
-        twin._parts = self._copied_parts()
-        return twin
+        parts = tuple(part.first(count) for part in self._parts)
+        return copy.deepcopy(self, {id(self._parts): parts})
 
 
 def _checked(group_size: int, bits: int) -> tuple[int, int]:
-    if bits not in BITS:
-        raise CacheValueError(
-            f"bits is {shown(bits)}; it must be one of {BITS}", "bits", bits, BITS
-        )
+    if bits not in _BITS:
+        message = f"bits is {shown(bits)}; it must be one of {_BITS}"
+        raise CacheValueError(message, "bits", bits, _BITS)
     return as_int("group_size", group_size, minimum=1, maximum=LARGEST), bits
 
 
-def _parts_of(state: Sequence[Any], group_size: int, bits: int) -> _Parts:
+def _parts_of(
+    state: Sequence[Any], group_size: int, bits: int
+) -> tuple[TokenPair, TokenPair, TokenPair]:
     if len(state) == 0:
         return TokenPair(), TokenPair(), TokenPair()
     if len(state) != 2 or any(not isinstance(t, (tuple, list)) or len(t) != 3 for t in state):
-        raise CacheValueError(
-            "a quantized state has 2 triples of words, scales and biases", "state", len(state), 2
-        )
+        message = "a quantized state has 2 triples of words, scales and biases"
+        raise CacheValueError(message, "state", len(state), 2)
     words, scales, biases = (state_pair(part) for part in zip(*state, strict=True))
     if words.count:
         _check_widths(_triples(words, scales, biases), group_size, bits)
@@ -232,28 +206,157 @@ def _triples(words: TokenPair, scales: TokenPair, biases: TokenPair) -> tuple[Tr
 
 def _check_widths(triples: tuple[Triple, Triple], group_size: int, bits: int) -> None:
     for words, scales, biases in triples:
-        floats = scales.dtype.newbyteorder("=") in (np.float16, np.float32, np.float64)
-        if words.dtype != np.uint32 or not floats or biases.dtype != scales.dtype:
-            raise CacheDTypeError(
-                f"words, scales and biases are {words.dtype}, {scales.dtype}, {biases.dtype}; "
-                "expected uint32 and one floating-point dtype",
-                "dtypes of words, scales and biases",
-                (str(words.dtype), str(scales.dtype), str(biases.dtype)),
-                ("uint32", "floating point"),
+        dtypes = str(words.dtype), str(scales.dtype), str(biases.dtype)
+        is_float = scales.dtype.newbyteorder("=").name in _FLOATS
+        if words.dtype != np.uint32 or not is_float or biases.dtype != scales.dtype:
+            message = (
+                f"words, scales and biases are {', '.join(dtypes)}; "
+                "expected uint32 and one floating-point dtype"
             )
-        expected = (*words.shape[:3], words.shape[3] * 32 // (bits * group_size))
-        if scales.shape != expected or words.shape[3] * 32 % (bits * group_size):
-            raise CacheValueError(
+            what, expected = "dtypes of words, scales and biases", ("uint32", "floating point")
+            raise CacheDTypeError(message, what, dtypes, expected)
+        fitting = (*words.shape[:3], words.shape[3] * 32 // (bits * group_size))
+        if scales.shape != fitting or words.shape[3] * 32 % (bits * group_size):
+            message = (
                 f"words {words.shape} and scales {scales.shape} do not fit groups of "
-                f"{group_size} and {bits} bits",
-                "words and scales",
-                (words.shape, scales.shape),
-                {"group_size": group_size, "bits": bits},
+                f"{group_size} and {bits} bits"
             )
+            limit = {"group_size": group_size, "bits": bits}
+            raise CacheValueError(message, "words and scales", (words.shape, scales.shape), limit)
         if biases.shape != scales.shape:
-            raise CacheValueError(
-                f"scales {scales.shape} and biases {biases.shape} differ",
-                "biases",
-                biases.shape,
-                scales.shape,
-            )
+            message = f"scales {scales.shape} and biases {biases.shape} differ"
+            raise CacheValueError(message, "biases", biases.shape, scales.shape)
+
+
+def quantize(x: NDArray[Any], group_size: int, bits: int) -> Triple:
+    """Quantize groups of `group_size` along the last axis.
+
+    ``x ~ code * scale + bias`` with ``bias = min`` and ``scale = (max - min) / (2**bits - 1)``
+    of the group, both in the dtype of `x`, the scale rounded up. The error is at most half a
+    scale plus the rounding of `dequantize`. (mlx shifts the grid so that 0 stays 0, and can be
+    off by more.)
+
+    Parameters
+    ----------
+    x : ndarray of float16, float32 or float64
+        Last axis a multiple of `group_size` and, in bits, of 32.
+    group_size, bits : int
+        Elements that share a scale, and the width of a code.
+
+    Returns
+    -------
+    words : ndarray of uint32, last axis ``x.shape[-1] * bits // 32``
+        The codes as a little-endian stream of bits.
+    scales, biases : ndarray, last axis ``x.shape[-1] // group_size``
+    """
+    dtype = x.dtype.newbyteorder("=")
+    if dtype.name not in _FLOATS:
+        message = f"dtype {x.dtype} cannot be quantized; expected float16, float32 or float64"
+        raise CacheDTypeError(message, "dtype", str(x.dtype), _FLOATS)
+    dim = x.shape[-1]
+    if dim % group_size or dim * bits % 32:
+        message = (
+            f"head_dim {dim} does not fit: it must be a multiple of the group size "
+            f"{group_size}, and head_dim * {bits} bits one of 32"
+        )
+        limit = {"group_size": group_size, "bits": bits}
+        raise CacheValueError(message, "head_dim", dim, limit)
+    levels = 2**bits - 1
+    groups = x.reshape(*x.shape[:-1], dim // group_size, group_size)
+    # np.seterr of the caller must not turn the rounding of a scale into an error.
+    with np.errstate(all="ignore"):
+        low, high = groups.min(axis=-1), groups.max(axis=-1)
+        if not (np.isfinite(low).all() and np.isfinite(high).all()):
+            message = "keys or values hold infinities or NaN; they cannot be quantized"
+            raise CacheValueError(message, "keys or values")
+        part = np.float64(1)
+        if dtype == np.float64 and not np.isfinite(high - low).all():
+            # The range of a group may exceed the largest float64; a quarter of it does not.
+            part = np.where(np.isfinite(high - low), 1, 0.25)
+            groups = groups * part[..., None]
+        bottom = low.astype(np.float64) * part
+        reach = high.astype(np.float64) * part - bottom
+        scales = (reach / levels / part).astype(dtype)
+        # A scale rounded down would leave the maximum more than half a step beyond the grid.
+        above = np.nextafter(scales, dtype.type("inf"))
+        scales = np.where(scales.astype(np.float64) * part * levels < reach, above, scales)
+        steps = np.where(scales > 0, scales, dtype.type(1)).astype(np.float64) * part
+        # In place: allocating an array for each step would cost more than the steps.
+        codes = np.subtract(groups, bottom[..., None], dtype=np.float64)
+        codes /= steps[..., None]
+        np.rint(codes, out=codes)
+        np.minimum(codes, levels, out=codes)
+    return _pack(codes.astype(np.uint8).reshape(x.shape), bits), scales, low.astype(dtype)
+
+
+def dequantize(triple: Triple, group_size: int, bits: int) -> NDArray[Any]:
+    """Return ``code * scale + bias`` in the dtype of the scales.
+
+    float16 is computed in float32 and rounded once. A result beyond the largest number of the
+    dtype, by half a step at most, becomes that number.
+    """
+    words, scales, biases = triple
+    codes = _unpack(words, bits)
+    groups = codes.reshape(*codes.shape[:-1], codes.shape[-1] // group_size, group_size)
+    dtype = scales.dtype
+    wide = np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+    largest = wide.type(np.finfo(dtype).max)
+    with np.errstate(all="ignore"):
+        x = _expanded(groups, scales, biases, wide)
+        if wide != dtype:
+            np.clip(x, -largest, largest, out=x)
+        elif (beyond := ~np.isfinite(x).all(axis=-1)).any():
+            # `code * scale` alone can overflow; a quarter of it does not.
+            quarter = wide.type(0.25)
+            parts = scales[beyond] * quarter, biases[beyond] * quarter
+            quarters = _expanded(groups[beyond], *parts, wide)
+            np.clip(quarters, -largest * quarter, largest * quarter, out=quarters)
+            x[beyond] = quarters * wide.type(4)
+        return x.astype(dtype, copy=False).reshape(codes.shape)
+
+
+def _expanded(
+    codes: NDArray[np.uint8], scales: NDArray[Any], biases: NDArray[Any], dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    x = codes.astype(dtype)
+    x *= scales[..., None]
+    x += biases[..., None]
+    return x
+
+
+def _unit(bits: int) -> int:
+    # Bytes after which codes and bytes line up again.
+    return 3 if bits in (3, 6) else 1
+
+
+def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
+    if bits == 8:
+        return codes.view("<u4").astype(np.uint32, copy=False)
+    unit = _unit(bits)
+    per_unit = 8 * unit // bits
+    grouped = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_unit, per_unit)
+    packed = np.zeros(grouped.shape[:-1], np.uint32)
+    for i in range(per_unit):
+        packed |= grouped[..., i].astype(np.uint32) << np.uint32(i * bits)
+    stream = np.empty((*packed.shape, unit), np.uint8)
+    for i in range(unit):
+        stream[..., i] = (packed >> np.uint32(8 * i)) & np.uint32(255)
+    flat = stream.reshape(*codes.shape[:-1], codes.shape[-1] * bits // 8)
+    return flat.view("<u4").astype(np.uint32, copy=False)
+
+
+def _unpack(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint8]:
+    stream = np.ascontiguousarray(words, "<u4").view(np.uint8)
+    if bits == 8:
+        return stream
+    unit = _unit(bits)
+    per_unit = 8 * unit // bits
+    if unit == 1:
+        packed: NDArray[Any] = stream
+    else:
+        thirds = stream.reshape(*stream.shape[:-1], stream.shape[-1] // 3, 3).astype(np.uint32)
+        packed = thirds[..., 0] | thirds[..., 1] << np.uint32(8) | thirds[..., 2] << np.uint32(16)
+    codes = np.empty((*packed.shape, per_unit), np.uint8)
+    for i in range(per_unit):
+        codes[..., i] = (packed >> packed.dtype.type(i * bits)) & packed.dtype.type(2**bits - 1)
+    return codes.reshape(*words.shape[:-1], words.shape[-1] * 32 // bits)

@@ -1,31 +1,124 @@
-"""A ring that keeps the first and the newest tokens of one sequence."""
+"""Rings of keys and values: of one sequence, and of several side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache.arrays._checks import as_int
-from pykvcache.arrays.mlx._base import Arrays, Mask, meta_ints, state_pair
-from pykvcache.arrays.mlx._growth import TokenPair
-from pykvcache.arrays.mlx._limits import LARGEST_SIZE
-from pykvcache.arrays.mlx._merge import SingleCache
-from pykvcache.arrays.mlx._ring import RingTrim, ordered, ring_mask
-from pykvcache.errors import CacheValueError
+from pykvcache.arrays._checks import as_int, as_kind, check_size
+from pykvcache.arrays.mlx.base import Arrays, Mask, PairCache, meta_ints, state_pair
+from pykvcache.arrays.mlx.kv_cache import parse_padding
+from pykvcache.arrays.mlx.masks import create_causal_mask
+from pykvcache.arrays.mlx.rows import (
+    LARGEST_SIZE,
+    Counts,
+    Rows,
+    announced,
+    right_justified,
+    roll_columns,
+    row_counts,
+    row_indices,
+    summed,
+    take_rows,
+)
+from pykvcache.arrays.mlx.token_pair import TokenPair, joined
+from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported
+from pykvcache.errors._shown import shown
 
-__all__ = ["RotatingKVCache"]
+__all__ = ["BatchRotatingKVCache", "RotatingKVCache"]
 
 
-class RotatingKVCache(RingTrim, SingleCache):
+class _RingCache(PairCache):
+    """A cache of `max_size` columns, of which a single new one replaces the oldest."""
+
+    def __init__(self, max_size: SupportsIndex) -> None:
+        super().__init__()
+        self._max_size = as_int("max_size", max_size, minimum=0, maximum=LARGEST_SIZE)
+        self._offset = 0
+        self._index = 0  # next column to write; the number of columns unless rotated
+
+    @property
+    def offset(self) -> int:
+        """Columns seen so far, and the position of the next one."""
+        return self._offset
+
+    @property
+    def max_size(self) -> int:
+        """Columns that are kept."""
+        return self._max_size
+
+    @property
+    def rotated(self) -> bool:
+        """Whether the columns do not lie from old to new."""
+        return self._index < self._pair.length
+
+    def size(self) -> int:
+        """Return the number of stored columns that count: at most `max_size`."""
+        return min(self._pair.length, self._max_size)
+
+    def is_trimmable(self) -> bool:
+        """Return whether nothing was dropped yet."""
+        return self._offset < self._max_size
+
+    def trim(self, n: SupportsIndex) -> int:
+        """Drop the newest `n` columns, or as many as there are; 0 if not trimmable."""
+        dropped = super().trim(n)
+        self._offset -= dropped
+        self._index -= dropped
+        return dropped
+
+    def _room(self) -> None:
+        """Raise `CacheValueError` if the ring cannot hold a token."""
+        if self._max_size == 0:
+            message = f"a {type(self).__name__} of max_size 0 cannot hold a token"
+            raise CacheValueError(message, "max_size", 0, 1)
+
+    def _ordered(self, keep: int = 0, drop: int = 0, more: Arrays | None = None) -> TokenPair:
+        """Return the columns from old to new, in buffers of exactly that size.
+
+        Parameters
+        ----------
+        keep : int
+            The first columns of the buffer that the ring does not overwrite.
+        drop : int
+            Leave out this many of the oldest columns after the kept ones.
+        more : (keys, values), optional
+            Append these.
+        """
+        pair, index, rows = self._pair, self._index, self._pair.length
+        keep = min(keep, rows)
+        in_old = min(drop, rows - index)
+        pieces = (0, keep), (index + in_old, rows), (keep + drop - in_old, index)
+        made = []
+        for i, buffer in enumerate((pair.keys, pair.values)):
+            parts = [buffer[:, :, a:b] for a, b in pieces if a < b]
+            if more is not None:
+                parts.append(more[i])
+            made.append(joined(parts) if parts else buffer[:, :, :0].copy())
+        return TokenPair(*made)
+
+    def _overwrite(self, column: int, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
+        """Write checked arrays of one token over a column; return views of all columns."""
+        if values.base is not None:
+            values = values.copy()  # they may be a view of the keys, which are written first
+        # The column has the dtype and shape of the arrays already.
+        self._pair.k_rows[column] = keys
+        self._pair.v_rows[column] = values
+        self._index = column + 1
+        self._offset += 1
+        return self._pair.view()
+
+
+class RotatingKVCache(_RingCache):
     """The first `keep` and the newest tokens, `max_size` in all.
 
     It follows mlx-lm's ``RotatingKVCache``: single tokens overwrite the oldest one after
     the kept ones, in the order of the ring; several at once put the ring in order, leave
-    ``max_size - 1`` and add themselves, so that each of them finds its whole window. What
-    was kept stays visible in every mask (mlx-lm's masks roll or window it away).
+    ``max_size - 1`` and add themselves, so that each of them finds its whole window. Kept
+    tokens stay visible in every mask (mlx-lm's masks roll or window them away).
 
     A query sees the stored tokens among the newest ``window_size`` (default `max_size`),
     its own included, and the kept ones.
@@ -35,26 +128,13 @@ class RotatingKVCache(RingTrim, SingleCache):
     max_size : int
         Tokens to keep; an `update` of a ring of size 0 raises.
     keep : int
-        How many of them are the first of the sequence. At most ``max_size - 1`` take
+        Number of them that are the first of the sequence. At most ``max_size - 1`` take
         effect: the newest token always has a place.
     """
 
     def __init__(self, max_size: SupportsIndex, keep: SupportsIndex = 0) -> None:
-        super().__init__()
-        self._max_size = as_int("max_size", max_size, minimum=0, maximum=LARGEST_SIZE)
+        super().__init__(max_size)
         self._keep = as_int("keep", keep, minimum=0, maximum=LARGEST_SIZE)
-        self._offset = 0
-        self._index = 0  # next row to write; `rows stored` unless rotated
-
-    @property
-    def offset(self) -> int:
-        """Tokens seen so far, and the position of the next one."""
-        return self._offset
-
-    @property
-    def max_size(self) -> int:
-        """Tokens that are kept."""
-        return self._max_size
 
     @property
     def keep(self) -> int:
@@ -62,89 +142,69 @@ class RotatingKVCache(RingTrim, SingleCache):
         return self._keep
 
     @property
-    def rotated(self) -> bool:
-        """Whether the oldest token after the kept ones is not the first row after them."""
-        return self._index < self._pair.length
-
-    @property
     def _kept(self) -> int:
         return min(self._keep, max(self._max_size - 1, 0))
 
     def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
-        """Store new tokens; return views of what they may attend to.
+        """Store new tokens; return views of those they may attend to.
 
         After a single token that is the ring as it lies; after several it is from old to
         new, up to ``max_size - 1`` tokens and the new ones. Errors as in `KVCache.update`,
         and ``CacheValueError`` for a ring of size 0.
         """
-        if self._max_size == 0:
-            raise CacheValueError(
-                "a RotatingKVCache of max_size 0 cannot hold a token", "max_size", 0, 1
-            )
+        self._room()
         pair, limit = self._pair, self._max_size
         keys, values = pair.check(keys, values)
         n = keys.shape[2]
         surplus = pair.length + 1 - limit
+        if n == 1 and surplus > 0:
+            row = self._index
+            if surplus > 1:
+                self._pair = self._ordered(self._kept, surplus - 1)
+                row = limit
+            return self._overwrite(self._kept if row == limit else row, keys, values)
         if surplus <= 0:
-            end = pair.put(keys, values, limit, exact=n > 1)
-            found = pair.view(end)
-            # Without a call between, no interrupt comes between.
-            pair.length = self._index = end
-            self._offset += n
-            return found
-        if n > 1:
-            pair = ordered(pair, self._index, self._kept, surplus, (keys, values))
-            found = pair.view()
-            changed = {"_pair": pair, "_index": pair.length, "_offset": self._offset + n}
-            self.__dict__.update(changed)
-            return found
-        if surplus > 1:
-            pair = ordered(pair, self._index, self._kept, surplus - 1)
-        row = self._kept if surplus > 1 or self._index == limit else self._index
-        if values.base is not None:
-            values = values.copy()  # they may lie where the keys go
-        found = pair.view()
-        # As above; the buffers take what `check` took without a conversion.
-        pair.k_rows[row] = keys
-        pair.v_rows[row] = values
-        self._pair = pair
-        self._index = row + 1
-        self._offset += 1
-        return found
-
-    def is_trimmable(self) -> bool:
-        """Tell whether nothing was dropped yet: fewer than `max_size` tokens were seen."""
-        return self._offset < self._max_size
+            pair.put(keys, values, limit, exact=n > 1)
+        else:
+            self._pair = self._ordered(self._kept, surplus, (keys, values))
+        self._index = self._pair.length
+        self._offset += n
+        return self._pair.view()
 
     def make_mask(
-        self,
-        n: SupportsIndex,
-        window_size: SupportsIndex | None = None,
-        return_array: bool = False,
+        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
     ) -> Mask:
         """Return the mask for `n` new tokens.
 
-        Several: `(n, columns)` from old to new, or ``"causal"`` if that says it all. One:
-        None, unless the window is shorter than the ring and than what was seen; then a row
+        Several: `(n, columns)` from old to new, or ``"causal"`` if that is enough. One:
+        None, unless the window is shorter than the ring and than the sequence; then a row
         `(columns,)` in the order of the ring.
         """
         n = as_int("n", n, minimum=1)
         window = None if window_size is None else as_int("window_size", window_size, minimum=1)
-        stored, limit = self._pair.length, self._max_size
-        if n > 1:
-            fits = min(stored, limit - 1) + n <= (limit if window is None else window)
-            if fits and not return_array:
-                return "causal"
-            return ring_mask(n, stored, limit, window, self._kept)
-        if window is None or window >= limit or self._offset < window:
+        limit = self._max_size
+        before = min(self._pair.length, max(limit - 1, 0))
+        if n > 1 and not return_array and before + n <= (limit if window is None else window):
+            return "causal"
+        if n == 1 and (window is None or window >= limit or self._offset < window):
             return None
-        mask: NDArray[np.bool_] = ring_mask(1, stored, limit, window, self._kept)[0]
-        if stored >= limit:
-            # The new token takes the row of the oldest one after the kept ones.
-            row = self._index if self._index < limit else self._kept
-            ring = mask[self._kept :]
-            mask[self._kept :] = np.roll(ring, row - self._kept + 1)
-        return mask
+        # The ring makes room for one token; the others come on top.
+        mask = create_causal_mask(n, before, max(limit, 1) if window is None else window)
+        kept = mask[:, : self._kept]
+        kept |= np.arange(kept.shape[1]) <= np.arange(before, before + n)[:, None]
+        if n > 1:
+            return mask
+        row: NDArray[np.bool_] = mask[0]
+        if self._pair.length >= limit:
+            # The new token takes the place of the oldest one after the kept ones.
+            place = self._index if self._index < limit else self._kept
+            row[self._kept :] = np.roll(row[self._kept :], place - self._kept + 1)
+        return row
+
+    @classmethod
+    def merge(cls, caches: Iterable[RotatingKVCache]) -> BatchRotatingKVCache:
+        """Return a `BatchRotatingKVCache` with one row for each of `caches`."""
+        return BatchRotatingKVCache.merge(caches)
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -168,34 +228,353 @@ class RotatingKVCache(RingTrim, SingleCache):
     def meta_state(self, meta: Sequence[Any]) -> None:
         names = ("keep", "max_size", "offset", "index")
         keep, max_size, offset, index = meta_ints("RotatingKVCache", names, meta)
-        rows = self._pair.length
-        kept = min(keep, max_size - 1)
-        given = {**dict(zip(names, (keep, max_size, offset, index), strict=True)), "tokens": rows}
+        rows, why = self._pair.length, ""
         if rows == 0 and (offset or index):
-            raise CacheValueError(
-                f"an empty ring has offset 0 and index 0; got {given}", "meta_state", given
-            )
-        if rows and max_size == 0:
-            raise CacheValueError(
-                f"a ring that holds tokens has a max_size of 1 or more; got {given}",
-                "meta_state",
-                given,
-            )
-        if index > rows or rows > offset or (offset < max_size and rows < offset):
-            raise CacheValueError(
-                f"index, tokens and offset of a ring do not fit: {given}", "meta_state", given
-            )
-        if index < rows and (rows != max_size or index < kept):
-            raise CacheValueError(
-                f"a rotated ring is full and written after its head: {given}", "meta_state", given
-            )
+            why = "an empty ring has offset 0 and index 0"
+        elif rows and max_size == 0:
+            why = "a ring that holds tokens has a max_size of 1 or more"
+        elif index > rows or rows > offset or (offset < max_size and rows < offset):
+            why = "index, tokens and offset of a ring do not fit"
+        elif index < rows and (rows != max_size or index < min(keep, max_size - 1)):
+            why = "a rotated ring is full and written after its head"
+        if why:
+            given = dict(zip(names, (keep, max_size, offset, index), strict=True), tokens=rows)
+            raise CacheValueError(f"{why}; got {given}", "meta_state", given)
         self._keep, self._max_size, self._offset, self._index = keep, max_size, offset, index
-
-    def size(self) -> int:
-        """Return how many of the stored tokens count: at most `max_size`."""
-        return min(self._pair.length, self._max_size)
 
     def _newest(self) -> TokenPair:
         """Return the newest `max_size` tokens from old to new."""
-        surplus = max(self._pair.length - self._max_size, 0)
-        return ordered(self._pair, self._index, self._kept, surplus)
+        if self.is_empty():
+            return TokenPair()
+        return self._ordered(self._kept, max(self._pair.length - self._max_size, 0))
+
+
+class BatchRotatingKVCache(_RingCache):
+    """A ring of `max_size` columns, one row per sequence, padded on the left.
+
+    It follows mlx-lm's ``BatchRotatingKVCache``, with its flaws put right: the flag
+    `rotated` survives saving (there ``"False"`` reads as true), the mask hides no valid
+    token after rotation, `filter` keeps announced lengths, `extend` leaves the other cache
+    alone, and padding that left the ring is not counted again when rows are added.
+
+    Parameters
+    ----------
+    max_size : int
+        Columns to keep; an `update` of a ring of size 0 raises.
+    left_padding : sequence of int, shape (batch,)
+        Columns of each row that hold no token.
+    """
+
+    def __init__(self, max_size: SupportsIndex, left_padding: Counts) -> None:
+        super().__init__(max_size)
+        padding = row_counts("left_padding", left_padding)
+        self._set_rows(padding, -padding)
+        # Offset of each row at which its announced tokens end and its padding begins.
+        self._ends: Rows | None = None
+
+    def _set_rows(self, padding: Rows, row_offset: Rows) -> None:
+        # Kept less the columns that left the ring (`_gone`) and those that came (`_offset`):
+        # a single new column then changes two integers instead of two arrays.
+        self._lead, self._gone = padding, 0
+        self._shift: Rows = row_offset - self._offset
+
+    @property
+    def rope_offset(self) -> Rows:
+        """Position of the next token of each row, maybe negative within left padding."""
+        return np.add(self._shift, self._offset)
+
+    @property
+    def left_padding(self) -> Rows:
+        """Columns of each row without a token, counted from the oldest one, as a copy."""
+        return np.maximum(self._lead - self._gone, 0)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return self._lead.size
+
+    def _rows(self) -> int:
+        return self.batch_size
+
+    def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
+        """Store new columns; return views of those they may attend to.
+
+        After a single column that is the ring as it lies; after several it is from old to
+        new, up to ``max_size - 1`` columns and the new ones.
+
+        Raises
+        ------
+        CacheValueError, CacheDTypeError
+            As in `KVCache.update`; or `max_size` is 0.
+        CacheOrderError
+            A single column while right padding waits for `finalize`.
+        """
+        pair, limit = self._pair, self._max_size
+        keys, values = pair.check(keys, values)
+        # `check` has compared the rows with those of stored columns.
+        if not pair.length:
+            check_size("rows of keys", keys.shape[0], self.batch_size)
+        self._room()
+        if keys.shape[2] > 1:
+            return self._put_several(keys, values)
+        if self._ends is not None:
+            self._refuse_pending("decoding with a BatchRotatingKVCache")
+        surplus = pair.length - limit
+        if surplus < 0:
+            pair.put(keys, values, limit)
+            self._index = pair.length
+            self._offset += 1
+            return pair.view()
+        if surplus:
+            self._pair = self._ordered(drop=surplus)
+        self._gone += surplus + 1
+        column = 0 if surplus or self._index == limit else self._index
+        return self._overwrite(column, keys, values)
+
+    def _put_several(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
+        # Padding that earlier updates appended goes left first, so that it is dropped
+        # before any token is.
+        self._roll_padding()
+        surplus = self._pair.length - self._columns_kept
+        if surplus > 0:
+            self._pair = self._ordered(drop=surplus, more=(keys, values))
+            self._gone += surplus
+        else:
+            self._pair.put(keys, values, self._max_size, exact=True)
+        self._index = self._pair.length
+        self._offset += keys.shape[2]
+        return self._pair.view()
+
+    @property
+    def _columns_kept(self) -> int:
+        """Columns that stay when several come."""
+        # In a ring of size 1 a row that gets only padding must not lose its last token.
+        return max(self._max_size - 1, 0 if self._ends is None else 1)
+
+    def _overrun(self) -> Rows:
+        """Columns at the end of each row that are announced padding."""
+        if self._ends is None:
+            return np.zeros_like(self._lead)
+        over: Rows = np.maximum(self.rope_offset - self._ends, 0)
+        return over
+
+    def _roll_padding(self) -> None:
+        over = self._overrun()
+        if over.any():
+            self._pair = roll_columns(self._ordered(), over)
+            self._index = self._pair.length
+            self._set_rows(self.left_padding + over, self.rope_offset - over)
+
+    def prepare(
+        self,
+        *,
+        left_padding: Counts | None = None,
+        lengths: Counts | None = None,
+        right_padding: Counts | None = None,
+    ) -> None:
+        """Announce padding of the coming columns, as in `BatchKVCache.prepare`.
+
+        With `right_padding`, `lengths` is the number of coming tokens of each row.
+        """
+        left, real, right = announced(self.batch_size, left_padding, lengths, right_padding)
+        if left is not None and self._pair.count:
+            message = "left padding can only be added to an empty BatchRotatingKVCache"
+            raise CacheValueError(message, "left_padding")
+        padded = right is not None and bool(right.any())
+        if padded and real is None:
+            raise CacheValueError("right_padding needs lengths: the tokens of each row", "lengths")
+        self._refuse_pending("prepare")
+        if left is not None:
+            padding = summed("left_padding", self.left_padding, left)
+            self._set_rows(padding, self.rope_offset - left)
+        if padded and real is not None:
+            self._ends = self.rope_offset + real
+
+    def finalize(self) -> None:
+        """Move announced right padding to the left, so that all rows end together."""
+        self._roll_padding()
+        self._ends = None
+
+    def advance(self, n: SupportsIndex) -> None:
+        """Do nothing: here `update` counts; recurrent caches in the same list need the call."""
+        as_int("n", n, minimum=0)
+
+    def _refuse_pending(self, operation: str) -> None:
+        if self._ends is not None:
+            message = f"finalize() should be called before {operation}"
+            raise CacheOrderError(message, "finalize", operation)
+
+    def is_trimmable(self) -> bool:
+        """Return whether nothing was dropped yet and no padding waits for `finalize`."""
+        return super().is_trimmable() and self._ends is None
+
+    def make_mask(
+        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
+    ) -> NDArray[np.bool_]:
+        """Return the mask for `n` new columns, always `(batch, 1, n, columns)`.
+
+        Over the columns that `update` will return: from old to new for several columns, in the
+        order of the ring for one.
+        """
+        n = as_int("n", n, minimum=1)
+        limit = max(self._max_size, 1)
+        window = limit if window_size is None else window_size
+        before = min(self._pair.count, self._columns_kept if n > 1 else limit - 1)
+        padding = np.maximum(self.left_padding + self._overrun() - (self._pair.count - before), 0)
+        mask = create_causal_mask(n, before, window, left_padding=padding)
+        if n == 1 and self._pair.count >= limit:
+            column = self._index if self._index < limit else 0
+            mask = np.roll(mask, column + 1, axis=-1)
+        return mask
+
+    def filter(self, batch_indices: Counts) -> None:
+        """Keep the given rows, in that order."""
+        rows = row_indices(batch_indices, self.batch_size)
+        if self._pair.count:
+            self._pair = take_rows(self._pair, rows)
+        self._set_rows(self.left_padding[rows], self.rope_offset[rows])
+        if self._ends is not None:
+            self._ends = self._ends[rows]
+
+    def extend(self, other: BatchRotatingKVCache) -> None:
+        """Add the rows of `other` below, the newest columns of both together."""
+        as_kind("other", other, BatchRotatingKVCache)
+        _refuse_sizes([self._max_size, other._max_size])
+        self._refuse_pending("extend")
+        other._refuse_pending("extend")
+        parts = [(c.batch_size, c._ordered() if c.rotated else c._pair) for c in (self, other)]
+        pair = right_justified(parts)
+        mine, others = pair.count - self._pair.count, pair.count - other._pair.count
+        padding = np.concatenate([self.left_padding + mine, other.left_padding + others])
+        row_offset = np.concatenate([self.rope_offset, other.rope_offset])
+        self._offset = max(self._offset, other._offset)
+        self._pair, self._index = pair, pair.length
+        self._set_rows(padding, row_offset)
+
+    def extract(self, index: SupportsIndex) -> RotatingKVCache:
+        """Return row `index` as a `RotatingKVCache` of its own, without padding."""
+        row = as_int("index", index, minimum=0, maximum=self.batch_size - 1)
+        self._refuse_pending("extract")
+        alone, first = RotatingKVCache(self._max_size), int(self.left_padding[row])
+        if first < self._pair.count:
+            alone._pair = take_rows(self._ordered(), np.array([row]), first)
+            alone._offset, alone._index = int(self.rope_offset[row]), alone._pair.length
+        return alone
+
+    @classmethod
+    def merge(cls, caches: Iterable[RotatingKVCache]) -> BatchRotatingKVCache:
+        """Return a batch with one row for each of `caches`, whose own batch is 1.
+
+        Raises
+        ------
+        CacheValueError
+            Different `max_size`, layouts, or a cache of several rows; or no cache at all.
+        NotSupported
+            A cache keeps its first tokens: the batch has no place for them.
+        """
+        caches = list(caches)
+        for cache in caches:
+            as_kind("caches", cache, RotatingKVCache)
+        _refuse_sizes([cache.max_size for cache in caches])
+        keep = max(cache.keep for cache in caches)
+        if keep:
+            raise NotSupported("a batch cannot keep the first tokens of its rows", "keep", keep, 0)
+        newest = [cache._newest() for cache in caches]
+        for pair in newest:
+            if pair.count:
+                check_size("rows of a cache to merge", pair.keys.shape[0], 1)
+        together = right_justified([(1, pair) for pair in newest])
+        batch = cls(caches[0].max_size, [together.count - pair.count for pair in newest])
+        batch._pair, batch._index = together, together.length
+        row_offset = np.array([cache.offset for cache in caches], np.int64)
+        batch._offset = int(row_offset.max())
+        batch._set_rows(batch.left_padding, row_offset)
+        return batch
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """``(keys, values, rope_offset, left_padding)``, as the ring lies; ``()`` when empty.
+
+        The padding of an empty batch is in `meta_state`; setting ``()`` keeps it. Setting
+        arrays takes the columns as from old to new; `meta_state` says otherwise.
+        """
+        self._refuse_pending("state")
+        if self._pair.count == 0:
+            return ()
+        return (*self._pair.view(), self.rope_offset, self.left_padding)
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        pair, padding = TokenPair(), self.left_padding
+        row_offset: Rows = -padding
+        if len(state):
+            check_size("arrays of a BatchRotatingKVCache", len(state), 4)
+            pair = state_pair(state[:2], self._max_size)
+            batch = pair.keys.shape[0] if pair.count else None
+            row_offset = row_counts("rope_offset", state[2], batch, signed=True)
+            padding = row_counts("left_padding", state[3], row_offset.size, signed=True)
+            # mlx-lm goes on counting below zero when padding has left the ring.
+            padding = np.maximum(padding, 0)
+        self._pair, self._ends = pair, None
+        self._offset = self._index = pair.length
+        self._set_rows(padding, row_offset)
+
+    @property
+    def meta_state(self) -> tuple[str, ...]:
+        """``(max_size, offset, index, rotated)`` as text; then the padding of an empty batch."""
+        numbers = str(self._max_size), str(self._offset), str(self._index), str(self.rotated)
+        return numbers if self._pair.count else (*numbers, *(str(p) for p in self.left_padding))
+
+    @meta_state.setter
+    def meta_state(self, meta: Sequence[Any]) -> None:
+        padding, row_offset = self.left_padding, self.rope_offset
+        meta = tuple(meta)  # slicing a scalar of NumPy's raises an IndexError
+        max_size, offset, index, columns = self._parsed_meta(meta)
+        if columns == 0:
+            padding = parse_padding(meta[4:]) if meta[4:] else padding
+            row_offset = -padding
+        else:
+            if offset >= max_size:  # mlx-lm's merge counts columns: the rows have seen more
+                offset = int(row_offset.max(initial=offset))
+            # No row has more tokens than columns came, nor fewer than it still shows.
+            if ((row_offset > offset) | (row_offset < columns - padding)).any():
+                rows = row_offset.tolist(), padding.tolist()
+                message = (
+                    f"rope_offset {shown(rows[0])} and left_padding {shown(rows[1])} "
+                    f"do not fit {columns} columns of {offset}"
+                )
+                raise CacheValueError(message, "rope_offset", rows, (columns, offset))
+            if columns < self._pair.length:  # the others were trimmed
+                self._pair = self._pair.first(columns, max_size)
+        self._max_size, self._offset, self._index = max_size, offset, index
+        self._set_rows(padding, row_offset)
+
+    def _parsed_meta(self, meta: tuple[Any, ...]) -> tuple[int, int, int, int]:
+        """Return max_size, offset, index and the number of columns that count."""
+        names, rows = ("max_size", "offset", "index"), self._pair.length
+        max_size, offset, index = meta_ints("BatchRotatingKVCache", names, meta[:3])
+        if len(meta) < 4 or meta[3] not in ("True", "False"):
+            message = f"rotated of a BatchRotatingKVCache is {shown(meta[3:4])}, no flag"
+            raise CacheValueError(message, "rotated", meta[3:4], ("True", "False"))
+        rotated, why = meta[3] == "True", ""
+        if rows == 0:
+            why = "an empty ring has offset 0 and index 0" if offset or index or rotated else ""
+        elif len(meta) > 4 or max_size == 0 or index > rows or rows > offset:
+            why = "columns, index and offset of a ring do not fit"
+        elif rotated and rows != max_size:
+            why = "a rotated ring is full"
+        elif not rotated and (index == 0 or (offset < max_size and index != offset)):
+            why = "a ring that is not rotated holds `index` columns"
+        if why:
+            given = {**dict(zip(names, (max_size, offset, index), strict=True)), "rotated": rotated}
+            given["columns"] = rows
+            raise CacheValueError(f"{why}; got {given}", "meta_state", given)
+        return max_size, offset, index, rows if rotated else index
+
+
+def _refuse_sizes(sizes: list[int]) -> None:
+    """Raise `CacheValueError` unless all rings have one size."""
+    if len(set(sizes)) != 1:
+        found = sorted(set(sizes))
+        message = f"rings of max_size {shown(found)} cannot share a batch; expected one size"
+        raise CacheValueError(message, "max_size", found)

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pykvcache.arrays._checks import as_int
-from pykvcache.errors import CacheKeyError, CacheValueError
+from pykvcache.arrays.mlx.tokens import Tokens, token_list
+from pykvcache.errors import CacheKeyError
 from pykvcache.errors._shown import shown
 
 __all__ = ["PromptTrie", "PromptTrieResult"]
 
 V = TypeVar("V")
-#: Token ids as a caller gives them.
-Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
 
 @dataclass(frozen=True)
 class PromptTrieResult:
-    """What `PromptTrie.search` found.
+    """The result of `PromptTrie.search`.
 
     Attributes
     ----------
     model : hashable
-        The model that was asked for.
+        The model of the search.
     exact : list of int, optional
-        The tokens themselves, if they have a value; then there is no `shorter` or `longer`.
+        The tokens themselves, if they have a value; then `shorter` and `longer` are None.
     shorter : list of int, optional
         The longest prefix of the tokens, not empty, that has a value.
     longer : list of int, optional
@@ -56,15 +51,15 @@ class _Node(Generic[V]):
 class PromptTrie(Generic[V]):
     """One value for each model and token sequence.
 
-    It follows mlx-lm's ``PromptTrie``. There `search` never finds a stored prefix of one
-    token, and `pop_prefixes` fails where nothing is stored under the whole tokens.
+    It follows mlx-lm's ``PromptTrie``, where `search` never finds a stored prefix of one
+    token, and `pop_prefixes` fails if the whole tokens have no value.
     """
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, _Node[V]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A row of entries: a node within a node for every token would end pickle's recursion.
+        # A list of entries: one node within another per token would exceed pickle's recursion.
         return self.__dict__ | {"_roots": list(self._entries())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -92,44 +87,29 @@ class PromptTrie(Generic[V]):
     def add(self, model: Hashable, tokens: Tokens, value: V) -> V | None:
         """Store `value`; return the one that it replaces, or None."""
         keys = token_list(tokens)
-        node, known = self._roots.get(model), 0
-        if node is not None:
-            for token in keys:
-                child = node.children.get(token)
-                if child is None:
-                    break
-                node, known = child, known + 1
-            if known == len(keys):
-                previous = node.values[0] if node.values else None
-                node.values = [value]
-                return previous
-        # The new branch is built from its end, and hung up when it is whole.
-        branch: _Node[V] = _Node()
-        branch.values = [value]
-        first = 0 if node is None else known + 1
-        for token in keys[: first - 1 if first else None : -1]:
-            above: _Node[V] = _Node()
-            above.children[token] = branch
-            branch = above
-        if node is None:
-            self._roots[model] = branch
-        else:
-            node.children[keys[known]] = branch
-        return None
+        node = self._roots.setdefault(model, _Node())
+        for token in keys:
+            child = node.children.get(token)
+            if child is None:
+                child = node.children[token] = _Node()
+            node = child
+        previous = node.values[0] if node.values else None
+        node.values = [value]
+        return previous
 
     def get(self, model: Hashable, tokens: Tokens) -> V:
         """Return the value of exactly these tokens, or raise ``CacheKeyError``."""
         return self._path(model, token_list(tokens))[-1].values[0]
 
     def pop(self, model: Hashable, tokens: Tokens) -> V:
-        """Remove and return a value, or raise ``CacheKeyError``; empty branches go as well."""
+        """Remove and return a value, or raise ``CacheKeyError``; prune empty branches."""
         keys = token_list(tokens)
         path = self._path(model, keys)
         value = path[-1].values[0]
         if path[-1].children:
             path[-1].values = []
             return value
-        # Above is the last node that is still needed: one cut takes all below it.
+        # Cut below the last node that is still needed.
         for depth in range(len(keys) - 1, -1, -1):
             above = path[depth]
             if above.values or len(above.children) > 1:
@@ -141,8 +121,7 @@ class PromptTrie(Generic[V]):
     def pop_prefixes(self, model: Hashable, tokens: Tokens) -> list[tuple[int, V]]:
         """Remove the values of all shorter prefixes; return them with their lengths.
 
-        The value of `tokens` itself stays. Nothing has to be stored there. They go one by one: an
-        interrupt may leave some.
+        The value of `tokens` itself stays; there may be none.
         """
         keys = token_list(tokens)
         return [(length, self.pop(model, keys[:length])) for length in self.prefixes(model, keys)]
@@ -160,7 +139,7 @@ class PromptTrie(Generic[V]):
         return lengths
 
     def search(self, model: Hashable, tokens: Tokens) -> PromptTrieResult:
-        """Find the value of `tokens`, or those of the nearest sequences around it."""
+        """Find the value of `tokens`, or the nearest shorter and longer sequences."""
         keys = token_list(tokens)
         node = self._roots.get(model)
         if node is None:
@@ -185,7 +164,7 @@ class PromptTrie(Generic[V]):
     def continuations(self, model: Hashable, tokens: Tokens) -> Iterator[list[int]]:
         """Yield the sequences with a value that begin with `tokens` and go on, shortest first.
 
-        Nothing may be added or removed meanwhile.
+        The trie must not change while it is iterated.
         """
         keys = token_list(tokens)
         node = self._roots.get(model)
@@ -206,16 +185,13 @@ class PromptTrie(Generic[V]):
             path.append(node)
             node = node.children.get(token)
         if node is None or not node.values:
-            raise CacheKeyError(
-                f"nothing is stored for model {shown(model)} and these {len(keys)} tokens",
-                "model and tokens",
-                (model, len(keys)),
-            )
+            message = f"nothing is stored for model {shown(model)} and these {len(keys)} tokens"
+            raise CacheKeyError(message, "model and tokens", (model, len(keys)))
         return [*path, node]
 
 
 def _below(node: _Node[V]) -> Iterator[list[int]]:
-    # Level by level, so that the nearest value comes first; each node knows its way up.
+    # Level by level: the nearest value comes first. `way` links a node's tokens upwards.
     level: list[tuple[_Node[V], Any]] = [(node, None)]
     while level:
         below = []
@@ -233,20 +209,3 @@ def _unwound(way: Any) -> list[int]:
         token, way = way
         tokens.append(token)
     return tokens[::-1]
-
-
-def token_list(tokens: Tokens) -> list[int]:
-    """Return token ids as a list of its own; what is no integer is a `TypeError`."""
-    if isinstance(tokens, np.ndarray):
-        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-            raise CacheValueError(
-                f"tokens are {shown(str(tokens.dtype))} of shape {tokens.shape}, no row of ids",
-                "tokens",
-                (str(tokens.dtype), tokens.shape),
-                1,
-            )
-        return [int(token) for token in tokens.tolist()]
-    items: list[Any] = list(tokens)
-    if {int}.issuperset(map(type, items)):
-        return items
-    return [as_int(f"tokens[{i}]", token) for i, token in enumerate(items)]

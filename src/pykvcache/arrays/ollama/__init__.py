@@ -1,4 +1,4 @@
 """Many sequences in shared cells, as in Ollama; public names are in `pykvcache.arrays`.
 
-`protocol.Cache` is what all have in common.
+`cache.Cache` is their interface; `cache.OllamaCache` is the base of those in this package.
 """

@@ -1,57 +1,77 @@
-"""The causal cache of the Ollama family: K and V in cells that sequences share."""
+"""The causal caches of Ollama: K and V in cells that sequences share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, SupportsIndex
+from collections.abc import Iterable
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pykvcache.arrays._checks import as_ints, as_storable
-from pykvcache.arrays.ollama._batch import (
-    UNLIMITED,
-    Batch,
-    as_copy,
-    as_layer,
-    as_position,
-    as_range,
-    as_sequence,
-)
-from pykvcache.arrays.ollama._cell_mask import batch_mask
-from pykvcache.arrays.ollama._cells import Cut, Write, commit
-from pykvcache.arrays.ollama._family import FamilyCache
-from pykvcache.arrays.ollama._forward import Start
-from pykvcache.arrays.ollama._layers import Layer
-from pykvcache.arrays.ollama._placement import check_shift, find_room
-from pykvcache.arrays.ollama._setup import Pass, Setup
-from pykvcache.arrays.ollama.protocol import CacheConfig, ShiftFn
-from pykvcache.errors import CacheOrderError
+from pykvcache.arrays._checks import MOST, as_float_dtype, as_int, as_ints, check_shape
+from pykvcache.arrays.ollama.batch import UNLIMITED, Batch, as_copy, as_layer, as_place, as_range
+from pykvcache.arrays.ollama.cache import CacheConfig, OllamaCache
+from pykvcache.arrays.ollama.cells import CellTable
+from pykvcache.arrays.ollama.layers import Layer, LayerStore, ShiftFn
+from pykvcache.arrays.ollama.mask import batch_mask
+from pykvcache.errors import CacheOrderError, CacheValueError
 
-__all__ = ["CausalCache"]
+__all__ = ["CausalCache", "ChunkedAttentionCache", "SWACache", "SWAMemCache"]
 
 
-class CausalCache(FamilyCache):
+class _Setup(NamedTuple):
+    """Made by ``init``; `memory` is the number of tokens that the window keeps."""
+
+    cells: CellTable
+    store: LayerStore
+    config: CacheConfig
+    memory: int
+    max_batch: int
+
+
+class _Pass(NamedTuple):
+    """A forward pass: its batch, the batch's cells, those it attends to, and the mask.
+
+    Rows in `ahead` see later positions, too.
+    """
+
+    batch: Batch
+    reserve: bool
+    slot: slice
+    history: slice
+    ahead: frozenset[int]
+    mask: NDArray[Any]
+
+
+class _SharedFunction:
+    """A function that copies of its owner share: a bound method would copy its model."""
+
+    def __init__(self, function: ShiftFn | None) -> None:
+        self.function = function
+
+    def __deepcopy__(self, memo: Any) -> _SharedFunction:
+        return self
+
+
+class CausalCache(OllamaCache):
     """Every token attends to the tokens of its sequence up to its own position.
 
-    K and V of all sequences lie in one array of cells per layer; a cell may belong to several
-    sequences at once, which is how ``copy_prefix`` shares a prompt without copying it. See
-    `Cache` for the methods' arguments and the order of calls. Arrays: key and value
+    K and V of all sequences lie in one array of cells per layer. A cell may belong to several
+    sequences at once: ``copy_prefix`` shares a prompt without copying it. See `Cache` for the
+    methods' arguments and the order of calls. Arrays: key and value
     ``(n_tokens, n_kv_heads, head_dim)`` (key and value head sizes may differ), mask
     ``(rows, history)`` with 0 where a row sees a cell and -inf elsewhere.
 
-    It follows Ollama's ``kvcache.Causal`` in everything that can be observed, but for this:
+    It follows Ollama's ``kvcache.Causal`` in everything that can be observed, except:
 
-    - Bad arguments and bad order of calls raise, where Ollama panics or does not look.
+    - Bad arguments and a bad order of calls raise, where Ollama panics or does not look.
     - `KvCacheFull`, a refused ``remove`` and a raising `shift_fn` leave the cache exactly as it
       was; Ollama has slid its window, moved cells or changed positions by then.
     - Defragmenting keeps positions with their data (Ollama swaps the positions of two cells that
       move as neighbours), and moves runs of any length as one.
     - ``copy_prefix(s, s, n)`` keeps the first `n` positions; Ollama wipes the sequence.
 
-    ``copy.copy`` and ``copy.deepcopy`` make an independent cache of the same contents; the copy
-    of the former has the same `shift_fn`.
-
+    ``copy.copy`` and ``copy.deepcopy`` make an independent cache with the same `shift_fn`.
     A position stored twice in a sequence is two tokens, both visible, as in Ollama.
 
     Parameters
@@ -77,11 +97,11 @@ class CausalCache(FamilyCache):
         super().__init__()
         if shift_fn is not None and not callable(shift_fn):
             raise TypeError(f"shift_fn must be callable, not {type(shift_fn).__name__}")
-        self._shift_fn = shift_fn
-        self._setup: Setup | None = None
-        self._pass: Pass | None = None
-        # What the short way through put needs, next to where it is: the arrays of the active
-        # layer (None while there are none) and the cells of the batch, those of _pass.
+        self._shared = _SharedFunction(shift_fn)
+        self._setup: _Setup | None = None
+        self._pass: _Pass | None = None
+        # For the fast path of `put`: the active layer, None before it has arrays, and the
+        # cells of the batch.
         self._active: Layer | None = None
         self._slot = slice(0)
 
@@ -98,26 +118,43 @@ class CausalCache(FamilyCache):
 
         There are ``max_sequences * capacity`` cells, or with a sliding window
         ``max_sequences * memory + max_batch``, rounded up to the padding. `max_sequences` sizes
-        the cache and limits nothing: more sequences, of any ids, may share the cells.
-
-        Raises
-        ------
-        CacheDTypeError
-            `dtype` is not float16, float32 or float64.
-        CacheValueError
-            A number is below 1, or the memory of a sliding window is below the window.
+        the cache and limits nothing: more sequences, of any ids, may share the cells. A memory of
+        a sliding window below the window raises ``CacheValueError``.
         """
         setup = self._sized(dtype, max_sequences, capacity, max_batch)
-        self._check_idle()
         self._setup, self._config = setup, setup.config
         self._pass, self._active, self._closed = None, None, False
 
-    def _sized(self, *sizes: Any) -> Setup:
-        return Setup.sized(self._config or CacheConfig(), self._window, self._window_memory, *sizes)
+    def _sized(
+        self,
+        dtype: DTypeLike,
+        max_sequences: SupportsIndex,
+        capacity: SupportsIndex,
+        max_batch: SupportsIndex,
+    ) -> _Setup:
+        """Return an empty setup; cheap, as layers get their arrays with their first ``put``."""
+        config, kind = self._config or CacheConfig(), as_float_dtype(dtype)
+        sequences = as_int("max_sequences", max_sequences, minimum=1, maximum=MOST)
+        tokens = as_int("capacity", capacity, minimum=1, maximum=MOST)
+        batch = as_int("max_batch", max_batch, minimum=1, maximum=MOST)
+        self._check_idle()
+        memory = _effective_memory(self._window, self._window_memory, sequences, tokens)
+        n_cells = sequences * tokens if memory == UNLIMITED else sequences * memory + batch
+        n_cells = _round_up(n_cells, config.cache_padding)
+        if n_cells > MOST:
+            message = (
+                f"max_sequences, capacity, max_batch and cache_padding need {n_cells} cells; "
+                f"a cache has at most {MOST}"
+            )
+            raise CacheValueError(message, "cells", n_cells, MOST)
+        rows = _round_up(batch, config.mask_batch_padding)
+        check_shape("the largest mask", (rows, n_cells), config.mask_dtype)
+        store = LayerStore(n_cells, kind, config.permuted_v)
+        return _Setup(CellTable(n_cells), store, config, memory, batch)
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
-        """What K and V are stored as; None while the cache is not set up."""
+        """Dtype of the stored K and V; None while the cache is not set up."""
         return None if self._setup is None else self._setup.store.dtype
 
     def close(self) -> None:
@@ -126,7 +163,7 @@ class CausalCache(FamilyCache):
         self._setup = self._pass = self._active = None
         self._closed = True
 
-    def _ready(self) -> Setup:
+    def _ready(self) -> _Setup:
         self._check_idle()
         if self._setup is None:
             raise self._not_ready()
@@ -135,23 +172,16 @@ class CausalCache(FamilyCache):
     # A forward pass ---------------------------------------------------------------------
 
     def set_layer(self, layer: SupportsIndex) -> None:
-        """Choose the layer for ``put`` and ``get``.
-
-        Raises
-        ------
-        CacheLayerError
-            `layer` is negative.
-        """
+        """Choose the layer for ``put`` and ``get``; see `Cache.set_layer`."""
         index = as_layer(layer)
-        active = self._ready().store.select(index)
-        self._expect(active)
-        self._active = active
+        self._active = self._ready().store.select(index)
+        self._expect_batch()
 
-    def _expect(self, layer: Layer | None) -> None:
-        """Let put take the short way to a layer, if the pass has one."""
-        now = self._pass
-        if layer is not None:
-            layer.expect(None if now is None or now.reserve else len(now.batch))
+    def _expect_batch(self) -> None:
+        """Open the fast path of `put` to arrays of this pass."""
+        if self._active is not None:
+            now = self._pass
+            self._active.expect(None if now is None or now.reserve else len(now.batch))
 
     def start_forward(
         self,
@@ -162,60 +192,56 @@ class CausalCache(FamilyCache):
     ) -> None:
         """Slide the window, find cells for the batch and build its mask; see `Cache`.
 
-        The batch gets the first block of free cells that holds it; where there is none although
+        The batch gets the first block of free cells that holds it. Where there is none although
         enough cells are free, the cells are defragmented first. `multimodal` has no effect.
 
         Raises
         ------
         KvCacheFull
             Too few cells are free even so.
-        CacheValueError
-            The batch is empty or larger than `max_batch`, `positions` and `sequences` differ in
-            length, a sequence id is negative or an index of `multimodal` outside the batch.
-        PositionError
-            A position is negative or does not fit int32.
+        CacheValueError, PositionError
+            See `Cache.start_forward`.
         """
-        batch = Batch(positions, sequences, multimodal, lambda: self._ready().max_batch)
-        self._begin(batch, bool(reserve))
-        self._expect(self._active)
+        batch = Batch(positions, sequences, multimodal)
+        self._begin(batch.check_size(self._ready().max_batch), bool(reserve))
 
-    def _begin(self, batch: Batch, reserve: bool) -> Callable[[], None]:
-        setup, before = self._ready(), (self._setup, self._slot, self._pass)
-        start = Start(setup)
+    def _begin(self, batch: Batch, reserve: bool) -> None:
+        setup, n = self._ready(), len(batch)
+        cells, start, low, high = setup.cells, 0, 0, setup.cells.size - 1
+        if not reserve:
+            room = cells.find_room(batch, setup.memory)
+            cells.expire(room)
+            if room.start is None:
+                setup.store.move(*cells.compact())
+                start = cells.in_use  # the free cells follow those in use
+            else:
+                start = room.start
+            low, high = cells.needed(batch, self._window, setup.memory)
+            cells.claim(start, batch)
+            low, high = min(low, start), max(high, start + n - 1)
+        padding = setup.config.cache_padding
+        history = slice(low // padding * padding, _round_up(high + 1, padding))
+        mask = self._mask(setup, batch, history, frozenset())
+        self._slot = slice(start, start + n)
+        self._pass = _Pass(batch, reserve, self._slot, history, frozenset(), mask)
+        self._expect_batch()
 
-        def undo() -> None:
-            start.undo()
-            self._setup, self._slot, self._pass = before
-
-        try:
-            now = start.run(batch, reserve, self._window, self._chunk)
-            # No short way through put while the shapes are those of another pass.
-            if self._active is not None:
-                self._active.expect(None)
-            self._setup, self._slot, self._pass = now[0], now[1].slot, now[1]
-        except BaseException:
-            undo()
-            raise
-        return undo
+    def _mask(
+        self, setup: _Setup, batch: Batch, history: slice, ahead: frozenset[int]
+    ) -> NDArray[Any]:
+        how = history, ahead, self._window, self._chunk, setup.config
+        return batch_mask(setup.cells, batch, *how)
 
     def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
         """Let some rows of the batch look ahead; see `Cache.set_causal`.
 
         The mask is built anew only if `except_` differs from the rows before.
-
-        Raises
-        ------
-        CacheValueError
-            A row is outside the batch.
-        CacheOrderError
-            No batch was started.
         """
         rows = as_ints("except_", except_)
         setup, now = self._ready(), self._started()
         ahead = frozenset(now.batch.rows("except_", rows).tolist())
         if ahead != now.ahead:
-            how = ahead, self._window, self._chunk, setup.config
-            mask = batch_mask(setup.cells, now.batch, now.history, *how)
+            mask = self._mask(setup, now.batch, now.history, ahead)
             self._pass = now._replace(ahead=ahead, mask=mask)
 
     def put(self, key: NDArray[Any], value: NDArray[Any]) -> None:
@@ -236,11 +262,11 @@ class CausalCache(FamilyCache):
             A shape is wrong, is for another number of tokens than the batch has, or is not that
             of the layer's first ``put``.
         CacheDTypeError
-            `key` or `value` holds something else than real numbers.
+            `key` or `value` is not an array of real numbers.
         """
         layer = self._active
-        # Taken by every put like the one before; anything else is looked at more closely. Arrays
-        # that own their memory share none with the keys, which are written first.
+        # The fast path, of a `put` like the one before. The keys are written first: a value
+        # that is a view of them must be copied before, which the slow path does.
         if (
             layer is not None
             and type(key) is type(value) is np.ndarray
@@ -254,19 +280,16 @@ class CausalCache(FamilyCache):
             layer.keys[slot] = key
             layer.values[slot] = value
             return
-        self._ready(), self._started()
-        key, value = as_storable("key", key), as_storable("value", value)
-        # Objects that are converted may have used the cache meanwhile.
         setup, now = self._ready(), self._started()
         self._active = setup.store.put(key, value, len(now.batch), now.slot, now.reserve)
 
-    def _started(self) -> Pass:
+    def _started(self) -> _Pass:
         if self._pass is None:
             raise CacheOrderError("no batch was started; call start_forward first", "start_forward")
         return self._pass
 
     def get(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return what the batch attends to in the active layer.
+        """Return the history of the batch in the active layer, and its mask.
 
         Returns
         -------
@@ -281,39 +304,31 @@ class CausalCache(FamilyCache):
         CacheOrderError
             No batch was started, or nothing was ever put in this layer.
         """
-        setup, now, layer = self._ready(), self._started(), self._active
+        self._ready()
+        now, layer = self._started(), self._active
         if layer is None:
             raise CacheOrderError("nothing was put in this layer yet", "put")
-        if setup.config.permuted_v:
+        if layer.permuted:
             return layer.keys_out[now.history], layer.values_out[..., now.history], now.mask
         return layer.keys_out[now.history], layer.values_out[now.history], now.mask
 
     # Sequences --------------------------------------------------------------------------
 
     def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
-        """Let `dst_seq` share the tokens of `src_seq` below position `n`.
-
-        What `dst_seq` held before is removed. No K or V is copied.
-
-        Raises
-        ------
-        CacheValueError
-            A sequence id or `n` is negative.
-        """
+        """Let `dst_seq` share the tokens of `src_seq` below position `n`, without a copy."""
         src, dst, count = as_copy(src_seq, dst_seq, n)
         cells = self._ready().cells
         if src == dst:
             self.remove(src, count)
         else:
-            commit(cells.shared(src, dst, count))
-            cells.forget(dst)
+            cells.share(src, dst, count)
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
-        """Tell whether everything that a token at `pos` attends to is still there.
+        """Return whether everything that a token at `pos` attends to is still stored.
 
         Always true without a sliding window, for unknown sequences too.
         """
-        ident, position = as_sequence("seq", seq), as_position("pos", pos)
+        ident, position = as_place(seq, pos)
         setup = self._ready()
         row = setup.cells.row(ident)
         if setup.memory == UNLIMITED:
@@ -327,8 +342,8 @@ class CausalCache(FamilyCache):
         """Remove tokens of a sequence; see `Cache.remove`.
 
         Tokens after `end` get positions lower by ``end - begin``, and `shift_fn` rotates their
-        keys to match, over at most `max_batch` cells at once. None is stored before all are
-        computed, which takes memory for as many keys as are shifted.
+        keys to match, over at most `max_batch` cells at once. All keys are computed before any
+        is stored, which takes memory for as many keys as are shifted.
 
         Raises
         ------
@@ -337,62 +352,143 @@ class CausalCache(FamilyCache):
         NotSupported
             There are tokens after `end` and no `shift_fn`, or the sliding window would come to
             lie over tokens that it has given up (Ollama does not look).
-        CacheValueError
-            `seq` is negative.
-        PositionError
-            `begin` or `end` is negative, or `begin` over `end`.
+        CacheValueError, PositionError
+            See `Cache.remove`.
         """
-        ident, (first, last) = as_sequence("seq", seq), as_range(begin, end)
-        setup = self._ready()
-        cells, cut = setup.cells, self._check_cut(setup, ident, first, last)
-        if cut is not None:
-            writes = cells.taken(cut)
-            if self._shift_fn is not None and cut.later.any():
-                writes += self._shifted(setup, self._shift_fn, cut)
-            commit(writes)
-        cells.forget(ident)
+        ident, first, last = as_range(seq, begin, end)
+        setup, shift_fn = self._ready(), self._shared.function
+        cut = setup.cells.cut(ident, first, last)
+        if cut is None:
+            return
+        setup.cells.check_shift(cut, self._window, shift_fn is not None)
+        if shift_fn is not None and cut.later.any():
+            if self._active is not None:
+                self._active.expect(None)  # the fast path of `put` would not see `_busy`
+            self._busy = True
+            try:
+                setup.store.shift(shift_fn, cut, setup.max_batch)
+            finally:
+                self._busy = False
+        setup.cells.take(ident, cut)
 
-    def _shifted(self, setup: Setup, shift_fn: ShiftFn, cut: Cut) -> list[Write]:
-        # The short way through put asks nobody.
-        if self._active is not None:
-            self._active.expect(None)
-        self._busy = True
-        try:
-            return setup.store.shifted(shift_fn, cut, setup.max_batch)
-        finally:
-            self._busy = False
+    # Checks for WrapperCache -------------------------------------------------------------
 
-    def _check_cut(self, setup: Setup, seq: int, begin: int, end: int) -> Cut | None:
-        cut = setup.cells.cut(seq, begin, end)
-        if cut is not None and cut.later.any():
-            check_shift(setup.cells, cut, self._window, self._shift_fn is not None)
-        return cut
-
-    # What WrapperCache asks beforehand ---------------------------------------------------
-
-    def _check_init(
-        self,
-        dtype: DTypeLike,
-        max_sequences: SupportsIndex,
-        capacity: SupportsIndex,
-        max_batch: SupportsIndex,
-    ) -> None:
-        self._check_idle()
-        self._sized(dtype, max_sequences, capacity, max_batch)
+    def _check_init(self, *sizes: Any) -> None:
+        self._sized(*sizes)
 
     def _check_forward(self, batch: Batch, reserve: bool) -> None:
         setup = self._ready()
         if not reserve:
-            find_room(setup.cells, batch, setup.memory)
+            setup.cells.find_room(batch, setup.memory)
 
-    def _check_remove(
-        self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None
-    ) -> None:
-        ident, (first, last) = as_sequence("seq", seq), as_range(begin, end)
-        self._check_cut(self._ready(), ident, first, last)
+    def _check_remove(self, seq: int, begin: int, end: int) -> None:
+        cells = self._ready().cells
+        cut = cells.cut(seq, begin, end)
+        if cut is not None:
+            cells.check_shift(cut, self._window, self._shared.function is not None)
 
-    def _check_copy_prefix(
-        self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex
-    ) -> None:
-        as_copy(src_seq, dst_seq, n)
+    def _check_copy_prefix(self, src: int, dst: int, n: int) -> None:
         self._ready()
+        if src == dst:
+            self._check_remove(src, n, UNLIMITED)
+
+
+class SWAMemCache(CausalCache):
+    """A sliding window that stores more tokens than it attends to.
+
+    A token at position p sees positions ``p - window_size`` to p: **window_size + 1 keys**, as
+    in Ollama. llama.cpp's ``n_swa`` and mlx-lm's ``window_size`` count the token itself: their
+    W is a `window_size` of W - 1 here.
+
+    At the start of a batch, each sequence drops its tokens more than `memory_size` below its
+    lowest position in the batch, or, if it is not in the batch, below its next position. Tokens
+    stored beyond the window let a sequence be resumed further back (``can_resume``). A cache
+    whose `capacity` is not larger than the memory drops nothing at all. With several sequences
+    the memory is at least ``window_size + 1``.
+
+    Parameters
+    ----------
+    window_size : int
+        0 for an unlimited window.
+    memory_size : int
+        Number of tokens to keep; 0 for as many as the window.
+    shift_fn : callable, optional
+        See `CausalCache`.
+
+    Raises
+    ------
+    CacheValueError
+        A size is negative. ``init`` raises it for a memory below the window.
+    """
+
+    def __init__(
+        self,
+        window_size: SupportsIndex,
+        memory_size: SupportsIndex,
+        shift_fn: ShiftFn | None = None,
+    ) -> None:
+        super().__init__(shift_fn)
+        window = as_int("window_size", window_size, minimum=0) or UNLIMITED
+        memory = as_int("memory_size", memory_size, minimum=0) or window
+        self._window, self._window_memory = min(window, UNLIMITED), min(memory, UNLIMITED)
+
+
+class SWACache(SWAMemCache):
+    """A sliding window that stores the tokens it attends to.
+
+    It is a `SWAMemCache` whose memory is as large as its window.
+
+    Parameters
+    ----------
+    window_size : int
+        A token sees ``window_size + 1`` keys, its own included; 0 for an unlimited window.
+    shift_fn : callable, optional
+        See `CausalCache`.
+    """
+
+    def __init__(self, window_size: SupportsIndex, shift_fn: ShiftFn | None = None) -> None:
+        super().__init__(window_size, 0, shift_fn)
+
+
+class ChunkedAttentionCache(CausalCache):
+    """Every token attends to the tokens of its own chunk of positions, up to itself.
+
+    A token at position p sees positions ``p - p % chunk_size`` to p. Nothing is dropped.
+
+    Parameters
+    ----------
+    chunk_size : int
+        0 for no chunks.
+    shift_fn : callable, optional
+        See `CausalCache`.
+
+    Raises
+    ------
+    CacheValueError
+        `chunk_size` is negative.
+    """
+
+    def __init__(self, chunk_size: SupportsIndex, shift_fn: ShiftFn | None = None) -> None:
+        super().__init__(shift_fn)
+        self._chunk = min(as_int("chunk_size", chunk_size, minimum=0), UNLIMITED)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _effective_memory(window: int, memory: int, max_sequences: int, capacity: int) -> int:
+    """Return how many tokens a sliding window keeps, `UNLIMITED` if it never slides."""
+    # Room for the stop token, over which the next turn steps back. A single sequence finds
+    # it in the part that is sized for the batch.
+    if UNLIMITED not in (memory, window) and max_sequences > 1:
+        memory = max(memory, window + 1)
+    if memory >= capacity:
+        return UNLIMITED
+    if memory < window:
+        message = (
+            f"sliding window memory ({memory}) must be at least as large as "
+            f"the window ({'unlimited' if window == UNLIMITED else window})"
+        )
+        raise CacheValueError(message, "sliding window memory", memory, window)
+    return memory

@@ -1,24 +1,16 @@
-"""The cache of what an encoder made of an image: stored once, seen by every position."""
+"""The cache of an encoder's output: stored once, seen by every position."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._checks import as_float_dtype, as_int, as_ints, as_storable, converted
-from pykvcache.arrays.ollama._batch import (
-    Batch,
-    as_copy,
-    as_layer,
-    as_position,
-    as_range,
-    as_sequence,
-)
-from pykvcache.arrays.ollama._family import FamilyCache
-from pykvcache.arrays.ollama.protocol import CacheConfig
+from pykvcache.arrays.ollama.batch import Batch, as_copy, as_layer, as_place, as_range
+from pykvcache.arrays.ollama.cache import CacheConfig, OllamaCache
 from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported
 from pykvcache.errors._shown import shown
 
@@ -31,15 +23,15 @@ class _Pass(NamedTuple):
     pos: int
 
 
-class EncoderCache(FamilyCache):
+class EncoderCache(OllamaCache):
     """K and V that do not depend on positions, of the most recent multimodal item.
 
-    Arrays of any shape are stored as they come, in their own dtype, and returned as they were
-    stored; there is no mask. One sequence only. See `Cache` for the methods' arguments.
+    Arrays of any shape are stored in their own dtype and returned as they were stored; there is
+    no mask. One sequence only. See `Cache` for the methods' arguments.
 
-    It follows Ollama's ``kvcache.EncoderCache``, but that a reserve pass leaves the position of
-    the last item alone, and that a later ``put`` of another shape raises. As there, the item
-    keeps the position at which it was put when ``remove`` moves the tokens around it.
+    It follows Ollama's ``kvcache.EncoderCache``, except that a reserve pass leaves the position
+    of the last item alone, and that a later ``put`` of another shape raises. As in Ollama, the
+    item keeps the position at which it was put when ``remove`` moves the tokens around it.
     """
 
     def __init__(self) -> None:
@@ -57,7 +49,7 @@ class EncoderCache(FamilyCache):
 
     @property
     def encoder_cached(self) -> bool:
-        """Whether something is stored that ``remove`` has not taken away."""
+        """Whether an item is stored that ``remove`` has not taken away."""
         return self._cached_pos is not None
 
     def init(
@@ -73,10 +65,8 @@ class EncoderCache(FamilyCache):
         ------
         NotSupported
             `max_sequences` is over 1, or the configuration asks for padding.
-        CacheValueError
-            A number is below 1.
-        CacheDTypeError
-            `dtype` is not float16, float32 or float64.
+        CacheDTypeError, CacheValueError
+            See `Cache.init`.
         """
         batch = as_int("max_batch", max_batch, minimum=1)
         self._check_init(dtype, max_sequences, capacity, batch)
@@ -84,33 +74,6 @@ class EncoderCache(FamilyCache):
         self._config = self._config or CacheConfig()
         self._permuted_v = self._config.permuted_v
         self._max_batch, self._closed = batch, False
-
-    def _check_init(
-        self,
-        dtype: DTypeLike,
-        max_sequences: SupportsIndex,
-        capacity: SupportsIndex,
-        max_batch: SupportsIndex,
-    ) -> None:
-        as_float_dtype(dtype)
-        count = as_int("max_sequences", max_sequences, minimum=1)
-        as_int("capacity", capacity, minimum=1)
-        as_int("max_batch", max_batch, minimum=1)
-        if count > 1:
-            raise NotSupported(
-                f"encoder cache does not support multiple sequences; requested: {shown(count)}",
-                "max_sequences",
-                count,
-                1,
-            )
-        padding = (self._config or CacheConfig()).cache_padding
-        if padding != 1:
-            raise NotSupported(
-                f"encoder cache is unable to enforce requested cache_padding ({padding})",
-                "cache_padding",
-                padding,
-                1,
-            )
 
     def close(self) -> None:
         """Free the arrays; see `Cache.close`."""
@@ -130,13 +93,7 @@ class EncoderCache(FamilyCache):
         return self._pass
 
     def set_layer(self, layer: SupportsIndex) -> None:
-        """Choose the layer for ``put`` and ``get``.
-
-        Raises
-        ------
-        CacheLayerError
-            `layer` is negative.
-        """
+        """Choose the layer for ``put`` and ``get``; see `Cache.set_layer`."""
         index = as_layer(layer)
         self._ready()
         self._layer = index
@@ -150,27 +107,15 @@ class EncoderCache(FamilyCache):
     ) -> None:
         """Begin a forward pass; see `Cache.start_forward`.
 
-        What is put in it belongs to the position of the last item in `multimodal`, or else to
-        that of an earlier pass.
-
-        Raises
-        ------
-        CacheValueError, PositionError
-            As `CausalCache.start_forward` does.
+        Its K and V belong to the position of the last item in `multimodal`, or else to that of
+        an earlier pass.
         """
-        batch = Batch(positions, sequences, multimodal, self._ready)
-        self._begin(batch, bool(reserve))
-
-    def _begin(self, batch: Batch, reserve: bool) -> Callable[[], None]:
-        before = self._pass, self._item_pos
-        pos = int(batch.positions[batch.multimodal[-1]]) if batch.multimodal.size else None
-        now = _Pass(batch, reserve, self._item_pos if pos is None else pos)
-        self._pass, self._item_pos = now, self._item_pos if reserve else now.pos
-
-        def undo() -> None:
-            self._pass, self._item_pos = before
-
-        return undo
+        batch = Batch(positions, sequences, multimodal).check_size(self._ready())
+        items = batch.multimodal
+        pos = int(batch.positions[items[-1]]) if items.size else self._item_pos
+        self._pass = _Pass(batch, bool(reserve), pos)
+        if not reserve:
+            self._item_pos = pos
 
     def put(self, key: NDArray[Any], value: NDArray[Any]) -> None:
         """Store K and V of the item in the active layer.
@@ -190,51 +135,40 @@ class EncoderCache(FamilyCache):
             A shape differs from that of the layer's first ``put``, or `value` has fewer than 3
             dimensions and ``permuted_v`` is set.
         CacheDTypeError
-            `key` or `value` holds something else than real numbers.
+            `key` or `value` is not an array of real numbers.
         """
-        self._started()
-        new = as_storable("key", key), as_storable("value", value)
-        # Objects that are converted may have used the cache meanwhile.
         now = self._started()
+        new = as_storable("key", key), as_storable("value", value)
         if self._permuted_v:
             if new[1].ndim < 3:
-                raise CacheValueError(
-                    f"value has shape {new[1].shape}; permuted_v needs 3 axes",
-                    "value",
-                    new[1].shape,
-                    3,
-                )
+                message = f"value has shape {new[1].shape}; permuted_v needs 3 axes"
+                raise CacheValueError(message, "value", new[1].shape, 3)
             new = new[0], np.moveaxis(new[1], -3, -1)
-        kept = self._arrays.get(self._layer)
-        if kept is None:
-            kept = np.zeros(new[0].shape, new[0].dtype), np.zeros(new[1].shape, new[1].dtype)
-        for name, array, old in zip(("key", "value"), new, kept, strict=True):
+        stored = self._arrays.get(self._layer)
+        if stored is None:
+            stored = np.zeros(new[0].shape, new[0].dtype), np.zeros(new[1].shape, new[1].dtype)
+        for name, array, old in zip(("key", "value"), new, stored, strict=True):
             if array.shape != old.shape:
-                raise CacheValueError(
-                    f"{name} has shape {array.shape}; layer {self._layer} holds {old.shape}",
-                    f"{name} of layer {self._layer}",
-                    array.shape,
-                    old.shape,
-                )
+                message = f"{name} has shape {array.shape}; layer {self._layer} holds {old.shape}"
+                what = f"{name} of layer {self._layer}"
+                raise CacheValueError(message, what, array.shape, old.shape)
             as_storable(name, array, old.dtype)
         if not now.reserve:
-            as_kept = [converted(array, old.dtype) for array, old in zip(new, kept, strict=True)]
-            # What `get` returned may come back the other way round.
-            if np.may_share_memory(as_kept[1], kept[0]):
-                as_kept[1] = as_kept[1].copy()
-            # Half of an item is none.
-            self._cached_pos = None
-            for array, old in zip(as_kept, kept, strict=True):
+            rows = [converted(array, old.dtype) for array, old in zip(new, stored, strict=True)]
+            # `get` may have returned `value` as the keys, which are written first.
+            if np.may_share_memory(rows[1], stored[0]):
+                rows[1] = rows[1].copy()
+            for array, old in zip(rows, stored, strict=True):
                 old[...] = array
             self._cached_pos = now.pos
-        self._arrays[self._layer] = kept
+        self._arrays[self._layer] = stored
 
     def get(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None, None]:
         """Return K and V of the active layer as read-only views, and no mask.
 
-        With ``permuted_v``, V has its third axis from the end moved to the end. A layer without
-        arrays gives None for all three. What ``remove`` took away is still returned, as in
-        Ollama: ``encoder_cached`` tells.
+        With ``permuted_v``, the third axis from the end of V comes last. A layer without arrays
+        gives None for all three. An item that ``remove`` took away is still returned, as in
+        Ollama; ``encoder_cached`` is then False.
         """
         self._ready()
         if self._layer not in self._arrays:
@@ -244,15 +178,7 @@ class EncoderCache(FamilyCache):
         return key, value, None
 
     def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
-        """Check the rows; there is no mask for them to change.
-
-        Raises
-        ------
-        CacheValueError
-            A row is outside the batch.
-        CacheOrderError
-            No batch was started.
-        """
+        """Check the rows; there is no mask for them to change. See `Cache.set_causal`."""
         rows = as_ints("except_", except_)
         self._started().batch.rows("except_", rows)
 
@@ -260,50 +186,46 @@ class EncoderCache(FamilyCache):
         self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex
     ) -> NoReturn:
         """Raise `NotSupported`: there is one sequence only."""
-        self._check_copy_prefix(src_seq, dst_seq, n)
+        self._check_copy_prefix(*as_copy(src_seq, dst_seq, n))
         raise AssertionError
 
-    def _check_copy_prefix(
-        self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex
-    ) -> NoReturn:
-        as_copy(src_seq, dst_seq, n)
-        self._ready()
-        raise NotSupported("encoder cache does not support multiple sequences", "copy_prefix")
-
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
-        """Return True: no position is like another to this cache."""
-        as_sequence("seq", seq), as_position("pos", pos)
+        """Return True: the stored item does not depend on positions."""
+        as_place(seq, pos)
         self._ready()
         return True
 
     def remove(
         self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
     ) -> None:
-        """Forget the item if its position is in ``[begin, end)``.
-
-        Raises
-        ------
-        CacheValueError
-            `seq` is negative.
-        PositionError
-            `begin` or `end` is negative, or `begin` over `end`.
-        """
-        first, last = self._check_range(seq, begin, end)
+        """Forget the item if its position is in ``[begin, end)``; see `Cache.remove`."""
+        _, first, last = as_range(seq, begin, end)
+        self._ready()
         if self._cached_pos is not None and first <= self._cached_pos < last:
             self._cached_pos = None
 
-    def _check_range(
-        self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None
-    ) -> tuple[int, int]:
-        as_sequence("seq", seq)
-        found = as_range(begin, end)
-        self._ready()
-        return found
+    def _check_init(self, *sizes: Any) -> None:
+        dtype, max_sequences, capacity, max_batch = sizes
+        as_float_dtype(dtype)
+        count = as_int("max_sequences", max_sequences, minimum=1)
+        as_int("capacity", capacity, minimum=1)
+        as_int("max_batch", max_batch, minimum=1)
+        if count > 1:
+            message = (
+                f"encoder cache does not support multiple sequences; requested: {shown(count)}"
+            )
+            raise NotSupported(message, "max_sequences", count, 1)
+        padding = (self._config or CacheConfig()).cache_padding
+        if padding != 1:
+            message = f"encoder cache is unable to enforce requested cache_padding ({padding})"
+            raise NotSupported(message, "cache_padding", padding, 1)
 
     def _check_forward(self, batch: Batch, reserve: bool) -> None:
         self._ready()
 
-    def _check_remove(
-        self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None
-    ) -> None:
-        self._check_range(seq, begin, end)
+    def _check_copy_prefix(self, src: int, dst: int, n: int) -> NoReturn:
+        self._ready()
+        raise NotSupported("encoder cache does not support multiple sequences", "copy_prefix")
+
+    def _check_remove(self, seq: int, begin: int, end: int) -> None:
+        self._ready()

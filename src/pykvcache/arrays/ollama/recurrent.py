@@ -2,57 +2,169 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pykvcache.arrays._checks import as_float_dtype, as_int, as_storable, check_shape
-from pykvcache.arrays.ollama._batch import (
-    Batch,
-    as_copy,
-    as_layer,
-    as_position,
-    as_range,
-    as_sequence,
-)
+from pykvcache.arrays._checks import MOST, as_float_dtype, as_int, as_storable, check_shape
+from pykvcache.arrays.ollama.batch import Batch, as_copy, as_layer, as_place, as_range
 from pykvcache.arrays.ollama.causal import CausalCache
-from pykvcache.arrays.ollama.checkpoints import MOST_CHECKPOINTS, CheckpointRing
-from pykvcache.arrays.ollama.protocol import ShiftFn
+from pykvcache.arrays.ollama.layers import ShiftFn
 from pykvcache.errors import CacheValueError, NotSupported
 from pykvcache.errors._shown import shown
 
-__all__ = ["RecurrentCache"]
+__all__ = ["CheckpointRing", "RecurrentCache"]
+
+# Checkpoints of one sequence.
+_MOST_CHECKPOINTS = 2**16
+
+
+class CheckpointRing:
+    """A fixed number of checkpoints; a new one replaces the oldest.
+
+    A checkpoint is a position and named arrays. The ring follows the checkpoint store of
+    Ollama's recurrent cache.
+
+    Parameters
+    ----------
+    count : int
+        Number of checkpoints; 0 for none.
+
+    Raises
+    ------
+    CacheValueError
+        `count` is negative, or above 65,536.
+    """
+
+    def __init__(self, count: SupportsIndex) -> None:
+        n = as_int("count", count, minimum=0, maximum=_MOST_CHECKPOINTS)
+        # -1 marks an unused place.
+        self._pos = np.full(n, -1, np.int64)
+        # Replaced, never changed in place: copies of the ring share them.
+        self._arrays: list[dict[Hashable, NDArray[Any]]] = [{}] * n
+        self._next = 0
+        self._last_pos = -1
+
+    def copy(self) -> CheckpointRing:
+        """Return an independent ring of the same checkpoints; their arrays are not copied."""
+        other = CheckpointRing(0)
+        other._pos, other._arrays = self._pos.copy(), self._arrays.copy()
+        other._next, other._last_pos = self._next, self._last_pos
+        return other
+
+    # The default shallow copy would share the positions.
+    __copy__ = copy
+
+    @property
+    def size(self) -> int:
+        """Number of checkpoints."""
+        return int((self._pos >= 0).sum())
+
+    @property
+    def last_pos(self) -> int:
+        """Position of the last checkpoint recorded or gone back to; -1 if there is none."""
+        return self._last_pos
+
+    @property
+    def positions(self) -> list[int]:
+        """Positions of the checkpoints, ascending."""
+        return sorted(self._pos[self._pos >= 0].tolist())
+
+    def record(self, pos: SupportsIndex) -> int:
+        """Begin a checkpoint without arrays; return its place, -1 if the ring has none."""
+        position = as_int("pos", pos, minimum=0, maximum=MOST)
+        if not self._pos.size:
+            return -1
+        place = self._next
+        self._next = (place + 1) % self._pos.size
+        self._pos[place] = self._last_pos = position
+        self._arrays[place] = {}
+        return place
+
+    def store(self, place: int, name: Hashable, array: NDArray[Any]) -> None:
+        """Copy an array into the checkpoint at a place."""
+        place = as_int("place", place, minimum=0, maximum=self._pos.size - 1)
+        self._hold(place, name, as_storable("array", array).copy())
+
+    def _hold(self, place: int, name: Hashable, array: NDArray[Any]) -> None:
+        """Put an array that stays unchanged into a checkpoint."""
+        self._arrays[place] = {**self._arrays[place], name: array}
+
+    def best(self, target: SupportsIndex) -> int | None:
+        """Return the place of the highest checkpoint strictly below `target`, if any."""
+        below = np.where(self._pos < as_int("target", target), self._pos, -1)
+        if not below.size or below.max() < 0:
+            return None
+        return int(below.argmax())
+
+    def at(self, place: int) -> tuple[int, Mapping[Hashable, NDArray[Any]]]:
+        """Return the position and the arrays, read-only, of the checkpoint at a place."""
+        place = as_int("place", place, minimum=0, maximum=self._pos.size - 1)
+        held = {name: array.view() for name, array in self._arrays[place].items()}
+        for array in held.values():
+            array.flags.writeable = False
+        return int(self._pos[place]), held
+
+    def prune_after(self, pos: SupportsIndex) -> None:
+        """Drop the checkpoints above `pos`, after the state went back to it."""
+        position = as_int("pos", pos)
+        self._pos[self._pos > position] = -1
+        self._renumber(position)
+
+    def shift_range(self, begin: SupportsIndex, end: SupportsIndex) -> None:
+        """Drop the checkpoints in ``[begin, end)`` and lower those after it."""
+        _, first, last = as_range(0, begin, end)
+        self._pos[(self._pos >= first) & (self._pos < last)] = -1
+        self._pos[self._pos >= last] -= last - first
+        self._renumber(int(self._pos.max(initial=-1)))
+
+    def _renumber(self, last_pos: int) -> None:
+        used = self._pos >= 0
+        self._last_pos = last_pos if used.any() else -1
+        if not used.any():
+            self._next = 0
+        else:
+            # The first unused place, or else that of the oldest checkpoint.
+            self._next = int(self._pos.argmin() if used.all() else used.argmin())
 
 
 class _State:
-    """What a sequence's recurrent layers hold after its tokens below `pos`."""
+    """The state of a sequence's recurrent layers after its tokens below `pos`."""
 
-    def __init__(self, ring: CheckpointRing) -> None:
+    def __init__(self, count: int) -> None:
         self.pos = 0
-        # Never changed in place, but replaced: copies of the state share them.
+        # Arrays are replaced, never changed in place: copies of the state share them.
         self.arrays: dict[Hashable, NDArray[Any]] = {}
-        self.ring = ring
+        self.ring = CheckpointRing(count)
 
     def copy(self) -> _State:
-        other = _State(self.ring.copy())
-        other.pos, other.arrays = self.pos, self.arrays.copy()
+        other = _State(0)
+        other.pos, other.arrays, other.ring = self.pos, self.arrays.copy(), self.ring.copy()
         return other
+
+    def go_back(self, place: int) -> None:
+        """Return to a checkpoint, and forget those after it."""
+        pos, arrays = self.ring.at(place)
+        self.arrays = {key: arrays[key] for key in self.arrays}
+        self.pos = pos + 1
+        self.ring.prune_after(pos)
 
 
 class RecurrentCache(CausalCache):
     """K and V for a model's attention layers, and a state per sequence for its recurrent ones.
 
-    A recurrent state cannot be cut: it is taken back to a checkpoint, one of the copies made
-    every so often while the sequence grew. ``prepare_restore(seq, pos)`` says from where the
-    sequence can go on, at most `pos`; ``remove(seq, that)`` then goes there. `InputCache` does
-    both. Any other ``remove`` of the end of a sequence but for all of it raises `NotSupported`.
+    A recurrent state cannot be cut. It goes back to a checkpoint, one of the copies made at
+    intervals while the sequence grew. ``prepare_restore(seq, pos)`` returns the position from
+    which the sequence can go on, at most `pos`; ``remove(seq, that)`` then goes there.
+    `InputCache` does both. Any other ``remove`` of the end of a sequence, except of all of it,
+    raises `NotSupported`.
 
-    It follows the recurrent cache of newer Ollama, but that a sequence whose state is already at
-    the position asked for needs no checkpoint, that a batch which does not begin where the state
-    is raises, and that any number of sequences have states. As there, ``remove`` from the middle
-    leaves in the state what the removed tokens did to it.
+    It follows the recurrent cache of newer Ollama, except that a sequence whose state is already
+    at the requested position needs no checkpoint, that a batch which does not begin where the
+    state is raises, and that any number of sequences have states. As in Ollama, ``remove`` from
+    the middle leaves in the state the effect of the removed tokens.
 
     A sequence goes on only where its state and its K and V end: ``start_forward`` raises
     `NotSupported` for other positions, and where the two do not end at the same one.
@@ -64,7 +176,7 @@ class RecurrentCache(CausalCache):
     checkpoint_count : int
         Checkpoints per sequence, at most 65,536.
     checkpoint_min_pos : int
-        No checkpoints below this position.
+        Lowest position of a checkpoint.
     checkpoint_interval : int
         Least distance between two checkpoints.
 
@@ -84,15 +196,15 @@ class RecurrentCache(CausalCache):
     ) -> None:
         super().__init__(shift_fn)
         self._count = as_int(
-            "checkpoint_count", checkpoint_count, minimum=0, maximum=MOST_CHECKPOINTS
+            "checkpoint_count", checkpoint_count, minimum=0, maximum=_MOST_CHECKPOINTS
         )
         self._min_pos = as_int("checkpoint_min_pos", checkpoint_min_pos, minimum=0)
         self._interval = as_int("checkpoint_interval", checkpoint_interval, minimum=0)
         self._forget_states()
 
     def _forget_states(self) -> None:
-        # copy_prefix lets two sequences have one state, until one of them writes to it.
         self._states: dict[int, _State] = {}
+        # Places in the rings: of prepared restores, and of checkpoints of the current batch.
         self._pending: dict[int, int] = {}
         self._places: dict[int, int] = {}
         self._state_layer = 0
@@ -131,56 +243,29 @@ class RecurrentCache(CausalCache):
         self._ready()
         return list(self._started().batch.ids)
 
-    def _begin(self, batch: Batch, reserve: bool) -> Callable[[], None]:
+    def _begin(self, batch: Batch, reserve: bool) -> None:
         self._check_forward(batch, reserve)
+        super()._begin(batch, reserve)
         if reserve:
-            return super()._begin(batch, reserve)
-        before = self._states, self._pending, self._places
-        states, places = self._states.copy(), {}
+            return
+        self._places = {}
         for i, seq in enumerate(batch.ids):
-            old = states.get(seq)
-            state = states[seq] = _State(CheckpointRing(self._count)) if old is None else old.copy()
-            newest = int(batch.positions[batch.which == i].max())
+            state, newest = self._own_state(seq), int(batch.positions[batch.which == i].max())
             state.pos, last = newest + 1, state.ring.last_pos
+            self._pending.pop(seq, None)
             if newest >= self._min_pos and (last < 0 or newest - last >= self._interval):
-                places[seq] = state.ring.record(newest)
-        pending = {seq: place for seq, place in self._pending.items() if seq not in batch.ids}
-        undo_cells = super()._begin(batch, reserve)
-        # Nothing else is left to do, and a Ctrl-C cannot come in between.
-        self._states, self._pending, self._places = states, pending, places
+                self._places[seq] = state.ring.record(newest)
 
-        def undo() -> None:
-            undo_cells()
-            self._states, self._pending, self._places = before
-
-        return undo
+    def _own_state(self, seq: int) -> _State:
+        """Return the state of a sequence, a new one if it has none."""
+        if seq not in self._states:
+            self._states[seq] = _State(self._count)
+        return self._states[seq]
 
     def _length(self, seq: int) -> int:
         """Return the position after the last whose K and V a sequence has."""
         cells = self._ready().cells
         return int(cells.last[cells.row(seq)]) + 1
-
-    def _check_forward(self, batch: Batch, reserve: bool) -> None:
-        super()._check_forward(batch, reserve)
-        for i, seq in enumerate(() if reserve else batch.ids):
-            pos = self._states[seq].pos if seq in self._states else 0
-            found, length = np.sort(batch.positions[batch.which == i]), self._length(seq)
-            if not np.array_equal(found, np.arange(pos, pos + found.size)):
-                raise NotSupported(
-                    f"the recurrent state of sequence {seq} goes on at {pos}, not with "
-                    f"positions {found[0]} to {found[-1]}",
-                    f"positions of sequence {seq}",
-                    (int(found[0]), int(found[-1])),
-                    pos,
-                )
-            if pos != length:
-                raise NotSupported(
-                    f"the recurrent state of sequence {seq} is at {pos}, but its K and V end at "
-                    f"{length}; take it back to a checkpoint (see prepare_restore), or remove all",
-                    f"state of sequence {seq}",
-                    pos,
-                    length,
-                )
 
     def get_state(
         self, name: str, shape: tuple[SupportsIndex, ...], dtype: DTypeLike = np.float32
@@ -190,7 +275,7 @@ class RecurrentCache(CausalCache):
         Returns
         -------
         ndarray, shape (n_sequences, *shape)
-            A copy; zeros for a sequence that has none yet.
+            A copy; zeros for a sequence without a state.
 
         Raises
         ------
@@ -201,19 +286,15 @@ class RecurrentCache(CausalCache):
         """
         one = tuple(as_int(f"shape[{i}]", n, minimum=0) for i, n in enumerate(shape))
         kind, ids = as_float_dtype(dtype), self.batch_sequences
-        key = self._state_layer, name
-        out = np.zeros(check_shape(f"state {shown(name)}", (len(ids), *one), kind), kind)
+        key, what = (self._state_layer, name), f"state {shown(name)}"
+        out = np.zeros(check_shape(what, (len(ids), *one), kind), kind)
         for row, seq in zip(out, ids, strict=True):
-            kept = self._states[seq].arrays.get(key) if seq in self._states else None
-            if kept is not None:
-                if kept.shape != row.shape:
-                    raise CacheValueError(
-                        f"state {shown(name)} has shape {kept.shape}, not {one}",
-                        f"state {shown(name)}",
-                        kept.shape,
-                        one,
-                    )
-                row[...] = kept
+            stored = self._states[seq].arrays.get(key) if seq in self._states else None
+            if stored is not None:
+                if stored.shape != row.shape:
+                    message = f"{what} has shape {stored.shape}, not {one}"
+                    raise CacheValueError(message, what, stored.shape, one)
+                row[...] = stored
         return out
 
     def put_state(self, name: str, value: NDArray[Any]) -> None:
@@ -231,36 +312,24 @@ class RecurrentCache(CausalCache):
         CacheValueError
             There is not one row per sequence of the batch.
         CacheDTypeError
-            `value` holds something else than real numbers.
+            `value` is not an array of real numbers.
         """
         rows = as_storable("value", value)
         key, ids = (self._state_layer, name), self.batch_sequences
         if rows.ndim < 1 or len(rows) != len(ids):
-            raise CacheValueError(
-                f"state {shown(name)} has shape {rows.shape}; {len(ids)} rows are needed",
-                f"state {shown(name)}",
-                rows.shape,
-                len(ids),
-            )
+            what = f"state {shown(name)}"
+            message = f"{what} has shape {rows.shape}; {len(ids)} rows are needed"
+            raise CacheValueError(message, what, rows.shape, len(ids))
         if self._started().reserve:
             return
-        for array, seq in zip([np.array(row) for row in rows], ids, strict=True):
-            state, place = self._own(seq), self._places.get(seq, -1)
+        for row, seq in zip(rows, ids, strict=True):
+            state, place, array = self._own_state(seq), self._places.get(seq, -1), np.array(row)
             state.arrays[key] = array
             if place >= 0:
                 state.ring._hold(place, key, array)
 
-    def _own(self, seq: int) -> _State:
-        """Return a state that no other sequence has."""
-        state = self._states.get(seq)
-        if state is None:
-            state = self._states[seq] = _State(CheckpointRing(self._count))
-        elif any(other is state for key, other in self._states.items() if key != seq):
-            state = self._states[seq] = state.copy()
-        return state
-
     def prepare_restore(self, seq: SupportsIndex, pos: SupportsIndex) -> int | None:
-        """Choose where to go back to, for ``remove`` to do it.
+        """Choose the checkpoint to which ``remove`` will go back.
 
         Returns
         -------
@@ -268,14 +337,14 @@ class RecurrentCache(CausalCache):
             The position from which the sequence can go on, at most `pos`: `pos` itself if the
             state is there, else one after the highest checkpoint below `pos`.
         """
-        ident, target = as_sequence("seq", seq), as_position("pos", pos)
+        ident, target = as_place(seq, pos)
         length, state = self._length(ident), self._states.get(ident)
         self._pending.pop(ident, None)
         if state is None or target == 0:
             return None
         if state.pos == target == length:
             return target
-        # The state of a prefix may have gone on where its K and V end.
+        # The state of a copied prefix may be further than its K and V.
         place = state.ring.best(min(target, length))
         if place is None:
             return None
@@ -283,8 +352,8 @@ class RecurrentCache(CausalCache):
         return state.ring.at(place)[0] + 1
 
     def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
-        """Tell whether the state is at `pos`, or there is a checkpoint right before it."""
-        ident, position = as_sequence("seq", seq), as_position("pos", pos)
+        """Return whether the state is at `pos`, or a checkpoint is right before it."""
+        ident, position = as_place(seq, pos)
         if not super().can_resume(ident, position):
             return False
         length, state = self._length(ident), self._states.get(ident)
@@ -295,26 +364,15 @@ class RecurrentCache(CausalCache):
     def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
         """Share a prefix, and the state and checkpoints of all of `src_seq`.
 
-        Unless the prefix is all of it, `dst_seq` must be taken back to a checkpoint first.
+        Unless the prefix is all of it, `dst_seq` must go back to a checkpoint first.
         """
         src, dst, count = as_copy(src_seq, dst_seq, n)
-        if src == dst:
-            super().copy_prefix(src, dst, count)
-            return
-        self._ready()
-        # In between it has none: a sequence without a state does not go on by mistake.
-        before = self._states.pop(dst, None)
-        try:
-            super().copy_prefix(src, dst, count)
-        except Exception:
-            self._put_back(dst, before)
-            raise
-        self._pending.pop(dst, None)
-        self._put_back(dst, self._states.get(src) if count else None)
-
-    def _put_back(self, seq: int, state: _State | None) -> None:
-        if state is not None:
-            self._states[seq] = state
+        super().copy_prefix(src, dst, count)
+        if src != dst:
+            self._pending.pop(dst, None)
+            self._states.pop(dst, None)
+            if count and src in self._states:
+                self._states[dst] = self._states[src].copy()
 
     def remove(
         self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
@@ -324,59 +382,55 @@ class RecurrentCache(CausalCache):
         Raises
         ------
         NotSupported
-            What is left would end before the state, at no prepared and complete checkpoint.
+            The tokens left would end before the state, at no prepared and complete checkpoint.
         """
-        ident, (first, last) = as_sequence("seq", seq), as_range(begin, end)
+        ident, first, last = as_range(seq, begin, end)
         self._check_remove(ident, first, last)
-        before, after = self._states.get(ident), self._after(ident, first, last)
-        length = self._length(ident)
-        # In between it has none: a sequence without a state does not go on by mistake.
-        self._states.pop(ident, None)
-        try:
-            super().remove(ident, first, last)
-        except BaseException:
-            # A Ctrl-C may come when all is done.
-            self._put_back(ident, before if self._length(ident) == length else after)
-            raise
-        self._put_back(ident, after)
-        if after is not before:
-            self._pending.pop(ident, None)
-
-    def _after(self, seq: int, first: int, last: int) -> _State | None:
-        """Return what a sequence's state is once ``[first, last)`` is removed."""
-        state, end = self._states.get(seq), min(last, self._length(seq))
-        if state is None or first == last or first >= state.pos:
-            return state
-        if last < state.pos:
-            if first < end:
-                state = state.copy()
-                state.ring.shift_range(first, end)
-                state.pos -= end - first
-            return state
-        if first == 0:
-            return None
-        pos, arrays = state.ring.at(self._pending[seq])
-        keys, state = state.arrays.keys(), state.copy()
-        state.arrays = {key: arrays[key] for key in keys}
-        state.pos = pos + 1
-        state.ring.prune_after(pos)
-        return state
-
-    def _check_remove(
-        self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None
-    ) -> None:
-        ident, (first, last) = as_sequence("seq", seq), as_range(begin, end)
-        super()._check_remove(ident, first, last)
+        stop = min(last, self._length(ident))
+        super().remove(ident, first, last)
         state = self._states.get(ident)
-        if state is None or not 0 < first < state.pos <= last:
+        if state is None or first == last or first >= state.pos:
             return
-        place = self._pending.get(ident)
-        pos, arrays = (-1, {}) if place is None else state.ring.at(place)
-        if pos + 1 != first or not state.arrays.keys() <= arrays.keys():
-            raise NotSupported(
-                f"the recurrent state of sequence {ident} is at {state.pos} and cannot go back "
-                f"to {first} without a complete checkpoint there; see prepare_restore",
-                f"position of sequence {ident}",
-                first,
-                state.pos,
+        if last >= state.pos and first:
+            state.go_back(self._pending.pop(ident))
+        elif last >= state.pos:
+            self._pending.pop(ident, None)
+            del self._states[ident]
+        elif first < stop:
+            self._pending.pop(ident, None)
+            state.ring.shift_range(first, stop)
+            state.pos -= stop - first
+
+    def _check_forward(self, batch: Batch, reserve: bool) -> None:
+        super()._check_forward(batch, reserve)
+        for i, seq in enumerate(() if reserve else batch.ids):
+            pos = self._states[seq].pos if seq in self._states else 0
+            found, length = np.sort(batch.positions[batch.which == i]), self._length(seq)
+            first, last = int(found[0]), int(found[-1])
+            if not np.array_equal(found, np.arange(pos, pos + found.size)):
+                message = (
+                    f"the recurrent state of sequence {seq} goes on at {pos}, not with "
+                    f"positions {first} to {last}"
+                )
+                raise NotSupported(message, f"positions of sequence {seq}", (first, last), pos)
+            if pos != length:
+                message = (
+                    f"the recurrent state of sequence {seq} is at {pos}, but its K and V end at "
+                    f"{length}; take it back to a checkpoint (see prepare_restore), or remove all"
+                )
+                raise NotSupported(message, f"state of sequence {seq}", pos, length)
+
+    def _check_remove(self, seq: int, begin: int, end: int) -> None:
+        super()._check_remove(seq, begin, end)
+        state = self._states.get(seq)
+        if state is None or not 0 < begin < state.pos <= end:
+            return
+        place = self._pending.get(seq)
+        empty: tuple[int, Mapping[Hashable, NDArray[Any]]] = (-1, {})
+        pos, arrays = empty if place is None else state.ring.at(place)
+        if pos + 1 != begin or not state.arrays.keys() <= arrays.keys():
+            message = (
+                f"the recurrent state of sequence {seq} is at {state.pos} and cannot go back "
+                f"to {begin} without a complete checkpoint there; see prepare_restore"
             )
+            raise NotSupported(message, f"position of sequence {seq}", begin, state.pos)

@@ -1,19 +1,18 @@
-"""Stores of blocks: where a prefix cache keeps what outlives its memory, its process, its machine.
+"""Stores of blocks: folders, servers and buckets below the memory of a prefix cache.
 
 A store is five methods over keys and buffers and knows nothing of llama.cpp: see `BlockStore`.
 """
 
 from __future__ import annotations
 
-from pykvcache.prefix.stores._open import open_store
 from pykvcache.prefix.stores.base import BlockStore, StoreCounters, StoreEntry
-from pykvcache.prefix.stores.cluster import RedisClusterStore
 from pykvcache.prefix.stores.envelope import Envelope, Rejection
 from pykvcache.prefix.stores.folder import FolderStore
 from pykvcache.prefix.stores.memory import MemoryStore
 from pykvcache.prefix.stores.objects import ObjectStore
-from pykvcache.prefix.stores.redis import RedisStore
+from pykvcache.prefix.stores.redis import RedisClusterStore, RedisStore
 from pykvcache.prefix.stores.sealed import SealedStore
+from pykvcache.prefix.stores.tools import open_store
 
 __all__ = [
     "BlockStore",

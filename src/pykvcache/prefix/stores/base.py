@@ -1,33 +1,24 @@
-"""What a store of blocks is: five methods over keys and buffers, and what else it may offer.
+"""The contract of a store of blocks: five methods over keys and buffers, and some optional ones.
 
-A block is bytes under a key of 32 bytes; a store knows nothing of what is in it. Keys come
-in the order of a chain: a block is of use only together with all those before it, so every
-method speaks of the leading run that is there. A class of your own writes `contains`,
-`get_into`, `put`, `touch` and `trim`; everything else has a default.
-`pykvcache.prefix.stores.conformance` holds tests that any store can be put through.
+A block is bytes under a key of 32 bytes; a store never looks into it. A store of your own
+subclasses `BlockStore` and writes `contains`, `get_into`, `put`, `touch` and `trim`; everything
+else has a default. `pykvcache.prefix.stores.conformance` holds tests of this contract.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pykvcache._fork import watch_forks
 from pykvcache._integers import as_int
-from pykvcache._once import once
-from pykvcache.errors import StoreError
+from pykvcache._lists import as_list
+from pykvcache.errors import ClosedError, StoreError
 from pykvcache.errors._shown import shown
-from pykvcache.prefix.stores._arguments import (
-    KEY_SIZE,
-    check_items,
-    check_keys,
-    check_max_bytes,
-    check_seconds,
-    writable,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -41,48 +32,61 @@ __all__ = [
     "check_items",
     "check_keys",
     "check_max_bytes",
+    "check_process",
     "check_seconds",
+    "check_text",
+    "flat",
     "writable",
 ]
+
+#: Length of a key in bytes, that of SHA-256.
+KEY_SIZE = 32
 
 #: Where blocks can be, for a cache: on this machine, or elsewhere.
 MEDIA = ("disk", "remote")
 
-# Of the text of an error: a server's may be pages.
-_LONGEST = 300
+# Characters of an error's text that are kept: a server may send pages.
+_MAX_TEXT = 300
+# The longest timeout, in seconds.
+_MAX_SECONDS = 3600.0
+# In the format of a buffer: a field's name, and the codes of pointers and characters.
+_FIELD_NAME = re.compile(":[^:]*:")
+_NOT_NUMBERS = frozenset("OPX&uw")
+_NOT_GIVEN: Any = object()
 
 
 @dataclasses.dataclass
 class StoreCounters:
-    """What a store has done and what went wrong, since it was made. Blocks, unless said otherwise.
+    """What a store did since it was opened. Blocks, unless said otherwise.
 
     Attributes
     ----------
     hits, misses : int
         Blocks that `BlockStore.get_into` read; calls whose run ended before the last key.
     written, known : int
-        Blocks that `BlockStore.put` stored; blocks that were there already, or are being
-        written by somebody else.
+        Blocks that `BlockStore.put` stored; blocks that were there already, or were being
+        written by another process.
     removed : int
-        Blocks that were dropped to make room, or through `trim` and `discard`.
+        Blocks that were removed to make room, or by `trim` and `discard`.
     bytes_read, bytes_written : int
         Their sizes.
     too_large : int
-        Blocks over what the store or the buffer can hold.
+        Blocks larger than the store or the buffer.
     full : int
         Blocks that were not stored because the disk or the server is full.
     denied : int
-        Writes that the server or the file system does not allow.
+        Requests that the server or the file system does not allow.
     failed, timed_out : int
-        Requests that ended with another error, or with none in time.
+        Requests that ended with another error, or with no answer in time.
     skipped : int
-        Requests that were not made, because the ones before had failed.
+        Requests that were not made because earlier ones had failed.
     rejected : int
         Blocks that were read and then refused: damaged, truncated, foreign or forged.
     rebuilt, swept : int
-        Times that an index was made again from the files; leftovers that were removed.
+        Times that an index was rebuilt from the files; leftover files that were removed.
     last_error : str
-        What the last of ``full``, ``denied``, ``failed`` and ``timed_out`` said; empty before.
+        Text of the last error among ``full``, ``denied``, ``failed`` and ``timed_out``; empty
+        before the first.
     """
 
     hits: int = 0
@@ -104,26 +108,22 @@ class StoreCounters:
 
     def __post_init__(self) -> None:
         self.last_error = ""
-        self._after_fork()
-        watch_forks(self)
-
-    def _after_fork(self) -> None:
         self._lock = threading.Lock()
 
     def add(self, *, error: BaseException | None = None, **changes: int) -> None:
-        """Add to counters by name; any thread may.
+        """Add to counters by name; thread-safe.
 
         Parameters
         ----------
         error : BaseException, optional
-            What went wrong.
+            The error whose text becomes `last_error`.
         **changes
             By how much each counter grows.
         """
         with self._lock:
             if error is not None:
                 text = " ".join(str(error).split())
-                self.last_error = (text or type(error).__name__)[:_LONGEST]
+                self.last_error = (text or type(error).__name__)[:_MAX_TEXT]
             for name, change in changes.items():
                 setattr(self, name, getattr(self, name) + change)
 
@@ -137,7 +137,7 @@ class StoreEntry:
     key : bytes
         Its key.
     size : int
-        The bytes that it takes, where the store knows with what surrounds its content.
+        Bytes that it takes, with the store's own overhead where that is known.
     used : float
         When it was last used, Unix time in seconds.
     """
@@ -150,23 +150,44 @@ class StoreEntry:
 class BlockStore(ABC):
     """Base class of every store: subclass it, write five methods, and pass it as a tier.
 
-    No method raises because of what a disk, a server or another process does: what cannot be
-    read is a miss, what cannot be written is not stored, and `counters` says so. Wrong
-    arguments raise. Any thread may call any method. After `close` everything is a miss.
+    Paths
+        The keys of one call form a path: a block is useless without those before it. `contains`
+        and `get_into` therefore stop at the first missing block.
+    Recency
+        `put` and `touch` are uses of their blocks; `contains` and `get_into` are not. A later
+        call is more recent than an earlier one, and within a call the first key is the most
+        recent. `trim`, and whatever else bounds the store, remove the least recently used block
+        first.
+
+        Callers touch whole paths, from the first block on, and touch the path again after they
+        put the end of one. A block is then never less recent than a block that needs it, so it
+        is never removed before that block. Blocks that need a missing one are not touched any
+        more, so they are removed next.
+
+        A store may record uses late and less exactly, such as to the second, and says so in
+        its docstring; `StoreConformance.ordered` is False for it.
+    Failures
+        No method raises because of what a disk, a server or another process does. A block that
+        cannot be read is a miss, a block that cannot be written is not stored, and `counters`
+        tells why. Wrong arguments raise, and nothing has changed then.
+    Threads and processes
+        Any thread may call any method. After `close` every call is a miss. In a forked child the
+        stores of this package raise `ClosedError`: open new ones there.
     """
+
+    #: What addresses of this store begin with, for `open_store`: ``"redis"`` of ``redis://host``.
+    schemes: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def counters(self) -> StoreCounters:
-        """What this object has done and what went wrong."""
+        """What this object did, and what went wrong."""
+        if not hasattr(self, "_counters"):
+            self._counters = StoreCounters()
         return self._counters
 
     @counters.setter
     def counters(self, counters: StoreCounters) -> None:
         self._counters = counters
-
-    @once
-    def _counters(self) -> StoreCounters:
-        return StoreCounters()
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> int:
@@ -175,7 +196,7 @@ class BlockStore(ABC):
         Parameters
         ----------
         keys : sequence of bytes
-            Keys of 32 bytes, in the order of their chain.
+            Keys of 32 bytes, in the order of their path.
 
         Returns
         -------
@@ -187,61 +208,59 @@ class BlockStore(ABC):
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks, each into the front of its buffer.
 
-        Reading does not count as a use: `touch` does.
-
         Parameters
         ----------
         keys : sequence of bytes
-            Keys of 32 bytes, in the order of their chain.
+            Keys of 32 bytes, in the order of their path.
         buffers : sequence of Buffer
-            One writable buffer per key. A block longer than its buffer ends the run; one that
-            is shorter leaves the rest as it was, and says itself how long it is.
+            One writable buffer per key. A block longer than its buffer ends the run. A block that
+            is shorter leaves the rest of the buffer as it was; its content tells its length.
 
         Returns
         -------
         int
-            How many blocks were read. What the other buffers hold is undefined. Nothing may write
-            into any of them from then on: a cache goes on with their very memory.
+            How many blocks were read. The contents of the other buffers are undefined. The store
+            must not write into any of the buffers later: the cache keeps using their memory.
         """
 
     @abstractmethod
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
-        """Store blocks that are not there yet; what is there is never replaced.
+        """Store blocks that are not there yet; a block that is there is never replaced.
 
         Parameters
         ----------
         items : iterable of (bytes, Buffer)
-            Key and content of each block.
+            Key and content of each block, in the order of their path.
 
         Returns
         -------
         int
-            How many were stored by this call.
+            How many this call stored.
         """
 
     @abstractmethod
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark blocks as used now, the first one last: the end of a chain goes first."""
+        """Mark blocks as used now, the first as the most recent; missing ones are ignored."""
 
     @abstractmethod
     def trim(self, max_bytes: int) -> list[bytes]:
-        """Remove blocks, least recently used first, until the store holds at most ``max_bytes``.
+        """Remove the least recently used blocks until at most ``max_bytes`` are left.
 
         Returns
         -------
         list of bytes
-            Keys of what was removed.
+            Keys of the removed blocks, in the order of their removal.
         """
 
-    # What a store may leave out ---------------------------------------------------------
+    # Optional methods -------------------------------------------------------------------
 
     @property
     def medium(self) -> str:
-        """Where the blocks are: ``"disk"`` of this machine, or ``"remote"``; no other word."""
+        """Where the blocks are: ``"disk"`` of this machine, or ``"remote"``."""
         return "remote"
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether it is there; the keys need not be a chain.
+        """Return for each key whether it is there; the keys need not be a path.
 
         Parameters
         ----------
@@ -252,19 +271,19 @@ class BlockStore(ABC):
 
     @property
     def n_probes(self) -> int:
-        """For how many keys `present` costs about one request; a cache asks for no more."""
+        """Number of keys for which `present` costs about one request; a cache asks for no more."""
         return 8
 
     @property
     def n_together(self) -> int:
-        """How many keys `get_into` should be given at once: 1 where more make nothing faster.
+        """Number of keys to give `get_into` at once: 1 where more make nothing faster.
 
-        What was read is then checked while it is in the processor's cache.
+        Blocks that were read one by one are checked while they are in the processor's cache.
         """
         return 1 << 20
 
-    def expect(self, keys: Sequence[bytes]) -> None:  # noqa: B027 (may be left out)
-        """Take note that blocks will be read right away, one call of `get_into` after the other."""
+    def expect(self, keys: Sequence[bytes]) -> None:  # noqa: B027 (optional)
+        """Prepare to read blocks that the next calls of `get_into` will ask for."""
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks, such as damaged ones, so that they can be written again.
@@ -272,35 +291,16 @@ class BlockStore(ABC):
         Returns
         -------
         int
-            How many were removed; 0 where the store cannot do that.
+            How many were removed; 0 where the store cannot remove single blocks.
         """
         return 0
 
     def entries(self) -> Iterator[StoreEntry]:
-        """Yield every block, in no order; nothing where the store cannot list. For tools only."""
+        """Yield every block in no order; nothing where the store cannot list them. For tools."""
         return iter(())
 
-    def lease(self, key: bytes, seconds: float) -> bool:
-        """Return whether the caller is the one to evaluate a missing block.
-
-        Who gets True evaluates and puts the block, then calls `release`. Who gets False looks
-        again a little later. A holder that dies holds it for the rest of its seconds. A store
-        that has no leases says True to everybody.
-
-        Parameters
-        ----------
-        key : bytes
-            Key of the block; of no block where somebody waits, and says so by a lease of its own.
-        seconds : float
-            After how long it ends by itself: above 0, at most 3600.
-        """
-        return True
-
-    def release(self, key: bytes) -> None:  # noqa: B027 (may be left out)
-        """End a lease that this object holds; those of others stay."""
-
-    def close(self) -> None:  # noqa: B027 (may be left out)
-        """Finish pending work and give back what is open. Later calls are misses."""
+    def close(self) -> None:  # noqa: B027 (optional)
+        """Finish pending work and free resources. Later calls are misses."""
 
     def __enter__(self) -> Self:
         return self
@@ -310,12 +310,12 @@ class BlockStore(ABC):
 
 
 def check_facts(store: BlockStore) -> tuple[str, int]:
-    """Return the medium of a store and for how many keys it can be asked at once.
+    """Return `medium` and `n_probes` of a store, checked.
 
     Raises
     ------
     StoreError, TypeError
-        A property of a class of somebody's own is none that a cache can work with.
+        A property of the store raises, or has a value that a cache cannot work with.
     """
     name = type(store).__name__
     try:
@@ -329,3 +329,101 @@ def check_facts(store: BlockStore) -> tuple[str, int]:
         text = f"{name}.medium is {shown(medium)}: it must be one of {', '.join(MEDIA)}"
         raise StoreError(text, "medium", medium, MEDIA)
     return medium, max(0, as_int(n_probes, f"{name}.n_probes", error=StoreError))
+
+
+def check_process(pid: int) -> None:
+    """Raise `ClosedError` unless this is the process that opened the store."""
+    if pid != os.getpid():
+        raise ClosedError("this store belongs to the process before the fork: open a new one")
+
+
+# Arguments ------------------------------------------------------------------------------
+
+
+def check_keys(keys: Sequence[bytes], buffers: Sequence[Buffer] = _NOT_GIVEN) -> list[bytes]:
+    """Return the keys as a list; raise if one is not 32 bytes, or if buffers do not match them."""
+    found = as_list(keys, "keys", "bytes")
+    for key in found:
+        if not isinstance(key, bytes):
+            raise TypeError(f"a key is bytes, not {type(key).__name__}")
+        if len(key) != KEY_SIZE:
+            text = f"a key has {KEY_SIZE} bytes, this one {len(key)}"
+            raise StoreError(text, value=len(key), limit=KEY_SIZE)
+    if buffers is not _NOT_GIVEN:
+        if not isinstance(buffers, Sequence):
+            kind = type(buffers).__name__
+            raise TypeError(f"buffers must be a sequence of buffers, not {kind}")
+        if len(buffers) != len(found):
+            text = f"{len(found)} keys need as many buffers, not {len(buffers)}"
+            raise StoreError(text, value=len(buffers), limit=len(found))
+    return found
+
+
+def check_items(items: Iterable[tuple[bytes, Buffer]]) -> list[tuple[bytes, memoryview]]:
+    """Return the items with their contents as flat bytes; of a key that comes twice, the first."""
+    found: dict[bytes, memoryview] = {}
+    for item in as_list(items, "items", "(key, content)"):
+        try:
+            key, data = item
+        except (TypeError, ValueError):
+            kind = type(item).__name__
+            raise TypeError(f"an item is a pair of key and content, not this {kind}") from None
+        check_keys([key])
+        found.setdefault(key, flat(data))
+    return list(found.items())
+
+
+def flat(data: Buffer) -> memoryview:
+    """Return a contiguous buffer as bytes, without a copy."""
+    try:
+        view = memoryview(data)
+    except ValueError as error:  # NumPy's dates and times are no buffers
+        raise TypeError(f"a block's content must be a buffer of bytes: {error}") from None
+    except TypeError:
+        kind = type(data).__name__
+        raise TypeError(f"a block's content must be a buffer of bytes, not {kind}") from None
+    if not _NOT_NUMBERS.isdisjoint(_FIELD_NAME.sub("", view.format)):
+        # Python would follow bytes that are read into it as pointers.
+        raise TypeError(
+            "a block's content must be a buffer of bytes or numbers, not of objects or characters "
+            f"(format {shown(view.format)})"
+        )
+    if not view.c_contiguous:
+        raise StoreError("a block's buffer is not contiguous", value=view.strides)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def writable(buffer: Buffer) -> memoryview:
+    """Return a contiguous writable buffer as bytes, without a copy."""
+    view = flat(buffer)
+    if view.readonly:
+        raise StoreError("blocks are read into writable buffers, and this one is read-only")
+    return view
+
+
+def check_max_bytes(value: int, least: int = 0) -> int:
+    """Return a size in bytes; raise if it is not an integer, or too small."""
+    return as_int(value, "max_bytes", least, error=StoreError)
+
+
+def check_seconds(value: float, name: str = "seconds") -> float:
+    """Return a time in seconds; raise unless it is above 0 and at most an hour."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is a number, not {type(value).__name__}")
+    if not 0 < value <= _MAX_SECONDS:
+        text = f"{name} is {shown(value)}: above 0, at most {_MAX_SECONDS:g}"
+        raise StoreError(text, name, value, _MAX_SECONDS)
+    return float(value)
+
+
+def check_text(value: str, name: str) -> str:
+    """Return a text; raise if it is not a str, or not valid Unicode."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is a str, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        text = f"{name} is not Unicode text: character {at}"
+        raise StoreError(text, name, value, at) from None
+    return value

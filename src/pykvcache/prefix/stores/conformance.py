@@ -49,13 +49,15 @@ class StoreConformance:
         Whether `make_store` gives handles on the same blocks within one test.
     ordered : bool
         Whether `trim` removes exactly the least recently used first.
-    has_leases, can_discard : bool
-        What the store offers of what it may leave out.
+    keeps_paths : bool
+        Whether `trim` never removes a block before one that needs it.
+    can_discard : bool
+        Whether the store has `discard` and `entries`.
     """
 
     shared = True
     ordered = True
-    has_leases = True
+    keeps_paths = True
     can_discard = True
 
     def make_store(self) -> BlockStore:
@@ -79,7 +81,7 @@ class StoreConformance:
     def test_an_empty_store_misses(self) -> None:
         with self.opened() as store:
             self.expect(store, chain(3), 0)
-            _check(store.trim(0) == [], "an empty store has something to remove")
+            _check(store.trim(0) == [], "an empty store removes something")
             store.touch(_keys(chain(3)))
 
     def test_no_keys_are_no_blocks(self) -> None:
@@ -183,7 +185,41 @@ class StoreConformance:
                 removed += store.trim(mebibytes << 18)
             _check(bool(removed), "trim removes nothing")
             order = _keys(second)[::-1] + _keys(first)[::-1]
-            _check(removed == order[: len(removed)], "another one goes first")
+            _check(removed == order[: len(removed)], "another block is removed first")
+
+    def test_no_block_is_removed_before_one_that_needs_it(self) -> None:
+        """Paths of a tree are used in random order, and the store is trimmed in between."""
+        if not self.keeps_paths:
+            return
+        dice, size = random.Random(1), 60_000
+        blocks = chain(40, "tree", size)
+        paths: list[list[tuple[bytes, bytes]]] = [[blocks[0]]]
+        for i in range(1, len(blocks)):
+            paths.append([*paths[dice.randrange(max(0, i - 6), i)], blocks[i]])
+        order: list[bytes] = []  # the least recently used first
+        with self.opened() as store:
+            for step in range(1, 61):
+                path = dice.choice(paths)
+                keys = _keys(path)
+                store.touch(keys)
+                store.put(path)
+                store.touch(keys)
+                order = [key for key in order if key not in keys] + keys[::-1]
+                if step % 12:
+                    continue
+                there = dict(zip(order, store.present(order), strict=True))
+                order = [key for key in order if there[key]]
+                removed = store.trim(int(len(order) * size * dice.choice((0.4, 0.6, 0.8))))
+                _check(bool(removed), "trim removes nothing")
+                if self.ordered:
+                    _check(removed == order[: len(removed)], "another block is removed first")
+                order = [key for key in order if key not in removed]
+                for path in paths:
+                    n = store.contains(_keys(path))
+                    _check(
+                        not any(store.present(_keys(path[n:]))),
+                        "a block is left that needs a removed one",
+                    )
 
     def test_another_handle_sees_the_blocks(self) -> None:
         if not self.shared:
@@ -228,22 +264,6 @@ class StoreConformance:
             found = {entry.key: entry.size for entry in store.entries()}
             _check(found.keys() == {key for key, _ in blocks}, "entries lists others")
             _check(all(found[key] >= len(data) for key, data in blocks), "entries have no size")
-
-    def test_a_lease_is_had_by_one(self) -> None:
-        key, other = _keys(chain(2, "lease"))
-        with self.opened() as one, self.opened() as two:
-            _check(one.lease(key, 30), "the first is not given the lease")
-            if self.has_leases:
-                _check(not one.lease(key, 30), "a lease is given twice")
-                _check(not (self.shared and two.lease(key, 30)), "a lease is given to another")
-                if self.shared:
-                    two.release(key)
-                    _check(not two.lease(key, 30), "somebody else's lease is ended")
-            _check(one.lease(other, 30), "another key has the same lease")
-            one.release(key)
-            _check(one.lease(key, 30), "a lease does not end")
-            one.release(key)
-            one.release(other)
 
     def test_wrong_arguments_raise_and_change_nothing(self) -> None:
         ((key, data), _) = blocks = chain(2)

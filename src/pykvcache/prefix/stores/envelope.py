@@ -1,4 +1,4 @@
-"""What is put around a block before it leaves the process, so that only the right one comes back.
+"""Envelope: a header and a check around a block, so that a damaged or foreign one is refused.
 
 ::
 
@@ -6,9 +6,9 @@
     magic version kind length               as it was, or     XXH3-128 or SHA-256 of all before,
     key model layout nonce zeros            AES-256-GCM       or the tag of AES-256-GCM
 
-Little-endian. The whole header is checked with the content, so a bit that flips anywhere,
-and a block that lies under another key, are seen. SHA-256, cut to 16 bytes, stands in where
-xxhash is not installed, and is several times slower.
+Little-endian. The check covers the header and the content, so it finds any flipped bit, and a
+block under another key. Where xxhash is not installed, SHA-256 cut to 16 bytes replaces it, which
+is several times slower.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores._arguments import check_keys, flat
+from pykvcache.prefix.stores.base import check_keys, flat
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -45,14 +45,14 @@ MIN_SECRET = 16
 
 
 class Rejection(enum.Enum):
-    """Why a block is not taken."""
+    """Why a block is refused."""
 
     TRUNCATED = "truncated"
     """Shorter or longer than its header says."""
     DAMAGED = "damaged"
-    """Not of this format, or the check does not fit."""
+    """Not of this format, or its check fails."""
     FOREIGN = "foreign"
-    """Whole, and of another key, model or layout."""
+    """Intact, but of another key, model or layout."""
     FORGED = "forged"
     """Not written with the secret."""
     LOCKED = "locked"
@@ -82,27 +82,27 @@ def _find_aes() -> tuple[Any, type[Exception]]:
 
 
 class Envelope:
-    """Seal blocks for one model and layout, and open those that are right.
+    """Seal blocks of one model and layout, and open only those.
 
     Parameters
     ----------
     model, layout : bytes or str
-        What must be equal between writer and reader, digests usually.
+        What writer and reader must agree on, usually digests.
     secret : bytes or str, optional
         At least 16 bytes that only trusted writers and readers know; 32 random ones are best.
         Blocks are then encrypted with AES-256-GCM (with the key as associated data), and lie
-        under names that tell nothing of their keys. Needs ``cryptography``.
+        under the HMAC of their keys. Needs ``cryptography``.
     encrypt : bool
         False with a secret: contents stay readable, and are authenticated all the same.
     memory : callable, optional
-        Returns memory of so many bytes for a sealed block, whatever they are; default: new memory.
+        Returns memory for a sealed block of that many bytes; new memory by default.
 
     Attributes
     ----------
     overhead : int
-        By how many bytes a sealed block is longer than its content.
+        Bytes that a sealed block is longer than its content.
     check : str
-        What checks blocks: ``"xxh3-128"``, ``"sha256"``, ``"aes-256-gcm"`` or ``"aes-256-gmac"``.
+        The check in use: ``"xxh3-128"``, ``"sha256"``, ``"aes-256-gcm"`` or ``"aes-256-gmac"``.
 
     Raises
     ------
@@ -150,7 +150,7 @@ class Envelope:
     def name(self, key: bytes) -> bytes:
         """Return the key under which a block lies in the store: with a secret, its HMAC.
 
-        Without that, anyone who can list a store could find out which prompts are known.
+        Without it, anyone who can list a store could find out which prompts are known.
         """
         check_keys([key])
         if not self._secret:
@@ -158,12 +158,12 @@ class Envelope:
         return hmac.digest(self._secret, b"pykvcache.name.1" + key, "sha256")
 
     def seal(self, key: bytes, content: Buffer) -> memoryview:
-        """Return a block as it goes to a store.
+        """Return a sealed block.
 
         Parameters
         ----------
         key : bytes
-            Key of the block, 32 bytes: not what `name` makes of it.
+            Key of the block, 32 bytes; not its `name`.
         content : Buffer
             Its content, below 2 GiB.
         """
@@ -194,19 +194,19 @@ class Envelope:
         return sealed
 
     def open(self, key: bytes, sealed: Buffer) -> memoryview | Rejection:
-        """Return the content of a block, or why it is not taken; never raises because of bytes.
+        """Return the content of a block, or why it is refused; no bytes raise.
 
         Parameters
         ----------
         key : bytes
-            Key of the block that is wanted.
+            Key of the wanted block.
         sealed : Buffer
-            What a store gave, perhaps with other bytes after it.
+            Bytes from a store; others may follow the block.
 
         Returns
         -------
         memoryview or Rejection
-            The content: a view of ``sealed``, or of fresh memory where it was encrypted.
+            The content: a view of ``sealed``, or of new memory where it was encrypted.
         """
         name = self.name(key)
         view = flat(sealed)
@@ -243,7 +243,7 @@ class Envelope:
         of_key: bytes,
         of: tuple[bytes, bytes],
     ) -> memoryview | Rejection:
-        """Open a block that only holders of the secret can have written."""
+        """Open a block if a holder of the secret wrote it."""
         if of_key != name:
             return Rejection.FOREIGN
         sealed = view[_HEADER.size : end + _CHECK]
@@ -255,14 +255,14 @@ class Envelope:
                 cipher = self._cipher(name, _SIGNED)
                 cipher.decrypt(nonce, view[end : end + _CHECK], view[:end])
                 content = view[_HEADER.size : end]
-            else:  # a plain checksum is what anybody can write
+            else:  # anyone can write a plain checksum
                 return Rejection.FORGED
         except (self._invalid, ValueError, OverflowError):
             return Rejection.FORGED
         return content if of == (self._model, self._layout) else Rejection.FOREIGN
 
     def _cipher(self, name: bytes, kind: int) -> Any:
-        """Return AES-GCM with a key of this block and kind, so that few nonces meet."""
+        """Return AES-GCM with a key of this block and kind, which few nonces share."""
         label = b"pykvcache.block.1" + bytes([kind])
         return self._aes(hmac.digest(self._secret, label + name, "sha256"))
 
@@ -274,7 +274,7 @@ class Envelope:
 
 
 def fresh(size: int) -> memoryview:
-    """Return new memory: not a bytearray, because clearing that takes longer than its use."""
+    """Return new memory; a bytearray would be cleared, which takes longer than its use."""
     return np.empty(size, np.uint8).data
 
 

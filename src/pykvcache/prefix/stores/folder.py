@@ -3,86 +3,255 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
+import sqlite3
+import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-from pykvcache._fork import watch_forks
 from pykvcache._paths import as_file_name
-from pykvcache._threads import take
 from pykvcache.errors import StoreError
 from pykvcache.errors._shown import shown
-from pykvcache.prefix.stores._arguments import (
-    MAX_LEASE,
+from pykvcache.prefix.stores.base import (
+    KEY_SIZE,
+    BlockStore,
+    StoreEntry,
     check_items,
     check_keys,
     check_max_bytes,
-    check_seconds,
+    check_process,
     writable,
 )
-from pykvcache.prefix.stores._files import IN_THE_WAY, BlockFiles
-from pykvcache.prefix.stores._index import Index, cost
-from pykvcache.prefix.stores._shared_index import FAILURES, SharedIndex, counter_of
-from pykvcache.prefix.stores.base import BlockStore, StoreEntry
+from pykvcache.prefix.stores.folder_index import MAX_TIME, FolderIndex, Rows, block_cost
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["FolderStore"]
+__all__ = ["BlockFiles", "FolderStore"]
 
-#: The least that a folder may be given: the index and its log take a part of it.
+_T = TypeVar("_T")
+# A block to write: its key, its content, and its time of use in nanoseconds.
+_Block = tuple[bytes, memoryview, int]
+
+_log = logging.getLogger("pykvcache.prefix")
+
+#: The smallest bound: the index takes a part of it.
 MIN_BYTES = 4 << 20
-# Kept free for what the index's log grows by in one transaction.
+# Kept free for what the index grows by in one transaction.
 _MARGIN = 1 << 20
-# How many blocks are announced in one transaction.
+# How many blocks are written between two transactions.
 _AT_ONCE = 64
-#: For how long touches and leases wait for other writers, in seconds: requests wait for them.
-_SHORT = 0.05
+# A temporary file that was not written to for so many seconds has no writer any more.
+_STALE_SECONDS = 60.0
+# A file that is read more slowly comes from the disk: so many seconds, and bytes per second.
+_COLD = 3e-4, 1e9
+
+# What a disk, SQLite or another process can do to a call.
+_FAILURES = (sqlite3.Error, OSError)
+_FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+_TAG = """Signature: 8a477f597d28d172789f06886806bc55
+# Blocks of pykvcache: they can be computed again. See https://bford.info/cachedir/
+"""
+
+
+def _flags(*names: str) -> int:
+    """Return flags of `os.open`, those that this system has."""
+    return sum(getattr(os, name, 0) for name in names)
+
+
+# A pipe in a block's place must not make a reader wait, nor a link lead it elsewhere.
+_READ = _flags("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
+_WRITE = _flags("O_WRONLY", "O_CREAT", "O_EXCL", "O_CLOEXEC", "O_BINARY")
+
+
+class BlockFiles:
+    """The files below one folder, one per block; methods may raise OSError.
+
+    A block is written to a temporary file and renamed. The temporary file of a block is also the
+    right to write it: two processes do not write the same one.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._blocks = os.path.join(root, "blocks")
+        self._temporary = os.path.join(root, "tmp")
+        # Whether the last block that was read came from the disk.
+        self._is_cold = False
+
+    def make_folders(self) -> None:
+        """Make the folders that are missing."""
+        for folder in (self._blocks, self._temporary):
+            os.makedirs(folder, exist_ok=True)
+        tag = os.path.join(self._root, "CACHEDIR.TAG")
+        with contextlib.suppress(OSError), open(tag, "x") as file:
+            file.write(_TAG)
+
+    def path(self, key: bytes) -> str:
+        """Return the path of a block."""
+        name = key.hex()
+        return f"{self._blocks}/{name[:2]}/{name}.block"
+
+    def stat(self, key: bytes) -> os.stat_result | None:
+        """Return the facts of a block's file; None where there is no regular file."""
+        try:
+            found = os.lstat(self.path(key))
+        except OSError:
+            return None
+        return found if stat.S_ISREG(found.st_mode) else None
+
+    def read_into(self, key: bytes, view: memoryview) -> int:
+        """Read a block into the front of a buffer; return its size, which may be larger."""
+        began = time.perf_counter()
+        with open(os.open(self.path(key), _READ), "rb", buffering=0) as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                raise FileNotFoundError("not a regular file")
+            size = facts.st_size
+            if size <= len(view):
+                done = 0
+                while done < size and (n := file.readinto(view[done:size])):
+                    done += n
+                size = done
+        seconds, speed = _COLD
+        self._is_cold = time.perf_counter() - began > seconds + size / speed
+        return size
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """Let the system read blocks ahead, where the last one came from the disk."""
+        if not self._is_cold or not hasattr(os, "posix_fadvise"):
+            return
+        for key in keys:
+            with contextlib.suppress(OSError), open(os.open(self.path(key), _READ), "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+    def write(self, key: bytes, view: memoryview, used: int) -> bool:
+        """Write a block; return False where another process is writing it.
+
+        Parameters
+        ----------
+        key, view
+            Of the block.
+        used
+            Its time of use in nanoseconds, which becomes the time of the file: an index that is
+            made again knows the order of uses.
+        """
+        temporary = os.path.join(self._temporary, key.hex())
+        try:
+            descriptor = os.open(temporary, _WRITE, 0o666)
+        except FileExistsError:
+            if not self._is_stale(temporary):
+                return False
+            os.unlink(temporary)
+            descriptor = os.open(temporary, _WRITE, 0o666)
+        try:
+            with open(descriptor, "wb", buffering=0) as file:
+                while len(view):
+                    view = view[file.write(view) :]
+            os.utime(temporary, ns=(used, used))
+            try:
+                os.replace(temporary, self.path(key))
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(self.path(key)), exist_ok=True)
+                os.replace(temporary, self.path(key))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        return True
+
+    def set_used(self, key: bytes, used: int) -> None:
+        """Set the time of a block's file to its time of use in nanoseconds."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path(key), ns=(used, used), follow_symlinks=False)
+
+    def remove(self, key: bytes) -> bool:
+        """Remove a block; return whether there was one."""
+        try:
+            os.unlink(self.path(key))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return False
+        return True
+
+    def keys(self) -> set[bytes]:
+        """Return the keys of all files, from their names alone."""
+        found = set()
+        for shard in os.listdir(self._blocks):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                for name in os.listdir(os.path.join(self._blocks, shard)):
+                    with contextlib.suppress(ValueError):
+                        key = bytes.fromhex(name.removesuffix(".block"))
+                        if self.path(key) == f"{self._blocks}/{shard}/{name}":
+                            found.add(key)
+        return {key for key in found if len(key) == KEY_SIZE}
+
+    def all(self) -> Iterator[tuple[bytes, int, int]]:
+        """Yield key, size and time of writing in nanoseconds of every block."""
+        for key in self.keys():
+            facts = self.stat(key)
+            if facts is not None:
+                yield key, facts.st_size, facts.st_mtime_ns
+
+    def sweep(self) -> int:
+        """Remove temporary files that have no writer any more; return how many."""
+        removed = 0
+        for name in os.listdir(self._temporary):
+            path = os.path.join(self._temporary, name)
+            with contextlib.suppress(OSError):
+                if self._is_stale(path):
+                    os.unlink(path)
+                    removed += 1
+        return removed
+
+    @staticmethod
+    def _is_stale(path: str) -> bool:
+        return time.time() - os.lstat(path).st_mtime > _STALE_SECONDS
 
 
 class FolderStore(BlockStore):
     """Keep blocks in a folder of a local disk, for any number of processes at once.
 
-    A process that is killed loses the block that it was writing. An index that is missing or
-    wrong is made again from the files. A disk that is full, or a folder that cannot be
-    written, is a counter. Nothing is flushed to the disk: after a power cut the newest blocks
-    may be damaged, which their envelope shows.
+    A process that is killed leaves at most a temporary file. An index that is missing or wrong is
+    made again from the files. A full disk and a folder that cannot be written are counters.
+    Nothing is flushed to the disk: after a power cut the newest blocks may be damaged, which
+    their envelope shows.
 
     Parameters
     ----------
     path : str or PathLike
-        The folder; made, for its owner alone, where there is none. ``~`` is expanded.
+        The folder; made, for its owner alone, if it does not exist. ``~`` is expanded.
     max_bytes : int
-        Upper bound of all that the store keeps there over all processes: blocks in units of 4
-        KiB, blocks that are being written, and the index. At least 4 MiB. Of several bounds
+        Upper bound of all bytes that the store keeps there over all processes: blocks in units of
+        4 KiB, blocks that are being written, and the index. At least 4 MiB. Of several bounds
         on one folder, the smallest holds.
 
     Raises
     ------
     StoreError
-        There is no such folder and it cannot be made, or ``max_bytes`` is too small.
+        The folder does not exist and cannot be made, or ``max_bytes`` is too small.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int = 10 << 30) -> None:
         name = as_file_name(path, error=StoreError)
         self.path = os.path.abspath(os.path.expanduser(name))
         self.max_bytes = check_max_bytes(max_bytes, MIN_BYTES)
-        self._shared: SharedIndex | None = None
-        self._touched: dict[bytes, int] = {}
-        self._files = BlockFiles(self.path)
-        self._closed = False
-        self._after_fork()
-        watch_forks(self, "_lock")
         try:
             # An empty name is not the current folder.
             os.makedirs(self.path if name else "", mode=0o700, exist_ok=True)
         except (OSError, ValueError) as error:
             text = f"{shown(name)} cannot be a folder: {getattr(error, 'strerror', None) or error}"
             raise StoreError(text, "path", self.path) from error
-        with self._lock:
-            self._open()
+        self._files = BlockFiles(self.path)
+        self._index = FolderIndex(os.path.join(self.path, "index.sqlite"))
+        self._putting = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._recover()
 
     def __repr__(self) -> str:
         return f"FolderStore({self.path!r}, max_bytes={self.max_bytes})"
@@ -92,7 +261,7 @@ class FolderStore(BlockStore):
     def contains(self, keys: Sequence[bytes]) -> int:
         """Return how many of the leading keys are there; see `BlockStore.contains`."""
         keys = check_keys(keys)
-        if self._closed:
+        if not self._is_open():
             return 0
         return next((i for i, key in enumerate(keys) if self._files.stat(key) is None), len(keys))
 
@@ -104,7 +273,8 @@ class FolderStore(BlockStore):
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is there; see `BlockStore.present`."""
         keys = check_keys(keys)
-        return [not self._closed and self._files.stat(key) is not None for key in keys]
+        is_open = self._is_open()
+        return [is_open and self._files.stat(key) is not None for key in keys]
 
     @property
     def n_probes(self) -> int:
@@ -117,284 +287,230 @@ class FolderStore(BlockStore):
         return 1
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Let a disk that is read from go ahead; see `BlockStore.expect`."""
-        if not self._closed:
-            self._files.expect(check_keys(keys))
+        """Let the system read ahead, where blocks come from the disk; see `BlockStore.expect`."""
+        keys = check_keys(keys)
+        if self._is_open():
+            self._files.expect(keys)
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks; see `BlockStore.get_into`."""
         pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))
-        done = size = 0
-        for key, view in pairs:
-            if self._closed:
-                break
+        done = n_bytes = 0
+        for key, view in pairs if self._is_open() else ():
             try:
-                n_read = self._files.read_into(key, view)
+                size = self._files.read_into(key, view)
             except FileNotFoundError:
                 break
             except OSError as error:
                 self._failed(error)
                 break
-            if n_read < 0:
+            if size > len(view):
                 self.counters.add(too_large=1)
                 break
             done += 1
-            size += n_read
-        self.counters.add(hits=done, misses=done < len(pairs), bytes_read=size)
+            n_bytes += size
+        self.counters.add(hits=done, misses=done < len(pairs), bytes_read=n_bytes)
         return done
 
     def entries(self) -> Iterator[StoreEntry]:
-        """Yield every block that the index knows; every file where it cannot be opened."""
-        found = iter(()) if self._closed else self._files.rows(self._failed)
-        with self._locked() as shared:
-            if shared is not None:
-                with shared.reading() as index:
-                    found = iter(index.rows())
-        return (StoreEntry(key, size, used / 1e9) for key, size, used in found)
+        """Yield every block of the index; every file where the index cannot be read."""
+        if not self._is_open():
+            return
+        found: Iterable[tuple[bytes, int, int]]
+        try:
+            found = self._index.read()
+        except _FAILURES as error:
+            self._failed(error)
+            found = self._files.all()
+        for key, size, used in found:
+            yield StoreEntry(key, size, used / 1e9)
 
     # Writing ----------------------------------------------------------------------------
 
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
         """Write blocks that are not there yet; see `BlockStore.put`."""
         found = check_items(items)
-        with self._writing:
-            # The last ones first: the head of a chain is the newest then, and goes last.
-            groups = reversed(range(0, len(found), _AT_ONCE))
-            stored = sum(self._put(found[at : at + _AT_ONCE]) for at in groups)
-            with self._locked() as shared:
-                if shared is not None:
-                    shared.look_around()
-        return stored
+        none: list[_Block] = []
+        with self._putting:  # what another thread is writing is there when this call returns
+            new = self._transact(lambda rows: self._reserve(rows, found), none)
+            written = self._write(new)
+            if new:
+                self._transact(lambda rows: self._settle(rows, new, written), None)
+        return len(written)
 
-    def _put(self, items: list[tuple[bytes, memoryview]], *, is_first: bool = True) -> int:
-        before, wanted = self._shared, self._announce(items)
-        done: set[int] = set()
-        for i, (key, view) in enumerate(wanted):
+    def _reserve(self, rows: Rows, items: list[tuple[bytes, memoryview]]) -> list[_Block]:
+        """Make room for blocks and count them before they are written; return those to write."""
+        now = rows.now(len(items))
+        room = max(0, self.max_bytes - self._index.n_bytes() - _MARGIN)
+        new = []
+        for i, (key, view) in enumerate(items):
+            facts = self._files.stat(key)
+            if facts is not None:
+                rows.add(key, facts.st_size, now - i)
+                self.counters.add(known=1)
+                continue
+            rows.remove(key)  # of a writer that died, or is at work: one of the two writes it
+            cost = block_cost(len(view))
+            if cost > room:
+                self.counters.add(too_large=1)
+                continue
+            # No block makes room for a later one of the same call.
+            self._evict(rows, rows.n_bytes() + cost - room, before=now - len(items))
+            if rows.n_bytes() + cost > room:
+                self.counters.add(full=1)
+                continue
+            rows.add(key, len(view), now - i)
+            new.append((key, view, now - i))
+        return new
+
+    def _write(self, new: list[_Block]) -> set[bytes]:
+        """Write blocks to their files; return the keys of those that were written."""
+        written = set()
+        for i, (key, view, used) in enumerate(new):
             try:
-                self._files.write(key, view, self._token)
-                done.add(i)
-                self.counters.add(written=1, bytes_written=len(view))
+                if self._files.write(key, view, used):
+                    written.add(key)
+                    self.counters.add(written=1, bytes_written=len(view))
+                else:
+                    self.counters.add(known=1)
             except OSError as error:
-                if self._failed(error):
-                    self.counters.add(full=len(wanted) - i - 1)
-                if not isinstance(error, IN_THE_WAY):
+                if self._failed(error) == "full":
+                    self.counters.add(full=len(new) - i - 1)
                     break
-        with self._locked() as shared:
-            if shared is not None and wanted:
-                with shared.transaction() as index:
-                    self._finish(index, wanted, done)
-        if is_first and before is not None and self._shared is not before and not self._closed:
-            return self._put(items, is_first=False)  # the folder was removed: it is made again
-        return len(done)
+        return written
 
-    def _announce(self, items: list[tuple[bytes, memoryview]]) -> list[tuple[bytes, memoryview]]:
-        """Make room, and write the rows of what is new: whatever reaches the disk is counted."""
-        wanted: list[tuple[bytes, memoryview]] = []
-        with self._locked() as shared:
-            if shared is None:
-                return wanted
-            now = time.time_ns()
-            with shared.transaction() as index:
-                self._use(index)
-                shared.resolve(index, self._token)
-                room = self._room(index, self.max_bytes)
-                need = 0
-                for key, view in items:
-                    if self._is_known(shared, index, key):
-                        self.counters.add(known=1)
-                    elif cost(len(view)) > room:
-                        self.counters.add(too_large=1)
-                    elif need + cost(len(view)) > room:
-                        self.counters.add(full=1)
-                    else:
-                        need += cost(len(view))
-                        wanted.append((key, view))
-                self._shrink(index, room - need)
-                # The end of a chain is older than its head, and goes first.
-                for position, (key, view) in enumerate(wanted):
-                    index.write(key, len(view), now - position, self._token)
-            return wanted
-        return []
-
-    def _is_known(self, shared: SharedIndex, index: Index, key: bytes) -> bool:
-        """Return whether a block is there or on its way; forget a row that has lost its file."""
-        row = index.find(key)
-        facts = self._files.stat(key)
-        if facts is not None:
-            if row is None:
-                index.write(key, facts.st_size, facts.st_mtime_ns, None)
-            return True
-        if row is None:
-            return False
-        if row[1] is not None and shared.owner.is_alive(row[1]):
-            return True
-        index.remove(key)
-        return False
-
-    def _room(self, index: Index, max_bytes: int) -> int:
-        """Return how many bytes blocks may take beside the index."""
-        return max(0, max_bytes - index.disk_bytes() - _MARGIN)
-
-    def _shrink(self, index: Index, room: int) -> list[bytes]:
-        """Remove the least recently used blocks until the others fit.
-
-        Files go before their rows: who dies in between leaves too much counted, never too little.
-        """
-        removed: list[bytes] = []
-        excess = index.totals()[0] - room
-        while excess > 0:
-            oldest = index.oldest(64)
-            if not oldest:
-                break
-            for key, size in oldest:
-                if excess <= 0:
-                    break
-                with contextlib.suppress(PermissionError):
-                    self._files.remove(key)
-                index.remove(key)
-                excess -= cost(size)
-                removed.append(key)
-        self.counters.add(removed=len(removed))
-        return removed
-
-    def _finish(self, index: Index, wanted: list[tuple[bytes, memoryview]], done: set[int]) -> None:
-        """Note what was written; rows of what was not go."""
-        now = time.time_ns()
-        for position, (key, view) in enumerate(wanted):
-            if position in done:
-                index.write(key, len(view), now - position, None)
-            else:
-                index.remove(key)
+    def _settle(self, rows: Rows, new: list[_Block], written: set[bytes]) -> None:
+        """Make the rows those of the files again."""
+        for key, view, used in new:
+            if key in written:
+                rows.add(key, len(view), used)  # a store that was opened may have removed it
+            elif self._files.stat(key) is None:
+                rows.remove(key)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark blocks as used now; where other writers are slow, with the next call that writes."""
-        now = time.time_ns()
+        """Mark blocks as used now, in one transaction; see `BlockStore.touch`."""
         keys = check_keys(keys)
-        if len(self._touched) < 1 << 16:
-            self._touched.update({key: now - position for position, key in enumerate(keys)})
-        with self._locked(_SHORT) as shared:
-            if shared is not None:
-                with contextlib.suppress(*FAILURES), shared.transaction(_SHORT) as index:
-                    self._use(index)
+        none: list[tuple[bytes, int]] = []
+        for key, used in self._transact(lambda rows: self._use(rows, keys), none):
+            self._files.set_used(key, used)
 
-    def _use(self, index: Index) -> None:
-        touched, self._touched = self._touched, {}
-        for key, used in touched.items():
-            if not index.use(key, used):
-                facts = self._files.stat(key)
-                if facts is not None:
-                    index.write(key, facts.st_size, used, None)
+    @staticmethod
+    def _use(rows: Rows, keys: list[bytes]) -> list[tuple[bytes, int]]:
+        """Return the new time of use of each block that is there."""
+        now = rows.now(len(keys))
+        return [(key, now - i) for i, key in enumerate(keys) if rows.use(key, now - i)]
 
     def trim(self, max_bytes: int) -> list[bytes]:
         """Remove the least recently used blocks, in all processes; see `BlockStore.trim`."""
         max_bytes = check_max_bytes(max_bytes)
-        with self._locked() as shared:
-            if shared is not None:
-                shared.sweep()
-                with shared.transaction() as index:
-                    self._use(index)
-                    if not index.fits(max_bytes):
-                        return self._shrink(index, self._room(index, max_bytes))
-        return []
+        return self._transact(
+            lambda rows: self._evict(rows, rows.n_bytes() + self._index.n_bytes() - max_bytes), []
+        )
+
+    def _evict(self, rows: Rows, n_bytes: int, before: int = MAX_TIME) -> list[bytes]:
+        """Remove the least recently used blocks until so many bytes are free.
+
+        Files go before their rows: a process that dies in between leaves too much counted, never
+        too little.
+        """
+        removed: list[bytes] = []
+        while n_bytes > 0 and (oldest := rows.oldest(before)) is not None:
+            key, size = oldest
+            with contextlib.suppress(PermissionError):
+                self._files.remove(key)
+            rows.remove(key)
+            n_bytes -= block_cost(size)
+            removed.append(key)
+        self.counters.add(removed=len(removed))
+        return removed
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks; see `BlockStore.discard`."""
-        keys, removed = check_keys(keys), 0
-        with self._locked() as shared:
-            if shared is not None:
-                with shared.transaction() as index:
-                    for key in keys:
-                        removed += self._files.stat(key) is not None
-                        self._files.remove(key)
-                        index.remove(key)
+        keys = check_keys(keys)
+        return self._transact(lambda rows: self._remove(rows, keys), 0)
+
+    def _remove(self, rows: Rows, keys: list[bytes]) -> int:
+        removed = 0
+        for key in keys:
+            removed += self._files.remove(key)
+            rows.remove(key)
         self.counters.add(removed=removed)
         return removed
 
-    # Leases -----------------------------------------------------------------------------
+    # The index --------------------------------------------------------------------------
 
-    def lease(self, key: bytes, seconds: float) -> bool:
-        """Return whether the caller is the one to evaluate; see `BlockStore.lease`."""
-        check_keys([key])
-        seconds = check_seconds(seconds)
-        wait = max(_SHORT, 0.01 * seconds)  # longer where evaluating twice costs more
-        is_ours = True
-        with self._locked(wait) as shared:
-            if shared is not None:
-                with shared.transaction(wait) as index:
-                    is_ours = index.lease(key, self._token, time.time(), seconds, MAX_LEASE)
-        return is_ours
-
-    def release(self, key: bytes) -> None:
-        """End a lease of this store."""
-        check_keys([key])
-        with self._locked() as shared:  # others wait for it until the lease ends
-            if shared is not None:
-                with shared.transaction() as index:
-                    index.release(key, self._token)
-
-    # Open, closed, forked ---------------------------------------------------------------
-
-    def _open(self) -> None:
-        """Open files and index; where that fails the store reads, and tries again later."""
-        self._retry_at = time.monotonic() + 5.0
+    def _transact(self, work: Callable[[Rows], _T], otherwise: _T) -> _T:
+        """Call with the rows of the index; what disks and other processes do ends here."""
+        if not self._is_open():
+            return otherwise
         try:
-            self._files.make()
-            self._shared = SharedIndex(self.path, self._files, self.counters)
-            self._token = self._shared.owner.token
-        except FAILURES as error:
+            self._files.make_folders()  # the folder may have been removed
+            with self._transaction() as rows:
+                return work(rows)
+        except _FAILURES as error:
             self._failed(error)
+            return otherwise
 
     @contextlib.contextmanager
-    def _locked(self, seconds: float = -1) -> Iterator[SharedIndex | None]:
-        """Give the index to one thread; what disks and other processes do ends here."""
-        lock, taken = self._lock, list[bool]()
+    def _transaction(self) -> Iterator[Rows]:
+        """Hold the right to write; an index that was lost is made again from the files."""
+        with self._index.transaction() as rows:
+            if rows.is_new:
+                found = [*self._files.all()]
+                for key, size, used in found:
+                    rows.add(key, size, min(used, time.time_ns()))
+                self.counters.add(rebuilt=bool(found))
+            yield rows
+
+    def _recover(self) -> None:
+        """Make the index agree with the files, after processes that died and after damage."""
         try:
-            if not take(lock, taken, seconds):
-                self.counters.add(timed_out=1)
-                yield None
-                return
-            if self._shared is None and not self._closed and time.monotonic() > self._retry_at:
-                self._open()
-            if self._shared is None and not self._closed:
-                self.counters.add(skipped=1)
-            yield self._shared
-        except FAILURES as error:
+            self._files.make_folders()
+            self.counters.add(swept=self._files.sweep())
+            with contextlib.suppress(sqlite3.DatabaseError), self._transaction() as rows:
+                rows.check()  # a damaged index is removed, and made again by the next transaction
+            known = {key for key, _, _ in self._index.read()}
+            there = self._files.keys()
+            if known != there:
+                with self._transaction() as rows:
+                    self._reconcile(rows, there - known, known - there)
+        except _FAILURES as error:
             self._failed(error)
-            if isinstance(error, FileNotFoundError) and self._shared is not None:
-                # Somebody has removed the folder: the next call makes it again.
-                self._shared.close()
-                self._shared, self._retry_at = None, 0.0
-        finally:
-            if True in taken:
-                lock.release()
+            _log.warning("blocks in %s are read, but not written: %s", self.path, error)
 
-    def _after_fork(self) -> None:
-        self._lock, self._writing = threading.RLock(), threading.Lock()
-        self._touched = {}
-        self._retry_at = 0.0
-        if self._shared is not None:
-            self._shared.forget()
-            self._shared = None
+    def _reconcile(self, rows: Rows, without_row: set[bytes], without_file: set[bytes]) -> None:
+        """Add rows that are missing, and remove those of files that are."""
+        n_added = 0
+        for key in without_row:
+            facts = self._files.stat(key)
+            if facts is not None and not rows.has(key):
+                rows.add(key, facts.st_size, min(facts.st_mtime_ns, time.time_ns()))
+                n_added += 1
+        for key in without_file:
+            if self._files.stat(key) is None:
+                rows.remove(key)
+        self.counters.add(rebuilt=n_added > 0)
 
-    def _failed(self, error: Exception) -> bool:
-        """Count what went wrong; return whether the disk is full."""
-        counter = counter_of(error)
+    def _failed(self, error: Exception) -> str:
+        """Count what went wrong; return the name of the counter."""
+        number, text = getattr(error, "errno", None), str(error)
+        if number in _FULL or "disk is full" in text:
+            counter = "full"
+        elif number in _DENIED or "readonly" in text:
+            counter = "denied"
+        elif "locked" in text:
+            counter = "timed_out"
+        else:
+            counter = "failed"
         self.counters.add(error=error, **{counter: 1})
-        return counter == "full"
+        return counter
+
+    # Open and closed --------------------------------------------------------------------
+
+    def _is_open(self) -> bool:
+        check_process(self._pid)
+        return not self._closed
 
     def close(self) -> None:
-        """Write what is pending and close the index; blocks stay. Later calls are misses."""
-        with self._lock:
-            if self._closed:
-                return
-            shared, self._shared = self._shared, None
-            if shared is not None:
-                with contextlib.suppress(*FAILURES), shared.transaction() as index:
-                    self._use(index)
-                shared.close()
-            self._closed = True
-
-    def __del__(self) -> None:
-        if getattr(self, "_shared", None) is not None:
-            with contextlib.suppress(Exception):
-                self.close()
+        """Let later calls be misses; the blocks stay."""
+        self._closed = True

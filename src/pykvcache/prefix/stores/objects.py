@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
+import os
+import secrets
+import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from pykvcache._fork import watch_forks
 from pykvcache._integers import as_int
-from pykvcache._threads import work_together
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores._arguments import (
+from pykvcache.prefix.stores.base import (
     KEY_SIZE,
+    StoreEntry,
     check_items,
     check_keys,
     check_max_bytes,
@@ -22,68 +24,82 @@ from pykvcache.prefix.stores._arguments import (
     check_text,
     writable,
 )
-from pykvcache.prefix.stores._breaker import Breaker
-from pykvcache.prefix.stores.base import BlockStore, StoreEntry
+from pykvcache.prefix.stores.remote import RemoteStore
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["ObjectStore"]
 
+# The process that used obstore first: requests of its forked children would never end.
+_processes: dict[str, int] = {}
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
+# Where uses are recorded, how often at most in seconds, and one of them: key, Unix time in ns.
+_USES, _RECORD_SECONDS, _USE = "uses", 60.0, struct.Struct("<32sq")
+# What S3, GCS and Azure say where a bucket is missing, rather than an object.
+_NO_BUCKET = ("NoSuchBucket", "bucket does not exist", "ContainerNotFound")
 
-class ObjectStore(BlockStore):
+
+class ObjectStore(RemoteStore):
     """Keep blocks as objects in a bucket. Needs the extra ``obstore``.
 
-    A request is made for each block, several at once; nothing is ever listed by `contains`,
-    `get_into`, `put` and `touch`. What is there is never replaced: objects are created under
-    the condition that there is none. `touch` does nothing, so `trim` and a lifecycle rule of
-    the bucket go by when a block was written. There are no leases.
-
-    In a forked child everything is a miss: make the store anew there.
+    Each block is a request, and several are made at once; only `trim` and `entries` list the
+    bucket. Objects are created on the condition that they do not exist, so none is ever replaced.
+    Uses are recorded in objects of their own, one a minute at most, which only `trim` and `entries`
+    read; a lifecycle rule of the bucket goes by the time of writing.
 
     Parameters
     ----------
     url : str
-        ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, ``memory:///`` and what
-        else obstore knows. Credentials come from the environment, or from ``options``.
+        ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///folder``, ``memory:///`` and
+        others that obstore knows. Credentials come from the environment, or from ``options``.
     timeout : float
-        How long one request may take, in seconds; after as long a run that is read ends.
+        How long one request may take, in seconds; a run that is read ends after as long.
     n_parallel : int
         How many requests are made at once.
     **options
-        Passed on to ``obstore.store.from_url``, such as ``region=`` or ``endpoint=``.
+        Passed to ``obstore.store.from_url``, such as ``region=`` or ``endpoint=``.
 
     Raises
     ------
     StoreError
-        obstore cannot use the URL or the options.
+        obstore cannot use the URL or the options, the bucket does not exist, or these credentials
+        may not read it; or this is a forked child of a process that has used obstore. A server
+        that does not answer is a warning only.
     ImportError
         obstore is not installed.
     """
+
+    schemes: ClassVar[frozenset[str]] = frozenset(
+        {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https"}
+        | {"file", "memory"}
+    )
 
     def __init__(
         self, url: str, *, timeout: float = 5.0, n_parallel: int = 8, **options: Any
     ) -> None:
         self._timeout = timeout = check_seconds(timeout, "timeout")
-        n_parallel = as_int(n_parallel, "n_parallel", 1, 256, StoreError)
+        self._n_parallel = as_int(n_parallel, "n_parallel", 1, 256, StoreError)
         try:
             import obstore
             from obstore.store import from_url
         except ImportError as error:
-            raise ImportError(
-                f"ObjectStore needs obstore: pip install 'pykvcache[obstore]' ({error})"
-            ) from error
+            text = f"ObjectStore needs obstore: pip install 'pykvcache[obstore]' ({error})"
+            raise ImportError(text) from error
         self._obstore: Any = obstore
-        seconds = datetime.timedelta(seconds=timeout)
-        if not check_text(url, "url").startswith(("file:", "memory:")):
-            connect = min(timeout, 2.0)
-            client = {"timeout": _duration(timeout), "connect_timeout": _duration(connect)}
+        if os.getpid() != _processes.setdefault("first", os.getpid()):
+            raise StoreError("obstore has threads, and does not work in a forked child", value=url)
+        is_local = check_text(url, "url").startswith(("file:", "memory:"))
+        if not is_local:
+            times = {"timeout": timeout, "connect_timeout": min(timeout, 2.0)}
+            client = {name: f"{max(1, round(1000 * seconds))}ms" for name, seconds in times.items()}
             options["client_options"] = client | (options.get("client_options") or {})
             # One more try for what fails at once, within the same time.
-            options.setdefault("retry_config", {"max_retries": 1, "retry_timeout": seconds})
+            retry = {"max_retries": 1, "retry_timeout": datetime.timedelta(seconds=timeout)}
+            options.setdefault("retry_config", retry)
         elif url.startswith("file:"):
             options.setdefault("mkdir", True)
         try:
@@ -91,24 +107,25 @@ class ObjectStore(BlockStore):
         except (obstore.exceptions.BaseError, ValueError, TypeError, OSError) as error:
             scheme = url.partition("://")[0]
             raise StoreError(f"obstore cannot use the URL: {error}", value=scheme) from error
-        self._breaker = Breaker()
-        self._n_parallel = n_parallel
-        self._closed = False
-        watch_forks(self)
+        self._lock = threading.Lock()
+        self._uses: dict[bytes, int] = {}  # not recorded yet: times in nanoseconds
+        self._now = 0
+        self._record_at = 0.0
+        super().__init__(repr(self._store), self._n_parallel)
+        if not is_local:
+            self._check_server(lambda: obstore.get(self._store, _path(bytes(KEY_SIZE))))
 
-    def _after_fork(self) -> None:
-        # The threads of obstore do not exist here: waiting for them would never end.
-        self._closed = True
-        self._breaker.reset_lock()
-
-    def __repr__(self) -> str:
-        return f"ObjectStore({self._store!r})"
-
-    @staticmethod
-    def _path(key: bytes) -> str:
-        # S3 spreads its load over what names begin with.
-        name = key.hex()
-        return f"{name[:2]}/{name}"
+    def _kind_of(self, error: Exception) -> str:
+        errors, text = self._obstore.exceptions, str(error)
+        if isinstance(error, (errors.NotFoundError, FileNotFoundError)):
+            return "refused" if any(one in text for one in _NO_BUCKET) else "missing"
+        denied = (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError)
+        if isinstance(error, denied):
+            return "denied"
+        text = text.lower()
+        if "no space" in text or "storage full" in text:
+            return "full"
+        return "timed_out" if "timed out" in text or "timedout" in text else "failed"
 
     # The five methods -------------------------------------------------------------------
 
@@ -117,133 +134,173 @@ class ObjectStore(BlockStore):
         return sum(1 for _ in self._leading(self._has, check_keys(keys)))
 
     def _has(self, key: bytes) -> bool | None:
-        return self._ask(lambda: bool(self._obstore.head(self._store, self._path(key))))
+        return self._ask(lambda: bool(self._obstore.head(self._store, _path(key))))
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is there, several at once; see `BlockStore.present`."""
         keys = check_keys(keys)
         there: list[bool] = []
-        end = time.monotonic() + self._timeout
-        for wave in _waves(keys, self._n_parallel):
-            if time.monotonic() > end:
-                self.counters.add(timed_out=1)
-                break
+        for wave in self._waves(keys):
             there += map(bool, self._map(self._has, wave))
         return there + [False] * (len(keys) - len(there))
 
     @property
     def n_probes(self) -> int:
-        """As many as requests run in parallel."""
+        """As many as requests are made at once."""
         return self._n_parallel
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks, several at once; see `BlockStore.get_into`."""
         pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))
-        sizes = list(self._leading(self._read, pairs))
+        sizes = [size for (size,) in self._leading(self._read, pairs)]
         done = len(sizes)
-        self.counters.add(hits=done, misses=done < len(pairs), bytes_read=sum(sizes) - done)
+        self.counters.add(hits=done, misses=done < len(pairs), bytes_read=sum(sizes))
         return done
 
-    def _read(self, pair: tuple[bytes, memoryview]) -> int | None:
-        """Return one more than the size of the block that was read."""
+    def _read(self, pair: tuple[bytes, memoryview]) -> tuple[int] | None:
+        """Read a block; return its size in a tuple."""
         key, view = pair
 
-        def read() -> int | None:
-            found = self._obstore.get(self._store, self._path(key))
+        def read() -> tuple[int] | None:
+            found = self._obstore.get(self._store, _path(key))
             if found.meta["size"] > len(view):
                 self.counters.add(too_large=1)
                 return None
             data = memoryview(found.bytes())
             view[: len(data)] = data
-            return len(data) + 1
+            return (len(data),)
 
         return self._ask(read)
 
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
-        """Create objects that are not there yet, several at once; see `BlockStore.put`."""
+        """Create objects that do not exist yet, several at once; see `BlockStore.put`."""
         stored = 0
-        for wave in _waves(check_items(items), self._n_parallel):
-            results = self._map(self._write, wave)
+        found = check_items(items)
+        for begin in range(0, len(found), self._n_parallel):
+            results = self._map(self._write, found[begin : begin + self._n_parallel])
             stored += sum(1 for result in results if result)
             if not results or None in results:
                 break
         return stored
 
     def _write(self, item: tuple[bytes, memoryview]) -> bool | None:
+        """Create an object; return whether it is new, None where it could not be created."""
         key, view = item
 
         def write() -> bool:
             try:
-                self._obstore.put(
-                    self._store, self._path(key), view, mode="create", use_multipart=False
-                )
+                self._obstore.put(self._store, _path(key), view, mode="create", use_multipart=False)
             except self._obstore.exceptions.AlreadyExistsError:
                 self.counters.add(known=1)
                 return False
-            except (self._obstore.exceptions.NotFoundError, FileNotFoundError) as error:
-                raise OSError("there is no such bucket") from error
             self.counters.add(written=1, bytes_written=len(view))
             return True
 
-        return self._ask(write)
+        return self._ask(write, is_write=True)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Do nothing: an object's time changes only when it is written anew."""
-        check_keys(keys)
-
-    # For tools: these list the bucket ----------------------------------------------------
+        """Note that blocks are used now; it is recorded within a minute, or by `close`."""
+        keys = check_keys(keys)
+        with self._lock:
+            self._now = max(time.time_ns(), self._now + len(keys))
+            self._uses.update((key, self._now - i) for i, key in enumerate(keys))
+        if time.monotonic() > self._record_at:
+            self._record()
 
     def trim(self, max_bytes: int) -> list[bytes]:
-        """Remove blocks, oldest first; lists the whole bucket, so it is a tool's work."""
+        """Remove the least recently used blocks; lists the whole bucket."""
         check_max_bytes(max_bytes)
-        found = sorted(self.entries(), key=lambda entry: entry.used)
-        total = sum(entry.size for entry in found)
-        removed = []
-        for entry in found:
+        self._record()
+        uses, records = self._recorded()
+        found = sorted(self._blocks(uses), key=lambda block: block[2])
+        total = sum(size for _, size, _ in found)
+        removed: list[bytes] = []
+        for key, size, _ in found:
             if total <= max_bytes:
                 break
-            if self.discard([entry.key]):
-                removed.append(entry.key)
-                total -= entry.size
+            total -= size
+            removed.append(key)
+        self.discard(removed)
+        left = {key for key, _, _ in found}.difference(removed)
+        with self._lock:
+            self._uses = {key: used for key, used in uses.items() if key in left} | self._uses
+        self._record()
+        self._map(self._delete, records)
         return removed
+
+    # Optional methods -------------------------------------------------------------------
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks; see `BlockStore.discard`."""
-        removed = 0
-        for key in check_keys(keys):
-            if not self._closed and self._has(key):
-                removed += self._delete(key)
+
+        def remove(key: bytes) -> bool:
+            return bool(self._has(key) and self._delete(_path(key)))
+
+        removed = sum(self._map(remove, check_keys(keys)))
         self.counters.add(removed=removed)
         return removed
 
-    def _delete(self, key: bytes) -> bool:
+    def _delete(self, path: str) -> bool | None:
         def delete() -> bool:
-            self._obstore.delete(self._store, self._path(key))
+            self._obstore.delete(self._store, path)
             return True
 
-        return bool(self._ask(delete))
+        return self._ask(delete, is_write=True)
 
     def entries(self) -> Iterator[StoreEntry]:
         """Yield every block; lists the bucket."""
-        if self._closed:
-            return
-        pages = iter(self._obstore.list(self._store))
-        while page := self._ask(lambda: next(pages, None)):
-            for entry in page:
-                with contextlib.suppress(ValueError):
-                    key = bytes.fromhex(entry["path"].rpartition("/")[2])
-                    if len(key) == KEY_SIZE:
-                        yield StoreEntry(key, entry["size"], entry["last_modified"].timestamp())
+        uses, _ = self._recorded()
+        for key, size, used in self._blocks(uses):
+            yield StoreEntry(key, size, used / 1e9)
 
-    # Requests ---------------------------------------------------------------------------
+    def _blocks(self, uses: dict[bytes, int]) -> Iterator[tuple[bytes, int, int]]:
+        """Yield key, size and time of use in nanoseconds of every block."""
+        for entry in self._list():
+            with contextlib.suppress(ValueError):
+                key = bytes.fromhex(entry["path"].rpartition("/")[2])
+                if len(key) == KEY_SIZE:
+                    written = int(entry["last_modified"].timestamp() * 1e9)
+                    yield key, entry["size"], max(written, uses.get(key, 0))
+
+    def _list(self, folder: str | None = None) -> Iterator[Any]:
+        pages = iter(self._obstore.list(self._store, folder))
+        while page := self._ask(lambda: next(pages, None)):
+            yield from page
+
+    # Uses -------------------------------------------------------------------------------
+
+    def _record(self) -> None:
+        """Write uses that are not recorded yet, as an object of their own."""
+        with self._lock:
+            uses, self._uses = self._uses, {}
+            self._record_at = time.monotonic() + _RECORD_SECONDS
+        path = f"{_USES}/{time.time_ns()}-{secrets.token_hex(4)}"
+        content = b"".join(_USE.pack(key, used) for key, used in uses.items())
+        if uses:
+            self._ask(lambda: self._obstore.put(self._store, path, content), is_write=True)
+
+    def _recorded(self) -> tuple[dict[bytes, int], list[str]]:
+        """Return the last recorded use of each block, and where they are recorded."""
+        paths = [entry["path"] for entry in self._list(_USES)]
+        uses: dict[bytes, int] = {}
+
+        def read(path: str) -> memoryview | None:
+            return self._ask(lambda: memoryview(self._obstore.get(self._store, path).bytes()))
+
+        for record in self._map(read, paths):
+            whole = 0 if record is None else len(record) // _USE.size * _USE.size
+            for key, used in _USE.iter_unpack((record or b"")[:whole]):
+                uses[key] = max(used, uses.get(key, 0))
+        return uses, paths
+
+    def _finish(self) -> None:
+        self._record()
+
+    # Several requests at once -----------------------------------------------------------
 
     def _leading(self, work: Callable[[_T], _R | None], things: list[_T]) -> Iterator[_R]:
-        """Yield the results up to the first that is nothing, made in parallel, wave by wave."""
-        end = time.monotonic() + self._timeout
-        for wave in _waves(things, self._n_parallel):
-            if time.monotonic() > end:
-                self.counters.add(timed_out=1)
-                return
+        """Yield what a function returns for each thing, up to the first that is false."""
+        for wave in self._waves(things):
             results = self._map(work, wave)
             for result in results:
                 if not result:
@@ -252,51 +309,17 @@ class ObjectStore(BlockStore):
             if len(results) < len(wave):
                 return
 
-    def _map(self, work: Callable[[_T], _R], wave: list[_T]) -> list[_R]:
-        """Work on one wave in parallel; nothing once the store is closed."""
-        return [] if self._closed else work_together(work, wave, "pykvcache-objects")
-
-    def _ask(self, work: Callable[[], _R]) -> _R | None:
-        """Make a request; whatever goes wrong is counted and ends here, as None."""
-        errors = self._obstore.exceptions
-        if self._closed or not self._breaker.allow():
-            self.counters.add(skipped=1)
-            return None
-        try:
-            result = work()
-        except (errors.NotFoundError, FileNotFoundError):
-            self._breaker.succeeded()
-            return None
-        except (
-            errors.PermissionDeniedError,
-            errors.UnauthenticatedError,
-            PermissionError,
-        ) as error:
-            self.counters.add(denied=1, error=error)
-        except (errors.BaseError, OSError, ValueError, RuntimeError) as error:
-            text = str(error).lower()
-            if "no space" in text or "storage full" in text:
-                self.counters.add(full=1, error=error)
-                return None
-            late = "timed out" in text or "timedout" in text
-            self.counters.add(**{"timed_out" if late else "failed": 1}, error=error)
-        else:
-            self._breaker.succeeded()
-            return result
-        self._breaker.failed()
-        return None
-
-    def close(self) -> None:
-        """Let later calls be misses; the requests that run end as ever."""
-        self._closed = True
+    def _waves(self, things: list[_T]) -> Iterator[list[_T]]:
+        """Split a list into as many things as requests are made at once, until the time is over."""
+        end = time.monotonic() + self._timeout
+        for begin in range(0, len(things), self._n_parallel):
+            if time.monotonic() > end:
+                self.counters.add(timed_out=1)
+                return
+            yield things[begin : begin + self._n_parallel]
 
 
-def _duration(seconds: float) -> str:
-    """Return a time as every version of obstore reads it."""
-    return f"{max(1, round(seconds * 1000))}ms"
-
-
-def _waves(things: Sequence[_T], n: int) -> Iterator[list[_T]]:
-    """Split a sequence into lists of ``n``."""
-    iterator = iter(things)
-    return iter(lambda: list(itertools.islice(iterator, n)), [])
+def _path(key: bytes) -> str:
+    # S3 spreads its load over what names begin with.
+    name = key.hex()
+    return f"{name[:2]}/{name}"

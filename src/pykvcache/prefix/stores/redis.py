@@ -1,14 +1,20 @@
-"""RedisStore: blocks in Redis or Valkey, for many machines; what bounds it is the server's own."""
+"""RedisStore and RedisClusterStore: blocks in Redis or Valkey servers, which bound them."""
 
 from __future__ import annotations
 
-import secrets
+import contextlib
+import functools
+import re
+import ssl
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
 
-from pykvcache.prefix.stores._arguments import (
+from pykvcache.errors import StoreError
+from pykvcache.prefix.stores.base import (
     KEY_SIZE,
+    StoreEntry,
     check_items,
     check_keys,
     check_max_bytes,
@@ -16,30 +22,33 @@ from pykvcache.prefix.stores._arguments import (
     check_text,
     writable,
 )
-from pykvcache.prefix.stores._redis_requests import SCHEMES, RedisRequests
-from pykvcache.prefix.stores.base import StoreEntry
+from pykvcache.prefix.stores.remote import RemoteStore
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["MANY", "SCHEMES", "RedisStore", "groups", "least_used"]
+__all__ = ["RedisClusterStore", "RedisStore"]
 
-#: How many bytes a request moves at most, unless one block is larger.
-REQUEST_BYTES = 2 << 20
-#: How many keys one request asks for where no contents are moved.
-MANY = 1024
-#: The longest value of a server, as it is set without other configuration.
+# How many bytes and keys a request moves at most, unless one block is larger.
+_REQUEST_BYTES, _REQUEST_KEYS = 2 << 20, 1024
+# The longest value that a server takes by default.
 _MAX_VALUE = 512 << 20
-# Ends a lease if it is still the caller's.
-_RELEASE = "if redis.call('get',KEYS[1])==ARGV[1] then return redis.call('del',KEYS[1]) end"
+# Nodes of a cluster that are asked at once.
+_N_PARALLEL = 8
+# After a failure a cluster is asked which node has which slots, but not more often, in seconds.
+_REFRESH = 2.0
+# A command of one key, which is its second item.
+_Command = tuple[Any, ...]
+# The name of a server among others, its client, and which of some commands go to it.
+_Server = tuple[str, Any, list[int]]
 
 
-class RedisStore(RedisRequests):
+class RedisStore(RemoteStore):
     """Keep blocks in a Redis or Valkey server. Needs the extra ``redis``.
 
-    What the server evicts is a miss. A server that is slow, frozen, full, read-only or gone
-    costs at most ``timeout`` seconds once, then nothing for a while, and never an error.
-    Nothing is asked of the server before the first call.
+    A server that is slow, full, read-only or gone makes misses and one warning in the log. It is
+    left alone for a while, and used again once it answers. The server itself bounds the blocks
+    (``maxmemory``) and knows their uses, to the second: blocks of one second leave together.
 
     Parameters
     ----------
@@ -50,17 +59,20 @@ class RedisStore(RedisRequests):
     prefix : str
         What every key begins with on the server.
     timeout : float
-        How long one call may take with all that it moves, in seconds.
+        For how long the server may be silent during a request, in seconds.
     connect_timeout : float
         How long a connection may take to be made, in seconds.
 
     Raises
     ------
     StoreError
-        The URL is of no known kind.
+        The URL cannot be used, or the server refuses: a wrong password, a user who may not read
+        these keys, an untrusted certificate. A server that does not answer is a warning only.
     ImportError
         redis is not installed.
     """
+
+    schemes: ClassVar[frozenset[str]] = frozenset({"redis", "rediss", "unix", "valkey", "valkeys"})
 
     def __init__(
         self,
@@ -70,43 +82,126 @@ class RedisStore(RedisRequests):
         timeout: float = 1.0,
         connect_timeout: float = 0.25,
     ) -> None:
-        timeout = check_seconds(timeout, "timeout")
-        connect_timeout = check_seconds(connect_timeout, "connect_timeout")
+        scheme, separator, rest = check_text(url, "url").partition("://")
         self._prefix = check_text(prefix, "prefix").encode()
-        super().__init__(check_text(url, "url"), timeout, connect_timeout)
+        options: dict[str, Any] = {
+            "socket_timeout": check_seconds(timeout, "timeout"),
+            "socket_connect_timeout": check_seconds(connect_timeout, "connect_timeout"),
+            "socket_read_size": 1 << 18,
+            "protocol": 2,
+        }
+        if not separator or scheme not in self.schemes:
+            known = ", ".join(sorted(self.schemes))
+            raise StoreError(f"the URL begins with none of {known}", value=scheme, limit=known)
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as error:
+            name = type(self).__name__
+            text = f"{name} needs redis: pip install 'pykvcache[redis]' ({error})"
+            raise ImportError(text) from error
+        self._redis: Any = redis
+        # The breaker decides when to try again.
+        options["retry"] = Retry(NoBackoff(), 0)
+        url = f"{scheme.removesuffix('+cluster').replace('valkey', 'redis')}://{rest}"
+        try:
+            parts = urlsplit(url)
+            super().__init__(
+                f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}", _N_PARALLEL
+            )
+            self._client = self._make_client(url, options)
+        except StoreError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"the URL cannot be used: {error}", value=scheme) from error
+        self._check_server(self._probe)
 
-    def _after_fork(self) -> None:
-        super()._after_fork()
-        # What the parent has leased is not its child's to release.
-        self._token = secrets.token_hex(8)
+    def _make_client(self, url: str, options: dict[str, Any]) -> Any:
+        return self._redis.Redis.from_url(url, **options)
 
-    def __repr__(self) -> str:
-        return f"RedisStore(prefix={self._prefix.decode()!r})"
+    def _probe(self) -> None:
+        """Ask for a block that is not there; raises where blocks cannot be read."""
+        self._client.get(self._prefix + bytes(KEY_SIZE))
 
-    # Reading ----------------------------------------------------------------------------
+    def _kind_of(self, error: Exception) -> str:
+        errors = self._redis.exceptions
+        chain: list[BaseException] = [error]
+        while cause := chain[-1].__cause__ or chain[-1].__context__:
+            chain.append(cause)
+
+        def is_one_of(*kinds: type[Exception]) -> bool:
+            return any(isinstance(one, kinds) for one in chain)
+
+        if is_one_of(
+            *(errors.NoPermissionError, errors.ReadOnlyError, errors.AuthenticationError),
+            ssl.SSLCertVerificationError,
+        ):
+            return "denied"
+        if is_one_of(errors.OutOfMemoryError):
+            return "full"
+        if is_one_of(errors.TimeoutError, TimeoutError):
+            return "timed_out"
+        # While a cluster finds another node for its slots, it does not answer.
+        is_refusal = is_one_of(errors.ResponseError) and not is_one_of(errors.ClusterDownError)
+        return "refused" if is_refusal else "failed"
+
+    # Requests ---------------------------------------------------------------------------
+
+    def _servers(self, commands: Sequence[_Command]) -> list[_Server]:
+        """Return the servers, and which commands go to each."""
+        return [("", self._client, list(range(len(commands))))]
+
+    def _each(self, commands: Sequence[_Command], *, is_write: bool = False) -> list[Any]:
+        """Send commands of one key each; return the answers, False for those that failed."""
+        answers: list[Any] = [False] * len(commands)
+
+        def ask(server: _Server) -> None:
+            node, client, which = server
+            for begin in range(0, len(which), _REQUEST_KEYS):
+                send = functools.partial(
+                    self._send, client, commands, which[begin : begin + _REQUEST_KEYS], answers
+                )
+                self._ask(send, node, is_write=is_write)
+
+        self._map(ask, self._servers(commands))
+        return answers
+
+    def _send(
+        self, client: Any, commands: Sequence[_Command], which: list[int], answers: list[Any]
+    ) -> None:
+        """Send some commands in one request, and place their answers; raise the first error."""
+        pipeline = client.pipeline(transaction=False)
+        for i in which:
+            pipeline.execute_command(*commands[i])
+        failure: Exception | None = None
+        for i, answer in zip(which, pipeline.execute(raise_on_error=False), strict=True):
+            if isinstance(answer, self._redis.exceptions.AskError):  # or that it has moved
+                answer = self._follow(commands[i], answer)
+            if isinstance(answer, Exception):
+                failure = failure or answer
+            else:
+                answers[i] = answer
+        if failure is not None:
+            raise failure
+
+    def _follow(self, command: _Command, answer: Exception) -> Any:
+        """Return the answer of the server that has a key, where another one said so."""
+        return answer
+
+    def _commands(self, name: str, keys: Sequence[bytes]) -> list[_Command]:
+        return [(name, self._prefix + key) for key in keys]
+
+    # The five methods -------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """Return how many of the leading keys are there; see `BlockStore.contains`."""
-        keys = check_keys(keys)
-        done = 0
-        for begin in range(0, len(keys), MANY):
-            group = keys[begin : begin + MANY]
-            found = self._ask(self._each("EXISTS", group))
-            n = next((i for i, there in enumerate(found) if there != 1), len(found))
-            done += n
-            if n < len(group):
-                break
-        return done
+        there = self.present(keys)
+        return there.index(False) if False in there else len(there)
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is there; see `BlockStore.present`."""
-        keys = check_keys(keys)
-        there: list[bool] = []
-        for begin in range(0, len(keys), MANY):
-            group = keys[begin : begin + MANY]
-            found = self._ask(self._each("EXISTS", group))
-            there += [n == 1 for n in found] or [False] * len(group)
-        return there
+        return [n == 1 for n in self._each(self._commands("EXISTS", check_keys(keys)))]
 
     @property
     def n_probes(self) -> int:
@@ -116,173 +211,216 @@ class RedisStore(RedisRequests):
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
         """Read the leading run of blocks, 2 MiB per request; see `BlockStore.get_into`."""
         pairs = list(zip(check_keys(keys, buffers), map(writable, buffers), strict=True))
-        done = size = 0
-        end = time.monotonic() + self._timeout
-        for group in groups(pairs):
-            sizes = self._get(group, end)
-            done += len(sizes)
-            size += sum(sizes)
-            if len(sizes) < len(group):
+        done = n_bytes = 0
+        for group in _groups(pairs):
+            values = self._each(self._commands("GET", [key for key, _ in group]))
+            begin = done
+            for (_, view), value in zip(group, values, strict=True):
+                if not isinstance(value, bytes):
+                    break
+                if len(value) > len(view):
+                    self.counters.add(too_large=1)
+                    break
+                view[: len(value)] = value
+                done += 1
+                n_bytes += len(value)
+            if done < begin + len(group):
                 break
-        self.counters.add(hits=done, misses=done < len(pairs), bytes_read=size)
+        self.counters.add(hits=done, misses=done < len(pairs), bytes_read=n_bytes)
         return done
-
-    def _get(self, group: list[tuple[bytes, memoryview]], end: float) -> list[int]:
-        """Read blocks in one request; return the lengths of the leading run."""
-        commands = self._each("GET", [key for key, _ in group])
-        views = [view for _, view in group]
-        if not self._may_ask():
-            return []
-        until = min(end, time.monotonic() + self._timeout)
-        sizes, is_longer = self._guarded(lambda: self._receive(commands, views), until) or (
-            [],
-            False,
-        )
-        self.counters.add(too_large=is_longer)
-        return sizes
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark blocks as used now; the server's clock for this has seconds."""
-        keys = check_keys(keys)
-        for begin in range(0, len(keys), MANY):
-            self._ask(self._of_keys("TOUCH", keys[begin : begin + MANY]))
-
-    # Writing ----------------------------------------------------------------------------
 
     def put(self, items: Iterable[tuple[bytes, Buffer]]) -> int:
         """Store blocks that are not there yet, 2 MiB per request; see `BlockStore.put`."""
+        found = check_items(items)
+        small = [(key, view) for key, view in found if len(view) <= _MAX_VALUE]
         stored = 0
-        for group in groups([one for one in check_items(items) if self._fits(one[1])]):
+        for group in _groups(small):
             commands = [("SET", self._prefix + key, view, "NX") for key, view in group]
-            answers = self._ask(commands, writes=True)
-            for (_, view), answer in zip(group, answers, strict=False):
+            answers = self._each(commands, is_write=True)
+            for (_, view), answer in zip(group, answers, strict=True):
                 if answer:
                     self.counters.add(written=1, bytes_written=len(view))
                     stored += 1
-                else:
-                    self.counters.add(known=answer is None)
-            if not answers:
-                break
+                self.counters.add(known=answer is None)
+        self.counters.add(too_large=len(found) - len(small))
         return stored
 
-    def _fits(self, view: memoryview) -> bool:
-        if len(view) > _MAX_VALUE:
-            self.counters.add(too_large=1)
-        return len(view) <= _MAX_VALUE
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark blocks as used now, to the second; see `BlockStore.touch`."""
+        # The first one last, so that it is the most recent.
+        self._each(self._commands("TOUCH", check_keys(keys)[::-1]))
+
+    def trim(self, max_bytes: int) -> list[bytes]:
+        """Remove the least recently used blocks; walks over all keys of the server.
+
+        Blocks that were used in the same second are removed together. A server with an LFU policy
+        does not know when blocks were used.
+        """
+        check_max_bytes(max_bytes)
+        found = sorted(self.entries(), key=lambda entry: entry.used)
+        total = sum(entry.size for entry in found)
+        removed: list[bytes] = []
+        last = float("-inf")
+        for entry in found:
+            if total <= max_bytes and entry.used > last:
+                break
+            total -= entry.size
+            last = entry.used
+            removed.append(entry.key)
+        self.discard(removed)
+        return removed
+
+    # Optional methods -------------------------------------------------------------------
 
     def discard(self, keys: Sequence[bytes]) -> int:
         """Remove blocks; see `BlockStore.discard`."""
-        keys = check_keys(keys)
-        removed = 0
-        for begin in range(0, len(keys), MANY):
-            commands = self._of_keys("UNLINK", keys[begin : begin + MANY])
-            removed += sum(filter(_is_number, self._ask(commands, writes=True)))
+        answers = self._each(self._commands("UNLINK", check_keys(keys)), is_write=True)
+        removed = sum(bool(answer == 1) for answer in answers)
         self.counters.add(removed=removed)
         return removed
 
-    def _each(self, command: str, keys: Sequence[bytes]) -> list[tuple[Any, ...]]:
-        """Return a command for each key."""
-        return [(command, self._prefix + key) for key in keys]
-
-    def _of_keys(self, command: str, keys: Sequence[bytes]) -> list[tuple[Any, ...]]:
-        """Return what gives a command many keys."""
-        return [(command, *(self._prefix + key for key in keys))]
-
-    # For tools: these walk over all keys -------------------------------------------------
-
-    def trim(self, max_bytes: int) -> list[bytes]:
-        """Remove blocks, idle for longest first; the server's own eviction makes this a rare need.
-
-        The server knows idle times in seconds only, and none at all under an LFU policy.
-        """
-        removed = least_used(self.entries(), check_max_bytes(max_bytes))
-        return removed if self.discard(removed) else []
-
     def entries(self) -> Iterator[StoreEntry]:
-        """Yield every block, from a walk over the server's keys."""
-        cursor: Any = 0
-        begin = len(self._prefix)
-        # Square brackets and such have a meaning in patterns.
-        pattern = b"".join(b"[%c]" % c if chr(c) in "*?[" else b"%c" % c for c in self._prefix)
-        seen: set[bytes] = set()
-        while True:
-            answer = self._ask([("SCAN", cursor, "MATCH", pattern + b"*", "COUNT", 500)])
-            if not answer or (found := _scanned(answer[0])) is None:
-                self.counters.add(failed=bool(answer))
-                return
-            cursor, keys = found
-            keys = [key for key in keys if len(key) == begin + KEY_SIZE and key not in seen]
-            seen.update(keys)
-            # Unlike STRLEN, this does not count as a use.
-            sizes = self._ask([("MEMORY", "USAGE", key) for key in keys])
-            idle = self._ask([("OBJECT", "IDLETIME", key) for key in keys], errors=True)
-            now = time.time()
-            for key, size, seconds in zip(keys, sizes, idle, strict=False):
-                # Under an LFU policy the answer is an error.
-                used = now - seconds if _is_number(seconds) else 0.0
-                if _is_number(size):
-                    yield StoreEntry(key[begin:], size, used)
-            if cursor == 0:
-                return
+        """Yield every block, from a walk over all keys of the server."""
+        for node, client in self._owners():
+            cursor, seen = 0, set[bytes]()
+            while True:
+                page = self._ask(functools.partial(self._page, client, cursor), node)
+                if page is None:
+                    break
+                cursor, found = page
+                yield from (entry for entry in found if entry.key not in seen)
+                seen.update(entry.key for entry in found)
+                if cursor == 0:
+                    break
 
-    # Leases -----------------------------------------------------------------------------
+    def _owners(self) -> list[tuple[str, Any]]:
+        """Return the servers that have blocks."""
+        return [("", self._client)]
 
-    def lease(self, key: bytes, seconds: float) -> bool:
-        """Return whether the caller is the one to evaluate; see `BlockStore.lease`.
+    def _page(self, client: Any, cursor: int) -> tuple[int, list[StoreEntry]]:
+        """Return the next cursor of a walk, and some blocks."""
+        pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix) + b"*"
+        cursor, names = client.scan(cursor, match=pattern, count=500)
+        size = len(self._prefix) + KEY_SIZE
+        names = [name for name in names if len(name) == size]
+        pipeline = client.pipeline(transaction=False)
+        pipeline.execute_command("INFO", "server")
+        for name in names:
+            # Neither counts as a use, unlike STRLEN.
+            pipeline.execute_command("MEMORY USAGE", name)
+            pipeline.execute_command("OBJECT", "IDLETIME", name)
+        info, *facts = pipeline.execute(raise_on_error=False)
+        now = int(time.time())
+        if isinstance(info, dict):  # by the clock that notes uses: seconds in 24 bits
+            now -= (now - info.get("lru_clock", now) + 0x800000 & 0xFFFFFF) - 0x800000
+        return cursor, [
+            StoreEntry(name[-KEY_SIZE:], n_bytes, float(now - idle) if type(idle) is int else 0.0)
+            for name, n_bytes, idle in zip(names, facts[::2], facts[1::2], strict=True)
+            if type(n_bytes) is int
+        ]
 
-        Where the server does not answer, or does not let this user write, everybody is.
-        """
-        check_keys([key])
-        milliseconds = max(1, int(check_seconds(seconds) * 1000))
-        name = self._prefix + b"lease:" + key
-        command = ("SET", name, self._token, "NX", "PX", milliseconds)
-        answers = self._ask([command], writes=True)
-        # None is the answer where there is one already.
-        return not answers or answers[0] is not None
-
-    def release(self, key: bytes) -> None:
-        """End a lease of this store."""
-        check_keys([key])
-        if not self._writes.is_open:
-            name = self._prefix + b"lease:" + key
-            self._ask([("EVAL", _RELEASE, 1, name, self._token)], errors=True)
+    def _finish(self) -> None:
+        with contextlib.suppress(Exception):
+            self._client.close()
 
 
-def _is_number(answer: Any) -> bool:
-    """Whether a server answered with a count, which fits into 8 bytes."""
-    return type(answer) is int and 0 <= answer < 1 << 63
+class RedisClusterStore(RedisStore):
+    """Keep blocks in a Redis or Valkey cluster. Needs the extra ``redis``.
+
+    A block lies on the node that has its key's slot. A node that is slow or gone makes misses of
+    its own blocks, until another node has its slots.
+
+    Parameters
+    ----------
+    url : str
+        ``redis+cluster://user:password@host:6379,other:6379``, ``rediss+cluster://`` for TLS; also
+        ``valkey+cluster://`` and ``valkeys+cluster://``. Any of the nodes; they name the others.
+        Options of redis-py may follow. User, password and options are those of every node.
+    prefix, timeout, connect_timeout
+        As in `RedisStore`, of each node.
+
+    Raises
+    ------
+    StoreError
+        As in `RedisStore`; or the URL names no host, or a server that is not part of a cluster.
+    ImportError
+        redis is not installed.
+    """
+
+    schemes: ClassVar[frozenset[str]] = frozenset(
+        f"{scheme}+cluster" for scheme in ("redis", "rediss", "valkey", "valkeys")
+    )
+
+    def _make_client(self, url: str, options: dict[str, Any]) -> Any:
+        """Return nothing yet: a client of a cluster asks for the slots when it is made."""
+        parts, cluster = urlsplit(url), self._redis.cluster
+        login, at, hosts = parts.netloc.rpartition("@")
+        if not (names := [name for name in hosts.split(",") if name]):
+            raise StoreError("the URL names no host", value=parts.scheme, limit="host:port")
+        nodes = [urlsplit(f"//{name}") for name in names]
+        self._connect = functools.partial(
+            cluster.RedisCluster,
+            url=parts._replace(netloc=f"{login}{at}{names[0]}", path="").geturl(),
+            startup_nodes=[cluster.ClusterNode(n.hostname or "", n.port or 6379) for n in nodes],
+            require_full_coverage=False,
+            **options,
+        )
+        self._refreshed_at, self._has_gaps = float("-inf"), False
+
+    def _probe(self) -> None:
+        self._client = self._connect()
+        super()._probe()
+
+    def _is_connected(self) -> bool:
+        """Return whether it is known which node has which slots; ask again after failures."""
+        if self._client is None:
+            self._client = self._ask(self._connect)
+        elif time.monotonic() > self._refreshed_at + _REFRESH and (
+            self._has_gaps or any(breaker.has_failed for breaker in [*self._breakers.values()])
+        ):
+            self._refreshed_at, self._has_gaps = time.monotonic(), False
+            self._ask(self._client.nodes_manager.initialize)
+            # A node that has lost its slots is not asked any more, and cannot fail.
+            for name in {*self._breakers} - {node.name for node in self._client.get_primaries()}:
+                self._breakers.pop(name, None)
+        return self._client is not None
+
+    def _servers(self, commands: Sequence[_Command]) -> list[_Server]:
+        servers: dict[str, _Server] = {}
+        for i, command in enumerate(commands if self._is_connected() else ()):
+            try:
+                node = self._client.get_node_from_key(command[1])
+            except self._redis.exceptions.RedisClusterException as error:  # no node has its slot
+                self._has_gaps = True
+                self.counters.add(failed=1, error=error)
+                continue
+            client = self._client.get_redis_connection(node)
+            servers.setdefault(node.name, (node.name, client, []))[2].append(i)
+        return list(servers.values())
+
+    def _follow(self, command: _Command, answer: Exception) -> Any:
+        try:
+            return self._client.execute_command(*command)
+        except Exception as error:
+            return error
+
+    def _owners(self) -> list[tuple[str, Any]]:
+        if not self._is_connected():
+            return []
+        client = self._client
+        return [(node.name, client.get_redis_connection(node)) for node in client.get_primaries()]
+
+    def _finish(self) -> None:
+        with contextlib.suppress(Exception):
+            self._client.disconnect_connection_pools()
 
 
-def _scanned(answer: Any) -> tuple[int, list[bytes]] | None:
-    """Return the cursor and the keys that a server answered to SCAN; None for something else."""
-    try:
-        cursor, keys = answer
-        return int(cursor), [key for key in keys if isinstance(key, bytes)]
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def least_used(entries: Iterable[StoreEntry], max_bytes: int) -> list[bytes]:
-    """Return the keys of the blocks that go where so many bytes are to be left."""
-    found = sorted(entries, key=lambda entry: entry.used)
-    total = sum(entry.size for entry in found)
-    removed = []
-    for entry in found:
-        if total <= max_bytes:
-            break
-        removed.append(entry.key)
-        total -= entry.size
-    return removed
-
-
-def groups(
-    pairs: list[tuple[bytes, memoryview]],
-) -> Iterator[list[tuple[bytes, memoryview]]]:
+def _groups(pairs: list[tuple[bytes, memoryview]]) -> Iterator[list[tuple[bytes, memoryview]]]:
     """Split a run such that a request moves about 2 MiB."""
     group: list[tuple[bytes, memoryview]] = []
     size = 0
     for pair in pairs:
-        if group and (size + len(pair[1]) > REQUEST_BYTES or len(group) >= MANY):
+        if group and (size + len(pair[1]) > _REQUEST_BYTES or len(group) >= _REQUEST_KEYS):
             yield group
             group, size = [], 0
         group.append(pair)

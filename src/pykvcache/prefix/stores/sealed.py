@@ -1,14 +1,19 @@
-"""SealedStore: any store, with an envelope around each block; the face that a prefix cache uses."""
+"""SealedStore: any store with an envelope around each block; tiers use stores through it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pykvcache._once import once
-from pykvcache.prefix.stores._arguments import check_items, check_keys, writable
-from pykvcache.prefix.stores.base import BlockStore, StoreCounters, StoreEntry
+from pykvcache.prefix.stores.base import (
+    BlockStore,
+    StoreEntry,
+    check_items,
+    check_keys,
+    writable,
+)
 from pykvcache.prefix.stores.envelope import Envelope, Rejection
 
 if TYPE_CHECKING:
@@ -16,40 +21,37 @@ if TYPE_CHECKING:
 
 __all__ = ["SealedStore"]
 
-#: A reader with the right extras or secret can read them: they are not removed.
+# A reader with the right extras or secret can read them, so they are not removed.
 _READABLE_BY_OTHERS = {Rejection.LOCKED, Rejection.UNVERIFIABLE}
 
 
 class SealedStore(BlockStore):
-    """Seal what goes into a store, and take out only what is right.
+    """Seal blocks on their way into a store, and check them on their way out.
 
-    A block that is damaged, truncated, of another model or forged ends the run, is counted,
-    and is removed from the store, so that it can be written again.
+    A block that is damaged, truncated, forged or of another model ends the run. It is counted and
+    removed from the store, so that it can be written again.
 
     Parameters
     ----------
     store : BlockStore
         Where the sealed blocks lie.
     envelope : Envelope
-        What is put around them.
+        Seals and opens them.
 
     Attributes
     ----------
     rejections : collections.Counter of Rejection
-        How many blocks were refused, by reason.
+        Number of refused blocks by reason.
     """
 
     def __init__(self, store: BlockStore, envelope: Envelope) -> None:
         self.store = store
         self.envelope = envelope
+        self.counters = store.counters
         self.rejections: Counter[Rejection] = Counter()
 
-    @once
-    def _counters(self) -> StoreCounters:
-        return self.store.counters
-
     def contains(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading keys are there, right or not."""
+        """Return how many of the leading keys are there, without checking the blocks."""
         return self.store.contains(self._names(keys))
 
     @property
@@ -58,7 +60,7 @@ class SealedStore(BlockStore):
         return self.store.medium
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether it is there, right or not."""
+        """Return for each key whether it is there, without checking the block."""
         return self.store.present(self._names(keys))
 
     @property
@@ -79,16 +81,16 @@ class SealedStore(BlockStore):
         exact: bool = False,
         seen: Callable[[memoryview], object] = lambda _: None,
     ) -> list[memoryview]:
-        """Return the contents of the leading run that is there and right, without a second copy.
+        """Return the contents of the leading run of intact blocks, without a second copy.
 
         Parameters
         ----------
         keys : sequence of bytes
-            Keys of 32 bytes, in the order of their chain.
+            Keys of 32 bytes, in the order of their path.
         sizes : sequence of int
-            How long each content may be at most, in bytes.
+            Upper bound on the size of each content, in bytes.
         exact : bool
-            Whether none can be longer: one that is was damaged, and is removed.
+            Whether the sizes are exact: a longer block is damaged, and is removed.
         seen : callable
             Called with each content as soon as it is there.
         """
@@ -113,7 +115,7 @@ class SealedStore(BlockStore):
         exact: bool,
         seen: Callable[[memoryview], object],
     ) -> list[memoryview]:
-        # The memory may have held this very block, and would complete one that was cut.
+        # Reused memory may still hold this very block, which would complete one that was cut.
         if exact:
             buffers = [self.envelope.memory(size + self.envelope.overhead) for size in sizes]
             for buffer in buffers:
@@ -135,18 +137,18 @@ class SealedStore(BlockStore):
         return found
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """Take note that blocks will be read right away."""
+        """Prepare to read blocks; see `BlockStore.expect`."""
         self.store.expect(self._names(keys))
 
     def _reject(self, name: bytes, why: Rejection) -> None:
-        """Count a block that is not taken, and remove it."""
+        """Count a refused block, and remove it."""
         self.rejections[why] += 1
         self.counters.add(rejected=1)
         if why not in _READABLE_BY_OTHERS:
             self.store.discard([name])
 
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> int:
-        """Copy the contents of the leading run that is there and right into the buffers."""
+        """Copy the contents of the leading run of intact blocks into the buffers."""
         check_keys(keys, buffers)
         views = [writable(buffer) for buffer in buffers]
         found = self.get(keys, [len(view) for view in views])
@@ -176,14 +178,6 @@ class SealedStore(BlockStore):
     def entries(self) -> Iterator[StoreEntry]:
         """Yield every block; the keys are the store's own."""
         return self.store.entries()
-
-    def lease(self, key: bytes, seconds: float) -> bool:
-        """Return whether the caller is the one to evaluate; see `BlockStore.lease`."""
-        return self.store.lease(self.envelope.name(key), seconds)
-
-    def release(self, key: bytes) -> None:
-        """End a lease of this object."""
-        self.store.release(self.envelope.name(key))
 
     def close(self) -> None:
         """Close the store inside."""

@@ -1,54 +1,72 @@
-"""Inspect and repair a store without a model: the functions behind ``pykvcache cache``."""
+"""Functions over stores: open one by its address, measure it, verify its blocks.
+
+``pykvcache cache`` is made of them; none needs a model.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from pykvcache._paths import as_path
 from pykvcache.errors import StoreError
-from pykvcache.prefix.stores._open import open_store
+from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores.base import BlockStore, StoreEntry
-from pykvcache.prefix.stores.cluster import CLUSTER_SCHEMES
 from pykvcache.prefix.stores.envelope import Envelope, Rejection, fresh
-from pykvcache.prefix.stores.redis import SCHEMES
+from pykvcache.prefix.stores.folder import FolderStore
+from pykvcache.prefix.stores.objects import ObjectStore
+from pykvcache.prefix.stores.redis import RedisClusterStore, RedisStore
 
-__all__ = ["Usage", "open_existing", "usage", "verify"]
+__all__ = ["Usage", "open_existing", "open_store", "usage", "verify"]
 
-# Seconds that a server may take.
+# A new store adds its name here; its `schemes` are the addresses that lead to it.
+_STORES: tuple[type[Any], ...] = (RedisStore, RedisClusterStore, ObjectStore)
+
+# Timeouts of a server in seconds, where no request of a model waits.
 _PATIENT = {"timeout": 30.0, "connect_timeout": 5.0}
 # Where the header of a sealed block has its key.
 _KEY = slice(16, 48)
 
 
-@dataclass(frozen=True)
-class Usage:
-    """How full a store is.
+def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> BlockStore:
+    """Return the store at an address.
 
-    Attributes
+    Parameters
     ----------
-    n_blocks, n_bytes
-        Its blocks, and what they take.
-    oldest, newest
-        When the first and the last of them were used, Unix time; None in an empty store.
+    where : str, PathLike or BlockStore
+        A folder is a `FolderStore`, ``redis://`` and its kin a `RedisStore`, ``redis+cluster://``
+        a `RedisClusterStore`, ``s3://``, ``gs://``, ``az://``, ``file://`` an `ObjectStore`. A
+        store is returned as it is.
+    **options
+        Passed to the class.
+
+    Raises
+    ------
+    StoreError
+        The URL is of no known kind, or what the class raises.
     """
+    if isinstance(where, BlockStore):
+        return where
+    name = as_path(where, "a store", error=StoreError)
+    scheme, separator, _ = name.partition("://")
+    kind = _kind_of(scheme) if separator else FolderStore
+    store: BlockStore = kind(name, **options)
+    return store
 
-    n_blocks: int
-    n_bytes: int
-    oldest: float | None
-    newest: float | None
 
-
-class _ByName(Envelope):
-    """An envelope that is given the keys under which blocks lie in their store."""
-
-    def name(self, key: bytes) -> bytes:
-        return key
+def _kind_of(scheme: str) -> type[Any]:
+    for kind in _STORES:
+        if scheme in kind.schemes:
+            return kind
+    known = ", ".join(sorted(frozenset().union(*(kind.schemes for kind in _STORES))))
+    text = f"{shown(scheme)[1:-1]}:// is not a store: known are {known}"
+    raise StoreError(text, value=scheme, limit=known)
 
 
 def open_existing(where: str) -> BlockStore:
-    """Return the store at an address; a folder has to be there already.
+    """Return the store at an address, for a tool; a folder has to exist already.
 
     Raises
     ------
@@ -60,9 +78,8 @@ def open_existing(where: str) -> BlockStore:
     where = as_path(where, "a store", error=StoreError)
     scheme, separator, _ = where.partition("://")
     if separator:
-        # No request waits here: a slow server must not look like an empty one.
-        is_server = scheme in SCHEMES | CLUSTER_SCHEMES
-        return open_store(where, **_PATIENT) if is_server else open_store(where)
+        # A slow server must not look like an empty one.
+        return open_store(where, **_PATIENT if issubclass(_kind_of(scheme), RedisStore) else {})
     path = os.path.abspath(os.path.expanduser(where))
     if os.path.exists(path) and not os.path.isdir(path):
         raise NotADirectoryError(20, "this is a file; the blocks of a cache are in a folder", path)
@@ -71,6 +88,24 @@ def open_existing(where: str) -> BlockStore:
     if not os.path.isdir(os.path.join(path, "blocks")):
         raise StoreError(f"{path} holds no blocks of a cache", value=path)
     return open_store(path, max_bytes=1 << 62)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How full a store is.
+
+    Attributes
+    ----------
+    n_blocks, n_bytes
+        Number of its blocks, and the bytes that they take.
+    oldest, newest
+        When the least and the most recent block were used, Unix time; None in an empty store.
+    """
+
+    n_blocks: int
+    n_bytes: int
+    oldest: float | None
+    newest: float | None
 
 
 def usage(store: BlockStore) -> Usage:
@@ -85,22 +120,29 @@ def usage(store: BlockStore) -> Usage:
     return Usage(n_blocks, n_bytes, oldest, newest)
 
 
+class _ByName(Envelope):
+    """An envelope that takes the names of blocks in their store for their keys."""
+
+    def name(self, key: bytes) -> bytes:
+        return key
+
+
 def verify(
     store: BlockStore, secret: bytes | str | None = None
 ) -> Iterator[tuple[StoreEntry, Rejection | None]]:
-    """Yield every block, and why it is not what was written; None where it is.
+    """Yield every block, and why it is damaged or forged; None for an intact one.
 
     Parameters
     ----------
     store
-        Whose blocks are read, all of them. Those that go meanwhile are left out.
+        All of its blocks are read; blocks that are removed in the meantime are left out.
     secret
-        That of the writers. Without it encrypted blocks are ``LOCKED``.
+        The secret of the writers. Without it encrypted blocks are ``LOCKED``.
     """
     envelope = _ByName(model="any", layout="any", secret=secret)
     for entry in store.entries():
         buffer = fresh(entry.size)
-        # The memory may have held this very block, and would complete one that was cut.
+        # Reused memory may still hold this very block, which would complete one that was cut.
         edge = min(16, len(buffer))
         buffer[:edge] = buffer[len(buffer) - edge :] = bytes(edge)
         if not store.get_into([entry.key], [buffer]):

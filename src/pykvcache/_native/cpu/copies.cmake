@@ -1,0 +1,111 @@
+# PYKVCACHE_CPU_COPIES: ggml's CPU code once per instruction set, the right one chosen at import.
+#
+# For wheels: ON, or a list of the names below. Each copy is compiled with its own flags and joined into one
+# object, of which only four symbols stay visible, with the copy's name behind them: neither an inline function
+# nor a template of one copy can then serve another. cpu/cpu.cpp chooses, and has the original names.
+
+# The best first.
+set(cpu_copies_known zen4 icelake skylakex alderlake haswell sse42)
+set(cpu_flags_sse42 -msse4.2)
+set(cpu_flags_haswell ${cpu_flags_sse42} -mavx -mavx2 -mfma -mf16c -mbmi2)
+set(cpu_flags_alderlake ${cpu_flags_haswell} -mavxvnni)
+set(cpu_flags_skylakex ${cpu_flags_haswell} -mavx512f -mavx512cd -mavx512vl -mavx512dq -mavx512bw)
+set(cpu_flags_icelake ${cpu_flags_skylakex} -mavx512vbmi -mavx512vnni)
+set(cpu_flags_zen4 ${cpu_flags_icelake} -mavx512bf16)
+
+set(PYKVCACHE_CPU_COPIES OFF CACHE STRING "ggml's CPU code once per instruction set: ON, or a list")
+set(cpu_copies "")
+if(PYKVCACHE_CPU_COPIES)
+  if(NOT (CMAKE_SYSTEM_NAME STREQUAL "Linux" AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64"
+          AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU"))
+    message(FATAL_ERROR " pykvcache: PYKVCACHE_CPU_COPIES needs GCC on x86-64 Linux, not ${CMAKE_CXX_COMPILER_ID} on ${CMAKE_SYSTEM_PROCESSOR} ${CMAKE_SYSTEM_NAME}: GGML_NATIVE=OFF builds for one common instruction set")
+  endif()
+  if(PYKVCACHE_CPU_COPIES MATCHES "[a-z]" AND NOT PYKVCACHE_CPU_COPIES MATCHES "^(on|yes|true|y)$")
+    set(cpu_copies ${PYKVCACHE_CPU_COPIES})
+    foreach(copy IN LISTS cpu_copies)
+      if(NOT copy IN_LIST cpu_copies_known)
+        list(JOIN cpu_copies_known ", " known)
+        message(FATAL_ERROR " pykvcache: PYKVCACHE_CPU_COPIES names '${copy}': it can be ON, or a list out of ${known}")
+      endif()
+    endforeach()
+  else()
+    set(cpu_copies zen4 icelake skylakex haswell sse42)
+  endif()
+  # The target that ggml makes is only a pattern for the copies.
+  set(GGML_NATIVE OFF)
+  foreach(feature SSE42 AVX AVX2 BMI2 FMA F16C AVX_VNNI AVX512 AVX512_VBMI AVX512_VNNI AVX512_BF16)
+    set(GGML_${feature} OFF)
+  endforeach()
+  set(copies_in_order "")
+  foreach(copy IN LISTS cpu_copies_known)
+    if(copy IN_LIST cpu_copies)
+      string(APPEND copies_in_order " X(${copy})")
+    endif()
+  endforeach()
+endif()
+
+set(cpu_needs "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/cpu/needs.c")
+set(cpu_entries ggml_backend_cpu_reg ggml_cpu_init ggml_get_type_traits_cpu pykv_cpu_needs)
+
+# Put the copies in the place of the target ggml-cpu's code.
+function(pykvcache_copy_cpu_code)
+  target_sources(ggml-cpu PRIVATE "${cpu_needs}")
+  if(cpu_copies)
+    set(line "#define PYKV_CPU_COPIES(X)${copies_in_order}")
+  elseif(GGML_NATIVE)
+    set(line "#define PYKV_CPU_NAME \"native\"")
+  else()
+    set(line "#define PYKV_CPU_NAME \"fixed\"")
+  endif()
+  file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/cpu/cpu_copies.h" CONTENT "${line}\n")
+  if(NOT cpu_copies)
+    return()
+  endif()
+  if(GGML_OPENMP_ENABLED)
+    find_package(OpenMP REQUIRED)
+  endif()
+  get_target_property(sources ggml-cpu SOURCES)
+  list(TRANSFORM sources PREPEND "${LLAMA_CPP_SOURCE_DIR}/ggml/src/" REGEX "^[^/]")
+  get_property(of_folder DIRECTORY "${LLAMA_CPP_SOURCE_DIR}/ggml/src" PROPERTY COMPILE_DEFINITIONS)
+  set(joined "")
+  foreach(copy IN LISTS cpu_copies)
+    set(target ggml-cpu-${copy})
+    add_library(${target} OBJECT EXCLUDE_FROM_ALL ${sources})
+    foreach(property COMPILE_DEFINITIONS COMPILE_OPTIONS COMPILE_FEATURES INCLUDE_DIRECTORIES)
+      get_target_property(value ggml-cpu ${property})
+      if(value)
+        set_property(TARGET ${target} APPEND PROPERTY ${property} ${value})
+      endif()
+    endforeach()
+    set_property(TARGET ${target} APPEND PROPERTY COMPILE_DEFINITIONS ${of_folder})
+    # CMake leaves the flag out where the compiler's own standard is newer.
+    foreach(language C CXX)
+      get_target_property(standard ggml-cpu ${language}_STANDARD)
+      if(standard AND NOT standard EQUAL "${CMAKE_${language}_STANDARD_DEFAULT}")
+        string(REPLACE "CXX" "++" name "gnu${language}${standard}")
+        string(REPLACE "gnuC" "gnu" name "${name}")
+        target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:${language}>:-std=${name}>)
+      endif()
+    endforeach()
+    # A unique symbol is one for the process, whatever it was made of.
+    target_compile_options(${target} PRIVATE ${cpu_flags_${copy}} -fno-gnu-unique)
+    target_link_libraries(${target} PRIVATE ggml-base)
+    if(GGML_OPENMP_ENABLED)
+      target_link_libraries(${target} PRIVATE OpenMP::OpenMP_C OpenMP::OpenMP_CXX)
+    endif()
+    set(object "${CMAKE_CURRENT_BINARY_DIR}/${target}.o")
+    list(JOIN cpu_entries " " entries)
+    add_custom_command(
+      OUTPUT "${object}"
+      COMMAND "${CMAKE_COMMAND}" "-DLD=${CMAKE_LINKER}" "-DOBJCOPY=${CMAKE_OBJCOPY}" "-DOBJDUMP=${CMAKE_OBJDUMP}"
+              "-DCOPY=${copy}" "-DENTRIES=${entries}" "-DOUT=${object}" "-DOBJECTS=$<JOIN:$<TARGET_OBJECTS:${target}>,|>"
+              -P "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/cpu/join_copy.cmake"
+      DEPENDS ${target} $<TARGET_OBJECTS:${target}> "${PROJECT_SOURCE_DIR}/src/pykvcache/_native/cpu/join_copy.cmake"
+      COMMENT "Joining ggml's CPU code for ${copy}" VERBATIM)
+    list(APPEND joined "${object}")
+  endforeach()
+  add_custom_target(ggml-cpu-copies DEPENDS ${joined})
+  add_dependencies(ggml-cpu ggml-cpu-copies)
+  set_property(TARGET ggml-cpu PROPERTY SOURCES "${cpu_needs}")
+  target_link_libraries(ggml-cpu INTERFACE ${joined})
+endfunction()

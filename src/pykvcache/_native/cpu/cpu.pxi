@@ -1,0 +1,18 @@
+# Which of ggml's CPU code runs: chosen before any of it does.
+
+cdef extern from "cpu/cpu.h" namespace "pykv":
+    string choose_cpu(const char* wanted) except +
+    string cpu_name() except +
+    vector[string] cpu_names() except +
+    vector[string] c_cpu_features "pykv::cpu_features"() except +
+
+cdef bytes _cpu_wanted = os.environ.get("PYKVCACHE_CPU", "").encode("utf-8", "surrogateescape")
+cdef str _cpu_refusal = _text(choose_cpu(_cpu_wanted))
+if _cpu_refusal:
+    raise ImportError(_cpu_refusal)
+
+
+def cpu_features():
+    """Return the names of what this processor has, of all that compilers may use."""
+    _ready()
+    return _texts(c_cpu_features())

@@ -1,0 +1,273 @@
+"""The interface of mlx-lm's caches, and the base of those with one pair of buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache.arrays._checks import as_int, check_size
+from pykvcache.arrays.mlx.rows import LARGEST, LARGEST_SIZE
+from pykvcache.arrays.mlx.token_pair import TokenPair
+from pykvcache.errors import CacheValueError, NotSupported
+from pykvcache.errors._shown import shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "Arrays",
+    "BaseCache",
+    "Mask",
+    "PairCache",
+    "as_caches",
+    "meta_ints",
+    "restored_on_error",
+    "state_pair",
+]
+
+_SIZES = ("max_size", "keep", "chunk_size", "group_size")
+
+#: Keys and values.
+Arrays: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
+#: Nothing to hide, causal without an array, or a boolean array (True = visible).
+Mask: TypeAlias = NDArray[np.bool_] | Literal["causal"] | None
+
+
+class BaseCache(ABC):
+    """The cache of one layer: keys and values in, keys and values of the history out.
+
+    It follows mlx-lm's ``_BaseCache`` and the ``KvCache`` trait of its Rust port. Arrays
+    are `(batch, n_kv_heads, n_tokens, head_dim)`. Given arrays are copied; returned arrays may
+    be read-only views of the cache's buffers, valid until the next call that changes the cache.
+    A refused call changes nothing; an interrupted call leaves the cache undefined.
+
+    No cache may be used by two threads at once.
+    """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(offset={self.offset}, nbytes={self.nbytes})"
+
+    @property
+    @abstractmethod
+    def offset(self) -> int:
+        """Position of the next token."""
+
+    @property
+    def rope_offset(self) -> int | NDArray[np.int64]:
+        """Rotary position of the next token: ``offset``, or one number per row of a batch."""
+        return self.offset
+
+    @property
+    def max_size(self) -> int | None:
+        """Tokens that a ring keeps; None where there is no such limit."""
+        return None
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all buffers, used or not."""
+
+    @property
+    @abstractmethod
+    def state(self) -> tuple[Any, ...]:
+        """The stored arrays, nested as in mlx-lm, ``()`` when empty; copied when set."""
+
+    @state.setter
+    @abstractmethod
+    def state(self, state: Sequence[Any]) -> None: ...
+
+    @property
+    def meta_state(self) -> tuple[Any, ...]:
+        """The rest of the state, as strings: sizes and counts; ``()`` if there is none."""
+        return ()
+
+    @meta_state.setter
+    def meta_state(self, meta: Sequence[Any]) -> None:
+        if len(meta):
+            message = f"a {type(self).__name__} has no meta state; got {len(meta)} values"
+            raise CacheValueError(message, "meta_state", len(meta), 0)
+
+    def from_serialized(self, state: Sequence[Any], meta: Sequence[Any]) -> None:
+        """Take over a state and its meta state, or raise and change nothing."""
+        with restored_on_error([self]):
+            self.state = state
+            self.meta_state = meta
+
+    @abstractmethod
+    def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
+        """Store the keys and values of new tokens; return those to attend to."""
+
+    def is_trimmable(self) -> bool:
+        """Return whether ``trim`` can drop the newest tokens."""
+        return False
+
+    def trim(self, n: SupportsIndex) -> int:
+        """Drop the newest `n` tokens, or as many as there are; return how many.
+
+        0, and no change, if the cache cannot be trimmed. A negative `n` raises
+        ``CacheValueError``.
+        """
+        as_int("n", n, minimum=0)
+        return 0
+
+    @abstractmethod
+    def make_mask(
+        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
+    ) -> Mask:
+        """Return the mask for the `n` tokens of the next ``update``.
+
+        None if every stored token is visible, ``"causal"`` if the causal rule is enough, or
+        a boolean array over the tokens that ``update`` will return. `window_size` counts the
+        visible tokens, the new one included; `return_array` asks for an array where several
+        new tokens would get ``"causal"``.
+        """
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return the number of stored tokens within reach of the next one."""
+
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Return whether nothing is stored."""
+
+    def copy(self) -> Self:
+        """Return an independent cache with the same content; no spare room is copied."""
+        return self._copied()
+
+    def __copy__(self) -> Self:
+        # A shallow copy would share the buffers, but not the counts of their tokens.
+        # Not `self.copy()`: a subclass may build that on `copy.copy`.
+        return self._copied()
+
+    def _copied(self) -> Self:
+        return copy.deepcopy(self)
+
+    def to_quantized(self, group_size: SupportsIndex = 64, bits: SupportsIndex = 4) -> BaseCache:
+        """Return a ``QuantizedKVCache`` with this content; most kinds cannot."""
+        name = type(self).__name__
+        raise NotSupported(f"a {name} cannot be quantized", "to_quantized", name)
+
+    def _rows(self) -> int | None:
+        """Return the rows of a batch; None for one sequence, or where it is not known yet."""
+        return None
+
+    def _copy_trimmed(self, n: int) -> Self | None:
+        """Return a copy without the newest `n` tokens; None if it cannot go back so far."""
+        shorter = self.copy()
+        return shorter if shorter.trim(n) == n else None
+
+    def _leaves(self) -> Iterator[BaseCache]:
+        """Yield the caches that store something: the members of a list, else this one."""
+        yield self
+
+
+class PairCache(BaseCache):
+    """A cache that keeps its keys and values in one `TokenPair`."""
+
+    def __init__(self) -> None:
+        self._pair = TokenPair()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers, used or not."""
+        return self._pair.nbytes
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """``(keys, values)`` as views of exactly the stored tokens; ``()`` when empty."""
+        return self._pair.view() if self._pair.count else ()
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        self._pair = state_pair(state)
+
+    def size(self) -> int:
+        """Return the number of stored tokens within reach of the next one."""
+        return self._pair.count
+
+    def is_empty(self) -> bool:
+        """Return whether no token is stored."""
+        return self._pair.count == 0
+
+    def trim(self, n: SupportsIndex) -> int:
+        """Drop the newest `n` tokens, or as many as there are; return how many."""
+        dropped = min(as_int("n", n, minimum=0), self._pair.count)
+        if not self.is_trimmable():
+            return 0
+        self._pair.length -= dropped
+        return dropped
+
+    def _copied(self) -> Self:
+        return self._copy_first(self._pair.count)
+
+    def _copy_first(self, count: int) -> Self:
+        """Return a copy that has the first `count` tokens."""
+        pair = self._pair.first(count, self.max_size)
+        return copy.deepcopy(self, {id(self._pair): pair})
+
+
+@contextlib.contextmanager
+def restored_on_error(caches: Iterable[BaseCache]) -> Iterator[None]:
+    """Restore the attributes of several caches if the body raises.
+
+    It may call methods that replace attributes; only ``update`` and ``trim`` change them in place.
+    """
+    before = [(leaf, leaf.__dict__.copy()) for cache in caches for leaf in cache._leaves()]
+    try:
+        yield
+    except Exception:
+        for leaf, attributes in before:
+            leaf.__dict__.update(attributes)
+        raise
+
+
+def state_pair(state: Sequence[Any], limit: int | None = None) -> TokenPair:
+    """Copy a ``(keys, values)`` state, or ``()``, into a new `TokenPair`.
+
+    With `limit` there is room for so many tokens at most.
+    """
+    empty = TokenPair()
+    if len(state) == 0:
+        return empty
+    check_size("arrays of a state, keys and values", len(state), 2)
+    keys, values = state
+    # mlx-lm saves zero tokens after a full trim.
+    if all(isinstance(a, np.ndarray) and a.ndim == 4 and a.shape[2] == 0 for a in (keys, values)):
+        return empty
+    given = TokenPair(*empty.check(keys, values))
+    return given.first(given.count, limit)
+
+
+def meta_ints(owner: str, names: Sequence[str], meta: Sequence[Any]) -> list[int]:
+    """Return the numbers of a meta state, one for each of `names`, none negative."""
+    if len(meta) != len(names):
+        message = (
+            f"the meta state of a {owner} is {len(names)} values ({', '.join(names)}); "
+            f"got {len(meta)}"
+        )
+        raise CacheValueError(message, f"meta_state of a {owner}", len(meta), names)
+    numbers = []
+    for name, text in zip(names, meta, strict=True):
+        limit, what = LARGEST_SIZE if name in _SIZES else LARGEST, f"{name} of a {owner}"
+        if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 20):
+            raise CacheValueError(f"{what} is {shown(text)}; expected a number as text", what, text)
+        if int(text) > limit:
+            message = f"{what} is {text}; it must be at most {limit}"
+            raise CacheValueError(message, what, int(text), limit)
+        numbers.append(int(text))
+    return numbers
+
+
+def as_caches(name: str, caches: Sequence[BaseCache]) -> list[BaseCache]:
+    """Return the caches of all layers as a list; raise `TypeError` if one is no cache."""
+    layers = list(caches)
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, BaseCache):
+            raise TypeError(f"{name}[{i}] must be a cache, not {type(layer).__name__}")
+    return layers

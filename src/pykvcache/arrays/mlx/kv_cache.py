@@ -1,0 +1,422 @@
+"""Caches that keep their tokens in order: plain, concatenating, chunked, and in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache.arrays._checks import as_int, as_kind, check_size
+from pykvcache.arrays.mlx.base import Arrays, Mask, PairCache, meta_ints, state_pair
+from pykvcache.arrays.mlx.masks import create_causal_mask, history_mask
+from pykvcache.arrays.mlx.quantized import QuantizedKVCache
+from pykvcache.arrays.mlx.rows import (
+    LARGEST_SIZE,
+    Counts,
+    Rows,
+    announced,
+    right_justified,
+    roll_columns,
+    row_counts,
+    row_indices,
+    summed,
+    take_rows,
+)
+from pykvcache.arrays.mlx.token_pair import TokenPair, joined
+from pykvcache.errors import CacheOrderError, CacheValueError
+from pykvcache.errors._shown import shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["BatchKVCache", "ChunkedKVCache", "ConcatenateKVCache", "KVCache", "parse_padding"]
+
+
+class KVCache(PairCache):
+    """All tokens of a sequence, in buffers that grow by steps of 256 tokens.
+
+    It follows mlx-lm's ``KVCache``. Storing one token costs O(1) copies on average (mlx-lm
+    copies everything every 256 tokens), `state` is ``()`` when empty (mlx-lm fails there),
+    and a cache that was trimmed to nothing is empty again.
+
+    Arrays are `(batch, n_kv_heads, n_tokens, head_dim)` of any numeric dtype; keys and
+    values may differ in the last axis and in dtype. Not safe for several threads at once.
+    """
+
+    @property
+    def offset(self) -> int:
+        """Stored tokens, and the position of the next one."""
+        return self._pair.length
+
+    def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
+        """Store new tokens; return views of all keys and values.
+
+        Raises
+        ------
+        CacheValueError
+            A shape does not fit the stored tokens, or there is no token.
+        CacheDTypeError
+            Not NumPy arrays of numbers, or of another dtype than the stored tokens.
+        """
+        return self._pair.append(keys, values)
+
+    def is_trimmable(self) -> bool:
+        """Return True."""
+        return True
+
+    def make_mask(
+        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
+    ) -> Mask:
+        """Return the mask for `n` new tokens, `(n, offset + n)` if it is an array.
+
+        A window always gives an array; without one a single token needs no mask.
+        """
+        return history_mask(n, self._pair.length, window_size, return_array)
+
+    def to_quantized(
+        self, group_size: SupportsIndex = 64, bits: SupportsIndex = 4
+    ) -> QuantizedKVCache:
+        """Return a `QuantizedKVCache` that holds the same tokens.
+
+        Raises
+        ------
+        CacheValueError
+            `bits` or `group_size` is not possible, or does not fit the head sizes.
+        """
+        quantized = QuantizedKVCache(group_size=group_size, bits=bits)
+        if self._pair.count:
+            quantized.update_quantized(*self._pair.view())
+        return quantized
+
+    @classmethod
+    def merge(cls, caches: Iterable[KVCache]) -> BatchKVCache:
+        """Return a `BatchKVCache` with one row for each of `caches`, padded on the left."""
+        return BatchKVCache.merge(caches)
+
+    def _copy_trimmed(self, n: int) -> Self | None:
+        return self._copy_first(self._pair.count - n) if n <= self._pair.count else None
+
+
+class ConcatenateKVCache(KVCache):
+    """A `KVCache` without spare room: every update concatenates.
+
+    It follows mlx-lm's ``ConcatenateKVCache``, meant for a few large blocks or as a reference:
+    a token costs a copy of all stored tokens. There `trim` only moves the offset, so that the
+    next update lands after the trimmed tokens; here they are gone. Saved files load as
+    `KVCache`.
+    """
+
+    def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
+        """Store new tokens; return views of all keys and values. Errors as in `KVCache`."""
+        keys, values = self._pair.check(keys, values)
+        if self._pair.count:
+            old_keys, old_values = self._pair.view()
+            self._pair = TokenPair(joined([old_keys, keys]), joined([old_values, values]))
+        else:
+            self._pair = TokenPair(keys.copy(), values.copy())
+        return self._pair.view()
+
+
+class ChunkedKVCache(PairCache):
+    """All tokens since `start_position`, which `maybe_trim_front` moves.
+
+    It follows mlx-lm's ``ChunkedKVCache``, with its flaws put right: a cache whose front
+    was dropped survives saving and loading (there the offset is lost), only stored tokens
+    count towards the chunk (there the spare room of the buffer does), and there is a mask.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Tokens that `maybe_trim_front` leaves, at least 1.
+    """
+
+    def __init__(self, chunk_size: SupportsIndex) -> None:
+        super().__init__()
+        self._chunk_size = as_int("chunk_size", chunk_size, minimum=1, maximum=LARGEST_SIZE)
+        self._start_position = 0
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens that `maybe_trim_front` leaves."""
+        return self._chunk_size
+
+    @property
+    def start_position(self) -> int:
+        """Position of the oldest stored token: the number of dropped tokens."""
+        return self._start_position
+
+    @property
+    def offset(self) -> int:
+        """Position of the next token; dropped tokens count."""
+        return self._start_position + self._pair.count
+
+    def maybe_trim_front(self) -> None:
+        """Drop the oldest tokens until at most `chunk_size` are stored. Copies nothing."""
+        surplus = self._pair.count - self._chunk_size
+        if surplus > 0:
+            self._pair.start += surplus
+            self._start_position += surplus
+
+    def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
+        """Store new tokens; return views of all stored tokens. Errors as in `KVCache`."""
+        return self._pair.append(keys, values)
+
+    def is_trimmable(self) -> bool:
+        """Return True: down to `start_position`."""
+        return True
+
+    def make_mask(
+        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
+    ) -> Mask:
+        """Return the mask for `n` new tokens, causal over the stored tokens."""
+        return history_mask(n, self._pair.count, window_size, return_array)
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """``(keys, values)`` as views of the stored tokens; ``()`` when empty.
+
+        Setting it stores the tokens from position 0 on; `meta_state` moves them.
+        """
+        return super().state
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        self._pair, self._start_position = state_pair(state), 0
+
+    @property
+    def meta_state(self) -> tuple[str, ...]:
+        """``(chunk_size, start_position)`` as text."""
+        return str(self._chunk_size), str(self._start_position)
+
+    @meta_state.setter
+    def meta_state(self, meta: Sequence[Any]) -> None:
+        chunk, start = meta_ints("ChunkedKVCache", ("chunk_size", "start_position"), meta)
+        self._chunk_size = as_int("chunk_size", chunk, minimum=1)
+        self._start_position = start
+
+
+class BatchKVCache(PairCache):
+    """One row per sequence; columns are shared, and each row begins with padding.
+
+    Column `c` of row `i` holds a token if ``c >= left_padding[i]``. Prompts padded on the
+    right are announced by `prepare` and moved by `finalize`, after which all rows end in
+    the same column.
+
+    It follows mlx-lm's ``BatchKVCache``. Here `filter` and `extract` also work on an empty
+    batch (mlx-lm counts below zero, or fails), `merge` and `extend` refuse shapes that differ
+    (mlx-lm pads heads with zeros), and a call that would lose right padding raises.
+
+    Parameters
+    ----------
+    left_padding : sequence of int, shape (batch,)
+        Columns of each row that hold no token.
+    """
+
+    def __init__(self, left_padding: Counts) -> None:
+        super().__init__()
+        self._padding = row_counts("left_padding", left_padding)
+        # Announced right padding, and the column after which it comes.
+        self._right: Rows | None = None
+        self._right_from = 0
+
+    @property
+    def offset(self) -> int:
+        """Columns that are stored."""
+        return self._pair.count
+
+    @property
+    def rope_offset(self) -> Rows:
+        """Position of the next token of each row: columns less padding, maybe negative."""
+        offset: Rows = self._pair.count - self._padding
+        return offset
+
+    @property
+    def left_padding(self) -> Rows:
+        """Leading columns of each row without a token, as a copy."""
+        return np.array(self._padding)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return self._padding.size
+
+    def _rows(self) -> int:
+        return self.batch_size
+
+    def update(self, keys: NDArray[Any], values: NDArray[Any]) -> Arrays:
+        """Store new columns; return views of all of them. Errors as in `KVCache`."""
+        if self._pair.length == 0:
+            keys, values = self._pair.check(keys, values)
+            check_size("rows of keys", keys.shape[0], self.batch_size)
+        return self._pair.append(keys, values)
+
+    def prepare(
+        self,
+        *,
+        left_padding: Counts | None = None,
+        lengths: Counts | None = None,
+        right_padding: Counts | None = None,
+    ) -> None:
+        """Announce padding of the coming columns.
+
+        Parameters
+        ----------
+        left_padding : sequence of int, optional
+            Further columns without a token at the beginning; only while nothing is stored.
+        lengths : sequence of int, optional
+            Coming tokens of each row; here only `right_padding` counts.
+        right_padding : sequence of int, optional
+            Columns at the end of the coming updates without a token; then call `finalize`.
+
+        Raises
+        ------
+        CacheValueError
+            Left padding after tokens, or not one number per row.
+        CacheOrderError
+            Right padding that was announced before is not finalized.
+        """
+        left, _, right = announced(self.batch_size, left_padding, lengths, right_padding)
+        if left is not None and self._pair.count:
+            message = "left padding can only be added to an empty BatchKVCache"
+            raise CacheValueError(message, "left_padding")
+        self._refuse_pending("prepare")
+        if left is not None:
+            self._padding = summed("left_padding", self._padding, left)
+        if right is not None and right.any():
+            self._right, self._right_from = right, self._pair.count
+
+    def finalize(self) -> None:
+        """Move announced right padding to the left, so that all rows end together."""
+        if self._right is None:
+            return
+        columns = self._pair.count - self._right_from
+        if columns:
+            most = int(self._right.max(initial=0))  # `filter` may have left no row
+            if most > columns:
+                message = (
+                    f"{most} columns of right padding were announced, "
+                    f"but only {columns} columns came so far"
+                )
+                raise CacheOrderError(message, "right_padding", most, columns)
+            padding = summed("left_padding", self._padding, self._right)
+            self._pair, self._padding = roll_columns(self._pair, self._right), padding
+        self._right = None
+
+    def advance(self, n: SupportsIndex) -> None:
+        """Do nothing: here `update` counts; recurrent caches in the same list need the call."""
+        as_int("n", n, minimum=0)
+
+    def is_trimmable(self) -> bool:
+        """Return whether no right padding waits for `finalize`.
+
+        `trim` drops columns of all rows; padding stays, also that of a row without tokens.
+        """
+        return self._right is None
+
+    def make_mask(
+        self, n: SupportsIndex, window_size: SupportsIndex | None = None, return_array: bool = False
+    ) -> NDArray[np.bool_]:
+        """Return the mask for `n` new columns, always `(batch, 1, n, offset + n)`."""
+        return create_causal_mask(n, self._pair.count, window_size, left_padding=self._padding)
+
+    def filter(self, batch_indices: Counts) -> None:
+        """Keep the given rows, in that order; columns that all of them pad are dropped."""
+        rows = row_indices(batch_indices, self.batch_size)
+        padding, common = self._padding[rows], 0
+        if self._pair.count:
+            common = min(int(padding.min()), self._pair.count) if rows.size else 0
+            self._pair = take_rows(self._pair, rows, common)
+        self._padding = padding - common
+        if self._right is not None:
+            self._right = self._right[rows]
+        self._right_from = max(self._right_from - common, 0)
+
+    def extend(self, other: BatchKVCache) -> None:
+        """Add the rows of `other` below, the newest columns of both together."""
+        as_kind("other", other, BatchKVCache)
+        self._refuse_pending("extend")
+        other._refuse_pending("extend")
+        columns = max(self._pair.count, other._pair.count)
+        mine, others = columns - self._pair.count, columns - other._pair.count
+        pair = right_justified([(self.batch_size, self._pair), (other.batch_size, other._pair)])
+        padding = np.concatenate([self._padding + mine, other._padding + others])
+        self._pair, self._padding = pair, row_counts("left_padding", padding)
+
+    def extract(self, index: SupportsIndex) -> KVCache:
+        """Return row `index` as a `KVCache` of its own, without padding."""
+        row = as_int("index", index, minimum=0, maximum=self.batch_size - 1)
+        self._refuse_pending("extract")
+        alone, first = KVCache(), int(self._padding[row])
+        if first < self._pair.count:
+            alone._pair = take_rows(self._pair, np.array([row]), first)
+        return alone
+
+    @classmethod
+    def merge(cls, caches: Iterable[KVCache]) -> BatchKVCache:
+        """Return a batch with one row for each of `caches`, whose own batch is 1."""
+        caches = list(caches)
+        for cache in caches:
+            as_kind("caches", cache, KVCache)
+            if cache.size():
+                check_size("rows of a cache to merge", cache._pair.keys.shape[0], 1)
+        columns = max((cache.size() for cache in caches), default=0)
+        batch = cls([columns - cache.size() for cache in caches])
+        batch._pair = right_justified([(1, cache._pair) for cache in caches])
+        return batch
+
+    def _refuse_pending(self, operation: str) -> None:
+        if self._right is not None:
+            message = f"finalize() should be called before {operation}"
+            raise CacheOrderError(message, "finalize", operation)
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """``(keys, values, rope_offset, left_padding)``; ``()`` when empty.
+
+        The padding of an empty batch is in `meta_state`; setting ``()`` keeps it.
+        """
+        self._refuse_pending("state")
+        if self._pair.count == 0:
+            return ()
+        return (*self._pair.view(), self.rope_offset, self.left_padding)
+
+    @state.setter
+    def state(self, state: Sequence[Any]) -> None:
+        pair, padding = TokenPair(), self._padding
+        if len(state):
+            check_size("arrays of a BatchKVCache", len(state), 4)
+            pair = state_pair(state[:2])
+            batch = pair.keys.shape[0] if pair.count else None
+            offset = row_counts("rope_offset", state[2], batch, signed=True)
+            padding = row_counts("left_padding", state[3], offset.size)
+            expected = pair.count - padding
+            if not np.array_equal(offset, expected):
+                message = (
+                    f"rope_offset {shown(offset.tolist())} is not {pair.count} columns less "
+                    f"left_padding {shown(padding.tolist())}"
+                )
+                raise CacheValueError(message, "rope_offset", offset.tolist(), expected.tolist())
+        self._pair, self._padding, self._right = pair, padding, None
+
+    @property
+    def meta_state(self) -> tuple[str, ...]:
+        """``()``, or the padding of an empty batch as text."""
+        return () if self._pair.count else tuple(str(p) for p in self._padding)
+
+    @meta_state.setter
+    def meta_state(self, meta: Sequence[Any]) -> None:
+        if len(meta) and self._pair.count:
+            message = f"a BatchKVCache with tokens has no meta state; got {len(meta)}"
+            raise CacheValueError(message, "meta_state", len(meta), 0)
+        if len(meta):
+            self._padding = parse_padding(meta)
+
+
+def parse_padding(meta: Sequence[Any]) -> Rows:
+    """Return the padding that the meta state of an empty batch holds."""
+    if not all(isinstance(p, str) and p.isascii() and p.isdigit() and len(p) < 19 for p in meta):
+        message = f"left padding {shown(tuple(meta))} is not numbers as text"
+        raise CacheValueError(message, "left_padding", tuple(meta))
+    return row_counts("left_padding", [int(p) for p in meta])

@@ -1,0 +1,244 @@
+"""Keys and values that grow side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache.arrays._checks import check_shape
+from pykvcache.errors import CacheDTypeError, CacheValueError
+from pykvcache.errors._shown import shown
+
+__all__ = ["STEP", "TokenPair", "grow", "grown_capacity", "joined", "plain_numbers"]
+
+#: Capacities are multiples of this many tokens, as in mlx-lm.
+STEP = 256
+
+_ALL = slice(None)
+_NDARRAY = np.ndarray
+# Truth values and numbers. The kind "V" is that of raw bytes and records, and also of bfloat16
+# and similar types of other packages.
+_KINDS = "biufcV"
+
+
+def grown_capacity(capacity: int, needed: int, limit: int | None = None) -> int:
+    """Return the next capacity that holds `needed` tokens.
+
+    A multiple of ``STEP``, and beyond one step half as much again as `capacity`: growing by a
+    fixed step, as mlx-lm does, would copy n**2 / 512 tokens to store n of them one by one; this
+    way each is copied about twice.
+
+    Parameters
+    ----------
+    capacity, needed : int
+        Tokens that fit now, and that have to fit.
+    limit : int, optional
+        Never more than this, unless `needed` is.
+    """
+    steps = -(-max(needed, capacity + capacity // 2 if capacity else 0) // STEP)
+    return steps * STEP if limit is None else max(needed, min(steps * STEP, limit))
+
+
+def grow(buffer: NDArray[Any], first: int, last: int, capacity: int, axis: int = 2) -> NDArray[Any]:
+    """Return a buffer of `capacity` along `axis` that begins with ``buffer[first:last]``.
+
+    The rest is uninitialised.
+    """
+    shape = (*buffer.shape[:axis], capacity, *buffer.shape[axis + 1 :])
+    grown = np.empty(check_shape("the buffer", shape, buffer.dtype), buffer.dtype)
+    grown.swapaxes(0, axis)[: last - first] = buffer.swapaxes(0, axis)[first:last]
+    return grown
+
+
+def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return arrays of keys, or of values, one after the other, if an array can be so long."""
+    batch, heads, _, dim = parts[0].shape
+    shape = batch, heads, sum(part.shape[2] for part in parts), dim
+    check_shape("the history", shape, parts[0].dtype)
+    return np.concatenate(parts, axis=2)
+
+
+def plain_numbers(name: str, array: object) -> NDArray[Any]:
+    """Return an array of numbers as a plain ndarray; raise `CacheDTypeError` for others.
+
+    Attributes of a subclass, such as the mask of a masked array, are not stored.
+    """
+    if not isinstance(array, _NDARRAY):
+        found = type(array).__name__
+        raise CacheDTypeError(f"{name} must be a NumPy array, not {found}", name, found, "ndarray")
+    plain = np.asarray(array)
+    if plain.dtype.kind not in _KINDS or plain.dtype.type is np.void:
+        message = f"{name} must hold numbers; the dtype is {shown(plain.dtype)}"
+        raise CacheDTypeError(message, name, str(plain.dtype))
+    return plain
+
+
+class TokenPair:
+    """Keys and values of one layer, `(batch, n_kv_heads, n_tokens, head_dim)` each.
+
+    The tokens are ``keys[:, :, start:length]``; room after them grows on demand. Head sizes and
+    dtypes of keys and values may differ. Given arrays become the buffers without a copy. Views
+    that are handed out are read-only.
+    """
+
+    def __init__(
+        self, keys: NDArray[Any] | None = None, values: NDArray[Any] | None = None
+    ) -> None:
+        nothing = np.empty((0, 0, 0, 0), np.float32)
+        keys = nothing if keys is None else keys
+        self._bind(keys, nothing if values is None else values, keys.shape[2])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The row views must be made anew: a deep copy of them would not be views of its buffers.
+        stored = _ALL, _ALL, slice(self.start, self.length)
+        return TokenPair, (self.keys[stored], self.values[stored])
+
+    def _bind(self, keys: NDArray[Any], values: NDArray[Any], length: int) -> None:
+        batch, heads, self._capacity, k_dim = keys.shape
+        self.keys, self.values = keys, values
+        self.start, self.length = 0, length
+        # Token axis first: storing a token is one integer index, and twice as fast.
+        self.k_rows = keys.transpose(2, 0, 1, 3)[:, :, :, None]
+        self.v_rows = values.transpose(2, 0, 1, 3)[:, :, :, None]
+        self._k_seen, self._v_seen = keys.view(), values.view()
+        self._k_seen.flags.writeable = self._v_seen.flags.writeable = False
+        self._k_one = batch, heads, 1, k_dim
+        self._v_one = batch, heads, 1, values.shape[3]
+        self._k_dtype, self._v_dtype = keys.dtype, values.dtype
+
+    def first(self, count: int, limit: int | None = None) -> TokenPair:
+        """Return a copy of the first `count` tokens with some room after them.
+
+        With `limit` there is room for so many tokens at most.
+        """
+        capacity, last = grown_capacity(0, count, limit), self.start + count
+        pair = TokenPair(
+            grow(self.keys, self.start, last, capacity),
+            grow(self.values, self.start, last, capacity),
+        )
+        pair.length = count
+        return pair
+
+    @property
+    def count(self) -> int:
+        """Number of stored tokens."""
+        return self.length - self.start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers, used or not."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def view(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return read-only views of the stored keys and values."""
+        stored = (_ALL, _ALL, slice(self.start, self.length))
+        return self._k_seen[stored], self._v_seen[stored]
+
+    def check(self, keys: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return `keys` and `values` as plain arrays; raise if they do not continue the stored."""
+        # Fast path, of a single token.
+        if (
+            type(keys) is _NDARRAY
+            and type(values) is _NDARRAY
+            and keys.shape == self._k_one
+            and values.shape == self._v_one
+            and keys.dtype == self._k_dtype
+            and values.dtype == self._v_dtype
+        ):
+            return keys, values
+        keys, values = plain_numbers("keys", keys), plain_numbers("values", values)
+        for name, array in (("keys", keys), ("values", values)):
+            if array.ndim != 4:
+                message = (
+                    f"{name} have shape {array.shape}; "
+                    "expected (batch, n_kv_heads, n_tokens, head_dim)"
+                )
+                raise CacheValueError(message, name, array.shape, 4)
+        shapes = keys.shape, values.shape
+        if keys.shape[:3] != values.shape[:3]:
+            message = f"keys {shapes[0]} and values {shapes[1]} differ before the last axis"
+            raise CacheValueError(message, "keys and values", shapes)
+        if keys.shape[2] < 1:
+            message = f"keys have shape {keys.shape}; expected at least one token"
+            raise CacheValueError(message, "keys", keys.shape, 1)
+        if not self.count:
+            return keys, values
+        if not self._same_layout(keys, values):
+            stored = (*self.keys.shape[:2], self._k_one[3], self._v_one[3])
+            message = (
+                f"keys {shapes[0]} and values {shapes[1]} do not continue the stored "
+                f"{stored[:2]} by {stored[2]} and {stored[3]}"
+            )
+            raise CacheValueError(message, "keys and values", shapes, stored)
+        if keys.dtype != self._k_dtype or values.dtype != self._v_dtype:
+            found = str(keys.dtype), str(values.dtype)
+            kept = str(self._k_dtype), str(self._v_dtype)
+            message = f"dtypes {found[0]} and {found[1]}; stored are {kept[0]} and {kept[1]}"
+            raise CacheDTypeError(message, "dtypes of keys and values", found, kept)
+        return keys, values
+
+    def _same_layout(self, keys: NDArray[Any], values: NDArray[Any]) -> bool:
+        k_one, v_one = (*keys.shape[:2], 1, keys.shape[3]), (*values.shape[:2], 1, values.shape[3])
+        return k_one == self._k_one and v_one == self._v_one
+
+    def append(self, keys: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Store `keys` and `values` after the others; return views of all of them."""
+        last = self.length
+        # The fast path of `check`, written out: a call would cost a tenth of storing a token.
+        if (
+            last < self._capacity
+            and type(keys) is _NDARRAY
+            and type(values) is _NDARRAY
+            and keys.shape == self._k_one
+            and values.shape == self._v_one
+            and keys.dtype == self._k_dtype
+            and values.dtype == self._v_dtype
+            # The keys are written first: values that are a view of them must be copied before.
+            and (values.base is None or not np.may_share_memory(values, self.keys))
+        ):
+            self.k_rows[last] = keys
+            self.v_rows[last] = values
+            self.length = last + 1
+        else:
+            self.put(*self.check(keys, values))
+        stored = (_ALL, _ALL, slice(self.start, self.length))
+        return self._k_seen[stored], self._v_seen[stored]
+
+    def put(
+        self,
+        keys: NDArray[Any],
+        values: NDArray[Any],
+        limit: int | None = None,
+        *,
+        exact: bool = False,
+    ) -> None:
+        """Store checked arrays after the others.
+
+        A buffer grows to at most `limit` tokens, or as many as needed; a new one has no room to
+        spare if it shall be `exact`.
+        """
+        n = int(keys.shape[2])
+        self._reserve(keys, values, n, n if exact and not self.count else limit)
+        if values.base is not None and np.may_share_memory(values, self.keys):
+            values = values.copy()
+        last = self.length
+        self.keys[:, :, last : last + n] = keys
+        self.values[:, :, last : last + n] = values
+        self.length = last + n
+
+    def _reserve(self, keys: NDArray[Any], values: NDArray[Any], n: int, limit: int | None) -> None:
+        first, last, count = self.start, self.length, self.count
+        old_keys, old_values = self.keys, self.values
+        same = self._same_layout(keys, values) and keys.dtype == self._k_dtype
+        if not (same and values.dtype == self._v_dtype):  # only when nothing is stored
+            first = last = count = 0
+            old_keys, old_values = keys, values
+        elif last + n <= self._capacity:
+            return
+        # The room of a dropped front counts, too: only the stored tokens move.
+        capacity = grown_capacity(count, count + n, limit)
+        grown_keys = grow(old_keys, first, last, capacity)
+        self._bind(grown_keys, grow(old_values, first, last, capacity), count)

@@ -1,0 +1,108 @@
+"""Token ids: as a list, and as a buffer that grows like a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache.arrays._checks import as_int
+from pykvcache.arrays.mlx.token_pair import grow, grown_capacity
+from pykvcache.errors import CacheDTypeError, CacheValueError
+from pykvcache.errors._shown import shown
+
+__all__ = ["TokenBuffer", "Tokens", "token_list"]
+
+#: Token ids as a caller gives them.
+Tokens: TypeAlias = Sequence[int] | NDArray[Any]
+
+_INT32 = np.iinfo(np.int32)
+
+
+class TokenBuffer:
+    """A growing row of int32 token ids, by steps of 256.
+
+    It follows mlx-lm's ``TokenBuffer``; appending costs O(1) copies on average.
+
+    Parameters
+    ----------
+    tokens : sequence of int, optional
+        The first tokens.
+    """
+
+    def __init__(self, tokens: Tokens = ()) -> None:
+        self._buffer = np.empty(0, np.int32)
+        self._size = 0
+        self.update(tokens)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def update(self, tokens: Tokens) -> NDArray[np.int32]:
+        """Append `tokens`; return a read-only view of all of them.
+
+        Raises
+        ------
+        CacheDTypeError
+            Not integers.
+        CacheValueError
+            Not one row, or an id that does not fit int32.
+        """
+        try:
+            new = np.asarray(tokens)
+        except ValueError as error:
+            message, found = f"tokens are not a row of integers: {error}", type(tokens).__name__
+            raise CacheDTypeError(message, "tokens", found) from None
+        if new.ndim != 1:
+            message = f"tokens have shape {new.shape}; expected one row"
+            raise CacheValueError(message, "tokens", new.shape, 1)
+        if new.size and new.dtype.kind not in "iu":
+            message = f"tokens have dtype {new.dtype}; expected integers"
+            raise CacheDTypeError(message, "tokens", str(new.dtype), "integers")
+        # NumPy would convert a bool among integers.
+        if new is not tokens and not {bool, np.bool_}.isdisjoint(map(type, tokens)):
+            message = "tokens hold a bool; expected integers"
+            raise CacheDTypeError(message, "tokens", "bool", "integers")
+        if new.size and (new.min() < _INT32.min or new.max() > _INT32.max):
+            found_range = int(new.min()), int(new.max())
+            message = "a token id does not fit int32"
+            raise CacheValueError(message, "tokens", found_range, (_INT32.min, _INT32.max))
+        end = self._size + new.size
+        if end > self._buffer.size:
+            capacity = grown_capacity(self._buffer.size, end)
+            self._buffer = grow(self._buffer, 0, self._size, capacity, axis=0)
+        self._buffer[self._size : end] = new
+        self._size = end
+        return self.tokens
+
+    def __copy__(self) -> TokenBuffer:
+        # A shallow copy would share the buffer, but not the count of its tokens.
+        return type(self)(self.tokens)
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """All tokens, as a read-only view."""
+        view = self._buffer[: self._size]
+        view.flags.writeable = False
+        return view
+
+    @property
+    def state(self) -> NDArray[np.int32]:
+        """All tokens, as a view (mlx-lm includes the spare room)."""
+        return self.tokens
+
+
+def token_list(tokens: Tokens) -> list[int]:
+    """Return token ids as a new list; anything but an integer is a `TypeError`."""
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            found = str(tokens.dtype), tokens.shape
+            message = f"tokens are {shown(found[0])} of shape {found[1]}, no row of ids"
+            raise CacheValueError(message, "tokens", found, 1)
+        return [int(token) for token in tokens.tolist()]
+    items: list[Any] = list(tokens)
+    if {int}.issuperset(map(type, items)):
+        return items
+    return [as_int(f"tokens[{i}]", token) for i, token in enumerate(items)]

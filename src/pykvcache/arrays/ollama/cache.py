@@ -1,0 +1,257 @@
+"""The interface of Ollama's caches, its configuration, and the base of our own caches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from pykvcache.arrays._checks import MOST, as_float_dtype, as_int
+from pykvcache.arrays.ollama.batch import Batch
+from pykvcache.errors import CacheOrderError, ClosedError, KvCacheError, ReentryError
+
+__all__ = ["Cache", "CacheConfig", "OllamaCache"]
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Layout of the arrays of ``get``, to suit an attention kernel; plain by default.
+
+    Parameters
+    ----------
+    cache_padding : int
+        ``get`` returns a history whose start and length are multiples of this many cells;
+        0 counts as 1.
+    mask_batch_padding : int
+        The mask has a multiple of this many rows; added rows are -inf. 0 counts as 1.
+    mask_dtype : dtype
+        float16, float32 or float64; None counts as float32.
+    permuted_v : bool
+        ``get`` returns V as ``(n_kv_heads, head_dim, history)``; ``put`` takes the usual order.
+
+    Raises
+    ------
+    TypeError
+        A padding is not an integer, or `permuted_v` not a bool.
+    CacheValueError
+        A padding is negative, or above 2**31 - 1.
+    CacheDTypeError
+        `mask_dtype` is not one of the three.
+    """
+
+    cache_padding: int = 1
+    mask_batch_padding: int = 1
+    mask_dtype: DTypeLike = np.float32
+    permuted_v: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("cache_padding", "mask_batch_padding"):
+            padding = as_int(name, getattr(self, name), minimum=0, maximum=MOST)
+            object.__setattr__(self, name, padding or 1)
+        mask_dtype = np.float32 if self.mask_dtype is None else self.mask_dtype
+        object.__setattr__(self, "mask_dtype", as_float_dtype(mask_dtype))
+        if not isinstance(self.permuted_v, (bool, np.bool_)):
+            raise TypeError(f"permuted_v must be a bool, not {type(self.permuted_v).__name__}")
+        object.__setattr__(self, "permuted_v", bool(self.permuted_v))
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """A cache that a model's forward pass writes to and attends through.
+
+    The order of calls is that of Ollama's ``kvcache.Cache``: ``set_config`` if needed, ``init``,
+    then for every batch ``start_forward`` and, per layer, ``set_layer``, ``put``, ``get``.
+    A refused call changes nothing; an interrupted call leaves the cache undefined. Not safe
+    for use by several threads without a lock.
+    """
+
+    def init(
+        self,
+        dtype: DTypeLike,
+        max_sequences: SupportsIndex,
+        capacity: SupportsIndex,
+        max_batch: SupportsIndex,
+    ) -> None:
+        """Set the cache up, empty.
+
+        Parameters
+        ----------
+        dtype : dtype
+            Dtype of the stored K and V: float16, float32 or float64.
+        max_sequences : int
+            Number of sequences to make room for, over all batches; at least 1.
+        capacity : int
+            Number of tokens to make room for, per sequence; at least 1.
+        max_batch : int
+            Largest number of tokens in one batch; at least 1.
+
+        Raises
+        ------
+        CacheDTypeError
+            `dtype` is not one of the three.
+        CacheValueError
+            A number is out of range.
+        """
+        ...
+
+    def set_config(self, config: CacheConfig) -> None:
+        """Choose the layout, once and before ``init``; ``CacheConfig()`` is the plain one."""
+        ...
+
+    def close(self) -> None:
+        """Free the arrays. ``init`` makes the cache usable again; closing twice is fine."""
+        ...
+
+    def set_layer(self, layer: SupportsIndex) -> None:
+        """Choose the layer for ``put`` and ``get``, 0 at first; `CacheLayerError` if negative."""
+        ...
+
+    def start_forward(
+        self,
+        positions: Iterable[SupportsIndex],
+        sequences: Iterable[SupportsIndex],
+        reserve: bool = False,
+        multimodal: Iterable[SupportsIndex] = (),
+    ) -> None:
+        """Begin a forward pass.
+
+        Parameters
+        ----------
+        positions, sequences : ints, shape (n_tokens,)
+            Position and sequence id of every token of the batch, 0 or more.
+        reserve : bool
+            Only lay out the largest pass there can be: ``put`` allocates and stores nothing.
+        multimodal : ints
+            Batch indices of the multimodal items.
+
+        Raises
+        ------
+        CacheValueError
+            The batch is empty or larger than `max_batch`, `positions` and `sequences` differ in
+            length, a sequence id is negative, or an index of `multimodal` is outside the batch.
+        PositionError
+            A position is negative or does not fit int32.
+        """
+        ...
+
+    def put(self, key: NDArray[Any], value: NDArray[Any]) -> None:
+        """Store the batch's K and V in the active layer."""
+        ...
+
+    def get(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None]:
+        """Return K, V and mask of the active layer, as read-only views."""
+        ...
+
+    def set_causal(self, except_: Iterable[SupportsIndex] = ()) -> None:
+        """Let the batch rows in `except_` look ahead, until the next ``start_forward``.
+
+        Raises
+        ------
+        CacheValueError
+            A row is outside the batch.
+        CacheOrderError
+            No batch was started.
+        """
+        ...
+
+    def copy_prefix(self, src_seq: SupportsIndex, dst_seq: SupportsIndex, n: SupportsIndex) -> None:
+        """Make `dst_seq` the tokens of `src_seq` at positions below `n`, and nothing else."""
+        ...
+
+    def can_resume(self, seq: SupportsIndex, pos: SupportsIndex) -> bool:
+        """Return whether `seq` can go on with a token at `pos`.
+
+        The caller has verified that the cached tokens below `pos` are the right ones.
+        """
+        ...
+
+    def remove(
+        self, seq: SupportsIndex, begin: SupportsIndex, end: SupportsIndex | None = None
+    ) -> None:
+        """Remove the tokens of `seq` at positions ``[begin, end)``; later ones move up.
+
+        `end` None removes to the end, which never fails. After an exception the caller may
+        always ``remove(seq, 0)`` and evaluate the sequence again.
+
+        Raises
+        ------
+        CacheValueError
+            `seq` is negative.
+        PositionError
+            `begin` or `end` is negative, or `begin` over `end`.
+        """
+        ...
+
+
+class OllamaCache:
+    """A cache that is configured at most once, then set up, used and closed.
+
+    A ``_check_*`` method raises the errors of the method of that name and changes nothing.
+    `WrapperCache` calls those of all its caches before it changes any of them.
+    """
+
+    def __init__(self) -> None:
+        self._config: CacheConfig | None = None
+        self._closed = False
+        self._busy = False  # a callback of the caller runs in the middle of a call
+
+    @property
+    def config(self) -> CacheConfig | None:
+        """The layout; None until ``set_config`` or ``init`` sets one."""
+        return self._config
+
+    def set_config(self, config: CacheConfig) -> None:
+        """Choose the layout; see `Cache.set_config`.
+
+        Raises
+        ------
+        CacheOrderError
+            ``set_config`` or ``init`` has already set one.
+        """
+        self._check_set_config(config)
+        self._config = config
+
+    def __copy__(self) -> Any:
+        # A shallow copy would share the arrays, but not the record of their tokens.
+        return copy.deepcopy(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_idle()  # a copy would stay busy forever
+        return self.__dict__
+
+    def _leaves(self) -> Iterator[Any]:
+        """Yield the wrapped caches, or else this one."""
+        yield self
+
+    def _check_idle(self) -> None:
+        """Raise `ReentryError` if a callback uses the cache in the middle of a call."""
+        if self._busy:
+            name = type(self).__name__
+            raise ReentryError(f"the {name} was called from within one of its own calls")
+
+    def _check_set_config(self, config: CacheConfig) -> None:
+        self._check_idle()
+        if not isinstance(config, CacheConfig):
+            raise TypeError(f"config must be a CacheConfig, not {type(config).__name__}")
+        if self._config is not None:
+            message = "config cannot be changed after being previously set"
+            raise CacheOrderError(message, "config", config, self._config)
+
+    def _check_init(self, *sizes: Any) -> None: ...
+
+    def _check_forward(self, batch: Batch, reserve: bool) -> None: ...
+
+    def _check_copy_prefix(self, src: int, dst: int, n: int) -> None: ...
+
+    def _check_remove(self, seq: int, begin: int, end: int) -> None: ...
+
+    def _not_ready(self) -> KvCacheError:
+        """Return the error for use before ``init`` or after ``close``."""
+        name = type(self).__name__
+        if self._closed:
+            return ClosedError(f"the {name} was closed", name)
+        return CacheOrderError(f"the {name} was not set up; call init first", "init", name)

@@ -1,0 +1,311 @@
+"""Position and sequences of each cell of a cache, and the room among the cells."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pykvcache.arrays.ollama.batch import UNLIMITED, Batch
+from pykvcache.errors import KvCacheFull, NotSupported, SharedCellsError
+
+__all__ = ["CellTable", "Cut", "Room"]
+
+_EXTENTS = ("lo", "hi", "first", "last", "dropped")
+# The row of the membership matrix that stands for unknown sequences: it never has a cell.
+_UNKNOWN = 0
+# `first` of a sequence without cells: above every position.
+_NONE = np.int64(2**62)
+
+
+class Cut(NamedTuple):
+    """Positions ``[begin, end)`` of a sequence, as boolean arrays ``(n_cells,)``.
+
+    Attributes
+    ----------
+    row : int
+        The sequence.
+    gone, later, kept : ndarray of bool
+        Its cells in the range, after it, and outside it.
+    """
+
+    row: int
+    begin: int
+    end: int
+    gone: NDArray[np.bool_]
+    later: NDArray[np.bool_]
+    kept: NDArray[np.bool_]
+
+
+class Room(NamedTuple):
+    """A plan for a batch; nothing has changed yet.
+
+    Attributes
+    ----------
+    start : int or None
+        First cell of the batch; None if the cells must be defragmented first.
+    losing : ndarray of intp, shape (n,)
+        Rows of the sequences from which the sliding window takes cells.
+    expired : ndarray of bool, shape (n, n_cells)
+        The cells that it takes from them.
+    """
+
+    start: int | None
+    losing: NDArray[np.intp]
+    expired: NDArray[np.bool_]
+
+
+class CellTable:
+    """Metadata of the cells, one column each, and of the sequences, one row each.
+
+    Sequence ids are mapped to rows of a boolean matrix: they may be any number, and every
+    operation is a few NumPy calls, however many tokens there are.
+
+    Attributes
+    ----------
+    pos : ndarray of int32, shape (n_cells,)
+        Position of the token in the cell; meaningless in a free cell.
+    refs : ndarray of int32, shape (n_cells,)
+        Number of sequences that share the cell; 0 in a free cell.
+    member : ndarray of bool, shape (n_rows, n_cells)
+        Whether the sequence of that row has the cell.
+    lo, hi : ndarray of int64, shape (n_rows,)
+        First and last cell of the sequence.
+    first, last : ndarray of int64, shape (n_rows,)
+        Lowest and highest position of the sequence; `last` is -1 without cells.
+    dropped : ndarray of int64, shape (n_rows,)
+        The sliding window gave up tokens of the sequence below this position.
+    """
+
+    def __init__(self, n_cells: int) -> None:
+        self.pos = np.zeros(n_cells, np.int32)
+        self.refs = np.zeros(n_cells, np.int32)
+        self.member = np.zeros((1, n_cells), np.bool_)
+        self.lo = np.array([n_cells], np.int64)
+        self.hi = np.array([-1], np.int64)
+        self.first = np.array([_NONE], np.int64)
+        self.last = np.array([-1], np.int64)
+        self.dropped = np.zeros(1, np.int64)
+        self._row_of: dict[int, int] = {}
+        self._unused: list[int] = []
+
+    @property
+    def size(self) -> int:
+        """Number of cells."""
+        return self.refs.size
+
+    @property
+    def in_use(self) -> int:
+        """Number of cells that a sequence has."""
+        return int(np.count_nonzero(self.refs))
+
+    def row(self, seq: int) -> int:
+        """Return the row of a sequence, one without cells if it is unknown."""
+        return self._row_of.get(seq, _UNKNOWN)
+
+    def rows(self, ids: list[int]) -> NDArray[np.intp]:
+        """Return the rows of several sequences."""
+        return np.array([self._row_of.get(seq, _UNKNOWN) for seq in ids], np.intp)
+
+    def find_room(self, batch: Batch, memory: int) -> Room:
+        """Plan where a batch goes, and which cells a window of `memory` tokens gives up for it.
+
+        Raises
+        ------
+        KvCacheFull
+            Too few cells are free, even after the sliding window has moved on.
+        """
+        n, refs = len(batch), self.refs
+        losing, expired = np.empty(0, np.intp), np.empty((0, self.size), np.bool_)
+        if memory != UNLIMITED:
+            # A sequence outside the batch is about to store the position after its last.
+            limit = self.last + (1 - memory)
+            limit[self.rows(batch.ids)] = batch.lowest - memory
+            losing = np.flatnonzero(self.first < limit)
+            # int32 like `pos`, which halves the time of the comparison.
+            limits = limit[losing, None].astype(np.int32)
+            expired = self.member[losing] & (self.pos < limits)
+            refs = refs - expired.sum(0, dtype=np.int32)
+        start = _first_block(refs, n)
+        if start is None and np.count_nonzero(refs) > refs.size - n:
+            message = f"could not find a kv cache slot (cache: {refs.size} batch: {n})"
+            raise KvCacheFull(message, capacity=refs.size, batch=n)
+        return Room(start, losing, expired)
+
+    def expire(self, room: Room) -> None:
+        """Drop the cells that the sliding window gives up, and note which tokens are missing."""
+        rows, cells = room.losing, room.expired
+        if rows.size:
+            newest = np.where(cells, self.pos, -1).max(1)
+            self.dropped[rows] = np.maximum(self.dropped[rows], newest + 1)
+            self.member[rows] &= ~cells
+            self.refs -= cells.sum(0, dtype=np.int32)
+            self._recount(rows)
+
+    def needed(self, batch: Batch, window: int, memory: int) -> tuple[int, int]:
+        """Return the first and last stored cell to which the batch may attend.
+
+        They are ``size`` and -1 if there is none.
+        """
+        rows = self.rows(batch.ids)
+        if memory == UNLIMITED:
+            return int(self.lo[rows].min()), int(self.hi[rows].max())
+        oldest = (batch.lowest - window).astype(np.int32)
+        near = np.flatnonzero((self.member[rows] & (self.pos >= oldest[:, None])).any(0))
+        return (int(near[0]), int(near[-1])) if near.size else (self.size, -1)
+
+    def claim(self, start: int, batch: Batch) -> None:
+        """Write a batch into the free cells that begin at `start`."""
+        end = start + len(batch)
+        rows = np.array([self._own_row(seq) for seq in batch.ids], np.intp)[batch.which]
+        cells = np.arange(start, end)
+        self.pos[start:end] = batch.positions
+        self.refs[start:end] = 1
+        self.member[rows, cells] = True
+        np.minimum.at(self.lo, rows, cells)
+        np.maximum.at(self.hi, rows, cells)
+        np.minimum.at(self.first, rows, batch.positions)
+        np.maximum.at(self.last, rows, batch.positions)
+
+    def share(self, src_seq: int, dst_seq: int, n: int) -> None:
+        """Make `dst_seq` the tokens of `src_seq` below position `n`, and no others."""
+        src, dst = self.row(src_seq), self._own_row(dst_seq)
+        cells = self.member[src] & (self.pos < n)
+        self.refs += cells
+        self.refs -= self.member[dst]
+        self.member[dst] = cells
+        self.dropped[dst] = min(int(self.dropped[src]), n)
+        self._recount(np.array([dst]))
+        self._forget(dst_seq)
+
+    def cut(self, seq: int, begin: int, end: int) -> Cut | None:
+        """Return the cells that ``[begin, end)`` takes out of a sequence, None if it takes none."""
+        row = self.row(seq)
+        if self.last[row] < begin or begin == end:
+            return None
+        member = self.member[row]
+        later = member & (self.pos >= end)
+        gone = member & (self.pos >= begin) & ~later
+        return Cut(row, begin, end, gone, later, member & ~gone)
+
+    def check_shift(self, cut: Cut, window: int, can_shift: bool) -> None:
+        """Refuse a cut that later tokens cannot survive.
+
+        Raises
+        ------
+        SharedCellsError
+            Another sequence shares a token after the cut.
+        NotSupported
+            The window of the next token would reach dropped tokens, or keys cannot be shifted.
+        """
+        if not cut.later.any():
+            return
+        if (self.refs[cut.later] > 1).any():
+            message = (
+                f"another sequence shares tokens at or after position {cut.end}; "
+                "shifting cells shared by multiple sequences is not supported"
+            )
+            raise SharedCellsError(message, "position", cut.end)
+        pos = int(self.last[cut.row]) + 1 - (cut.end - cut.begin)
+        oldest, missing = max(0, pos - window), self._dropped_after(cut)
+        if oldest < missing:
+            message = (
+                f"without [{cut.begin}, {cut.end}) a token at {pos} attends back to {oldest}, "
+                f"but the tokens below {missing} were dropped"
+            )
+            raise NotSupported(message, f"[{cut.begin}, {cut.end})", (pos, oldest), missing)
+        if not can_shift:
+            message = f"tokens after {cut.end} cannot be shifted without a shift_fn"
+            raise NotSupported(message, "end", cut.end)
+
+    def take(self, seq: int, cut: Cut) -> None:
+        """Take a cut out of its sequence and close the gap."""
+        self.dropped[cut.row] = self._dropped_after(cut)
+        self.pos[cut.later] -= np.int32(cut.end - cut.begin)
+        self.refs[cut.gone] -= 1
+        self.member[cut.row] = cut.kept
+        self._recount(np.array([cut.row]))
+        self._forget(seq)
+
+    def compact(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Fill the holes at the front with cells from the end.
+
+        Holes are filled in ascending order, each with the last cell in use. A run of
+        neighbours that goes to neighbours moves as one block and so keeps its order.
+
+        Returns
+        -------
+        dst, src : ndarray of intp
+            The moves, for the data to follow: ``data[dst] = data[src]``.
+        """
+        in_use = self.in_use
+        dst = np.flatnonzero(self.refs[:in_use] == 0)
+        src = in_use + np.flatnonzero(self.refs[in_use:])[::-1]
+        breaks = (np.diff(dst) != 1) | (np.diff(src) != -1)
+        begins = np.concatenate(([0], np.flatnonzero(breaks) + 1, [dst.size]))
+        # Reverse `src` within each run: index i of the run [b, e) becomes b + e - 1 - i.
+        flip = np.repeat(begins[:-1] + begins[1:] - 1, np.diff(begins))
+        src = src[flip - np.arange(dst.size)]
+        for array in (self.pos, self.refs):
+            array[dst] = array[src]
+        self.member[:, dst] = self.member[:, src]
+        self.refs[in_use:] = 0
+        self.member[:, in_use:] = False
+        self._recount(np.arange(self.lo.size))
+        return dst, src
+
+    def _dropped_after(self, cut: Cut) -> int:
+        """Return `dropped` of the sequence as it is after the cut."""
+        dropped = int(self.dropped[cut.row])
+        return dropped - (cut.end - cut.begin) if dropped > cut.end else min(dropped, cut.begin)
+
+    def _recount(self, rows: NDArray[Any]) -> None:
+        """Bring the extents of sequences in line with their cells."""
+        member = self.member[rows]
+        last = np.where(member, self.pos, -1).max(1)
+        empty = last < 0
+        self.lo[rows] = np.where(empty, self.size, member.argmax(1))
+        self.hi[rows] = np.where(empty, -1, self.size - 1 - member[:, ::-1].argmax(1))
+        first = np.where(member, self.pos, np.iinfo(np.int32).max).min(1)
+        self.first[rows] = np.where(empty, _NONE, first)
+        self.last[rows] = last
+
+    def _own_row(self, seq: int) -> int:
+        """Return the row of a sequence, a new one if it is unknown."""
+        row = self._row_of.get(seq)
+        if row is None:
+            if not self._unused:
+                self._grow()
+            row = self._row_of[seq] = self._unused.pop()
+        return row
+
+    def _forget(self, seq: int) -> None:
+        """Give back the row of a sequence that has no cells left."""
+        row = self._row_of.get(seq)
+        if row is not None and self.last[row] < 0:
+            del self._row_of[seq]
+            self.dropped[row] = 0
+            self._unused.append(row)
+
+    def _grow(self) -> None:
+        count = self.lo.size
+        for name in ("member", *_EXTENTS):
+            array = getattr(self, name)
+            # A new row is as empty as that of unknown sequences.
+            setattr(self, name, np.concatenate((array, np.repeat(array[:1], count, 0))))
+        self._unused.extend(range(2 * count - 1, count - 1, -1))
+
+
+def _first_block(refs: NDArray[np.int32], n: int) -> int | None:
+    """Return the start of the first run of `n` zeros in `refs`, or None."""
+    free = refs == 0
+    start = int(free.argmax())
+    if free[start : start + n].sum() == n:
+        return start
+    used = np.flatnonzero(refs)
+    starts = np.concatenate(([0], used + 1))
+    lengths = np.concatenate((used, [refs.size])) - starts
+    fits = lengths >= n
+    best = int(fits.argmax())
+    return int(starts[best]) if fits[best] else None

@@ -1,0 +1,230 @@
+"""FolderIndex: sizes and times of use of the blocks in a folder, in SQLite.
+
+The files are the truth. The index bounds their size and orders their removal; when it is lost,
+damaged or of another version it is made again from them. Each transaction opens a connection of its
+own, which takes 0.2 ms: none is ever stale, shared by threads or inherited by a forked child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = ["MAX_TIME", "FolderIndex", "Rows", "block_cost"]
+
+#: For how long another process is waited for, in seconds.
+WAIT = 2.0
+
+_VERSION = 2
+# Size of a file on the disk, in SQL.
+_COST = "(({0}.size + 4095) & ~4095)"
+_SCHEMA = f"""
+CREATE TABLE blocks (
+    key BLOB PRIMARY KEY, size INTEGER NOT NULL, used INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX by_use ON blocks (used);
+CREATE TABLE total (bytes INTEGER NOT NULL);
+INSERT INTO total VALUES (0);
+CREATE TRIGGER added AFTER INSERT ON blocks
+BEGIN UPDATE total SET bytes = bytes + {_COST.format("new")}; END;
+CREATE TRIGGER removed AFTER DELETE ON blocks
+BEGIN UPDATE total SET bytes = bytes - {_COST.format("old")}; END;
+PRAGMA user_version = {_VERSION};
+"""
+# Sums of sizes, and times of later calls, stay within 8 bytes: a sparse file may claim any size.
+_MAX_SIZE, MAX_TIME = 1 << 48, 1 << 62
+
+# What SQLite says of a busy or full disk, and of one that it may not use.
+_NO_DAMAGE = ("locked", "busy", "disk is full", "unable to open", "interrupted", "I/O", "memory")
+
+# SQLite has locks of its own: a child that is forked while another thread holds one would wait for
+# it for ever. So one thread of the process is in SQLite at a time, and a fork waits for it.
+_in_sqlite = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_in_sqlite.acquire,
+        after_in_parent=_in_sqlite.release,
+        after_in_child=_in_sqlite.release,
+    )
+
+
+def block_cost(size: int) -> int:
+    """Return the bytes that a file of that size takes on the disk."""
+    return (size + 4095) & ~4095
+
+
+class FolderIndex:
+    """The index of one folder; every method may raise `sqlite3.Error` or `OSError`.
+
+    Parameters
+    ----------
+    path
+        Its file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Rows]:
+        """Hold the right to write; commit at the end, or roll back after an exception.
+
+        An index that turns out to be damaged is removed, so that the next transaction finds a
+        new one: `Rows.is_new`.
+        """
+        with self._connection() as connection:
+            try:
+                _check_version(connection)
+                connection.execute("PRAGMA journal_mode = TRUNCATE")
+                # After a power cut the index may be damaged, and is made again.
+                connection.execute("PRAGMA synchronous = OFF")
+                connection.execute("BEGIN IMMEDIATE")
+                is_new = _check_version(connection) == 0
+                if is_new:
+                    for statement in _statements(_SCHEMA):
+                        connection.execute(statement)
+                yield Rows(connection, is_new=is_new)
+                connection.execute("COMMIT")
+            except UnicodeDecodeError as error:  # of a damaged name in SQLite's own message
+                self._remove()
+                raise sqlite3.DatabaseError(str(error)) from error
+            except sqlite3.DatabaseError as error:
+                if self._is_damage(error):
+                    self._remove()
+                raise
+
+    def read(self) -> list[tuple[bytes, int, int]]:
+        """Return key, size and time of use in nanoseconds of every block."""
+        with self._connection() as connection:
+            return Rows(connection).all()
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        with _in_sqlite:
+            # Transactions are begun and ended by hand.
+            connection = sqlite3.connect(self._path, timeout=WAIT, isolation_level=None)
+            with contextlib.closing(connection):
+                yield connection
+
+    def _is_damage(self, error: sqlite3.DatabaseError) -> bool:
+        """Return whether an error says that the index is wrong, rather than busy, full or denied.
+
+        An error about a damaged schema can have any text.
+        """
+        text = str(error)
+        if "readonly" in text:  # a damaged header says so, too
+            return os.access(self._path, os.W_OK)
+        return not isinstance(error, sqlite3.OperationalError) or not any(
+            reason in text for reason in _NO_DAMAGE
+        )
+
+    def _remove(self) -> None:
+        for suffix in ("", "-journal", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path + suffix)
+
+    def n_bytes(self) -> int:
+        """Return the bytes that the index itself takes on the disk."""
+        total = 0
+        for suffix in ("", "-journal"):
+            with contextlib.suppress(FileNotFoundError):
+                total += block_cost(os.stat(self._path + suffix).st_size)
+        return total
+
+
+class Rows:
+    """The rows of an index within one transaction.
+
+    Attributes
+    ----------
+    is_new
+        Whether this transaction made the index: it has no rows yet.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, *, is_new: bool = False) -> None:
+        self._connection = connection
+        self.is_new = is_new
+
+    def _select(self, sql: str, values: Sequence[object], *types: type) -> list[Any]:
+        """Return rows; SQLite keeps any value in any column, so damage may be of any type."""
+        found = self._connection.execute(sql, values).fetchall()
+        if any(tuple(map(type, row)) != types for row in found):
+            raise sqlite3.DatabaseError("the index holds a value of a wrong type")
+        return found
+
+    def now(self, n: int) -> int:
+        """Return a time for `n` uses, counted downwards: all are later than every recorded one.
+
+        Whatever clocks do, a later call is more recent.
+        """
+        ((last,),) = self._select("SELECT coalesce(max(used), 0) FROM blocks", (), int)
+        now: int = max(time.time_ns(), min(last, MAX_TIME) + n)
+        return now
+
+    def has(self, key: bytes) -> bool:
+        """Return whether a block has a row."""
+        return bool(self._select("SELECT 1 FROM blocks WHERE key = ?", [key], int))
+
+    def add(self, key: bytes, size: int, used: int) -> None:
+        """Add the row of a block, unless it has one."""
+        values = key, min(size, _MAX_SIZE), max(0, min(used, MAX_TIME))
+        self._connection.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?)", values)
+
+    def remove(self, key: bytes) -> None:
+        """Remove the row of a block, if it has one."""
+        self._connection.execute("DELETE FROM blocks WHERE key = ?", [key])
+
+    def use(self, key: bytes, used: int) -> bool:
+        """Set the time of use of a block; return whether it has a row."""
+        values = min(used, MAX_TIME), key
+        sql = "UPDATE blocks SET used = ? WHERE key = ?"
+        return self._connection.execute(sql, values).rowcount > 0
+
+    def oldest(self, before: int) -> tuple[bytes, int] | None:
+        """Return key and size of the least recently used block, if it was used before a time."""
+        sql = "SELECT key, size FROM blocks WHERE used < ? ORDER BY used LIMIT 1"
+        return next(iter(self._select(sql, [before], bytes, int)), None)
+
+    def n_bytes(self) -> int:
+        """Return the bytes that all blocks take on the disk."""
+        found = self._select("SELECT bytes FROM total", (), int)
+        if len(found) != 1:
+            raise sqlite3.DatabaseError("the index lacks its total")
+        n: int = found[0][0]
+        return n
+
+    def all(self) -> list[tuple[bytes, int, int]]:
+        """Return key, size and time of use in nanoseconds of every block."""
+        return self._select("SELECT key, size, used FROM blocks", (), bytes, int, int)
+
+    def check(self) -> None:
+        """Raise `sqlite3.DatabaseError` if the index contradicts itself."""
+        ((found,),) = self._connection.execute("PRAGMA quick_check(1)").fetchall()
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+        sql = f"SELECT coalesce(sum({_COST.format('blocks')}), 0) FROM blocks"
+        if self._select(sql, (), int) != [(self.n_bytes(),)]:
+            raise sqlite3.DatabaseError("the total of the index is wrong")
+
+
+def _check_version(connection: sqlite3.Connection) -> int:
+    """Return the version of the index, 0 where it has no tables yet; raise if it is another."""
+    ((version,),) = connection.execute("PRAGMA user_version").fetchall()
+    if version not in (0, _VERSION):
+        raise sqlite3.DatabaseError(f"the index has version {version}")
+    return int(version)
+
+
+def _statements(script: str) -> Iterator[str]:
+    """Yield the statements of a script: `executescript` would commit the transaction."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

@@ -1,0 +1,192 @@
+"""RemoteStore: what a store does when its server is slow, full, gone, or refuses a request."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from pykvcache.errors import StoreError
+from pykvcache.prefix.stores.base import BlockStore, check_process
+
+__all__ = ["Breaker", "RemoteStore"]
+
+_log = logging.getLogger("pykvcache.prefix")
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+# The first pause after a failure, and the longest, in seconds.
+_FIRST, _LONGEST = 0.5, 30.0
+
+
+class Breaker:
+    """A circuit breaker: after a failure requests pause, each time twice as long."""
+
+    def __init__(self) -> None:
+        self._pause = self._until = self._failed_at = 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last request failed."""
+        return self._pause > 0
+
+    def allow(self) -> bool:
+        """Return whether to make a request: after a pause one, to find out."""
+        now = time.monotonic()
+        if now < self._until:
+            return False
+        self._until = now + self._pause
+        return True
+
+    def succeeded(self) -> None:
+        """Note an answer."""
+        self._pause = self._until = 0.0
+
+    def failed(self, began: float) -> bool:
+        """Note a failure of a request that began then; return whether it is the first one.
+
+        Requests that were under way together are one failure.
+        """
+        is_first = self._pause == 0.0
+        if is_first or began >= self._failed_at:
+            self._failed_at = time.monotonic()
+            self._pause = min(max(2 * self._pause, _FIRST), _LONGEST)
+            self._until = self._failed_at + self._pause
+        return is_first
+
+
+class RemoteStore(BlockStore):
+    """A store behind a network: requests that fail are counted, logged once, and end here.
+
+    A subclass makes its requests through `_ask`, and tells by `_kind_of` what an error means.
+
+    Parameters
+    ----------
+    name
+        Names the server in messages, without a password.
+    n_parallel
+        How many requests `_map` makes at once.
+    """
+
+    def __init__(self, name: str, n_parallel: int) -> None:
+        self._name = name
+        self._pid = os.getpid()
+        self._closed = False
+        # Of each server, and of writes to all.
+        self._breakers: defaultdict[str, Breaker] = defaultdict(Breaker)
+        self._writes = Breaker()
+        self._pool = ThreadPoolExecutor(n_parallel, "pykvcache-store")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._name!r})"
+
+    @abstractmethod
+    def _kind_of(self, error: Exception) -> str:
+        """Return what an error of a request means.
+
+        Returns
+        -------
+        str
+            ``"missing"``: there is no such block. ``"refused"``: this request alone failed.
+            ``"denied"``, ``"full"``: writes fail. ``"timed_out"``, ``"failed"``: all requests do.
+        """
+
+    def _check_server(self, probe: Callable[[], object]) -> None:
+        """Make a first request; a server that does not answer may come later.
+
+        Raises
+        ------
+        StoreError
+            The server answers, and refuses the request: this store would never work.
+        """
+        began = time.monotonic()
+        try:
+            probe()
+        except Exception as error:
+            kind = self._kind_of(error)
+            if kind in ("denied", "refused"):
+                self.close()
+                text = f"{self._name} refuses: {type(error).__name__}: {error}"
+                raise StoreError(text, "url", self._name) from error
+            self._note(error, kind, "", began)
+
+    def _ask(self, work: Callable[[], _T], node: str = "", *, is_write: bool = False) -> _T | None:
+        """Make a request; None where it failed, or was not made because earlier ones had.
+
+        Parameters
+        ----------
+        work
+            Makes it.
+        node
+            Which of several servers it goes to: each fails by itself.
+        is_write
+            Whether a server that is full or read-only refuses it.
+        """
+        check_process(self._pid)
+        if self._closed:
+            return None
+        breaker = self._breakers[node]
+        if not breaker.allow() or (is_write and not self._writes.allow()):
+            self.counters.add(skipped=1)
+            return None
+        began = time.monotonic()
+        try:
+            result = work()
+        except Exception as error:  # of the client, of its parser, or of its socket
+            self._note(error, self._kind_of(error), node, began, is_write=is_write)
+            return None
+        breaker.succeeded()
+        if is_write:
+            self._writes.succeeded()
+        return result
+
+    def _note(
+        self, error: Exception, kind: str, node: str, began: float, *, is_write: bool = False
+    ) -> None:
+        """Count a failure, hold further requests back, and log the first one."""
+        breaker = self._breakers[node]
+        if kind == "missing":
+            breaker.succeeded()
+            return
+        if kind == "refused":
+            self.counters.add(failed=1, error=error)
+            breaker.succeeded()
+            return
+        self.counters.add(error=error, **{kind: 1})
+        text = "%s does not answer: its blocks are misses until it does (%s)"
+        if is_write and kind in ("denied", "full"):
+            breaker.succeeded()
+            breaker, text = self._writes, "%s is read, but takes no blocks (%s)"
+        if breaker.failed(began):
+            _log.warning(text, f"{self._name}, {node}" if node else self._name, error)
+
+    def _map(self, work: Callable[[_T], _R], things: Sequence[_T]) -> list[_R]:
+        """Return what a function returns for each thing; several at once, and all have ended."""
+        check_process(self._pid)
+        if len(things) < 2:
+            return [work(thing) for thing in things]
+        futures: list[Future[_R]] = []
+        try:
+            futures += (self._pool.submit(work, thing) for thing in things)
+        except RuntimeError:  # another thread has closed the store
+            pass
+        finally:
+            wait(futures)
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Finish pending work and close connections, once, in the process that made them."""
+        if not self._closed and self._pid == os.getpid():
+            self._finish()
+            self._pool.shutdown(wait=False)
+        self._closed = True
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Do what `close` has to do first; may raise nothing."""

@@ -1,0 +1,277 @@
+"""Plain, chunked and batch caches by example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mlx_support import HEADS, K_DIM, V_DIM, filled, ids, kv, snapshot, stored
+
+from pykvcache.arrays import (
+    BatchKVCache,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    create_causal_mask,
+    from_state,
+)
+from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, KvCacheError
+
+P = 0  # padding
+TOKEN = HEADS * (K_DIM + V_DIM) * 4
+
+
+def single(*tokens: int) -> Any:
+    return filled(KVCache(), [tokens]) if tokens else KVCache()
+
+
+def batch(left_padding: Any, *rows: Any) -> Any:
+    cache = BatchKVCache(left_padding)
+    return filled(cache, rows) if rows else cache
+
+
+def real(cache: Any, row: int) -> list[int]:
+    """Return the tokens of a row, as `extract` gives them."""
+    return stored(cache.extract(row))
+
+
+def test_masks_are_none_causal_or_an_array() -> None:
+    cache = single(1, 2, 3)
+    assert cache.make_mask(1) is None
+    assert cache.make_mask(1, return_array=True) is None
+    assert cache.make_mask(2) == "causal"
+    expected = [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert cache.make_mask(2, return_array=True).astype(int).tolist() == expected
+    windowed = cache.make_mask(2, window_size=2).astype(int).tolist()
+    assert windowed == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    assert cache.make_mask(1, window_size=2).astype(int).tolist() == [[0, 0, 1, 1]]
+    for n in (True, 1.0, None):
+        with pytest.raises(TypeError):
+            cache.make_mask(n)
+
+
+def test_a_concatenating_cache_has_no_spare_room() -> None:
+    cache = filled(ConcatenateKVCache(), [[1, 2, 3]], [[4]])
+    assert cache.nbytes == 4 * TOKEN
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_to_quantized_holds_the_same_tokens(bits: int) -> None:
+    rng = np.random.default_rng(1)
+    keys, values = rng.standard_normal((2, 1, 2, 5, 64)).astype(np.float32)
+    cache = KVCache()
+    cache.update(keys, values)
+    assert (cache.to_quantized().group_size, cache.to_quantized().bits) == (64, 4)
+    quantized = cache.to_quantized(group_size=32, bits=bits)
+    assert isinstance(quantized, QuantizedKVCache)
+    assert quantized.bits == bits
+    one = rng.standard_normal((1, 2, 1, 64)).astype(np.float32)
+    got, _ = quantized.update(one, one)
+    assert np.abs(got[:, :, :5] - keys).max() < 6 / (2**bits - 1) / 2
+    assert KVCache().to_quantized().is_empty()
+
+
+def test_zero_tokens_are_an_empty_state() -> None:
+    """mlx-lm saves them after a full trim."""
+    nothing = kv([])
+    assert from_state("KVCache", nothing, ()).state == ()
+
+
+# ChunkedKVCache ------------------------------------------------------------------------------
+
+
+def test_the_front_is_trimmed_to_the_chunk_and_survives_saving() -> None:
+    cache = filled(ChunkedKVCache(4), [[1, 2, 3]])
+    cache.maybe_trim_front()
+    assert (stored(cache), cache.start_position) == ([1, 2, 3], 0)
+    filled(cache, [[4, 5, 6]])
+    cache.maybe_trim_front()
+    assert stored(cache) == [3, 4, 5, 6]
+    assert (cache.start_position, cache.offset, cache.chunk_size) == (2, 6, 4)
+    assert cache.meta_state == ("4", "2")
+    again: Any = from_state("ChunkedKVCache", cache.state, cache.meta_state)
+    assert snapshot(again) == snapshot(cache)
+    assert ids(again.update(*kv([7]))[1]) == [3, 4, 5, 6, 7]
+    assert cache.trim(9) == 4
+    assert cache.offset == cache.start_position == 2
+    assert cache.make_mask(2) == "causal"
+
+
+def test_trimming_the_front_keeps_memory_bounded() -> None:
+    cache = ChunkedKVCache(300)
+    for n in range(2000):
+        cache.maybe_trim_front()
+        filled(cache, [[n]])
+    assert cache.nbytes <= 1024 * TOKEN
+    assert (cache.offset, cache.start_position) == (2000, 2000 - 301)
+    assert stored(cache) == [*range(1699, 2000)]
+
+
+@pytest.mark.parametrize(
+    "meta", [(), ("4",), ("0", "0"), ("4", "-1"), ("4", None), ("4", "1" + "0" * 19), ("4", "²")]
+)
+def test_a_chunked_meta_state_is_two_numbers(meta: Any) -> None:
+    with pytest.raises(CacheValueError):
+        from_state("ChunkedKVCache", kv([1]), meta)
+
+
+# BatchKVCache --------------------------------------------------------------------------------
+
+
+def test_a_batch_counts_columns_less_padding() -> None:
+    cache = batch([1, 3, 0])
+    assert (cache.rope_offset.tolist(), cache.offset) == ([-1, -3, 0], 0)
+    filled(cache, [[P, 1, 2, 3], [P, P, P, 4], [5, 6, 7, 8]])
+    assert cache.rope_offset.tolist() == [3, 1, 4]
+    assert (cache.offset, cache.size(), cache.left_padding.tolist()) == (4, 4, [1, 3, 0])
+    assert [real(cache, row) for row in range(3)] == [[1, 2, 3], [4], [5, 6, 7, 8]]
+    mask = cache.make_mask(2)
+    assert np.array_equal(mask, create_causal_mask(2, 4, left_padding=[1, 3, 0]))
+    cache.advance(3)
+    assert cache.offset == 4
+
+
+def test_left_padding_is_added_only_while_empty() -> None:
+    cache = batch([0, 1])
+    cache.prepare(left_padding=[2, 0])
+    assert cache.left_padding.tolist() == [2, 1]
+    filled(cache, [[P, P, 1], [P, 2, 3]])
+    before = snapshot(cache)
+    with pytest.raises(CacheValueError, match="only be added to an empty BatchKVCache"):
+        cache.prepare(left_padding=[1, 1])
+    assert snapshot(cache) == before
+
+
+def batch_that_waits() -> Any:
+    cache = batch([0, 0], [1, 2], [3, 4])
+    cache.prepare(right_padding=[0, 2])
+    return filled(cache, [[5], [P]])
+
+
+def test_finalize_moves_right_padding_to_the_left() -> None:
+    cache = batch([0, 0], [1, 2], [3, 4])
+    cache.prepare(lengths=[3, 1], right_padding=[0, 2])
+    filled(cache, [[5, 6], [7, P]])
+    for call in (
+        lambda: cache.extend(batch([0])),
+        lambda: batch([0]).extend(cache),
+        lambda: cache.extract(0),
+        lambda: cache.state,
+        lambda: cache.prepare(right_padding=[1, 0]),
+    ):
+        with pytest.raises(CacheOrderError, match="finalize"):
+            call()
+    assert not cache.is_trimmable()
+    assert cache.trim(1) == 0
+    with pytest.raises(CacheOrderError, match="only 1 columns came so far"):
+        batch_that_waits().finalize()
+    filled(cache, [[8], [P]])
+    cache.finalize()
+    assert (cache.left_padding.tolist(), cache.rope_offset.tolist()) == ([0, 2], [5, 3])
+    assert [real(cache, 0), real(cache, 1)] == [[1, 2, 5, 6, 8], [3, 4, 7]]
+    cache.finalize()
+    assert cache.left_padding.tolist() == [0, 2]
+    cache.prepare(right_padding=[1, 0])
+    cache.filter([])
+    cache.finalize()
+    assert (cache.batch_size, cache.offset) == (0, 5)
+
+
+def test_filter_drops_the_common_padding() -> None:
+    cache = batch([1, 3, 2], [P, 1, 2, 3], [P, P, P, 4], [P, P, 5, 6])
+    cache.filter([2, 1])
+    assert (cache.offset, cache.left_padding.tolist()) == (2, [0, 1])
+    assert [real(cache, 0), real(cache, 1)] == [[5, 6], [4]]
+    empty = batch([2, 3])
+    empty.filter([1])  # mlx-lm counts below zero
+    assert (empty.left_padding.tolist(), empty.offset) == ([3], 0)
+    for bad, error in (([2], CacheValueError), ([-1], CacheValueError), ([0.5], CacheDTypeError)):
+        with pytest.raises(error):
+            cache.filter(bad)
+
+
+def test_extend_ends_all_rows_in_the_same_column() -> None:
+    cache, other = batch([1, 0], [P, 1], [2, 3]), batch([0], [4, 5, 6, 7])
+    before = snapshot(other)
+    cache.extend(other)
+    assert cache.left_padding.tolist() == [3, 2, 0]
+    assert [real(cache, row) for row in range(3)] == [[1], [2, 3], [4, 5, 6, 7]]
+    assert snapshot(other) == before
+    other.extend(other)
+    assert [real(other, row) for row in (0, 1)] == [[4, 5, 6, 7]] * 2
+    empty = batch([0, 1])
+    empty.extend(batch([2]))
+    empty.extend(batch([0], [5, 6]))
+    assert empty.rope_offset.tolist() == [0, -1, -2, 2]  # the padding that they wait for
+    filled(empty, [[1, 2], [P, 3], [P, P], [7, 8]])
+    assert [real(empty, row) for row in range(4)] == [[1, 2], [3], [], [5, 6, 7, 8]]
+    with pytest.raises(CacheDTypeError):
+        cache.extend(KVCache())
+
+
+def test_merge_pads_on_the_left_and_refuses_other_layouts() -> None:
+    merged = KVCache.merge(cache for cache in [single(1, 2, 3), single(), single(4)])
+    assert type(merged) is BatchKVCache
+    assert merged.left_padding.tolist() == [0, 3, 2]
+    assert [real(merged, row) for row in range(3)] == [[1, 2, 3], [], [4]]
+    assert BatchKVCache.merge([single(), single()]).left_padding.tolist() == [0, 0]
+    wide, double = KVCache(), KVCache()
+    wide.update(np.ones((1, 3, 1, 8), np.float32), np.ones((1, 3, 1, 4), np.float32))
+    double.update(*(a.astype(np.float64) for a in kv([1])))
+    two = filled(KVCache(), [[1], [2]])
+    for bad, error in ((wide, ValueError), (double, TypeError), (two, ValueError), (7, TypeError)):
+        with pytest.raises(error) as caught:
+            BatchKVCache.merge([single(1), bad])
+        assert isinstance(caught.value, KvCacheError)
+    for index in (2, -1):
+        with pytest.raises(CacheValueError):
+            batch([1, 0], [P, 1], [2, 3]).extract(index)
+
+    class Mine(BatchKVCache):
+        pass
+
+    assert type(Mine.merge([single(1)])) is Mine
+
+
+def test_trim_keeps_the_padding() -> None:
+    cache = batch([0, 2], [1, 2, 3], [P, P, 4])
+    assert cache.trim(1) == 1
+    filled(cache, [[5], [6]])
+    assert [real(cache, 0), real(cache, 1)] == [[1, 2, 5], [6]]
+    assert cache.trim(9) == 3
+    assert cache.left_padding.tolist() == [0, 2]
+    assert cache.meta_state == ("0", "2")
+    cache.state = ()
+    assert cache.left_padding.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "meta"),
+    [
+        *[(c, ()) for c in ({2: [5, 5]}, {2: [1, 2, 3]}, {3: [1]}, {3: [-1, 0]}, {2: [[1, 2]]})],
+        ({3: [0.5, 0]}, ()),
+        ({}, ("1",)),
+        ({1: kv([1])[1]}, ()),
+    ],
+)
+def test_a_batch_state_must_fit(change: dict[int, Any], meta: Any) -> None:
+    state = list(batch([1, 0], [P, 1], [2, 3]).state)
+    for i, part in change.items():
+        state[i] = np.array(part)
+    with pytest.raises(KvCacheError):
+        from_state("BatchKVCache", state, meta)
+    with pytest.raises(CacheValueError):
+        from_state("BatchKVCache", state[:3], ())
+
+
+def test_columns_and_counts_need_one_number_per_row() -> None:
+    cache = batch([0, 0])
+    for rows in ([[1]], [[1], [2], [3]]):
+        with pytest.raises(CacheValueError):
+            cache.update(*kv(*rows))
+    filled(cache, [[1], [2]])
+    for name in ("left_padding", "lengths", "right_padding"):
+        with pytest.raises(CacheValueError):
+            cache.prepare(**{name: [1]})

@@ -1,0 +1,113 @@
+"""Buffers are reused after their last reference, never before, and the free list is bounded."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pykvcache import LlamaContext, PrefixCache
+from pykvcache.prefix import buffers
+from pykvcache.prefix.buffers import MIN_POOLED_BYTES, BufferPool
+
+SIZE = MIN_POOLED_BYTES
+
+
+def test_random_use_lends_no_memory_twice() -> None:
+    for seed in range(10):
+        draw = random.Random(seed)
+        pool = BufferPool(SIZE, 5 * SIZE)
+        lent: list[np.ndarray] = []
+        for step in range(200):
+            if draw.random() < 0.55:
+                array = pool.take(SIZE - draw.randrange(100))
+                array[:] = step % 251
+                lent.append(array if draw.random() < 0.5 else array[7:9])
+                del array
+            elif lent:
+                lent.pop(draw.randrange(len(lent)))
+            else:
+                pool.trim(draw.randrange(4) * SIZE)
+            assert 0 <= pool.free_bytes <= 5 * SIZE
+            assert all((array == array[0]).all() for array in lent), (seed, step)
+
+
+def test_a_view_keeps_the_memory_of_its_array() -> None:
+    pool = BufferPool(SIZE, 4 * SIZE)
+    view = memoryview(pool.take(SIZE))[5:9]
+    assert pool.free_bytes == 0
+    view[:] = b"kept"
+    pool.take(SIZE)[:] = 0
+    assert bytes(view) == b"kept"
+    view.release()
+    assert pool.free_bytes == 2 * SIZE
+
+
+def test_memory_beyond_the_limit_and_after_close_is_freed() -> None:
+    pool = BufferPool(SIZE, 3 * SIZE)
+    lent = [pool.take(SIZE) for _ in range(5)]
+    del lent[1:]
+    assert pool.free_bytes == 3 * SIZE
+    pool.trim(SIZE + 1)
+    assert pool.free_bytes == SIZE
+    pool.close()
+    lent.clear()
+    assert pool.free_bytes == 0
+
+
+def test_small_and_short_buffers_are_not_pooled() -> None:
+    small, pool = BufferPool(SIZE - 1, 1 << 30), BufferPool(SIZE, 1 << 30)
+    assert small.take(SIZE - 1).nbytes == SIZE - 1
+    assert pool.take(SIZE // 2).nbytes == SIZE // 2
+    assert pool.take(SIZE + 1).nbytes == SIZE + 1
+    assert small.free_bytes == pool.free_bytes == 0
+
+
+def test_threads_drop_arrays_of_one_another() -> None:
+    pool, box, wrong = BufferPool(SIZE, 4 * SIZE), list[np.ndarray](), list[int]()
+
+    def work(seed: int) -> None:
+        for i in range(500):
+            array = pool.take(SIZE)
+            array[:64] = (seed + i) % 251
+            box.append(array)
+            del array
+            other = box.pop()
+            if (other[:64] != other[0]).any():
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(40 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert 0 < pool.free_bytes <= 4 * SIZE
+
+
+def test_evicted_blocks_give_their_memory_to_new_ones(
+    make_context: Callable[..., LlamaContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "MIN_POOLED_BYTES", 1)
+    ctx = make_context("llama", n_ctx=1024)
+    size = 64 * ctx._native.block_bytes()
+    fresh: list[int] = []
+    empty = np.empty
+
+    def counted(n: int, dtype: type) -> np.ndarray:
+        fresh.append(n)
+        return empty(n, dtype)
+
+    rng = np.random.default_rng(3)
+    with PrefixCache(ctx, block_size=64, ram_bytes=32 * size) as cache:
+        for step in range(40):
+            if step == 20:
+                stored = cache.stats().stored
+                monkeypatch.setattr(buffers.np, "empty", counted)
+            with cache.sequence([5 + step, *rng.integers(5, 56, 192).tolist()]) as sequence:
+                sequence.evaluate()
+        assert cache.stats().stored - stored > 30
+        assert sum(n >= size for n in fresh) <= 2

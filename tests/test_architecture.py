@@ -22,7 +22,9 @@ LAYERS = [
     {"_integers", "_lists", "_paths"},
     {"_native", "arrays", "prefix/stores"},
     {"_convert"},
-    {"batch", "_grammar", "chat"},
+    {"batch", "_grammar", "_json_pattern", "chat"},
+    {"_json_schema"},
+    {"chat_format"},
     {"_fingerprint", "_model_file", "_model_facts", "_devices", "_codec"},
     {"model", "_models"},
     {"sampling", "_params", "state"},
@@ -32,8 +34,10 @@ LAYERS = [
     {"context"},
     {"sequence"},
     {"prefix"},
-    {"generate", "simulate"},
+    {"generate", "simulate", "openai_format"},
+    {"llm"},
     {"__init__"},
+    {"serve"},
     {"demo"},
     {"cli"},
     {"__main__"},
@@ -77,6 +81,7 @@ REQUIRED = {"numpy"}
 EXTRAS = {
     "arrays": {"safetensors"},
     "_drawing": {"matplotlib"},
+    "cli": {"msgspec", "uvicorn"},
     "demo": {"rich"},
     "generate": {"rich"},
     "prefix": {"zmq", "msgpack", "prometheus_client"},
@@ -85,7 +90,11 @@ EXTRAS = {
     "state": {"xxhash"},
 }
 # Units that cannot be imported without an extra: others import them where they are used.
-NEEDS_EXTRA = {"chat": {"jinja2"}, "cli": {"click"}}
+NEEDS_EXTRA = {
+    "chat": {"jinja2"},
+    "cli": {"click"},
+    "serve": {"starlette", "msgspec", "prometheus_client"},
+}
 
 
 def unit(path: Path) -> str:

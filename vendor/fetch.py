@@ -2,8 +2,8 @@
 
 Standard library only: the build runs this with whatever Python it has. ``pip``
 downloads the pinned source distribution and checks its hash; the parts that the
-build needs are unpacked. A stamp beside them holds the text of the lock, so an
-equal stamp means that nothing has to be done and no network is needed.
+build needs are unpacked. A stamp beside them holds the text of the lock and the names
+of these parts, so an equal stamp means that nothing has to be done and no network is needed.
 
 Usage: ``python vendor/fetch.py [--force]``
 """
@@ -28,8 +28,9 @@ STAMP = ".pykvcache-lock"
 # Python 3.10.0 to 3.10.11 lack tar filters; check_member stands alone there.
 TAR_FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
-# 36 of 176 MB: what CMake reads for the library itself, and the licences.
-WANTED = {"CMakeLists.txt", "LICENSE", "licenses", "cmake", "ggml", "include", "src", "vendor"}
+# 38 of 176 MB: what CMake reads for the library itself and for common/, and the licences.
+WANTED = {"CMakeLists.txt", "LICENSE", "licenses"}
+WANTED |= {"cmake", "common", "ggml", "include", "src", "vendor"}
 
 # And 0.5 MB that the tests read: chat templates of known models.
 WANTED_BELOW = {("models", "templates")}
@@ -39,10 +40,15 @@ class FetchError(Exception):
     """The sources cannot be had; the message is one line for the user."""
 
 
+def stamp_text(lock: str) -> str:
+    """Return what the stamp holds."""
+    return lock + " ".join(sorted(WANTED)) + "\n"
+
+
 def is_current(target: Path, lock: str) -> bool:
-    """Tell whether ``target`` was unpacked from this very lock."""
+    """Tell whether ``target`` was unpacked from this very lock, with all that is wanted now."""
     stamp = target / STAMP
-    return stamp.is_file() and stamp.read_text() == lock
+    return stamp.is_file() and stamp.read_text() == stamp_text(lock)
 
 
 def download(lock: Path, folder: Path) -> Path:
@@ -108,7 +114,7 @@ def unpack(sdist: Path, target: Path, lock: str) -> None:
             archive.extract(member, partial, **TAR_FILTER)
     if not (partial / "include" / "llama.h").is_file():
         raise FetchError(f"{sdist.name} holds no llama.cpp sources at vendor/llama.cpp")
-    (partial / STAMP).write_text(lock)
+    (partial / STAMP).write_text(stamp_text(lock))
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
 

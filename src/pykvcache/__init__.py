@@ -8,6 +8,7 @@ What is made or called by hand is here; the rest is in its modules:
 
 =================  ==================================================================
 `errors`           every exception
+`chat_format`      messages that a model wrote: content, reasoning, tool calls
 `enums`            the choices of options, which are also taken as text
 `state`            states of sequences and contexts: in memory, in files
 `kv`               keys, values and recurrent states as arrays
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from pykvcache.batch import LlamaBatch
     from pykvcache.context import LlamaContext
     from pykvcache.generate import BatchGenerator
+    from pykvcache.llm import LLM
     from pykvcache.model import LlamaModel
     from pykvcache.pictures import CellHistory
     from pykvcache.prefix.cache import PrefixCache
@@ -55,6 +57,7 @@ _HOMES = {
     "CheckpointPolicy": "sequence",
     "Device": "_devices",
     "FolderStore": "prefix.stores",
+    "LLM": "llm",
     "LlamaBatch": "batch",
     "LlamaContext": "context",
     "LlamaModel": "model",
@@ -76,6 +79,7 @@ _HOMES = {
 
 # Written out, so that type checkers see what is exported.
 __all__ = [
+    "LLM",
     "BatchGenerator",
     "CellHistory",
     "CheckpointPolicy",

@@ -27,7 +27,7 @@ except ImportError:
 if TYPE_CHECKING:
     from pykvcache._native import lib
 
-__all__ = ["render", "special_token_texts"]
+__all__ = ["plain", "render", "special_token_texts"]
 
 #: Nesting of what a message, a tool or a variable holds.
 MAX_DEPTH = 100
@@ -90,7 +90,7 @@ _environment.globals.update(raise_exception=raise_exception, strftime_now=strfti
 _compiled = lru_cache(maxsize=16)(_environment.from_string)
 
 
-def _plain(value: object, name: str, depth: int = 0) -> Any:
+def plain(value: object, name: str, depth: int = 0) -> Any:
     """Return a copy made of the types that JSON knows."""
     if depth > MAX_DEPTH:
         raise ArgumentError(f"{name} is nested deeper than {MAX_DEPTH}", name, depth, MAX_DEPTH)
@@ -106,10 +106,10 @@ def _plain(value: object, name: str, depth: int = 0) -> Any:
         return float.__float__(value)
     if isinstance(value, Mapping):
         return {
-            _plain(key, name, depth + 1): _plain(one, name, depth + 1) for key, one in value.items()
+            plain(key, name, depth + 1): plain(one, name, depth + 1) for key, one in value.items()
         }
     if isinstance(value, (list, tuple)):
-        items = [_plain(one, name, depth + 1) for one in value]
+        items = [plain(one, name, depth + 1) for one in value]
         return items if isinstance(value, list) else tuple(items)
     raise TypeError(f"{name} holds a {type(value).__name__}: a chat template reads plain data")
 
@@ -118,21 +118,21 @@ def _plain_list(values: object, name: str, content: str) -> list[dict[Any, Any]]
     is_sequence = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
     if not is_sequence or not all(isinstance(one, Mapping) for one in values):  # type: ignore[attr-defined]
         raise TypeError(f"{name} must be a sequence of mappings with {content}")
-    return [_plain(one, name) for one in values]  # type: ignore[attr-defined]
+    return [plain(one, name) for one in values]  # type: ignore[attr-defined]
 
 
 def _message(given: dict[Any, Any], name: str) -> dict[Any, Any]:
     """Return a message without empty keys, and its reasoning under each name that is read."""
     message = {key: value for key, value in given.items() if value is not None}
-    keys = ", ".join(map(repr, message))[:200] or "none"
+    known = ", ".join(map(repr, message))[:200] or "none"
     if "role" not in message:
-        raise ArgumentError(f"{name} has no 'role': its keys are {keys}", name, list(message))
+        raise ArgumentError(f"{name} has no 'role': its keys are {known}", name, list(message))
     if not isinstance(message["role"], str):
         kind = type(message["role"]).__name__
         raise TypeError(f"the 'role' of {name} must be a str, not {kind}")
     if not any(key in message for key in _CONTENT):
         raise ArgumentError(
-            f"{name} has neither 'content' nor 'tool_calls': its keys are {keys}",
+            f"{name} has neither 'content' nor 'tool_calls': its keys are {known}",
             name,
             list(message),
         )
@@ -159,8 +159,6 @@ def render(
     template: str, given: Mapping[str, object], variables: Mapping[str, object], generate: bool
 ) -> str:
     """Render a template on messages, tools and documents, and further variables."""
-    if not isinstance(template, str):
-        raise TypeError(f"template must be text, not {type(template).__name__}")
     messages = _plain_list(given["messages"], "messages", "'role' and 'content'")
     values: dict[str, object] = {
         "messages": [_message(one, f"messages[{i}]") for i, one in enumerate(messages)],
@@ -169,7 +167,7 @@ def render(
     for name, content in (("tools", "a JSON schema each"), ("documents", "'title' and 'text'")):
         one = given[name]
         values[name] = None if one is None else _plain_list(one, name, content)
-    values.update(_plain(variables, "a variable"))
+    values.update(plain(variables, "a variable"))
     try:
         return _compiled(template).render(values)
     except _Refused as error:

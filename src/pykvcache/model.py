@@ -24,6 +24,7 @@ from pykvcache._fingerprint import file_ids, model_fingerprint
 from pykvcache._model_facts import ModelFacts
 from pykvcache._model_file import readable_path
 from pykvcache._native import lib
+from pykvcache.chat_format import ChatFormat, ChatMessage, ToolChoice, make_chat_format
 from pykvcache.enums import LoadMode, LoadModeName, SplitMode, SplitModeName
 from pykvcache.errors import ArgumentError
 
@@ -343,12 +344,125 @@ class LlamaModel(ModelFacts, Closing):
         """
         from pykvcache.chat import render, special_token_texts
 
-        source = template if template is not None else self.chat_template
-        if source is None:
-            raise ArgumentError("the model has no chat template: pass template=...", "template")
+        source = self._template(template)
         given = {"messages": messages, "tools": tools, "documents": documents}
         tokens = special_token_texts(self._native)
         return render(source, given, {**tokens, **variables}, add_generation_prompt)
+
+    def _template(self, given: str | None) -> str:
+        source = given if given is not None else self.chat_template
+        if source is None:
+            raise ArgumentError("the model has no chat template: pass template=...", "template")
+        if not isinstance(source, str):
+            raise TypeError(f"template must be text, not {type(source).__name__}")
+        return source
+
+    @cached_property
+    def _end_texts(self) -> tuple[str, ...]:
+        """The texts of the tokens that end generation, longest first."""
+        native = self._native
+        ends = (t for t in range(native.n_vocab) if native.is_eog(t))
+        texts = {native.token_to_piece(t, True).decode("utf-8", "replace") for t in ends}
+        return tuple(sorted(texts - {""}, key=len, reverse=True))
+
+    def chat_format(
+        self,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+        parallel_tool_calls: bool = True,
+        json_schema: Mapping[str, Any] | str | None = None,
+        strict: bool = True,
+        template: str | None = None,
+        **variables: Any,
+    ) -> ChatFormat:
+        """Find out how the model writes its answers (needs ``pykvcache[chat]``).
+
+        Give it what `apply_chat_template` gets. The format parses what the model writes, and
+        ``Sampler(chat_format=...)`` holds the model to it.
+
+        Parameters
+        ----------
+        tools
+            Functions as ``{"type": "function", "function": {"name", "description",
+            "parameters"}}``; the parameters are a JSON schema.
+        tool_choice
+            ``"auto"``: the model decides, and a call that it begins follows the tool's schema.
+            ``"required"``: it calls a tool. ``"none"``: it calls none. ``{"type": "function",
+            "function": {"name": ...}}``: it calls this one.
+        parallel_tool_calls
+            Whether an answer may hold several calls.
+        json_schema
+            Schema of the content, for answers without tools. The model may reason before it.
+        strict
+            Refuse a `json_schema` with keywords that a grammar does not hold to; see `Sampler`.
+        template
+            Another Jinja template than the model's own.
+        **variables
+            What else the template reads, such as ``enable_thinking=False``.
+
+        Raises
+        ------
+        ArgumentError
+            A ValueError: a tool has no name or the name of another; `tool_choice` is none of
+            these; there is no template.
+        GrammarError
+            A ValueError: a schema cannot be a grammar.
+        ChatTemplateError
+            A ValueError: the template fails.
+        UnsupportedOperation
+            A tool is required, and the template has no tool calls.
+        """
+        return make_chat_format(
+            self._native,
+            self._template(template),
+            tools,
+            tool_choice,
+            json_schema,
+            variables,
+            parallel=parallel_tool_calls,
+            strict=as_bool(strict, "strict"),
+            ends=self._end_texts,
+        )
+
+    def parse_chat(
+        self,
+        text: str | TokenInput,
+        *,
+        partial: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        **variables: Any,
+    ) -> ChatMessage:
+        """Return the message that the model wrote: content, reasoning and tool calls.
+
+        The same as `ChatFormat.parse` of `chat_format` with these arguments.
+
+        Parameters
+        ----------
+        text
+            What the model wrote after the prompt: tokens, or text with its special tokens written
+            out (``detokenize(tokens, special=True)``). A token that ends generation may follow.
+        partial
+            The beginning of a message: what is certain so far. Every beginning has a result.
+        tools, template, **variables
+            What `apply_chat_template` got.
+
+        Raises
+        ------
+        ChatParseError
+            A ValueError: the text is no message of this format, or the arguments of a tool do not
+            fit its schema. ``text`` has the text.
+
+        Examples
+        --------
+        >>> from pykvcache import LlamaModel, embedded_model_path
+        >>> with LlamaModel(embedded_model_path()) as model:
+        ...     model.parse_chat("The baker is Tom.").content
+        'The baker is Tom.'
+        """
+        form = self.chat_format(tools=tools, template=template, **variables)
+        return form.parse(text, partial=partial)
 
     # Life ------------------------------------------------------------------------------
 

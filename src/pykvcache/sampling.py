@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from pykvcache._convert import as_bool, as_float, as_int
 from pykvcache._grammar import check_grammar
+from pykvcache._json_schema import as_schema, schema_grammar
 from pykvcache._native import lib
+from pykvcache.chat_format import ChatFormat
 from pykvcache.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -65,6 +67,15 @@ class Sampler:
         ``-math.inf`` for tokens that are never to be chosen.
     grammar, grammar_root
         A GBNF grammar that the text must follow, and its first rule. Needs ``model``.
+    json_schema, strict
+        A JSON schema that the text must follow, in place of ``grammar``: a mapping, or its JSON
+        text. Properties come in the schema's order, the required ones first; ``oneOf`` counts as
+        ``anyOf``. Needs ``model``. What a grammar does not hold to (``multipleOf``, bounds of
+        numbers that are no integers, ``uniqueItems``, ...) is a `GrammarError` that names it; with
+        ``strict=False`` it is left out.
+    chat_format
+        A `ChatFormat`, whose grammar the text must follow, in place of ``grammar``: at once, or
+        from the tool call on that the model begins. Needs ``model``.
     model
         The model that a grammar is made for.
 
@@ -73,7 +84,8 @@ class Sampler:
     ValueError, TypeError
         A value is out of range, or not what is asked for.
     GrammarError
-        The grammar cannot be parsed; ``line`` and ``column`` say where.
+        The grammar cannot be parsed; ``line`` and ``column`` say where. Or the schema cannot be a
+        grammar: nested deeper than 64, more than 200 optional properties in an object, ...
     IndexError
         ``logit_bias`` names a token that ``model`` does not have.
 
@@ -101,10 +113,17 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         logit_bias: Mapping[int, float] | None = None,
         grammar: str | None = None,
         grammar_root: str = "root",
+        json_schema: Mapping[str, Any] | str | None = None,
+        strict: bool = True,
+        chat_format: ChatFormat | None = None,
         model: LlamaModel | None = None,
     ) -> None:
         native_model = None if model is None else _native(model, "model", lib.Model)
-        if grammar is not None and model is None:
+        given = {"grammar": grammar, "json_schema": json_schema, "chat_format": chat_format}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            raise ArgumentError(f"{names[0]} and {names[1]} are given: pass one of them", names[1])
+        if names and model is None:
             raise ArgumentError("a grammar needs model=: it is made for one vocabulary", "model")
         for what, text in (("grammar", grammar), ("grammar_root", grammar_root)):
             if text is not None and not isinstance(text, str):
@@ -117,6 +136,16 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
                 "grammar_root",
                 grammar_root,
             )
+        strict = as_bool(strict, "strict")
+        prefix, triggers = "", None
+        if json_schema is not None:
+            grammar = schema_grammar(as_schema(json_schema, "json_schema"), strict=strict)
+        elif chat_format is not None:
+            if not isinstance(chat_format, ChatFormat):
+                kind = type(chat_format).__name__
+                raise TypeError(f"chat_format must be a ChatFormat, not {kind}")
+            grammar, triggers = chat_format.grammar, chat_format.triggers
+            prefix = chat_format.generation_prompt if triggers is None else ""
         if grammar is not None:
             check_grammar(grammar)
         self._model = model
@@ -134,7 +163,12 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
             "grammar": grammar,
             "grammar_root": grammar_root,
         }
-        self._native = lib.Sampler(self._params, native_model)
+        # What the grammar reads before the first token, and what it waits for.
+        begin = None
+        if native_model is not None and grammar is not None:
+            patterns = None if triggers is None else [one.encode() for one in triggers]
+            begin = (_prefix_tokens(native_model, prefix), patterns)
+        self._native = lib.Sampler(self._params, native_model, begin)
 
     @property
     def native(self) -> lib.Sampler:
@@ -232,6 +266,12 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         clone._native = self._native.clone(clone._params)
         return clone
 
+    def with_format(self, chat_format: ChatFormat, model: LlamaModel) -> Sampler:
+        """Return a new sampler with these settings that keeps to a chat format."""
+        settings = {name: self._params[name] for name in self._params if "grammar" not in name}
+        settings["seed"] = self.seed
+        return Sampler(**settings, chat_format=chat_format, model=model)
+
     @property
     def seed(self) -> int | None:
         """The seed; None where a random one was drawn."""
@@ -262,6 +302,17 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         }
         settings = (f"{name}={texts.get(name) or repr(v)}" for name, v in shown.items())
         return f"Sampler({', '.join(settings)})"
+
+
+def _prefix_tokens(model: lib.Model, text: str) -> list[int]:
+    """Return tokens whose pieces are a text: without the space that some vocabularies put first."""
+    tokens: list[int] = model.tokenize(text.encode(), False, True).tolist() if text else []
+    pieces = [model.token_to_piece(token, True) for token in tokens]
+    if b"".join(pieces) == b" " + text.encode():
+        first = pieces[0][1:]
+        known = (t for t in range(model.n_vocab) if model.token_to_piece(t, True) == first)
+        tokens[:1] = [next(known)] if first else []
+    return tokens
 
 
 _SHORT = reprlib.Repr()

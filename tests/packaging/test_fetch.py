@@ -38,6 +38,7 @@ FILES = {
     "vendor/llama.cpp/README.md": "not wanted",
     "vendor/llama.cpp/models/ggml-vocab.gguf": "not wanted",
     "vendor/llama.cpp/models/templates/one.jinja": "a template",
+    "vendor/llama.cpp/common/chat.h": "// another header",
     "vendor/llama.cpp/include/llama.h": "// the header",
     "vendor/llama.cpp/src/llama.cpp": "// the source",
 }
@@ -101,7 +102,7 @@ def test_what_the_build_reads_is_unpacked(shelf: Vendor) -> None:
     done = shelf.fetch()
     assert done.stdout.strip() == str(shelf.target), done.stderr
     names = {p.relative_to(shelf.target).as_posix() for p in shelf.target.rglob("*.*")}
-    wanted = {"include/llama.h", "models/templates/one.jinja", "src/llama.cpp"}
+    wanted = {"common/chat.h", "include/llama.h", "models/templates/one.jinja", "src/llama.cpp"}
     assert names == {".pykvcache-lock", *wanted}
 
 

@@ -12,8 +12,8 @@ from pykvcache import errors
 
 # What a user imports from, beside the top level.
 MODULES = [
-    *("arrays", "enums", "errors", "generate", "introspection", "kv", "prefix.policies"),
-    *("prefix.reuse", "prefix.stores", "sequence", "simulate", "state"),
+    *("arrays", "chat_format", "enums", "errors", "generate", "introspection", "kv"),
+    *("prefix.policies", "prefix.reuse", "prefix.stores", "sequence", "simulate", "state"),
 ]
 
 

@@ -337,7 +337,11 @@ class Decoding(Batch):
 @disjoint_base
 class Sampler:
     def __new__(
-        cls, params: dict[str, Any], model: Model | None, source: Sampler | None = None
+        cls,
+        params: dict[str, Any],
+        model: Model | None,
+        begin: tuple[list[int], list[bytes] | None] | None = None,
+        source: Sampler | None = None,
     ) -> Self: ...
     def accept(self, token: SupportsIndex, model: Model | None, grammar: bool) -> None: ...
     def check(self, model: Model) -> None: ...

@@ -28,6 +28,8 @@ cdef extern from "probe_sampler.h" namespace "pykv" nogil:
     llama_sampler* sampler_penalties(const sampler_settings&)
     llama_sampler* sampler_cuts(const sampler_settings&)
     llama_sampler* sampler_choice(const sampler_settings&)
+    llama_sampler* sampler_lazy_grammar(
+        const llama_vocab*, const char* grammar, const char* root, const vector[string]& triggers)
     llama_sampler* sampler_clone(const llama_sampler*)
     int32_t sampler_reset(llama_sampler*)
     int32_t find_grammar_fault(const llama_vocab*, const char* grammar, grammar_fault& fault)

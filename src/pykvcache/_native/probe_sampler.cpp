@@ -98,6 +98,18 @@ llama_sampler * sampler_choice(const sampler_settings & s) noexcept {
     });
 }
 
+llama_sampler * sampler_lazy_grammar(const llama_vocab * vocab, const char * grammar, const char * root,
+                                     const std::vector<std::string> & triggers) noexcept {
+    return guarded<llama_sampler *>(nullptr, [&] {
+        std::vector<const char *> patterns;
+        for (const auto & trigger : triggers) {
+            patterns.push_back(trigger.c_str());
+        }
+        return llama_sampler_init_grammar_lazy_patterns(
+            vocab, grammar, root, patterns.data(), patterns.size(), nullptr, 0);
+    });
+}
+
 llama_sampler * sampler_clone(const llama_sampler * sampler) noexcept {
     return guarded<llama_sampler *>(nullptr, [&] { return llama_sampler_clone(sampler); });
 }

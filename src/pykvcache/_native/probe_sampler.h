@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "guarded.h"
 
@@ -25,6 +26,9 @@ struct sampler_settings {
 llama_sampler * sampler_penalties(const sampler_settings & s) noexcept;
 llama_sampler * sampler_cuts(const sampler_settings & s) noexcept;  // top-k, top-p, min-p, temperature
 llama_sampler * sampler_choice(const sampler_settings & s) noexcept;
+// A grammar that begins where one of the regular expressions matches the text so far.
+llama_sampler * sampler_lazy_grammar(const llama_vocab * vocab, const char * grammar, const char * root,
+                                     const std::vector<std::string> & triggers) noexcept;
 // With its history; null for null, and if something was caught.
 llama_sampler * sampler_clone(const llama_sampler * sampler) noexcept;
 int32_t sampler_reset(llama_sampler * sampler) noexcept;

@@ -17,8 +17,10 @@ cdef class Sampler:
     cdef int32_t last_bias
     # Of the last logits, or the grammar's model; 0 before.
     cdef int32_t n_vocab
+    # What the grammar reads at its beginning: of a prompt that the text goes on from.
+    cdef vector[lib.llama_token] prefix
 
-    def __cinit__(self, dict params not None, Model model, Sampler source=None):
+    def __cinit__(self, dict params not None, Model model, tuple begin=None, Sampler source=None):
         cdef lib.sampler_settings s
         self.params = params
         self.it.temperature = params["temperature"]
@@ -38,7 +40,10 @@ cdef class Sampler:
         if params["grammar"] is not None:
             if model is None:
                 raise ArgumentError("a grammar needs a model", what="model")
-            self.parse(params["grammar"].encode(), params["grammar_root"].encode())
+            prefix, triggers = begin or ((), None)
+            self.prefix = prefix
+            self.parse(params["grammar"].encode(), params["grammar_root"].encode(), triggers)
+            self.read_prefix()
         if s.penalty_last_n and (s.repeat_penalty != 1 or s.frequency_penalty or s.presence_penalty):
             self.it.penalties = _made(lib.sampler_penalties(s))
         if not s.greedy:
@@ -49,6 +54,7 @@ cdef class Sampler:
         """Copy the stages of another sampler with their history."""
         self.model_ref = source.model_ref
         self.n_vocab = source.n_vocab
+        self.prefix = source.prefix
         self.it.grammar = _copied(source.it.grammar)
         self.it.penalties = _copied(source.it.penalties)
         self.it.cuts = _copied(source.it.cuts)
@@ -70,8 +76,9 @@ cdef class Sampler:
                     f"token {token} has {size} bytes, and a grammar takes {PIECE_MAX} at most")
         return 0
 
-    cdef int parse(self, bytes text, bytes root) except -1:
+    cdef int parse(self, bytes text, bytes root, list triggers) except -1:
         cdef lib.grammar_fault fault
+        cdef vector[string] patterns
         cdef string name
         fault.at = -1
         if self.model.vocab_type == 0:
@@ -82,7 +89,11 @@ cdef class Sampler:
             raise _caught_error("grammar")
         if fault.why.empty():
             lib.begin_notes()
-            self.it.grammar = lib.sampler_grammar(self.model.vocab, text, root)
+            if triggers is None:
+                self.it.grammar = lib.sampler_grammar(self.model.vocab, text, root)
+            else:
+                patterns = triggers
+                self.it.grammar = lib.sampler_lazy_grammar(self.model.vocab, text, root, patterns)
             notes = _notes()
             _drain_log()
             if self.it.grammar != NULL:
@@ -109,16 +120,27 @@ cdef class Sampler:
         raise GrammarError(
             f"the grammar cannot be parsed: line {line}, column {column}: {why} {where}", line, column)
 
+    cdef int read_prefix(self) except -1:
+        cdef lib.llama_token token
+        for token in self.prefix:
+            if lib.sampler_accept(self.it.grammar, token) == lib.CAUGHT:
+                if lib.caught_memory():
+                    raise _caught_error("grammar")
+                raise GrammarError("the grammar does not allow what the prompt ends with")
+        return 0
+
     def reset(self):
         """Forget the tokens that were accepted; the seed and the grammar start again."""
         if (lib.sampler_reset(self.it.grammar) == lib.CAUGHT
                 or lib.sampler_reset(self.it.penalties) == lib.CAUGHT
                 or lib.sampler_reset(self.it.choice) == lib.CAUGHT):
             raise _caught_error("reset")
+        if self.it.grammar != NULL:
+            self.read_prefix()
 
     def clone(self, dict params not None):
         """Return a sampler of the same history and grammar state; with another seed, it begins there."""
-        return Sampler.__new__(Sampler, params, self.model, self)
+        return Sampler.__new__(Sampler, params, self.model, None, self)
 
     def accept(self, token, Model model, bint grammar):
         """Count a token that was not sampled here; all or nothing."""

@@ -16,6 +16,7 @@ from pykvcache.cli.demo import demo
 from pykvcache.cli.generate import generate
 from pykvcache.cli.info import info
 from pykvcache.cli.rpc_server import rpc_server
+from pykvcache.cli.serve import serve
 from pykvcache.cli.state import state
 from pykvcache.cli.terminal import one_line
 from pykvcache.cli.tokenize import tokenize
@@ -48,7 +49,7 @@ def app() -> None:
     """llama.cpp's KV cache as a Python object: generate, chat, look inside, save and restore."""
 
 
-for command in (generate, chat, info, tokenize, state, cache, bench, demo, rpc_server):
+for command in (generate, chat, info, tokenize, state, cache, serve, bench, demo, rpc_server):
     app.add_command(command)
 
 

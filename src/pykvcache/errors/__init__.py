@@ -57,6 +57,7 @@ __all__ = [
     "CacheLayerError",
     "CacheOrderError",
     "CacheValueError",
+    "ChatParseError",
     "ChatTemplateError",
     "ClosedError",
     "ContextCreateError",
@@ -312,6 +313,26 @@ class ChatTemplateError(KvCacheError, ValueError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return type(self), (self.reason, str(self))
+
+
+class ChatParseError(KvCacheError, ValueError):
+    """A text is no message of the model's format, or calls a tool with wrong arguments.
+
+    Attributes
+    ----------
+    text : str
+        The text, without what ends it.
+    tool : str or None
+        The tool whose arguments are wrong.
+    """
+
+    def __init__(self, message: str, text: str, tool: str | None = None) -> None:
+        super().__init__(message)
+        self.text = text
+        self.tool = tool
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str | None]]:
+        return type(self), (str(self), self.text, self.tool)
 
 
 # Stores of blocks ---------------------------------------------------------------------

@@ -120,6 +120,7 @@ class BatchGenerator(Closing):
         stop: StopInput = (),
         logprobs: SupportsIndex = 0,
         priority: SupportsIndex = 0,
+        namespace: str | None = None,
     ) -> GenerationHandle: ...
 
     @overload
@@ -133,6 +134,7 @@ class BatchGenerator(Closing):
         stop: StopInput = (),
         logprobs: SupportsIndex = 0,
         priority: SupportsIndex = 0,
+        namespace: str | None = None,
     ) -> list[GenerationHandle]: ...
 
     def submit(
@@ -145,6 +147,7 @@ class BatchGenerator(Closing):
         stop: StopInput = (),
         logprobs: SupportsIndex = 0,
         priority: SupportsIndex = 0,
+        namespace: str | None = None,
     ) -> GenerationHandle | list[GenerationHandle]:
         """Ask for a generation; it is made by `step`, `run`, or who iterates over the handle.
 
@@ -167,6 +170,8 @@ class BatchGenerator(Closing):
             How many of the likeliest tokens to give the log-probabilities of, per token.
         priority
             Larger ones go first.
+        namespace
+            Whose prefixes a prompt of a cache shares; default: the cache's.
 
         Returns
         -------
@@ -192,7 +197,7 @@ class BatchGenerator(Closing):
         sampler.native.check(self._ctx.model.native)
         with self._pool.hold():
             self._check_open()
-            sequence = self._sequence(prompt)
+            sequence = self._sequence(prompt, namespace)
             handles = []
             for i in range(count):
                 own = sequence if i == 0 else self._beside(sequence)
@@ -218,7 +223,9 @@ class BatchGenerator(Closing):
         self._wake()
         return handles[0] if count == 1 else handles
 
-    def _sequence(self, prompt: str | TokenInput | LlamaSequence) -> LlamaSequence:
+    def _sequence(
+        self, prompt: str | TokenInput | LlamaSequence, namespace: str | None
+    ) -> LlamaSequence:
         if isinstance(prompt, LlamaSequence):
             if prompt.context is not self._ctx:
                 raise ArgumentError("the sequence belongs to another context", "prompt")
@@ -228,7 +235,7 @@ class BatchGenerator(Closing):
                 raise ArgumentError("the sequence is being generated already", "prompt")
             sequence = prompt
         else:
-            sequence = self._new(prompt)
+            sequence = self._new(prompt, namespace)
         if not len(sequence):
             raise ArgumentError(
                 "the prompt has no tokens: there is nothing to evaluate", "prompt", 0, 1
@@ -236,9 +243,11 @@ class BatchGenerator(Closing):
         check_length(self._ctx, len(sequence))
         return sequence
 
-    def _new(self, prompt: str | TokenInput | None) -> LlamaSequence:
+    def _new(self, prompt: str | TokenInput, namespace: str | None) -> LlamaSequence:
         if self._cache is not None:
-            return self._cache.open(prompt, search=False)
+            return self._cache.open(prompt, namespace, search=False)
+        if namespace is not None:
+            raise ArgumentError("a namespace needs a PrefixCache", "namespace", namespace)
         return self._plain(prompt)
 
     def _plain(self, prompt: str | TokenInput | None) -> LlamaSequence:
@@ -307,6 +316,9 @@ class BatchGenerator(Closing):
                 if pool.depth > 1:
                     raise ReentryError("step() was called in the middle of a step")
                 made = self._stepper.step()
+            for handle, _ in made:
+                if handle._watchers:
+                    handle._notify()
             is_waiting = not made and self._schedule.await_tiers()
         if self._n_awaiting or self._thread is not None:
             self._wake()  # who begins to wait looks again, once it is noted here

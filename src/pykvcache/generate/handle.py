@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -107,6 +107,7 @@ class GenerationHandle:
         self._finish: FinishReason | None = None
         self._error: Exception | None = None
         self._abort = False
+        self._watchers: tuple[Callable[[], object], ...] = ()
         self.times = RequestTimes(tokens=self._lane.times)
 
     # What has come of it ----------------------------------------------------------------------
@@ -181,6 +182,25 @@ class GenerationHandle:
         self._abort = True
         self._driver._end_aborted()
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it; None where it ended otherwise."""
+        return self._stream.stopped
+
+    def watch(self, call: Callable[[], object]) -> None:
+        """Call something after each step that made tokens of this request, and at its end.
+
+        It is called in the thread that makes the step, and must not call this context: let it
+        wake another thread or an event loop.
+        """
+        self._watchers += (call,)
+        if self._tokens or self._finish is not None:
+            call()
+
+    def _notify(self) -> None:
+        for call in self._watchers:
+            call()
+
     def wait(self) -> GenerationHandle:
         """Wait until it has ended, making steps if no other thread does; raises its error."""
         for _ in self:
@@ -254,6 +274,7 @@ class GenerationHandle:
             self._error = error
             self.times.finished = time.perf_counter()
             self._finish = reason
+            self._notify()
 
 
 def likeliest(row: npt.NDArray[np.float32], n: int, chosen: int) -> dict[int, float]:

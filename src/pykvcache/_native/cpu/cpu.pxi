@@ -14,5 +14,4 @@ if _cpu_refusal:
 
 def cpu_features():
     """Return the names of what this processor has, of all that compilers may use."""
-    _ready()
     return _texts(c_cpu_features())

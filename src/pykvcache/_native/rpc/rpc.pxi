@@ -26,7 +26,6 @@ cdef class Server:
         cdef string why
         cdef int64_t ms = max(1, <int64_t>(timeout * 1000))
         cdef int32_t code
-        _ready()
         self.endpoint = endpoint
         with nogil:
             code = rpc_open(where, ms, self.server, why)
@@ -68,7 +67,6 @@ def rpc_serve(str endpoint not None, int n_threads, list devices not None):
     cdef const char* where = text
     cdef const char* c_names = names
     cdef int32_t code
-    _ready()
     with nogil:
         code = c_rpc_serve(where, n_threads, c_names)
     _drain_log()

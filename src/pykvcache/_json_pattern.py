@@ -1,0 +1,198 @@
+r"""Regular expressions of JSON schemas as llama.cpp's converter takes them.
+
+The converter copies a class or a dot into the grammar as it is, and a quote that they allow ends
+the JSON string. It knows no ``\d``, and only patterns between ``^`` and ``$``.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["UnsupportedPattern", "convertible_pattern"]
+
+Ranges = list[tuple[int, int]]
+
+LAST = 0x10FFFF
+# What a JSON string holds in escaped form only.
+_ESCAPED: Ranges = [(0x00, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")), (0x7F, 0x7F)]
+_CLASSES: dict[str, Ranges] = {
+    "d": [(0x30, 0x39)],
+    "w": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
+    "s": [(0x20, 0x20)],
+}
+_SPECIAL = "^$.[](){}|*+?"
+_CONTROL = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D, "0": 0x00}
+_REPEAT = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
+_HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
+
+
+class UnsupportedPattern(Exception):
+    """No grammar can be made of the pattern; the message says why."""
+
+
+def convertible_pattern(pattern: str) -> str:
+    """Return a pattern for llama.cpp's converter that allows no text which `pattern` does not.
+
+    Raises
+    ------
+    UnsupportedPattern
+        It is no regular expression, or has a part without an equivalent.
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UnsupportedPattern(f"it is no regular expression: {error}") from None
+    return _Reader(pattern).read()
+
+
+class _Reader:
+    """Reads a pattern once, from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+        self.depth = 0
+        self.has_choice = False  # outside of groups
+
+    def read(self) -> str:
+        begins = self.text.startswith("^")
+        self.at = int(begins)
+        pieces = []
+        while self.at < len(self.text):
+            if self.text[self.at] == "$" and self.at == len(self.text) - 1:
+                break
+            pieces.append(self._piece())
+        ends = self.at < len(self.text)
+        if self.has_choice and begins != ends:
+            raise UnsupportedPattern("an anchor belongs to one of several alternatives")
+        body = "".join(pieces)
+        rest = _write(_ESCAPED, negated=True) + "*"
+        if not (begins and ends):
+            body = ("" if begins else rest) + f"({body})" + ("" if ends else rest)
+        return f"^{body}$"
+
+    def _piece(self) -> str:
+        c = self.text[self.at]
+        if c in "^$":
+            raise UnsupportedPattern("an anchor stands inside")
+        self.at += 1
+        if c == "(":
+            return self._open()
+        if c == ")":
+            self.depth -= 1
+            return c + self._repeat()
+        if c == "|":
+            self.has_choice |= self.depth == 0
+            return c
+        if c == "[":
+            return self._class() + self._repeat()
+        if c == ".":
+            return _write(_ESCAPED, negated=True) + self._repeat()
+        found = self._escape() if c == "\\" else [(ord(c), ord(c))]
+        return _write(found, negated=False) + self._repeat()
+
+    def _open(self) -> str:
+        if self.text.startswith("?", self.at):
+            if not self.text.startswith("?:", self.at):
+                raise UnsupportedPattern("a group begins with '(?'")
+            self.at += 2
+        self.depth += 1
+        return "("
+
+    def _repeat(self) -> str:
+        """Read how often the piece before is repeated, as often as possible or not."""
+        found = _REPEAT.match(self.text, self.at)
+        if found is None:
+            return ""
+        self.at = found.end()
+        if self.text[self.at : self.at + 1] in ("?", "+"):
+            if self.text[self.at] == "+":
+                raise UnsupportedPattern("a repetition is possessive")
+            self.at += 1
+        return found[0]
+
+    def _escape(self) -> Ranges:
+        """Read what follows a backslash."""
+        c = self.text[self.at]
+        code = _HEX.match(self.text, self.at)
+        if code is not None:
+            self.at = code.end()
+            value = int(next(filter(None, code.groups())), 16)
+            return [(value, value)]
+        self.at += 1
+        if c in _CLASSES:
+            return _CLASSES[c]
+        if c in _CONTROL:
+            return [(_CONTROL[c], _CONTROL[c])]
+        if c.isalnum():
+            raise UnsupportedPattern(f"\\{c} has no equivalent")
+        return [(ord(c), ord(c))]
+
+    def _class(self) -> str:
+        negated = self.text.startswith("^", self.at)
+        self.at += negated
+        ranges: Ranges = []
+        first = True
+        while first or self.text[self.at] != "]":
+            first = False
+            low = self._member()
+            is_range = self.text.startswith("-", self.at) and self.text[self.at + 1] != "]"
+            if is_range and len(low) == 1 and low[0][0] == low[0][1]:
+                self.at += 1
+                ranges.append((low[0][0], self._member()[0][1]))
+            else:
+                ranges += low
+        self.at += 1
+        return _write(ranges, negated=negated)
+
+    def _member(self) -> Ranges:
+        c = self.text[self.at]
+        self.at += 1
+        return self._escape() if c == "\\" else [(ord(c), ord(c))]
+
+
+def _merged(ranges: Ranges) -> Ranges:
+    merged: Ranges = []
+    for low, high in sorted(ranges):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def _without(ranges: Ranges, excluded: Ranges) -> Ranges:
+    found: Ranges = []
+    for low, high in _merged(ranges):
+        for begin, end in _merged(excluded):
+            if begin <= high and end >= low:
+                if low < begin:
+                    found.append((low, begin - 1))
+                low = end + 1
+        if low <= high:
+            found.append((low, high))
+    return found
+
+
+def _write(ranges: Ranges, *, negated: bool) -> str:
+    """Write characters, without those that JSON escapes."""
+    kept = _without([(0, LAST)], ranges + _ESCAPED) if negated else _without(ranges, _ESCAPED)
+    if not kept:
+        raise UnsupportedPattern("it asks for characters that JSON escapes")
+    if len(kept) == 1 and kept[0][0] == kept[0][1] < 0x80:
+        c = chr(kept[0][0])
+        return f"\\{c}" if c in _SPECIAL else c
+    if negated:
+        return "[^" + "".join(map(_range, _merged(ranges + _ESCAPED))) + "]"
+    return "[" + "".join(map(_range, kept)) + "]"
+
+
+def _range(pair: tuple[int, int]) -> str:
+    low, high = pair
+    return _code(low) if low == high else f"{_code(low)}-{_code(high)}"
+
+
+def _code(point: int) -> str:
+    c = chr(point)
+    if c.isascii() and c.isalnum():
+        return c
+    return f"\\u{point:04X}" if point < 0x10000 else f"\\U{point:08X}"

@@ -1,0 +1,13 @@
+"""JSON schemas and chat formats by llama.cpp's common/ library, without a model."""
+
+from typing import final
+
+from typing_extensions import Self
+
+def schema_grammar(schema: bytes) -> str: ...
+
+@final
+class ChatFormat:
+    def __new__(cls, source: bytes, bos: bytes, eos: bytes, request: bytes) -> Self: ...
+    def facts(self) -> str: ...
+    def parse(self, text: bytes, is_partial: bool) -> str: ...

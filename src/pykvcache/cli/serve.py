@@ -1,0 +1,263 @@
+"""``pykvcache serve``: the prefix cache behind OpenAI's and Anthropic's APIs."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pykvcache._models import embedded_model_path
+from pykvcache.cli.options import CACHE_TYPES, number
+
+__all__ = ["serve"]
+
+_EPILOG = """
+\b
+Examples:
+  pykvcache serve -m model.gguf --cache ~/.cache/pykvcache
+  pykvcache serve -m models/ --max-models 2 --idle 600 --cache ~/.cache/pykvcache
+  pykvcache serve -m model.gguf --host 0.0.0.0 --api-keys keys.txt
+
+\b
+Then, with any client of OpenAI's API:
+  client = OpenAI(base_url="http://127.0.0.1:8080/v1", api_key="none")
+  client.chat.completions.create(model="model", messages=[{"role": "user", "content": "Hi"}])
+
+http://127.0.0.1:8080/ shows the cache live.
+"""
+
+
+@click.command(epilog=_EPILOG)
+@click.option(
+    "-m",
+    "--model",
+    "paths",
+    multiple=True,
+    envvar="PYKVCACHE_MODEL",
+    metavar="PATH",
+    help="A GGUF file, or a folder of them; may be repeated. Default: the small model in the "
+    "package.",
+)
+@click.option("--alias", help="Name of the model in requests. Default: the name of its file.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on. Beyond loopback, keys are required.",
+)
+@click.option(
+    "--port", type=number(0, 65535), default=8080, show_default=True, help="0: any that is free."
+)
+@click.option(
+    "--cache",
+    "tiers",
+    multiple=True,
+    metavar="TIER",
+    help="Where prefixes survive a restart: a folder, or an address such as redis://host; the "
+    "nearest first.",
+)
+@click.option(
+    "--ram",
+    "ram_mib",
+    type=number(0, 2**32),
+    metavar="MIB",
+    help="Memory for the prefix cache. Default: an eighth of what is free.",
+)
+@click.option(
+    "--n-ctx",
+    type=number(0, 2**31 - 1),
+    help="Cells of the context, over all sequences. Default: what fits.",
+)
+@click.option(
+    "--parallel",
+    type=number(1, 256),
+    default=8,
+    show_default=True,
+    help="Requests that are generated at once.",
+)
+@click.option(
+    "--max-waiting",
+    type=number(0, 2**20),
+    default=64,
+    show_default=True,
+    help="Requests that may wait; one more gets status 429.",
+)
+@click.option(
+    "--max-models",
+    type=number(1, 64),
+    default=1,
+    show_default=True,
+    help="Models that are loaded at once.",
+)
+@click.option(
+    "--idle", type=float, metavar="SECONDS", help="Unload a model that is not used for so long."
+)
+@click.option(
+    "--timeout",
+    type=float,
+    metavar="SECONDS",
+    help="End a request after so long, with what it has.",
+)
+@click.option(
+    "--max-body",
+    type=number(1, 2**20),
+    default=32,
+    show_default=True,
+    metavar="MIB",
+    help="Largest body of a request.",
+)
+@click.option(
+    "--api-keys",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="One key per line, and after a space the name of its tenant. Tenants share nothing.",
+)
+@click.option(
+    "--api-key",
+    "api_key",
+    multiple=True,
+    envvar="PYKVCACHE_API_KEY",
+    help="A key; each is a tenant of its own.",
+)
+@click.option(
+    "--secret",
+    envvar="PYKVCACHE_SECRET",
+    help="Encrypts blocks outside this process (pykvcache[crypto]).",
+)
+@click.option(
+    "--threads", type=number(1, 512), help="Default: chosen by the model's size and the CPUs."
+)
+@click.option(
+    "--type-k",
+    type=click.Choice(CACHE_TYPES),
+    default="f16",
+    show_default=True,
+    help="How keys are stored.",
+)
+@click.option(
+    "--type-v",
+    type=click.Choice(CACHE_TYPES),
+    default="f16",
+    show_default=True,
+    help="How values are stored.",
+)
+@click.option(
+    "--swa-full/--no-swa-full",
+    default=True,
+    show_default=True,
+    help="Keep all cells of layers with a window.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="Log failures only.")
+def serve(
+    paths: tuple[str, ...],
+    alias: str | None,
+    host: str,
+    port: int,
+    tiers: tuple[str, ...],
+    ram_mib: int | None,
+    max_body: int,
+    api_keys: str | None,
+    api_key: tuple[str, ...],
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Serve models over OpenAI's and Anthropic's APIs; no prefix is evaluated twice."""
+    try:
+        import msgspec  # noqa: F401
+        import uvicorn
+
+        from pykvcache.serve import Models, find_models, make_app
+    except ImportError as error:
+        raise click.ClickException(
+            f"the server needs {error.name}: pip install 'pykvcache[serve]'"
+        ) from None
+    keys = read_keys(api_keys, api_key)
+    if keys is None and not is_loopback(host):
+        raise click.UsageError(
+            f"--host {host} can be reached from other machines: give --api-keys or --api-key"
+        )
+    try:
+        files = find_models(paths or (embedded_model_path(),), alias)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    context = {
+        "n_ctx": options["n_ctx"],
+        "n_parallel": options["parallel"],
+        "n_threads": options["threads"],
+        "type_k": options["type_k"],
+        "type_v": options["type_v"],
+        "swa_full": options["swa_full"],
+        "cache": list(tiers),
+        "ram_bytes": None if ram_mib is None else ram_mib << 20,
+        "secret": options["secret"],
+    }
+    models = Models(
+        files,
+        context,
+        max_models=options["max_models"],
+        idle=options["idle"],
+        max_waiting=options["max_waiting"],
+        timeout=options["timeout"],
+    )
+    app = make_app(models, keys=keys, max_body=max_body << 20)
+    logging.basicConfig(
+        format="%(asctime)s %(message)s",
+        level=logging.WARNING if quiet else logging.INFO,
+        stream=sys.stderr,
+    )
+    config = uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False)
+    config.load()
+    socket = config.bind_socket()
+    address, port = socket.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    click.echo(f"pykvcache serves http://{shown}:{port} (models: {', '.join(files)})", err=True)
+    uvicorn.Server(config).run(sockets=[socket])
+
+
+def read_keys(path: str | None, given: tuple[str, ...]) -> dict[str, str] | None:
+    """Return names of tenants by key; None where no key is given.
+
+    Raises
+    ------
+    click.ClickException
+        A line of the file is not a key and a name, or the file cannot be read.
+    """
+    if path is None and not given:
+        return None
+    keys: dict[str, str] = {}
+    if path is not None:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.ClickException(f"{path}: {error}") from None
+        for i, line in enumerate(lines, 1):
+            parts = line.split()
+            if not parts or parts[0].startswith("#"):
+                continue
+            if len(parts) > 2:
+                raise click.ClickException(f"{path}, line {i}: a key, and after a space a name")
+            keys[parts[0]] = parts[1] if len(parts) == 2 else _name(parts[0])
+    for key in given:
+        keys[key] = _name(key)
+    if not keys:
+        raise click.ClickException(f"{path} holds no key")
+    return keys
+
+
+def _name(key: str) -> str:
+    return "key-" + hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reachable from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,719 @@
+"""LLM: a model, its context, a prefix cache and a batch generator in one object."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._closing import Closing
+from pykvcache._convert import TokenInput, as_int, as_token_array
+from pykvcache.batch import LlamaBatch
+from pykvcache.chat_format import ChatFormat, ChatMessage, ToolCall, ToolChoice
+from pykvcache.context import LlamaContext
+from pykvcache.errors import ArgumentError
+from pykvcache.generate import BatchGenerator
+from pykvcache.generate.handle import FinishReason, GenerationHandle
+from pykvcache.model import LlamaModel
+from pykvcache.openai_format import (
+    ChatStream,
+    finish_reason,
+    head,
+    message_of,
+    parse_answer,
+    schema_of,
+    text_logprobs,
+    usage_of,
+)
+from pykvcache.prefix.cache import PrefixCache
+from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.sampling import Sampler
+from pykvcache.sequence.text import StopInput, TextStream
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+__all__ = ["LLM", "ChatCompletion", "Completion"]
+
+#: A prompt: text, with the model's special tokens added, or token ids.
+Prompt: TypeAlias = str | TokenInput
+
+#: Messages as chat templates take them: ``role``, ``content`` and what else the template reads.
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+#: Functions in OpenAI's form.
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+
+#: Defaults. A cell takes from 2 KiB (tiny models) to 128 KiB (8B), over all layers.
+MOST_CELLS = 32_768
+MOST_RAM_BYTES = 4 << 30
+LEAST_RAM_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generated text.
+
+    Attributes
+    ----------
+    text
+        The text, without a stop string.
+    tokens
+        Its token ids; int32, shape (n,).
+    finish_reason
+        ``"stop"``, ``"length"``, ``"full"`` (the context has no cell left) or ``"aborted"``.
+    logprobs
+        For each token the log-probabilities of the likeliest tokens and of the chosen one, by
+        token id. Empty unless ``logprobs`` was given.
+    reuse
+        How many tokens of the prompt came from the prefix cache, and why not more.
+    """
+
+    text: str
+    tokens: npt.NDArray[np.int32] = field(repr=False)
+    finish_reason: FinishReason
+    logprobs: list[dict[int, float]] = field(repr=False)
+    reuse: ReuseReport
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens by OpenAI's names, ``prompt_tokens_details.cached_tokens`` included."""
+        return usage_of(self.reuse, len(self.tokens))
+
+
+@dataclass(frozen=True)
+class ChatCompletion:
+    """The assistant's answer to a chat.
+
+    Attributes
+    ----------
+    message
+        Content, reasoning and tool calls; ``message.to_dict()`` goes into the next turn.
+    completion
+        The generation behind it: tokens, ``finish_reason``, ``reuse``.
+    """
+
+    message: ChatMessage
+    completion: Completion = field(repr=False)
+
+    @property
+    def content(self) -> str:
+        """What the assistant says."""
+        return self.message.content
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before; empty if nothing."""
+        return self.message.reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that it calls, with arguments that fit their schemas."""
+        return self.message.tool_calls
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens by OpenAI's names."""
+        return self.completion.usage
+
+
+class LLM(Closing):
+    """A model that generates, chats and embeds, and evaluates no prefix twice.
+
+    The parts stay reachable: `model`, `context`, `cache` and `generator`. Any number of threads
+    and tasks may call; what they ask for is generated together, one decode per step.
+
+    Parameters
+    ----------
+    model
+        Path of a GGUF file, or a `LlamaModel`, which is then not closed with this object.
+    cache
+        Where evaluated prefixes survive this process: a folder, an address such as
+        ``"redis://host"``, a store, or a list of them, the nearest first. Default: memory alone.
+    n_ctx
+        Cells of the context, over all sequences. Default: `n_parallel` times the model's trained
+        length, at most 32,768, and at most a quarter of the machine's free memory.
+    n_parallel
+        Sequences that are generated at once.
+    ram_bytes
+        Bytes of memory for the prefix cache. Default: an eighth of the machine's free memory,
+        within 64 MiB and 4 GiB.
+    namespace
+        Whose prefixes to share; namespaces never share anything.
+    secret
+        At least 16 bytes: blocks outside this process are encrypted (``pykvcache[crypto]``).
+    **options
+        What else `LlamaContext` takes, such as ``type_k="q8_0"``, ``n_threads=4``.
+
+    Raises
+    ------
+    ModelLoadError, ContextCreateError
+        The file is no model, or the context does not fit.
+    ArgumentError, TypeError
+        A parameter is wrong.
+
+    Examples
+    --------
+    >>> from pykvcache import LLM, Sampler, embedded_model_path
+    >>> with LLM(embedded_model_path()) as llm:
+    ...     one = llm.generate("Lucy has a red kite. Tom", max_tokens=8)
+    ...     two = llm.generate("Lucy has a red kite. Lucy", max_tokens=8)
+    ...     two.reuse.evaluated < two.reuse.n_tokens
+    True
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | LlamaModel,
+        *,
+        cache: Any = None,
+        n_ctx: int | None = None,
+        n_parallel: SupportsIndex = 8,
+        ram_bytes: SupportsIndex | None = None,
+        namespace: str = "",
+        secret: bytes | str | None = None,
+        **options: Any,
+    ) -> None:
+        n_seq_max = as_int(n_parallel, "n_parallel", 1, 256)
+        self._owns_model = not isinstance(model, LlamaModel)
+        self._model = (
+            model if isinstance(model, LlamaModel) else LlamaModel(os.path.expanduser(model))
+        )
+        self._embedder: LlamaContext | None = None
+        try:
+            free = free_memory()
+            if n_ctx is None:
+                n_ctx = default_cells(self._model, n_seq_max, free // 4, options)
+            self._ctx = LlamaContext(self._model, n_ctx=n_ctx, n_seq_max=n_seq_max, **options)
+            try:
+                if ram_bytes is None:
+                    ram_bytes = min(max(free // 8, LEAST_RAM_BYTES), MOST_RAM_BYTES)
+                self._cache = PrefixCache(
+                    self._ctx,
+                    ram_bytes=ram_bytes,
+                    namespace=namespace,
+                    tiers=as_tiers(cache),
+                    secret=secret,
+                )
+                self._generator = BatchGenerator(self._cache)
+            except BaseException:
+                self._ctx.close()
+                raise
+        except BaseException:
+            self._close_model()
+            raise
+
+    # The parts ----------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> LlamaModel:
+        """The model."""
+        return self._model
+
+    @property
+    def context(self) -> LlamaContext:
+        """The context that generates."""
+        return self._ctx
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The prefix cache of the context."""
+        return self._cache
+
+    @property
+    def generator(self) -> BatchGenerator:
+        """What generates for all callers together."""
+        return self._generator
+
+    # Text ---------------------------------------------------------------------------------------
+
+    @overload
+    def generate(self, prompts: str, *, n: Literal[1] = 1, **options: Any) -> Completion: ...
+    @overload
+    def generate(self, prompts: str, *, n: int, **options: Any) -> list[Completion]: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], *, n: Literal[1] = 1, **options: Any
+    ) -> list[Completion]: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], *, n: int, **options: Any
+    ) -> list[list[Completion]]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        n: int = 1,
+        max_tokens: SupportsIndex = 128,
+        sampler: Sampler | None = None,
+        stop: StopInput = (),
+        logprobs: SupportsIndex = 0,
+        progress: bool | None = None,
+    ) -> Any:
+        """Generate a text for each prompt, all of them together.
+
+        Parameters
+        ----------
+        prompts
+            A text, or a list of texts and token ids.
+        n
+            Samples per prompt; they share the evaluation of the prompt.
+        max_tokens
+            Tokens to generate at most.
+        sampler
+            Copied for each sample. Default: greedy.
+        stop
+            Strings and token ids that end a text.
+        logprobs
+            How many of the likeliest tokens to give log-probabilities of.
+        progress
+            Show a progress bar. Default: on a terminal, where rich is installed.
+
+        Returns
+        -------
+        Completion
+            For one text; a list for a list of prompts; lists of `n` where `n` is above 1.
+        """
+        is_one = isinstance(prompts, str)
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        handles = [
+            self._submit(text, max_tokens, sampler, n=n, stop=stop, logprobs=logprobs)
+            for text in texts
+        ]
+        try:
+            self._generator.run(progress=progress)
+            found = [[_completion(handle.wait()) for handle in group] for group in handles]
+        except BaseException:
+            for group in handles:
+                for handle in group:
+                    handle.abort()
+            raise
+        results = [group[0] for group in found] if n == 1 else found
+        return results[0] if is_one else results
+
+    def _submit(
+        self, prompt: Prompt, max_tokens: SupportsIndex, sampler: Sampler | None, **options: Any
+    ) -> list[GenerationHandle]:
+        found = self._generator.submit(prompt, max_tokens, sampler, **options)
+        return found if isinstance(found, list) else [found]
+
+    # Chat ---------------------------------------------------------------------------------------
+
+    def chat_tokens(self, messages: Messages, **template: Any) -> npt.NDArray[np.int32]:
+        """Return the tokens of a chat, up to where the assistant's answer begins.
+
+        Parameters
+        ----------
+        messages
+            The conversation so far.
+        **template
+            As for `LlamaModel.apply_chat_template`: ``tools``, ``template``, and variables.
+        """
+        text = self._model.apply_chat_template(messages, **template)
+        return self._model.tokenize(text, add_special=False, parse_special=True)
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice = "auto",
+        json_schema: Mapping[str, Any] | str | None = None,
+        max_tokens: SupportsIndex | None = None,
+        sampler: Sampler | None = None,
+        stop: StopInput = (),
+        **template: Any,
+    ) -> ChatCompletion:
+        """Return the assistant's answer to a conversation.
+
+        Parameters
+        ----------
+        messages
+            The conversation so far, in OpenAI's form.
+        tools, tool_choice
+            As for `LlamaModel.chat_format`.
+        json_schema
+            Schema of the content.
+        max_tokens
+            Tokens to generate at most; None: until it ends, or the context is full.
+        sampler
+            Copied. Default: greedy.
+        stop
+            Strings and token ids that end the answer.
+        **template
+            As for `LlamaModel.apply_chat_template`.
+
+        Raises
+        ------
+        ChatParseError
+            What the model wrote is no message of its format; ``text`` has it.
+        """
+        form, handle, written = self._submit_chat(
+            messages, tools, tool_choice, json_schema, max_tokens, sampler, stop, template
+        )
+        with _aborting(handle):
+            completion = _completion(handle.wait())
+        pieces = [self._piece(written, token) for token in completion.tokens.tolist()]
+        return ChatCompletion(form.parse("".join(pieces) + written.finish()), completion)
+
+    async def stream_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice = "auto",
+        json_schema: Mapping[str, Any] | str | None = None,
+        max_tokens: SupportsIndex | None = None,
+        sampler: Sampler | None = None,
+        stop: StopInput = (),
+        **template: Any,
+    ) -> AsyncIterator[str]:
+        """Yield the content of the assistant's answer as it comes; parameters as for `chat`.
+
+        Leaving the loop ends the generation.
+        """
+        form, handle, written = self._submit_chat(
+            messages, tools, tool_choice, json_schema, max_tokens, sampler, stop, template
+        )
+        stream = ChatStream(form)
+        with _aborting(handle):
+            async for token in handle:
+                for delta in stream.feed(self._piece(written, token)):
+                    if delta.content:
+                        yield delta.content
+            for delta in stream.feed(written.finish(), is_end=True):
+                if delta.content:
+                    yield delta.content
+
+    def _submit_chat(
+        self,
+        messages: Messages,
+        tools: Tools | None,
+        tool_choice: ToolChoice,
+        json_schema: Mapping[str, Any] | str | None,
+        max_tokens: SupportsIndex | None,
+        sampler: Sampler | None,
+        stop: StopInput,
+        template: dict[str, Any],
+    ) -> tuple[ChatFormat, GenerationHandle, TextStream]:
+        """Ask for an answer; return its format, the request, and what turns its tokens to text."""
+        shown = None if tool_choice == "none" else tools
+        tokens = self.chat_tokens(messages, tools=shown, **template)
+        form = self._model.chat_format(
+            tools=shown, tool_choice=tool_choice, json_schema=json_schema, **template
+        )
+        if form.grammar is not None:
+            base = Sampler(temperature=0) if sampler is None else sampler
+            sampler = base.with_format(form, self._model)
+        given = [stop] if isinstance(stop, str) or hasattr(stop, "__index__") else list(stop)
+        stops = [*given, *form.stop]
+        limit = self._ctx.n_ctx_seq if max_tokens is None else max_tokens
+        (handle,) = self._submit(tokens, limit, sampler, stop=stops)
+        return form, handle, TextStream([one for one in stops if isinstance(one, str)])
+
+    def _piece(self, written: TextStream, token: int) -> str:
+        """Return what a token adds to the text, special tokens written out."""
+        return written.feed(self._model.token_to_piece(token, special=True))
+
+    # Embeddings ---------------------------------------------------------------------------------
+
+    def embed(self, texts: str | Sequence[Prompt]) -> npt.NDArray[np.float32]:
+        """Return embeddings of unit length; float32, shape (n, n_embd).
+
+        The model's own pooling; the mean over the tokens where it has none. The first call makes
+        a context of its own.
+
+        Parameters
+        ----------
+        texts
+            A text, which gives one row, or a list of texts and token ids.
+
+        Raises
+        ------
+        ArgumentError
+            A text has no tokens, or more than the context of the embeddings.
+        """
+        ctx = self._embedding_context()
+        given = [texts] if isinstance(texts, str) else list(texts)
+        tokens = [self.tokens_of(text) for text in given]
+        for ids in tokens:
+            if not 1 <= len(ids) <= ctx.n_ubatch:
+                raise ArgumentError(
+                    f"a text of {len(ids)} tokens: from 1 to {ctx.n_ubatch} have an embedding",
+                    "texts",
+                    len(ids),
+                    ctx.n_ubatch,
+                )
+        rows = np.empty((len(given), self._model.n_embd), np.float32)
+        for group in _groups([len(ids) for ids in tokens], ctx.n_ubatch, ctx.n_seq_max):
+            batch = LlamaBatch()
+            for seq, i in enumerate(group):
+                batch.add_sequence(tokens[i], seq, logits_all=True)
+            if self._model.has_decoder:
+                ctx.clear_kv_cache()
+            ctx.decode(batch)
+            for seq, i in enumerate(group):
+                rows[i] = ctx.seq_embeddings(seq)
+        norms = np.linalg.norm(rows, axis=1, keepdims=True)
+        return rows / np.maximum(norms, np.finfo(np.float32).tiny)
+
+    def tokens_of(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+        """Return the tokens of a prompt: a text with the model's special tokens, or ids."""
+        if isinstance(prompt, str):
+            return self._model.tokenize(prompt)
+        return as_token_array(prompt)
+
+    def _embedding_context(self) -> LlamaContext:
+        if self._embedder is None:
+            n = min(self._model.n_ctx_train, 2048)
+            options: dict[str, Any] = {
+                "n_ctx": 8 * n,
+                "n_batch": n,
+                "n_ubatch": n,
+                "n_seq_max": 8,
+                "embeddings": True,
+            }
+            ctx = LlamaContext(self._model, **options)
+            if ctx.pooling_type.name == "NONE":
+                ctx.close()
+                ctx = LlamaContext(self._model, pooling_type="mean", **options)
+            self._embedder = ctx
+        return self._embedder
+
+    # As llama-cpp-python has it -----------------------------------------------------------------
+
+    def create_completion(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: SupportsIndex = 16,
+        stop: StopInput = (),
+        logprobs: SupportsIndex = 0,
+        echo: bool = False,
+        stream: bool = False,
+        **sampling: Any,
+    ) -> dict[str, Any] | Iterator[dict[str, Any]]:
+        """Return OpenAI's text completion as a dict, or with `stream` an iterator of chunks.
+
+        Parameters
+        ----------
+        prompt, max_tokens, stop, logprobs
+            As for `generate`.
+        echo
+            Begin the text with the prompt.
+        stream
+            Yield chunks as the text comes.
+        **sampling
+            As for `Sampler`: ``temperature``, ``top_p``, ``seed``...
+        """
+        sampler = Sampler(model=self._model, **sampling)
+        start = head("cmpl-", "text_completion", Path(self._model.path).name)
+        tokens = self.tokens_of(prompt)
+        (handle,) = self._submit(tokens, max_tokens, sampler, stop=stop, logprobs=logprobs)
+        before = self._model.detokenize(tokens) if echo else ""
+
+        def choice(text: str, reason: str | None) -> dict[str, Any]:
+            made: dict[str, Any] = {"index": 0, "text": text, "logprobs": None}
+            return {**made, "finish_reason": finish_reason(reason)}
+
+        if stream:
+            return self._chunks(handle, start, choice, before)
+        with _aborting(handle):
+            found = _completion(handle.wait())
+        made = choice(before + found.text, found.finish_reason)
+        if found.logprobs:
+            ids = found.tokens.tolist()
+            made["logprobs"] = text_logprobs(self._model, ids, found.logprobs, len(before))
+        return {**start, "choices": [made], "usage": found.usage}
+
+    @staticmethod
+    def _chunks(
+        handle: GenerationHandle,
+        start: dict[str, Any],
+        choice: Callable[[str, str | None], dict[str, Any]],
+        shown: str,
+    ) -> Iterator[dict[str, Any]]:
+        if shown:
+            yield {**start, "choices": [choice(shown, None)]}
+        n = 0
+        with _aborting(handle):
+            for _ in handle:
+                text = handle.text
+                if len(text) > n:
+                    yield {**start, "choices": [choice(text[n:], None)]}
+                    n = len(text)
+        yield {**start, "choices": [choice(handle.text[n:], handle.finish_reason)]}
+
+    def create_chat_completion(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        tool_choice: ToolChoice = "auto",
+        response_format: Mapping[str, Any] | None = None,
+        max_tokens: SupportsIndex | None = None,
+        stop: StopInput = (),
+        stream: bool = False,
+        **sampling: Any,
+    ) -> dict[str, Any] | Iterator[dict[str, Any]]:
+        """Return OpenAI's chat completion as a dict, or with `stream` an iterator of chunks.
+
+        Parameters
+        ----------
+        messages, tools, tool_choice, max_tokens, stop
+            As for `chat`.
+        response_format
+            ``{"type": "json_object"}``, with a ``schema`` if wanted, or OpenAI's ``json_schema``.
+        stream
+            Yield chunks as the answer comes.
+        **sampling
+            As for `Sampler`: ``temperature``, ``top_p``, ``seed``...
+        """
+        schema = schema_of(response_format)
+        sampler = Sampler(**sampling)
+        form, handle, written = self._submit_chat(
+            messages, tools, tool_choice, schema, max_tokens, sampler, stop, {}
+        )
+        name = Path(self._model.path).name
+        if stream:
+            start = head("chatcmpl-", "chat.completion.chunk", name)
+            return self._chat_chunks(form, handle, written, start)
+        with _aborting(handle):
+            found = _completion(handle.wait())
+        pieces = [self._piece(written, token) for token in found.tokens.tolist()]
+        message = parse_answer(form, "".join(pieces) + written.finish())
+        reason = finish_reason(found.finish_reason, has_calls=bool(message.tool_calls))
+        choice = {"index": 0, "message": message_of(message), "finish_reason": reason}
+        start = head("chatcmpl-", "chat.completion", name)
+        return {**start, "choices": [{**choice, "logprobs": None}], "usage": found.usage}
+
+    def _chat_chunks(
+        self,
+        form: ChatFormat,
+        handle: GenerationHandle,
+        written: TextStream,
+        start: dict[str, Any],
+    ) -> Iterator[dict[str, Any]]:
+        def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+            return {**start, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+
+        yield chunk({"role": "assistant", "content": None})
+        stream = ChatStream(form)
+        with _aborting(handle):
+            for token in handle:
+                for delta in stream.feed(self._piece(written, token)):
+                    yield chunk(delta.as_dict())
+            for delta in stream.feed(written.finish(), is_end=True):
+                yield chunk(delta.as_dict())
+        yield chunk({}, finish_reason(handle.finish_reason, has_calls=stream.has_calls))
+
+    def create_embedding(self, input: str | Sequence[Prompt]) -> dict[str, Any]:
+        """Return OpenAI's list of embeddings as a dict."""
+        rows = self.embed(input)
+        texts = [input] if isinstance(input, str) else list(input)
+        n = sum(len(self.tokens_of(text)) for text in texts)
+        data = [
+            {"object": "embedding", "index": i, "embedding": row.tolist()}
+            for i, row in enumerate(rows)
+        ]
+        name = Path(self._model.path).name
+        usage = {"prompt_tokens": n, "total_tokens": n}
+        return {"object": "list", "model": name, "data": data, "usage": usage}
+
+    # Life ---------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Write what the tiers do not have yet, and free everything; twice does nothing."""
+        self._generator.close()
+        self._cache.close()
+        self._ctx.close()
+        if self._embedder is not None:
+            self._embedder.close()
+        self._close_model()
+
+    def _close_model(self) -> None:
+        if self._owns_model:
+            self._model.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._ctx.is_closed
+
+    def __repr__(self) -> str:
+        return f"<LLM {Path(self._model.path).name}: {self._ctx!r}, {self._cache!r}>"
+
+
+def _completion(handle: GenerationHandle) -> Completion:
+    sequence = handle.sequence
+    reuse = sequence.reuse if isinstance(sequence, CachedSequence) else ReuseReport()
+    reason = handle.finish_reason
+    assert reason is not None, "the request has ended"
+    return Completion(handle.text, handle.tokens, reason, handle.logprobs, reuse)
+
+
+@contextlib.contextmanager
+def _aborting(handle: GenerationHandle) -> Iterator[None]:
+    """Abort a request that is left before its end."""
+    try:
+        yield
+    finally:
+        if handle.finish_reason is None:
+            handle.abort()
+
+
+def _groups(lengths: list[int], most_tokens: int, most_texts: int) -> Iterator[list[int]]:
+    """Yield indices of texts that fit one decode together, in order."""
+    group: list[int] = []
+    n = 0
+    for i, length in enumerate(lengths):
+        if group and (n + length > most_tokens or len(group) == most_texts):
+            yield group
+            group, n = [], 0
+        group.append(i)
+        n += length
+    if group:
+        yield group
+
+
+def as_tiers(cache: Any) -> list[Any]:
+    """Return the tiers of ``LLM(cache=...)`` as a list, with ``~`` expanded."""
+    if cache is None:
+        return []
+    given = list(cache) if isinstance(cache, list | tuple) else [cache]
+    return [os.path.expanduser(one) if isinstance(one, str | os.PathLike) else one for one in given]
+
+
+def default_cells(
+    model: LlamaModel, n_parallel: int, most_bytes: int, options: dict[str, Any]
+) -> int:
+    """Return how many cells a context gets where the caller does not say."""
+    wanted = min(model.n_ctx_train * n_parallel, MOST_CELLS)
+    # A context of one cell tells how large a cell is, and computes nothing.
+    types = {name: options[name] for name in ("type_k", "type_v", "devices") if name in options}
+    with LlamaContext(model, n_ctx=256, n_batch=1, n_ubatch=1, n_seq_max=1, **types) as ctx:
+        cell = ctx.memory_info.bytes_per_token
+    fits = most_bytes // cell if cell else wanted
+    return max(256, min(wanted, fits))
+
+
+def free_memory() -> int:
+    """Return how many bytes of memory this process may still take."""
+    free = 8 << 30
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                free = 1024 * int(line.split()[1])
+    with contextlib.suppress(OSError, ValueError):  # a container's limit ("max" where it has none)
+        folder = Path("/sys/fs/cgroup")
+        limit = int((folder / "memory.max").read_text(encoding="ascii"))
+        free = min(free, limit - int((folder / "memory.current").read_text(encoding="ascii")))
+    return max(free, 0)

@@ -1,0 +1,267 @@
+"""OpenAI's objects as plain dicts: what `LLM.create_chat_completion` and the server answer with."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pykvcache.chat_format import ChatFormat, ChatMessage
+from pykvcache.errors import ArgumentError, ChatParseError
+from pykvcache.model import LlamaModel
+from pykvcache.prefix.reuse import ReuseReport
+
+__all__ = [
+    "CallDelta",
+    "ChatStream",
+    "Delta",
+    "finish_reason",
+    "head",
+    "make_id",
+    "message_of",
+    "parse_answer",
+    "schema_of",
+    "text_logprobs",
+    "token_logprobs",
+    "usage_of",
+]
+
+#: ``system_fingerprint``; clients of llama-server expect a leading b.
+FINGERPRINT = "b-pykvcache-0.1.0"
+
+
+def make_id(prefix: str) -> str:
+    """Return a new id, such as ``chatcmpl-...``."""
+    return f"{prefix}{secrets.token_urlsafe(18)}"
+
+
+def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """Return the members that every answer begins with."""
+    return {
+        "id": make_id(prefix),
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": FINGERPRINT,
+    }
+
+
+def finish_reason(reason: str | None, *, has_calls: bool = False) -> str | None:
+    """Return OpenAI's ``finish_reason``: a full context and a time limit count as the length."""
+    if reason == "stop" and has_calls:
+        return "tool_calls"
+    return {"full": "length", "aborted": "length"}.get(reason or "", reason)
+
+
+def usage_of(reuse: ReuseReport, n_new: int, *, writes: bool = True) -> dict[str, Any]:
+    """Return ``usage``: cached tokens are those that were not evaluated.
+
+    Parameters
+    ----------
+    reuse
+        Of the prompt.
+    n_new
+        Tokens that were generated.
+    writes
+        Whether what was evaluated goes into the cache.
+    """
+    n = reuse.n_tokens
+    return {
+        "prompt_tokens": n,
+        "completion_tokens": n_new,
+        "total_tokens": n + n_new,
+        "prompt_tokens_details": {
+            "cached_tokens": n - reuse.evaluated,
+            "cache_write_tokens": reuse.evaluated if writes else 0,
+        },
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def schema_of(response_format: Mapping[str, Any] | None) -> Any:
+    """Return the JSON schema of ``response_format``; None where any text will do.
+
+    Raises
+    ------
+    ArgumentError
+        Its type is unknown, or it has no schema.
+    """
+    wish = response_format or {}
+    kind = wish.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return wish.get("schema", {"type": "object"})
+    given = wish.get("json_schema") if kind == "json_schema" else None
+    if isinstance(given, Mapping) and isinstance(given.get("schema"), Mapping):
+        return given["schema"]
+    raise ArgumentError(
+        f"response_format of type {kind!r}: 'text', 'json_object', or 'json_schema' with a schema",
+        "response_format",
+        kind,
+    )
+
+
+# Log-probabilities --------------------------------------------------------------------------------
+
+
+def token_logprobs(
+    model: LlamaModel, tokens: Sequence[int], rows: Sequence[dict[int, float]], top: int
+) -> list[dict[str, Any]]:
+    """Return ``logprobs.content`` of chat completions.
+
+    Parameters
+    ----------
+    model
+        For the text of tokens.
+    tokens
+        The chosen tokens.
+    rows
+        For each the log-probabilities of the likeliest tokens and of the chosen one.
+    top
+        How many of the likeliest to report.
+    """
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        piece = model.token_to_piece(token)
+        text = piece.decode("utf-8", "replace")
+        return {"id": token, "token": text, "bytes": list(piece), "logprob": value}
+
+    found = []
+    for token, row in zip(tokens, rows, strict=False):
+        ranked = sorted(row.items(), key=lambda pair: -pair[1])[:top]
+        found.append({**entry(token, row[token]), "top_logprobs": [entry(*one) for one in ranked]})
+    return found
+
+
+def text_logprobs(
+    model: LlamaModel, tokens: Sequence[int], rows: Sequence[dict[int, float]], offset: int
+) -> dict[str, Any]:
+    """Return ``logprobs`` of completions: one list per fact; ``offset`` is that of the text."""
+
+    def text(token: int) -> str:
+        return model.token_to_piece(token).decode("utf-8", "replace")
+
+    texts = [text(token) for token in tokens]
+    offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+    return {
+        "tokens": texts,
+        "token_logprobs": [row[token] for token, row in zip(tokens, rows, strict=False)],
+        "top_logprobs": [{text(token): value for token, value in row.items()} for row in rows],
+        "text_offset": offsets,
+    }
+
+
+# Chat answers -------------------------------------------------------------------------------------
+
+
+def parse_answer(form: ChatFormat, text: str, *, partial: bool = False) -> ChatMessage:
+    """Return the message that a text is, with an id for each call of a whole message.
+
+    A text that is no message is content, for the reader to see.
+    """
+    try:
+        found = form.parse(text, partial=partial)
+    except ChatParseError:
+        return ChatMessage(text)
+    if partial:
+        return found
+    calls = tuple(replace(call, id=call.id or make_id("call_")) for call in found.tool_calls)
+    return replace(found, tool_calls=calls)
+
+
+def message_of(found: ChatMessage) -> dict[str, Any]:
+    """Return the members of ``message``."""
+    message: dict[str, Any] = {"role": "assistant", "content": found.content}
+    if found.reasoning:
+        message["reasoning_content"] = found.reasoning
+    if found.tool_calls:
+        message["content"] = found.content or None
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments_json},
+            }
+            for call in found.tool_calls
+        ]
+    return message
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """What is new of a tool call; ``is_first`` where it begins."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of a message: some content, some reasoning, or a part of one call."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: CallDelta | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the ``delta`` of a chunk."""
+        if self.call is None:
+            if self.reasoning:
+                return {"reasoning_content": self.reasoning}
+            return {"content": self.content}
+        call = self.call
+        entry: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
+        if call.is_first:
+            entry.update(id=call.id, type="function")
+            entry["function"]["name"] = call.name
+        return {"tool_calls": [entry]}
+
+
+class ChatStream:
+    """Turns the text of an answer into deltas as it comes."""
+
+    def __init__(self, form: ChatFormat) -> None:
+        self._form = form
+        self._text = ""
+        self._shown = ChatMessage("")
+        self._ids: list[str] = []
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a tool was called so far."""
+        return bool(self._shown.tool_calls)
+
+    @property
+    def message(self) -> ChatMessage:
+        """The message so far."""
+        return self._shown
+
+    def feed(self, text: str, *, is_end: bool = False) -> list[Delta]:
+        """Take some more text, with its special tokens; return what is certain now."""
+        self._text += text
+        if not text and not is_end:
+            return []
+        old, new = self._shown, parse_answer(self._form, self._text, partial=not is_end)
+        found = []
+        if len(new.reasoning) > len(old.reasoning):
+            found.append(Delta(reasoning=new.reasoning[len(old.reasoning) :]))
+        if len(new.content) > len(old.content):
+            found.append(Delta(content=new.content[len(old.content) :]))
+        calls = []
+        for i, call in enumerate(new.tool_calls):
+            is_first = i == len(self._ids)
+            if is_first:
+                self._ids.append(call.id or make_id("call_"))
+            calls.append(replace(call, id=self._ids[i]))
+            seen = 0 if i >= len(old.tool_calls) else len(old.tool_calls[i].arguments_json)
+            if is_first or len(call.arguments_json) > seen:
+                part = call.arguments_json[seen:]
+                found.append(Delta(call=CallDelta(i, self._ids[i], call.name, part, is_first)))
+        self._shown = replace(new, tool_calls=tuple(calls))
+        return found

@@ -1,0 +1,156 @@
+"""The models of a server: loaded when a request names them, unloaded when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pykvcache.llm import LLM
+from pykvcache.serve.engine import Engine
+from pykvcache.serve.errors import ApiError
+
+__all__ = ["Models", "find_models"]
+
+
+def find_models(paths: Sequence[str], alias: str | None = None) -> dict[str, str]:
+    """Return GGUF files by the names that requests use: their file names without ``.gguf``.
+
+    Parameters
+    ----------
+    paths
+        Files, and folders of which every GGUF is taken.
+    alias
+        The name of the only file.
+
+    Raises
+    ------
+    FileNotFoundError
+        A path is not there, or a folder holds no GGUF.
+    ValueError
+        Two files have one name, or an alias is given for several.
+    """
+    files: list[Path] = []
+    for given in paths:
+        path = Path(os.path.expanduser(given))
+        found = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+        if not found or not all(one.is_file() for one in found):
+            raise FileNotFoundError(f"no GGUF file at {path}")
+        files += found
+    names = [file.name.removesuffix(".gguf") for file in files]
+    if alias is not None:
+        if len(files) != 1:
+            raise ValueError(f"one alias for {len(files)} models")
+        names = [alias]
+    if len(set(names)) != len(names):
+        raise ValueError("two models have the same file name: rename one, or serve them apart")
+    return dict(zip(names, map(os.fspath, files), strict=True))
+
+
+class Models:
+    """Loads models by name, and unloads those that are not used.
+
+    A model that comes back starts warm: its blocks lie in the tiers.
+
+    Parameters
+    ----------
+    files
+        Paths by name; the first is the default.
+    options
+        For `LLM`.
+    max_models
+        Models that are loaded at once; the one unused for longest makes room.
+    idle
+        Seconds after which an unused model is unloaded; None: never.
+    max_waiting, timeout
+        For `Engine`.
+    """
+
+    def __init__(
+        self,
+        files: dict[str, str],
+        options: dict[str, Any],
+        *,
+        max_models: int = 1,
+        idle: float | None = None,
+        max_waiting: int = 64,
+        timeout: float | None = None,
+    ) -> None:
+        self.files = files
+        self._options = options
+        self._max_models = max_models
+        self._idle = idle
+        self._max_waiting, self._timeout = max_waiting, timeout
+        self._engines: dict[str, Engine] = {}
+        self._changing = asyncio.Lock()
+        self.started = int(time.time())
+
+    @property
+    def loaded(self) -> dict[str, Engine]:
+        """The engines of loaded models, by name."""
+        return dict(self._engines)
+
+    def resolve(self, name: str | None) -> str:
+        """Return the name of a model that is served.
+
+        With one model any name is that one: clients often send the name of a hosted model.
+
+        Raises
+        ------
+        ApiError
+            404: several models are served, and this is none of them.
+        """
+        if name in self.files:
+            return str(name)
+        if name is None or len(self.files) == 1:
+            return next(iter(self.files))
+        raise ApiError(
+            404,
+            f"the model {name!r} does not exist: this server has {', '.join(self.files)}",
+            param="model",
+            code="model_not_found",
+        )
+
+    @contextlib.asynccontextmanager
+    async def engine(self, name: str | None) -> AsyncIterator[Engine]:
+        """Give the engine of a model, loaded if need be, and keep it while the block runs."""
+        name = self.resolve(name)
+        engine = self._engines.get(name)
+        if engine is None:
+            async with self._changing:
+                engine = self._engines.get(name) or await self._load(name)
+        with engine.using():
+            yield engine
+
+    async def _load(self, name: str) -> Engine:
+        while len(self._engines) >= self._max_models:
+            unused = [one for one in self._engines.values() if not one.n_active]
+            if not unused:
+                raise ApiError(503, "all loaded models are busy", retry_after=5)
+            oldest = min(unused, key=lambda one: one.last_used)
+            await self._unload(next(n for n, one in self._engines.items() if one is oldest))
+        llm = await asyncio.to_thread(LLM, self.files[name], **self._options)
+        engine = self._engines[name] = Engine(llm, self._max_waiting, self._timeout)
+        return engine
+
+    async def _unload(self, name: str) -> None:
+        await asyncio.to_thread(self._engines.pop(name).close)
+
+    async def watch_idle(self) -> None:
+        """Unload models that were not used for `idle` seconds; runs until it is cancelled."""
+        while self._idle is not None:
+            await asyncio.sleep(min(self._idle / 4, 5.0))
+            async with self._changing:
+                for name, engine in list(self._engines.items()):
+                    if not engine.n_active and time.monotonic() - engine.last_used > self._idle:
+                        await self._unload(name)
+
+    async def close(self) -> None:
+        """Unload all; what is queued for the tiers is written."""
+        async with self._changing:
+            for name in list(self._engines):
+                await self._unload(name)

@@ -1,0 +1,384 @@
+"""Chat formats: content, reasoning and tool calls out of a text, and the grammars of them.
+
+The answers are written by hand, in the formats of the templates that come with llama.cpp: another
+llama.cpp has to read them, too.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pykvcache import LlamaModel, Sampler, embedded_model_path
+from pykvcache.errors import (
+    ArgumentError,
+    ChatParseError,
+    ChatTemplateError,
+    GrammarError,
+    UnsupportedOperation,
+)
+from support.chat_formats import ANSWERS, CLOCK, TOOLS, WEATHER, Answer
+
+pytest.importorskip("jinja2")
+
+TEMPLATES = Path(__file__).parents[2] / "vendor" / "llama.cpp" / "models" / "templates"
+needs_templates = pytest.mark.skipif(
+    not TEMPLATES.is_dir(),
+    reason="vendor/llama.cpp has no templates: python vendor/fetch.py --force",
+)
+
+
+@pytest.fixture(scope="module")
+def vocab() -> Any:
+    with LlamaModel(embedded_model_path(), vocab_only=True) as model:
+        yield model
+
+
+def source(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def format_of(vocab: LlamaModel, answer: Answer, **more: Any) -> Any:
+    return vocab.chat_format(
+        tools=TOOLS, template=source(answer.template), **answer.variables, **more
+    )
+
+
+@needs_templates
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_is_read_whole(vocab: LlamaModel, name: str) -> None:
+    answer = ANSWERS[name]
+    message = format_of(vocab, answer).parse(answer.text)
+    assert message.content.strip() == answer.content
+    assert message.reasoning.strip() == answer.reasoning
+    assert tuple((one.name, one.arguments) for one in message.tool_calls) == answer.calls
+
+
+@needs_templates
+@pytest.mark.parametrize("name", ANSWERS)
+def test_every_beginning_of_an_answer_is_read(vocab: LlamaModel, name: str) -> None:
+    """What is certain stays: content and reasoning only grow, and no call goes again."""
+    answer, form = ANSWERS[name], format_of(vocab, ANSWERS[name])
+    content = reasoning = ""
+    n_calls = 0
+    for i in range(len(answer.text) + 1):
+        message = form.parse(answer.text[:i], partial=True)
+        assert message.content.startswith(content.rstrip())
+        assert message.reasoning.startswith(reasoning.rstrip())
+        assert len(message.tool_calls) >= n_calls
+        content, reasoning, n_calls = message.content, message.reasoning, len(message.tool_calls)
+
+
+@needs_templates
+@pytest.mark.parametrize("name", [name for name, one in ANSWERS.items() if one.calls])
+def test_the_grammar_of_required_calls_allows_the_answer(vocab: LlamaModel, name: str) -> None:
+    answer = ANSWERS[name]
+    form = format_of(vocab, answer, tool_choice="required")
+    assert form.grammar is not None
+    assert form.triggers is None
+    if answer.content:
+        return
+    sampler = Sampler(chat_format=form, model=vocab)
+    for _ in range(2):
+        for token in vocab.tokenize(answer.text, add_special=False):
+            sampler.accept(token, grammar=True)
+        sampler.reset()
+    logits = np.zeros(vocab.native.n_vocab, np.float32)
+    logits[vocab.token_eos] = 10  # there is no answer without a call
+    assert Sampler(temperature=0, chat_format=form, model=vocab).sample(logits) != vocab.token_eos
+
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def hermes(vocab: Any) -> Callable[..., Any]:
+    """``hermes(text, ...)``: the message that a text is, in the format of Qwen 2.5."""
+
+    def parse(text: Any, *, tools: Any = TOOLS, **more: Any) -> Any:
+        template = source("Qwen-Qwen2.5-7B-Instruct")
+        return vocab.parse_chat(text, tools=tools, template=template, **more)
+
+    return parse
+
+
+def call(arguments: str, name: str = "get_weather") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_without_tools_all_is_content(vocab: LlamaModel) -> None:
+    message = vocab.parse_chat('A {"name": "f"} 漢字 😀\n', template=PLAIN)
+    assert message.content.strip() == 'A {"name": "f"} 漢字 😀'
+    assert (message.reasoning, message.tool_calls) == ("", ())
+    assert vocab.parse_chat("", template=PLAIN).content == ""
+
+
+@needs_templates
+def test_tokens_are_read_with_the_token_that_ends_them(vocab: LlamaModel, hermes: Any) -> None:
+    text = call('{"place": "Paris"}')
+    tokens = [*vocab.tokenize(text, add_special=False), vocab.token_eos]
+    for given in (
+        tokens,
+        text,
+        text + vocab.token_to_piece(vocab.token_eos, special=True).decode(),
+    ):
+        (one,) = hermes(given).tool_calls
+        assert (one.name, one.arguments) == ("get_weather", {"place": "Paris"})
+
+
+@needs_templates
+def test_a_message_goes_back_into_the_template(vocab: LlamaModel, hermes: Any) -> None:
+    message = hermes("I look.\n" + call('{"place": "Paris"}'))
+    given = message.to_dict()
+    assert given["tool_calls"][0]["function"] == {
+        "name": "get_weather",
+        "arguments": {"place": "Paris"},
+    }
+    text = vocab.apply_chat_template(
+        [{"role": "user", "content": "Hi"}, given],
+        template=source("Qwen-Qwen2.5-7B-Instruct"),
+        tools=TOOLS,
+        add_generation_prompt=False,
+    )
+    assert call('{"place": "Paris"}') in text
+
+
+@needs_templates
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ('{"days": 3}', "lacks 'place'"),
+        ('{"place": 3}', "place must be of type string, and is 3"),
+        ('{"place": "Paris", "days": 1.5}', "days must be of type integer"),
+        ('{"place": "Paris"', "no message"),
+        ('{"place": Paris}', "no message"),
+        ("[]", "lacks 'place'|no JSON object|no message"),
+    ],
+)
+def test_wrong_arguments_are_an_error_with_the_text(hermes: Any, arguments: str, why: str) -> None:
+    text = call(arguments)
+    with pytest.raises(ChatParseError, match=why) as caught:
+        hermes(text)
+    assert caught.value.text == text
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.text, str(again)) == (text, str(caught.value))
+    assert hermes(text, partial=True).content == ""
+
+
+@needs_templates
+def test_a_tool_that_is_not_there_is_an_error(hermes: Any) -> None:
+    with pytest.raises(ChatParseError):
+        hermes(call('{"place": "Paris"}', "get_rain"))
+
+
+@needs_templates
+def test_a_call_of_tool_choice_none_is_text(vocab: LlamaModel) -> None:
+    template = source("Qwen-Qwen2.5-7B-Instruct")
+    form = vocab.chat_format(tools=TOOLS, tool_choice="none", template=template)
+    assert form.grammar is None
+    message = form.parse(call('{"place": "Paris"}'))
+    assert message.tool_calls == ()
+    assert "get_weather" in message.content
+
+
+@needs_templates
+def test_one_tool_by_name_is_required(vocab: LlamaModel) -> None:
+    template = source("Qwen-Qwen2.5-7B-Instruct")
+    choice = {"type": "function", "function": {"name": "clock"}}
+    form = vocab.chat_format(tools=TOOLS, tool_choice=choice, template=template)
+    assert form.triggers is None
+    assert "get_weather" not in form.grammar
+    (one,) = form.parse(call('{"zone": "CET"}', "clock")).tool_calls
+    assert one.arguments == {"zone": "CET"}
+
+
+def sampled(sampler: Sampler, vocab: LlamaModel, text: str) -> bool:
+    """Tell whether a sampler chooses each token of a text where it is the likeliest."""
+    for token in vocab.tokenize(text, add_special=False):
+        logits = np.zeros(vocab.native.n_vocab, np.float32)
+        logits[token] = 10
+        if sampler.sample(logits) != token:
+            return False
+    return True
+
+
+@needs_templates
+def test_a_lazy_grammar_begins_at_the_call(vocab: LlamaModel) -> None:
+    template = source("Qwen-Qwen2.5-7B-Instruct")
+    form = vocab.chat_format(tools=TOOLS, template=template)
+    assert form.triggers
+
+    def sampler() -> Sampler:
+        return Sampler(temperature=0, chat_format=form, model=vocab)
+
+    assert sampled(sampler(), vocab, 'Any text {"at": all} <tool_')
+    assert sampled(sampler(), vocab, "I look. " + call('{"place": "Paris"}'))
+    assert not sampled(sampler(), vocab, "I look. " + call('{"town": "Paris"}'))
+    one = sampler()
+    assert sampled(one, vocab, "I look. <tool_call>\n")
+    copied = one.clone()
+    assert not sampled(one, vocab, "nonsense")
+    assert sampled(copied, vocab, '{"name": "clock", "arguments": {"zone"')
+    one.reset()
+    assert sampled(one, vocab, "nonsense")
+
+
+@needs_templates
+def test_a_schema_holds_the_content_after_the_reasoning(vocab: LlamaModel) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    form = vocab.chat_format(json_schema=schema, template=source("Qwen-Qwen3-0.6B"))
+    text = '<think>\nHow many?\n</think>\n\n{"n": 3}'
+    assert sampled(Sampler(temperature=0, chat_format=form, model=vocab), vocab, text)
+    assert not sampled(
+        Sampler(temperature=0, chat_format=form, model=vocab),
+        vocab,
+        "<think>\n?\n</think>\n\nThree",
+    )
+    message = form.parse(text)
+    assert (message.reasoning.strip(), message.content.strip()) == ("How many?", '{"n": 3}')
+
+
+def test_formats_are_found_once(vocab: LlamaModel) -> None:
+    from pykvcache import chat_format
+
+    vocab.chat_format(template=PLAIN)
+    before = chat_format._analyse.cache_info()
+    for _ in range(3):
+        vocab.chat_format(template=PLAIN)
+    after = chat_format._analyse.cache_info()
+    assert after.misses == before.misses
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "why"),
+    [
+        ({"tools": [{"name": "f"}]}, ArgumentError, r"tools\[0\] must be"),
+        ({"tools": [len]}, ArgumentError, r"tools\[0\] must be"),
+        ({"tools": [{"type": "function", "function": {}}]}, ArgumentError, "has no 'name'"),
+        ({"tools": [CLOCK, CLOCK]}, ArgumentError, "two tools named 'clock'"),
+        ({"tools": [CLOCK], "tool_choice": "some"}, ArgumentError, "tool_choice is 'some'"),
+        (
+            {"tools": [CLOCK], "tool_choice": {"function": {"name": "f"}}},
+            ArgumentError,
+            "tool_choice is 'f'",
+        ),
+        ({"tool_choice": "required"}, ArgumentError, "there are no tools"),
+        ({"tools": [CLOCK], "tool_choice": "required"}, UnsupportedOperation, "no tool calls"),
+        ({"tools": [CLOCK], "json_schema": {}}, ArgumentError, "without tools"),
+        ({"json_schema": {"type": "number", "minimum": 0}}, GrammarError, "minimum"),
+        ({"json_schema": 5}, GrammarError, "no JSON schema"),
+        ({"template": "{{ raise_exception('no') }}"}, ChatTemplateError, "no"),
+        ({"template": "{% for"}, ChatTemplateError, "template"),
+        ({"template": 5}, TypeError, "template must be text"),
+        ({"x": object()}, TypeError, "plain data"),
+        ({"strict": 1}, TypeError, "strict"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    vocab: LlamaModel, more: dict[str, Any], error: type[Exception], why: str
+) -> None:
+    with pytest.raises(error, match=why):
+        vocab.chat_format(**{"template": PLAIN, **more})
+
+
+def test_a_sampler_takes_one_grammar(vocab: LlamaModel) -> None:
+    form = vocab.chat_format(template=PLAIN)
+    with pytest.raises(ArgumentError, match="json_schema and chat_format"):
+        Sampler(json_schema={}, chat_format=form, model=vocab)
+    with pytest.raises(ArgumentError, match="needs model"):
+        Sampler(chat_format=form)
+    with pytest.raises(TypeError, match="chat_format must be a ChatFormat"):
+        Sampler(chat_format="json", model=vocab)  # type: ignore[arg-type]
+    assert Sampler(chat_format=form, model=vocab).logprobs  # no grammar: the model is free
+
+
+# In a child with a small stack, and of a thread's, which ends the process where it overflows.
+DEEP = """
+import sys, threading
+from pathlib import Path
+from pykvcache import LlamaModel, embedded_model_path
+from pykvcache.errors import ChatParseError
+from support.chat_formats import TOOLS
+model = LlamaModel(embedded_model_path(), vocab_only=True)
+def run():
+    for name, begin in {
+        "Qwen-Qwen2.5-7B-Instruct": '<tool_call>\\n{"name": "get_weather", "arguments": {"place": ',
+        "mistralai-Mistral-Nemo-Instruct-2407": "[TOOL_CALLS]",
+        "LFM2.5-8B-A1B": "<|tool_call_start|>[get_weather(place=",
+        "google-gemma-4-31B-it": "<|tool_call>call:get_weather{place:",
+        "Qwen3-Coder": "<tool_call>\\n<function=get_weather>\\n<parameter=days>\\n",
+    }.items():
+        template = (Path(sys.argv[1]) / f"{name}.jinja").read_text(encoding="utf-8")
+        form = model.chat_format(tools=TOOLS, template=template)
+        for inside in ("[", "{", '{"a":', "[[", '["]",', '[{"a": [', "{a:["):
+            for n in (100, 4000, 100000):
+                for partial in (True, False):
+                    try:
+                        form.parse(begin + inside * n, partial=partial)
+                    except ChatParseError:
+                        pass
+    print("alive")
+threading.stack_size(1 << 20)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"""
+
+
+@needs_templates
+def test_no_nesting_ends_the_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DEEP, str(TEMPLATES)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[1],
+    )
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr[-1000:]
+
+
+@needs_templates
+def test_ordinary_nesting_is_read(vocab: LlamaModel) -> None:
+    schema = {"type": "object", "properties": {"tree": {}}, "required": ["tree"]}
+    function = {"name": "plant", "parameters": schema}
+    inside: Any = "leaf"
+    for i in range(40):
+        inside = [inside] if i % 2 else {"branch": inside}
+    text = call(json.dumps({"tree": inside}), "plant")
+    (one,) = vocab.parse_chat(
+        text,
+        tools=[{"type": "function", "function": function}],
+        template=source("Qwen-Qwen2.5-7B-Instruct"),
+    ).tool_calls
+    assert one.arguments == {"tree": inside}
+
+
+@needs_templates
+def test_what_a_tool_schema_ignores_is_checked_afterwards(vocab: LlamaModel) -> None:
+    """No grammar holds to ``multipleOf``: it is left out, and the arguments are checked."""
+    schema = {"type": "object", "properties": {"n": {"type": "number", "multipleOf": 5}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    template = source("Qwen-Qwen2.5-7B-Instruct")
+    assert vocab.parse_chat(call('{"n": 10}', "f"), tools=tools, template=template).tool_calls
+    with pytest.raises(ChatParseError, match="no multiple of 5"):
+        vocab.parse_chat(call('{"n": 7}', "f"), tools=tools, template=template)
+
+
+def test_tools_of_other_kinds_of_mappings_are_read(vocab: LlamaModel) -> None:
+
+    tools = [
+        MappingProxyType({"type": "function", "function": MappingProxyType(WEATHER["function"])})
+    ]
+    assert vocab.parse_chat("Hi", tools=tools, template=PLAIN).content == "Hi"

@@ -1,0 +1,312 @@
+"""``Sampler(json_schema=...)``: every text that a grammar allows is JSON that the schema allows."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pykvcache import LlamaModel, Sampler, embedded_model_path
+from pykvcache._json_pattern import UnsupportedPattern, convertible_pattern
+from pykvcache._json_schema import schema_grammar, violation
+from pykvcache.errors import ArgumentError, GrammarError
+
+NODE = {
+    "type": "object",
+    "properties": {
+        "v": {"type": "integer"},
+        "next": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]},
+    },
+    "required": ["v", "next"],
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "any": {},
+    "string": {"type": "string"},
+    "lengths": {"type": "string", "minLength": 2, "maxLength": 5},
+    "date": {"type": "string", "format": "date"},
+    "date-time": {"type": "string", "format": "date-time"},
+    "uuid": {"type": "string", "format": "uuid"},
+    "pattern": {"type": "string", "pattern": r"^\d{3}-[a-z]+$"},
+    "pattern with a dot": {"type": "string", "pattern": "^.{2,6}$"},
+    "pattern with what is not": {"type": "string", "pattern": "^[^a]{1,4}$"},
+    "pattern of all ASCII": {"type": "string", "pattern": "^[ -~]{1,8}$"},
+    "pattern of groups": {"type": "string", "pattern": "^(?:cat|dog)s?$"},
+    "pattern of letters": {"type": "string", "pattern": "^é+ö?$"},
+    "pattern of words": {"type": "string", "pattern": r"^\w{1,3}\s\w+?$"},
+    "pattern of signs": {"type": "string", "pattern": r"^a\.b\/\[c\]\-$"},
+    "pattern of nothing": {"type": "string", "pattern": "^$"},
+    "integer": {"type": "integer"},
+    "between": {"type": "integer", "minimum": -20, "exclusiveMaximum": 17},
+    "above": {"type": "integer", "exclusiveMinimum": 9.5},
+    "below": {"type": "integer", "maximum": -103},
+    "number": {"type": "number"},
+    "boolean": {"type": "boolean"},
+    "null": {"type": "null"},
+    "enum": {"enum": ["a", 1, None, {"x": [1]}]},
+    "enum of a type": {"type": "string", "enum": ["a", 1, 'b\n"q"']},
+    "const": {"const": "Größe \\ x"},
+    "array": {"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 3},
+    "tuple": {"type": "array", "prefixItems": [{"const": 1}, {"type": "null"}], "items": False},
+    "tuple of draft 7": {"type": "array", "items": [{"type": "null"}, {"enum": ["x"]}]},
+    "object": {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"type": "integer"}, "c": {"type": "null"}},
+        "required": ["b"],
+    },
+    "optional": {"properties": {f"p{i}": {"type": "boolean"} for i in range(12)}},
+    "more": {"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "boolean"}},
+    "any object": {"type": "object", "additionalProperties": {"type": "boolean"}},
+    "required alone": {"type": "object", "required": ["zz"]},
+    "nothing": {"type": "object", "properties": {}, "additionalProperties": False},
+    "anyOf": {"anyOf": [{"type": "integer"}, {"type": "array", "maxItems": 0}]},
+    "oneOf": {"oneOf": [{"const": 1}, {"const": 2}]},
+    "types": {"type": ["string", "null"], "maxLength": 3},
+    "a type of alternatives": {"type": "string", "anyOf": [{"maxLength": 2}, {"pattern": "^zz$"}]},
+    "references": {"$defs": {"N": NODE}, "$ref": "#/$defs/N"},
+    "reference to all": {
+        "properties": {"kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2}},
+        "required": ["kids"],
+    },
+    "names of other alphabets": {
+        "$defs": {"Ä": {"const": 1}, "Ö": {"const": 2}, "A_B": {"const": 3}, "A-B": {"const": 4}},
+        "type": "array",
+        "prefixItems": [{"$ref": f"#/$defs/{name}"} for name in ("Ä", "Ö", "A_B", "A-B")],
+    },
+    "allOf": {
+        "allOf": [
+            {"$ref": "#/$defs/B"},
+            {"type": "object", "properties": {"y": {"type": "null"}}, "required": ["y"]},
+        ],
+        "$defs": {"B": {"properties": {"x": {"type": "boolean"}}, "required": ["x"]}},
+    },
+    "allOf of one": {
+        "type": "object",
+        "properties": {"k": {"allOf": [{"$ref": "#/$defs/E"}], "default": "a", "title": "K"}},
+        "required": ["k"],
+        "$defs": {"E": {"enum": ["a", "b"], "type": "string"}},
+    },
+    "odd names": {
+        "properties": {
+            name: {"type": "null"}
+            for name in ("space", "string", "root", "a b", "ü", 'q"', "x.y", "object-kv")
+        },
+        "required": ["space", "string", "root", "a b", "ü", 'q"', "x.y", "object-kv"],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def vocab() -> Any:
+    with LlamaModel(embedded_model_path(), vocab_only=True) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def pieces(vocab: LlamaModel) -> list[bytes]:
+    n_vocab = vocab.native.n_vocab
+    return [vocab.token_to_piece(token, special=True) for token in range(n_vocab)]
+
+
+def written(sampler: Sampler, pieces: list[bytes], seed: int, eos: int) -> str | None:
+    """Return a text of random tokens that a sampler allows; None if it has no end soon."""
+    random_logits = np.random.default_rng(seed)
+    # Bytes that are no character by themselves, of which the grammar allows any order.
+    broken = [i for i, piece in enumerate(pieces) if piece and max(piece) > 127 and len(piece) < 2]
+    ends = [i for i, piece in enumerate(pieces) if piece in (b'"', b"}", b"]")]
+    text = b""
+    for i in range(300):
+        logits = random_logits.normal(size=len(pieces)).astype(np.float32)
+        logits[broken] = -30
+        if i > 30:
+            logits[ends] += i / 5
+            logits[eos] += i
+        token = sampler.sample(logits)
+        if token == eos:
+            return text.decode()
+        text += pieces[token]
+    return None
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_what_is_written_is_what_the_schema_allows(
+    vocab: LlamaModel, pieces: list[bytes], name: str
+) -> None:
+    schema, eos = SCHEMAS[name], vocab.token_eos
+    assert eos is not None
+    found = set()
+    for seed in range(8):
+        sampler = Sampler(temperature=1, seed=seed, json_schema=schema, model=vocab)
+        text = written(sampler, pieces, seed, eos)
+        if text is not None:
+            assert violation(json.loads(text), schema) is None, text
+            found.add(text)
+    assert found
+
+
+def test_a_schema_may_be_text(vocab: LlamaModel) -> None:
+    sampler = Sampler(json_schema='{"const": 1}', model=vocab)
+    assert "grammar='root" in repr(sampler)
+    sampler.accept(vocab.tokenize("1", add_special=False)[-1], grammar=True)
+
+
+def matching(grammar: str) -> re.Pattern[str]:
+    """Return a regular expression of a grammar that has one rule without others in it."""
+    (rule,) = re.findall(r"^root ::= (.*)$", grammar, re.MULTILINE)
+    rule = re.sub(r'"((?:[^"\\]|\\.)*)"', lambda found: re.escape(found[1]), rule)
+    return re.compile(rule.replace(" ", ""))
+
+
+def test_integers_have_the_bounds_of_the_schema() -> None:
+    """The converter itself reads 105 as 15 where a minimum stands alone."""
+    draw = random.Random(7)
+    for _ in range(400):
+        low, high = sorted(draw.randint(-2000, 2000) for _ in range(2))
+        given = draw.choice(
+            [{"minimum": low}, {"maximum": high}, {"minimum": low, "maximum": high}]
+        )
+        schema = {"type": "integer", **given}
+        pattern = matching(schema_grammar(schema, strict=True))
+        near = [n + d for n in given.values() for d in (-10, -1, 0, 1, 10)]
+        for n in [*near, 0, *(draw.randint(-3000, 3000) for _ in range(30))]:
+            assert bool(pattern.fullmatch(str(n))) == (violation(n, schema) is None), (schema, n)
+
+
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [
+        ({"type": "number", "minimum": 0}, "minimum (#)"),
+        ({"type": "integer", "multipleOf": 5}, "multipleOf (#)"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems (#)"),
+        ({"type": "array", "contains": {"const": 1}}, "contains (#)"),
+        ({"not": {"type": "null"}}, "not (#)"),
+        ({"properties": {"a": {"not": {}}}}, "not (#/properties/a)"),
+        ({"type": "object", "patternProperties": {"a": {}}}, "patternProperties (#)"),
+        ({"type": "object", "minProperties": 1}, "minProperties (#)"),
+        ({"type": "string", "format": "email"}, "format (#)"),
+        ({"type": "string", "pattern": "^a$", "minLength": 2}, "minLength (#)"),
+        ({"type": "string", "pattern": "(?=a)b"}, "pattern '(?=a)b': a group begins with '(?' (#)"),
+        ({"type": "string", "pattern": r"^\bx$"}, r"pattern '^\\bx$': \b has no equivalent (#)"),
+        ({"type": "string", "pattern": '^"$'}, "characters that JSON escapes"),
+        ({"type": "string", "pattern": "("}, "it is no regular expression"),
+        ({"anyOf": [{"type": "null"}], "properties": {}}, "properties (#)"),
+        ({"if": {}, "then": {}}, "if (#), then (#)"),
+        ({"allOf": [{"type": "string"}, {"minLength": 2}]}, "allOf (#)"),
+        ({"type": "string", "nonsense": 1}, "nonsense (#)"),
+    ],
+)
+def test_keywords_that_no_grammar_holds_to_are_named(
+    vocab: LlamaModel, schema: dict[str, Any], names: str
+) -> None:
+    with pytest.raises(GrammarError, match=re.escape(names)) as caught:
+        Sampler(json_schema=schema, model=vocab)
+    assert caught.value.what == "json_schema"
+    Sampler(json_schema=schema, strict=False, model=vocab)
+
+
+def test_notes_and_keywords_of_other_types_say_nothing(vocab: LlamaModel) -> None:
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "T",
+        "description": "d",
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer", "minLength": 3, "format": "int64", "x-order": 1, "default": 0},
+            "l": {"type": "array", "uniqueItems": False, "examples": [[]]},
+        },
+        "additionalProperties": False,
+    }
+    Sampler(json_schema=schema, model=vocab)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def chained(n: int) -> dict[str, Any]:
+    links = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(n)}
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{n}": {}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        (nested(65), "nested deeper than 64"),
+        (nested(5000), "no JSON schema|nested deeper"),
+        (chained(1000), "nested deeper than 64"),
+        ({"properties": {f"p{i}": {} for i in range(201)}}, "201 properties are optional"),
+        ({"anyOf": [{"const": i} for i in range(5000)]}, "more than 4096 schemas"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength is above maxLength"),
+        ({"type": "array", "maxItems": 3000}, "must lie in"),
+        ({"type": "integer", "minimum": 10**16}, "must lie within"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "no integer lies between"),
+        ({"type": "integer", "minimum": "3"}, "must lie within"),
+        ({"type": "text"}, "there is no type 'text'"),
+        ({"type": []}, "'type' is empty"),
+        ({"enum": []}, "'enum' must be a list that is not empty"),
+        ({"enum": [1], "type": "string"}, "allow none of its values"),
+        ({"anyOf": []}, "'anyOf' must be a list that is not empty"),
+        ({"$ref": "#/$defs/x"}, "leads nowhere"),
+        ({"$ref": "https://example.org/x"}, "leads out of the schema"),
+        ({"properties": {"a": False}}, "no value is allowed"),
+        ({"properties": [], "type": "object"}, "'properties' must be an object"),
+        ({"required": ["a"], "properties": {}, "additionalProperties": False}, "not allowed"),
+        ("{", "no JSON schema"),
+        ("[]", "it must be an object"),
+        ({"const": object()}, "no JSON schema"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "left recursion"),
+    ],
+)
+def test_what_cannot_be_a_grammar_is_refused(vocab: LlamaModel, schema: Any, why: str) -> None:
+    for strict in (True, False):
+        with pytest.raises(GrammarError, match=why):
+            Sampler(json_schema=schema, strict=strict, model=vocab)
+
+
+def test_what_is_as_large_as_may_be_is_a_grammar(vocab: LlamaModel) -> None:
+    Sampler(json_schema=nested(64), model=vocab)
+    Sampler(json_schema={"properties": {f"p{i}": {} for i in range(200)}}, model=vocab)
+
+
+def test_one_grammar_is_given(vocab: LlamaModel) -> None:
+    with pytest.raises(ArgumentError, match="grammar and json_schema are given"):
+        Sampler(json_schema={}, grammar='root ::= "a"', model=vocab)
+    with pytest.raises(ArgumentError, match="needs model"):
+        Sampler(json_schema={})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^a+$",
+        r"^[^x]$",
+        r"[0-9]{2}",
+        r"^(ab|c)*$",
+        r"^\w\d\s$",
+        r"^a.c",
+        r"c$",
+        r"^[a\]b-]+$",
+        "ab|c",
+    ],
+)
+def test_patterns_allow_no_text_that_the_schema_does_not(pattern: str) -> None:
+    """What was made of a pattern is one itself, for which Python's engine can be asked."""
+    made = convertible_pattern(pattern)
+    draw = random.Random(3)
+    for _ in range(3000):
+        text = "".join(draw.choices('abcx019 _-]["\\é\n', k=draw.randint(0, 4)))
+        if re.fullmatch(made[1:-1], text):
+            assert re.search(pattern, text), (made, text)
+            assert json.dumps(text, ensure_ascii=False) == f'"{text}"'
+
+
+def test_possessive_and_named_groups_are_unsupported() -> None:
+    for pattern in (r"(?P<n>a)", r"a\Z", r"^a^$", r"^a|b", r"\1"):
+        with pytest.raises(UnsupportedPattern):
+            convertible_pattern(pattern)

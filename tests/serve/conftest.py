@@ -1,0 +1,54 @@
+"""A server on the embedded model, in a thread, on a free port of loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+uvicorn = pytest.importorskip("uvicorn")
+
+from pykvcache import embedded_model_path  # noqa: E402
+from pykvcache.serve import Models, make_app  # noqa: E402
+
+KEYS = {"key-of-ann": "ann", "key-of-bob": "bob"}
+
+
+@contextlib.contextmanager
+def serving(keys: dict[str, str] | None = None, **options: Any) -> Iterator[str]:
+    """Run a server for the block; gives its address."""
+    context = {"n_ctx": 2048, "ram_bytes": 32 << 20, **options.pop("llm", {})}
+    models = Models({"stories": embedded_model_path()}, context, **options.pop("models", {}))
+    app = make_app(models, keys=keys, **options)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server ended before it began"
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive(), "the server did not end"
+
+
+@pytest.fixture(scope="session")
+def address() -> Iterator[str]:
+    """A server without keys."""
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    """Start servers with options; they end with the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: stack.enter_context(serving(**options))

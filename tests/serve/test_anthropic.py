@@ -1,0 +1,83 @@
+"""The anthropic package, as a strict client, gets what it asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+anthropic = pytest.importorskip("anthropic")
+
+MESSAGES = [{"role": "user", "content": "Lucy has a red kite. Tom is a baker."}]
+SYSTEM = "This is a story about Lucy and Tom, who live by the sea. Ben works at the mill. "
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Any:
+    with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0) as found:
+        yield found
+
+
+def test_a_message_is_answered(client: Any) -> None:
+    answer = client.messages.create(model="stories", max_tokens=8, messages=MESSAGES)
+    assert [block.type for block in answer.content] == ["text"]
+    assert answer.stop_reason == "max_tokens"
+    assert answer.usage.output_tokens == 8
+    counted = client.messages.count_tokens(model="stories", messages=MESSAGES)
+    usage = answer.usage
+    assert counted.input_tokens == (
+        usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    )
+
+
+def test_a_stream_builds_the_whole_message(client: Any) -> None:
+    with client.messages.stream(model="stories", max_tokens=12, messages=MESSAGES) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert final.content[0].text == text
+    assert final.usage.output_tokens == 12
+
+
+def test_stop_sequences_are_named(client: Any) -> None:
+    options = {"model": "stories", "max_tokens": 40, "messages": MESSAGES}
+    options["extra_body"] = {"temperature": 0}
+    text = client.messages.create(**options).content[0].text
+    answer = client.messages.create(**options, stop_sequences=[text[5:9]])
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", text[5:9])
+
+
+def test_cache_control_keeps_a_prefix_and_reports_it(client: Any) -> None:
+    system = [
+        {"type": "text", "text": SYSTEM * 8, "cache_control": {"type": "ephemeral", "ttl": "5m"}}
+    ]
+    first = client.messages.create(model="stories", max_tokens=1, system=system, messages=MESSAGES)
+    assert first.usage.cache_creation_input_tokens > 50
+    other = [{"role": "user", "content": "Where is Ben?"}]
+    second = client.messages.create(model="stories", max_tokens=1, system=system, messages=other)
+    assert second.usage.cache_read_input_tokens >= first.usage.cache_creation_input_tokens - 1
+
+
+def test_diagnostics_say_what_changed(client: Any) -> None:
+    def ask(previous: str | None, **changed: Any) -> Any:
+        options = {"system": SYSTEM * 4, "messages": MESSAGES, **changed}
+        return client.messages.create(
+            model="stories", max_tokens=4, diagnostics={"previous_message_id": previous}, **options
+        )
+
+    first = ask(None)
+    assert first.diagnostics is None
+    longer = [*MESSAGES, {"role": "assistant", "content": first.content[0].text}, *MESSAGES]
+    assert ask(first.id, messages=longer).diagnostics is None
+    reason = ask(first.id, system="Something else. " * 20).diagnostics.cache_miss_reason
+    assert reason.type == "system_changed"
+    assert reason.cache_missed_input_tokens > 20
+    changed = [{"role": "user", "content": "Ben has a boat, and Lucy a very old hat."}, *longer[1:]]
+    assert ask(first.id, messages=changed).diagnostics.cache_miss_reason.type == "messages_changed"
+    reason = ask("msg_unknown").diagnostics.cache_miss_reason
+    assert reason.type == "previous_message_not_found"
+
+
+def test_errors_have_its_form(client: Any) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(model="stories", max_tokens=4, messages=[])
+    assert caught.value.body["error"]["type"] == "invalid_request_error"

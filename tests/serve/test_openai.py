@@ -1,0 +1,164 @@
+"""The openai package, as a strict client, gets what it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+
+openai = pytest.importorskip("openai")
+
+PROMPT = [{"role": "user", "content": "Lucy has a red kite. Tom is a baker."}]
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Any:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def test_a_chat_is_answered(client: Any) -> None:
+    answer = client.chat.completions.create(model="stories", messages=PROMPT, max_tokens=8, seed=1)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason == "length"
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+
+
+def test_a_repeated_prompt_is_cached_but_for_its_last_token(client: Any) -> None:
+    messages = [{"role": "user", "content": "Ben goes to the mill with a brown dog."}]
+    first, second = (
+        client.chat.completions.create(model="stories", messages=messages, max_tokens=1).usage
+        for _ in range(2)
+    )
+    assert first.prompt_tokens_details.cache_write_tokens > 1
+    assert second.prompt_tokens_details.cached_tokens == second.prompt_tokens - 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_has_the_text_of_the_whole_answer(client: Any, n: int) -> None:
+    options = {"model": "stories", "messages": PROMPT, "max_tokens": 12, "seed": 7, "n": n}
+    whole = client.chat.completions.create(**options)
+    texts, reasons = [""] * n, [None] * n
+    usage = None
+    stream = client.chat.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == ["length"] * n
+    assert usage.completion_tokens == 12 * n
+
+
+def test_stop_strings_end_the_answer_before_them(client: Any) -> None:
+    options = {"model": "stories", "messages": PROMPT, "max_tokens": 40, "temperature": 0}
+    whole = client.chat.completions.create(**options).choices[0].message.content
+    answer = client.chat.completions.create(**options, stop=[whole[5:9]]).choices[0]
+    assert answer.message.content == whole[: whole.index(whole[5:9])]
+    assert answer.finish_reason == "stop"
+
+
+def test_logprobs_add_up_to_the_text(client: Any) -> None:
+    answer = client.chat.completions.create(
+        model="stories", messages=PROMPT, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+    ).choices[0]
+    content = answer.logprobs.content
+    assert "".join(bytes(one.bytes).decode() for one in content) == answer.message.content
+    for one in content:
+        assert len(one.top_logprobs) == 3
+        assert one.logprob == max(top.logprob for top in one.top_logprobs) <= 0
+
+
+def test_a_biased_token_is_never_chosen(client: Any, address: str) -> None:
+    import httpx
+
+    options = {"model": "stories", "messages": PROMPT, "max_tokens": 20, "temperature": 0}
+    text = client.chat.completions.create(**options).choices[0].message.content
+    tokens = httpx.post(f"{address}/tokenize", json={"content": text}).json()["tokens"]
+    biased = client.chat.completions.create(**options, logit_bias={str(tokens[0]): -100})
+    assert biased.choices[0].message.content != text
+
+
+def test_completions_take_texts_and_tokens(client: Any) -> None:
+    one = client.completions.create(model="stories", prompt="Lucy has", max_tokens=4, temperature=0)
+    two = client.completions.create(
+        model="stories", prompt=["Lucy has", "Tom is"], max_tokens=4, temperature=0, echo=True
+    )
+    assert [choice.index for choice in two.choices] == [0, 1]
+    assert two.choices[0].text == "Lucy has" + one.choices[0].text
+    assert two.usage.completion_tokens == 8
+    stream = client.completions.create(
+        model="stories", prompt="Lucy has", max_tokens=4, temperature=0, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == one.choices[0].text
+
+
+def test_embeddings_have_unit_length_in_both_encodings(client: Any) -> None:
+    texts = ["Lucy has a kite.", "Tom is a baker."]
+    floats = client.embeddings.create(model="stories", input=texts, encoding_format="float").data
+    packed = client.embeddings.create(model="stories", input=texts, encoding_format="base64").data
+    rows = np.array([one.embedding for one in floats], np.float32)
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-6)
+    for row, one in zip(rows, packed, strict=True):
+        np.testing.assert_array_equal(np.frombuffer(base64.b64decode(one.embedding), "<f4"), row)
+
+
+def test_models_are_listed(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["stories"]
+    assert client.models.retrieve("stories").id == "stories"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_response_goes_on_from_a_stored_one(client: Any) -> None:
+    first = client.responses.create(
+        model="stories", input="Lucy has a red kite.", max_output_tokens=8
+    )
+    assert first.status == "incomplete"
+    assert first.output_text
+    second = client.responses.create(
+        model="stories", input="And Tom?", previous_response_id=first.id, max_output_tokens=8
+    )
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens - 1
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="stories", input="x", previous_response_id=first.id)
+
+
+def test_a_streamed_response_ends_with_the_whole_one(client: Any) -> None:
+    stream = client.responses.create(
+        model="stories", input="Lucy has a kite.", max_output_tokens=8, stream=True
+    )
+    events = list(stream)
+    text = "".join(one.delta for one in events if one.type == "response.output_text.delta")
+    assert [one.sequence_number for one in events] == list(range(len(events)))
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == text
+
+
+def test_many_clients_get_what_one_gets(address: str) -> None:
+    prompts = ["Lucy has", "Tom is", "One day", "The dog"] * 8
+
+    async def ask(client: Any, prompt: str) -> str:
+        answer = await client.completions.create(
+            model="stories", prompt=prompt, max_tokens=16, temperature=0
+        )
+        return str(answer.choices[0].text)
+
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
+            return await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
+
+    texts = asyncio.run(run())
+    assert texts == texts[:4] * 8
+    assert len(set(texts)) > 1

@@ -1,0 +1,211 @@
+"""Errors, tenants, load and life of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+httpx = pytest.importorskip("httpx")
+
+from serve.conftest import KEYS  # noqa: E402
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Lucy has a red kite. Tom is a baker."}]
+
+BAD = [
+    (b"{", 400, None),
+    (b"[]", 400, None),
+    ({}, 400, None),
+    ({"messages": []}, 400, "messages"),
+    ({"messages": "x"}, 400, "messages"),
+    ({"messages": [{"content": "x"}]}, 400, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None),
+    ({"messages": MESSAGES, "temperature": "hot"}, 400, "temperature"),
+    ({"messages": MESSAGES, "temperature": -1}, 400, "temperature"),
+    ({"messages": MESSAGES, "n": 0}, 400, "n"),
+    ({"messages": MESSAGES, "grammar": "root ::= ("}, 400, None),
+    ({"messages": MESSAGES, "response_format": {"type": "sound"}}, 400, "response_format"),
+    ({"messages": MESSAGES, "logit_bias": {"999999": 1}}, 400, None),
+    ({"messages": [{"role": "user", "content": "kite " * 5000}]}, 400, "messages"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "param"), BAD)
+def test_bad_requests_get_one_error_object(
+    address: str, body: Any, status: int, param: Any
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = httpx.post(address + CHAT, content=content)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["message"]
+    assert error["type"] in ("invalid_request_error", "exceed_context_size_error")
+    if param is not None:
+        assert error["param"] == param
+    assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+
+
+def test_unknown_paths_and_large_bodies_are_refused(serve: Callable[..., str]) -> None:
+    address = serve(max_body=1000)
+    assert httpx.get(f"{address}/nothing").status_code == 404
+    assert httpx.post(address + CHAT, content=b"x" * 2000).status_code == 413
+
+
+def test_a_key_is_needed_where_keys_are_set(serve: Callable[..., str]) -> None:
+    address = serve(keys=KEYS)
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    assert httpx.post(address + CHAT, json=body).status_code == 401
+    wrong = {"Authorization": "Bearer key-of-eve"}
+    assert httpx.post(address + CHAT, json=body, headers=wrong).status_code == 401
+    for header in ({"Authorization": "Bearer key-of-ann"}, {"x-api-key": "key-of-ann"}):
+        assert httpx.post(address + CHAT, json=body, headers=header).status_code == 200
+    assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_tenants_share_nothing(serve: Callable[..., str]) -> None:
+    address = serve(keys=KEYS)
+
+    def ask(key: str, path: str = CHAT, **body: Any) -> Any:
+        sent = {"messages": MESSAGES, "max_tokens": 1, **body}
+        return httpx.post(address + path, json=sent, headers={"x-api-key": key}).json()
+
+    def cached(key: str, **body: Any) -> int:
+        return ask(key, **body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("key-of-ann") == 0
+    assert cached("key-of-ann") > 0
+    assert cached("key-of-bob", prompt_cache_key="ann") == 0
+    stored = ask("key-of-ann", "/v1/responses", input="Lucy", max_output_tokens=1)["id"]
+    asked = {"input": "x", "previous_response_id": stored, "max_output_tokens": 1}
+    assert ask("key-of-bob", "/v1/responses", **asked)["error"]["type"] == "not_found_error"
+    seen = httpx.get(f"{address}/cache", headers={"x-api-key": "key-of-bob"}).json()
+    assert len(seen["requests"]) == 1
+    assert str(seen["models"]["stories"]["tree"]).count("Lucy") <= 1
+    ask("key-of-bob", "/cache/clear")
+    assert cached("key-of-ann") > 0
+
+
+def test_what_does_not_fit_the_queue_is_told_to_come_again(serve: Callable[..., str]) -> None:
+    address = serve(llm={"n_parallel": 1}, models={"max_waiting": 2})
+
+    async def ask(client: Any) -> Any:
+        return await client.post(
+            address + CHAT, json={"messages": MESSAGES, "max_tokens": 300, "temperature": 1}
+        )
+
+    async def run() -> list[Any]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            return await asyncio.gather(*(ask(client) for _ in range(12)))
+
+    answers = asyncio.run(run())
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 429}
+    assert all("retry-after" in one.headers for one in answers if one.status_code == 429)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_goes_away_frees_its_place(
+    serve: Callable[..., str], is_stream: bool
+) -> None:
+    address = serve(llm={"n_parallel": 1})
+    body = {"messages": MESSAGES, "max_tokens": 1900, "stream": is_stream, "temperature": 1}
+    if is_stream:
+        with httpx.stream("POST", address + CHAT, json=body, timeout=30) as answer:
+            next(answer.iter_lines())
+    else:
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(address + CHAT, json=body, timeout=0.3)
+    until = time.monotonic() + 10
+    while httpx.get(f"{address}/cache").json()["models"]["stories"]["running"]:
+        assert time.monotonic() < until, "the request still runs"
+        time.sleep(0.05)
+
+
+def test_time_limits_end_a_request_with_what_it_has(serve: Callable[..., str]) -> None:
+    address = serve(models={"timeout": 0.5}, llm={"n_ctx": 8192})
+    answer = httpx.post(address + CHAT, json={"messages": MESSAGES, "temperature": 1}, timeout=30)
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_cache_says_where_transcripts_part(address: str) -> None:
+    before = [{"role": "user", "content": "Lucy has a red kite."}]
+    after = [{"role": "user", "content": "Lucy has a brown dog."}]
+    found = httpx.post(f"{address}/cache/why", json={"before": before, "after": after}).json()
+    assert found["first_difference"] == found["tokens_shared"] > 0
+    assert found["message"] == 0
+    assert "red" in found["before"]
+    assert "brown" in found["after"]
+
+
+def test_prefixes_are_pinned_and_metrics_are_there(address: str) -> None:
+    httpx.post(address + CHAT, json={"messages": MESSAGES, "max_tokens": 1})
+    assert (
+        httpx.post(f"{address}/cache/pin", json={"messages": MESSAGES, "ttl": 60}).json()[
+            "n_tokens"
+        ]
+        > 0
+    )
+    assert 'pykvcache_requests_running{model="stories"}' in httpx.get(f"{address}/metrics").text
+    assert "<!doctype html>" in httpx.get(f"{address}/").text
+
+
+def start(*options: str, folder: Path) -> tuple[subprocess.Popen[str], str]:
+    """Start ``pykvcache serve`` on a free port; return the process and its address."""
+    command = [
+        sys.executable,
+        "-m",
+        "pykvcache",
+        "serve",
+        "--port",
+        "0",
+        "--cache",
+        os.fspath(folder),
+    ]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert "pykvcache serves http" in line, line
+    return process, line.split()[2]
+
+
+def ask(address: str) -> dict[str, Any]:
+    body = {
+        "messages": [{"role": "user", "content": "Lucy has a red kite. " * 20}],
+        "max_tokens": 2,
+    }
+    found: dict[str, Any] = httpx.post(address + CHAT, json=body, timeout=60).json()["usage"]
+    return found
+
+
+def test_a_restart_begins_with_what_was_known(tmp_path: Path) -> None:
+    process, address = start(folder=tmp_path)
+    assert ask(address)["prompt_tokens_details"]["cached_tokens"] == 0
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode in (0, -signal.SIGTERM)
+    process, address = start(folder=tmp_path)
+    try:
+        usage = ask(address)
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] // 2
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_other_machines_need_keys(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pykvcache", "serve", "--host", "0.0.0.0", "--port", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert found.returncode == 2
+    assert "--api-keys" in found.stderr

@@ -13,6 +13,7 @@ from memory.kit import Logits, apart
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import BlockStore, Envelope, MemoryStore, SealedStore
+from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
 
 Make = Callable[..., LlamaContext]
@@ -134,7 +135,7 @@ def test_a_store_that_raises_or_lies_costs_nothing_but_its_blocks(
             with cache.sequence(prompt) as sequence:
                 assert apart(sequence.logits(), fresh_logits("llama", prompt)) < 1e-3
             cache.flush(30)
-            cache._ram.clear(None)
+            clear_memory(cache)
         assert cache.stats().disk == cache.stats().remote == 0
 
 

@@ -31,6 +31,7 @@ from pykvcache.prefix.stores import envelope as sealing
 from pykvcache.prefix.tiers import ends
 from pykvcache.prefix.tiers.records import end_key
 from stores.servers import PATIENT, redis_server
+from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
 
 Make = Callable[..., LlamaContext]
@@ -87,7 +88,7 @@ class Bench:
         """Put what is wrong in the place of block i, and ask for the prompt."""
         before = self.rejected()
         self.put(i, data)
-        self.cache._ram.clear(None)
+        clear_memory(self.cache)
         with self.cache.sequence(PROMPT) as sequence:
             report = sequence.reuse
             assert apart(sequence.logits(), self.wanted) < 1e-3, what
@@ -173,13 +174,13 @@ def test_blocks_that_changed_places_are_seen(bench: Bench) -> None:
 @pytest.mark.parametrize("bench", WHERE[1:4], indirect=True)
 def test_what_is_removed_is_written_again(bench: Bench) -> None:
     bench.put(1, bench.right[1][:-1])
-    bench.cache._ram.clear(None)
+    clear_memory(bench.cache)
     for evaluated in (45 - SIZE, 1):
         with bench.cache.sequence(PROMPT) as sequence:
             sequence.evaluate()
             assert sequence.reuse.evaluated == evaluated
         assert bench.cache.flush(30)
-        bench.cache._ram.clear(None)
+        clear_memory(bench.cache)
 
 
 def test_who_has_no_secret_cannot_write_what_is_taken(
@@ -226,7 +227,7 @@ def test_states_of_other_parts_are_seen_too(
                 store.discard([key])
                 store.put([(key, damaged)])
             before = cache.stats().tiers[0].rejected
-            cache._ram.clear(None)
+            clear_memory(cache)
             with cache.sequence(PROMPT) as sequence:
                 assert sequence.reuse.remote == 0
                 assert apart(sequence.logits(), wanted) < 1e-2, at

@@ -575,8 +575,8 @@ def _taken_out(native: lib.Context, seq_id: int, n: int, n_swa: int) -> PutBack:
         if not native.can_resume(seq_id, least):
             least = n - 1 if least < n - 1 and native.can_resume(seq_id, n - 1) else n
     if not native.has_layout:
-        state = native.get_partial_state(seq_id)
-        return PutBack(lambda dst: native.set_blocks(dst, [], state), least)
+        state = native.get_state_part(seq_id)
+        return PutBack(lambda dst: native.set_blocks(dst, [], state=state), least)
     data = native.get_state(seq_id, None)
     return PutBack(lambda dst: native.set_state(dst, [data], None), least)
 

@@ -339,13 +339,14 @@ class Load:
             if self._is_cancelled:
                 break
             part = keys[begin : begin + step]
-            for key, one in zip(part, tier.get(part, size, exact=True), strict=False):
-                cells = np.frombuffer(one, np.uint8)
-                if not wanted.is_good(kind, cells, n):
-                    # Its writer had the right to write it, and it is none of ours, or holds NaN.
-                    tier.discard([key], refused=True)
-                    return found
-                found.append((blocks[len(found)], cells))
-            if len(found) < min(begin + step, len(keys)):
+            read = [np.frombuffer(one, np.uint8) for one in tier.get(part, size, exact=True)]
+            is_good = [wanted.is_good(kind, cells, n) for cells in read]
+            n_good = is_good.index(False) if False in is_good else len(read)
+            found += zip(blocks[begin : begin + n_good], read, strict=False)
+            if n_good < len(read):
+                # Their writer had the right to write them, and they are none of ours, or hold NaN.
+                bad = [key for key, good in zip(part, is_good, strict=False) if not good]
+                tier.discard(bad, refused=True)
+            if n_good < len(part):
                 break
         return found

@@ -200,8 +200,6 @@ def test_the_tree_and_the_simulator_need_no_model(path: Path) -> None:
     if inside[0] != "simulate" and not (inside[0] == "prefix" and inside[1] in MODEL_FREE):
         return
     for name, _ in imports_of(path):
-        if name == "pykvcache._native.shadows":
-            continue  # it holds no part of llama.cpp
         if ours(name) == "prefix":
             assert part(name) in MODEL_FREE, f"{path.name} imports {name}"
         else:

@@ -28,7 +28,7 @@ SOURCES = {"CMakeLists.txt", "LICENSE", "licenses", "cmake", "ggml", "include", 
 WHEEL_NAMES = [
     r"pykvcache/(\w+/)*\w+\.pyi?",
     r"pykvcache/py\.typed",
-    r"pykvcache/_native/(lib|shadows)\.[\w-]+\.(so|pyd)",
+    r"pykvcache/_native/lib\.[\w-]+\.(so|pyd)",
     r"pykvcache/data/stories\.gguf",
     r"pykvcache/licenses/llama\.cpp\.LICENSE",
     r"pykvcache-[\w.]+\.dist-info/(METADATA|WHEEL|RECORD|entry_points\.txt|licenses/LICENSE)",

@@ -11,7 +11,7 @@ from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import SymbolTableSection
 
-from pykvcache._native import lib, shadows
+from pykvcache._native import lib
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF symbol tables")
 
@@ -32,7 +32,6 @@ def exported(path: Path) -> set[str]:
 
 def test_only_the_init_function_is_exported() -> None:
     assert exported(Path(lib.__file__)) == {"PyInit_lib"}
-    assert exported(Path(shadows.__file__)) == {"PyInit_shadows"}
 
 
 def test_compute_threads_are_its_own() -> None:

@@ -5,101 +5,76 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from pykvcache import PrefixCache
-from pykvcache.prefix import pieces
-from pykvcache.prefix.blocks import block_names
+from prefix.model_free import is_useful
+from pykvcache.prefix.block_hash import block_names
+from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent, _size
-from pykvcache.prefix.pieces import Joined, Piece, arrays_of
-from pykvcache.prefix.ram import RUN_BYTES
-from pykvcache.prefix.roots import name_bytes
+from pykvcache.prefix.node import Component, Kind, Node
+from pykvcache.prefix.tree import PrefixTree
 
 
 def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None) -> None:
     """Check everything that a cache counts; `heard`: all its events."""
-    stats, ram, tree = cache.stats(), cache._ram, cache._ram.tree
-    runs = list(tree.runs())
-    there = set(runs)
-    blocks = [run for run in runs if not run.is_checkpoint]
-    names: list[bytes] = []
-    held: Counter[object] = Counter()
-    for run in runs:
-        parent = run.parent
+    stats, blocks, tree = cache.stats(), cache._blocks, cache._blocks.tree
+    shape = tree.shape
+    n_bytes = n_blocks = n_states = 0
+    held: Counter[Component] = Counter()
+    for owned in blocks._holds.values():
+        held.update(tree._held_by(owned.hold))
+    for node in tree.nodes():
+        parent = node.parent
         assert parent is not None
-        assert len(run.payloads) == run.n_blocks > 0
-        assert all(payload is not None for payload in run.payloads), "a block without bytes"
-        assert run.start == parent.end
-        if run.is_checkpoint:
-            assert parent.checkpoint is run
-        else:
-            assert parent.children[run.tokens[: run.step]] is run
-            assert run.names == block_names(parent.last_name, run.text, run.step)
-            names += run.names
+        assert parent.children[node.tokens[:4]] is node
+        assert node.start == parent.end
+        assert node.n_tokens > 0
+        assert node._key == parent.key_at(parent.end)
+        names = node.names(shape.block_size)
+        text = node.text_from(0)
+        own = block_names(node.root.names(1)[0], text, 4 * shape.block_size)
+        assert names == own[node.start // shape.block_size :]
+        n_blocks += len(names)
+        n_bytes += tree._overhead(node)
+        n_states += node.state is not None and node.state.chunks[0].has_state
+        check_cells(node, tree)
+        for one in node.components():
+            assert one.held == held[one], "held by nothing"
+            assert one.is_spare == (one in tree._spare)
+            n_bytes += one.n_bytes + (shape.node_bytes if one.kind else 0)
     for root in tree.roots():
-        assert root.children or root.held, "a root that nobody needs"
-    # What is counted.
-    run_bytes = RUN_BYTES + 4 * cache.block_size
-    assert tree._roots.name_bytes == sum(map(name_bytes, tree._roots))
-    assert tree.n_runs == len(runs)
-    assert tree.n_blocks == stats.ram_blocks == sum(run.n_blocks for run in blocks)
-    assert tree.n_bytes == sum(run.n_bytes + run_bytes for run in runs)
-    assert ram.n_checkpoints == stats.ram_checkpoints == len(runs) - len(blocks)
+        assert root.children, "a root that nothing follows"
+        n_bytes += tree._root_bytes(str(root.namespace))
+    assert tree.n_bytes == n_bytes
+    assert tree.n_blocks == stats.ram_blocks == n_blocks
+    assert stats.ram_checkpoints == n_states
     assert stats.stored - stats.removed == stats.ram_blocks
-    # Tails.
-    for (run, tokens), tail in ram._tails.items():
-        assert run in there or tree._roots.get(run.namespace or "") is run, "a tail after nothing"
-        assert ram._tails_at[run][tokens] is tail
-    assert sum(map(len, ram._tails_at.values())) == len(ram._tails)
-    assert ram._tail_bytes == sum(tail.nbytes for tail in ram._tails.values())
-    assert ram._shared_bytes == sum(tail.shared for tail in ram._tails.values())
-    points = {id(run.payloads[0]) for run in runs if run.is_checkpoint}
-    rests = [tail.rest for tail in ram._tails.values() if tail.rest is not None]
-    assert ram._twice_bytes == sum(rest.nbytes for rest in rests if id(rest) in points)
-    cells = [payload for run in runs for payload in run.payloads]
-    cells += [x for tail in ram._tails.values() for x in (tail.buffer, tail.rest, tail.row)]
-    kept = set(map(id, arrays_of(cells)))
-    check_pieces(cache, [one for one in cells if isinstance(one, Joined)])
-    for key, (watch, _) in ram._in_use.items():
-        assert watch() is not None, "what nobody uses counts"
-        assert key not in kept, "what is kept counts twice"
-    # Who holds what.
-    held.update(run for hold in ram._holds.values() for run in hold.runs)
-    held.update(run for run, _ in ram._tails if run.namespace is not None)
-    for run in [*runs, *tree.roots()]:
-        assert run.held == held[run], "held by nobody"
-    # Figures.
     assert stats.n_tokens == stats.live + stats.ram + stats.disk + stats.remote + stats.evaluated
     assert min(stats.live, stats.ram, stats.disk, stats.remote, stats.evaluated) >= 0
     assert 0 <= stats.hits <= stats.requests
     if stats.ram_bytes > stats.max_ram_bytes:
-        assert not any(run.is_evictable for run in runs), "what is not held leaves first"
-        assert not ram._tails, "a tail that nobody holds stays above the budget"
-    # Events, and locks.
+        components = (one for node in tree.nodes() for one in node.components())
+        assert not any(one.is_evictable for one in components), "what is not held leaves first"
     events = cache.events
     assert events.nbytes == sum(_size(event) for event, *_ in events._events)
     if heard is not None:
-        assert told(heard) == set(names), "events tell of other blocks than there are"
+        known = {name for node in tree.nodes() for name in node.names(shape.block_size)}
+        assert told(heard) == known, "events tell of other blocks than there are"
     assert not cache._pool.depth
-    assert not cache._pool.lock._is_owned()  # type: ignore[attr-defined]
-    assert not events._lock.locked()
 
 
-def check_pieces(cache: PrefixCache, joined: list[Joined]) -> None:
-    """Check what some blocks and tails share: all those of a cache."""
-    cell = cache._ctx.native.block_bytes()
-    used: dict[Piece, list[int]] = {}
-    saved = 0
-    for one in joined:
-        assert sum(count for _, count in one.parts) * cell == one.nbytes
-        saved += one.nbytes - one.overhead
-        for piece, count in one.parts:
-            used.setdefault(piece, []).append(count)
-    for piece, counts in used.items():
-        buffer, n = piece.data
-        assert piece.used == Counter(counts), "used by others than there are"
-        assert n == max(counts), "cells that nobody uses"
-        assert buffer.nbytes == n * cell
-        saved -= buffer.nbytes + pieces._PIECE_BYTES
-    assert cache._ram._pieces.saved == saved
+def check_cells(node: Node, tree: PrefixTree) -> None:
+    """Check that components have the cells that they say, and are of use."""
+    assert node.attention is not None
+    assert node.attention.n_tokens == node.n_tokens
+    for one in node.components():
+        if one.kind is not Kind.STATE:
+            assert one.n_tokens == sum(one.sizes) <= node.n_tokens
+            cell = tree.shape.cell_bytes(one.kind)
+            for cells, n in zip(one.chunks, one.sizes, strict=True):
+                assert cells.nbytes == n * cell
+    if not node.children and not node.attention.held:
+        assert tree._goes_on(node, tree._reach(node)), "a dead end"
+    if node.window is not None:
+        assert is_useful(tree, node), "a window that is not complete"
 
 
 def told(events: Iterable[CacheEvent]) -> set[bytes]:

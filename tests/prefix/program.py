@@ -13,10 +13,10 @@ from memory.kit import Case, Logits, apart
 from prefix.accounts import check_accounts
 from pykvcache import BatchGenerator, LlamaContext, PrefixCache
 from pykvcache.errors import UnsupportedOperation
-from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent
+from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent, Stored
 from pykvcache.prefix.pins import Pin
 from pykvcache.prefix.policies import POLICIES
-from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.sequence import CachedSequence
 
 Fresh = Callable[[list[int]], Logits]
@@ -246,10 +246,9 @@ class Program:
             self.known[name].clear()
             for one in self.open:
                 one.is_shared &= one.space != name
-            assert not list(self.cache._ram.tree.runs(name))
-            assert not [key for key in self.cache._ram._tails if key[0].namespace == name]
+            assert not list(self.cache._blocks.tree.nodes(name))
         for event, _, name in self.cache.events._events:
-            if isinstance(event, BlockStored):
+            if isinstance(event, (BlockStored, Stored)):
                 assert space is not None
                 assert name != space, "the tokens of what was cleared wait"
         self.read_events()
@@ -270,20 +269,16 @@ class Program:
 
     def names(self) -> set[bytes]:
         """Return the names of all blocks that are there."""
-        runs = self.cache._ram.tree.runs()
-        return {name for run in runs if not run.is_checkpoint for name in run.names}
+        size = self.cache.block_size
+        return {name for node in self.cache._blocks.tree.nodes() for name in node.names(size)}
 
     # What is always true ------------------------------------------------------------------------
 
     def check(self) -> None:
         """Budgets and counts."""
-        stats, tree = self.cache.stats(), self.cache._ram.tree
-        runs = list(tree.runs())
-        assert stats.ram_blocks == sum(run.n_blocks for run in runs if not run.is_checkpoint)
+        stats = self.cache.stats()
         assert stats.n_tokens == stats.live + stats.ram + stats.evaluated
         check_accounts(self.cache)
-        if stats.ram_bytes > self.limit:
-            assert not any(run.is_evictable for run in runs), "what is not held leaves first"
 
     def end(self) -> None:
         """Let go of everything: the budget is kept, and nothing is held."""
@@ -292,9 +287,9 @@ class Program:
         while self.pins:
             self.pins.pop().release()
         self.check()
-        tree = self.cache._ram.tree
         assert self.cache.stats().ram_bytes <= self.limit
-        assert not any(run.held for run in tree.runs())
+        nodes = self.cache._blocks.tree.nodes()
+        assert not any(one.held for node in nodes for one in node.components())
         assert not self.ctx.n_cells_used
         self.read_events()
         assert self.stored == self.names()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pykvcache.prefix.blocks import block_names, root_name, token_bytes
+from pykvcache.prefix.block_hash import block_names, root_name, token_bytes
 
 DIGESTS: dict[str, Any] = {"model": b"m" * 32, "rope": b"r" * 32, "layout": b"l" * 32}
 

@@ -11,7 +11,7 @@ from memory.kit import CASES, Case, Logits, apart
 from pykvcache import LlamaContext, LlamaSequence, PrefixCache
 from pykvcache.errors import ClosedError, UnsupportedOperation
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
-from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.prefix.report import ReuseReport
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]

@@ -9,7 +9,7 @@ import pytest
 
 from prefix.accounts import check_accounts
 from pykvcache import LlamaContext, PrefixCache
-from pykvcache.prefix.blocks import token_bytes
+from pykvcache.prefix.block_hash import token_bytes
 from pykvcache.prefix.events import EventLog
 from pykvcache.prefix.policies import LRU
 from pykvcache.prefix.ram import RamTier

@@ -20,14 +20,14 @@ SIZE, ANSWER = 8, 3
 class Oracle:
     """What a cache of enough memory evaluates, by docs/prefix-cache.md: sets of prefixes."""
 
-    def __init__(self, *, has_blocks_only: bool) -> None:
-        self.has_blocks_only = has_blocks_only
+    def __init__(self, *, has_cells_only: bool) -> None:
+        self.has_cells_only = has_cells_only
         self.texts: list[Tokens] = []
         self.ends: set[tuple[int, ...]] = set()
 
     def expected(self, prompt: Tokens) -> int:
         """How many tokens of a prompt have to be evaluated."""
-        if self.has_blocks_only:
+        if self.has_cells_only:
             return max(1, len(prompt) - max((common(prompt, x) for x in self.texts), default=0))
         return len(prompt) - self.begin(prompt)
 
@@ -42,8 +42,8 @@ class Oracle:
         if n - begin > 1:
             last = n // SIZE
             places = {SIZE * (last + 1 - 2**k) for k in range(8)}
-            # Where it parts from what is known, to whole blocks.
-            places.add(max((common(prompt, x) // SIZE * SIZE for x in self.texts), default=0))
+            # Where it parts from what is known, and its own end.
+            places |= {max((common(prompt, x) for x in self.texts), default=0), n}
             self.ends |= {tuple(prompt[:at]) for at in places if begin < at <= n}
         self.texts.append(text)
         self.ends.add(tuple(text))
@@ -85,7 +85,7 @@ def test_evaluates_what_the_oracle_says(
     case: Case, make_context: Make, fresh_logits: Fresh
 ) -> None:
     ctx = make_context(case.name, **(case.options | {"n_seq_max": 2}))
-    oracle = Oracle(has_blocks_only=not case.info.has_rest)
+    oracle = Oracle(has_cells_only=not ctx.native.has_state_part)
     texts: list[Tokens] = []
     with PrefixCache(ctx, block_size=SIZE) as cache:
         for step, make in enumerate(trace(np.random.default_rng(2))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pykvcache.prefix.blocks import token_bytes
+from pykvcache.prefix.block_hash import token_bytes
 from pykvcache.prefix.policies import DEFAULT, POLICIES, make_policy
 from pykvcache.prefix.policies.density import HitDensity
 from pykvcache.prefix.tree import BlockTree

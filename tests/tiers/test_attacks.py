@@ -18,6 +18,7 @@ from memory.kit import Case, Logits, apart
 from pykvcache import BatchGenerator, LlamaContext, PrefixCache
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from stores.servers import freeze, redis_server
+from tiers.kit import clear_memory
 from tiers.test_tiers import SERVED, SIZE, WAIT, total, words
 
 Make = Callable[..., LlamaContext]
@@ -76,7 +77,7 @@ def test_a_full_disk_is_a_counter(
             assert apart(sequence.logits(), fresh_logits("llama", prompt)) < 1e-3
     assert cache.flush(30)
     assert store.counters.full > 0
-    cache._ram.clear(None)
+    clear_memory(cache)
     with cache.sequence(words(0, 150)) as sequence:
         assert apart(sequence.logits(), fresh_logits("llama", words(0, 150))) < 1e-3
     cache.close()
@@ -111,7 +112,7 @@ def test_random_programs_through_a_tier_equal_fresh_runs(
         elif what == "park":
             one.park()
         elif what == "forget":
-            cache._ram.clear(None)
+            clear_memory(cache)
         elif what == "again":
             assert cache.flush(30)
             cache.close()

@@ -13,6 +13,7 @@ from memory.kit import Logits, apart
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import BlockStore, Envelope, MemoryStore, SealedStore
+from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
 
 Make = Callable[..., LlamaContext]
@@ -62,7 +63,7 @@ def test_blocks_with_values_that_are_not_finite_are_misses(
     ctx = make_context(name)
     write(ctx, store, prompt)
     with PrefixCache(make_context(name), block_size=SIZE, **WAIT, tiers=[store]) as cache:
-        sealed = cache._tiers.tiers[0].sealed
+        sealed = cache._link.tiers.tiers[0].sealed
         names = [sealed.envelope.name(entry.key) for entry in store.entries()]
         for key in names:
             (content,) = sealed.get([key], [1 << 24])
@@ -92,7 +93,7 @@ def test_ends_of_another_content_are_misses(
     rng = random.Random(3)
     for _ in range(6):
         with PrefixCache(make_context(name), block_size=SIZE, **WAIT, tiers=[store]) as cache:
-            sealed = cache._tiers.tiers[0].sealed
+            sealed = cache._link.tiers.tiers[0].sealed
             for key in [entry.key for entry in store.entries()]:
                 (content,) = sealed.get([key], [1 << 24]) or (b"",)
                 if bytes(content[:4]) != b"pkve":
@@ -134,7 +135,7 @@ def test_a_store_that_raises_or_lies_costs_nothing_but_its_blocks(
             with cache.sequence(prompt) as sequence:
                 assert apart(sequence.logits(), fresh_logits("llama", prompt)) < 1e-3
             cache.flush(30)
-            cache._ram.clear(None)
+            clear_memory(cache)
         assert cache.stats().disk == cache.stats().remote == 0
 
 

@@ -22,7 +22,7 @@ from tiers.test_tiers import SIZE, WAIT, words
 pytest.importorskip("zmq", reason="pip install 'pykvcache[zmq]'")
 pytest.importorskip("msgpack", reason="pip install 'pykvcache[zmq]'")
 
-from pykvcache.prefix.publish import EventPublisher
+from pykvcache.prefix.zmq_events import EventPublisher
 
 # A wheel of 75 MB, and none of what it would install beside it is needed here.
 INSTALL = "needs Dynamo's indexer: pip install --no-deps ai-dynamo-runtime"
@@ -89,7 +89,7 @@ def test_dynamo_sees_what_is_in_memory_and_on_disk(model_cache: PrefixCache) -> 
             cache.clear("")
             indexer.wait_for(prompt, cpu=0, disk=40)
             # The third block goes, and somebody looks for it.
-            store: Any = cache._tiers.tiers[0].sealed
+            store: Any = cache._link.tiers.tiers[0].sealed
             name = next(
                 event.block_hashes[2]
                 for event in cache.events

@@ -18,10 +18,11 @@ from pykvcache.prefix.events import (
     CacheEvent,
     EventLog,
 )
-from pykvcache.prefix.publish import as_map
+from pykvcache.prefix.zmq_events import as_map
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tiers import notices
 from pykvcache.prefix.tiers.notices import Notices, Place
+from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
 
 Make = Callable[..., LlamaContext]
@@ -100,7 +101,7 @@ def test_what_goes_is_said_whoever_removed_it(make_context: Make, tmp_path: Path
         sequence.logits()
     assert cache.flush(30)
     stored = next(event for event in below(heard) if isinstance(event, BlockStored))
-    cache._ram.clear(None)
+    clear_memory(cache)
     damaged, gone = stored.block_hashes[3], stored.block_hashes[1]
     path = next(tmp_path.glob(f"blocks/*/{damaged.hex()}*"))
     path.write_bytes(path.read_bytes()[:-1])
@@ -109,7 +110,7 @@ def test_what_goes_is_said_whoever_removed_it(make_context: Make, tmp_path: Path
     assert cache.flush(30)  # what is left is offered again: looking at it must not fall in between
     with FolderStore(tmp_path) as other:
         assert other.discard([gone]) == 1
-    cache._ram.clear(None)
+    clear_memory(cache)
     cache.sequence(prompt).close()
     assert gone not in names(heard, "DISK")
     # Removed elsewhere, and nobody looks for it: noticed with the next write.
@@ -138,7 +139,7 @@ def test_a_store_that_gives_no_answer_has_lost_nothing(make_context: Make) -> No
     with cache.sequence(words(1, 45)) as sequence:
         sequence.logits()
     assert cache.flush(30)
-    cache._ram.clear(None)
+    clear_memory(cache)
     store.is_out = True
     cache.sequence(words(1, 45)).close()
     assert len(names(list(cache.events), "EXTERNAL")) == 5

@@ -18,7 +18,7 @@ import pytest
 
 from memory.kit import Logits, apart
 from pykvcache import LlamaContext, PrefixCache
-from pykvcache.prefix.blocks import block_names, token_bytes
+from pykvcache.prefix.block_hash import block_names, token_bytes
 from pykvcache.prefix.stores import (
     BlockStore,
     Envelope,
@@ -29,8 +29,9 @@ from pykvcache.prefix.stores import (
 )
 from pykvcache.prefix.stores import envelope as sealing
 from pykvcache.prefix.tiers import ends
-from pykvcache.prefix.tiers.ends import end_key
+from pykvcache.prefix.tiers.records import end_key
 from stores.servers import PATIENT, redis_server
+from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
 
 Make = Callable[..., LlamaContext]
@@ -67,7 +68,7 @@ class Bench:
         tokens = token_bytes(PROMPT)
         keys = block_names(cache._root_name(""), tokens, 4 * SIZE)
         keys.append(end_key(keys[-1], tokens[4 * SIZE * N_BLOCKS :]))
-        self.names = [cache._tiers.tiers[0].sealed.envelope.name(key) for key in keys]
+        self.names = [cache._link.tiers.tiers[0].sealed.envelope.name(key) for key in keys]
         self.right = [self.read(name) for name in self.names]
 
     def read(self, name: bytes) -> bytes:
@@ -87,7 +88,7 @@ class Bench:
         """Put what is wrong in the place of block i, and ask for the prompt."""
         before = self.rejected()
         self.put(i, data)
-        self.cache._ram.clear(None)
+        clear_memory(self.cache)
         with self.cache.sequence(PROMPT) as sequence:
             report = sequence.reuse
             assert apart(sequence.logits(), self.wanted) < 1e-3, what
@@ -173,13 +174,13 @@ def test_blocks_that_changed_places_are_seen(bench: Bench) -> None:
 @pytest.mark.parametrize("bench", WHERE[1:4], indirect=True)
 def test_what_is_removed_is_written_again(bench: Bench) -> None:
     bench.put(1, bench.right[1][:-1])
-    bench.cache._ram.clear(None)
+    clear_memory(bench.cache)
     for evaluated in (45 - SIZE, 1):
         with bench.cache.sequence(PROMPT) as sequence:
             sequence.evaluate()
             assert sequence.reuse.evaluated == evaluated
         assert bench.cache.flush(30)
-        bench.cache._ram.clear(None)
+        clear_memory(bench.cache)
 
 
 def test_who_has_no_secret_cannot_write_what_is_taken(
@@ -191,7 +192,7 @@ def test_who_has_no_secret_cannot_write_what_is_taken(
     options: dict[str, Any] = WAIT | {"secret": SECRET}
     with PrefixCache(make_context("llama"), block_size=SIZE, tiers=[store], **options) as cache:
         bench = Bench(cache, store, fresh_logits("llama", PROMPT))
-        mine = cache._tiers.tiers[0].sealed.envelope
+        mine = cache._link.tiers.tiers[0].sealed.envelope
         for secret, encrypt in ((None, True), (SECRET[::-1], True), (SECRET[::-1], False)):
             other = Envelope(model="m", layout="l", secret=secret, encrypt=encrypt)
             other._model, other._layout = mine._model, mine._layout
@@ -226,7 +227,7 @@ def test_states_of_other_parts_are_seen_too(
                 store.discard([key])
                 store.put([(key, damaged)])
             before = cache.stats().tiers[0].rejected
-            cache._ram.clear(None)
+            clear_memory(cache)
             with cache.sequence(PROMPT) as sequence:
                 assert sequence.reuse.remote == 0
                 assert apart(sequence.logits(), wanted) < 1e-2, at

@@ -20,7 +20,7 @@ pytest.importorskip("zmq", reason="pip install 'pykvcache[zmq]'")
 pytest.importorskip("msgpack", reason="pip install 'pykvcache[zmq]'")
 
 from pykvcache.prefix import publish
-from pykvcache.prefix.publish import EventPublisher
+from pykvcache.prefix.zmq_events import EventPublisher
 
 Make = Callable[..., LlamaContext]
 

@@ -110,7 +110,7 @@ def test_a_quarter_of_the_memory_at_most_waits_without_hurry(
 ) -> None:
     """What waits stays in memory: all blocks left for it, and prompts were evaluated again."""
     with PrefixCache(make_context("llama"), ram_bytes=ram, tiers=[MemoryStore()]) as cache:
-        assert cache._tiers.writers[0].urgent_bytes == urgent
+        assert cache._link.tiers.writers[0].urgent_bytes == urgent
 
 
 def test_a_full_disk_and_a_folder_that_is_only_read_show_in_the_figures() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from pykvcache import LlamaContext, LlamaModel, PrefixCache
 from pykvcache.prefix.stores import open_store
+from tiers.kit import clear_memory
 from support.models import EXACT
 
 
@@ -52,7 +53,7 @@ def forever(cache: PrefixCache, seed: int, n: int) -> None:
         prompt = words(i % 3, n) + words(1000 * seed + i, 9)
         with cache.sequence(prompt) as sequence:
             row, disk = sequence.logits(), sequence.reuse.disk
-        cache._ram.clear(None)
+        clear_memory(cache)
         say(seed=i % 3, disk=disk, prompt=prompt, row=[float(one) for one in row[:8]])
 
 

@@ -64,8 +64,6 @@ struct assertions_throw {
     assertions_throw & operator=(const assertions_throw &) = delete;
 };
 
-// Always true: left for team.cpp and copy_threads.h to drop.
-inline bool ready_thread() noexcept { return true; }
 
 template <class R, class F> R guarded(R on_error, F && call) noexcept {
     R result = on_error;

@@ -245,7 +245,7 @@ class BatchGenerator(Closing):
 
     def _new(self, prompt: str | TokenInput, namespace: str | None) -> LlamaSequence:
         if self._cache is not None:
-            return self._cache._new(prompt, namespace)
+            return self._cache.open(prompt, namespace, search=False)
         if namespace is not None:
             raise ArgumentError("a namespace needs a PrefixCache", "namespace", namespace)
         return self._plain(prompt)
@@ -266,8 +266,8 @@ class BatchGenerator(Closing):
         if sequence._cells.ledger.shifted_at is not None:
             return sequence.fork()  # its tokens alone do not say what is held
         cache = self._cache
-        if cache is not None and isinstance(sequence, CachedSequence) and sequence in cache._open:
-            own: LlamaSequence = cache._new(None, sequence.namespace)
+        if cache is not None and isinstance(sequence, CachedSequence) and cache.serves(sequence):
+            own: LlamaSequence = cache.open(None, sequence.namespace, search=False)
         else:
             own = self._plain(None)
         own._cells.ledger.append(sequence.tokens)

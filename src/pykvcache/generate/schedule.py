@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 
 from pykvcache.context import LlamaContext
@@ -75,7 +74,7 @@ class Schedule:
         while i < len(self.waiting):
             head = self.waiting[i]
             cached = self._cached(head)
-            if cached is not None and cached._pending is not None and not self._is_ready(cached):
+            if cached is not None and cached.search is not None and not self._is_ready(cached):
                 i += 1
                 continue
             if self._waits_for_prefix(head) or (cached is not None and not self._is_ready(cached)):
@@ -90,7 +89,7 @@ class Schedule:
                 continue
             # Running before it is attached: what it needs then is parked for it.
             if cached is not None and self.cache is not None:
-                self.cache._renew(cached)
+                self.cache.renew(cached)
             head._cells.stage = self.stage
             insort(self.running, head, key=rank)
             del self.waiting[i]
@@ -107,7 +106,7 @@ class Schedule:
 
     def _seeking(self) -> list[CachedSequence]:
         """Return the sequences for which tiers are being searched."""
-        self._sought = [one for one in self._sought if one._pending is not None]
+        self._sought = [one for one in self._sought if one.search is not None]
         return self._sought
 
     def seek(self, handle: GenerationHandle) -> None:
@@ -121,14 +120,14 @@ class Schedule:
         cache = self.cache
         if cache is None or not cache.has_tiers:
             return True
-        if cached._is_searched:
-            return cache._is_ready(cached)
+        if cached.is_searched:
+            return cache.is_ready(cached)
         if len(self._seeking()) >= self.max_sequences:
             return False
-        cache._renew(cached)  # others may have evaluated it since it came
-        cache._seek(cached)
+        cache.renew(cached)  # others may have evaluated it since it came
+        cache.seek(cached)
         self._sought.append(cached)
-        return cache._is_ready(cached)
+        return cache.is_ready(cached)
 
     @property
     def is_taken(self) -> bool:
@@ -141,7 +140,7 @@ class Schedule:
     def is_arrival(self) -> bool:
         """Whether a request need not wait for tiers any more."""
         cache = self.cache
-        return cache is not None and any(not cache._patience(one) for one in self._seeking())
+        return cache is not None and any(not cache.patience(one) for one in self._seeking())
 
     def await_tiers(self) -> bool:
         """Wait a moment where nobody runs, and tiers are being searched; without the lock.
@@ -153,15 +152,12 @@ class Schedule:
         """
         cache = self.cache
         # The list itself changes with the lock held only.
-        seeking = [one for one in self._sought if one._pending is not None]
+        seeking = [one for one in self._sought if one.search is not None]
         if self.running or cache is None or not seeking:
             return False
-        seconds = min(cache._patience(one) for one in seeking)
-        if (pending := seeking[0]._pending) is not None:
-            fetch = pending[0]
-            event = fetch.done if fetch.looked.is_set() else fetch.looked
-            event.wait(min(seconds, 0.005))
-        return seconds < math.inf
+        if (search := seeking[0].search) is not None:
+            search.load.done.wait(min(search.left, 0.005))
+        return True
 
     def _waits_for_prefix(self, head: GenerationHandle) -> bool:
         """Whether a request that runs, or is searched for, evaluates the prefix of this one."""
@@ -180,11 +176,9 @@ class Schedule:
                 and len(theirs) - theirs.n_evaluated > 1
             ):
                 same = common_prefix(theirs.part(0, len(theirs)), mine.part(0, len(mine)))
-                # Where they part, what cannot be rewound is wanted.
-                point = same // size * size
-                end = point if head._cells.needs_points else same
-                if theirs.n_evaluated < end and end - mine.n_evaluated >= least:
-                    sequence._cells.branches.add(point)
+                if theirs.n_evaluated < same and same - mine.n_evaluated >= least:
+                    # Where they part, what cannot be rewound is wanted.
+                    sequence._cells.branches.add(same)
                     return True
         return False
 
@@ -221,7 +215,7 @@ class Schedule:
         self._stop(handle)
         cached = self._cached(handle)
         if cached is not None and self.cache is not None:
-            self.cache._leave(cached)
+            self.cache.cancel_search(cached)
         if handle in self.waiting:
             self.waiting.remove(handle)
         if handle._owns:

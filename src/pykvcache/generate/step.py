@@ -204,8 +204,6 @@ class Stepper:
                 n = len(ledger)
             cells.attach()
             cells.rewind(min(ledger.n_evaluated, n - 1))
-            if cells.incoming is not None:
-                cells.incoming.meet(cells)
             if n - ledger.n_evaluated == 1 and room:
                 shares.append(self._put(handle, n))
                 room -= 1

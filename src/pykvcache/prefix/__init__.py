@@ -1,12 +1,24 @@
-"""The prefix cache: blocks that are stored once, found by their tokens, and evicted by a policy.
+"""The prefix cache: what was evaluated is kept, and every prompt begins with what is known of it.
 
-=================  ================================================================
-`blocks.py`        names of blocks: a hash chain over all tokens before
-`runs.py`          nodes of the tree: blocks that were always used together
-`tree.py`          `BlockTree`: the longest known beginning, the budget, what may go
-`policies/`        what goes first, one class each
-`stores/`          where blocks outlive the process: folder, Redis, object store
-=================  ================================================================
+===================  =============================================================================
+`cache.py`           `PrefixCache`: owns the parts below, and has all public methods
+`sequence.py`        `CachedSequence`: begins with what is known, and gives back what is new
+`lookup.py`          what is known of a prompt, and the plan that follows
+`admission.py`       what is taken over of a sequence that closes
+`block_cache.py`     `BlockCache`: the tree, within a budget; one change at a time
+`tree.py`            `PrefixTree`: which tokens are known, with which cells; what leaves first
+`node.py`            `Node` and `Component`: attention cells, window cells, a state
+`match.py`           `Match`: what a lookup in the tree finds
+`block_hash.py`      names of blocks: a hash chain over all tokens before
+`memory.py`          `CacheMemory`: the one seam to llama.cpp's memory
+`tier_link.py`       `TierLink`: the one seam to the tiers
+`policies/`          what leaves first, one class each
+`tiers/`             stores below memory: searched ahead, written behind
+`stores/`            where blocks outlive the process: folder, Redis, object store
+`report.py`          where tokens came from, and why there were no more
+`events.py`          what was stored and removed; `zmq_events.py` and `prometheus.py` send it on
+===================  =============================================================================
 
-These need errors and NumPy only; `pykvcache.simulate` uses them without a model.
+`tree.py` and what it imports need errors and NumPy only; `pykvcache.simulate` uses it without a
+model.
 """

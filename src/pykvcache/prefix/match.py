@@ -1,12 +1,18 @@
-"""What a lookup in the tree of blocks finds."""
+"""What a lookup in the tree finds, and how much of it can be resumed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from pykvcache.prefix.runs import Run
+from pykvcache._ranges import Range
+from pykvcache.prefix.block_hash import TOKEN_SIZE
+from pykvcache.prefix.node import Component, EndState, Kind, Node
 
-__all__ = ["Match", "common_blocks"]
+__all__ = ["Chunk", "Match", "Resume"]
+
+#: Cells, how many tokens they are of, and how many of these count.
+Chunk = tuple[Any, int, int]
 
 
 @dataclass(slots=True)
@@ -15,41 +21,95 @@ class Match:
 
     Attributes
     ----------
-    run : Run
-        The run that it ends in; the root if nothing is known.
-    offset : int
-        How many blocks of that run belong to it.
-    n_blocks : int
-        All its blocks.
-    checkpoint : Run or None
-        The deepest checkpoint on the way.
+    node : Node
+        The node that it ends in; the root if nothing is known.
+    n : int
+        Its tokens.
     """
 
-    run: Run
-    offset: int
-    n_blocks: int
-    checkpoint: Run | None = None
+    node: Node
+    n: int
 
     @property
     def is_whole(self) -> bool:
-        """Whether it ends where its run does."""
-        return self.offset == self.run.n_blocks
+        """Whether it ends where its node does."""
+        return self.n == self.node.end
 
-    def parts(self) -> list[tuple[Run, int]]:
-        """Return the runs on the way, the first first, and how many blocks of each belong to it."""
-        path = [(run, run.n_blocks) for run in self.run.path()]
-        if path:
-            path[0] = (self.run, self.offset)
-        return path[::-1]
+    def nodes(self) -> list[Node]:
+        """Return the nodes on the way, the first first."""
+        return list(self.node.path())[::-1]
+
+    def next_token(self) -> int | None:
+        """Return a token that follows it in the tree, the most recent one; None at an end."""
+        if not self.is_whole:
+            at = (self.n - self.node.start) * TOKEN_SIZE
+            return int.from_bytes(self.node.tokens[at : at + TOKEN_SIZE], "little")
+        followers = list(self.node.children.values())
+        if not followers:
+            return None
+        latest = max(followers, key=lambda node: node.attention.last_use if node.attention else 0)
+        return int.from_bytes(latest.tokens[:TOKEN_SIZE], "little")
+
+    def windows(self) -> list[Range]:
+        """Return the tokens whose window cells are there."""
+        found: list[Range] = []
+        for node in self.nodes():
+            if node.window is not None and node.window.start < self.n:
+                found.append((node.window.start, min(node.end, self.n)))
+        return found
+
+    def states(self) -> list[int]:
+        """Return after how many tokens a state is there, the first first."""
+        return [
+            node.end
+            for node in self.nodes()
+            if node.state is not None and node.state.chunks[0].has_state and node.end <= self.n
+        ]
+
+    def end_at(self, n: int) -> EndState | None:
+        """Return the state and logits after n tokens; None where there are none."""
+        for node in self.node.path():
+            if node.end == n <= self.n and node.state is not None:
+                end: EndState = node.state.chunks[0]
+                return end
+        return None
+
+    def chunks(self, kind: Kind, begin: int, end: int) -> tuple[int, list[Chunk]]:
+        """Return the cells of the tokens of ``[begin, end)``, as `set_blocks` takes them.
+
+        Returns
+        -------
+        (int, list of Chunk)
+            Where the first chunk begins: at ``begin`` or before it.
+        """
+        first, found = end, list[Chunk]()
+        for node in self.nodes():
+            one = node.attention if kind is Kind.ATTENTION else node.window
+            if one is None or node.end <= begin or one.start >= end:
+                continue
+            at = one.start
+            for cells, size in zip(one.chunks, one.sizes, strict=True):
+                if at + size > begin and at < end:
+                    first = min(first, at)
+                    found.append((cells, size, min(size, end - at)))
+                at += size
+        return first, found
 
 
-def common_blocks(text: bytes, tokens: bytes, at: int, step: int) -> int:
-    """Return how many blocks of the text stand in the tokens from there on; at least the first."""
-    low, high = 1, min(len(text), len(tokens) - at) // step
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tokens.startswith(text[low * step : middle * step], at + low * step):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+@dataclass(slots=True)
+class Resume:
+    """Where a prompt can go on from a match.
+
+    Attributes
+    ----------
+    n
+        After how many tokens.
+    window_first
+        First token whose window cells are used; ``n`` where the memory has no window.
+    state
+        The state that is used; None where none is needed.
+    """
+
+    n: int
+    window_first: int
+    state: Component | None = None

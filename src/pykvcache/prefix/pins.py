@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from pykvcache.prefix.ram import RamTier
-from pykvcache.prefix.runs import Run
+from pykvcache.prefix.block_cache import BlockCache
 from pykvcache.sequence.pool import SequencePool
 
 __all__ = ["Pin", "Pins"]
@@ -14,17 +13,13 @@ __all__ = ["Pin", "Pins"]
 class Pin:
     """A prefix that is kept until it is released, or its time is over."""
 
-    def __init__(
-        self, pins: Pins, pool: SequencePool, run: Run | None, n_tokens: int, until: float | None
-    ) -> None:
-        self._pins, self._pool, self._run, self._until = pins, pool, run, until
-        self._n_tokens = n_tokens
+    def __init__(self, pins: Pins, n_tokens: int, until: float | None) -> None:
+        self._pins, self._n_tokens, self._until = pins, n_tokens, until
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens are kept, in blocks; 0 once it was released, expired or cleared."""
-        run = self._run
-        if run is None or run.parent is None or self._is_over(time.monotonic()):
+        """How many tokens are kept; 0 once it was released, expired or cleared."""
+        if self._is_over(time.monotonic()) or not self._pins.keeps(self):
             return 0
         return self._n_tokens
 
@@ -33,47 +28,46 @@ class Pin:
 
     def release(self) -> None:
         """Release the prefix; a second call does nothing."""
-        with self._pool.hold():
-            self._pins.release(self)
+        self._pins.release(self)
 
     def __repr__(self) -> str:
         return f"<Pin: {self.n_tokens} tokens>"
 
 
 class Pins:
-    """The pins of one cache. The pool's lock is held."""
+    """The pins of one cache."""
 
-    def __init__(self, ram: RamTier, *, needs_rest: bool = False) -> None:
-        self._ram, self._needs_rest = ram, needs_rest
+    def __init__(self, pool: SequencePool, blocks: BlockCache) -> None:
+        self._pool, self._blocks = pool, blocks
         self._pins: dict[Pin, None] = {}
 
-    def add(self, pool: SequencePool, tokens: bytes, namespace: str, until: float | None) -> Pin:
-        """Hold what is known of some tokens."""
-        found = self._ram.find(tokens, namespace, needs_rest=self._needs_rest, is_prompt=False)
-        # Without a checkpoint the blocks serve nobody; it keeps those before it.
-        run, begun = found.run, found.begun
-        if self._needs_rest:
-            run = found.points[0] if found.points else None
-        if run is not None and run.is_root:
-            run = None
-        end = begun or run
-        # What follows the last block is not held.
-        n = 0 if end is None else min(found.n, end.end * self._ram.block_size)
-        pin = Pin(self, pool, end, n, until)
-        if end is not None:
-            self._ram.hold(pin, run, *([] if begun is None else [begun]))
-            self._pins[pin] = None  # before that nothing keeps it
+    def add(self, tokens: bytes, namespace: str, until: float | None) -> Pin:
+        """Keep what is known of some tokens; the pool's lock is held."""
+        blocks = self._blocks
+        with blocks.change():
+            match = blocks.match(tokens, namespace)
+            resume = blocks.tree.resume(match, match.n)
+            pin = Pin(self, resume.n, until)
+            if resume.n:
+                blocks.tree.use(match, resume)
+                blocks.hold(pin, match, resume)
+                self._pins[pin] = None  # before that nothing keeps it
         return pin
 
+    def keeps(self, pin: Pin) -> bool:
+        """Return whether a pin still keeps something."""
+        return self._blocks.holds(pin)
+
     def release(self, pin: Pin) -> None:
-        """Release what a pin holds."""
-        self._ram.check()
-        self._ram.release(pin)
-        self._pins.pop(pin, None)
-        pin._run = None
+        """Release what a pin keeps."""
+        with self._pool.hold():
+            if self._pins.pop(pin, ...) is not ...:
+                with self._blocks.change():
+                    self._blocks.release(pin)
 
     def expire(self) -> None:
-        """Release the pins whose time is over."""
-        now = time.monotonic()
-        for pin in [pin for pin in self._pins if pin._is_over(now)]:
-            self.release(pin)
+        """Release the pins whose time is over; the pool's lock is held."""
+        if self._pins:
+            now = time.monotonic()
+            for pin in [pin for pin in self._pins if pin._is_over(now)]:
+                self.release(pin)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pykvcache.errors import ArgumentError
 from pykvcache.errors._shown import shown
 from pykvcache.prefix.cache import PrefixCache
-from pykvcache.prefix.reuse import CacheStats
+from pykvcache.prefix.report import CacheStats
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._convert import as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import DeviceLost
-from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.prefix.report import Reason, ReuseReport
+from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import CheckpointPolicy
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.state.saved import Path
@@ -19,32 +21,10 @@ from pykvcache.state.saved import Path
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pykvcache.prefix.reason import Reason
-    from pykvcache.prefix.tiers.fetch import Fetch
-    from pykvcache.sequence.cells import SequenceCells
+    from pykvcache.prefix.cache import PrefixCache
+    from pykvcache.prefix.tier_link import Search
 
 __all__ = ["CachedSequence"]
-
-
-class Owner(Protocol):
-    """What a sequence needs of its `PrefixCache`."""
-
-    _keep_logits: bool
-
-    def _joined(self, sequence: CachedSequence, parent: CachedSequence) -> None:
-        """Take note of a new sequence, a fork of another; of one that was cleared it is not."""
-
-    def _usable(self, cells: SequenceCells) -> int:
-        """Return how many tokens of a new sequence need not be evaluated."""
-
-    def _evaluated(self, sequence: CachedSequence) -> None:
-        """Give other processes the blocks that they wait for."""
-
-    def _give(self, sequence: CachedSequence) -> None:
-        """Take over what a sequence evaluated, before it closes."""
-
-    def _end_search(self, sequence: CachedSequence) -> None:
-        """Give back what it has leased."""
 
 
 class CachedSequence(LlamaSequence):
@@ -53,54 +33,85 @@ class CachedSequence(LlamaSequence):
     Closing it (or dropping it) gives the cache what it evaluated.
     """
 
-    _cache: Owner
+    _cache: PrefixCache
     _namespace: str
-    _reuse = ReuseReport()  # of a fork that was cut short, too
-    _reason: Reason | None = None  # put into words when it is asked for
-    _counted: ReuseReport | None = None  # what the cache's sums have of it
-    _search: Fetch | None = None
-    _is_searched = False
-    _pending: tuple[Fetch, float] | None = None  # the search that a request still waits for
+    _report = ReuseReport()
+    _reason: Reason | None = None  # put into words when it is read
+    #: Tokens after which messages end.
+    boundaries: tuple[int, ...] = ()
+    #: Of what it gives to the cache: lower ones leave first.
+    priority: int = 0
+    #: The search of the tiers that it still waits for.
+    search: Search | None = None
+    #: Whether the tiers were asked; whether it counts as a request in the cache's figures.
+    is_searched = is_counted = False
 
     @property
     def reuse(self) -> ReuseReport:
         """How much of its prompt was known when it was made, or came from tiers since."""
-        report, reason = self._reuse, self._reason
-        if report.reason or reason is None:
-            return report
-        return replace(report, reason=reason.text)
+        if self._reason is not None and not self._report.reason:
+            self._report = replace(self._report, reason=str(self._reason))
+        return self._report
 
     @property
     def namespace(self) -> str:
         """Whose tokens it shares."""
         return self._namespace
 
+    @property
+    def cells(self) -> SequenceCells:
+        """What the context's memory holds of it."""
+        return self._cells
+
+    @property
+    def report(self) -> ReuseReport:
+        """As `reuse`, without the reason in words."""
+        return self._report
+
+    @property
+    def usable(self) -> int:
+        """How many of its tokens need no evaluation to give its next logits."""
+        cells = self._cells
+        n = cells.ledger.n_evaluated
+        if cells.row is None and n == len(cells.ledger):
+            # Logits are made by a decode: of the last token, and of what cannot be gone back over.
+            return cells.reachable(n - 1) if n else 0
+        return cells.reachable(n)
+
+    # What its cache notes -----------------------------------------------------------------------
+
+    def _join(self, cache: PrefixCache, namespace: str) -> None:
+        self._cache, self._namespace = cache, namespace
+
+    def set_report(self, report: ReuseReport, reason: Reason) -> None:
+        """Say where its tokens come from."""
+        self._report, self._reason = report, reason
+
+    def set_origin(self, *, disk: int, remote: int) -> None:
+        """Say how many of its tokens in memory came from tiers just now."""
+        report = self._report
+        self._report = replace(report, ram=report.ram - disk - remote, disk=disk, remote=remote)
+
+    # What it does otherwise than a plain sequence -------------------------------------------------
+
     def fork(self, n: SupportsIndex | None = None) -> Self:
         """As `LlamaSequence.fork`; the fork belongs to the cache, too."""
         child = super().fork(n)
-        child._cache, child._namespace = self._cache, self._namespace
+        child._join(self._cache, self._namespace)
+        child.priority = self.priority
+        child.is_searched = True
         with child._held():
-            live = self._cache._usable(child._cells)
-            self._cache._joined(child, self)
-        child._reuse = ReuseReport(len(child), live=live, evaluated=len(child) - live)
+            self._cache.joined(child, self)
+            live = child.usable
+        child._report = ReuseReport(len(child), live=live, evaluated=len(child) - live)
         return child
 
     def _evaluated(self, row: npt.NDArray[np.float32] | None) -> None:
-        cells = self._cells
-        if row is not None and self._cache._keep_logits and len(self) == self._reuse.n_tokens:
-            cells.points.row = len(self), row.copy()
-            point = cells.points.at_most(len(self))
-            if point is None or point.n < len(self):  # where one token alone was new
-                cells.checkpoint()
-        if self._search is not None:
-            self._cache._evaluated(self)
-
-    def evaluate(self) -> None:
-        """As `LlamaSequence.evaluate`."""
-        super().evaluate()
-        if self._search is not None:
-            with self._held():
-                self._evaluated(None)
+        cells, n = self._cells, len(self)
+        if row is not None and self._cache.keep_logits and n == self._report.n_tokens:
+            cells.points.row = n, row.copy()
+            if not cells.points.has_state_at(n):
+                cells.checkpoint()  # where one token alone was new
 
     @classmethod
     def load(
@@ -114,26 +125,31 @@ class CachedSequence(LlamaSequence):
         """Return a plain sequence from a file, as `LlamaSequence.load`."""
         return LlamaSequence.load(context, path, checkpoints=checkpoints, convert=convert)
 
-    def close(self) -> None:
-        """Give the cache what was evaluated, and free the rest; twice does nothing."""
+    def close(self, *, keep: SupportsIndex | None = None) -> None:
+        """Give the cache what was evaluated, and free the rest; twice does nothing.
+
+        Parameters
+        ----------
+        keep
+            How many of its first tokens the cache gets: without a model's thinking, say. None for
+            all.
+        """
+        n = None if keep is None else as_int(keep, "keep", 0)
         if not self.is_closed:
             with self._cells.pool.hold():
                 if not self._closed:
                     try:
-                        self._cache._give(self)
+                        self._cache.give(self, n)
                     except DeviceLost:
                         pass  # there is nothing left to give
                     except Exception:  # of a policy of the user's
                         super().close()
                         raise
-        elif self._search is not None:  # its context was closed
-            with self._cells.pool.hold():
-                self._cache._end_search(self)
         super().close()
 
     def __del__(self) -> None:
-        # In the middle of something else there is no giving: the cells are freed all the same, and
-        # what it holds is released by the next call.
+        # In the middle of another call there is no giving: the cells are freed all the same, and
+        # what it holds is released with the next change.
         cells = getattr(self, "_cells", None)
         if cells is None or self._closed or self._context.is_closed:
             return

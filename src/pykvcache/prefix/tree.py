@@ -1,109 +1,156 @@
-"""The index of blocks: a radix tree over tokens that keeps to a budget in bytes."""
+"""The prefix tree: which tokens are known, with which cells, and what leaves when room is short."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from pykvcache._ranges import Range, gaps, overlaps, union
 from pykvcache.errors import ArgumentError
 from pykvcache.errors._shown import shown
-from pykvcache.prefix.asked import PolicyMethods
-from pykvcache.prefix.match import Match, common_blocks
-from pykvcache.prefix.policies import Policy
-from pykvcache.prefix.roots import Roots
-from pykvcache.prefix.runs import Run, below, new_root, salt_of
+from pykvcache.prefix.block_hash import TOKEN_SIZE, common_tokens
+from pykvcache.prefix.match import Match, Resume
+from pykvcache.prefix.node import Component, EndState, Kind, MemoryShape, Node, cut, new_root
+from pykvcache.prefix.policies import Policy, make_policy
 
-__all__ = ["BlockTree", "Match"]
-
-_TOKEN_BYTES = 4
+__all__ = ["Hold", "Offer", "Plan", "PrefixTree"]
 
 
-class BlockTree(PolicyMethods):
-    """Which blocks are known, found by their tokens; at most ``max_bytes`` of them.
+class NameRoot(Protocol):
+    """Returns the name that the blocks of a namespace begin with."""
 
-    Blocks leave from the ends of the tree only, and never while they are held. Nothing here is
-    safe for several threads: the cache that owns the tree has the lock.
+    def __call__(self, namespace: str, /) -> bytes:
+        """Name a root."""
+
+
+@dataclass(slots=True)
+class Hold:
+    """What a sequence or a pin keeps in the tree, until it is released.
+
+    Attributes
+    ----------
+    node
+        The node that it ends in: its attention cells, and so all those before them, are kept.
+    window_first
+        First token whose window cells are kept; the end of the node where none are.
+    state
+        The state that is kept; None where none is.
+    """
+
+    node: Node
+    window_first: int
+    state: Component | None
+
+
+@dataclass
+class Offer:
+    """What a closing sequence can give for its tokens.
+
+    Attributes
+    ----------
+    n
+        Its tokens; all of their attention cells can be read.
+    windows
+        Tokens whose window cells can be read.
+    states
+        States by the number of tokens that they are after.
+    ends
+        Numbers of tokens that prompts are likely to go on from: the prompt's end, the text's end,
+        boundaries of messages. Their windows and states are kept before spare ones.
+    priority
+        Of the sequence: lower ones leave first.
+    """
+
+    n: int
+    windows: list[Range] = field(default_factory=list)
+    states: dict[int, EndState] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+    priority: int = 0
+
+
+@dataclass
+class Plan:
+    """What of an offer is to be inserted: all that is missing, as far as it can fit.
+
+    Attributes
+    ----------
+    n
+        Tokens that can be kept.
+    windows
+        Tokens whose window cells are missing.
+    states
+        States that are missing.
+    ends
+        Where prompts are likely to go on.
+    slack
+        Tokens before their windows that are kept with them.
+    priority
+        Of the sequence.
+    """
+
+    n: int
+    windows: list[Range]
+    states: dict[int, EndState]
+    ends: list[int]
+    slack: int
+    priority: int
+
+
+class PrefixTree:
+    """A radix tree over tokens that keeps to a budget in bytes.
+
+    `match` and `plan` change nothing. `use`, `insert`, `hold`, `release`, `fit`, `forget` and
+    `clear` do; the names of blocks that left are in `removed` until somebody takes them. Nothing
+    here is safe for several threads: the cache that owns the tree has the lock.
+
+    A component leaves with everything that is useless without it, and never before what needs it:
+    attention cells leave from the ends of the tree, windows that are no longer complete leave whole,
+    and tokens that no prompt can go on from leave with the last window or state after them.
 
     Parameters
     ----------
-    block_size
-        Tokens per block.
+    shape
+        Of the memory whose cells are kept.
     policy
-        What goes first: a name of `pykvcache.prefix.policies`, or an object.
+        What leaves first: a name of `pykvcache.prefix.policies`, or an object.
     max_bytes
-        Budget for all blocks and checkpoints.
+        Budget of all components, nodes, and of what the policy notes.
     root
-        Gives the root's name of a namespace (`root_name`); else names mean nothing elsewhere.
-    run_bytes
-        What a run, or a root, costs beside its blocks. It counts towards the budget, and so does
-        what the policy keeps for itself; 0 where blocks alone are counted.
-    on_remove
-        Called before blocks leave: with their run, and the index of the first that does.
-    other_bytes
-        Returns what else the budget has to pay for.
-    release
-        Called with the bytes above the budget (below it: negative); whether it gave any back.
-    last
-        Called where the budget is exceeded and no block may leave; whether it gave any back.
-    expect
-        Called with the number of blocks that are new, 0 for a checkpoint, before others leave.
+        Names the roots; None where blocks need no names.
     """
 
     def __init__(
         self,
-        block_size: int,
+        shape: MemoryShape,
         policy: str | Policy = "lru",
         *,
         max_bytes: int,
-        root: Callable[[str], bytes] | None = None,
-        run_bytes: int = 0,
-        on_remove: Callable[[Run, int], None] | None = None,
-        other_bytes: Callable[[], int] = lambda: 0,
-        release: Callable[[int], bool] = lambda _: False,
-        last: Callable[[], bool] = lambda: False,
-        expect: Callable[[int], object] = lambda _: None,
+        root: NameRoot | None = None,
     ) -> None:
-        if block_size < 1:
-            raise ArgumentError(
-                f"block_size is {block_size}: it must be at least 1", "block_size", block_size, 1
-            )
-        self.block_size = block_size
-        self.step = block_size * _TOKEN_BYTES
-        self._set_policy(policy)
+        self.shape = shape
         self.clock = 0
-        self.n_bytes = 0
-        self.n_blocks = 0
-        self.n_runs = 0
+        self.n_bytes = self.n_blocks = self.n_nodes = 0
+        self.evicted_bytes = 0  # until somebody sets it back
+        self.removed: list[bytes] = []
         self._root_name = root
-        self.run_bytes = run_bytes
-        self.on_remove = on_remove
-        self._other_bytes = other_bytes
-        self._release, self._last, self._expect = release, last, expect
-        self._roots = Roots()
+        self._roots: dict[str, Node] = {}
+        self._spare: OrderedDict[Component, None] = OrderedDict()
+        self._is_ours = isinstance(policy, str)
+        self.policy = make_policy(policy)
+        #: Lowering it evicts with the next change; what is held stays, even above it.
         self.max_bytes = max_bytes
-
-    @property
-    def max_bytes(self) -> int:
-        """The budget. Lowering it evicts at once; what is held stays, even above it."""
-        return self._max_bytes
-
-    @max_bytes.setter
-    def max_bytes(self, value: int) -> None:
-        if value < 0:
-            text = f"max_bytes is {shown(value)}: it must be at least 0"
-            raise ArgumentError(text, "max_bytes", value, 0)
-        self._max_bytes = value
-        self._resize_policy()
-        self.fit()
+        self.policy.max_notes = max_bytes // 16 if shape.node_bytes else None
+        self.policy.resize(max_bytes)
 
     @property
     def used_bytes(self) -> int:
-        """What counts towards the budget: blocks, runs, the policy's notes, and the rest."""
-        used = self.n_bytes + self._other_bytes()
-        if self.run_bytes:
-            roots = self.run_bytes * len(self._roots) + self._roots.name_bytes
-            used += self._policy_bytes() + roots
-        return used
+        """Bytes of components and nodes, and of what the policy notes where overhead counts."""
+        return self.n_bytes + (self.policy.n_bytes if self.shape.node_bytes else 0)
+
+    # Looking up ---------------------------------------------------------------------------------
 
     def match(self, tokens: bytes, namespace: str = "") -> Match:
         """Return the longest known beginning; changes nothing.
@@ -113,280 +160,746 @@ class BlockTree(PolicyMethods):
         tokens
             As `token_bytes` gives them.
         namespace
-            Whose blocks to look among.
+            Whose tokens to look among.
         """
-        run = self.root(namespace)
-        step, at = self.step, 0
-        deepest = None
-        while (child := run.children.get(tokens[at : at + step])) is not None:
-            text = child.text
+        node, at = self._root(namespace), 0
+        while (child := node.children.get(tokens[at : at + TOKEN_SIZE])) is not None:
+            text = child.tokens
             if not tokens.startswith(text, at):
-                n = common_blocks(text, tokens, at, step)
-                return Match(child, n, at // step + n, deepest)
-            run = child
+                return Match(child, child.start + common_tokens(text, tokens, at))
+            node = child
             at += len(text)
-            if run.checkpoint is not None:
-                deepest = run.checkpoint
-        return Match(run, run.n_blocks, at // step, deepest)
+        return Match(node, node.end)
 
-    def lookup(self, tokens: bytes, namespace: str = "") -> Match:
-        """Match the tokens of a prompt, and count it as a use; the match ends with its run."""
-        match = self.match(tokens, namespace)
-        self.ask(tokens, namespace)
-        self.use(match)
-        return match
+    def resume(self, match: Match, limit: int) -> Resume:
+        """Return where a prompt can go on, after at most so many tokens; changes nothing."""
+        shape = self.shape
+        n = shape.deepest(min(match.n, limit), match.windows(), match.states())
+        state = None
+        if shape.needs_state:
+            state = next((node.state for node in match.nodes() if node.end == n), None)
+        return Resume(n, n if shape.window_start is None else shape.window_start(n), state)
 
-    def ask(self, tokens: bytes, namespace: str = "") -> None:
-        """Let the policy know of a prompt, before what is known of it is used."""
-        self.asked(self.policy.asked, tokens, self.step, zlib.crc32(salt_of(namespace)))
+    # Using --------------------------------------------------------------------------------------
 
-    def end_of(self, match: Match) -> Run:
-        """Return the run that a match of just now ends with; no use is counted.
+    def use(self, match: Match, resume: Resume, priority: int = 0) -> None:
+        """Count a use by a prompt: of the attention cells before a place, its window, its state.
 
-        A run of which only the first blocks belong to it is cut in two.
-        """
-        if not match.run.is_root and match.offset < match.run.n_blocks:
-            match.run = self._cut(match.run, match.offset)
-            self.fit(match.run)
-        return match.run
-
-    def use(self, match: Match, begun: bytes = b"") -> Run:
-        """Count a use of what was matched just now, and return the run that it ends with.
-
-        ``begun``: the tokens of a block after it, of which the beginning is used. No use of that
-        one is counted; it stays, and is a run of its own from then on.
+        Nodes are split where what is used begins or ends, at whole chunks: what is used in part is
+        not counted as used.
         """
         self.clock += 1
-        if not match.run.is_root and match.offset < match.run.n_blocks:
-            match.run = self._cut(match.run, match.offset)
-        kept = match.run
-        if begun and (kept := match.run.children[begun]).n_blocks > 1:
-            kept = self._cut(kept, 1)
-        points = [] if match.checkpoint is None else [match.checkpoint]
-        for run in [*points, *match.run.path()]:
-            self._count_use(run)
-        self.fit(kept, *points)
-        return match.run
+        if not match.is_whole:
+            # The prompt parts within a node, or ends there.
+            self._split_at_chunk(match.node, match.n)
+            assert match.node.attention is not None
+            self.policy.passed(match.node.attention)
+        node = self._node_of(match.node, resume.n)
+        used = self._split_at_chunk(node, resume.n)
+        for each in used.path():
+            assert each.attention is not None
+            self._count_use(each.attention, priority)
+        for one in self._windows(node, resume.window_first, resume.n):
+            self._count_use(one, priority)
+        if resume.state is not None:
+            self._count_use(resume.state, priority)
 
-    def _count_use(self, run: Run) -> None:
-        run.uses += 1
-        run.last_use = self.clock
-        self.asked(self.policy.used, run)
+    @staticmethod
+    def _node_of(node: Node, n: int) -> Node:
+        """Return the node of a path that holds the last of its first n tokens, or the root."""
+        while node.start >= n and node.parent is not None:
+            node = node.parent
+        return node
 
-    def insert(self, tokens: bytes, block_bytes: int, namespace: str = "") -> Run | None:
-        """Add the full blocks of some tokens that are not known yet, as far as the budget allows.
+    def _count_use(self, one: Component, priority: int) -> None:
+        one.uses += 1
+        self._touch(one, priority)
+        self.policy.used(one)
 
-        Returns
-        -------
-        Run or None
-            The new blocks, whose ``payloads`` are None and for the caller to fill; None if there is
-            nothing new, or nothing of it is kept.
+    def _touch(self, one: Component, priority: int) -> None:
+        """Take note that a component is wanted now; the policy ranks one that was spare."""
+        one.last_use = self.clock
+        one.priority = max(one.priority, priority)
+        self._promote(one)
+
+    def _promote(self, one: Component) -> None:
+        """Let the policy rank a component that was spare."""
+        if one.is_spare:
+            one.is_spare = False
+            del self._spare[one]
+            self.policy.added(one)
+            if one.is_evictable:
+                self.policy.evictable(one)
+
+    def _windows(self, node: Node, first: int, n: int) -> list[Component]:
+        """Return the window cells of the tokens of ``[first, n)`` on the path to a node.
+
+        A node is split where they begin: what lies before them stays as it was, spare or not.
         """
-        found = self.match(tokens, namespace)
-        if len(tokens) // self.step == found.n_blocks:
-            return None
-        if not (run := found.run).is_root and found.offset < run.n_blocks:
-            run = self._cut(run, found.offset)
-        return self.extend(run, tokens[found.n_blocks * self.step :], block_bytes)
+        found: list[Component] = []
+        for each in list(node.path()):
+            if each.end <= first:
+                break
+            if each.window is None or each.window.start >= n:
+                continue
+            if each.start < first:
+                self._split_at_chunk(each, first)
+            if each.window is not None:
+                found.append(each.window)
+        return found
 
-    def extend(self, run: Run, tokens: bytes, block_bytes: int) -> Run | None:
-        """Add full blocks after a run; the first must not be known there. Returns as `insert`."""
-        size = len(tokens) // self.step * self.step
-        if size == 0:
-            return None
-        first = tokens[: self.step]
-        if first in run.children:
-            raise ArgumentError(
-                "the block is known already: insert() finds out where new ones begin", "run"
-            )
-        self._roots.keep(run)
-        new = Run(
-            run,
-            tokens[:size],
-            self.step,
-            start=run.end,
-            start_key=run.end_key,
-            block_bytes=block_bytes,
-            tokens_saved=self.block_size,
-            now=self.clock,
-        )
-        run.children[first] = new
-        return self._add(new)
+    # Splitting ----------------------------------------------------------------------------------
 
-    def add_checkpoint(self, run: Run, n_bytes: int, tokens_saved: int) -> Run | None:
-        """Put a checkpoint at the end of a run; None if there is one, or the budget has no room.
+    def _split_at_chunk(self, node: Node, n: int) -> Node:
+        """Split a node at the last chunk that ends at n tokens or before; return what is before."""
+        if node.is_root or n >= node.end:
+            return node
+        at = self._chunk_before(node, n)
+        return self._boundary(node, at)
+
+    @staticmethod
+    def _chunk_before(node: Node, n: int) -> int:
+        """Return the last end of a chunk of a node at n tokens or before, or its start."""
+        assert node.attention is not None
+        at = node.start
+        for size in node.attention.sizes:
+            if at + size > n:
+                break
+            at += size
+        return at
+
+    def _boundary(self, node: Node, at: int) -> Node:
+        """Return the node that ends at a token of this one, which is split there if need be."""
+        if node.is_root or at == node.end:
+            return node
+        if at == node.start:
+            assert node.parent is not None
+            return node.parent
+        return self._split(node, at)
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Split a node after some tokens of its path; return the new node of the first ones."""
+        head = node.split(at - node.start, self.shape.block_size)
+        self.n_nodes += 1
+        self.n_bytes += self.shape.node_bytes
+        assert node.attention is not None
+        head.attention = self._split_component(node.attention, head)
+        if node.window is not None and node.window.start < at:
+            head.window = self._split_component(node.window, head)
+        return head
+
+    def _split_component(self, tail: Component, head_node: Node) -> Component:
+        """Give the cells of the tokens of a new node to a component of it."""
+        head = Component(head_node, tail.kind, self.clock, tail.weight, tail.priority)
+        head.created, head.last_use, head.uses = tail.created, tail.last_use, tail.uses
+        left, n = head_node.end - tail.start, 0
+        while left >= tail.sizes[n]:
+            left -= tail.sizes[n]
+            n += 1
+        head.sizes, head.chunks = tail.sizes[:n], tail.chunks[:n]
+        tail.sizes, tail.chunks = tail.sizes[n:], tail.chunks[n:]
+        if left:
+            size, cells = tail.sizes[0], tail.chunks[0]
+            halves = (None, None)
+            if cells is not None:
+                halves = self.shape.split(tail.kind, cells, size, left)
+            head.sizes.append(left)
+            head.chunks.append(halves[0])
+            tail.sizes[0], tail.chunks[0] = size - left, halves[1]
+        self._count(head)
+        self._count(tail)
+        if tail.kind is Kind.WINDOW:
+            head.held = tail.held
+            self.n_bytes += self.shape.node_bytes
+        if tail.is_spare:
+            head.is_spare = True
+            self._spare[head] = None
+            self._spare.move_to_end(head, last=False)
+        else:
+            self.policy.split(head, tail)
+            if tail.kind is Kind.WINDOW:
+                self.policy.evictable(head)
+        return head
+
+    def _count(self, one: Component) -> None:
+        """Count the bytes of a component as they are now."""
+        shape = self.shape
+        if one.kind is Kind.STATE:
+            n_bytes = sum(end.nbytes for end in one.chunks)
+        else:
+            one.n_tokens = sum(one.sizes)
+            n_bytes = one.n_tokens * shape.cell_bytes(one.kind)
+            n_bytes += len(one.sizes) * shape.chunk_bytes
+        self.n_bytes += n_bytes - one.n_bytes
+        one.n_bytes = n_bytes
+
+    # Holding ------------------------------------------------------------------------------------
+
+    def hold(self, match: Match, resume: Resume) -> Hold | None:
+        """Keep what was used just now until it is released; None where that is nothing."""
+        node = self._node_of(match.node, resume.n)
+        if node.is_root:
+            return None
+        if resume.n < node.end and (at := self._chunk_before(node, resume.n)) < resume.n:
+            # What follows the chunk in which it ends may leave.
+            at = min(node.end, self.shape.floor(at) + self.shape.block_size)
+            node = self._boundary(node, at)
+        first = node.end
+        if resume.window_first < resume.n:
+            first = self._node_of(node, resume.window_first + 1).start
+        hold = Hold(node, first, resume.state)
+        for one in list(self._held_by(hold)):
+            self._promote(one)
+            one.held += 1
+        return hold
+
+    def hold_again(self, hold: Hold) -> Hold | None:
+        """Return a hold on what another one keeps; None where that was cleared."""
+        if hold.node.parent is None:
+            return None
+        for one in list(self._held_by(hold)):
+            one.held += 1
+        return Hold(hold.node, hold.window_first, hold.state)
+
+    def release(self, hold: Hold, *, is_use: bool = True) -> None:
+        """Release a hold; now counts as the last use of what it kept, or does not."""
+        released = list(self._held_by(hold))
+        for one in released:
+            one.held -= 1
+        if is_use:
+            self.clock += 1
+            for node in hold.node.path():
+                assert node.attention is not None
+                node.attention.last_use = self.clock
+        for one in released:
+            if is_use:
+                one.last_use = self.clock
+            if one.is_evictable:
+                self.policy.evictable(one)
+        if not self.shape.is_plain and hold.node.parent is not None:
+            self._drop_useless(hold.node)
+        self.fit()
+
+    @staticmethod
+    def _held_by(hold: Hold) -> Iterator[Component]:
+        """Yield the components that a hold keeps; none once they were cleared."""
+        if hold.node.parent is None:
+            return
+        if hold.node.attention is not None:
+            yield hold.node.attention
+        if hold.state is not None:
+            yield hold.state
+        for node in hold.node.path():
+            if node.end <= hold.window_first:
+                return
+            if node.window is not None:
+                yield node.window
+
+    # Inserting ----------------------------------------------------------------------------------
+
+    def plan(
+        self, tokens: bytes, offer: Offer, namespace: str = "", *, is_limited: bool = True
+    ) -> Plan | None:
+        """Return what of an offer is missing and can fit; None where that is nothing.
 
         Parameters
         ----------
-        run
-            Whose end: `use` cuts a run where a match ends.
-        n_bytes
-            Its size.
-        tokens_saved
-            Tokens that would be evaluated without it: from the checkpoint before it on.
+        tokens
+            Of the sequence.
+        offer
+            What it has.
+        namespace
+            Whose.
+        is_limited
+            Whether it has to fit into the budget.
         """
-        if run.is_root or run.is_checkpoint or run.checkpoint is not None:
-            return None
-        new = Run(
-            run,
-            b"",
-            self.step,
-            start=run.end,
-            start_key=~run.end_key & 0xFFFFFFFF,
-            block_bytes=n_bytes,
-            tokens_saved=tokens_saved,
-            now=self.clock,
-            is_checkpoint=True,
-        )
-        run.checkpoint = new
-        return self._add(new)
-
-    def _add(self, new: Run) -> Run | None:
-        self.n_bytes += new.n_bytes + self.run_bytes
-        self.n_blocks += 0 if new.is_checkpoint else new.n_blocks
-        self.n_runs += 1
-        self._expect(0 if new.is_checkpoint else new.n_blocks)
-        self.asked(self.policy.added, new)
-        fits = self.policy.declines
-        if not fits:
-            # The others go first, whatever the policy thinks of something that was never used.
-            new.held += 1
-            fits = self.fit(is_new=True)
-            new.held -= 1
-        self.asked(self.policy.evictable, new)
-        if self.policy.declines or not fits:
-            self.fit()
-        return new if new.n_blocks else None
-
-    def hold(self, run: Run) -> None:
-        """Keep a run, and with it all before it, until it is released as often as it was held."""
-        run.held += 1
-        self._roots.keep(run)
-
-    def release(self, run: Run, *, is_use: bool = True) -> None:
-        """Release a run; now counts as the last use of it and of all before it, or does not."""
-        if run.held < 1:
-            raise ArgumentError("the run is not held", "run")
-        run.held -= 1
-        if run.parent is None:  # a root, or cleared meanwhile
-            self._roots.leave(run)
-            return
-        if is_use:
-            self.clock += 1
-            for each in run.path():
-                each.last_use = self.clock
-        if run.is_evictable:
-            self.asked(self.policy.evictable, run)
-        self.fit()
-
-    def fit(self, *kept: Run, is_new: bool = False) -> bool:
-        """Evict until the budget is kept, or all that is left is held: False then.
-
-        Nothing up to the ends of the runs that are given leaves: somebody is about to hold them.
-        With ``is_new`` what needs the room is new, and can do without: `last` is not called for it.
-        """
-        if (excess := self.used_bytes - self._max_bytes) <= 0:
-            self._release(excess)
-            return True
-        runs = [run for run in kept if not run.is_root]
-        for run in runs:
-            run.held += 1
-        fits = self.shrink(self._max_bytes, is_new=is_new)
-        for run in runs:
-            run.held -= 1
-            if run.is_evictable:
-                self.asked(self.policy.evictable, run)
-        return fits
-
-    def shrink(self, max_bytes: int, *, is_new: bool = False) -> bool:
-        """Evict until at most so many bytes are used, or all that is left is held: False then."""
-        while (excess := self.used_bytes - max_bytes) > 0:
-            if self._release(excess):
-                continue
-            run = self.asked(self.policy.victim)
-            if run is None:
-                if is_new or not self._last():
-                    return False
-                continue
-            self._check_own(run)
-            if self.policy.whole or not run.block_bytes:
-                n = run.n_blocks
+        shape, match = self.shape, self.match(tokens[: offer.n * TOKEN_SIZE], namespace)
+        windows = [*match.windows(), *offer.windows]
+        states = {*match.states(), *(at for at, end in offer.states.items() if end.has_state)}
+        n = shape.deepest(offer.n, windows, states)
+        ends, slack = [end for end in offer.ends if end < n], shape.slack
+        budget = self.max_bytes if is_limited else math.inf
+        while n and self._least_bytes(n, [*ends, n], slack, offer) > budget:
+            if slack:
+                slack = 0
+            elif ends:
+                ends = []
             else:
-                n = min(run.n_blocks, -(-excess // run.block_bytes), self._most_blocks())
-            self.remove(run, n)
+                n = shape.deepest(self._fewer(n, offer), windows, states)
+        missing = self._missing_windows(match, offer, n)
+        taken = {
+            at: end
+            for at, end in offer.states.items()
+            if 0 < at <= n and end.adds_to(match.end_at(at))
+        }
+        if n <= match.n and not missing and not taken:
+            return None
+        return Plan(n, missing, taken, [*ends, n], slack, offer.priority)
+
+    def _least_bytes(self, n: int, ends: Sequence[int], slack: int, offer: Offer) -> int:
+        """Return how many bytes a prompt of n tokens takes that can go on from some ends."""
+        shape = self.shape
+        size = n * (shape.attention_bytes + (TOKEN_SIZE if shape.node_bytes else 0))
+        size += shape.chunk_bytes * (n // shape.block_size + 1 + len(ends))
+        size += shape.node_bytes * (2 + 3 * len(ends))
+        if shape.window_start is not None:
+            covered, first = 0, n
+            for end in sorted(ends, reverse=True):
+                begin = shape.floor(max(0, shape.window_start(end) - slack))
+                covered += max(0, min(end, first) - begin)
+                first = min(first, begin)
+            size += covered * shape.window_bytes
+            size += shape.chunk_bytes * (covered // shape.block_size + 1 + len(ends))
+        if shape.needs_state:
+            size += max((end.nbytes for end in offer.states.values()), default=0)
+        # What the policy notes may grow by what leaves.
+        return size + (self.policy.n_bytes + self.max_bytes // 128 if shape.node_bytes else 0)
+
+    def _fewer(self, n: int, offer: Offer) -> int:
+        """Return a number of tokens below n that may fit where n do not."""
+        shape = self.shape
+        excess = self._least_bytes(n, [n], 0, offer) - self.max_bytes
+        each = shape.attention_bytes + shape.chunk_bytes / shape.block_size
+        if shape.window_start is not None and shape.window_start(n) == 0:
+            each += shape.window_bytes
+        less = max(1, min(n, int(excess / each))) if each else n
+        return shape.floor(n - less)
+
+    def _missing_windows(self, match: Match, offer: Offer, n: int) -> list[Range]:
+        """Return the tokens of an offer whose window cells the tree lacks and can use."""
+        shape = self.shape
+        if shape.window_start is None:
+            return []
+        wanted = union((first, min(last, n)) for first, last in offer.windows if first < n)
+        if shape.needs_state:
+            # A prompt goes on from states alone: other windows are of no use.
+            places = [at for at in {*offer.states, *match.states()} if at <= n]
+            begins = union((max(0, shape.window_start(at) - shape.slack), at) for at in places)
+            wanted = overlaps(wanted, begins)
+        return overlaps(wanted, gaps(match.windows(), n))
+
+    def insert(
+        self, tokens: bytes, plan: Plan, namespace: str = "", *, keep: bool = False
+    ) -> tuple[list[Component], Hold | None]:
+        """Insert what a plan says, its cells without contents, and evict what leaves for it.
+
+        Parameters
+        ----------
+        tokens
+            Of a sequence.
+        plan
+            What `plan` returned just now.
+        namespace
+            Whose.
+        keep
+            Whether to hold all of it, even above the budget.
+
+        Returns
+        -------
+        components : list of Component
+            Those with chunks that are None, the last first, for the caller to fill.
+        hold : Hold or None
+            What was held.
+        """
+        self.clock += 1
+        tokens = tokens[: plan.n * TOKEN_SIZE]
+        match = self.match(tokens, namespace)
+        node = match.node
+        if plan.n > match.n:
+            node = self._append(self._boundary(node, match.n), tokens[match.n * TOKEN_SIZE :], plan.priority)
+        for first, last in plan.windows:
+            self._add_windows(node, first, last, plan.priority)
+        for at, end in plan.states.items():
+            self._add_state(self._boundary(self._node_of(node, at), at), end, plan.priority)
+        for each in node.path():
+            assert each.attention is not None
+            each.attention.last_use = self.clock
+        for end_at in plan.ends:
+            self._keep_end(node, end_at, plan)
+        hold = None
+        if keep or not self.policy.declines:
+            # The others go first, whatever the policy thinks of something that was never used.
+            match = Match(node, node.end)
+            hold = self.hold(match, self.resume(match, plan.n))
+            self.fit()
+            if hold is not None and not keep:
+                self.release(hold, is_use=False)
+                hold = None
+        self.fit()
+        left = self.match(tokens, namespace).node.path()
+        return [one for each in left for one in each.components() if one.n_missing], hold
+
+    def discard(self, components: Iterable[Component]) -> None:
+        """Drop what was inserted and cannot be filled: components of one path, the last first."""
+        for one in components:
+            node = one.node
+            if one.kind is Kind.ATTENTION:
+                self._drop_leaf(node)
+            elif node.window is one:
+                self._drop_chunks(one, 0, one.n_missing)
+                self._drop_useless(node)
+
+    def _append(self, parent: Node, tokens: bytes, priority: int) -> Node:
+        """Add a node of tokens that the tree does not know."""
+        node = Node(parent, tokens, parent.end, parent.key_at(parent.end))
+        if parent.is_root:
+            self._keep_root(parent)
+        parent.children[tokens[:TOKEN_SIZE]] = node
+        self.n_nodes += 1
+        self.n_blocks += node.n_blocks(self.shape.block_size)
+        self.n_bytes += self._overhead(node)
+        one = node.attention = self._new(node, Kind.ATTENTION, priority)
+        one.sizes = cut(node.start, node.end, self.shape.block_size)
+        one.chunks = [None] * len(one.sizes)
+        self._count(one)
+        self.policy.added(one)
+        self.policy.evictable(one)
+        return node
+
+    def _overhead(self, node: Node) -> int:
+        """Return the bytes of a node without its components' contents."""
+        return self.shape.node_bytes + len(node.tokens) if self.shape.node_bytes else 0
+
+    def _new(self, node: Node, kind: Kind, priority: int) -> Component:
+        return Component(node, kind, self.clock, self.shape.weight, priority)
+
+    def _add_windows(self, node: Node, first: int, last: int, priority: int) -> None:
+        """Add spare window cells for tokens of a path that has none for them."""
+        for each in list(node.path()):
+            if each.end <= first:
+                return
+            limit = each.end if each.window is None else each.window.start
+            if limit <= each.start or each.start >= last:
+                continue
+            if last < limit:
+                # Window cells are those of a node's last tokens.
+                limit = self._chunk_before(each, last)
+                if limit <= max(first, each.start):
+                    continue
+                each = self._boundary(each, limit)
+            self._prepend_windows(each, max(first, each.start), limit, priority)
+
+    def _prepend_windows(self, node: Node, begin: int, end: int, priority: int) -> None:
+        """Add spare window cells for the tokens of ``[begin, end)`` of a node that has those after."""
+        one = node.window
+        if one is not None and not one.is_spare:
+            # Others leave before these: in a node of their own, from a whole chunk on.
+            at = self._chunk_before(node, end)
+            if begin < at:
+                head = self._boundary(node, at)
+                self._prepend_windows(head, begin, at, priority)
+                begin = at
+        if begin >= end:
+            return
+        if one is None:
+            one = node.window = self._new(node, Kind.WINDOW, priority)
+            one.is_spare = True
+            self._spare[one] = None
+            self.n_bytes += self.shape.node_bytes
+        sizes = cut(begin, end, self.shape.block_size)
+        one.sizes, one.chunks = [*sizes, *one.sizes], [None] * len(sizes) + one.chunks
+        self._count(one)
+
+    def _add_state(self, node: Node, end: EndState, priority: int) -> None:
+        """Put a state at the end of a node; what one there has and this one has not stays."""
+        before = next((at.end for at in node.path() if at is not node and at.state), 0)
+        one = node.state
+        if one is None:
+            one = node.state = self._new(node, Kind.STATE, priority)
+            one.is_spare = True
+            self._spare[one] = None
+            self.n_bytes += self.shape.node_bytes
+            one.chunks = [end]
+        else:
+            one.chunks = [end.with_all_of(one.chunks[0])]
+        saved = node.end - before
+        self._count(one)
+        one.weight = saved / max(1, saved * self.shape.attention_bytes + one.n_bytes)
+
+    def _keep_end(self, node: Node, end: int, plan: Plan) -> None:
+        """Keep the window and the state at a place where prompts are likely to go on."""
+        shape, node = self.shape, self._node_of(node, end)
+        wanted: list[Component] = []
+        if shape.window_start is not None:
+            first = max(0, shape.window_start(end) - plan.slack)
+            wanted = self._windows(node, first, end)
+        if node.state is not None and node.end == end:
+            wanted.append(node.state)
+        for one in wanted:
+            self._touch(one, plan.priority)
+            if one.is_evictable:
+                self.policy.evictable(one)  # which has another priority now
+
+    # Leaving ------------------------------------------------------------------------------------
+
+    def fit(self) -> bool:
+        """Evict until the budget is kept, or all that is left is held: False then."""
+        while (excess := self.used_bytes - self.max_bytes) > 0:
+            one = next(iter(self._spare), None) or self.policy.victim()
+            if one is None:
+                return False
+            if not self._is_ours:
+                self._check(one)
+            before = self.n_bytes
+            self._remove(one, self._n_leaving(one, excess))
+            self.evicted_bytes += before - self.n_bytes
         return True
 
-    def remove(self, run: Run, n_blocks: int | None = None) -> None:
-        """Remove the last blocks of a run, all by default; nothing may follow or hold it."""
-        if not run.is_evictable:
-            text = f"{run} is held, followed by others, or no longer in the tree"
-            raise ArgumentError(text, "run", repr(run))
-        n = run.n_blocks if n_blocks is None else n_blocks
-        if not 1 <= n <= run.n_blocks:
-            text = f"{n} blocks cannot be removed from {run}"
-            raise ArgumentError(text, "n_blocks", n, run.n_blocks)
-        self._drop(run, n)
-        parent = run.parent
-        if run.n_blocks == 0 and parent is not None:
-            self._unlink(run)
-            if parent.is_evictable:
-                self.asked(self.policy.evictable, parent)
+    def _check(self, one: Component) -> None:
+        """Raise where a user's policy has chosen something that may not leave."""
+        if not isinstance(one, Component):
+            kind = type(one).__name__
+            raise TypeError(f"victim of the policy must be a Component or None, not {kind}")
+        root = one.node.root
+        if not one.is_evictable or self._roots.get(str(root.namespace)) is not root:
+            raise ArgumentError(
+                f"victim of the policy is {one}, which may not leave", "victim", repr(one)
+            )
 
-    def _drop(self, run: Run, n: int) -> None:
-        if self.on_remove is not None:
-            self.on_remove(run, run.n_blocks - n)
-        self.asked(self.policy.removing, run, n)
-        self._forget(run, n)
+    def _n_leaving(self, one: Component, excess: int) -> int:
+        """Return how many chunks of a component leave, so that a budget is kept."""
+        if one.kind is Kind.STATE or (self.policy.whole and not one.is_spare):
+            return len(one.chunks)
+        cell, chunk = self.shape.cell_bytes(one.kind), self.shape.chunk_bytes
+        n = 0
+        sizes = one.sizes if one.kind is Kind.WINDOW else reversed(one.sizes)
+        for size in sizes:
+            n += 1
+            excess -= size * cell + chunk
+            if excess <= 0:
+                break
+        return n
 
-    def _forget(self, run: Run, n: int) -> None:
-        self.n_bytes -= n * run.block_bytes
-        self.n_blocks -= 0 if run.is_checkpoint else n
-        key = run.tokens[: run.step]
-        run.drop(n)
-        if run.n_blocks == 0:
-            run.tokens = key  # what its parent knows it by
-
-    def _unlink(self, run: Run) -> None:
-        parent = run.parent
-        assert parent is not None
-        if run.is_checkpoint:
-            parent.checkpoint = None
+    def _remove(self, one: Component, n: int) -> None:
+        """Remove n chunks, of attention cells the last ones, and all that is useless then."""
+        node, parent = one.node, one.node.parent
+        if one.kind is Kind.ATTENTION:
+            kept = sum(one.sizes[: len(one.sizes) - n])
+            self._shorten(node, kept)
+        elif one.kind is Kind.WINDOW:
+            self._drop_chunks(one, 0, n)
         else:
-            del parent.children[run.tokens]
-            if parent.is_root:
-                self._roots.leave(parent)
-        run.parent = None
-        self.n_bytes -= self.run_bytes
-        self.n_runs -= 1
+            self._drop(one)
+        if not self.shape.is_plain and parent is not None:
+            self._drop_useless(node if node.parent is not None else parent)
+
+    def _shorten(self, node: Node, n_tokens: int) -> None:
+        """Keep the first tokens of a leaf, and what belongs to them."""
+        assert node.attention is not None
+        if node.state is not None:
+            self._drop(node.state)
+        if node.window is not None:
+            n, at = len(node.window.sizes), node.end
+            while n and at > node.start + n_tokens:
+                n -= 1
+                at -= node.window.sizes[n]
+            self._drop_chunks(node.window, n, len(node.window.sizes))
+        one, n, at = node.attention, 0, 0
+        while at < n_tokens:
+            at += one.sizes[n]
+            n += 1
+        self._tell_removing(one, node.n_tokens - n_tokens)
+        if self._root_name is not None:
+            node.names(self.shape.block_size)
+        self.n_bytes -= self._overhead(node)
+        self.n_blocks -= node.n_blocks(self.shape.block_size)
+        key = node.tokens[:TOKEN_SIZE]
+        self.removed += node.shorten(n_tokens, self.shape.block_size)
+        del one.sizes[n:], one.chunks[n:]
+        self._count(one)
+        if n_tokens:
+            self.n_bytes += self._overhead(node)
+            self.n_blocks += node.n_blocks(self.shape.block_size)
+            return
+        parent, node.parent = node.parent, None
+        assert parent is not None
+        self.n_nodes -= 1
+        del parent.children[key]
+        if parent.is_root:
+            self._forget_root(parent)
+        elif parent.attention is not None and parent.attention.is_evictable:
+            self.policy.evictable(parent.attention)
+
+    def _tell_removing(self, one: Component, n_tokens: int) -> None:
+        if not one.is_spare:
+            self.policy.removing(one, n_tokens)
+
+    def _drop_chunks(self, one: Component, begin: int, end: int) -> None:
+        """Drop some chunks of window cells, at their front or their end."""
+        if begin == 0 and end == len(one.sizes):
+            self._drop(one)
+        elif begin < end:
+            self._tell_removing(one, sum(one.sizes[begin:end]))
+            del one.sizes[begin:end], one.chunks[begin:end]
+            self._count(one)
+
+    def _drop(self, one: Component) -> None:
+        """Drop a window or a state."""
+        self._tell_removing(one, one.n_tokens)
+        if one.is_spare:
+            del self._spare[one]
+        if one.kind is Kind.WINDOW:
+            one.node.window = None
+        else:
+            one.node.state = None
+        one.sizes, one.chunks = [], []
+        self._count(one)
+        self.n_bytes -= self.shape.node_bytes
+
+    # What is useless without what has left ------------------------------------------------------
+
+    def _drop_useless(self, node: Node) -> None:
+        """Drop what is of no use any more, after a node lost something, or one that followed it."""
+        lost = [node]
+        if self.shape.window_start is not None and not node.is_root:
+            self._drop_incomplete(node, lost)
+            # Windows before it may have been of use for what went on from it.
+            above = node.parent
+            while above is not None and above.window is not None:
+                if self._goes_on(above, self._reach(above)):
+                    break
+                self._drop_incomplete(above, lost)
+                if above.window is not None:
+                    break
+                above = above.parent
+        for each in lost:
+            while (before := each.parent) is not None and not self._is_needed(each):
+                self._shorten(each, 0)
+                each = before
+
+    def _is_needed(self, node: Node) -> bool:
+        """Return whether a node has followers or holders, or a prompt can go on from its end."""
+        if node.children or (node.attention is not None and node.attention.held):
+            return True
+        return self._goes_on(node, self._reach(node))
+
+    def _goes_on(self, node: Node, reach: float) -> bool:
+        """Return whether a prompt can go on from the end of a node.
+
+        Parameters
+        ----------
+        node
+            The node.
+        reach
+            How many tokens before its end have window cells.
+        """
+        shape = self.shape
+        if shape.needs_state and (node.state is None or not node.state.chunks[0].has_state):
+            return False
+        return shape.window_start is None or node.end - shape.window_start(node.end) <= reach
+
+    def _reach(self, node: Node) -> float:
+        """Return how many tokens up to the end of a node have window cells without a gap."""
+        start, end, n = self.shape.window_start, node.end, 0
+        for each in node.path():
+            one = each.window
+            if one is None or start is None:
+                return n
+            n += one.n_tokens
+            if one.n_tokens < each.n_tokens or n > end - start(end):
+                return n
+        return math.inf
+
+    def _drop_incomplete(self, top: Node, lost: list[Node]) -> None:
+        """Drop window cells of a node, and of what follows it, that are in no complete window."""
+        before = math.inf if top.parent is None or top.parent.is_root else self._reach(top.parent)
+        waiting, incomplete, connected = [(top, before)], list[Node](), set[Node]()
+        while waiting:
+            node, reach = waiting.pop()
+            one = node.window
+            is_full = one is not None and one.n_tokens == node.n_tokens
+            if one is None:
+                reach = 0
+            else:
+                reach = reach + one.n_tokens if is_full else one.n_tokens
+            if self._goes_on(node, reach):
+                # So can whatever follows it.
+                connected |= {node} if is_full else set()
+                continue
+            incomplete.append(node)
+            followers = (child for child in node.children.values() if child.window is not None)
+            waiting.extend((child, reach) for child in followers)
+        for node in reversed(incomplete):
+            if not connected.isdisjoint(node.children.values()):
+                if node.window is not None and node.window.n_tokens == node.n_tokens:
+                    connected.add(node)
+            else:
+                self._drop_from(node, lost)
+
+    def _drop_from(self, node: Node, lost: list[Node]) -> None:
+        """Drop the window and the state of a node that nothing goes on from."""
+        for one in (node.window, node.state):
+            if one is not None and not one.held:
+                self._drop(one)
+                lost.append(node)
+
+    # All of it ----------------------------------------------------------------------------------
+
+    def forget(self, tokens: bytes, namespace: str = "") -> None:
+        """Drop some tokens, all that goes on from them, and all that only they need.
+
+        What is held stays, and what comes before it.
+        """
+        match = self.match(tokens, namespace)
+        node = match.node
+        if match.n * TOKEN_SIZE < len(tokens) and (node.children or not match.is_whole):
+            return  # what follows belongs to other prompts
+        for each in reversed(list(node.below())):
+            self._drop_leaf(each)
+        while not node.is_root:
+            before = node.parent
+            if before is None or not self._drop_leaf(node):
+                return
+            node = before
+
+    def _drop_leaf(self, node: Node) -> bool:
+        """Drop a node that nothing follows or holds; return whether it left."""
+        if node.attention is None or not node.attention.is_evictable:
+            return False
+        before = node.parent
+        self._shorten(node, 0)
+        if not self.shape.is_plain and before is not None:
+            self._drop_useless(before)
+        return True
 
     def clear(self, namespace: str | None = None) -> None:
-        """Remove all blocks of a namespace, or of all; held ones too: holds keep nothing then."""
+        """Drop all tokens of a namespace, or of all; held ones too: holds keep nothing then."""
         for root in self.roots(namespace):
-            for run in reversed(list(below(root))):
-                self._drop(run, run.n_blocks)
-                self._unlink(run)
-            self._roots.forget(str(root.namespace))
+            for node in reversed(list(root.below())):
+                for one in node.components():
+                    one.held = 0
+                self._shorten(node, 0)
 
-    def runs(self, namespace: str | None = None) -> Iterator[Run]:
-        """Yield every run and checkpoint, those before others first."""
+    def roots(self, namespace: str | None = None) -> list[Node]:
+        """Return the root of a namespace, or of all, where anything follows it."""
+        if namespace is None:
+            return list(self._roots.values())
+        return [self._roots[namespace]] if namespace in self._roots else []
+
+    def nodes(self, namespace: str | None = None) -> Iterator[Node]:
+        """Yield every node of a namespace, or of all, each before those that follow it."""
         for root in self.roots(namespace):
-            yield from below(root)
+            yield from root.below()
 
-    def _cut(self, run: Run, n_blocks: int) -> Run:
-        head = run.cut(n_blocks)
-        self.n_bytes += self.run_bytes
-        self.n_runs += 1
-        self.asked(self.policy.split, head, run)
-        return head
-
-    def root(self, namespace: str) -> Run:
-        """Return the root of a namespace; it is kept as long as something follows or holds it."""
+    def _root(self, namespace: str) -> Node:
+        """Return the root of a namespace; it is kept as long as something follows it."""
         if (root := self._roots.get(namespace)) is not None:
             return root
-        named = self._root_name or salt_of
-        return new_root(namespace, self.step, named(namespace))
+        return new_root(namespace, None if self._root_name is None else self._root_name(namespace))
 
-    def roots(self, namespace: str | None = None) -> list[Run]:
-        """Return the root of a namespace, or of all, where it keeps anything."""
-        names = list(self._roots) if namespace is None else [namespace]
-        return [self._roots[name] for name in names if name in self._roots]
+    def _keep_root(self, root: Node) -> None:
+        namespace = str(root.namespace)
+        if namespace not in self._roots:
+            self._roots[namespace] = root
+            self.n_bytes += self._root_bytes(namespace)
+
+    def _forget_root(self, root: Node) -> None:
+        namespace = str(root.namespace)
+        if not root.children and self._roots.pop(namespace, None) is not None:
+            self.n_bytes -= self._root_bytes(namespace)
+
+    def _root_bytes(self, namespace: str) -> int:
+        """Return the bytes of a root and its name, which may be long."""
+        if not self.shape.node_bytes:
+            return 0
+        return self.shape.node_bytes + len(namespace) * (1 if namespace.isascii() else 8)

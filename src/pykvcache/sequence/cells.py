@@ -6,12 +6,13 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pykvcache._native import lib
+from pykvcache._ranges import Range, deepest
 from pykvcache.context import LlamaContext
 from pykvcache.errors import (
     NoKvCacheSlot,
@@ -20,24 +21,14 @@ from pykvcache.errors import (
     StateError,
     UnsupportedOperation,
 )
-from pykvcache.sequence.checkpoints import Checkpoint, CheckpointPolicy, Checkpoints
+from pykvcache.sequence.checkpoints import CheckpointPolicy, Checkpoints, WindowChunk
 from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.pool import SequencePool, Stage
 
-__all__ = ["Incoming", "PutBack", "SequenceCells", "check_length", "least_cut", "most_tokens"]
+__all__ = ["PutBack", "SequenceCells", "check_length", "least_cut", "most_tokens"]
 
 Row = npt.NDArray[np.float32]
 _T = TypeVar("_T")
-
-
-class Incoming(Protocol):
-    """Cells that are being loaded; `SequenceCells` is asked before each part that is evaluated."""
-
-    def meet(self, cells: Any) -> int | None:
-        """Put what has come where it belongs; return where to ask again, None for nowhere."""
-
-    def cancel(self) -> None:
-        """Let it end: it is not needed any more."""
 
 
 class PutBack:
@@ -108,10 +99,10 @@ class SequenceCells:
         self.pins = 0
         self.branches: set[int] = set()  # where others went another way: places for checkpoints
         self.stage: Stage | None = None
-        self.incoming: Incoming | None = None
         self._twins: tuple[tuple[int, int], Twins] | None = None  # and what they hold by name
         self._native = pool.ctx.native
         self.needs_points = self._native.has_rest
+        self._has_state, self._has_window = self._native.has_state_part, self._native.has_window
         pool.join(self)
 
     @property
@@ -202,9 +193,6 @@ class SequenceCells:
     def release(self) -> None:
         """Free everything; the ledger stays."""
         self.state = self.row = None
-        if self.incoming is not None:
-            self.incoming.cancel()
-            self.incoming = None
         self.points = Checkpoints()
         if self.seq_id is not None:
             self._disown()
@@ -270,19 +258,92 @@ class SequenceCells:
             self._restart()
 
     def _go_back(self, n: int) -> bool:
-        """Put the deepest checkpoint back that lies at n or before."""
-        point = self.points.at_most(n)
-        while point is not None:
-            put_back = partial(self._native.set_partial_state, point.state, self.live_id)
+        """Go back to the deepest checkpoint that lies at n tokens or before."""
+        while n := self._kept(n):
             try:
-                self.with_room(put_back)
+                self.with_room(partial(self._put_back, n))
             except (PartialStateError, UnsupportedOperation, NoKvCacheSlot):
-                self.points.remove(point)
-                point = self.points.at_most(n)
+                n -= 1
             else:
-                self._holds(point.n)
+                self._holds(n)
                 return True
         return False
+
+    def _windows(self) -> list[Range]:
+        """Return the tokens whose window cells are in the memory or in checkpoints."""
+        if not self._has_window:
+            return []
+        held = [] if self.seq_id is None else [self._native.window_range(self.seq_id)]
+        return [*self.points.covered(), *held]
+
+    def _kept(self, n: int) -> int:
+        """Return the most tokens up to n that checkpoints let the sequence go back to."""
+        return deepest(
+            n,
+            self._windows(),
+            [point.n for point in self.points.states],
+            window_start=self._native.window_needed if self._has_window else None,
+            needs_state=self._has_state,
+        )
+
+    def _put_back(self, n: int) -> None:
+        """Make the memory hold the first n tokens, out of its own cells and of checkpoints."""
+        native, seq_id = self._native, self.live_id
+        attention: list[tuple[npt.NDArray[np.uint8], int, int]] = []
+        cell = native.block_bytes()
+        if cell or self._has_window:
+            cells = np.empty(n * cell, np.uint8)
+            if cell and not native.get_block(seq_id, 0, n, cells):
+                raise PartialStateError("the attention cells are not all there", seq_id, n - 1)
+            attention.append((cells, n, n))
+        first = native.window_needed(n)
+        window = self.window_cells(first, n) if self._has_window else None
+        state = self.points.state_at(n)
+        native.set_blocks(seq_id, attention, window, first, state, known_values=True)
+
+    def window_cells(self, begin: int, end: int) -> list[tuple[npt.NDArray[np.uint8], int, int]]:
+        """Return the window cells of some tokens, out of checkpoints and of the memory.
+
+        Each chunk as bytes, how many cells they are, and how many of these count.
+
+        Raises
+        ------
+        PartialStateError
+            They are not all there.
+        """
+        found, native = [], self._native
+        layout = native.block_layout("window")
+        for chunk in [*self.points.window_chunks(begin, end), None]:
+            until = end if chunk is None else min(end, chunk.first)
+            if begin < until:
+                cells = np.empty((until - begin) * layout.cell_bytes, np.uint8)
+                size = until - begin
+                if not native.get_block(self.live_id, begin, size, cells, "window"):
+                    raise PartialStateError("window cells are missing", self.live_id, begin)
+                found.append((cells, size, size))
+                begin = until
+            if chunk is None or begin >= end:
+                break
+            cells, skipped = chunk.cells, begin - chunk.first
+            used = min(chunk.end, end) - begin
+            if skipped:
+                cells = np.empty(used * layout.cell_bytes, np.uint8)
+                layout.copy_cells(chunk.cells, skipped, used, cells, 0)
+            found.append((cells, used if skipped else chunk.n, used))
+            begin += used
+        return found
+
+    def reachable(self, n: int) -> int:
+        """Return how many of its first n tokens a fork holds without evaluating."""
+        if not self.needs_points or n == self.n_held:
+            return n
+        if self.seq_id is None:
+            # A state can be cut as far as its window reaches.
+            if self.state is not None and not self._has_state and n >= self.state.least:
+                return n
+        elif self._native.can_resume(self.seq_id, n):
+            return n
+        return self._kept(n)
 
     @property
     def n_fresh(self) -> int:
@@ -347,17 +408,11 @@ class SequenceCells:
         is_prompt = n - ledger.n_evaluated > 1
         begin, began = ledger.n_evaluated, time.perf_counter()
         while ledger.n_evaluated < n:
-            before = ledger.n_evaluated
-            end = n if self.incoming is None else min(n, self.incoming.meet(self) or n)
-            if ledger.n_evaluated != before:
-                begin, began = ledger.n_evaluated, time.perf_counter()
-            stop = n
-            if self.needs_points and is_prompt:
-                stop = self.next_stop(n)
-            end = min(end, stop)
+            is_part = self.needs_points and is_prompt
+            end = self.next_stop(n) if is_part else n
             if not self._decode(end, want_row and end == n):
                 self._begin(n, want_row)  # it was changed by hand meanwhile
-            elif self.needs_points and is_prompt and end == stop:
+            elif is_part:
                 self.checkpoint()
         if want_row:  # without them nobody has waited for the end of the computation
             self.pool.note_time(begin, n, time.perf_counter() - began)
@@ -413,13 +468,31 @@ class SequenceCells:
             return
         if len(self.ledger.stale) or not self.n_held:
             return
+        native = self._native
         try:
-            state = self._native.get_partial_state(self.live_id)
+            if self._has_state:
+                state = native.get_state_part(self.live_id)
+                if state.nbytes <= self.policy.max_bytes:
+                    self.points.add_state(self.n_held, state)
+            if self._has_window:
+                self._take_window()
         except (UnsupportedOperation, StateError):
             return
-        if state.nbytes <= self.policy.max_bytes:
-            self.points.add(Checkpoint(self.n_held, state))
-            self.pool.fit_checkpoints(self.policy.max_bytes)
+        self.pool.fit_checkpoints(self.policy.max_bytes)
+
+    def _take_window(self) -> None:
+        """Keep window cells that the memory will drop, as far as they are not kept yet."""
+        native, size = self._native, self.policy.chunk
+        begin, end = native.window_range(self.live_id)
+        begin = max([begin, *(last for first, last in self.points.covered() if first <= begin)])
+        cell = native.block_bytes("window")
+        while begin < end:
+            n = min(end, begin - begin % size + size) - begin
+            cells = np.empty(n * cell, np.uint8)
+            if native.get_block(self.live_id, begin, n, cells, "window"):
+                cells.setflags(write=False)
+                self.points.add_window(WindowChunk(begin, n, n, cells))
+            begin += n
 
     # Other cells ------------------------------------------------------------------------------
 
@@ -468,9 +541,7 @@ class SequenceCells:
         except UnsupportedOperation:
             # Parts cannot be copied: all of it, to be rewound when it is used.
             if whole or (
-                self.points.at_most(n) is None
-                and not self.pool.ctx.memory_info.can_remove_partial
-                and not self._native.can_resume(self.live_id, n)
+                not self.reachable(n) and not self.pool.ctx.memory_info.can_remove_partial
             ):
                 child._restart()
                 return

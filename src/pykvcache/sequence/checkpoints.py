@@ -1,31 +1,70 @@
-"""Checkpoints: where a sequence can go back to whose memory cannot be rewound."""
+"""Checkpoints: what a sequence can go back to whose memory cannot be rewound."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from pykvcache._integers import as_int
 from pykvcache._native import lib
+from pykvcache._ranges import Range, union
 
-__all__ = ["POINTS", "Checkpoint", "CheckpointPolicy", "Checkpoints"]
+__all__ = ["POINTS", "Checkpoint", "CheckpointPolicy", "Checkpoints", "WindowChunk"]
+
+Bytes = npt.NDArray[np.uint8]
+
+#: Tokens per chunk of window cells, where no cache says otherwise.
+CHUNK: Final = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The part of a memory that cannot be rewound, as it was after n tokens. Forks share it."""
+    """The recurrent state after n tokens. Forks share it."""
 
     n: int
-    state: lib.Partial
+    state: lib.StatePart
 
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
         return self.state.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class WindowChunk:
+    """Window cells of consecutive tokens. Forks share them.
+
+    Attributes
+    ----------
+    first
+        The first token.
+    n
+        How many cells there are.
+    used
+        How many of them are still of the sequence's tokens.
+    cells
+        Their bytes.
+    """
+
+    first: int
+    n: int
+    used: int
+    cells: Bytes
+
+    @property
+    def end(self) -> int:
+        """The token after the last one."""
+        return self.first + self.used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cells."""
+        return self.cells.nbytes
 
 
 @dataclass(frozen=True)
@@ -49,6 +88,11 @@ class CheckpointPolicy:
         for name in ("max_bytes", "spacing"):
             object.__setattr__(self, name, as_int(getattr(self, name), name, 0))
 
+    @property
+    def chunk(self) -> int:
+        """Tokens per chunk of window cells."""
+        return CHUNK
+
     def next_stop(self, begin: int, end: int) -> int:
         """Where to pause an evaluation of ``[begin, end)`` for a checkpoint; at most ``end``."""
         if not self.spacing or not self.max_bytes:
@@ -60,77 +104,91 @@ class CheckpointPolicy:
 POINTS = CheckpointPolicy()
 
 
-@dataclass(frozen=True)
-class BlockCheckpoints(CheckpointPolicy):
-    """Checkpoints at the ends of blocks, where a prefix cache can keep them.
+class Checkpoints:
+    """The checkpoints of one sequence: states, window cells, and its logits at one place.
 
     Attributes
     ----------
-    block_size
-        Tokens per block: there is a checkpoint after the last full block of each prompt, and 1, 3,
-        7, 15... blocks before, where prompts are likely to part.
+    states
+        Recurrent states, by number of tokens.
+    windows
+        Window cells, by first token; no token is in two chunks.
+    row
+        After how many tokens, and the logits there: a cache keeps those after a prompt.
     """
 
-    block_size: int = 64
+    __slots__ = ("row", "states", "windows")
 
-    def next_stop(self, begin: int, end: int) -> int:
-        """Where to pause an evaluation: every ``spacing`` tokens, and denser towards the end."""
-        if not self.max_bytes:
-            return end
-        block = self.block_size
-        n_blocks = end // block
-        before = (n_blocks - 2**k + 1 for k in range(n_blocks.bit_length() + 1))
-        stop = super().next_stop(begin, end) // block * block
-        candidates = [n for n in (stop, *(block * n for n in before)) if begin < n < end]
-        return min(candidates, default=end)
-
-
-class Checkpoints:
-    """The checkpoints of one sequence, by number of tokens; and its logits at one place."""
-
-    __slots__ = ("_points", "row")
-
-    def __init__(self, points: Iterable[Checkpoint] = ()) -> None:
-        self._points = list(points)
-        #: After how many tokens, and the logits there: a cache keeps those after a prompt.
+    def __init__(
+        self, states: Iterable[Checkpoint] = (), windows: Iterable[WindowChunk] = ()
+    ) -> None:
+        self.states = list(states)
+        self.windows = list(windows)
         self.row: tuple[int, npt.NDArray[np.float32]] | None = None
 
-    def __iter__(self) -> Iterator[Checkpoint]:
-        return iter(self._points)
+    def __iter__(self) -> Iterator[Checkpoint | WindowChunk]:
+        yield from self.states
+        yield from self.windows
 
-    def __len__(self) -> int:
-        return len(self._points)
+    def state_at(self, n: int) -> lib.StatePart | None:
+        """Return the state after n tokens; None where there is none."""
+        at = bisect_left(self.states, n, key=lambda point: point.n)
+        return self.states[at].state if self.has_state_at(n, at) else None
 
-    def at_most(self, n: int) -> Checkpoint | None:
-        """Return the deepest one that lies at n tokens or before."""
-        at = bisect_right(self._points, n, key=lambda point: point.n)
-        return self._points[at - 1] if at else None
+    def has_state_at(self, n: int, at: int | None = None) -> bool:
+        """Return whether there is a state after n tokens."""
+        at = bisect_left(self.states, n, key=lambda point: point.n) if at is None else at
+        return at < len(self.states) and self.states[at].n == n
 
-    def add(self, point: Checkpoint) -> None:
-        """Keep one more; one at the same place is replaced."""
-        at = bisect_right(self._points, point.n, key=lambda other: other.n)
-        if at and self._points[at - 1].n == point.n:
-            self._points[at - 1] = point
-        else:
-            self._points.insert(at, point)
+    def add_state(self, n: int, state: lib.StatePart) -> None:
+        """Keep one more state; one at the same place is replaced."""
+        at = bisect_left(self.states, n, key=lambda point: point.n)
+        self.states[at : at + self.has_state_at(n, at)] = [Checkpoint(n, state)]
+
+    def covered(self) -> list[Range]:
+        """Return the tokens whose window cells are kept, in order."""
+        return union((chunk.first, chunk.end) for chunk in self.windows)
+
+    def add_window(self, chunk: WindowChunk) -> None:
+        """Keep window cells of tokens that have none yet."""
+        at = bisect_right(self.windows, chunk.first, key=lambda other: other.first)
+        self.windows.insert(at, chunk)
+
+    def window_chunks(self, begin: int, end: int) -> list[WindowChunk]:
+        """Return the window cells that are kept of the tokens of ``[begin, end)``, in order."""
+        return [one for one in self.windows if one.first < end and one.end > begin]
 
     def up_to(self, n: int) -> Checkpoints:
-        """Return those at n tokens or before, for a fork."""
-        return Checkpoints(point for point in self._points if point.n <= n)
+        """Return those of the first n tokens, for a fork."""
+        found = Checkpoints((point for point in self.states if point.n <= n), self.windows)
+        found._cut_windows(n)
+        return found
 
     def drop_after(self, n: int) -> None:
         """Forget those that lie beyond n tokens."""
-        del self._points[bisect_right(self._points, n, key=lambda point: point.n) :]
+        del self.states[bisect_right(self.states, n, key=lambda point: point.n) :]
+        if self.windows and self.windows[-1].end > n:
+            self._cut_windows(n)
         if self.row is not None and self.row[0] > n:
             self.row = None
 
-    def remove(self, point: Checkpoint) -> None:
-        """Forget one."""
-        self._points = [other for other in self._points if other is not point]
+    def _cut_windows(self, n: int) -> None:
+        self.windows = [
+            one if one.end <= n else replace(one, used=n - one.first)
+            for one in self.windows
+            if one.first < n
+        ]
+
+    def remove(self, one: Checkpoint | WindowChunk) -> None:
+        """Forget one, which a fork may share."""
+        self.states = [other for other in self.states if other is not one]
+        # Forks have the same cells, perhaps of fewer tokens.
+        if isinstance(one, WindowChunk):
+            self.windows = [other for other in self.windows if other.cells is not one.cells]
 
     def gaps(self) -> Iterator[tuple[int, Checkpoint]]:
-        """Yield each but the last with the tokens that would be evaluated again without it."""
+        """Yield each state but the last with the tokens that it saves."""
         before = 0
-        for point in self._points[:-1]:
+        for point in self.states[:-1]:
             yield point.n - before, point
             before = point.n

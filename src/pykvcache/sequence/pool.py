@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
 from pykvcache.errors import InternalError, NoKvCacheSlot, UnsupportedOperation
-from pykvcache.sequence.checkpoints import Checkpoints
+from pykvcache.sequence.checkpoints import Checkpoint, Checkpoints, WindowChunk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -218,20 +218,33 @@ class SequencePool(lib.Turns):
 
     def fit_checkpoints(self, max_bytes: int) -> None:
         """Drop checkpoints until they fit: those first that save the least evaluation."""
-        while self.checkpoint_bytes() > max_bytes:
-            found = [one for cells in self._members for one in cells.points.gaps()]
-            if not found:  # only the last one of each is left
-                found = [(0, point) for cells in self._members for point in cells.points][:1]
-            if not found:
-                return
-            _, point = min(found, key=lambda one: one[0])
-            for cells in self._members:
-                cells.points.remove(point)
+        while self.checkpoint_bytes() > max_bytes and self._forget_checkpoint():
+            pass
 
     def checkpoint_bytes(self) -> int:
         """Bytes of all checkpoints, those that forks share once."""
-        known = {id(p): p.nbytes for cells in self._members for p in cells.points}
-        return sum(known.values())
+        known = {id(x.state if isinstance(x, Checkpoint) else x.cells): x for x in self._points()}
+        return sum(point.nbytes for point in known.values())
+
+    def _points(self) -> Iterator[Checkpoint | WindowChunk]:
+        for cells in self._members:
+            yield from cells.points
+
+    def _forget_checkpoint(self) -> bool:
+        """Forget one: window cells before a sequence's last window, then a state."""
+        points = [cells.points for cells in self._members]
+        longest = max((one.windows for one in points), key=len, default=[])
+        if longest and longest[0].end <= longest[-1].end - 2 * self.ctx.model.n_swa:
+            victim: Checkpoint | WindowChunk = longest[0]
+        elif found := [gap for one in points for gap in one.gaps()]:
+            victim = min(found, key=lambda one: one[0])[1]
+        elif (last := next(self._points(), None)) is not None:
+            victim = last
+        else:
+            return False
+        for one in points:
+            one.remove(victim)
+        return True
 
     # Dropped sequences ----------------------------------------------------------------------
 

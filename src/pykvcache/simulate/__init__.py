@@ -10,12 +10,9 @@
 `__main__.py`      ``python -m pykvcache.simulate TRACE ...``
 =================  ================================================================
 
-A policy by its name is played in C++ (`_native/shadow`), and makes the choices of its class in
-`pykvcache.prefix.policies`, which the cache uses; an object is asked as the cache asks it.
+The tree and the policies are those of the cache. No model is needed, and no compiled layer.
 """
 
-# First: it refuses a subinterpreter before NumPy is loaded there.
-import pykvcache._native.shadows  # noqa: F401
 from pykvcache.simulate.clairvoyant import most_hits
 from pykvcache.simulate.record import record
 from pykvcache.simulate.replay import Result, replay

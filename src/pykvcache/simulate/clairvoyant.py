@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
+import heapq
 
 from pykvcache._integers import as_int
-from pykvcache._native.shadows import most_hits as _most_hits
 from pykvcache.simulate.replay import Result
 from pykvcache.simulate.traces import Trace, check_trace
 
@@ -31,11 +30,34 @@ def most_hits(trace: Trace, n_blocks: int) -> Result:
     """
     check_trace(trace)
     n_blocks = as_int(n_blocks, "n_blocks", 0)
-    if not trace.prompts:
-        return Result(BOUND, n_blocks, 0, 0)
-    ids = np.ascontiguousarray(np.concatenate(trace.prompts), np.uint32)
-    sizes = np.array([len(prompt) for prompt in trace.prompts], np.int64)
-    lengths = np.array(trace.lengths, np.int64)
-    room = min(n_blocks, len(ids))
-    hits = _most_hits(ids, sizes, lengths, trace.block_size, room)
+    uses = _next_uses(trace)
+    kept: dict[int, int] = {}  # block: the prompt that uses it next
+    # The latest next use first, of those the deepest; entries that are out of date are skipped.
+    farthest: list[tuple[int, int, int]] = []
+    hits = 0
+    for ids, length, following in zip(trace.prompts, trace.lengths, uses, strict=True):
+        blocks = ids.tolist()
+        found = next((i for i, block in enumerate(blocks) if block not in kept), len(blocks))
+        hits += min(found * trace.block_size, length)
+        for depth, (block, when) in enumerate(zip(blocks, following, strict=True)):
+            if when is None:
+                kept.pop(block, None)
+            else:
+                kept[block] = when
+                heapq.heappush(farthest, (-when, -depth, block))
+        while len(kept) > n_blocks:
+            when, _, block = heapq.heappop(farthest)
+            if kept.get(block) == -when:
+                del kept[block]
     return Result(BOUND, n_blocks, hits, trace.n_tokens)
+
+
+def _next_uses(trace: Trace) -> list[list[int | None]]:
+    """Return, for each block of each prompt, the prompt that uses it next; None for none."""
+    seen: dict[int, int] = {}
+    found: list[list[int | None]] = []
+    for at in range(len(trace.prompts) - 1, -1, -1):
+        blocks = trace.prompts[at].tolist()
+        found.append([seen.get(block) for block in blocks])
+        seen.update(dict.fromkeys(blocks, at))
+    return found[::-1]

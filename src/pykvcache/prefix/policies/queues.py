@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 
+from pykvcache.prefix.node import Component
 from pykvcache.prefix.policies.base import Leaves, Policy
-from pykvcache.prefix.runs import Run
 
 __all__ = ["S3FIFO", "SLRU"]
+
+#: Bytes that a remembered key takes.
+_GHOST_BYTES = 120
 
 
 class SLRU(Policy):
     """Segmented LRU: what was used again is protected, in up to 80 % of the budget.
 
-    New blocks are on probation and leave first, the least recently used first. A use protects. What
-    is too much there goes back on probation, the least recently used first.
+    New components are on probation and leave first, the least recently used first. A use protects.
+    What is too much there goes back on probation, the least recently used first.
     """
 
     protected_share = 0.8
@@ -24,7 +26,7 @@ class SLRU(Policy):
         self._limit = 0.0
         self._probation = Leaves()
         self._last_resort = Leaves()
-        self._protected: OrderedDict[Run, None] = OrderedDict()
+        self._protected: OrderedDict[Component, int] = OrderedDict()  # and their bytes
         self._bytes = 0
         self._clock = 0
 
@@ -33,77 +35,71 @@ class SLRU(Policy):
         self._limit = self.protected_share * max_bytes
         self._demote()
 
-    def added(self, run: Run) -> None:
-        """Put a new run into the queue on probation."""
+    def _stamp(self, one: Component) -> None:
         self._clock += 1
-        run.state = self._clock
+        one.notes = self._clock
 
-    def remembered(self, run: Run) -> None:
-        """Count it as a use."""
-        self.used(run)
+    def added(self, one: Component) -> None:
+        """Put a new component into the queue on probation."""
+        self._stamp(one)
 
-    def adopt(self, runs: Sequence[Run]) -> None:
-        """Put a run that was used before into the protected queue."""
-        for run in runs:
-            self.added(run)
-            if run.uses:
-                self.used(run)
-
-    def used(self, run: Run) -> None:
-        """Put a used run into the protected queue."""
-        self._clock += 1
-        run.state = self._clock
-        if run in self._protected:
-            self._protected.move_to_end(run)
-        else:
-            self._protected[run] = None
-            self._bytes += run.n_bytes
-        self._enter(run)
+    def used(self, one: Component) -> None:
+        """Put a used component into the protected queue."""
+        self._stamp(one)
+        self._protect(one)
+        self._protected.move_to_end(one)
+        self._enter(one)
         self._demote()
+
+    def _protect(self, one: Component) -> None:
+        """Count a component as protected, with the bytes that it has now."""
+        self._bytes += one.n_bytes - self._protected.get(one, 0)
+        self._protected[one] = one.n_bytes
 
     def _demote(self) -> None:
         while self._bytes > self._limit and self._protected:
-            run, _ = self._protected.popitem(last=False)
-            self._bytes -= run.n_bytes
-            self._clock += 1
-            run.state = self._clock
-            self._enter(run)
+            one, n_bytes = self._protected.popitem(last=False)
+            self._bytes -= n_bytes
+            self._stamp(one)
+            self._enter(one)
 
-    def split(self, head: Run, tail: Run) -> None:
+    def split(self, head: Component, tail: Component) -> None:
         """Put the head where the tail is, a little more recent."""
-        head.state = tail.state
+        head.notes = tail.notes
         if tail in self._protected:
-            self._protected[head] = None
-            self._protected.move_to_end(head, last=False)
-            self._protected.move_to_end(tail, last=False)
+            for one in (head, tail):
+                self._protect(one)
+                self._protected.move_to_end(one, last=False)
 
-    def removing(self, run: Run, n_blocks: int) -> None:
-        """Subtract the bytes of blocks that are evicted."""
-        if run in self._protected:
-            self._bytes -= n_blocks * run.block_bytes
-            if n_blocks == run.n_blocks:
-                del self._protected[run]
+    def removing(self, one: Component, n_tokens: int) -> None:
+        """Subtract the bytes of what is evicted."""
+        if (known := self._protected.get(one)) is not None:
+            left = one.n_bytes * (one.n_tokens - n_tokens) // one.n_tokens if one.n_tokens else 0
+            self._bytes += left - known
+            self._protected[one] = left
+            if not left:
+                del self._protected[one]
 
-    def evictable(self, run: Run) -> None:
-        """Add the run to the queue that it belongs to."""
-        self._enter(run)
+    def evictable(self, one: Component) -> None:
+        """Add the component to the queue that it belongs to."""
+        self._enter(one)
 
-    def _enter(self, run: Run) -> None:
-        if run.is_evictable:
-            leaves = self._last_resort if run in self._protected else self._probation
-            leaves.push(run, run.state)
+    def _enter(self, one: Component) -> None:
+        if one.is_evictable:
+            leaves = self._last_resort if one in self._protected else self._probation
+            leaves.push(one, one.notes)
 
-    def victim(self) -> Run | None:
+    def victim(self) -> Component | None:
         """Return the least recently used on probation, or protected if there is none."""
         return self._probation.first() or self._last_resort.first()
 
 
 class S3FIFO(Policy):
-    """Two first-in-first-out queues and a list of names that left (Yang et al., SOSP 2023).
+    """Two first-in-first-out queues and a list of keys that left (Yang et al., SOSP 2023).
 
-    New blocks enter a small queue of 10 % of the budget. Those used there move to the main queue,
-    the others leave; a block that comes back soon enters the main queue at once. A use in the main
-    queue buys another round, up to three.
+    New components enter a small queue of 10 % of the budget. Those used there move to the main
+    queue, the others leave; one that comes back soon enters the main queue at once. A use in the
+    main queue buys another round, up to three.
     """
 
     small_share = 0.1
@@ -122,73 +118,81 @@ class S3FIFO(Policy):
         self._budget = max_bytes
         self._limit = self.small_share * max_bytes
 
-    def _place(self, run: Run, uses: int, in_main: bool) -> None:
+    def _place(self, one: Component, uses: int, in_main: bool) -> None:
         self._clock += 1
-        run.state = (uses, in_main, self._clock)
+        one.notes = (uses, in_main, self._clock)
 
-    def added(self, run: Run) -> None:
-        """Put it into the small queue, or the main one if its first block left not long ago."""
-        ghost = self._ghosts.pop(run.key(0), None)
+    def added(self, one: Component) -> None:
+        """Put it into the small queue, or the main one if its first chunk left not long ago."""
+        ghost = self._ghosts.pop(_first_key(one), None)
         if ghost is not None:
             self._ghost_bytes -= ghost
         else:
-            self._small_bytes += run.n_bytes
-        self._place(run, 0, ghost is not None)
-
-    def remembered(self, run: Run) -> None:
-        """Count it as a use."""
-        self.used(run)
-
-    def adopt(self, runs: Sequence[Run]) -> None:
-        """Put what was used before into the main queue."""
-        for run in runs:
-            if not run.uses:
-                self._small_bytes += run.n_bytes
-            self._place(run, 0, run.uses > 0)
+            self._small_bytes += one.n_bytes
+        self._place(one, 0, ghost is not None)
 
     @property
     def n_bytes(self) -> int:  # type: ignore[override]
-        """What the names of blocks take that left."""
-        return 120 * len(self._ghosts)
+        """Bytes of the keys of components that left."""
+        return _GHOST_BYTES * len(self._ghosts)
 
-    def used(self, run: Run) -> None:
+    def used(self, one: Component) -> None:
         """Count the use, up to three."""
-        uses, in_main, place = run.state
-        run.state = (min(uses + 1, 3), in_main, place)
+        uses, in_main, place = one.notes
+        one.notes = (min(uses + 1, 3), in_main, place)
 
-    def split(self, head: Run, tail: Run) -> None:
+    def split(self, head: Component, tail: Component) -> None:
         """Put the head where the tail is."""
-        head.state = tail.state
+        head.notes = tail.notes
 
-    def removing(self, run: Run, n_blocks: int) -> None:
+    def removing(self, one: Component, n_tokens: int) -> None:
         """Remember what leaves the small queue."""
-        _, in_main, _ = run.state
+        _, in_main, _ = one.notes
         if in_main:
             return
-        size = n_blocks * run.block_bytes
+        size = one.n_bytes * n_tokens // one.n_tokens if one.n_tokens else one.n_bytes
         self._small_bytes -= size
-        key = run.key(run.n_blocks - n_blocks)
+        key = one.key_at(_end_of_first(one, one.n_tokens - n_tokens))
         self._ghost_bytes += size - self._ghosts.pop(key, 0)
         self._ghosts[key] = size
-        while self._ghost_bytes > self._budget and self._ghosts:
+        most = self._budget
+        while self._ghosts and (
+            self._ghost_bytes > most
+            or (self.max_notes is not None and self.n_bytes > self.max_notes)
+        ):
             self._ghost_bytes -= self._ghosts.popitem(last=False)[1]
 
-    def evictable(self, run: Run) -> None:
-        """Append the run to its queue."""
-        _, in_main, place = run.state
-        (self._main if in_main else self._small).push(run, place)
+    def evictable(self, one: Component) -> None:
+        """Append the component to its queue."""
+        _, in_main, place = one.notes
+        (self._main if in_main else self._small).push(one, place)
 
-    def victim(self) -> Run | None:
+    def victim(self) -> Component | None:
         """Return the first of a queue that was not used since it entered; others move on."""
         while True:
             small, main = self._small.first(), self._main.first()
-            run = small if small and (self._small_bytes > self._limit or not main) else main
-            if run is None:
+            one = small if small and (self._small_bytes > self._limit or not main) else main
+            if one is None:
                 return None
-            uses, in_main, _ = run.state
+            uses, in_main, _ = one.notes
             if uses == 0:
-                return run
+                return one
             if not in_main:
-                self._small_bytes -= run.n_bytes
-            self._place(run, uses - 1 if in_main else 0, True)
-            self.evictable(run)
+                self._small_bytes -= one.n_bytes
+            self._place(one, uses - 1 if in_main else 0, True)
+            self.evictable(one)
+
+
+def _first_key(one: Component) -> int:
+    """Return the key of the path up to the end of a component's first chunk."""
+    return one.key_at(_end_of_first(one, 0))
+
+
+def _end_of_first(one: Component, n_kept: int) -> int:
+    """Return where the chunk ends that follows the first so many tokens."""
+    at = one.start
+    for size in one.sizes:
+        at += size
+        if at - one.start > n_kept:
+            break
+    return at

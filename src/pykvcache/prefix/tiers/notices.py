@@ -87,7 +87,7 @@ class Notices:
     def __init__(self, medium: str, sink: Sink) -> None:
         self.medium = _MEDIA.get(medium, "EXTERNAL")
         self._sink = sink
-        # And whether nobody may know of it: it is said again when it is used again.
+        # And whether its event was withdrawn: it is said again when it is used again.
         self._known: OrderedDict[bytes, bool] = OrderedDict()
         self._waiting: deque[tuple[CacheEvent, str | None]] = deque()
         self._lock = threading.Lock()
@@ -158,20 +158,10 @@ class Notices:
             self._known.update((key, True) for key in self._known.keys() & wanted)
 
     def _send(self) -> None:
-        """Hand out what waits; whoever is at it takes what others add."""
-        while self._waiting and self._send_all():
-            pass
-
-    def _send_all(self) -> bool:
-        """Hand out all, unless another thread is at it; tell which."""
-        if not self._sending.acquire(blocking=False):
-            return False
-        try:
-            self._hand_out()
-        finally:
-            self._sending.release()
-        return True
-
-    def _hand_out(self) -> None:
-        while self._waiting:
-            self._sink(*self._waiting.popleft())
+        """Hand out what waits, in its order: one thread at a time takes what others add, too."""
+        while self._waiting and self._sending.acquire(blocking=False):
+            try:
+                while self._waiting:
+                    self._sink(*self._waiting.popleft())
+            finally:
+                self._sending.release()

@@ -6,39 +6,64 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pykvcache.prefix.stores import BlockStore, Envelope, open_store
-from pykvcache.prefix.tiers.fetch import Fetch, Wanted
-from pykvcache.prefix.tiers.leases import Held, Lease, Leases
+from pykvcache.prefix.tiers.loader import Load, Wanted
 from pykvcache.prefix.tiers.notices import Place, Sink
-from pykvcache.prefix.tiers.rule import Savings, is_hopeless
 from pykvcache.prefix.tiers.tier import Tier, TierStats
-from pykvcache.prefix.tiers.writing import Chain, WriteBehind
+from pykvcache.prefix.tiers.writer import Chain, Writer
 
-__all__ = ["TierInput", "Tiers"]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Record", "TierInput", "Tiers"]
 
 #: What names a tier: a folder, an address, or a store.
 TierInput = str | os.PathLike[str] | BlockStore
 
 #: For how long `close` waits for what is still to be written.
 CLOSE_SECONDS = 30.0
-# And, at least, for threads that are just asking a store for a lease.
-_ASKING_SECONDS = 1.0
 
-Item = tuple[bytes, Callable[[], object]]
+
+@dataclass
+class Record:
+    """A record that the tiers should have.
+
+    Attributes
+    ----------
+    key
+        Its key.
+    content
+        Returns its bytes; None where they are not available.
+    place
+        Where it stands in a prompt, of a full block of attention cells.
+    """
+
+    key: bytes
+    content: Callable[[], Buffer | None]
+    place: Place | None = None
+    _made: list[Buffer | None] = field(default_factory=list)
+
+    def bytes(self) -> Buffer | None:
+        """Return the content, which is made once."""
+        if not self._made:
+            self._made.append(self.content())
+        return self._made[0]
 
 
 class Tiers:
-    """The stores below one cache: every block goes to all, and comes from the nearest.
+    """The stores below one cache: every record goes to all, and comes from the nearest.
 
     Parameters
     ----------
     stores
         The nearest first.
     envelope
-        What is put around the blocks.
+        What is put around the records.
     queue_bytes
-        Most bytes that may wait to be written, per tier.
+        Upper bound on the bytes that wait to be written, per tier.
     sink
         Takes events of what the tiers have.
     progress
@@ -57,100 +82,64 @@ class Tiers:
         urgent_bytes: int | None = None,
     ) -> None:
         self.tiers: list[Tier] = []
-        self.savings, self.leases = Savings(), Leases()
         try:
             for store in stores:
                 owned = not isinstance(store, BlockStore)
                 self.tiers.append(Tier(open_store(store), envelope, owned=owned, sink=sink))
         except BaseException:
-            self.close(0)
+            for tier in self.tiers:
+                tier.close()
             raise
-        self.writers = [
-            WriteBehind(tier, queue_bytes, progress, urgent_bytes) for tier in self.tiers
-        ]
+        self.writers = [Writer(tier, queue_bytes, progress, urgent_bytes) for tier in self.tiers]
 
     def __len__(self) -> int:
         return len(self.tiers)
 
-    def search(self, wanted: Wanted, evaluation: float) -> Fetch | None:
-        """Return a search for one prompt, which has not begun; None where evaluating is faster.
+    def estimate(self, n_bytes: int) -> float:
+        """Return how many seconds reading so much is thought to take: of the fastest tier."""
+        return min(tier.estimate(n_bytes) for tier in self.tiers)
+
+    def note_skipped(self) -> None:
+        """Count a request that asks for nothing because evaluating is faster."""
+        for tier in self.tiers:
+            tier.note_skipped()
+
+    def load(self, wanted: Wanted, deliver: Callable[[Load], object]) -> Load:
+        """Return a search for one prompt, which has not begun."""
+        return Load(self.tiers, wanted, deliver)
+
+    def write(self, records: Sequence[Record], namespace: str, uses: Sequence[bytes]) -> None:
+        """Queue what a tier is not known to have, and that a prompt uses records.
 
         Parameters
         ----------
-        wanted
-            What could be used.
-        evaluation
-            How many seconds evaluating it is thought to take.
-        """
-        asked = [
-            tier
-            for tier in self.tiers
-            if not is_hopeless(tier.estimate(0), evaluation) or not tier.skip()
-        ]
-        return Fetch(asked, wanted, leases=self.leases) if asked else None
-
-    def give_up(self, fetch: Fetch) -> bool:
-        """Whether what was found is left where it is; now and then it is loaded, to find out."""
-        return all([tier.skip() for tier in fetch.to_load])
-
-    def write(
-        self,
-        keys: Sequence[bytes],
-        content: Callable[[int], object | None],
-        namespace: str,
-        block: Callable[[int], Place] | None = None,
-    ) -> None:
-        """Queue what a tier is not known to have.
-
-        Parameters
-        ----------
-        keys
-            Keys of a chain, the first one first.
-        content
-            Returns the bytes of key i, or None where they are not available.
+        records
+            The most needed first.
         namespace
             Whose they are.
-        block
-            Gives the place of key i, where these are full blocks.
+        uses
+            Keys of all records that the prompt uses, in the order of `BlockStore.touch`.
         """
-        made: dict[int, object | None] = {}
+        keys = [record.key for record in records]
         for tier, writer in zip(self.tiers, self.writers, strict=True):
-            chain = Chain(namespace=namespace)
-            size = 0
-            for i, is_unknown in enumerate(tier.unknown(keys)):
+            chain, size = Chain(namespace=namespace, uses=list(uses)), 0
+            for record, is_unknown in zip(records, tier.unknown(keys), strict=True):
                 if not is_unknown:
                     continue
                 if writer.n_bytes + size > writer.max_bytes:
                     writer.dropped += 1
                     continue  # nothing more is taken out that would be dropped
-                if i not in made:
-                    made[i] = content(i)
-                if (data := made[i]) is not None:
-                    size += memoryview(data).nbytes  # type: ignore[arg-type]
-                    chain.items.append((keys[i], data))  # type: ignore[arg-type]
-                    if block is not None:
-                        chain.blocks[keys[i]] = block(i)
+                if (data := record.bytes()) is not None:
+                    size += memoryview(data).nbytes
+                    chain.items.append((record.key, data))
+                    if record.place is not None:
+                        chain.blocks[record.key] = record.place
             writer.offer(chain)
 
-    def release(self, lease: Lease) -> None:
-        """Let the threads give a lease back, after what waits to be written."""
-        self._give_back(lease.held)
-
-    def _give_back(self, held: Held) -> None:
-        writers = dict(zip(self.tiers, self.writers, strict=True))
-        self.leases.give_back(
-            held, lambda tier: writers[tier].offer(Chain(leases=[held.key], due=held.due))
-        )
-
-    def reap(self) -> None:
-        """Give back leases of sequences that were dropped."""
-        while (held := self.leases.lost()) is not None:
-            self._give_back(held)
-
-    def remove(self, keys: list[bytes]) -> None:
-        """Let the threads remove blocks, after what waits before them."""
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Let the threads remove records, after what waits before them."""
         for writer in self.writers:
-            writer.offer(Chain(removes=keys))
+            writer.offer(Chain(removes=list(keys)))
 
     def cancel(self, namespace: str | None) -> None:
         """Forget what waits to be written of a namespace, or all."""
@@ -166,19 +155,14 @@ class Tiers:
     def close(self, seconds: float = CLOSE_SECONDS) -> bool:
         """Write what waits, for so long at most, and close the stores that are the cache's own."""
         until = time.monotonic() + seconds
-        done = True
-        writers = getattr(self, "writers", [])
-        for writer in writers:
-            done &= writer.close(max(0.0, until - time.monotonic()))
-        self.leases.close(max(_ASKING_SECONDS, until - time.monotonic()))
-        for i, tier in enumerate(self.tiers):
-            if not (writers and writers[i].is_mine):  # it closes its tier itself, later
-                tier.close()
-        return done
+        is_done = True
+        for tier, writer in zip(self.tiers, self.writers, strict=True):
+            is_done &= writer.close(max(0.0, until - time.monotonic()))
+            tier.close()
+        return is_done
 
     def retire(self) -> None:
-        """Let the threads write what waits and end; nobody waits for them."""
-        self.leases.retire(self._give_back)
+        """Let the threads write what waits, and then close: the cache was dropped."""
         for writer in self.writers:
             writer.retire()
 

@@ -14,7 +14,7 @@ from pykvcache.prefix.stores.base import BlockStore, check_facts
 from pykvcache.prefix.stores.envelope import Envelope
 from pykvcache.prefix.stores.sealed import SealedStore
 from pykvcache.prefix.tiers.notices import LOOK, Notices, Place, Sink
-from pykvcache.prefix.tiers.speeds import TwoTerms
+from pykvcache.prefix.tiers.cost_model import TwoTerms
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -31,9 +31,6 @@ KNOWN, KNOWN_SECONDS = 1 << 15, 60.0
 
 # What is believed before anything was measured: seconds per request, and per byte.
 _SPEED = {"disk": (5e-4, 1 / 1.5e9), "remote": (2e-3, 1 / 2e8)}
-# A tier that is too slow is tried again every so many requests.
-_TRY_EVERY = 16
-
 
 @dataclass(frozen=True)
 class TierStats:
@@ -198,11 +195,10 @@ class Tier:
         """Return how many seconds reading so much is thought to take."""
         return self.speed.seconds(2 + n_bytes // GROUP_BYTES, n_bytes)
 
-    def skip(self) -> bool:
-        """Count a request that would take too long; False where it should be made to find out."""
+    def note_skipped(self) -> None:
+        """Count a request that was not made because evaluating is faster."""
         with self._lock:
             self.too_slow += 1
-            return self.too_slow % _TRY_EVERY != 0
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used."""
@@ -293,26 +289,6 @@ class Tier:
             self._raised(error)
         self.notices.removed(keys)
 
-    # Stores have no leases any more: every process evaluates what is missing.
-
-    def lease(self, key: bytes, seconds: float, thread: int) -> bool:
-        """Return True: the caller evaluates."""
-        return True
-
-    def holder(self, key: bytes, thread: int) -> int | None:
-        """Return None."""
-        return None
-
-    def release(self, key: bytes) -> None:
-        """Do nothing."""
-
-    def ring(self, key: bytes) -> None:
-        """Do nothing."""
-
-    def is_wanted(self, key: bytes) -> bool:
-        """Return False."""
-        return False
-
     def close(self) -> None:
         """Close the store, where it is the cache's own."""
         if self.owned:
@@ -355,3 +331,4 @@ class Tier:
             full=counters.full,
             denied=counters.denied,
         )
+

@@ -1,0 +1,88 @@
+"""Ranges of tokens: which are covered, which are missing, and where a memory can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+__all__ = ["Range", "deepest", "gaps", "overlaps", "union"]
+
+#: Tokens from the first to before the second.
+Range: TypeAlias = tuple[int, int]
+
+
+def union(ranges: Iterable[Range]) -> list[Range]:
+    """Return the tokens that are in any of some ranges, in order."""
+    found: list[Range] = []
+    for first, last in sorted(one for one in ranges if one[0] < one[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found
+
+
+def overlaps(some: Iterable[Range], others: Iterable[Range]) -> list[Range]:
+    """Return the tokens that are in a range of each of two lists."""
+    seen = list(others)
+    return [
+        (max(a, first), min(b, last))
+        for a, b in some
+        for first, last in seen
+        if a < last and first < b
+    ]
+
+
+def gaps(covered: Iterable[Range], end: int) -> list[Range]:
+    """Return the tokens before an end that no range covers, in order."""
+    found: list[Range] = []
+    at = 0
+    for first, last in sorted(covered):
+        if at >= end:
+            return found
+        if first > at:
+            found.append((at, min(first, end)))
+        at = max(at, last)
+    return [*found, (at, end)] if at < end else found
+
+
+def deepest(
+    limit: int,
+    windows: Iterable[Range],
+    states: Iterable[int],
+    *,
+    window_start: Callable[[int], int] | None,
+    needs_state: bool,
+) -> int:
+    """Return the most tokens, up to a limit, after which a memory can go on.
+
+    Parameters
+    ----------
+    limit
+        Tokens whose attention cells are there, or fewer.
+    windows
+        Tokens whose window cells are there.
+    states
+        After how many tokens a recurrent state is there.
+    window_start
+        Returns the first token whose window cells are needed to go on after n tokens; None where
+        the memory has no window.
+    needs_state
+        Whether the memory goes on from states alone.
+    """
+    places = sorted((n for n in states if n <= limit), reverse=True)
+    if window_start is None:
+        return next(iter(places), 0) if needs_state else limit
+    missing = gaps(windows, limit)
+    if needs_state:
+        for n in places:
+            begin = window_start(n)
+            if not any(first < n and last > begin for first, last in missing):
+                return n
+        return 0
+    # A gap in the window of some tokens lies in the windows of all tokens from its end on.
+    while missing and limit:
+        first, last = missing.pop()
+        if window_start(limit) < last:
+            limit = first
+    return limit

@@ -1,0 +1,93 @@
+"""Checks of what a `PrefixCache` is given."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
+
+import numpy as np
+
+from pykvcache._convert import IntArray, TokenInput, as_int
+from pykvcache.context import LlamaContext
+from pykvcache.errors import ArgumentError, UnsupportedOperation
+from pykvcache.errors._shown import shown
+from pykvcache.prefix.stores import BlockStore
+from pykvcache.prefix.tiers.stack import TierInput
+from pykvcache.sequence.sequence import LlamaSequence
+
+__all__ = [
+    "as_boundaries",
+    "as_namespace",
+    "as_queue_bytes",
+    "as_seconds",
+    "as_tiers",
+    "as_tokens",
+    "as_wait",
+]
+
+
+def as_namespace(namespace: str) -> str:
+    """Return a namespace; TypeError for anything but a string."""
+    if not isinstance(namespace, str):
+        raise TypeError(f"namespace must be a str, not {type(namespace).__name__}")
+    return namespace if type(namespace) is str else str.__str__(namespace)
+
+
+def as_tokens(context: LlamaContext, tokens: str | TokenInput) -> IntArray:
+    """Return the tokens of a prompt; TypeError for None, other errors as a sequence's."""
+    if tokens is None:
+        raise TypeError("tokens must be text or token ids, not None")
+    return LlamaSequence(context, tokens).tokens
+
+
+def as_boundaries(boundaries: Iterable[SupportsIndex], n: int) -> tuple[int, ...]:
+    """Return numbers of tokens in [0, n], sorted, each once."""
+    if isinstance(boundaries, str | bytes) or not isinstance(boundaries, Iterable):
+        raise TypeError(f"boundaries must be a list of integers, not {type(boundaries).__name__}")
+    return tuple(sorted({as_int(at, "a boundary", 0, n) for at in boundaries}))
+
+
+def as_queue_bytes(value: SupportsIndex | None, ram_bytes: int) -> int:
+    """Return how many bytes may wait to be written; None: half the budget, and 64 MiB at least."""
+    if value is None:
+        return max(ram_bytes // 2, 64 << 20)
+    return as_int(value, "queue_bytes", 0, 2**62)
+
+
+def as_seconds(value: float, name: str, most: float = math.inf) -> float:
+    """Return a time from 0 to the most; raises TypeError or ValueError, NaN included."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is a number, not {type(value).__name__}")
+    if not 0 <= value <= most:
+        raise ArgumentError(
+            f"{name} is {shown(value)}: it must be in [0, {most}]", name, value, most
+        )
+    return math.inf if value > sys.float_info.max else float(value)
+
+
+def as_wait(value: float | None, name: str, most: float = math.inf) -> float | None:
+    """As `as_seconds`; None stays None."""
+    return None if value is None else as_seconds(value, name, most)
+
+
+def as_tiers(tiers: Sequence[TierInput], *, can_check: bool) -> list[TierInput]:
+    """Return the tiers as a list; TypeError for one that is not in a list.
+
+    UnsupportedOperation for any where what comes out of them could not be checked.
+    """
+    if isinstance(tiers, str | os.PathLike | BlockStore):
+        raise TypeError(f"tiers is a list of stores, not a {type(tiers).__name__}")
+    if isinstance(tiers, np.ndarray) or not isinstance(tiers, Iterable):
+        raise TypeError(f"tiers must be a list of stores, not {type(tiers).__name__}")
+    stores = list(tiers)
+    if stores and not can_check:
+        raise UnsupportedOperation(
+            "PrefixCache",
+            "how its states are laid out is not known, and what comes out of tiers could not be "
+            "checked: leave out tiers",
+            "memory",
+        )
+    return stores

@@ -1,0 +1,284 @@
+"""What a cache keeps in memory: the tree, within a budget in bytes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from pykvcache._native import lib
+from pykvcache.errors import ReentryError
+from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names
+from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog, Stored
+from pykvcache.prefix.match import Match, Resume
+from pykvcache.prefix.node import Component, MemoryShape
+from pykvcache.prefix.policies import Policy
+from pykvcache.prefix.tree import Hold, NameRoot, Offer, Plan, PrefixTree
+
+__all__ = ["CHUNK_BYTES", "NODE_BYTES", "Actions", "BlockCache", "Buffers"]
+
+#: Overhead in bytes of a node or component, of a chunk, and of an empty cache: measured with
+#: tracemalloc (tests/prefix/test_budget.py).
+NODE_BYTES, CHUNK_BYTES, _FIXED_BYTES = 800, 250, 24_000
+
+#: After so many bytes were evicted, or an eighth of the budget, the allocator gives memory back.
+_TRIMMED_BYTES = 4 << 20
+
+
+@dataclass
+class Actions:
+    """What a change did, for those that are to hear of it.
+
+    Attributes
+    ----------
+    stored
+        Blocks that came in; None where none did.
+    removed
+        Names of blocks that left.
+    cleared
+        Whether everything left, after an error.
+    """
+
+    stored: Stored | None = None
+    removed: list[bytes] = field(default_factory=list)
+    cleared: bool = False
+
+    def publish(self, events: EventLog) -> None:
+        """Report them."""
+        if self.cleared:
+            events.add(AllBlocksCleared())
+        if self.removed:
+            events.add(BlockRemoved(tuple(self.removed)))
+        if self.stored is not None:
+            events.add(self.stored)
+
+
+class Buffers(Protocol):
+    """Memory of evicted cells that is kept for the next ones."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are kept."""
+
+    def trim(self, max_bytes: int = 0) -> None:
+        """Give back what is over a limit."""
+
+
+class _Owned(NamedTuple):
+    """What one sequence or pin holds."""
+
+    owner: weakref.ref[object]
+    hold: Hold
+
+
+class BlockCache:
+    """The tree of a cache, its budget, and what sequences and pins hold in it.
+
+    Every change is made within `change`: an exception in it drops all that is kept, and the cache
+    goes on empty.
+
+    Parameters
+    ----------
+    shape
+        Of the memory whose cells are kept.
+    max_bytes
+        The budget: of cells, states and accounts, of events that wait, and of free buffers.
+    policy
+        What leaves first.
+    root
+        Names the root of a namespace.
+    events
+        Whose waiting events count towards the budget.
+    buffers
+        Whose free buffers count towards the budget.
+    """
+
+    def __init__(
+        self,
+        shape: MemoryShape,
+        max_bytes: int,
+        policy: str | Policy,
+        root: NameRoot,
+        events: EventLog,
+        buffers: Buffers,
+    ) -> None:
+        self.shape, self.max_bytes = shape, max_bytes
+        self.stored = self.removed = 0
+        self._policy, self._root = policy, root
+        self._events, self._buffers = events, buffers
+        self._fixed_bytes = min(_FIXED_BYTES, max_bytes // 16)
+        self._holds: dict[int, _Owned] = {}
+        self._is_changing = False
+        self.tree = self._new_tree()
+
+    def _new_tree(self) -> PrefixTree:
+        return PrefixTree(self.shape, self._policy, max_bytes=self._room(), root=self._root)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept, overhead included."""
+        beside = self._fixed_bytes + self._events.nbytes + self._buffers.free_bytes
+        return self.tree.used_bytes + beside
+
+    @property
+    def n_states(self) -> int:
+        """How many recurrent states are kept."""
+        ends = (node.state for node in self.tree.nodes())
+        return sum(one is not None and one.chunks[0].has_state for one in ends)
+
+    # Changing -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def change(self) -> Iterator[Actions]:
+        """Make one change, all of it or nothing; gives what it did.
+
+        Raises
+        ------
+        ReentryError
+            A change is under way: a policy has called the cache that asks it.
+        """
+        if self._is_changing:
+            raise ReentryError("a policy called the cache in the middle of a call that asks it")
+        self._is_changing = True
+        actions = Actions()
+        try:
+            self._reap()
+            yield actions
+            self.tree.fit()
+            self._trim()
+        except BaseException:
+            self.drop_all(actions)
+            raise
+        finally:
+            self._is_changing = False
+            removed, self.tree.removed = self.tree.removed, []
+            self.removed += len(removed)
+            actions.removed += removed
+            actions.publish(self._events)
+
+    def _room(self) -> int:
+        """Return how many bytes the tree may take: events may come at any time."""
+        return max(0, self.max_bytes - self._fixed_bytes - self._events.max_bytes)
+
+    def _trim(self) -> None:
+        """Give free memory back to the system, as far as the budget needs that."""
+        self._buffers.trim(max(0, self._room() - self.tree.used_bytes))
+        if self.tree.evicted_bytes > max(self.max_bytes // 8, _TRIMMED_BYTES):
+            self.tree.evicted_bytes = 0
+            lib.trim_memory()  # small chunks leave holes in the allocator's
+
+    def drop_all(self, actions: Actions) -> None:
+        """Drop all that is kept, whatever state it is in."""
+        self.removed = self.stored
+        for node in list(self.tree.nodes()):
+            node.parent = None  # so that holds keep nothing, and a policy chooses nothing of it
+        self.tree = self._new_tree()
+        self._holds.clear()
+        self._buffers.trim()
+        actions.stored, actions.removed, actions.cleared = None, [], True
+
+    # Looking up and using -----------------------------------------------------------------------
+
+    def match(self, tokens: bytes, namespace: str) -> Match:
+        """Return the longest known beginning of some tokens; changes nothing."""
+        return self.tree.match(tokens, namespace)
+
+    def hold(self, owner: object, match: Match, resume: Resume) -> None:
+        """Keep what an owner uses until it releases it, holds something else, or is gone."""
+        new = self.tree.hold(match, resume)
+        self._let_go(self._holds.pop(id(owner), None), is_use=True)
+        if new is not None:
+            self._holds[id(owner)] = _Owned(weakref.ref(owner), new)
+
+    def hold_as(self, owner: object, other: object) -> None:
+        """Let an owner hold what another one does: a fork is made of the same cells."""
+        owned = self._holds.get(id(other))
+        if owned is not None and (hold := self.tree.hold_again(owned.hold)) is not None:
+            self._holds[id(owner)] = _Owned(weakref.ref(owner), hold)
+
+    def release(self, owner: object, *, is_use: bool = True) -> None:
+        """Release what an owner holds, if anything; within a change."""
+        self._let_go(self._holds.pop(id(owner), None), is_use=is_use)
+
+    def holds(self, owner: object) -> bool:
+        """Return whether an owner holds anything that is still kept."""
+        owned = self._holds.get(id(owner))
+        return owned is not None and owned.hold.node.parent is not None
+
+    def _let_go(self, owned: _Owned | None, *, is_use: bool) -> None:
+        if owned is not None:
+            self.tree.release(owned.hold, is_use=is_use)
+
+    def _reap(self) -> None:
+        """Release what owners held that are gone."""
+        for key, owned in list(self._holds.items()):
+            if owned.owner() is None:
+                self._let_go(self._holds.pop(key), is_use=False)
+
+    # Storing ------------------------------------------------------------------------------------
+
+    def plan(
+        self, tokens: bytes, offer: Offer, namespace: str, *, is_limited: bool = True
+    ) -> Plan | None:
+        """Return what of an offer is missing, and can fit; changes nothing."""
+        return self.tree.plan(tokens, offer, namespace, is_limited=is_limited)
+
+    def insert(
+        self,
+        tokens: bytes,
+        plan: Plan,
+        namespace: str,
+        actions: Actions,
+        owner: object | None = None,
+    ) -> list[Component]:
+        """Insert what a plan says, within a change, and evict what leaves for it.
+
+        An owner holds all of it from then on.
+
+        Returns
+        -------
+        list of Component
+            Those with chunks that are None, for the caller to fill; or for `abandon`.
+        """
+        tree, size = self.tree, self.shape.block_size
+        known, n_removed = tree.match(tokens, namespace).n // size, len(tree.removed)
+        holes, hold = tree.insert(tokens, plan, namespace, keep=owner is not None)
+        if hold is not None:
+            self._let_go(self._holds.pop(id(owner), None), is_use=False)
+            self._holds[id(owner)] = _Owned(weakref.ref(owner), hold)
+        match = tree.match(tokens, namespace)
+        parent = match.node.name_at(known, size)
+        text = tokens[known * size * TOKEN_SIZE :]
+        if len(tree.removed) > n_removed:
+            # Of new blocks that left at once nothing is reported.
+            new = set(block_names(parent, text, size * TOKEN_SIZE))
+            tree.removed[n_removed:] = [x for x in tree.removed[n_removed:] if x not in new]
+        if (n := match.n // size - known) > 0:
+            before = parent if known else None
+            text = text[: n * size * TOKEN_SIZE]
+            actions.stored = Stored(parent, before, text, size, namespace)
+            self.stored += n
+        return holes
+
+    def abandon(self, holes: list[Component], actions: Actions) -> None:
+        """Drop what was inserted just now and cannot be filled."""
+        new = set() if actions.stored is None else set(actions.stored.names)
+        n_removed = len(self.tree.removed)
+        self.tree.discard(holes)
+        left = [name for name in self.tree.removed[n_removed:] if name not in new]
+        self.tree.removed[n_removed:] = left
+        self.stored -= len(new)
+        actions.stored = None
+
+    # Leaving ------------------------------------------------------------------------------------
+
+    def forget(self, tokens: bytes, namespace: str) -> None:
+        """Drop some tokens, all that goes on from them, and all that only they need."""
+        self.tree.forget(tokens, namespace)
+
+    def clear(self, namespace: str | None) -> None:
+        """Drop a namespace, or all of them."""
+        self.tree.clear(namespace)
+        self._buffers.trim()

@@ -1,0 +1,162 @@
+"""Names of blocks: a hash chain over everything that a block's keys and values depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pykvcache.errors import ArgumentError
+
+__all__ = [
+    "NAME_SIZE",
+    "TOKEN_SIZE",
+    "block_names",
+    "common_tokens",
+    "end_key",
+    "root_name",
+    "token_bytes",
+    "window_key",
+]
+
+#: Bytes of a name.
+NAME_SIZE: Final = 32
+#: Bytes of a token, as `token_bytes` gives them.
+TOKEN_SIZE: Final = 4
+
+_FORMAT = b"pykvcache.block.1"
+
+
+def root_name(
+    *,
+    model: bytes,
+    rope: bytes,
+    layout: bytes,
+    block_size: int,
+    namespace: str = "",
+    adapters: bytes = b"",
+) -> bytes:
+    """Return the name that a chain of blocks begins with.
+
+    Blocks share memory only if they share a name, and so a root: another model, rotation of keys,
+    layout of memory, block size, namespace or set of adapters has other names for the same tokens.
+
+    Parameters
+    ----------
+    model, rope, layout
+        SHA-256 digests, 32 bytes each: of the model (`LlamaModel.fingerprint`), of the rotation of
+        every layer, and of the layout of a block's bytes.
+    block_size
+        Tokens per block.
+    namespace
+        Whose blocks they are: any text.
+    adapters
+        Digest of what else changes keys and values, as adapters and control vectors do; empty
+        where nothing does.
+
+    Returns
+    -------
+    bytes
+        ``SHA256("pykvcache.block.1" | model | rope | layout | block_size | len(salt) | salt |
+        adapters)``: numbers are little-endian, 4 bytes the block size and 8 the length; the salt
+        is the namespace in UTF-8.
+
+    Raises
+    ------
+    ValueError
+        If a digest has another length, or the block size is not in [1, 2**31).
+    """
+    digests = [("model", model), ("rope", rope), ("layout", layout)]
+    for what, digest in [*digests, *([("adapters", adapters)] if adapters else [])]:
+        if len(digest) != NAME_SIZE:
+            raise ArgumentError(
+                f"{what} has {len(digest)} bytes: a SHA-256 digest has {NAME_SIZE}",
+                what,
+                len(digest),
+                NAME_SIZE,
+            )
+    if not 1 <= block_size < 2**31:
+        raise ArgumentError(
+            f"block_size is {block_size}: it must be in [1, {2**31})",
+            "block_size",
+            block_size,
+            2**31 - 1,
+        )
+    salt = namespace.encode("utf-8", "surrogatepass")
+    head = struct.pack("<IQ", block_size, len(salt))
+    return hashlib.sha256(_FORMAT + model + rope + layout + head + salt + adapters).digest()
+
+
+def block_names(parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
+    """Return the names of consecutive blocks: each the SHA-256 of the name before and its tokens.
+
+    Parameters
+    ----------
+    parent
+        Name of the block before the first, or of the root.
+    tokens
+        Tokens as `token_bytes` gives them; those after the last full block have no name.
+    block_bytes
+        Bytes of the tokens of one block.
+    """
+    view = memoryview(tokens)
+    sha256 = hashlib.sha256
+    names = []
+    for at in range(0, len(view) - block_bytes + 1, block_bytes):
+        parent = sha256(parent + view[at : at + block_bytes]).digest()
+        names.append(parent)
+    return names
+
+
+def window_key(name: bytes) -> bytes:
+    """Return the key of the window cells of a block."""
+    return hashlib.sha256(b"pykvcache.window.1" + name).digest()
+
+
+def end_key(name: bytes, tokens: bytes) -> bytes:
+    """Return the key of what a memory holds some tokens after the block of that name."""
+    return hashlib.sha256(b"pykvcache.end.1" + name + tokens).digest()
+
+
+def token_bytes(tokens: ArrayLike) -> bytes:
+    """Return token ids as little-endian 32-bit integers.
+
+    Raises
+    ------
+    ValueError
+        If a token is not in [0, 2**32), or there is more than one dimension.
+    TypeError
+        If they are not integers.
+    """
+    array: NDArray[np.generic] = np.asarray(tokens)
+    if array.size == 0:
+        return b""
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"tokens are of type {array.dtype}, not integers")
+    if array.ndim != 1:
+        raise ArgumentError(f"tokens have {array.ndim} dimensions, not 1", "tokens", array.ndim, 1)
+    if array.dtype.str not in ("<u4", "|u1"):
+        least, most = array.min().item(), array.max().item()
+        if least < 0 or most >= 2**32:
+            raise ArgumentError(
+                f"token {least if least < 0 else most} is not in [0, {2**32})",
+                "tokens",
+                least if least < 0 else most,
+                2**32 - 1,
+            )
+    return array.astype("<u4", copy=False).tobytes()
+
+
+def common_tokens(text: bytes, tokens: bytes, at: int = 0) -> int:
+    """Return how many leading tokens of a text stand in some tokens from byte ``at`` on."""
+    n = min(len(text), len(tokens) - at) // TOKEN_SIZE
+    if n <= 0:
+        return 0
+    one = np.frombuffer(text, "<u4", n)
+    other = np.frombuffer(tokens, "<u4", n, at)
+    differs = one != other
+    first = int(differs.argmax())
+    return first if differs[first] else n

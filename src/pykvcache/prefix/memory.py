@@ -1,0 +1,285 @@
+"""What a cache reads from the memory of a context, and puts back into it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._native import lib
+from pykvcache.context import LlamaContext
+from pykvcache.errors import KvCacheError, UnsupportedOperation
+from pykvcache.prefix.buffers import BufferPool
+from pykvcache.prefix.match import Chunk, Range
+from pykvcache.prefix.node import Kind, MemoryShape
+from pykvcache.state.layout import BLOCK_PARTS
+
+__all__ = ["CacheMemory", "Cells"]
+
+Buffer = npt.NDArray[np.uint8]
+
+#: Upper bound on the bytes of buffers that are kept for the next cells.
+_MOST_FREE = 64 << 20
+#: Tokens between checkpoints of a prompt, at most.
+_SPACING = 512
+
+_PARTS: dict[Kind, Any] = {Kind.ATTENTION: "attention", Kind.WINDOW: "window"}
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The first n tokens of a sequence, as they go back into a memory.
+
+    Attributes
+    ----------
+    n
+        How many tokens.
+    attention
+        Chunks of attention cells, from the first token on.
+    window
+        Chunks of window cells; empty where the memory has no window.
+    window_first
+        The first token of these.
+    state
+        The recurrent state after n tokens; None where the memory has none.
+    """
+
+    n: int
+    attention: list[Chunk]
+    window: list[Chunk]
+    window_first: int
+    state: Any = None
+
+
+class CacheMemory:
+    """The one seam between a cache and llama.cpp's memory: cells and states, in and out.
+
+    Parameters
+    ----------
+    context
+        Whose memory.
+    block_size
+        Tokens per block.
+    ram_bytes
+        Budget of the cache, of which free buffers may take an eighth.
+    node_bytes, chunk_bytes
+        Overhead of a node and of a chunk in the tree.
+    overhead
+        Bytes that a buffer needs beside a block's cells.
+    """
+
+    def __init__(
+        self,
+        context: LlamaContext,
+        block_size: int,
+        ram_bytes: int,
+        *,
+        node_bytes: int,
+        chunk_bytes: int,
+        overhead: int,
+    ) -> None:
+        self._ctx, self._native = context, context.native
+        native = self._native
+        self.has_layout = native.has_layout
+        self.layouts = {kind: native.block_layout(part) for kind, part in _PARTS.items()}
+        attention, window = (layout.cell_bytes for layout in self.layouts.values())
+        self._has_cells = attention + window > 0
+        n_swa = context.model.n_swa if window else 0
+        self.shape = MemoryShape(
+            block_size,
+            attention,
+            window,
+            native.window_needed if window else None,
+            slack=n_swa // 4,
+            needs_state=native.has_state_part,
+            node_bytes=node_bytes,
+            chunk_bytes=chunk_bytes,
+            split=self._split,
+        )
+        #: Window cells of the context.
+        self.n_window_cells = self._count_window_cells() if window else 1 << 31
+        #: Tokens between checkpoints, so that no window cells are lost in between.
+        room = self.n_window_cells - n_swa
+        self.spacing = max(min(_SPACING, room) // block_size, 1) * block_size
+        most = min(ram_bytes // 8, _MOST_FREE)
+        sizes = [max(1, block_size * cell + overhead) for cell in (attention, window)]
+        self._pools = [BufferPool(size, most // 2) for size in sizes]
+
+    def _count_window_cells(self) -> int:
+        layout = self._native.state_layout("PrefixCache")
+        return min(int(part["n_cells"]) for part in layout if part["part"] == "window")
+
+    # Buffers ------------------------------------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of buffers that are kept for the next cells."""
+        return sum(pool.free_bytes for pool in self._pools)
+
+    def trim(self, max_bytes: int = 0) -> None:
+        """Give back free buffers that are over a limit."""
+        for pool in self._pools:
+            pool.trim(max_bytes)
+            max_bytes -= pool.free_bytes
+
+    def take(self, size: int) -> memoryview:
+        """Return memory of so many bytes, for what comes out of tiers."""
+        pool = self._pools[0] if size <= self._pools[0].size else self._pools[1]
+        return pool.take(size).data
+
+    def close(self) -> None:
+        """Keep no free buffers from now on."""
+        for pool in self._pools:
+            pool.close()
+
+    # Out ----------------------------------------------------------------------------------------
+
+    def windows(self, seq_id: int, n: int) -> list[Range]:
+        """Return the tokens of the first n whose window cells a sequence holds."""
+        if self.shape.window_start is None:
+            return []
+        first, last = self._native.window_range(seq_id)
+        return [(first, min(last, n))] if first < min(last, n) else []
+
+    def read(self, kind: Kind, seq_id: int, begin: int, sizes: Sequence[int]) -> list[Buffer]:
+        """Copy cells of consecutive chunks out of a sequence.
+
+        Raises
+        ------
+        UnsupportedOperation
+            They are not all there.
+        StateDamaged
+            They hold NaN or infinity.
+        """
+        cell, pool = self.shape.cell_bytes(kind), self._pools[kind]
+        found = [pool.take(size * cell) for size in sizes]
+        at = 0
+        while at < len(sizes) and cell:
+            # One call for chunks of equal size, and for a shorter one after them.
+            end = at + 1
+            while end < len(sizes) and sizes[end] == sizes[at]:
+                end += 1
+            if not self._native.get_blocks(
+                seq_id, begin, sizes[at], found[at:end], part=_PARTS[kind]
+            ):
+                raise UnsupportedOperation(
+                    "PrefixCache", "the cells of the sequence are not all there"
+                )
+            begin += sum(sizes[at:end])
+            at = end
+        for buffer in found:
+            buffer.setflags(write=False)
+        return found
+
+    def read_state(self, seq_id: int) -> lib.StatePart | None:
+        """Copy the recurrent state of a sequence; None where it cannot be taken."""
+        if not self.shape.needs_state:
+            return None
+        try:
+            return self._native.get_state_part(seq_id)
+        except KvCacheError:
+            return None
+
+    def make_state(self, content: Buffer, n: int) -> lib.StatePart:
+        """Return the state after n tokens from the bytes that another context took.
+
+        Raises
+        ------
+        StateError, ValueError
+            They are none of this memory, or of another number of tokens.
+        """
+        state = self._native.make_state_part(content)
+        if state.end != n:
+            raise ValueError(f"the state is that after {state.end} tokens, not {n}")
+        return state
+
+    # In -----------------------------------------------------------------------------------------
+
+    def put(self, seq_id: int, cells: Cells) -> None:
+        """Make a sequence hold some tokens; all or nothing.
+
+        Raises
+        ------
+        NoKvCacheSlot
+            There is no room.
+        """
+        self._native.set_blocks(
+            seq_id,
+            cells.attention if self._has_cells else [],
+            cells.window,
+            cells.window_first,
+            cells.state,
+            known_values=True,
+        )
+
+    def least_cut(self, cells: Cells) -> int:
+        """Return to how few tokens cells can be cut once they are put back."""
+        if self.shape.needs_state:
+            return cells.n
+        return self._native.least_cut(cells.window_first) if cells.window else 0
+
+    # Chunks -------------------------------------------------------------------------------------
+
+    def part(self, kind: Kind, cells: Buffer, begin: int, n: int) -> Buffer:
+        """Return a copy of some cells of a chunk."""
+        out = np.empty(n * self.shape.cell_bytes(kind), np.uint8)
+        if len(out):
+            self.layouts[kind].copy_cells(cells, begin, n, out, 0)
+        out.setflags(write=False)
+        return out
+
+    def _split(self, kind: Kind, cells: Buffer, n: int, at: int) -> tuple[Buffer, Buffer]:
+        return self.part(kind, cells, 0, at), self.part(kind, cells, at, n - at)
+
+    def join(self, kind: Kind, chunks: Sequence[Chunk]) -> Buffer:
+        """Return chunks of one block in one piece."""
+        if len(chunks) == 1 and chunks[0][1] == chunks[0][2]:
+            whole: Buffer = chunks[0][0]
+            return whole
+        n, at = sum(used for _, _, used in chunks), 0
+        out = self._pools[kind].take(n * self.shape.cell_bytes(kind))
+        for cells, _, used in chunks:
+            if len(out):
+                self.layouts[kind].copy_cells(cells, 0, used, out, at)
+            at += used
+        out.setflags(write=False)
+        return out
+
+    # Names --------------------------------------------------------------------------------------
+
+    def digests(self) -> dict[str, bytes]:
+        """Return what the names of blocks depend on, for `root_name`.
+
+        The numbers of cells and sequences, streams and whole windows are left out: contexts that
+        differ in them share blocks.
+        """
+        ctx = self._ctx
+        fingerprint = ctx._fingerprint
+        parts: Any
+        if not self.has_layout:
+            parts = ctx.memory_info  # nothing leaves this context
+        elif self.shape.is_plain:
+            parts = [(part.to_json(), None) for part in ctx._layouts]
+        else:
+            parts = [2, *(part.to_json() for part in ctx._layouts)]  # the second version
+        layout = repr((parts, fingerprint.causal, fingerprint.n_swa, fingerprint.adapters))
+        return {
+            "model": bytes.fromhex(fingerprint.model),
+            "rope": bytes.fromhex(fingerprint.rope_digest),
+            "layout": hashlib.sha256(layout.encode()).digest(),
+        }
+
+    def end_bytes(self) -> int:
+        """Return an upper bound on the bytes of an end record beside its cells."""
+        size = 4096 + 4 * self._ctx.model.n_vocab
+        if not self.has_layout:
+            return size
+        for part in self._native.state_layout("PrefixCache"):
+            if part["part"] not in (*BLOCK_PARTS, "window"):
+                per_cell = 64 + sum(row[4] for row in part["rows"])
+                size += per_cell * part["n_cells"] + 64 * len(part["rows"]) + 16 * part["n_stream"]
+        return size

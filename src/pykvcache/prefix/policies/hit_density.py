@@ -1,0 +1,340 @@
+"""``hit-density``: what it has seen tells how soon blocks like these are used again."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache.prefix.node import Component, Kind
+from pykvcache.prefix.policies.base import Policy
+
+__all__ = ["HitDensity"]
+
+# Ages are counted in uses of the tree, in buckets of half an octave; the first is 0 to 3.
+_BUCKETS: Final = 40
+_SMALL: Final = [int(2 * math.log2(age / 8 + 1)) for age in range(4096)]
+_WIDTHS: Final = 8 * (2 ** (np.arange(1, _BUCKETS + 1) / 2) - 2 ** (np.arange(_BUCKETS) / 2))
+
+
+def _bucket(age: int) -> int:
+    return _SMALL[age] if age < 4096 else min(int(2 * math.log2(age / 8 + 1)), _BUCKETS - 1)
+
+
+# What kind of component it is: how many prompts in a row went on from each other up to it, whether
+# the last prompt that came by parted before it, how often it was used, and whether it has cells
+# for every token, or is a window or a state.
+_TURNS, _USES = 6, 6
+_CLASSES: Final = _TURNS * 2 * _USES
+_KINDS: Final = 2 * _CLASSES
+
+#: Bytes of what is noted of a component that left, and of the tables.
+_GHOST_BYTES: Final = 380
+_TABLE_BYTES: Final = 100_000
+
+# What is believed where little was seen.
+_PRIOR, _PRIOR_LIVES, _KIND_LIVES = 0.06, 10.0, 2.0
+
+# How a life ends: as a leaf that is used, unused, or used while others follow.
+_USED, _UNUSED, _USED_INSIDE = range(3)
+
+
+class _Life:
+    """What is noted of a component, from its last use on."""
+
+    __slots__ = (
+        "began",
+        "below",
+        "cut",
+        "is_over",
+        "key",
+        "kind",
+        "passed",
+        "place",
+        "start",
+        "turn",
+        "uses",
+    )
+
+    def __init__(self, turn: int, uses: int) -> None:
+        self.turn, self.uses = turn, uses
+        self.passed = self.cut = self.is_over = False
+        self.place = -1
+        self.below: _Life | None = None
+        self.began = self.kind = self.key = self.start = 0
+
+
+class HitDensity(Policy):
+    """Least hits to be expected per byte and time first (after LHD, NSDI 2018).
+
+    It counts after how many uses of the cache a component was used again, or was not, for each kind
+    of component, and goes on counting for a while after one left. For one of some kind and age this
+    gives the chance of a use within a time from now, divided by the time that it stays until then,
+    for the time where that is highest: its density (the Gittins index). Of some components drawn at
+    random the one with the least density, by tokens saved per byte, leaves. So it is LRU where
+    recent blocks come back, keeps a part where everything comes round in turn, and keeps what was
+    used often where that tells.
+
+    Parameters
+    ----------
+    sample
+        How many components are drawn.
+    seed
+        Of the draws: equal traces give equal results.
+    """
+
+    declines = True
+    _ghosts_per_leaf = 4
+    _decay = 0.93
+
+    def __init__(self, sample: int = 32, seed: int = 1) -> None:
+        self.sample = sample
+        self._random = random.Random(seed).random
+        self._now = self._next = 0
+        self._leaves: list[Component] = []
+        self._ghosts: OrderedDict[int, _Life] = OrderedDict()
+        # Lives that ended with a use, without one, and with a use while others followed: new ones,
+        # and all with the older counting less.
+        self._new: list[int] = []
+        self._ended = np.zeros((3, _KINDS, _BUCKETS))
+        # Computed from the first eviction on: a cache with room for everything never needs it.
+        self._density: list[float] = []
+
+    # What happens to components -----------------------------------------------------------------
+
+    def _begin(self, life: _Life, one: Component) -> None:
+        life.began = self._now
+        uses = min(life.uses.bit_length(), _USES - 1)
+        life.kind = (min(life.turn, _TURNS - 1) * 2 + life.passed) * _USES + uses
+        if one.kind is not Kind.ATTENTION:
+            life.kind += _CLASSES
+
+    def _end(self, life: _Life, how: int) -> None:
+        place = (how * _KINDS + life.kind) * _BUCKETS
+        self._new.append(place + _bucket(self._now - life.began))
+
+    def _tick(self, now: int) -> None:
+        self._now = max(self._now, now)
+        if self._now >= self._next:
+            self._learn()
+            self._next = self._now + min(max(self._now // 4, 16), 256)
+
+    def added(self, one: Component) -> None:
+        """Begin a life; a component that comes back keeps the history that it had."""
+        self._tick(one.last_use)
+        life = one.notes = _Life(self._turn(one), 0)
+        if one.kind is Kind.ATTENTION:
+            self._remember(one, life)
+        self._begin(life, one)
+
+    def _remember(self, one: Component, life: _Life) -> None:
+        """Let a life go on from that of the same tokens when they left."""
+        ghost = self._ghosts.pop(one.key_at(one.start + one.sizes[0]), None)
+        if ghost is not None:
+            life.uses = ghost.uses + 1
+        while ghost is not None:
+            if not ghost.is_over:
+                self._end(ghost, _USED)
+                ghost.is_over = True
+            life.turn = max(life.turn, ghost.turn + 1)
+            ghost = ghost.below
+            if ghost is not None and not (
+                one.start < ghost.start <= one.end and one.key_at(ghost.start) == ghost.key
+            ):
+                break
+
+    @property
+    def n_bytes(self) -> int:  # type: ignore[override]
+        """Bytes of the statistics, and of the lives of components that were evicted."""
+        tables = _TABLE_BYTES if self.max_notes is None else min(_TABLE_BYTES, self.max_notes)
+        return tables + _GHOST_BYTES * len(self._ghosts)
+
+    def _turn(self, one: Component) -> int:
+        """Return how many prompts in a row went on from each other, this one included."""
+        parent = one.parent
+        if parent is None or parent.notes is None:
+            return 0
+        if one.kind is not Kind.ATTENTION:
+            return int(parent.notes.turn)
+        siblings = parent.node.children.values()
+        if len(siblings) > 3:
+            return 1
+        for node in siblings:
+            other = node.attention
+            # What the prompt before had more, say an answer's end, is not another branch.
+            short = node.n_tokens <= max(one.sizes[0], one.start // 20)
+            passed = other is not None and other.notes is not None and other.notes.passed
+            if other is not one and not (passed and short):
+                return 1
+        return int(parent.notes.turn) + 1
+
+    def used(self, one: Component) -> None:
+        """Count a life that ended with a use, and begin another."""
+        self._tick(one.last_use)
+        life = one.notes
+        self._end(life, _USED if life.cut or one.is_evictable else _USED_INSIDE)
+        life.cut = life.passed = False
+        life.uses += 1
+        self._begin(life, one)
+
+    def split(self, head: Component, tail: Component) -> None:
+        """Give the head the same life."""
+        old = tail.notes
+        new = head.notes = _Life(old.turn, old.uses)
+        new.passed, new.began, new.kind = old.passed, old.began, old.kind
+        new.cut = tail.is_evictable
+
+    def passed(self, one: Component) -> None:
+        """Count a life that ended without a use: a prompt came by and parted before it."""
+        life = one.notes
+        if one.is_evictable:
+            self._end(life, _UNUSED)
+        life.passed = True
+        self._begin(life, one)
+
+    def evictable(self, one: Component) -> None:
+        """Add it to those that may be drawn."""
+        if one.notes.place < 0:
+            one.notes.place = len(self._leaves)
+            self._leaves.append(one)
+
+    def removing(self, one: Component, n_tokens: int) -> None:
+        """Remember what is evicted, to see whether it comes back."""
+        life = one.notes
+        if one.kind is not Kind.ATTENTION:
+            if n_tokens >= one.n_tokens:
+                self._end(life, _UNUSED)
+            return
+        if n_tokens < one.n_tokens:
+            # The life goes on with the tokens that stay.
+            life = _Life(life.turn, life.uses)
+            life.is_over = True
+        elif one.parent is not None and one.parent.notes is not None:
+            one.parent.notes.below = life
+        # The key is that of the first chunk that leaves.
+        end, left = one.start, one.n_tokens - n_tokens
+        for size in one.sizes:
+            end += size
+            if end - one.start > left:
+                break
+        life.key, life.start = one.key_at(end), end
+        self._forget(self._ghosts.pop(life.key, None))
+        self._ghosts[life.key] = life
+        most = self._ghosts_per_leaf * (len(self._leaves) + 64)
+        if self.max_notes is not None:
+            most = min(most, self.max_notes // _GHOST_BYTES)
+        while len(self._ghosts) > most:
+            self._forget(self._ghosts.popitem(last=False)[1])
+
+    def _forget(self, ghost: _Life | None) -> None:
+        if ghost is not None:
+            ghost.below = None
+            if not ghost.is_over:
+                self._end(ghost, _UNUSED)
+                ghost.is_over = True
+
+    # The choice ---------------------------------------------------------------------------------
+
+    def _withdraw(self, place: int) -> None:
+        last = self._leaves.pop()
+        if place < len(self._leaves):
+            self._leaves[place].notes.place = -1
+            self._leaves[place] = last
+            last.notes.place = place
+        else:
+            last.notes.place = -1
+
+    def _drawn(self) -> list[Component]:
+        leaves = self._leaves
+        if len(leaves) <= self.sample:
+            for place in range(len(leaves) - 1, -1, -1):
+                if not leaves[place].is_evictable:
+                    self._withdraw(place)
+            return leaves
+        drawn: list[Component] = []
+        while leaves and len(drawn) < self.sample:
+            place = int(self._random() * len(leaves))
+            if leaves[place].is_evictable:
+                drawn.append(leaves[place])
+            else:
+                self._withdraw(place)
+        return drawn
+
+    def victim(self) -> Component | None:
+        """Return the one of those drawn that has the least density; the oldest among equals."""
+        if not self._density:
+            self._weigh()
+        density, now = self._density, self._now
+        best, least = None, (math.inf, math.inf, math.inf)
+        for one in self._drawn():
+            life = one.notes
+            value = density[life.kind * _BUCKETS + _bucket(now - life.began)]
+            worth = (one.priority, value * one.weight, life.began)
+            if worth < least:
+                best, least = one, worth
+        return best
+
+    def _learn(self) -> None:
+        """Take in what was counted since the last time; the older counts less from then on."""
+        counts = np.bincount(np.array(self._new, np.int64), minlength=self._ended.size)
+        self._ended += counts.reshape(self._ended.shape)
+        self._new = []
+        if self._density:
+            self._weigh()
+        self._ended *= self._decay
+
+    def _weigh(self) -> None:
+        """Compute the density of each kind and age from what was counted."""
+        ended = self._ended.copy()
+        # Lives that still go on reached their age as well.
+        going_on = [one.notes for one in self._leaves if one.is_evictable]
+        going_on += [life for life in self._ghosts.values() if not life.is_over]
+        for life in going_on:
+            ended[_UNUSED, life.kind, _bucket(self._now - life.began)] += 1
+        self._density = hit_density(ended).ravel().tolist()
+
+
+_Table = npt.NDArray[np.float64]
+
+
+def _reached(ended: _Table) -> _Table:
+    """Return how many lives reached an age: those that ended later, and half of its bucket's."""
+    later: _Table = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1]
+    return later - ended / 2
+
+
+def hit_density(ended: _Table) -> _Table:
+    """Return the hits per time to be expected of each kind at each age.
+
+    The chance of a use at some age is learned from the leaves of all kinds together, and for each
+    kind, components that others follow included, by how much it is higher or lower (proportional
+    hazards): few lives are enough for that.
+
+    Parameters
+    ----------
+    ended
+        How many lives ended as leaves that were used, unused, and used while others followed;
+        shape (3, kinds, buckets).
+    """
+    used, unused, inside = ended
+    # Where nothing is known, the chance falls with age, which makes it LRU.
+    guess = _PRIOR * np.exp(-np.arange(_BUCKETS) / 14)
+    chance = (used.sum(0) + _PRIOR_LIVES * guess) / (_reached(used + unused).sum(0) + _PRIOR_LIVES)
+    chance = np.minimum(chance, 0.9)
+    seen = (used + inside).sum(1)
+    expected = (_reached(used + unused + inside) * chance).sum(1)
+    factor = (seen + _KIND_LIVES) / (expected + _KIND_LIVES)
+    hazard = 1 - (1 - chance) ** factor[:, None]  # of a use within each bucket
+    density = np.zeros_like(hazard)
+    left, time = np.ones_like(hazard), np.zeros_like(hazard)
+    for later in range(_BUCKETS):
+        # From each age up to this one: the chance of a use until then, over the time it stays.
+        now, ages = hazard[:, later : later + 1], slice(0, later + 1)
+        time[:, ages] += left[:, ages] * (1 - now / 2) * _WIDTHS[later]
+        left[:, ages] *= 1 - now
+        density[:, ages] = np.maximum(density[:, ages], (1 - left[:, ages]) / time[:, ages])
+    return density

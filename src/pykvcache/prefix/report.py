@@ -1,0 +1,186 @@
+"""Where the tokens of a prompt came from, and why there were no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pykvcache._convert import IntArray
+from pykvcache._drawing.html import bar_html
+from pykvcache.model import LlamaModel
+from pykvcache.prefix.tiers.tier import TierStats
+from pykvcache.sequence.text import piece_of, text_of
+
+__all__ = ["CacheStats", "Difference", "Reason", "ReuseReport"]
+
+#: Tokens of text that are shown before the one that differs.
+_BEFORE = 8
+
+
+@dataclass(frozen=True)
+class ReuseReport:
+    """How much of a prompt was known when its sequence was made.
+
+    ``live``, ``ram``, ``disk``, ``remote`` and ``evaluated`` sum to ``n_tokens``.
+
+    Attributes
+    ----------
+    n_tokens
+        Tokens of the prompt.
+    live
+        Forked from a sequence in use.
+    ram, disk, remote
+        Restored from the cache's memory, from a folder, from a server.
+    evaluated
+        Tokens that are left to evaluate; at least 1 where the logits after the prompt are not
+        known.
+    first_difference
+        First token in which the prompt differs from the nearest known one; None where one goes on
+        where the other ends, on a repeat, and where nothing begins like it.
+    reason
+        Why no more was known, in words.
+    """
+
+    n_tokens: int = 0
+    live: int = 0
+    ram: int = 0
+    disk: int = 0
+    remote: int = 0
+    evaluated: int = 0
+    first_difference: int | None = None
+    reason: str = ""
+
+    def plus(self, other: ReuseReport, sign: int = 1) -> ReuseReport:
+        """Return the sums of both, or the differences."""
+        return ReuseReport(
+            self.n_tokens + sign * other.n_tokens,
+            live=self.live + sign * other.live,
+            ram=self.ram + sign * other.ram,
+            disk=self.disk + sign * other.disk,
+            remote=self.remote + sign * other.remote,
+            evaluated=self.evaluated + sign * other.evaluated,
+        )
+
+    def _repr_html_(self) -> str:
+        parts = [(name, getattr(self, name)) for name in ("live", "ram", "disk", "remote")]
+        return bar_html(
+            f"{self.n_tokens} tokens", [*parts, ("to evaluate", self.evaluated)], self.reason
+        )
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Figures of a `PrefixCache` since it was made.
+
+    Attributes
+    ----------
+    requests
+        Sequences that were asked for.
+    n_tokens, live, ram, disk, remote, evaluated
+        Sums over their `ReuseReport`.
+    ram_bytes, ram_blocks, ram_checkpoints
+        What is kept now: bytes with the cache's own accounts, full blocks, and states of recurrent
+        memories.
+    max_ram_bytes
+        The budget.
+    stored, removed
+        Blocks that were stored and removed.
+    tiers
+        Of each tier, the nearest first.
+    hits
+        Of the requests, those of which anything was known.
+    """
+
+    requests: int
+    n_tokens: int
+    live: int
+    ram: int
+    disk: int
+    remote: int
+    evaluated: int
+    ram_bytes: int
+    ram_blocks: int
+    ram_checkpoints: int
+    max_ram_bytes: int
+    stored: int
+    removed: int
+    tiers: tuple[TierStats, ...] = ()
+    hits: int = 0
+
+
+class Difference:
+    """The first token of a prompt that differs from the nearest known one.
+
+    It copies what it shows: the prompt may be edited later, and the other one may be gone.
+    """
+
+    def __init__(self, model: LlamaModel, tokens: IntArray, at: int, other: int) -> None:
+        self.model, self.at, self.other = model, at, other
+        self.tokens: IntArray = tokens[max(0, at - _BEFORE) : at + 1].copy()
+
+    def __str__(self) -> str:
+        at, own = self.at, int(self.tokens[-1])
+        text = text_of(self.model, self.tokens[:-1])
+        mine, theirs = piece_of(self.model, own), piece_of(self.model, self.other)
+        if text is None or mine is None or theirs is None:
+            return f"token {at} is {own}: the nearest known prompt has {self.other}"
+        return (
+            f"token {at}, after {text[-40:]!r}, is {mine!r}: "
+            f"the nearest known prompt has {theirs!r}"
+        )
+
+
+@dataclass
+class Reason:
+    """Why a prompt shares so many tokens and no more; put into words when it is read.
+
+    Attributes
+    ----------
+    n
+        Tokens of the prompt.
+    agrees
+        Leading tokens that it has in common with the nearest known prompt.
+    reused
+        Tokens that need not be evaluated.
+    difference
+        Where it parts from the nearest known prompt; None where it does not.
+    part
+        What a memory needs beside attention cells to go on: "window" or "state"; empty where it
+        needs nothing.
+    known
+        Tokens whose attention cells are known.
+    pending
+        Of a sequence in use that agrees most: how many tokens it holds; None where it holds all.
+    shifted
+        Whether that sequence dropped tokens, so that what follows is not shared.
+    refused
+        Why tiers could not be used, if so.
+    """
+
+    n: int
+    agrees: int
+    reused: int
+    difference: Difference | None = None
+    part: str = ""
+    known: int = 0
+    pending: int | None = None
+    shifted: bool = False
+    refused: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        reasons = [] if self.difference is None else [str(self.difference)]
+        if self.pending is not None:
+            holds = "held before it dropped tokens" if self.shifted else "has evaluated"
+            reasons.append(
+                f"{self.agrees} tokens are those of a sequence in use, of which it {holds} "
+                f"{self.pending}"
+            )
+        if self.reused < min(self.known, self.n - 1) and self.part:
+            what = "window is complete" if self.part == "window" else "state was taken"
+            where = f"at token {self.reused:,}" if self.reused else "nowhere before"
+            reasons.append(f"{self.known:,} tokens are known, but the nearest {what} {where}")
+        reasons += self.refused
+        if reasons:
+            return "; ".join(reasons)
+        if self.agrees >= self.n:
+            return "the whole prompt was known"
+        return "the rest is new" if self.agrees else "no known prompt begins like it"

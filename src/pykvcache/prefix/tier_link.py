@@ -1,0 +1,370 @@
+"""Between a cache and its tiers: what is searched for, what comes, and what is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pykvcache._native import lib
+from pykvcache._ranges import Range
+from pykvcache.context import LlamaContext
+from pykvcache.errors import KvCacheError, UnsupportedOperation
+from pykvcache.prefix.admission import Source, admit
+from pykvcache.prefix.block_cache import BlockCache
+from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names, end_key, window_key
+from pykvcache.prefix.match import Match
+from pykvcache.prefix.memory import Buffer, CacheMemory
+from pykvcache.prefix.node import EndState, Kind
+from pykvcache.prefix.tiers.cost_model import EvaluationTime, Patience
+from pykvcache.prefix.tiers.loader import Load, Loaded, Wanted
+from pykvcache.prefix.tiers.notices import place
+from pykvcache.prefix.tiers.records import End
+from pykvcache.prefix.tiers.stack import Record, Tiers
+from pykvcache.prefix.tree import NameRoot, Offer
+
+__all__ = ["Search", "TierLink", "least_seconds"]
+
+# Operations per second, which a thread of a processor and a graphics card hardly exceed.
+_PER_THREAD, _PER_DEVICE = 1e11, 5e14
+
+
+def least_seconds(ctx: LlamaContext) -> float:
+    """Return what evaluating a token takes at least, before any was: from the model's size."""
+    rate = _PER_DEVICE if lib.devices() != ["CPU"] else _PER_THREAD * max(1, ctx.n_threads_batch)
+    return 2 * ctx.model.n_params / rate
+
+
+@dataclass
+class Search:
+    """What is loaded for one sequence.
+
+    Attributes
+    ----------
+    load
+        The search.
+    until
+        When to stop waiting for it, on the monotonic clock.
+    """
+
+    load: Load
+    until: float
+
+    @property
+    def left(self) -> float:
+        """Seconds to wait at most; 0 where it is done, or late."""
+        return 0.0 if self.load.done.is_set() else max(0.0, self.until - time.monotonic())
+
+    def wait(self) -> None:
+        """Wait until it is done, or late."""
+        self.load.done.wait(self.left)
+
+
+class _LoadedCells:
+    """Cells that came out of tiers, as what the tree takes over: an `admission.Source`."""
+
+    def __init__(self, memory: CacheMemory, found: Loaded) -> None:
+        self._memory, self._found = memory, found
+
+    def read(self, kind: Kind, begin: int, sizes: Sequence[int]) -> list[Buffer]:
+        """Return the cells of chunks; a chunk lies within one block."""
+        parts, size = list[Buffer](), self._memory.shape.block_size
+        for n in sizes:
+            at, first = divmod(begin, size)
+            cells, n_cells = self._block(kind, at)
+            if n_cells < first + n:
+                raise UnsupportedOperation("PrefixCache", "cells did not come out of a tier")
+            is_whole = first == 0 and n == n_cells
+            parts.append(cells if is_whole else self._memory.part(kind, cells, first, n))
+            begin += n
+        return parts
+
+    def _block(self, kind: Kind, at: int) -> tuple[Buffer, int]:
+        """Return the cells of a block, or of the end after the last one, and their number."""
+        found, size = self._found, self._memory.shape.block_size
+        blocks = found.attention if kind is Kind.ATTENTION else found.window
+        if at in blocks:
+            return blocks[at][0], size
+        if found.end is not None and at == found.n // size:
+            end = found.end[0]
+            return (end.cells if kind is Kind.ATTENTION else end.window), end.n_cells
+        return np.empty(0, np.uint8), 0
+
+
+class TierLink:
+    """The one seam between a cache and its tiers. The pool's lock is held in every method.
+
+    Parameters
+    ----------
+    tiers
+        The stores; there may be none.
+    context, memory, blocks
+        Those of the cache.
+    root
+        Names the root of a namespace.
+    evaluation
+        How long evaluating takes.
+    tier_seconds
+        How long a request waits at most, set by hand.
+    keep_logits
+        Whether the logits after prompts are of use.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        context: LlamaContext,
+        memory: CacheMemory,
+        blocks: BlockCache,
+        root: NameRoot,
+        evaluation: EvaluationTime,
+        tier_seconds: float | None,
+        *,
+        keep_logits: bool,
+    ) -> None:
+        self.tiers = tiers
+        self._ctx, self._memory, self._blocks = context, memory, blocks
+        self._root, self._evaluation = root, evaluation
+        self._patience = Patience(tier_seconds)
+        self._n_row = context.model.n_vocab if keep_logits else 0
+        self._end_bytes = memory.end_bytes() if len(tiers) else 0
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+    # Up -----------------------------------------------------------------------------------------
+
+    def search(
+        self, tokens: bytes, namespace: str, known: int, deliver: Callable[[Load], object]
+    ) -> Search | None:
+        """Begin to load what memory lacks of a prompt; None where waiting does not pay.
+
+        Parameters
+        ----------
+        tokens
+            The prompt.
+        namespace
+            Whose.
+        known
+            Tokens that need no evaluation without the tiers.
+        deliver
+            Called by a thread with what comes too late.
+        """
+        n, shape = len(tokens) // TOKEN_SIZE, self._memory.shape
+        if not len(self.tiers) or n - 1 <= known or n < shape.block_size:
+            return None
+        evaluation = self._evaluation.seconds(known, n)
+        loading = self.tiers.estimate((n - known) * shape.attention_bytes)
+        is_awaited = self._patience.asks(evaluation, loading)
+        if not is_awaited and not self._patience.tries():
+            self.tiers.note_skipped()
+            return None
+        load = self.tiers.load(self.wanted(tokens, namespace, known), deliver)
+        if not is_awaited:
+            load.leave()
+            load.start()
+            return None
+        load.start()
+        return Search(load, load.began + self._patience.wait(evaluation))
+
+    def wanted(self, tokens: bytes, namespace: str, known: int, most: int | None = None) -> Wanted:
+        """Return what a prompt could use that is not in memory: ``most`` tokens of it."""
+        shape, n = self._memory.shape, len(tokens) // TOKEN_SIZE
+        size = shape.block_size
+        match = self._blocks.match(tokens, namespace)
+        names = block_names(self._root(namespace), tokens, size * TOKEN_SIZE)
+        first, last = next(reversed(match.windows()), (0, 0))
+        # A state after the whole prompt is of no use without the logits there: it cannot be cut.
+        limit = n if self._n_row or not shape.needs_state else n - 1
+        return Wanted(
+            tokens,
+            names if most is None else names[: most // size],
+            shape,
+            begin=match.n // size,
+            window_begin=-(-first // size),
+            window_end=last // size,
+            known=known,
+            limit=limit if most is None else min(limit, most),
+            end_bytes=self._end_bytes,
+            is_good=lambda kind, cells, count: self._memory.layouts[kind].is_good(cells, count),
+            n_row=self._n_row,
+            namespace=namespace,
+        )
+
+    def keep(self, load: Load, owner: object | None = None) -> None:
+        """Store what came of a search in memory.
+
+        Parameters
+        ----------
+        load
+            The search, which is done.
+        owner
+            What holds it, also above the budget; None where it stays as far as it fits.
+        """
+        found, wanted = load.found, load.wanted
+        try:
+            end = self._end_state(found)
+        except (KvCacheError, ValueError):
+            self._refuse_end(load)
+            return
+        offer = Offer(found.n, self._windows(found), ends=[found.n])
+        if end.state is not None or end.row is not None:
+            offer.states[found.n] = end
+        source: Source = _LoadedCells(self._memory, found)
+        with self._blocks.change() as actions:
+            admit(self._blocks, source, wanted.tokens, wanted.namespace, offer, actions, owner)
+
+    def _end_state(self, found: Loaded) -> EndState:
+        """Return the state and the logits after what came; raises where the memory refuses them."""
+        if found.end is None:
+            return EndState()
+        end, state = found.end[0], None
+        if self._memory.shape.needs_state and end.state is not None:
+            state = self._memory.make_state(end.state, found.n)
+        row = end.row if self._n_row and end.has_row(self._n_row) else None
+        return EndState(state, row)
+
+    @staticmethod
+    def _refuse_end(load: Load) -> None:
+        """Remove an end record that the memory refuses."""
+        if load.found.end is not None:
+            key = load.wanted.end_key(load.found.n)
+            load.found.end[1].discard([key], refused=True)
+
+    def _windows(self, found: Loaded) -> list[Range]:
+        """Return the tokens whose window cells came."""
+        size = self._memory.shape.block_size
+        if self._memory.shape.window_start is None:
+            return []
+        ranges = [(at * size, (at + 1) * size) for at in sorted(found.window)]
+        if found.end is not None and found.end[0].n_cells:
+            ranges.append((found.n // size * size, found.n))
+        return ranges
+
+    # Down ---------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        tokens: bytes,
+        namespace: str,
+        ends: Iterable[int],
+        source: Source | None,
+        states: dict[int, EndState],
+    ) -> None:
+        """Give the tiers what stands in memory, or can still be read, of some tokens.
+
+        Parameters
+        ----------
+        tokens
+            Of a sequence that closes.
+        namespace
+            Whose.
+        ends
+            Where prompts are likely to go on: windows and ends are written for these.
+        source
+            Where cells come from that are not in memory; None where they cannot be read.
+        states
+            States and logits by the number of tokens that they are after.
+        """
+        if not len(self.tiers):
+            return
+        size = self._memory.shape.block_size
+        names = block_names(self._root(namespace), tokens, size * TOKEN_SIZE)
+        if not names:
+            return
+        out = _Out(self._memory, self._blocks.match(tokens, namespace), source, states)
+        records = [
+            Record(name, out.block(Kind.ATTENTION, i), place(names, tokens, size, i, namespace))
+            for i, name in enumerate(names)
+        ]
+        windows, places = set[int](), sorted({end for end in (*ends, *states) if end >= size})
+        for end in places:
+            windows.update(self._window_blocks(end))
+        deepest = sorted(windows, reverse=True)
+        records += [Record(window_key(names[i]), out.block(Kind.WINDOW, i)) for i in deepest]
+        for end in places:
+            if out.has_end(end):
+                at = end // size
+                text = tokens[at * size * TOKEN_SIZE : end * TOKEN_SIZE]
+                records.append(Record(end_key(names[at - 1], text), out.end(end)))
+        self.tiers.write(records, namespace, [record.key for record in records])
+
+    def forget(self, names: Sequence[bytes], tokens: bytes, namespace: str) -> None:
+        """Remove blocks from the tiers, with what stands beside them and at the end of tokens."""
+        if len(self.tiers):
+            size = self._memory.shape.block_size
+            of_tokens = block_names(self._root(namespace), tokens, size * TOKEN_SIZE)
+            keys = [*names, *(window_key(name) for name in names)]
+            if of_tokens:
+                keys.append(end_key(of_tokens[-1], tokens[len(of_tokens) * size * TOKEN_SIZE :]))
+            self.tiers.remove(keys)
+
+    def _window_blocks(self, end: int) -> range:
+        """Return the full blocks whose window cells are kept for an end."""
+        shape = self._memory.shape
+        if shape.window_start is None:
+            return range(0)
+        first = max(0, shape.window_start(end) - shape.slack)
+        return range(first // shape.block_size, end // shape.block_size)
+
+
+class _Out:
+    """Contents of records, out of memory or of a sequence, made when they are asked for."""
+
+    def __init__(
+        self,
+        memory: CacheMemory,
+        match: Match,
+        source: Source | None,
+        states: dict[int, EndState],
+    ) -> None:
+        self._memory, self._match, self._source, self._states = memory, match, source, states
+
+    def block(self, kind: Kind, at: int) -> Callable[[], Buffer | None]:
+        """Return what makes the content of a full block."""
+        size = self._memory.shape.block_size
+        return lambda: self._cells(kind, at * size, size)
+
+    def _cells(self, kind: Kind, begin: int, n: int) -> Buffer | None:
+        first, chunks = self._match.chunks(kind, begin, begin + n)
+        if first == begin and sum(used for _, _, used in chunks) == n:
+            return self._memory.join(kind, chunks)
+        if self._source is None:
+            return None
+        try:
+            parts = self._source.read(kind, begin, [n])
+        except KvCacheError:
+            return None
+        return parts[0]
+
+    def _state(self, end: int) -> EndState:
+        found = self._states.get(end) or EndState()
+        known = self._match.end_at(end)
+        return found if known is None else found.with_all_of(known)
+
+    def has_end(self, end: int) -> bool:
+        """Return whether something stands beside the full blocks at an end."""
+        at = self._state(end)
+        if self._memory.shape.needs_state:
+            return at.has_state
+        return end % self._memory.shape.block_size > 0 or at.row is not None
+
+    def end(self, end: int) -> Callable[[], Buffer | None]:
+        """Return what makes the content of an end record."""
+        return lambda: self._end(end)
+
+    def _end(self, end: int) -> bytes | None:
+        shape = self._memory.shape
+        n = end % shape.block_size
+        parts = [np.empty(0, np.uint8)] * 2
+        for kind in (Kind.ATTENTION, Kind.WINDOW):
+            if n and shape.cell_bytes(kind):
+                cells = self._cells(kind, end - n, n)
+                if cells is None:
+                    return None
+                parts[kind] = cells
+        at = self._state(end)
+        state = None if at.state is None else at.state.content
+        return End(n, parts[0], parts[1], state, at.row).encode()

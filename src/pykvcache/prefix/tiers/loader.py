@@ -1,0 +1,352 @@
+"""The search for one prompt in all tiers, in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache.prefix.block_hash import TOKEN_SIZE, end_key, window_key
+from pykvcache.prefix.node import Kind, MemoryShape
+from pykvcache.prefix.tiers.notices import place
+from pykvcache.prefix.tiers.records import END_OVERHEAD, End
+from pykvcache.prefix.tiers.tier import GROUP_BYTES, Tier
+
+__all__ = ["Load", "Loaded", "Wanted"]
+
+Bytes = npt.NDArray[np.uint8]
+
+# After how many places that turn out to be of no use the search is given up.
+_MAX_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a prompt could use.
+
+    Attributes
+    ----------
+    tokens
+        The prompt, as `token_bytes` gives it.
+    names
+        Names of its full blocks.
+    shape
+        Of the memory that it is for.
+    begin
+        Full blocks of attention cells that are in memory.
+    window_begin, window_end
+        Full blocks whose window cells are in memory.
+    known
+        Tokens that need no evaluation without the tiers: what is not more is of no use.
+    limit
+        Most tokens that can be used.
+    end_bytes
+        Upper bound on the bytes of an end record beside its cells.
+    is_good
+        Tells whether bytes are that many cells of a part, whose values a memory may have.
+    n_row
+        How many logits an end of the whole prompt has; 0 where they are of no use.
+    namespace
+        Whose it is.
+    """
+
+    tokens: bytes
+    names: Sequence[bytes]
+    shape: MemoryShape
+    begin: int
+    window_begin: int
+    window_end: int
+    known: int
+    limit: int
+    end_bytes: int
+    is_good: Callable[[Kind, Bytes, int], bool]
+    n_row: int = 0
+    namespace: str = ""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.tokens) // TOKEN_SIZE
+
+    def end_key(self, n: int) -> bytes:
+        """Return the key of the end after n tokens, of which a block is full at least."""
+        at = n // self.shape.block_size
+        begin = at * self.shape.block_size * TOKEN_SIZE
+        return end_key(self.names[at - 1], self.tokens[begin : n * TOKEN_SIZE])
+
+    def places(self, n_blocks: int) -> Iterator[int]:
+        """Yield where an end could be of use, the deepest first.
+
+        Parameters
+        ----------
+        n_blocks
+            Full blocks whose attention cells are there.
+        """
+        size = self.shape.block_size
+        most = min(self.limit, n_blocks * size + size - 1)
+        for n in range(most, max(self.known, size - 1), -1):
+            if n > n_blocks * size or (self.shape.needs_state and n % size == 0):
+                yield n
+
+    def window_blocks(self, n: int) -> range:
+        """Return the full blocks whose window cells are needed to go on after n tokens."""
+        size, start = self.shape.block_size, self.shape.window_start
+        if start is None:
+            return range(0)
+        # The last token of the prompt is evaluated again, for its logits.
+        return range(start(min(n, self.n_tokens - 1)) // size, n // size)
+
+
+@dataclass
+class Loaded:
+    """What has come of a search, all of it right.
+
+    Attributes
+    ----------
+    n
+        Tokens that can be gone on from with it.
+    attention, window
+        Cells of full blocks, by index of the block, and the tier that they are from.
+    end
+        What stands beside the blocks, where something does, and its tier.
+    """
+
+    n: int = 0
+    attention: dict[int, tuple[Bytes, Tier]] = field(default_factory=dict)
+    window: dict[int, tuple[Bytes, Tier]] = field(default_factory=dict)
+    end: tuple[End, Tier] | None = None
+
+    def count(self, medium: str, block_size: int) -> int:
+        """Return how many tokens come from tiers of that medium."""
+        n = block_size * sum(tier.medium == medium for _, tier in self.attention.values())
+        if self.end is not None and self.end[1].medium == medium:
+            n += self.end[0].n_cells
+        return n
+
+
+@dataclass
+class _Span:
+    """Consecutive blocks that one tier has."""
+
+    tier: Tier
+    begin: int
+    end: int
+
+
+class Load:
+    """One search. `start` lets a thread make it, which never touches a memory.
+
+    Parameters
+    ----------
+    tiers
+        Where to look, the nearest first.
+    wanted
+        What for.
+    deliver
+        Called by the thread with a search whose requester did not wait for it.
+
+    Attributes
+    ----------
+    found
+        What has come; to be read once `done` is set.
+    done
+        Set at the end.
+    """
+
+    def __init__(
+        self, tiers: Sequence[Tier], wanted: Wanted, deliver: Callable[[Load], object]
+    ) -> None:
+        self.tiers, self.wanted = tiers, wanted
+        self.found = Loaded()
+        self.done = threading.Event()
+        self.began = time.monotonic()
+        self._deliver = deliver
+        self._is_cancelled = self._is_late = False
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Let a thread search; where the system gives none, nothing is found."""
+        try:
+            threading.Thread(target=self.run, name="pykvcache-load", daemon=True).start()
+        except RuntimeError:
+            self.done.set()
+
+    def cancel(self) -> None:
+        """Let the thread stop after what it is reading; nothing is delivered."""
+        self._is_cancelled = True
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self._is_cancelled
+
+    def leave(self) -> bool:
+        """Stop waiting; return whether it was done. What comes later is delivered."""
+        with self._lock:
+            self._is_late = not self.done.is_set()
+            return not self._is_late
+
+    def run(self) -> None:
+        """Search, and read what was found."""
+        try:
+            self._search()
+        finally:
+            with self._lock:
+                self.done.set()
+                is_late = self._is_late
+            if is_late and not self._is_cancelled and self.found.n:
+                self._deliver(self)
+
+    def _search(self) -> None:
+        wanted, size = self.wanted, self.wanted.shape.block_size
+        spans = self._look()
+        depth = spans[-1].end if spans else wanted.begin
+        n, end = self._place(depth)
+        if n <= wanted.known:
+            return
+        found = Loaded(n, end=end)
+        if not self._read_windows(found) or not self._read_attention(found, spans):
+            return
+        for name, tier in self._notices(found):
+            tier.notices.stored([place(wanted.names, wanted.tokens, size, name, wanted.namespace)])
+        self.found = found
+
+    def _notices(self, found: Loaded) -> Iterator[tuple[int, Tier]]:
+        for at, (_, tier) in sorted(found.attention.items()):
+            yield at, tier
+
+    def _look(self) -> list[_Span]:
+        """Find out which attention blocks are there: each tier goes on where the one above ends."""
+        spans, at = list[_Span](), self.wanted.begin
+        for tier in self.tiers:
+            if n := tier.contains(self.wanted.names[at:]):
+                spans.append(_Span(tier, at, at + n))
+                at += n
+        return spans
+
+    # Where to go on -----------------------------------------------------------------------------
+
+    def _place(self, depth: int) -> tuple[int, tuple[End, Tier] | None]:
+        """Return the deepest place that all is there for, and the end record that belongs to it."""
+        wanted = self.wanted
+        shape, size = wanted.shape, wanted.shape.block_size
+        places = list(wanted.places(depth))
+        for _ in range(_MAX_TRIES):
+            at = self._deepest_end(places)
+            if at is None:
+                break
+            n = places[at]
+            if self._has_windows(n) == n and (end := self._end(n)) is not None:
+                return n, end
+            places = places[at + 1 :]
+        if shape.needs_state:
+            return 0, None
+        n = min(depth * size, wanted.limit // size * size)
+        for _ in range(_MAX_TRIES):
+            if n <= wanted.known or (reached := self._has_windows(n)) == n:
+                return n, None
+            n = reached
+        return 0, None
+
+    def _deepest_end(self, places: Sequence[int]) -> int | None:
+        """Return which of some places is the first that a tier has an end record for."""
+        keys = [self.wanted.end_key(n) for n in places]
+        best: int | None = None
+        for tier in self.tiers:
+            there = tier.present(keys if best is None else keys[:best])
+            if True in there:
+                best = there.index(True)
+        return best
+
+    def _end(self, n: int) -> tuple[End, Tier] | None:
+        """Return the end record after n tokens; None where it is missing or wrong."""
+        wanted, shape, key = self.wanted, self.wanted.shape, self.wanted.end_key(n)
+        n_cells = n % shape.block_size
+        size = n_cells * (shape.attention_bytes + shape.window_bytes)
+        for tier in self.tiers:
+            if not (found := tier.get([key], END_OVERHEAD + size + wanted.end_bytes)):
+                continue
+            end = End.decode(found[0])
+            if (
+                end is None
+                or end.n_cells != n_cells
+                or not wanted.is_good(Kind.ATTENTION, end.cells, n_cells)
+                or (shape.window_bytes and not wanted.is_good(Kind.WINDOW, end.window, n_cells))
+                or (shape.needs_state and end.state is None)
+            ):
+                tier.discard([key], refused=True)
+                continue
+            return end, tier
+        return None
+
+    def _has_windows(self, n: int) -> int:
+        """Return n where the window cells before it are there, or the end of the last gap."""
+        wanted, size = self.wanted, self.wanted.shape.block_size
+        missing = [at for at in reversed(wanted.window_blocks(n)) if not self._in_memory(at)]
+        keys = [window_key(wanted.names[at]) for at in missing]
+        there = max((tier.contains(keys) for tier in self.tiers), default=0) if keys else 0
+        return n if there == len(missing) else missing[there] * size
+
+    def _in_memory(self, block: int) -> bool:
+        return self.wanted.window_begin <= block < self.wanted.window_end
+
+    # Reading ------------------------------------------------------------------------------------
+
+    def _read_windows(self, found: Loaded) -> bool:
+        """Read the window cells before a place; return whether all came."""
+        wanted = self.wanted
+        blocks = [at for at in reversed(wanted.window_blocks(found.n)) if not self._in_memory(at)]
+        for tier in self.tiers:
+            if not blocks:
+                break
+            keys = [window_key(wanted.names[at]) for at in blocks]
+            n = tier.contains(keys) if len(self.tiers) > 1 else len(keys)
+            read = self._read(tier, Kind.WINDOW, blocks[:n], keys[:n])
+            found.window.update((at, (cells, tier)) for at, cells in read)
+            blocks = blocks[len(read) :]
+        return not blocks
+
+    def _read_attention(self, found: Loaded, spans: Sequence[_Span]) -> bool:
+        """Read the attention cells before a place, the first ones first.
+
+        Where some do not come, a memory without windows and states goes on from those before.
+        """
+        wanted, size = self.wanted, self.wanted.shape.block_size
+        for span in spans:
+            blocks = list(range(span.begin, min(span.end, found.n // size)))
+            read = self._read(
+                span.tier, Kind.ATTENTION, blocks, [wanted.names[at] for at in blocks]
+            )
+            found.attention.update((at, (cells, span.tier)) for at, cells in read)
+            if len(read) < len(blocks):
+                found.n, found.end = (blocks[0] + len(read)) * size, None
+                return wanted.shape.is_plain and found.n > wanted.known
+        return True
+
+    def _read(
+        self, tier: Tier, kind: Kind, blocks: Sequence[int], keys: Sequence[bytes]
+    ) -> list[tuple[int, Bytes]]:
+        """Read blocks of one tier in groups, as far as they are there and right."""
+        wanted, n = self.wanted, self.wanted.shape.block_size
+        size = n * wanted.shape.cell_bytes(kind)
+        step = max(1, GROUP_BYTES // max(1, size))
+        found: list[tuple[int, Bytes]] = []
+        for begin in range(0, len(keys), step):
+            if self._is_cancelled:
+                break
+            part = keys[begin : begin + step]
+            read = [np.frombuffer(one, np.uint8) for one in tier.get(part, size, exact=True)]
+            is_good = [wanted.is_good(kind, cells, n) for cells in read]
+            n_good = is_good.index(False) if False in is_good else len(read)
+            found += zip(blocks[begin : begin + n_good], read, strict=False)
+            if n_good < len(read):
+                # Their writer had the right to write them, and they are none of ours, or hold NaN.
+                bad = [key for key, good in zip(part, is_good, strict=False) if not good]
+                tier.discard(bad, refused=True)
+            if n_good < len(part):
+                break
+        return found

@@ -1,0 +1,274 @@
+"""Writing behind: what a cache learns goes down to a tier in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from pykvcache.prefix.tiers.notices import Place
+from pykvcache.prefix.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Chain", "Writer"]
+
+Item = tuple[bytes, "Buffer"]
+
+# How much is written before the queue is looked at again: where it is waited for, and else.
+_AT_ONCE, _AT_ONCE_BYTES = 64, 8 << 20
+_STEP_BYTES = 1 << 19
+
+#: While tokens are evaluated, writing takes this part of the time of one processor. The threads of
+#: a decode wait for each other: it delays them by as much and more.
+_SHARE: Final = 0.005
+# No pause is longer, in seconds: the machine may have been busy with other things.
+_LONGEST_PAUSE: Final = 0.5
+
+#: A key is touched at most once in so many seconds; so many keys are remembered.
+_TOUCH_SECONDS, _TOUCHED = 60.0, 1 << 15
+
+
+@dataclass(eq=False)
+class Chain:
+    """Records of one prompt, the first one first, that belong to a namespace.
+
+    Attributes
+    ----------
+    items
+        Keys and contents.
+    namespace
+        Whose they are.
+    uses
+        Keys of all records that a prompt uses, in the order of `BlockStore.touch`.
+    removes
+        Keys to remove instead.
+    blocks
+        The places of those that are full blocks, for events.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    namespace: str = ""
+    uses: list[bytes] = field(default_factory=list)
+    removes: list[bytes] = field(default_factory=list)
+    blocks: dict[bytes, Place] = field(default_factory=dict)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all contents."""
+        return sum(memoryview(data).nbytes for _, data in self.items)
+
+
+class Writer:
+    """The queue in front of one tier, and the thread that empties it.
+
+    Nothing waits for it: where the queue is full, the ends of chains are dropped and counted. While
+    tokens are evaluated the thread pauses most of the time, unless a flush waits for it, or too
+    much is queued.
+
+    Parameters
+    ----------
+    tier
+        Where it goes.
+    max_bytes
+        Upper bound on the bytes that wait.
+    progress
+        Returns a number that changes when tokens are evaluated.
+    urgent_bytes
+        Where more are waiting there are no pauses: a quarter of the queue at most.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        max_bytes: int,
+        progress: Callable[[], int] = lambda: 0,
+        urgent_bytes: int | None = None,
+    ) -> None:
+        self.tier = tier
+        self.max_bytes = max_bytes
+        most = max_bytes // 4
+        self.urgent_bytes = most if urgent_bytes is None else min(most, urgent_bytes)
+        self.dropped = 0
+        self.n_bytes = self.n_items = 0
+        self._progress, self._seen = progress, progress()
+        self._queue: deque[Chain] = deque()
+        self._touched: OrderedDict[bytes, float] = OrderedDict()
+        self._changed = threading.Condition()
+        self._n_waiting = 0  # flushes
+        self._is_busy = self._is_closed = self._is_retired = False
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def offer(self, chain: Chain) -> None:
+        """Queue what there is room for."""
+        if os.getpid() != self._pid:
+            return  # a forked child has no such thread
+        with self._changed:
+            chain.items, offered = [], chain.items
+            for item in offered:
+                size = memoryview(item[1]).nbytes
+                if self._is_closed or self.n_bytes + size > self.max_bytes:
+                    break
+                self.n_bytes += size
+                self.n_items += 1
+                chain.items.append(item)
+            self.dropped += len(offered) - len(chain.items)
+            if self._is_closed or not (chain.items or chain.uses or chain.removes):
+                return
+            self._queue.append(chain)
+            if self._thread is None:
+                self._start()
+            self._changed.notify_all()
+
+    def _start(self) -> None:
+        """Start the thread; where the system gives none, the queue is dropped."""
+        thread = threading.Thread(target=self._work, name="pykvcache-write-behind", daemon=True)
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError:
+            self._drop_queue()
+
+    def _drop_queue(self) -> None:
+        self.dropped += self.n_items
+        self.n_bytes = self.n_items = 0
+        self._queue.clear()
+
+    def cancel(self, namespace: str | None) -> None:
+        """Forget what waits of a namespace, or everything."""
+        with self._changed:
+            for chain in self._queue:
+                if namespace is None or chain.namespace == namespace:
+                    self._count_off(chain.items)
+                    chain.items = []
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait until everything is written; False if that takes longer than the timeout."""
+        if os.getpid() != self._pid or self._thread is threading.current_thread():
+            return False  # it would wait for itself
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        with self._changed:
+            self._n_waiting += 1
+            try:
+                self._changed.notify_all()
+                while self._queue or self._is_busy:
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        return False
+                    self._changed.wait(min(left, 0.5))
+            finally:
+                self._n_waiting -= 1
+        return True
+
+    def close(self, seconds: float) -> bool:
+        """Write what waits, and end the thread; False where that takes longer: the rest is lost."""
+        if os.getpid() != self._pid:
+            return False
+        if self._thread is threading.current_thread():
+            self.retire()  # a subscriber closes: the rest is written once it has returned
+            return False
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        until = time.monotonic() + seconds
+        is_done = self.flush(seconds)
+        with self._changed:
+            self._drop_queue()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(max(0.0, until - time.monotonic()))
+        return is_done
+
+    def retire(self) -> None:
+        """Accept no more records; the thread closes the tier once everything is written."""
+        with self._changed:
+            self._is_closed = self._is_retired = True
+            if self._thread is None:
+                self.tier.close()
+            self._changed.notify_all()
+
+    # In the thread ------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        # Linux has a niceness per thread: decodes go first.
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                if not self._has_work():
+                    return
+                self._is_busy = True
+                chain = self._queue[0]
+                items = self._take(chain)
+                if is_last := not chain.items:
+                    self._queue.popleft()
+            began = time.thread_time()
+            if chain.removes:
+                self.tier.discard(chain.removes)
+            if items:
+                self.tier.put(items, chain.blocks)
+            del items  # its memory can be used again
+            if is_last and (uses := self._untouched(chain.uses)):
+                self.tier.touch(uses)
+            self._pause(time.thread_time() - began)
+
+    def _has_work(self) -> bool:
+        """Wait for something to write; False where nothing will come. The lock is held."""
+        while not self._queue:
+            if self._is_closed:
+                if self._is_retired:
+                    self.tier.close()
+                return False
+            self._changed.wait()
+        return True
+
+    def _is_urgent(self) -> bool:
+        """Return whether a flush waits, or the queue grows; the lock is held."""
+        return self._is_closed or self._n_waiting > 0 or self.n_bytes > self.urgent_bytes
+
+    def _pause(self, worked: float) -> None:
+        """Let decodes go first, where tokens were evaluated since the last step."""
+        seen, self._seen = self._seen, self._progress()
+        if seen == self._seen:
+            return
+        seconds = min(worked / _SHARE, _LONGEST_PAUSE)
+        with self._changed:
+            self._changed.wait_for(self._is_urgent, seconds)
+
+    def _take(self, chain: Chain) -> list[Item]:
+        """Take the next items of a chain: not all at once, so that it can be cancelled."""
+        size = n = 0
+        most = _AT_ONCE_BYTES if self._is_urgent() else _STEP_BYTES
+        for _, data in chain.items[:_AT_ONCE]:
+            size += memoryview(data).nbytes
+            if n and size > most:
+                break
+            n += 1
+        items, chain.items = chain.items[:n], chain.items[n:]
+        self._count_off(items)
+        return items
+
+    def _count_off(self, items: list[Item]) -> None:
+        self.n_bytes -= sum(memoryview(data).nbytes for _, data in items)
+        self.n_items -= len(items)
+
+    def _untouched(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return the keys that were not touched lately, and take note that they are now."""
+        now = time.monotonic()
+        found = [key for key in keys if self._touched.get(key, 0.0) <= now]
+        for key in found:
+            self._touched[key] = now + _TOUCH_SECONDS
+            self._touched.move_to_end(key)
+        while len(self._touched) > _TOUCHED:
+            self._touched.popitem(last=False)
+        return found

@@ -1,0 +1,255 @@
+"""Events of a cache over ZMQ, as vLLM sends them: for routers such as llm-d's or Dynamo's.
+
+A message has three frames: the topic, a sequence number of 8 bytes (big-endian), and msgpack of
+``[time, [event, ...], rank]``; an event is a map. Names of blocks go out as their low 64 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from pykvcache._integers import as_int
+from pykvcache.errors import ArgumentError, ClosedError
+from pykvcache.errors._shown import shown
+from pykvcache.prefix.cache import PrefixCache
+from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["EventPublisher", "as_map"]
+
+#: How many events wait at most, and how many messages can be asked for again.
+MAX_WAITING, MAX_REPLAY = 100_000, 10_000
+
+_END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+
+
+def as_map(event: CacheEvent) -> dict[str, Any]:
+    """Return an event as the map that goes over the wire."""
+    if isinstance(event, AllBlocksCleared):
+        return {"type": "AllBlocksCleared"}
+    hashes = [_low(name) for name in event.block_hashes]
+    if isinstance(event, BlockRemoved):
+        return {
+            "type": "BlockRemoved",
+            "block_hashes": hashes,
+            "medium": event.medium,
+            "group_idx": None,
+        }
+    assert isinstance(event, BlockStored)
+    parent = event.parent_block_hash
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": None if parent is None else _low(parent),
+        "token_ids": list(event.token_ids),
+        "block_size": event.block_size,
+        "lora_id": None,
+        "medium": event.medium,
+        "lora_name": None,
+        "extra_keys": None,
+        "group_idx": None,
+        "kv_cache_spec_kind": None,
+    }
+
+
+def _encoded(text: str, name: str) -> bytes:
+    """Return a text as UTF-8; raise if it is none."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a str, not {type(text).__name__}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise ArgumentError(f"{name} {text!r} is not Unicode text", name, text) from None
+
+
+def _low(name: bytes) -> int:
+    return int.from_bytes(name[-8:], "big")
+
+
+class EventPublisher:
+    """Send a cache's events to subscribers, from a thread of its own.
+
+    A cache never waits for it: where nobody reads, messages are dropped, and the gap in the
+    sequence numbers tells.
+
+    Parameters
+    ----------
+    cache
+        Whose events.
+    endpoint
+        Where to bind a PUB socket: ``tcp://*:5557``, ``ipc:///run/kv``.
+    topic
+        First frame of each message; llm-d reads ``kv@POD@MODEL``.
+    replay_endpoint
+        Where to bind a ROUTER socket that sends the last 10,000 messages again, from the sequence
+        number that it is asked for on.
+    data_parallel_rank
+        Third part of each message, from 0 on.
+
+    Raises
+    ------
+    ImportError
+        pyzmq or msgpack is not installed: ``pip install 'pykvcache[zmq]'``.
+    OSError
+        An address cannot be bound.
+    TypeError, ValueError
+        An argument is wrong, or the cache is closed.
+    RuntimeError
+        The system gives no thread.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        endpoint: str = "tcp://*:5557",
+        *,
+        topic: str = "",
+        replay_endpoint: str | None = None,
+        data_parallel_rank: SupportsIndex | None = None,
+    ) -> None:
+        try:
+            import zmq
+
+            msgpack: Any = import_module("msgpack")  # which has no types
+        except ImportError as error:
+            raise ImportError(
+                f"EventPublisher needs zmq: pip install 'pykvcache[zmq]' ({error})"
+            ) from error
+        if not isinstance(cache, PrefixCache):
+            raise TypeError(f"cache must be a PrefixCache, not {type(cache).__name__}")
+        if cache.is_closed:
+            raise ClosedError("the cache is closed")
+        self._zmq: Any = zmq
+        self._pack = msgpack.packb
+        self._topic = _encoded(topic, "topic")
+        rank = data_parallel_rank
+        # What cannot be packed would end the thread with the first event.
+        self._rank = None if rank is None else as_int(rank, "data_parallel_rank", 0, 2**31 - 1)
+        self._waiting: deque[CacheEvent] = deque(maxlen=MAX_WAITING)
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=MAX_REPLAY)
+        self._next = 0
+        self._has_gap = False  # whether events were forgotten since the last message
+        self._pid = os.getpid()
+        self._wake = threading.Event()
+        self._closed = False
+        self._context = zmq.Context()
+        self._sockets: list[Any] = []
+        self._bound: list[str] = []
+        self._stop: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._work, name="pykvcache-events", daemon=True)
+        try:
+            self._publish = self._bind(zmq.PUB, endpoint, "endpoint")
+            self._replay = (
+                None
+                if replay_endpoint is None
+                else self._bind(zmq.ROUTER, replay_endpoint, "replay_endpoint")
+            )
+            self._stop = cache.events.subscribe(self._note)
+            self._thread.start()
+        except BaseException:
+            # Neither a subscription nor an address is left.
+            self._stop()
+            self._closed = True
+            self._context.destroy(0)
+            raise
+
+    @property
+    def endpoint(self) -> str:
+        """The address that is bound, with its port."""
+        return self._bound[0]
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """The address of the replay socket; None without one."""
+        return self._bound[1] if self._replay is not None else None
+
+    def _bind(self, kind: int, endpoint: str, name: str) -> Any:
+        _encoded(endpoint, name)
+        socket: Any = self._context.socket(kind)
+        self._sockets.append(socket)
+        socket.setsockopt(self._zmq.LINGER, 0)
+        try:
+            socket.bind(endpoint)
+        except self._zmq.ZMQError as error:
+            text = f"{self._zmq.strerror(error.errno)}: {name} {shown(endpoint)}"
+            raise OSError(error.errno, text) from error
+        bound: Any = socket.getsockopt(self._zmq.LAST_ENDPOINT)
+        self._bound.append(bound.rstrip(b"\0").decode())
+        return socket
+
+    def _note(self, event: CacheEvent) -> None:
+        if os.getpid() == self._pid:  # a forked child has no thread
+            # The oldest one goes: as with messages that nobody took, a gap tells.
+            self._has_gap = self._has_gap or len(self._waiting) == self._waiting.maxlen
+            self._waiting.append(event)
+            self._wake.set()
+
+    def _work(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._context.destroy(200)
+
+    def _serve(self) -> None:
+        while True:
+            # The replay socket is looked at now and then: it is for who has missed something.
+            self._wake.wait(None if self._replay is None else 0.05)
+            self._wake.clear()
+            events: list[dict[str, Any]] = []
+            has_gap, self._has_gap = self._has_gap, False  # before what is taken out now
+            while self._waiting and len(events) < 1000:
+                events.append(as_map(self._waiting.popleft()))
+            if self._waiting:
+                self._wake.set()
+            if events:
+                self._next += has_gap
+                self._send(events)
+            if self._replay is not None:
+                self._answer()
+            if self._closed and not self._waiting:
+                return
+
+    def _send(self, events: list[dict[str, Any]]) -> None:
+        payload = self._pack([time.time(), events, self._rank], use_bin_type=True)
+        number, self._next = self._next, self._next + 1
+        self._sent.append((number, payload))
+        frames = [self._topic, number.to_bytes(8, "big"), payload]
+        with contextlib.suppress(self._zmq.ZMQError):  # the gap tells
+            self._publish.send_multipart(frames, self._zmq.NOBLOCK)
+
+    def _answer(self) -> None:
+        replay = self._replay
+        try:
+            while replay is not None:
+                who, *_, first = replay.recv_multipart(self._zmq.NOBLOCK)
+                begin = int.from_bytes(first, "big")
+                for number, payload in list(self._sent):
+                    if number >= begin:
+                        frames = [who, b"", number.to_bytes(8, "big"), payload]
+                        replay.send_multipart(frames, self._zmq.NOBLOCK)
+                replay.send_multipart([who, b"", _END_OF_REPLAY, b""], self._zmq.NOBLOCK)
+        except (self._zmq.ZMQError, ValueError):
+            return
+
+    def close(self) -> None:
+        """Send what waits, and give the addresses back; twice does nothing."""
+        if os.getpid() == self._pid:
+            self._stop()
+            self._closed = True
+            self._wake.set()  # again in a second call: Ctrl-C may have come before it
+            self._thread.join(5)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

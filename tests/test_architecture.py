@@ -63,17 +63,11 @@ ONLY = {
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
 # errors and others of these.
 MODEL_FREE = {
-    "alike",
-    "asked",
-    "blocks",
-    "changes",
+    "block_hash",
     "events",
     "match",
-    "pieces",
+    "node",
     "policies",
-    "repair",
-    "roots",
-    "runs",
     "tree",
 }
 # Outside the standard library. Whatever is not NumPy is an extra: imported where it is used.

@@ -109,6 +109,9 @@ FLAGS += [
     "check_tensors",
     "use_extra_bufts",
     "add_generation_prompt",
+    "strict",
+    "partial",
+    "parallel_tool_calls",
 ]
 FRACTIONS = ["temperature", "top_p", "min_p", "repeat_penalty"]
 FRACTIONS += ["frequency_penalty", "presence_penalty"]
@@ -188,6 +191,12 @@ NAMED: Mapping[str, Callable[[Random], Any]] = {
     "template": lambda r: r.choice(TEMPLATES),
     "messages": lambda r: r.choice([MESSAGES, MESSAGES, MESSAGES, [], "ab", [5], None]),
     "tools": lambda r: r.choice([None, [], MESSAGES, [{"type": "function"}], "x"]),
+    "tool_choice": lambda r: r.choice(["auto", "none", "required", "other", {}, 5]),
+    "json_schema": lambda r: r.choice([None, None, {"type": "integer"}, {}, "{", {"type": 5}, 5]),
+    "chat_format": lambda r: r.choice([None, None, None, 5]),
+    "boundaries": lambda r: r.choice([(), (1, 5), [9], [-1], "x", None]),
+    "keep": lambda r: r.choice([None, 0, 5, 10**6, -1]),
+    "call": lambda r: r.choice([lambda: None, 5]),
     "documents": lambda r: r.choice([None, [], [{"title": "a", "text": "b"}], [5]]),
     "variables": lambda r: r.choice([True, "x", {"a": [1]}]),
     "progress": lambda r: r.choice([None, lambda f: f < 0.5, lambda f: None]),

@@ -60,5 +60,5 @@ def test_options_of_one_build_do_not_reach_another() -> None:
         if options := re.findall(r"cmake\.define\.(\S+)", line):
             (folder,) = re.findall(r"build-dir=(\S+)", line)
             folders.setdefault(folder, set()).add(" ".join(options))
-    assert len(folders) == 4
+    assert len(folders) >= 3  # one more where Vulkan is built
     assert all(len(options) == 1 for options in folders.values()), folders

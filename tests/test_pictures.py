@@ -29,7 +29,7 @@ from pykvcache import (
 )
 from pykvcache._drawing.cells import SHARED
 from pykvcache.errors import UnsupportedOperation
-from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.prefix.report import ReuseReport
 
 
 def boxes(axes) -> list[tuple[float, float, float, str]]:

@@ -14,7 +14,7 @@ from benchmarks.models import _tests
 from benchmarks.peers.ours_many import Many
 from benchmarks.peers.primitives import Answer
 from pykvcache import LlamaSequence, PrefixCache
-from pykvcache.prefix.tiers.speeds import EvaluationTime
+from pykvcache.prefix.tiers.cost_model import EvaluationTime
 
 
 class Tiered(Many):
@@ -35,8 +35,10 @@ class Tiered(Many):
             sequence.logits()
             seconds = time.perf_counter() - start
         cache.flush(120)
-        cache._evaluation.note(0, n + 1, seconds)  # of its own accord one without tiers does not
-        self._time = cache._evaluation
+        cache._link._evaluation.note(
+            0, n + 1, seconds
+        )  # of its own accord one without tiers does not
+        self._time = cache._link._evaluation
         self._cache = cache
         self._forget()
         return {"seconds": seconds}
@@ -45,12 +47,12 @@ class Tiered(Many):
         tiers = [] if self._tier is None else [self._tier]
         cache = PrefixCache(self.context, tiers=tiers)
         if self._time is not None:
-            cache._evaluation = self._time  # a server has learned it long ago
+            cache._link._evaluation = self._time  # a server has learned it long ago
         return cache
 
     def _forget(self) -> None:
         if self._tier is not None and self._cache is not None:
-            self._cache._ram.clear(None)
+            self._cache.clear()
 
     def do_tier_first(self, n: int, cold: bool = False) -> Answer:
         """Seconds to the logits after a prompt of n tokens that the tier has, and one more."""
@@ -66,8 +68,7 @@ class Tiered(Many):
         sequence.logits()
         seconds = time.perf_counter() - start
         report = sequence.reuse
-        cache._open.discard(sequence)
-        sequence.close()
+        sequence.close(keep=0)
         self._forget()
         return {"seconds": seconds, "evaluated": report.evaluated}
 
@@ -104,15 +105,14 @@ class Tiered(Many):
         tokens = self.array(0, n + 1)
         cache = PrefixCache(self.context, tiers=[slow])
         if self._time is not None:
-            cache._evaluation = self._time
+            cache._link._evaluation = self._time
         alone = self._alone(tokens)
         start = time.perf_counter()
         sequence = cache.sequence(tokens)
         sequence.logits()
         seconds = time.perf_counter() - start
         evaluated = sequence.reuse.evaluated
-        cache._open.discard(sequence)
-        sequence.close()
+        sequence.close(keep=0)
         slow.closing.set()
         cache.close()
         # Before and after: a machine that others use becomes slower and faster all the time.
@@ -146,8 +146,7 @@ class Tiered(Many):
         for _ in range(steps):
             next(sequence.generate(1, self.sampler(1)))
         seconds = time.perf_counter() - start
-        cache._open.clear()
-        sequence.close()
+        sequence.close(keep=0)
         cache.close()
         return seconds / steps
 

@@ -32,7 +32,7 @@ from pykvcache.openai_format import (
     usage_of,
 )
 from pykvcache.prefix.cache import PrefixCache
-from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.sequence import CachedSequence
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.text import StopInput, TextStream
@@ -235,16 +235,55 @@ class LLM(Closing):
     # Text ---------------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompts: str, *, n: Literal[1] = 1, **options: Any) -> Completion: ...
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompts: str,
+        *,
+        n: Literal[1] = 1,
+        max_tokens: SupportsIndex = ...,
+        sampler: Sampler | None = ...,
+        stop: StopInput = ...,
+        logprobs: SupportsIndex = ...,
+        progress: bool | None = ...,
+    ) -> Completion: ...
+
     @overload
-    def generate(self, prompts: str, *, n: int, **options: Any) -> list[Completion]: ...
-    @overload
-    def generate(
-        self, prompts: Sequence[Prompt], *, n: Literal[1] = 1, **options: Any
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompts: str,
+        *,
+        n: int,
+        max_tokens: SupportsIndex = ...,
+        sampler: Sampler | None = ...,
+        stop: StopInput = ...,
+        logprobs: SupportsIndex = ...,
+        progress: bool | None = ...,
     ) -> list[Completion]: ...
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n: Literal[1] = 1,
+        max_tokens: SupportsIndex = ...,
+        sampler: Sampler | None = ...,
+        stop: StopInput = ...,
+        logprobs: SupportsIndex = ...,
+        progress: bool | None = ...,
+    ) -> list[Completion]: ...
+
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], *, n: int, **options: Any
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n: int,
+        max_tokens: SupportsIndex = ...,
+        sampler: Sampler | None = ...,
+        stop: StopInput = ...,
+        logprobs: SupportsIndex = ...,
+        progress: bool | None = ...,
     ) -> list[list[Completion]]: ...
 
     def generate(
@@ -463,7 +502,8 @@ class LLM(Closing):
             for seq, i in enumerate(group):
                 rows[i] = ctx.seq_embeddings(seq)
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
-        return rows / np.maximum(norms, np.finfo(np.float32).tiny)
+        unit: npt.NDArray[np.float32] = rows / np.maximum(norms, np.finfo(np.float32).tiny)
+        return unit
 
     def tokens_of(self, prompt: Prompt) -> npt.NDArray[np.int32]:
         """Return the tokens of a prompt: a text with the model's special tokens, or ids."""

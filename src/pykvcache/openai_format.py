@@ -11,7 +11,7 @@ from typing import Any
 from pykvcache.chat_format import ChatFormat, ChatMessage
 from pykvcache.errors import ArgumentError, ChatParseError
 from pykvcache.model import LlamaModel
-from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.prefix.report import ReuseReport
 
 __all__ = [
     "CallDelta",

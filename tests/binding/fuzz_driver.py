@@ -65,7 +65,7 @@ from pykvcache.kv import (
     from_caches,
     to_caches,
 )
-from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.prefix.report import ReuseReport
 from pykvcache.sequence import Generation, TextGeneration
 from pykvcache.state import ContextState, Fingerprint, LlamaStateFile, PartialState, StateInfo
 from support.models import RIGHT, make_model

@@ -32,8 +32,8 @@ from pykvcache import (
     state,
 )
 from pykvcache.generate import RequestTimes
-from pykvcache.prefix import reuse
-from pykvcache.prefix.reuse import CacheStats
+from pykvcache.prefix import report
+from pykvcache.prefix.report import CacheStats
 from pykvcache.prefix.stores.base import BlockStore
 from pykvcache.state import PartialState
 from support.forks import run_forked
@@ -89,7 +89,7 @@ def test_hostile_calls_end_in_documented_exceptions(
 
 
 def test_the_driver_knows_every_public_class_and_function() -> None:
-    homes = (pykvcache, facts, generate, introspection, kv, reuse, state)
+    homes = (pykvcache, facts, generate, introspection, kv, report, state)
     public = [getattr(home, name) for home in homes for name in home.__all__ if name[0] != "_"]
     known = {*KINDS, *GIVEN, *PLAIN, *FUNCTIONS}
     # Stores know no llama.cpp: tests/stores attacks them. Figures are handed out, and never taken.

@@ -13,7 +13,7 @@ from pykvcache import errors
 # What a user imports from, beside the top level.
 MODULES = [
     *("arrays", "chat_format", "enums", "errors", "generate", "introspection", "kv"),
-    *("prefix.policies", "prefix.reuse", "prefix.stores", "sequence", "simulate", "state"),
+    *("prefix.policies", "prefix.report", "prefix.stores", "sequence", "simulate", "state"),
 ]
 
 

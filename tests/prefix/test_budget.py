@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pykvcache.prefix.kept import PLACE_BYTES, RUN_BYTES
+from pykvcache.prefix.roots import name_bytes
 
 from prefix.accounts import check_accounts, told
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
-from pykvcache.prefix.kept import PLACE_BYTES, RUN_BYTES
-from pykvcache.prefix.roots import name_bytes
 from pykvcache.prefix.stores import MemoryStore
 from support.forks import run_forked
 from support.models import make_model

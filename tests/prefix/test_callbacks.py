@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pykvcache.prefix.runs import Run
 
 from memory.kit import Logits, apart
 from prefix.accounts import check_accounts
 from pykvcache import LlamaContext, LlamaSequence, PrefixCache, Sampler
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent
 from pykvcache.prefix.policies import LRU
-from pykvcache.prefix.runs import Run
 from pykvcache.prefix.stores import MemoryStore
 from support.models import RIGHT
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from pykvcache.prefix.ram import RamTier
+from pykvcache.prefix.runs import Run
 
 from prefix.accounts import check_accounts
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.prefix.block_hash import token_bytes
 from pykvcache.prefix.events import EventLog
 from pykvcache.prefix.policies import LRU
-from pykvcache.prefix.ram import RamTier
-from pykvcache.prefix.runs import Run
 
 Make = Callable[..., LlamaContext]
 SIZE = 8

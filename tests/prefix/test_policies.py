@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from pykvcache.prefix.policies.density import HitDensity
 
 from pykvcache.prefix.block_hash import token_bytes
 from pykvcache.prefix.policies import DEFAULT, POLICIES, make_policy
-from pykvcache.prefix.policies.density import HitDensity
 from pykvcache.prefix.tree import BlockTree
 
 

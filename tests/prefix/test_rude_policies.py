@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pykvcache.prefix.runs import Run
 
 from memory.kit import Logits, apart
 from prefix.accounts import check_accounts
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.errors import ArgumentError, ReentryError
 from pykvcache.prefix.policies import LRU
-from pykvcache.prefix.runs import Run
 from support.models import RIGHT
 
 Make = Callable[..., LlamaContext]

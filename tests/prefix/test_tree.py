@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from prefix.model_free import ALL, Model, check_tree, prompts
 from pykvcache.prefix.block_hash import token_bytes
 from pykvcache.prefix.policies import POLICIES
-from prefix.model_free import ALL, Model, check_tree, prompts
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -43,7 +43,9 @@ def test_random_requests_keep_every_account_right(kinds, policy):
                 tree.forget(token_bytes(prompt), space)
             if rng.random() < 0.02:
                 tree.clear(rng.choice([None, "b"]))
-                open_ = [(*one[:3], None, one[4]) for one in open_] if not list(tree.nodes()) else open_
+                open_ = (
+                    [(*one[:3], None, one[4]) for one in open_] if not list(tree.nodes()) else open_
+                )
                 for at, one in enumerate(open_):
                     if one[3] and one[3].node.parent is None:
                         open_[at] = (*one[:3], None, one[4])

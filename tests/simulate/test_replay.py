@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pykvcache.prefix.runs import Run
 
 from pykvcache.prefix.policies import POLICIES
 from pykvcache.prefix.policies.simple import LRU
-from pykvcache.prefix.runs import Run
 from pykvcache.simulate import Trace, compare, draw, most_hits, replay
 from pykvcache.simulate.__main__ import main
 from pykvcache.simulate.clairvoyant import BOUND

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from pykvcache.prefix.policies.adaptive import Adaptive
 
 from pykvcache.prefix.policies import DEFAULT, make_policy
-from pykvcache.prefix.policies.adaptive import Adaptive
 from pykvcache.prefix.policies.simple import FIFO, LFU, LRU
 from pykvcache.prefix.tree import BlockTree
 from pykvcache.simulate import WORKLOADS, Trace, compare, read_trace, replay, workload

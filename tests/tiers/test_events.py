@@ -18,10 +18,10 @@ from pykvcache.prefix.events import (
     CacheEvent,
     EventLog,
 )
-from pykvcache.prefix.zmq_events import as_map
 from pykvcache.prefix.stores import FolderStore, MemoryStore
 from pykvcache.prefix.tiers import notices
 from pykvcache.prefix.tiers.notices import Notices, Place
+from pykvcache.prefix.zmq_events import as_map
 from tiers.kit import clear_memory
 from tiers.test_tiers import SIZE, WAIT, words
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from pykvcache.prefix.tiers.writing import Chain, WriteBehind
 
 from pykvcache import LlamaContext, PrefixCache
 from pykvcache.prefix import pace
 from pykvcache.prefix.stores import Envelope, MemoryStore
 from pykvcache.prefix.tiers import writing
 from pykvcache.prefix.tiers.tier import Tier
-from pykvcache.prefix.tiers.writing import Chain, WriteBehind
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

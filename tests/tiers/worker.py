@@ -13,8 +13,8 @@ import numpy as np
 
 from pykvcache import LlamaContext, LlamaModel, PrefixCache
 from pykvcache.prefix.stores import open_store
-from tiers.kit import clear_memory
 from support.models import EXACT
+from tiers.kit import clear_memory
 
 
 def words(seed: int, n: int) -> list[int]:

@@ -9,15 +9,12 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, SupportsIndex
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from pykvcache._closing import Closing
 from pykvcache._convert import IntArray, TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, DeviceLost, KvCacheError
-from pykvcache.prefix.stores import Envelope
 from pykvcache.prefix.admission import BlockCheckpoints, LiveCells, admit
 from pykvcache.prefix.arguments import (
     as_boundaries,
@@ -33,14 +30,15 @@ from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names, root_name
 from pykvcache.prefix.events import AllBlocksCleared, EventLog, Lookup
 from pykvcache.prefix.lookup import Begin, Live, LiveIndex, Row, plan_begin
 from pykvcache.prefix.match import Match, Resume
-from pykvcache.prefix.memory import Cells, CacheMemory
+from pykvcache.prefix.memory import CacheMemory, Cells
 from pykvcache.prefix.node import EndState, Kind
 from pykvcache.prefix.pins import Pin, Pins
 from pykvcache.prefix.policies import DEFAULT, Policy
 from pykvcache.prefix.prefetch import Prefetch, Prefetches
 from pykvcache.prefix.report import CacheStats, Difference, Reason, ReuseReport
 from pykvcache.prefix.sequence import CachedSequence
-from pykvcache.prefix.tier_link import Search, TierLink, least_seconds
+from pykvcache.prefix.stores import Envelope
+from pykvcache.prefix.tier_link import TierLink, least_seconds
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
 from pykvcache.prefix.tiers.loader import Load
 from pykvcache.prefix.tiers.stack import TierInput, Tiers
@@ -331,7 +329,7 @@ class PrefixCache(Closing):
 
     def _cells_of(self, match: Match, resume: Resume) -> Cells:
         """Return what is in memory of the tokens before a place."""
-        first, window = resume.n, []
+        first, window = resume.n, list[Any]()
         if resume.window_first < resume.n:
             first, window = match.chunks(Kind.WINDOW, resume.window_first, resume.n)
         state = None if resume.state is None else resume.state.chunks[0].state
@@ -417,7 +415,7 @@ class PrefixCache(Closing):
         return sequence in self._live
 
     def renew(self, sequence: CachedSequence) -> None:
-        """Begin again with what was evaluated since, where that is more; the pool's lock is held."""
+        """Begin again with what was evaluated since, where that is more; the lock is held."""
         cells = sequence.cells
         if cells.ledger.shifted_at is not None or sequence not in self._live:
             return
@@ -462,9 +460,7 @@ class PrefixCache(Closing):
                     priority=sequence.priority,
                 )
                 if self._blocks.max_bytes:
-                    admit(
-                        self._blocks, source, tokens, sequence.namespace, offer, actions
-                    )
+                    admit(self._blocks, source, tokens, sequence.namespace, offer, actions)
                 self._write(sequence, tokens, n, source, offer.states)
             elif is_kept:
                 self._write(sequence, tokens, n, None, {})

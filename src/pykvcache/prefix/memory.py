@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache._native import lib
+from pykvcache._ranges import Range
 from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.buffers import BufferPool
-from pykvcache.prefix.match import Chunk, Range
+from pykvcache.prefix.match import Chunk
 from pykvcache.prefix.node import Kind, MemoryShape
 from pykvcache.state.layout import BLOCK_PARTS
 

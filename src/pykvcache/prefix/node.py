@@ -144,7 +144,9 @@ class EndState:
         """Return whether it has something that another one has not."""
         if other is None:
             return self.state is not None or self.row is not None
-        return (other.state is None and self.has_state) or (other.row is None and self.row is not None)
+        return (other.state is None and self.has_state) or (
+            other.row is None and self.row is not None
+        )
 
     def with_all_of(self, other: EndState) -> EndState:
         """Return what either has; of both that of the other one."""

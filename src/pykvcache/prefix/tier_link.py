@@ -355,7 +355,7 @@ class _Out:
         """Return what makes the content of an end record."""
         return lambda: self._end(end)
 
-    def _end(self, end: int) -> bytes | None:
+    def _end(self, end: int) -> Buffer | None:
         shape = self._memory.shape
         n = end % shape.block_size
         parts = [np.empty(0, np.uint8)] * 2
@@ -367,4 +367,5 @@ class _Out:
                 parts[kind] = cells
         at = self._state(end)
         state = None if at.state is None else at.state.content
-        return End(n, parts[0], parts[1], state, at.row).encode()
+        content = End(n, parts[0], parts[1], state, at.row).encode()
+        return np.frombuffer(content, np.uint8)

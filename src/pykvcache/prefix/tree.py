@@ -10,7 +10,6 @@ from typing import Protocol
 
 from pykvcache._ranges import Range, gaps, overlaps, union
 from pykvcache.errors import ArgumentError
-from pykvcache.errors._shown import shown
 from pykvcache.prefix.block_hash import TOKEN_SIZE, common_tokens
 from pykvcache.prefix.match import Match, Resume
 from pykvcache.prefix.node import Component, EndState, Kind, MemoryShape, Node, cut, new_root
@@ -107,8 +106,8 @@ class PrefixTree:
     here is safe for several threads: the cache that owns the tree has the lock.
 
     A component leaves with everything that is useless without it, and never before what needs it:
-    attention cells leave from the ends of the tree, windows that are no longer complete leave whole,
-    and tokens that no prompt can go on from leave with the last window or state after them.
+    attention cells leave from the ends of the tree, windows that are no longer complete leave
+    whole, and tokens that no prompt can go on from leave with the last window or state after them.
 
     Parameters
     ----------
@@ -506,7 +505,9 @@ class PrefixTree:
         match = self.match(tokens, namespace)
         node = match.node
         if plan.n > match.n:
-            node = self._append(self._boundary(node, match.n), tokens[match.n * TOKEN_SIZE :], plan.priority)
+            node = self._append(
+                self._boundary(node, match.n), tokens[match.n * TOKEN_SIZE :], plan.priority
+            )
         for first, last in plan.windows:
             self._add_windows(node, first, last, plan.priority)
         for at, end in plan.states.items():
@@ -580,7 +581,7 @@ class PrefixTree:
             self._prepend_windows(each, max(first, each.start), limit, priority)
 
     def _prepend_windows(self, node: Node, begin: int, end: int, priority: int) -> None:
-        """Add spare window cells for the tokens of ``[begin, end)`` of a node that has those after."""
+        """Add spare window cells of ``[begin, end)`` to a node that has those after."""
         one = node.window
         if one is not None and not one.is_spare:
             # Others leave before these: in a node of their own, from a whole chunk on.
@@ -808,10 +809,8 @@ class PrefixTree:
             node, reach = waiting.pop()
             one = node.window
             is_full = one is not None and one.n_tokens == node.n_tokens
-            if one is None:
-                reach = 0
-            else:
-                reach = reach + one.n_tokens if is_full else one.n_tokens
+            n = 0 if one is None else one.n_tokens
+            reach = reach + n if is_full else n
             if self._goes_on(node, reach):
                 # So can whatever follows it.
                 connected |= {node} if is_full else set()

@@ -106,7 +106,8 @@ def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            texts += _text_parts([block], where)
+            parts = _text_parts([block], where)
+            texts += parts if isinstance(parts, list) else []
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -322,7 +323,11 @@ async def _stream(http: Request, request: AnthropicRequest, name: str) -> AsyncI
             async for piece in generation:
                 if is_first:
                     start = _start(http, request, name, chat, generation)
-                    empty = {"content": [], "stop_reason": None, "stop_sequence": None}
+                    empty: dict[str, Any] = {
+                        "content": [],
+                        "stop_reason": None,
+                        "stop_sequence": None,
+                    }
                     yield event(
                         {
                             "type": "message_start",

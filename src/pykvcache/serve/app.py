@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.prefix.report import ReuseReport
 from pykvcache.serve import anthropic, cache, llama_server, openai, responses
 from pykvcache.serve.errors import ApiError
 from pykvcache.serve.http import Handler, error_response, until_disconnect

@@ -96,7 +96,8 @@ async def clear(http: Request) -> Response:
     def run(
         engine: Engine, tokens: npt.NDArray[np.int32], tenant: str, _: CacheRequest
     ) -> dict[str, Any]:
-        return {"n_blocks": engine.llm.cache.forget(tokens, namespace=tenant)}
+        engine.llm.cache.forget(tokens, namespace=tenant)
+        return {"n_tokens": len(tokens)}
 
     return await _on_prefix(http, run)
 

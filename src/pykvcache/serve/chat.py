@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pykvcache.chat_format import ChatFormat
 from pykvcache.openai_format import schema_of
@@ -60,11 +61,12 @@ def chat_job(request: ChatRequest, engine: Engine, tenant: str) -> ChatJob:
         variables=variables,
     )
     schema = schema_of(request.response_format)
+    given: Any = request.json_schema
     form = model.chat_format(
         tools=tools,
         tool_choice=request.tool_choice or "auto",  # type: ignore[arg-type]
         parallel_tool_calls=request.parallel_tool_calls,
-        json_schema=request.json_schema if schema is None else schema,
+        json_schema=given if schema is None else schema,
         strict=False,
         **variables,
     )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pykvcache.generate.handle import FinishReason, GenerationHandle
 from pykvcache.llm import LLM
 from pykvcache.openai_format import usage_of
-from pykvcache.prefix.reuse import ReuseReport
+from pykvcache.prefix.report import ReuseReport
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import TextStream

@@ -28,7 +28,7 @@ async def completion(http: Request) -> Response:
     name = models_of(http).resolve(request.model)
     if request.stream:
         return await stream(http, _stream(http, request, name))
-    answers = []
+    answers: list[dict[str, Any]] = []
     async with models_of(http).engine(name) as engine:
         for prompt in prompts_of(request.prompt):
             job = completion_job(request, engine, prompt, tenant_of(http))

@@ -171,7 +171,7 @@ def _reasoning_item(item_id: str, text: str) -> dict[str, Any]:
 
 
 def _call_item(
-    item_id: str, call_id: str, name: str, arguments: str, status: str = "completed"
+    item_id: str, call_id: str | None, name: str, arguments: str, status: str = "completed"
 ) -> dict[str, Any]:
     return {
         "id": item_id,

@@ -329,7 +329,7 @@ def hit_density(ended: _Table) -> _Table:
     expected = (_reached(used + unused + inside) * chance).sum(1)
     factor = (seen + _KIND_LIVES) / (expected + _KIND_LIVES)
     hazard = 1 - (1 - chance) ** factor[:, None]  # of a use within each bucket
-    density = np.zeros_like(hazard)
+    density: npt.NDArray[np.float64] = np.zeros_like(hazard)
     left, time = np.ones_like(hazard), np.zeros_like(hazard)
     for later in range(_BUCKETS):
         # From each age up to this one: the chance of a use until then, over the time it stays.

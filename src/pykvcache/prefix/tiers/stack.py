@@ -16,7 +16,7 @@ from pykvcache.prefix.tiers.tier import Tier, TierStats
 from pykvcache.prefix.tiers.writer import Chain, Writer
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from pykvcache.prefix.memory import Buffer
 
 __all__ = ["Record", "TierInput", "Tiers"]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from pykvcache.prefix.stores.base import BlockStore, check_facts
 from pykvcache.prefix.stores.envelope import Envelope
 from pykvcache.prefix.stores.sealed import SealedStore
-from pykvcache.prefix.tiers.notices import LOOK, Notices, Place, Sink
 from pykvcache.prefix.tiers.cost_model import TwoTerms
+from pykvcache.prefix.tiers.notices import LOOK, Notices, Place, Sink
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -31,6 +31,7 @@ KNOWN, KNOWN_SECONDS = 1 << 15, 60.0
 
 # What is believed before anything was measured: seconds per request, and per byte.
 _SPEED = {"disk": (5e-4, 1 / 1.5e9), "remote": (2e-3, 1 / 2e8)}
+
 
 @dataclass(frozen=True)
 class TierStats:
@@ -331,4 +332,3 @@ class Tier:
             full=counters.full,
             denied=counters.denied,
         )
-

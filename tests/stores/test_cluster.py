@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,49 +220,3 @@ def test_blocks_are_found_again_where_a_replica_took_over(running: Cluster, fold
         running.until("INFO", 0, role="slave", master_link_status="up")
         with RedisClusterStore(running.of(0), **PATIENT) as fresh:
             assert n_read(fresh) == n_read(store) == n_read(reader) == len(BLOCKS)
-
-
-@pytest.mark.slow
-def test_nodes_are_killed_and_come_back_while_threads_work(tmp_path: Path) -> None:
-    """Three nodes with a replica each, which vote; readers and writers in four threads."""
-    timeout = ("--cluster-node-timeout", "500")
-    with (
-        redis_cluster(tmp_path, 3, 3, *OPTIONS, *timeout) as running,
-        RedisClusterStore(running.url) as store,
-    ):
-        assert store.put(BLOCKS) == len(BLOCKS)
-        over, errors, n = threading.Event(), [], [0] * 4
-
-        def work(i: int) -> None:
-            chance = random.Random(i)
-            try:
-                while not over.is_set():
-                    if chance.random() < 0.2:
-                        store.put(BLOCKS)
-                        store.touch(KEYS)
-                    n_read(store)
-                    n[i] += 1
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        try:
-            for i in (0, 1, 2):
-                for j in range(i, 3):
-                    running.until("INFO", 3 + j, master_link_status="up")
-                kill(running, i)
-                running.until("INFO", 3 + i, role="master")
-                until = time.monotonic() + 60
-                while n_read(store) < len(BLOCKS) and not errors:
-                    assert time.monotonic() < until
-                    time.sleep(0.05)
-                start_again(running, tmp_path, i)
-                running.until("INFO", i, role="slave", master_link_status="up")
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join()
-        assert not errors, errors
-        assert min(n) > 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import sqlite3
@@ -43,8 +44,6 @@ _log = logging.getLogger("pykvcache.prefix")
 MIN_BYTES = 4 << 20
 # Kept free for what the index grows by in one transaction.
 _MARGIN = 1 << 20
-# How many blocks are written between two transactions.
-_AT_ONCE = 64
 # A temporary file that was not written to for so many seconds has no writer any more.
 _STALE_SECONDS = 60.0
 # A file that is read more slowly comes from the disk: so many seconds, and bytes per second.
@@ -60,14 +59,13 @@ _TAG = """Signature: 8a477f597d28d172789f06886806bc55
 """
 
 
-def _flags(*names: str) -> int:
-    """Return flags of `os.open`, those that this system has."""
-    return sum(getattr(os, name, 0) for name in names)
-
-
 # A pipe in a block's place must not make a reader wait, nor a link lead it elsewhere.
-_READ = _flags("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
-_WRITE = _flags("O_WRONLY", "O_CREAT", "O_EXCL", "O_CLOEXEC", "O_BINARY")
+_PLAIN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+
+
+def _open(path: str) -> io.FileIO:
+    """Open a file to read it."""
+    return open(path, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | _PLAIN))
 
 
 class BlockFiles:
@@ -108,7 +106,7 @@ class BlockFiles:
     def read_into(self, key: bytes, view: memoryview) -> int:
         """Read a block into the front of a buffer; return its size, which may be larger."""
         began = time.perf_counter()
-        with open(os.open(self.path(key), _READ), "rb", buffering=0) as file:
+        with _open(self.path(key)) as file:
             facts = os.fstat(file.fileno())
             if not stat.S_ISREG(facts.st_mode):
                 raise FileNotFoundError("not a regular file")
@@ -127,7 +125,7 @@ class BlockFiles:
         if not self._is_cold or not hasattr(os, "posix_fadvise"):
             return
         for key in keys:
-            with contextlib.suppress(OSError), open(os.open(self.path(key), _READ), "rb") as file:
+            with contextlib.suppress(OSError), _open(self.path(key)) as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def write(self, key: bytes, view: memoryview, used: int) -> bool:
@@ -142,15 +140,10 @@ class BlockFiles:
             made again knows the order of uses.
         """
         temporary = os.path.join(self._temporary, key.hex())
+        if (file := self._claim(temporary)) is None:
+            return False
         try:
-            descriptor = os.open(temporary, _WRITE, 0o666)
-        except FileExistsError:
-            if not self._is_stale(temporary):
-                return False
-            os.unlink(temporary)
-            descriptor = os.open(temporary, _WRITE, 0o666)
-        try:
-            with open(descriptor, "wb", buffering=0) as file:
+            with file:
                 while len(view):
                     view = view[file.write(view) :]
             os.utime(temporary, ns=(used, used))
@@ -164,6 +157,16 @@ class BlockFiles:
                 os.unlink(temporary)
             raise
         return True
+
+    def _claim(self, temporary: str) -> io.FileIO | None:
+        """Create the temporary file of a block; return None where a process is writing it."""
+        for _ in range(2):
+            with contextlib.suppress(FileExistsError):
+                return open(temporary, "xb", buffering=0)
+            if not self._is_stale(temporary):
+                break
+            os.unlink(temporary)
+        return None
 
     def set_used(self, key: bytes, used: int) -> None:
         """Set the time of a block's file to its time of use in nanoseconds."""
@@ -191,7 +194,7 @@ class BlockFiles:
         return {key for key in found if len(key) == KEY_SIZE}
 
     def all(self) -> Iterator[tuple[bytes, int, int]]:
-        """Yield key, size and time of writing in nanoseconds of every block."""
+        """Yield key, size and time of use in nanoseconds of every block."""
         for key in self.keys():
             facts = self.stat(key)
             if facts is not None:
@@ -207,6 +210,13 @@ class BlockFiles:
                     os.unlink(path)
                     removed += 1
         return removed
+
+    def has_writer(self, key: bytes) -> bool:
+        """Return whether a process is writing a block."""
+        try:
+            return not self._is_stale(os.path.join(self._temporary, key.hex()))
+        except OSError:
+            return False
 
     @staticmethod
     def _is_stale(path: str) -> bool:
@@ -333,10 +343,10 @@ class FolderStore(BlockStore):
         none: list[_Block] = []
         with self._putting:  # what another thread is writing is there when this call returns
             new = self._transact(lambda rows: self._reserve(rows, found), none)
-            written = self._write(new)
+            outcomes = self._write(new)
             if new:
-                self._transact(lambda rows: self._settle(rows, new, written), None)
-        return len(written)
+                self._transact(lambda rows: self._settle(rows, new, outcomes), None)
+        return outcomes.count(True)
 
     def _reserve(self, rows: Rows, items: list[tuple[bytes, memoryview]]) -> list[_Block]:
         """Make room for blocks and count them before they are written; return those to write."""
@@ -347,9 +357,10 @@ class FolderStore(BlockStore):
             facts = self._files.stat(key)
             if facts is not None:
                 rows.add(key, facts.st_size, now - i)
+            if facts is not None or self._files.has_writer(key):
                 self.counters.add(known=1)
                 continue
-            rows.remove(key)  # of a writer that died, or is at work: one of the two writes it
+            rows.remove(key)  # of a writer that died
             cost = block_cost(len(view))
             if cost > room:
                 self.counters.add(too_large=1)
@@ -363,33 +374,34 @@ class FolderStore(BlockStore):
             new.append((key, view, now - i))
         return new
 
-    def _write(self, new: list[_Block]) -> set[bytes]:
-        """Write blocks to their files; return the keys of those that were written."""
-        written = set()
-        for i, (key, view, used) in enumerate(new):
-            try:
-                if self._files.write(key, view, used):
-                    written.add(key)
-                    self.counters.add(written=1, bytes_written=len(view))
-                else:
-                    self.counters.add(known=1)
-            except OSError as error:
-                if self._failed(error) == "full":
-                    self.counters.add(full=len(new) - i - 1)
-                    break
-        return written
-
-    def _settle(self, rows: Rows, new: list[_Block], written: set[bytes]) -> None:
-        """Make the rows those of the files again."""
+    def _write(self, new: list[_Block]) -> list[bool | None]:
+        """Write blocks; return for each whether that worked, None if another process writes it."""
+        outcomes: list[bool | None] = []
         for key, view, used in new:
-            if key in written:
+            try:
+                is_ours = self._files.write(key, view, used)
+            except OSError as error:
+                outcomes.append(False)
+                if self._failed(error) == "full":
+                    self.counters.add(full=len(new) - len(outcomes))
+                    break
+            else:
+                outcomes.append(is_ours or None)
+                n_bytes = len(view) if is_ours else 0
+                self.counters.add(written=is_ours, known=not is_ours, bytes_written=n_bytes)
+        return outcomes + [False] * (len(new) - len(outcomes))
+
+    def _settle(self, rows: Rows, new: list[_Block], outcomes: list[bool | None]) -> None:
+        """Make the rows those of the files again."""
+        for (key, view, used), is_written in zip(new, outcomes, strict=True):
+            if is_written:
                 rows.add(key, len(view), used)  # a store that was opened may have removed it
-            elif self._files.stat(key) is None:
+            elif is_written is False and self._files.stat(key) is None:
                 rows.remove(key)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used now, in one transaction; see `BlockStore.touch`."""
-        keys = check_keys(keys)
+        keys = list(dict.fromkeys(check_keys(keys)))
         none: list[tuple[bytes, int]] = []
         for key, used in self._transact(lambda rows: self._use(rows, keys), none):
             self._files.set_used(key, used)
@@ -467,9 +479,7 @@ class FolderStore(BlockStore):
         try:
             self._files.make_folders()
             self.counters.add(swept=self._files.sweep())
-            with contextlib.suppress(sqlite3.DatabaseError), self._transaction() as rows:
-                rows.check()  # a damaged index is removed, and made again by the next transaction
-            known = {key for key, _, _ in self._index.read()}
+            known = self._check()
             there = self._files.keys()
             if known != there:
                 with self._transaction() as rows:
@@ -477,6 +487,13 @@ class FolderStore(BlockStore):
         except _FAILURES as error:
             self._failed(error)
             _log.warning("blocks in %s are read, but not written: %s", self.path, error)
+
+    def _check(self) -> set[bytes]:
+        """Return the keys of a sound index: one that is damaged is removed, and made again."""
+        with contextlib.suppress(sqlite3.DatabaseError), self._transaction() as rows:
+            return rows.check()
+        with self._transaction() as rows:
+            return rows.check()
 
     def _reconcile(self, rows: Rows, without_row: set[bytes], without_file: set[bytes]) -> None:
         """Add rows that are missing, and remove those of files that are."""

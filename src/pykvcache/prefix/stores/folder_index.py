@@ -202,14 +202,15 @@ class Rows:
         """Return key, size and time of use in nanoseconds of every block."""
         return self._select("SELECT key, size, used FROM blocks", (), bytes, int, int)
 
-    def check(self) -> None:
-        """Raise `sqlite3.DatabaseError` if the index contradicts itself."""
+    def check(self) -> set[bytes]:
+        """Return the keys of all blocks; raise `sqlite3.DatabaseError` if the index is damaged."""
         ((found,),) = self._connection.execute("PRAGMA quick_check(1)").fetchall()
         if found != "ok":
             raise sqlite3.DatabaseError(found)
-        sql = f"SELECT coalesce(sum({_COST.format('blocks')}), 0) FROM blocks"
-        if self._select(sql, (), int) != [(self.n_bytes(),)]:
+        rows = self.all()
+        if sum(block_cost(size) for _, size, _ in rows) != self.n_bytes():
             raise sqlite3.DatabaseError("the total of the index is wrong")
+        return {key for key, _, _ in rows}
 
 
 def _check_version(connection: sqlite3.Connection) -> int:

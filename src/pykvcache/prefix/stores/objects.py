@@ -200,7 +200,7 @@ class ObjectStore(RemoteStore):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that blocks are used now; it is recorded within a minute, or by `close`."""
-        keys = check_keys(keys)
+        keys = list(dict.fromkeys(check_keys(keys)))
         with self._lock:
             self._now = max(time.time_ns(), self._now + len(keys))
             self._uses.update((key, self._now - i) for i, key in enumerate(keys))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pykvcache.prefix.stores.base import (

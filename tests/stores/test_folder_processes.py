@@ -187,7 +187,7 @@ def test_a_child_that_is_forked_while_threads_are_in_sqlite_opens_a_store(tmp_pa
                 n += 1
         threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
         for thread in threads: thread.start()
-        for n in range(80):
+        for n in range(25):
             pid = os.fork()
             if not pid:
                 signal.alarm(30)

@@ -91,9 +91,9 @@ def test_when_the_first_one_leaves_the_next_one_looks(
     write(make_context("llama"), gate.store, SHARED)
     cache = PrefixCache(make_context("llama", n_ctx=1024), block_size=SIZE, tiers=[gate], **WAIT)
     generator = BatchGenerator(cache)
-    mine = cache._new(prompts(1)[0])
+    mine = cache.open(prompts(1)[0], search=False)
     handles = [generator.submit(mine, 2), *(generator.submit(one, 2) for one in prompts(4)[1:])]
-    assert mine._pending is not None
+    assert mine.search is not None
     if how == "abort":
         handles[0].abort()
     else:
@@ -124,7 +124,7 @@ def test_as_many_searches_as_requests_may_run(make_context: Make) -> None:
     cache = PrefixCache(make_context("llama", n_ctx=1024), block_size=SIZE, tiers=[gate], **WAIT)
     generator = BatchGenerator(cache, 2)
     handles = [generator.submit(words(20 + i, 30), 1) for i in range(12)]
-    looking = sum(one.name == "pykvcache-fetch" for one in threading.enumerate())
+    looking = sum(one.name == "pykvcache-load" for one in threading.enumerate())
     assert looking <= 2 + 1
     gate.closing.set()
     generator.run()

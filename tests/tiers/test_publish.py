@@ -19,7 +19,7 @@ from tiers.test_tiers import SIZE, words
 pytest.importorskip("zmq", reason="pip install 'pykvcache[zmq]'")
 pytest.importorskip("msgpack", reason="pip install 'pykvcache[zmq]'")
 
-from pykvcache.prefix import publish
+from pykvcache.prefix import zmq_events as publish
 from pykvcache.prefix.zmq_events import EventPublisher
 
 Make = Callable[..., LlamaContext]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import sqlite3
@@ -43,8 +44,6 @@ _log = logging.getLogger("pykvcache.prefix")
 MIN_BYTES = 4 << 20
 # Kept free for what the index grows by in one transaction.
 _MARGIN = 1 << 20
-# How many blocks are written between two transactions.
-_AT_ONCE = 64
 # A temporary file that was not written to for so many seconds has no writer any more.
 _STALE_SECONDS = 60.0
 # A file that is read more slowly comes from the disk: so many seconds, and bytes per second.
@@ -60,14 +59,13 @@ _TAG = """Signature: 8a477f597d28d172789f06886806bc55
 """
 
 
-def _flags(*names: str) -> int:
-    """Return flags of `os.open`, those that this system has."""
-    return sum(getattr(os, name, 0) for name in names)
-
-
 # A pipe in a block's place must not make a reader wait, nor a link lead it elsewhere.
-_READ = _flags("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
-_WRITE = _flags("O_WRONLY", "O_CREAT", "O_EXCL", "O_CLOEXEC", "O_BINARY")
+_PLAIN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+
+
+def _open(path: str) -> io.FileIO:
+    """Open a file to read it."""
+    return open(path, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | _PLAIN))
 
 
 class BlockFiles:
@@ -108,7 +106,7 @@ class BlockFiles:
     def read_into(self, key: bytes, view: memoryview) -> int:
         """Read a block into the front of a buffer; return its size, which may be larger."""
         began = time.perf_counter()
-        with open(os.open(self.path(key), _READ), "rb", buffering=0) as file:
+        with _open(self.path(key)) as file:
             facts = os.fstat(file.fileno())
             if not stat.S_ISREG(facts.st_mode):
                 raise FileNotFoundError("not a regular file")
@@ -127,7 +125,7 @@ class BlockFiles:
         if not self._is_cold or not hasattr(os, "posix_fadvise"):
             return
         for key in keys:
-            with contextlib.suppress(OSError), open(os.open(self.path(key), _READ), "rb") as file:
+            with contextlib.suppress(OSError), _open(self.path(key)) as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def write(self, key: bytes, view: memoryview, used: int) -> bool:
@@ -142,15 +140,10 @@ class BlockFiles:
             made again knows the order of uses.
         """
         temporary = os.path.join(self._temporary, key.hex())
+        if (file := self._claim(temporary)) is None:
+            return False
         try:
-            descriptor = os.open(temporary, _WRITE, 0o666)
-        except FileExistsError:
-            if not self._is_stale(temporary):
-                return False
-            os.unlink(temporary)
-            descriptor = os.open(temporary, _WRITE, 0o666)
-        try:
-            with open(descriptor, "wb", buffering=0) as file:
+            with file:
                 while len(view):
                     view = view[file.write(view) :]
             os.utime(temporary, ns=(used, used))
@@ -164,6 +157,16 @@ class BlockFiles:
                 os.unlink(temporary)
             raise
         return True
+
+    def _claim(self, temporary: str) -> io.FileIO | None:
+        """Create the temporary file of a block; return None where a process is writing it."""
+        for _ in range(2):
+            with contextlib.suppress(FileExistsError):
+                return open(temporary, "xb", buffering=0)
+            if not self._is_stale(temporary):
+                break
+            os.unlink(temporary)
+        return None
 
     def set_used(self, key: bytes, used: int) -> None:
         """Set the time of a block's file to its time of use in nanoseconds."""
@@ -191,7 +194,7 @@ class BlockFiles:
         return {key for key in found if len(key) == KEY_SIZE}
 
     def all(self) -> Iterator[tuple[bytes, int, int]]:
-        """Yield key, size and time of writing in nanoseconds of every block."""
+        """Yield key, size and time of use in nanoseconds of every block."""
         for key in self.keys():
             facts = self.stat(key)
             if facts is not None:

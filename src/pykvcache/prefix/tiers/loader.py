@@ -209,15 +209,16 @@ class Load:
         if n <= wanted.known:
             return
         found = Loaded(n, end=end)
-        if not self._read_windows(found) or not self._read_attention(found, spans):
+        # Both in any case: whatever is wrong is removed at once, and written again.
+        has_all = [self._read_windows(found), self._read_attention(found, spans)]
+        if not all(has_all):
             return
-        for name, tier in self._notices(found):
-            tier.notices.stored([place(wanted.names, wanted.tokens, size, name, wanted.namespace)])
+        for span in spans:
+            blocks = [at for at in range(span.begin, span.end) if at in found.attention]
+            span.tier.notices.stored(
+                place(wanted.names, wanted.tokens, size, at, wanted.namespace) for at in blocks
+            )
         self.found = found
-
-    def _notices(self, found: Loaded) -> Iterator[tuple[int, Tier]]:
-        for at, (_, tier) in sorted(found.attention.items()):
-            yield at, tier
 
     def _look(self) -> list[_Span]:
         """Find out which attention blocks are there: each tier goes on where the one above ends."""

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -48,6 +48,8 @@ class Chain:
         Whose they are.
     uses
         Keys of all records that a prompt uses, in the order of `BlockStore.touch`.
+    has_begun
+        Whether the thread has taken some of its items.
     removes
         Keys to remove instead.
     blocks
@@ -57,6 +59,7 @@ class Chain:
     items: list[Item] = field(default_factory=list)
     namespace: str = ""
     uses: list[bytes] = field(default_factory=list)
+    has_begun: bool = False
     removes: list[bytes] = field(default_factory=list)
     blocks: dict[bytes, Place] = field(default_factory=dict)
 
@@ -209,17 +212,21 @@ class Writer:
                     return
                 self._is_busy = True
                 chain = self._queue[0]
+                is_first, chain.has_begun = not chain.has_begun, True
                 items = self._take(chain)
                 if is_last := not chain.items:
                     self._queue.popleft()
             began = time.thread_time()
             if chain.removes:
                 self.tier.discard(chain.removes)
+            if is_first and (items or self._is_due(chain.uses)):
+                # First, so that room for its end is not made by evicting its beginning.
+                self.tier.touch(chain.uses)
             if items:
                 self.tier.put(items, chain.blocks)
+            if is_last and items:
+                self.tier.touch(chain.uses)  # what was put is more recent than what it needs
             del items  # its memory can be used again
-            if is_last and (uses := self._untouched(chain.uses)):
-                self.tier.touch(uses)
             self._pause(time.thread_time() - began)
 
     def _has_work(self) -> bool:
@@ -262,13 +269,18 @@ class Writer:
         self.n_bytes -= sum(memoryview(data).nbytes for _, data in items)
         self.n_items -= len(items)
 
-    def _untouched(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys that were not touched lately, and take note that they are now."""
+    def _is_due(self, keys: Sequence[bytes]) -> bool:
+        """Return whether a path is to be touched: any of its keys was not for a while.
+
+        A path is touched whole or not at all: otherwise its end would be more recent than what it
+        needs.
+        """
         now = time.monotonic()
-        found = [key for key in keys if self._touched.get(key, 0.0) <= now]
-        for key in found:
+        if all(self._touched.get(key, 0.0) > now for key in keys):
+            return False
+        for key in keys:
             self._touched[key] = now + _TOUCH_SECONDS
             self._touched.move_to_end(key)
         while len(self._touched) > _TOUCHED:
             self._touched.popitem(last=False)
-        return found
+        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -67,7 +68,7 @@ def test_random_requests_evaluate_less_with_more_memory(kinds: Kinds, policy: st
             before = min(before, model.evaluated)
             total[budget] += model.evaluated
     amounts = list(total.values())
-    for less, more in zip(amounts, amounts[1:], strict=False):
+    for less, more in pairwise(amounts):
         assert more <= 1.02 * less
 
 

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from pykvcache.prefix.stores import BlockStore, Envelope, open_store
 from pykvcache.prefix.tiers.loader import Load, Wanted
@@ -130,8 +130,8 @@ class Tiers:
                     writer.dropped += 1
                     continue  # nothing more is taken out that would be dropped
                 if (data := record.bytes()) is not None:
-                    size += memoryview(data).nbytes
-                    chain.items.append((record.key, data))
+                    size += data.nbytes
+                    chain.items.append((record.key, cast("Any", data)))
                     if record.place is not None:
                         chain.blocks[record.key] = record.place
             writer.offer(chain)

@@ -95,8 +95,8 @@ cdef extern from "state_pieces.h" namespace "pykv" nogil:
 
     int32_t state_join(const memory*, bool v_trans, llama_seq_id, const vector[vector[cell_arrays]]&,
                        joined_state&)
-    int32_t state_fit(const memory*, bool v_trans, llama_seq_id, uint32_t n_seq_max, const vector[state_block]&,
-                      const vector[state_piece]&, joined_state&)
+    int32_t state_fit(const memory*, bool v_trans, llama_seq_id, uint32_t n_seq_max,
+                      const vector[state_block]&, const vector[state_piece]&, joined_state&)
     size_t n_cell_ids(uint64_t size, uint32_t n, bool extended)
     void read_cells(const uint8_t* at, uint32_t n, bool extended, int32_t* positions, int32_t* ext,
                     int32_t* offsets, llama_seq_id* ids)

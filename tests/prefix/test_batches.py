@@ -120,28 +120,3 @@ def test_what_cannot_be_rewound_is_kept_where_those_who_wait_part(
                 assert handle.tokens.tolist() == list(alone.generate(1))
         once = 200 + 40 + (20 - 16 + 9) + (41 - 40 + 9) + 9
         assert ctx.tokens_evaluated <= once
-
-
-@pytest.mark.parametrize("n", [40, 41, 56])
-@pytest.mark.parametrize("n_chunk", [1, 2, 3, 5, 13, 39, 64])
-@pytest.mark.parametrize("name", ["gemma3", "jamba"])
-def test_parts_of_any_size_leave_the_checkpoints_of_a_prompt(
-    name: str, n_chunk: int, n: int, make_context: Make
-) -> None:
-    """Also where a part is one token, as what is generated is."""
-    prompt = words(1, n)
-    kept = []
-    for is_batch in (False, True):
-        ctx = make_context(name, n_ctx=512, n_seq_max=2)
-        with PrefixCache(ctx, block_size=SIZE) as cache:
-            if is_batch:
-                BatchGenerator(cache, n_chunk=n_chunk).submit(prompt, 4).wait()
-            else:
-                with cache.sequence(prompt) as sequence:
-                    list(sequence.generate(4))
-            runs = cache._ram.tree.runs()
-            kept.append({run.start * SIZE for run in runs if run.is_checkpoint})
-            known = [cache.sequence(prompt[:i] + words(2, 9)).reuse.ram for i in range(1, n)]
-            kept.append(set(known))
-    assert kept[0] <= kept[2]
-    assert kept[1] <= kept[3]

@@ -33,7 +33,7 @@ def test_it_compares_with_the_sequence_that_agrees_most(context: LlamaContext) -
         newer = cache.sequence([*BASE[:20], 49])
         assert newer.reuse.live == 20
         piece = context.model.token_to_piece(45, special=True).decode()
-        assert newer.reuse.reason.endswith(f"the nearest known has {piece!r}")
+        assert newer.reuse.reason.endswith(f"the nearest known prompt has {piece!r}")
         del evaluated
 
 
@@ -59,4 +59,4 @@ def test_after_the_model_was_closed_it_names_ids(context: LlamaContext) -> None:
             first.evaluate()
         one = cache.sequence([*BASE[:21], 50])
         context.model.close()
-        assert one.reuse.reason == f"token 21 is 50: the nearest known has {BASE[21]}"
+        assert one.reuse.reason == f"token 21 is 50: the nearest known prompt has {BASE[21]}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pykvcache.prefix.runs import Run
+from pykvcache.prefix.node import Node as Run
 
 from pykvcache.prefix.policies import POLICIES
 from pykvcache.prefix.policies.simple import LRU

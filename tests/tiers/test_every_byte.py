@@ -28,7 +28,7 @@ from pykvcache.prefix.stores import (
     open_store,
 )
 from pykvcache.prefix.stores import envelope as sealing
-from pykvcache.prefix.tiers import ends
+from pykvcache.prefix.tiers import records as ends
 from pykvcache.prefix.tiers.records import end_key
 from stores.servers import PATIENT, redis_server
 from tiers.kit import clear_memory

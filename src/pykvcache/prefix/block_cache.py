@@ -243,13 +243,16 @@ class BlockCache:
             Those with chunks that are None, for the caller to fill; or for `abandon`.
         """
         tree, size = self.tree, self.shape.block_size
-        known, n_removed = tree.match(tokens, namespace).n // size, len(tree.removed)
+        before_it, n_removed = tree.match(tokens, namespace), len(tree.removed)
+        known = before_it.n // size
+        # Before anything leaves: what was known may leave for what is new.
+        parent = before_it.node.name_at(known, size) if known else b""
         holes, hold = tree.insert(tokens, plan, namespace, keep=owner is not None)
         if hold is not None:
             self._let_go(self._holds.pop(id(owner), None), is_use=False)
             self._holds[id(owner)] = _Owned(weakref.ref(owner), hold)
         match = tree.match(tokens, namespace)
-        parent = match.node.name_at(known, size)
+        parent = parent or match.node.name_at(0, size)
         text = tokens[known * size * TOKEN_SIZE :]
         if len(tree.removed) > n_removed:
             # Of new blocks that left at once nothing is reported.

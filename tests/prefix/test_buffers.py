@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 
 import numpy as np
-import pytest
 
-from pykvcache import LlamaContext, PrefixCache
-from pykvcache.prefix import buffers
 from pykvcache.prefix.buffers import MIN_POOLED_BYTES, BufferPool
 
 SIZE = MIN_POOLED_BYTES

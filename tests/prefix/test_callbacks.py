@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from pykvcache.prefix.node import Node as Run
 
 from memory.kit import Logits, apart
 from prefix.accounts import check_accounts
 from pykvcache import LlamaContext, LlamaSequence, PrefixCache, Sampler
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent
+from pykvcache.prefix.node import Node as Run
 from pykvcache.prefix.policies import LRU
 from pykvcache.prefix.stores import MemoryStore
 from support.models import RIGHT

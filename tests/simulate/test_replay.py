@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pykvcache.prefix.node import Node as Run
 
+from pykvcache.prefix.node import Node as Run
 from pykvcache.prefix.policies import POLICIES
 from pykvcache.prefix.policies.simple import LRU
 from pykvcache.simulate import Trace, compare, draw, most_hits, replay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Protocol, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,23 @@ from pykvcache.state.saved import Path
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pykvcache.prefix.cache import PrefixCache
     from pykvcache.prefix.tier_link import Search
 
 __all__ = ["CachedSequence"]
+
+
+class Owner(Protocol):
+    """What a sequence needs of its `PrefixCache`."""
+
+    @property
+    def keep_logits(self) -> bool:
+        """Whether the logits after each prompt are kept."""
+
+    def joined(self, sequence: CachedSequence, parent: CachedSequence) -> None:
+        """Take note of a fork."""
+
+    def give(self, sequence: CachedSequence, n: int | None) -> None:
+        """Take over what a sequence evaluated, or its first n tokens, before it closes."""
 
 
 class CachedSequence(LlamaSequence):
@@ -33,7 +46,7 @@ class CachedSequence(LlamaSequence):
     Closing it (or dropping it) gives the cache what it evaluated.
     """
 
-    _cache: PrefixCache
+    _cache: Owner
     _namespace: str
     _report = ReuseReport()
     _reason: Reason | None = None  # put into words when it is read
@@ -80,7 +93,7 @@ class CachedSequence(LlamaSequence):
 
     # What its cache notes -----------------------------------------------------------------------
 
-    def _join(self, cache: PrefixCache, namespace: str) -> None:
+    def _join(self, cache: Owner, namespace: str) -> None:
         self._cache, self._namespace = cache, namespace
 
     def set_report(self, report: ReuseReport, reason: Reason) -> None:

@@ -149,6 +149,8 @@ class LLM(Closing):
         Whose prefixes to share; namespaces never share anything.
     secret
         At least 16 bytes: blocks outside this process are encrypted (``pykvcache[crypto]``).
+    tier_seconds
+        How long a request waits for `cache` at most. Default: a tenth of what evaluating takes.
     **options
         What else `LlamaContext` takes, such as ``type_k="q8_0"``, ``n_threads=4``.
 
@@ -179,6 +181,7 @@ class LLM(Closing):
         ram_bytes: SupportsIndex | None = None,
         namespace: str = "",
         secret: bytes | str | None = None,
+        tier_seconds: float | None = None,
         **options: Any,
     ) -> None:
         n_seq_max = as_int(n_parallel, "n_parallel", 1, 256)
@@ -201,6 +204,7 @@ class LLM(Closing):
                     namespace=namespace,
                     tiers=as_tiers(cache),
                     secret=secret,
+                    tier_seconds=tier_seconds,
                 )
                 self._generator = BatchGenerator(self._cache)
             except BaseException:

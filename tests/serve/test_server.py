@@ -170,6 +170,8 @@ def start(*options: str, folder: Path) -> tuple[subprocess.Popen[str], str]:
         "serve",
         "--port",
         "0",
+        "--tier-seconds",
+        "5",
         "--cache",
         os.fspath(folder),
     ]

@@ -69,6 +69,12 @@ http://127.0.0.1:8080/ shows the cache live.
     help="Memory for the prefix cache. Default: an eighth of what is free.",
 )
 @click.option(
+    "--tier-seconds",
+    type=float,
+    metavar="SECONDS",
+    help="How long a request waits for the tiers. Default: a tenth of what evaluating takes.",
+)
+@click.option(
     "--n-ctx",
     type=number(0, 2**31 - 1),
     help="Cells of the context, over all sequences. Default: what fits.",
@@ -195,6 +201,7 @@ def serve(
         "cache": list(tiers),
         "ram_bytes": None if ram_mib is None else ram_mib << 20,
         "secret": options["secret"],
+        "tier_seconds": options["tier_seconds"],
     }
     models = Models(
         files,

@@ -144,8 +144,11 @@ class Generation:
                     raise handle.error
                 text = handle.text
                 tokens = handle.tokens[counted[i] :].tolist()
+                logprobs: list[dict[int, float]] = []
+                if self.job.logprobs:  # those of the last tokens may be on their way
+                    logprobs = handle.logprobs[counted[i] :]
+                    tokens = tokens[: len(logprobs)] if reason is None else tokens
                 if tokens or reason:
-                    logprobs = handle.logprobs[counted[i] :] if self.job.logprobs else []
                     written = self._written(raw[i], tokens, reason is not None)
                     yield Piece(i, text[shown[i] :], written, tokens, logprobs, reason)
                     shown[i] = len(text)

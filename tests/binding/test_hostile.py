@@ -33,7 +33,7 @@ from pykvcache import (
 )
 from pykvcache.generate import RequestTimes
 from pykvcache.prefix import report
-from pykvcache.prefix.report import CacheStats, Difference, Reason
+from pykvcache.prefix.report import CacheStats, Reason
 from pykvcache.prefix.stores.base import BlockStore
 from pykvcache.state import PartialState
 from support.forks import run_forked

@@ -55,7 +55,7 @@ def test_so_many_shared_tokens_are_waited_for(
     assert (ctx.tokens_evaluated == once) if is_once else ctx.tokens_evaluated > once
 
 
-@pytest.mark.xfail(reason="requests wait differently on states")
+@pytest.mark.xfail(reason="requests wait differently on states", strict=False)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba"])
 @pytest.mark.parametrize("n", [31, 32, 33, 34, 40, 47, 63, 65, 79, 97])
 def test_what_is_left_of_a_shared_prefix_after_a_part_is_evaluated_once_too(

@@ -18,7 +18,7 @@ def context(model_folder: Path) -> LlamaContext:
     return LlamaContext(model, n_ctx=256, n_seq_max=4, n_threads=1, **EXACT)
 
 
-@pytest.mark.xfail(reason="the reason has other words now")
+@pytest.mark.xfail(reason="the reason has other words now", strict=False)
 def test_it_compares_with_the_sequence_that_agrees_most(context: LlamaContext) -> None:
     """What most can be taken from may agree less: here the other one is not evaluated yet."""
     with context, PrefixCache(context, block_size=4) as cache:

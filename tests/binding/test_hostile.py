@@ -33,7 +33,7 @@ from pykvcache import (
 )
 from pykvcache.generate import RequestTimes
 from pykvcache.prefix import report
-from pykvcache.prefix.report import CacheStats, Reason
+from pykvcache.prefix.report import CacheStats, Difference, Reason
 from pykvcache.prefix.stores.base import BlockStore
 from pykvcache.state import PartialState
 from support.forks import run_forked
@@ -101,6 +101,7 @@ def test_the_driver_knows_every_public_class_and_function() -> None:
         RequestTimes,
         CacheStats,
         pykvcache.LLM,
+        Difference,
         Reason,
     )
     # The choices of options can be "called", too.

@@ -4,7 +4,7 @@
     python -m benchmarks --only calls --quick     one group, little, into build/bench/
 
 Groups: calls, throughput, generate, prefix, tiers, reuse, state, arrays, footprint, growth,
-portable.
+portable; and real, which is measured only where it is named.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from benchmarks.harness import Plan, closing
 from benchmarks.models import BUILD, ROOT
 from benchmarks.settings import EQUAL
 
+#: Measured only where it is named: it needs a model of 250 MB.
+NAMED = ("real",)
 GROUPS = (
     *("calls", "throughput", "generate", "prefix", "tiers", "reuse", "state"),
     *("arrays", "footprint", "growth", "portable"),
@@ -36,7 +38,9 @@ def arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", action="append", choices=GROUPS, help="a group; may be repeated")
+    parser.add_argument(
+        "--only", action="append", choices=GROUPS + NAMED, help="a group; may be repeated"
+    )
     parser.add_argument("--skip", action="append", choices=GROUPS, default=[], help="not this one")
     parser.add_argument("--quick", action="store_true", help="few samples: to see that it works")
     parser.add_argument("--brief", action="store_true", help="2 samples of what takes seconds")

@@ -10,6 +10,12 @@ from benchmarks.harness import Row, leave_out
 
 Rows = dict[str, Row]
 
+#: Beginnings of rows that are ours alone.
+ALONE = {
+    "reuse": ("nothing shared", "restore"),
+    "real": ("another question", "12 prompts", "save, load", "chat, save"),
+}
+
 #: The end of a row's name that says how large it was.
 SIZE = re.compile(r", (\d[\d,]*(?: [A-Za-z]+)?)$")
 
@@ -19,7 +25,7 @@ def explained(rows: Rows, result: Mapping[str, Any], group: str) -> Rows:
     if group in ("arrays", "portable"):  # ours and NumPy, or ours twice
         return rows
     # What we alone do, in several ways: a table of its own.
-    alone = ("empty", *(("nothing shared", "restore") if group == "reuse" else ()))
+    alone = ("empty", *ALONE.get(group, ()))
     names = [name for name, said in result["versions"].items() if isinstance(said, dict)]
     for name in names:
         if name != "thin" or group == "calls":

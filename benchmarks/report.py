@@ -219,6 +219,7 @@ WRITERS: dict[str, Callable[[Rows], str]] = {
     ),
     "growth": grown,
     "reuse": reused,
+    "real": reused,
     "portable": in_pairs,
 }
 

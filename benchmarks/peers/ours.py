@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from benchmarks.peers.ours_real import Real
 from benchmarks.peers.ours_reuse import Reuse
 from benchmarks.peers.ours_tiers import Tiered
 from benchmarks.peers.primitives import Answer, Rows
@@ -20,7 +21,7 @@ from pykvcache.enums import FlashAttention, GgmlType
 from pykvcache.kv import LayerKV, SequenceKV
 
 
-class Ours(Reuse, Tiered):
+class Ours(Reuse, Tiered, Real):
     """The public API, as a user calls it."""
 
     STATEMENTS: ClassVar[dict[str, str]] = {

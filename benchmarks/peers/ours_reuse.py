@@ -34,6 +34,11 @@ def copy(ctx: LlamaContext, sequence: LlamaSequence, blocks: list[Any], size: in
     assert ctx.native.get_blocks(cells.live_id, 0, size, blocks[: cells.n_fresh // size])
 
 
+def cell_bytes(ctx: LlamaContext) -> int:
+    """Return the bytes of all K and V of a token."""
+    return ctx.native.block_bytes("attention") + ctx.native.block_bytes("window")
+
+
 class Reuse:
     """The requests of the group."""
 
@@ -55,7 +60,7 @@ class Reuse:
                 return list(one.generate(n, sampler=greedy)), one.reuse.evaluated
 
         answer = play(work, ask, quick)
-        answer["cell_bytes"] = ctx.native.block_bytes()
+        answer["cell_bytes"] = cell_bytes(ctx)
         if cache is not None:
             answer["bytes"] = cache.stats().ram_bytes
             cache.close()

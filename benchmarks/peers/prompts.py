@@ -83,6 +83,7 @@ def strangers(n: int, n_tokens: int) -> list[Tokens]:
 
 
 WORK = {
+    "short chat": lambda ask, known, quick: chat(ask, known, *((4, 2) if quick else (16, 3))),
     "chat": lambda ask, known, quick: chat(ask, known, *((6, 3) if quick else (16, 6))),
     "tree": lambda ask, known, quick: tree(ask, known, *((3, 2) if quick else (4, 3))),
 }

@@ -20,7 +20,7 @@ NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help venv demo docs test test-real fuzz test-arrays test-device test-plain test-wheel asan lint format wheel bench clean
+.PHONY: FORCE help venv demo docs test test-all test-real fuzz test-arrays test-device test-plain test-wheel asan lint format wheel bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,9 @@ demo: $(VENV)/.built ## show what it does, on the model that ships with it
 test: lint ## lint, types, stubs, then every test (not those marked slow)
 	$(BIN)/python -m pytest -n auto
 
+test-all: $(VENV)/.dev $(VENV)/.built ## the tests of `make test` on every test model, and those marked slow: an hour
+	PYKVCACHE_EVERY_MODEL=1 $(BIN)/python -m pytest -n auto -m ""
+
 test-peers: $(VENV)/.peers $(VENV)/.built ## the tests beside transformers, mlx-lm and llama-server, which others skip
 	$(BIN)/python -m pytest -n auto tests/arrays/mlx/test_mlx_lm.py tests/binding/test_chat_digests.py \
 	  tests/state/test_llama_peer.py
@@ -45,7 +48,7 @@ test-real: $(VENV)/.real $(VENV)/.built ## the tests on real models, which other
 
 fuzz: $(VENV)/.dev $(VENV)/.built ## hostile calls, damaged models, random programs, an hour of them (SEED=1 CALLS=20000; longer: CALLS=100000; shorter: CALLS=2000 INTERRUPTS=200)
 	@echo "make fuzz SEED=$(SEED) CALLS=$(CALLS) INTERRUPTS=$(INTERRUPTS)"
-	PYKVCACHE_FUZZ_SEED=$(SEED) PYKVCACHE_FUZZ_CALLS=$(CALLS) PYKVCACHE_FUZZ_SECONDS=60 \
+	PYKVCACHE_EVERY_MODEL=1 PYKVCACHE_FUZZ_SEED=$(SEED) PYKVCACHE_FUZZ_CALLS=$(CALLS) PYKVCACHE_FUZZ_SECONDS=60 \
 	PYKVCACHE_FUZZ_INTERRUPTS=$(INTERRUPTS) \
 	  $(BIN)/python -m pytest -n auto -v --hypothesis-profile=fuzz tests/binding/test_hostile.py \
 	  tests/arrays/test_arrays_hostile.py tests/memory/test_random_programs.py tests/binding/test_damaged.py tests/binding/test_words.py \

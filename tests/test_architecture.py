@@ -153,35 +153,35 @@ def imports_of(path: Path) -> tuple[tuple[str, bool], ...]:
     return tuple(imports(ast.parse(path.read_text())))
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda p: p.relative_to(PACKAGE).as_posix())
-def test_imports_point_down(path: Path) -> None:
-    here = unit(path)
-    assert here in LEVEL, f"{here} has no place in LAYERS"
-    for name, lazy in imports_of(path):
-        there = ours(name)
-        if there is None or there == here:
-            continue
-        if there not in LEVEL:  # a name that pykvcache itself exports
-            there = "__init__"
-        below = LEVEL[there] < LEVEL[here]
-        # The package's own path is all that a function may ask of what is above it.
-        assert below or (lazy and name == "pykvcache"), f"{here} imports {name}"
-        assert there in ONLY.get(here, {there}), f"{here} may not import {name}"
+def test_imports_point_down() -> None:
+    for path in PYTHON:
+        here = unit(path)
+        assert here in LEVEL, f"{here} has no place in LAYERS"
+        for name, lazy in imports_of(path):
+            there = ours(name)
+            if there is None or there == here:
+                continue
+            if there not in LEVEL:  # a name that pykvcache itself exports
+                there = "__init__"
+            below = LEVEL[there] < LEVEL[here]
+            # The package's own path is all that a function may ask of what is above it.
+            assert below or (lazy and name == "pykvcache"), f"{here} imports {name}"
+            assert there in ONLY.get(here, {there}), f"{here} may not import {name}"
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda p: p.relative_to(PACKAGE).as_posix())
-def test_what_is_needed_is_numpy(path: Path) -> None:
-    here = unit(path)
-    for name, lazy in imports_of(path):
-        head = name.partition(".")[0]
-        if ours(name) in NEEDS_EXTRA and ours(name) != here:
+def test_what_is_needed_is_numpy() -> None:
+    for path in PYTHON:
+        here = unit(path)
+        for name, lazy in imports_of(path):
+            head = name.partition(".")[0]
+            if ours(name) in NEEDS_EXTRA and ours(name) != here:
+                assert lazy, f"{here} needs {name} to be imported at all"
+            if head in sys.stdlib_module_names or head == "pykvcache" or head in REQUIRED:
+                continue
+            if head in NEEDS_EXTRA.get(here, set()):
+                continue
+            assert head in EXTRAS.get(here, set()), f"{here} imports {name}"
             assert lazy, f"{here} needs {name} to be imported at all"
-        if head in sys.stdlib_module_names or head == "pykvcache" or head in REQUIRED:
-            continue
-        if head in NEEDS_EXTRA.get(here, set()):
-            continue
-        assert head in EXTRAS.get(here, set()), f"{here} imports {name}"
-        assert lazy, f"{here} needs {name} to be imported at all"
 
 
 def part(name: str) -> str | None:
@@ -189,31 +189,31 @@ def part(name: str) -> str | None:
     return name.removeprefix("pykvcache.prefix").strip(".").partition(".")[0] or None
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda p: p.relative_to(PACKAGE).as_posix())
-def test_the_tree_and_the_simulator_need_no_model(path: Path) -> None:
-    inside = path.relative_to(PACKAGE).with_suffix("").parts
-    if inside[0] != "simulate" and not (inside[0] == "prefix" and inside[1] in MODEL_FREE):
-        return
-    for name, _ in imports_of(path):
-        if ours(name) == "prefix":
-            assert part(name) in MODEL_FREE, f"{path.name} imports {name}"
-        else:
-            assert ours(name) in {
-                None,
-                "errors",
-                "_integers",
-                "_ranges",
-                "_lists",
-                "_paths",
-                inside[0],
-            }, f"{path.name} imports {name}"
+def test_the_tree_and_the_simulator_need_no_model() -> None:
+    for path in PYTHON:
+        inside = path.relative_to(PACKAGE).with_suffix("").parts
+        if inside[0] != "simulate" and not (inside[0] == "prefix" and inside[1] in MODEL_FREE):
+            continue
+        for name, _ in imports_of(path):
+            if ours(name) == "prefix":
+                assert part(name) in MODEL_FREE, f"{path.name} imports {name}"
+            else:
+                assert ours(name) in {
+                    None,
+                    "errors",
+                    "_integers",
+                    "_ranges",
+                    "_lists",
+                    "_paths",
+                    inside[0],
+                }, f"{path.name} imports {name}"
 
 
-@pytest.mark.parametrize("path", CYTHON, ids=lambda p: p.name)
-def test_the_compiled_layer_needs_errors_alone(path: Path) -> None:
-    assert unit(path) == "_native", "C is met in _native alone"
-    for name in cython_imports(path.read_text()):
-        assert ours(name) in {"_native", *ONLY["_native"]}, f"{path.name} imports {name}"
+def test_the_compiled_layer_needs_errors_alone() -> None:
+    for path in CYTHON:
+        assert unit(path) == "_native", "C is met in _native alone"
+        for name in cython_imports(path.read_text()):
+            assert ours(name) in {"_native", *ONLY["_native"]}, f"{path.name} imports {name}"
 
 
 FAMILIES = ("mlx", "ollama")

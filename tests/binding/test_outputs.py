@@ -11,7 +11,7 @@ from binding.kit import differ, words
 from pykvcache import LlamaBatch
 from pykvcache.errors import ClosedError, InvalidBatch, UnsupportedOperation
 from pykvcache.facts import PerfData
-from support.models import MODELS
+from support.models import MODELS, usual
 
 # Logits -------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ def test_rows_of_earlier_parts_are_copies_too(make_context: Any) -> None:
     assert (ctx.logits(0) == kept).all()
 
 
-@pytest.mark.parametrize("name", [n for n in MODELS if not MODELS[n].is_embedder])
+@pytest.mark.parametrize("name", [n for n in usual(MODELS) if not MODELS[n].is_embedder])
 def test_logits_are_finite_and_depend_on_the_tokens(make_context: Any, name: str) -> None:
     ctx = make_context(name)
     ctx.decode(words(10), seq_id=0)

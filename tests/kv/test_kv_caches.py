@@ -14,12 +14,12 @@ from pykvcache import LlamaContext, LlamaModel
 from pykvcache.arrays import ArraysCache, FlatKVCache, KVCache, RotatingKVCache
 from pykvcache.errors import CacheValueError
 from pykvcache.kv import RecurrentState, SequenceKV, from_caches, to_caches
-from support.models import EXACT, MODELS, RIGHT, make_model
+from support.models import EXACT, MODELS, RIGHT, make_model, usual
 
 from .kit import N, different, next_logits, words
 
 ROOT = Path(__file__).parents[2]
-NAMES = [n for n, i in MODELS.items() if i.has_arrays and not i.has_mrope]
+NAMES = [n for n in usual(MODELS) if MODELS[n].has_arrays and not MODELS[n].has_mrope]
 
 
 def context(model: LlamaModel, n: int = N) -> LlamaContext:

@@ -11,11 +11,11 @@ import pytest
 from pykvcache import LlamaContext, LlamaModel
 from pykvcache.errors import StateError, UnsupportedOperation
 from pykvcache.kv import SequenceKV
-from support.models import EXACT, MODELS, RIGHT, make_model
+from support.models import EXACT, MODELS, RIGHT, make_model, usual
 
 from .kit import N, different, next_logits, words
 
-WITH_MEMORY = [name for name, info in MODELS.items() if info.has_arrays]
+WITH_MEMORY = [name for name in usual(MODELS) if MODELS[name].has_arrays]
 TYPES: dict[str, dict[str, Any]] = {
     "exact": dict(EXACT),
     "f16-flash": {"flash_attn": "enabled"},

@@ -16,13 +16,13 @@ from pykvcache import LlamaContext, LlamaModel
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError, ReentryError, StaleViewError, UnsupportedOperation
 from pykvcache.kv import CacheView
-from support.models import EXACT, MODELS, make_model
+from support.models import EXACT, MODELS, make_model, usual
 
 from .kit import different, pairs, words
 
 pytestmark = pytest.mark.not_on_a_device(reason="the CPU cannot look into its memory")
 
-WITH_MEMORY = [name for name, info in MODELS.items() if info.has_arrays]
+WITH_MEMORY = [name for name in usual(MODELS) if MODELS[name].has_arrays]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache import LlamaContext
-from support.models import MODELS, RIGHT, ModelInfo
+from support.models import MODELS, RIGHT, ModelInfo, usual
 
 Logits = NDArray[np.float32]
 Tokens = NDArray[np.int32]
@@ -94,7 +94,7 @@ class Case:
 
 CASES = tuple(
     Case(name, unified, swa_full)
-    for name in NAMES
+    for name in usual(NAMES)
     for unified in (True, False)
     if (MODELS[name].can_unify if unified else MODELS[name].can_stream)
     for swa_full in (True, False)

@@ -20,7 +20,7 @@ from state.partial_kit import (
     put_back,
     refused,
 )
-from support.models import MODELS
+from support.models import MODELS, usual
 from support.stopping import stop_soon
 
 if TYPE_CHECKING:
@@ -200,6 +200,6 @@ def test_it_cures_an_aborted_decode(case: Case, bench: MakeBench) -> None:
 
 
 def test_every_forgetful_model_is_here() -> None:
-    with_states = {name: MODELS[name] for name in NAMES if MODELS[name].has_states}
+    with_states = {name: MODELS[name] for name in usual(NAMES) if MODELS[name].has_states}
     names = {name for name, info in with_states.items() if info.n_swa or info.has_recurrent_state}
     assert {case.name for case in FORGETFUL} == names

@@ -20,14 +20,14 @@ from pykvcache.errors import (
     StateTruncated,
     UnsupportedOperation,
 )
-from support.models import MODELS, RIGHT
+from support.models import MODELS, RIGHT, usual
 from support.raw_states import runs
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, FreshLogits
 
 WORDS = np.random.default_rng(5).integers(5, 250, 120).astype(np.int32)
-CACHED = [name for name, info in MODELS.items() if info.has_states]
+CACHED = [name for name in usual(MODELS) if MODELS[name].has_states]
 CASES = [
     pytest.param(name, unified, id=f"{name}-{'unified' if unified else 'streams'}")
     for name, unified in product(CACHED, (True, False))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,21 @@ from .blueprint import Blueprint, Key, Sizes
 Memory = Literal[
     "attention", "sliding-window", "recurrent", "hybrid", "hybrid-sliding-window", "other", "none"
 ]
+
+EVERY_MODEL = bool(os.environ.get("PYKVCACHE_EVERY_MODEL"))
+"""Whether tests over all memories take every model (`make test-all`), or one per memory class."""
+
+USUAL = (
+    *("llama", "gemma3", "qwen2vl", "mamba", "jamba", "lfm2_swa", "t5", "bert"),
+    *("dots3note", "deepseek4", "qwen4exp"),
+)
+"""One model per class of memory in llama.cpp, and one for each way of positions."""
+
+
+def usual(names: Iterable[str]) -> list[str]:
+    """Return those of some models that a run takes."""
+    return [name for name in names if EVERY_MODEL or name in USUAL]
+
 
 EXACT: Mapping[str, Any] = MappingProxyType(
     {"type_k": "f32", "type_v": "f32", "flash_attn": "disabled"}

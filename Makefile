@@ -14,7 +14,7 @@ INTERRUPTS ?= 2000
 
 # What the compiled layer is made of: a change of any of these rebuilds it, a change of a .py does not.
 NATIVE := CMakeLists.txt $(wildcard cmake/*) vendor/llama.cpp.lock vendor/fetch.py \
-          $(filter-out %.py %.pyi,$(wildcard src/pykvcache/_native/* src/pykvcache/_native/common/* src/pykvcache/_native/cpu/* src/pykvcache/_native/fast/* src/pykvcache/_native/plain/* src/pykvcache/_native/rpc/*)) $(wildcard models/*.gguf)
+          $(filter %.pyx %.pxd %.pxi %.h %.c %.cpp %.cmake %.txt,$(wildcard src/pykvcache/_native/* src/pykvcache/_native/*/*)) $(wildcard models/*.gguf)
 
 # Where it is set, every process compiles every module anew: half of what collecting the tests takes.
 export PYTHONDONTWRITEBYTECODE :=

@@ -1,4 +1,4 @@
-"""What values left in the x87 unit's registers cost a decode: the reason for `_native/x87.h`.
+"""What values left in the x87 unit's registers cost a decode: the reason for `_native/guard/x87.h`.
 
     python -m benchmarks.x87 [--rounds 60]
 

@@ -50,7 +50,7 @@ set(LLAMA_OPENSSL OFF)
 
 # ggml's AMX code takes products of one matrix with one, and reads and writes elsewhere where there are more, as with
 # several recurrent sequences. With this option it is built, for this machine only, and models of other products are loaded
-# without it (_native/header.cpp). Off, because no machine with AMX has run it yet.
+# without it (_native/guard/header.cpp). Off, because no machine with AMX has run it yet.
 option(PYKVCACHE_AMX "Build ggml's AMX code, for models that multiply by single matrices" OFF)
 if(PYKVCACHE_AMX)
   # GCC PR 114098: the stores that _tile_loadconfig reads are dropped.
@@ -80,7 +80,7 @@ if(TARGET ggml-cpu AND PYKVCACHE_KNOWS_AMX AND NOT PYKVCACHE_AMX)
   target_compile_options(ggml-cpu PRIVATE -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 endif()
 
-# ggml's C code reports a broken precondition through a callback of ours, which throws (_native/guarded.h).
+# ggml's C code reports a broken precondition through a callback of ours, which throws (_native/guard/guarded.h).
 if(CMAKE_CXX_COMPILER_ID MATCHES "GNU|Clang" AND TARGET ggml-cpu)
   target_compile_options(ggml-base PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
   target_compile_options(ggml-cpu PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)

@@ -1,6 +1,6 @@
 # What is read of llama.cpp beyond llama.h, and is not the same in every llama.cpp.
 #
-# Sets PYKVCACHE_HAS: a macro for each accessor that this one has (_native/probe_pin.h reads them). A tree
+# Sets PYKVCACHE_HAS: a macro for each accessor that this one has (_native/probe/probe_pin.h reads them). A tree
 # that cannot be built against is refused here in one line, before anything is compiled.
 
 # How states are laid out goes by this number; probe_state.h says what each of them has.

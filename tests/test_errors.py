@@ -155,7 +155,7 @@ def facts_in_texts(path: Path) -> list[str]:
 def test_no_builtin_is_raised_in_the_compiled_layer() -> None:
     """There they would come without facts; what a text says there is looked at by eye."""
     bare = re.compile(r"(raise|return) (ValueError|IndexError|KeyError|RuntimeError)\b")
-    for path in sorted((PACKAGE / "_native").glob("*.p[xy][ixd]*")):
+    for path in sorted((PACKAGE / "_native").rglob("*.p[xy][ixd]*")):
         if path.suffix in (".pyx", ".pxi"):
             assert not bare.search(path.read_text(encoding="utf-8")), path.name
 

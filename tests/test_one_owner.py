@@ -23,7 +23,8 @@ CHANGING_CALL = re.compile(
 
 def source(name: str) -> str:
     """Return a file without its comments and docstrings."""
-    text = (NATIVE / name).read_text(encoding="utf-8")
+    (path,) = NATIVE.rglob(name)
+    text = path.read_text(encoding="utf-8")
     return re.sub(r"(#|//).*", "", re.sub(r'""".*?"""', "", text, flags=re.DOTALL))
 
 
@@ -35,7 +36,7 @@ def edits() -> set[str]:
 def test_what_changes_a_memory_is_not_declared_for_cython() -> None:
     changing = edits()
     assert {"remove_cells", "copy_cells", "state_read", "run_decode", "flush"} <= changing
-    for file in [*DECLARATIONS, *(path.name for path in NATIVE.glob("*.pxi"))]:
+    for file in [*DECLARATIONS, *(path.name for path in NATIVE.rglob("*.pxi"))]:
         text = source(file)
         assert not CHANGING_CALL.search(text), file
         for name in changing:
@@ -46,7 +47,7 @@ def test_cython_has_the_memory_as_const() -> None:
     declared = "\n".join(source(file) for file in DECLARATIONS)
     assert re.search(r"\bconst memory\*", declared)
     assert not re.search(r"(?<!const )\bmemory\*", declared)
-    for path in NATIVE.glob("*.pxi"):
+    for path in NATIVE.rglob("*.pxi"):
         assert not re.search(r"(?<!const )\blib\.memory\*", source(path.name)), path.name
 
 
@@ -55,7 +56,7 @@ def test_only_sequence_facts_makes_the_key() -> None:
     assert key.split() == ["friend", "class", "sequence_facts;", "edit_key()", "{}"]
     for path in [*NATIVE.rglob("*.cpp"), *NATIVE.rglob("*.h")]:
         if path.name not in ("edit.h", "sequences.cpp"):
-            assert not re.search(r"edit_key\s*[({]\s*[)}]", source(str(path))), path.name
+            assert not re.search(r"edit_key\s*[({]\s*[)}]", source(path.name)), path.name
 
 
 def test_every_change_has_a_verb_that_keeps_the_facts() -> None:
@@ -86,7 +87,7 @@ def test_what_opens_cells_or_writes_tensors_asks_for_the_key() -> None:
     assert "explicit tensor_writes(const edit_key &)" in source("transfers.h")
     callers = set()
     for path in [*NATIVE.rglob("*.cpp"), *NATIVE.rglob("*.h")]:
-        text = source(str(path))
+        text = source(path.name)
         assert "ggml_backend_tensor_set" not in text or path.name == "transfers.cpp", path.name
         assert "tensor_copies<const" not in text or path.name.startswith("transfers."), path.name
         for function in text.split("\n}"):

@@ -30,8 +30,6 @@ cdef list _texts(const vector[string]& texts):
     return found
 
 
-include "cpu/cpu.pxi"
-
 cdef object _logger = logging.getLogger("pykvcache.llama")
 _logger.addHandler(logging.NullHandler())
 

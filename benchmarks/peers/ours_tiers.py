@@ -14,6 +14,7 @@ from benchmarks.models import _tests
 from benchmarks.peers.ours_many import Many
 from benchmarks.peers.primitives import Answer
 from pykvcache import LlamaSequence, PrefixCache
+from pykvcache.prefix.cache import core_of
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
 
 
@@ -35,10 +36,10 @@ class Tiered(Many):
             sequence.logits()
             seconds = time.perf_counter() - start
         cache.flush(120)
-        cache._link._evaluation.note(
+        core_of(cache).link.evaluation.note(
             0, n + 1, seconds
         )  # of its own accord one without tiers does not
-        self._time = cache._link._evaluation
+        self._time = core_of(cache).link.evaluation
         self._cache = cache
         self._forget()
         return {"seconds": seconds}
@@ -47,7 +48,7 @@ class Tiered(Many):
         tiers = [] if self._tier is None else [self._tier]
         cache = PrefixCache(self.context, tiers=tiers)
         if self._time is not None:
-            cache._link._evaluation = self._time  # a server has learned it long ago
+            core_of(cache).link.evaluation = self._time  # a server has learned it long ago
         return cache
 
     def _forget(self) -> None:
@@ -105,7 +106,7 @@ class Tiered(Many):
         tokens = self.array(0, n + 1)
         cache = PrefixCache(self.context, tiers=[slow])
         if self._time is not None:
-            cache._link._evaluation = self._time
+            core_of(cache).link.evaluation = self._time
         alone = self._alone(tokens)
         start = time.perf_counter()
         sequence = cache.sequence(tokens)

@@ -93,14 +93,7 @@ LIVE = 3
 """Objects of each kind that are kept open."""
 
 
-INTERNAL = {
-    "native",
-    # What the package itself calls of a prefix cache and its sequences, which check nothing.
-    *{name for name in dir(PrefixCache) if not name.startswith("_")}
-    - {"context", "block_size", "events", "sequence", "pin", "prefetch", "clear", "forget"}
-    - {"stats", "flush", "tree", "plot", "close", "is_closed"},
-    "cells",
-}
+INTERNAL = {"native"}
 
 
 def members(kind: type) -> tuple[list[str], list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, SupportsIndex, overload
 
 from pykvcache._closing import Closing
@@ -15,8 +15,8 @@ from pykvcache.errors import ArgumentError, ClosedError, DecodeAborted, ReentryE
 from pykvcache.generate.handle import GenerationHandle
 from pykvcache.generate.schedule import Schedule
 from pykvcache.generate.step import Stepper
-from pykvcache.prefix.cache import PrefixCache
-from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.prefix.cache import PrefixCache, core_of
+from pykvcache.prefix.sequence import request_of
 from pykvcache.sampling import Sampler, check_sampler
 from pykvcache.sequence.cells import SequenceCells, check_length
 from pykvcache.sequence.checkpoints import POINTS
@@ -71,10 +71,11 @@ class BatchGenerator(Closing):
         *,
         n_chunk: SupportsIndex | None = None,
     ) -> None:
-        cache = context if isinstance(context, PrefixCache) else None
+        cache = None
         if isinstance(context, PrefixCache):
-            context._check_open()
-            context = context.context
+            cache = core_of(context)
+            cache.check_open()
+            context = cache.context
         LlamaSequence(context).close()  # raises what a sequence of this context would
         most = context.n_seq_max
         n = most if max_sequences is None else as_int(max_sequences, "max_sequences", 1, most)
@@ -121,6 +122,8 @@ class BatchGenerator(Closing):
         logprobs: SupportsIndex = 0,
         priority: SupportsIndex = 0,
         namespace: str | None = None,
+        boundaries: Iterable[SupportsIndex] = (),
+        keep: SupportsIndex | None = None,
     ) -> GenerationHandle: ...
 
     @overload
@@ -135,6 +138,8 @@ class BatchGenerator(Closing):
         logprobs: SupportsIndex = 0,
         priority: SupportsIndex = 0,
         namespace: str | None = None,
+        boundaries: Iterable[SupportsIndex] = (),
+        keep: SupportsIndex | None = None,
     ) -> list[GenerationHandle]: ...
 
     def submit(
@@ -148,6 +153,8 @@ class BatchGenerator(Closing):
         logprobs: SupportsIndex = 0,
         priority: SupportsIndex = 0,
         namespace: str | None = None,
+        boundaries: Iterable[SupportsIndex] = (),
+        keep: SupportsIndex | None = None,
     ) -> GenerationHandle | list[GenerationHandle]:
         """Ask for a generation; it is made by `step`, `run`, or who iterates over the handle.
 
@@ -169,9 +176,14 @@ class BatchGenerator(Closing):
         logprobs
             How many of the likeliest tokens to give the log-probabilities of, per token.
         priority
-            Larger ones go first.
+            Larger ones go first; what they give to a cache leaves last.
         namespace
             Whose prefixes a prompt of a cache shares; default: the cache's.
+        boundaries
+            Numbers of tokens of a prompt after which messages end, as for `PrefixCache.sequence`.
+        keep
+            Number of first tokens, of the prompt and its answer, that the cache gets when the
+            request ends: without a model's thinking, say. None for all.
 
         Returns
         -------
@@ -191,13 +203,26 @@ class BatchGenerator(Closing):
         count = as_int(n, "n", 1, 2**16)
         n_logprobs = as_int(logprobs, "logprobs", 0, self._ctx.model.n_vocab)
         rank = as_int(priority, "priority", -(2**31), 2**31 - 1)
+        kept = None if keep is None else as_int(keep, "keep", 0)
+        if self._cache is None or isinstance(prompt, LlamaSequence):
+            for name, given in (("boundaries", list(boundaries) or None), ("keep", keep)):
+                if given is not None:
+                    raise ArgumentError(f"{name} needs a prompt, and a PrefixCache", name, given)
         sampler = Sampler(temperature=0) if sampler is None else check_sampler(sampler)
         stops = Stop.of(stop, self._ctx.model.n_vocab)
         stops.check_text(self._ctx.model)
         sampler.native.check(self._ctx.model.native)
         with self._pool.hold():
             self._check_open()
-            sequence = self._sequence(prompt, namespace)
+            if isinstance(prompt, LlamaSequence):
+                sequence = self._given(prompt)
+            else:
+                sequence = self._new(prompt, namespace, boundaries, rank, kept)
+            if not len(sequence):
+                raise ArgumentError(
+                    "the prompt has no tokens: there is nothing to evaluate", "prompt", 0, 1
+                )
+            check_length(self._ctx, len(sequence))
             handles = []
             for i in range(count):
                 own = sequence if i == 0 else self._beside(sequence)
@@ -223,29 +248,29 @@ class BatchGenerator(Closing):
         self._wake()
         return handles[0] if count == 1 else handles
 
-    def _sequence(
-        self, prompt: str | TokenInput | LlamaSequence, namespace: str | None
-    ) -> LlamaSequence:
-        if isinstance(prompt, LlamaSequence):
-            if prompt.context is not self._ctx:
-                raise ArgumentError("the sequence belongs to another context", "prompt")
-            prompt._check_open()
-            known = [*self._schedule.running, *self._schedule.waiting]
-            if any(handle._sequence is prompt for handle in known):
-                raise ArgumentError("the sequence is being generated already", "prompt")
-            sequence = prompt
-        else:
-            sequence = self._new(prompt, namespace)
-        if not len(sequence):
-            raise ArgumentError(
-                "the prompt has no tokens: there is nothing to evaluate", "prompt", 0, 1
-            )
-        check_length(self._ctx, len(sequence))
+    def _given(self, sequence: LlamaSequence) -> LlamaSequence:
+        """Check a sequence that is to grow."""
+        if sequence.context is not self._ctx:
+            raise ArgumentError("the sequence belongs to another context", "prompt")
+        sequence._check_open()
+        known = [*self._schedule.running, *self._schedule.waiting]
+        if any(handle._sequence is sequence for handle in known):
+            raise ArgumentError("the sequence is being generated already", "prompt")
         return sequence
 
-    def _new(self, prompt: str | TokenInput, namespace: str | None) -> LlamaSequence:
+    def _new(
+        self,
+        prompt: str | TokenInput,
+        namespace: str | None,
+        boundaries: Iterable[SupportsIndex],
+        priority: int,
+        keep: int | None,
+    ) -> LlamaSequence:
+        """Return a sequence of a prompt, of the cache where there is one."""
         if self._cache is not None:
-            return self._cache.open(prompt, namespace, search=False)
+            return self._cache.open(
+                prompt, namespace, boundaries=boundaries, priority=priority, keep=keep
+            )
         if namespace is not None:
             raise ArgumentError("a namespace needs a PrefixCache", "namespace", namespace)
         return self._plain(prompt)
@@ -265,11 +290,10 @@ class BatchGenerator(Closing):
         """Return a sequence for another sample; it shares with whom the first one does."""
         if sequence._cells.ledger.shifted_at is not None:
             return sequence.fork()  # its tokens alone do not say what is held
-        cache = self._cache
-        if cache is not None and isinstance(sequence, CachedSequence) and cache.serves(sequence):
-            own: LlamaSequence = cache.open(None, sequence.namespace, search=False)
-        else:
-            own = self._plain(None)
+        request = request_of(sequence)
+        if self._cache is not None and request is not None and request in self._cache.live:
+            return self._cache.open_beside(request)
+        own = self._plain(None)
         own._cells.ledger.append(sequence.tokens)
         return own
 

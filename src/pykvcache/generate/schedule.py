@@ -6,8 +6,9 @@ from bisect import insort
 
 from pykvcache.context import LlamaContext
 from pykvcache.generate.handle import GenerationHandle
-from pykvcache.prefix.cache import PrefixCache
-from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.prefix.core import CacheCore
+from pykvcache.prefix.request import Request
+from pykvcache.prefix.sequence import request_of
 from pykvcache.sequence.ledger import common_prefix
 from pykvcache.sequence.pool import SequencePool, Stage
 
@@ -45,7 +46,7 @@ class Schedule:
         ctx: LlamaContext,
         pool: SequencePool,
         max_sequences: int,
-        cache: PrefixCache | None = None,
+        cache: CacheCore | None = None,
     ) -> None:
         self.ctx = ctx
         self.cache = cache
@@ -55,7 +56,7 @@ class Schedule:
         self.running: list[GenerationHandle] = []
         #: On within a step: nobody who runs, or starts, is parked then.
         self.stage = Stage()
-        self._sought: list[CachedSequence] = []
+        self._sought: list[Request] = []
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -97,14 +98,13 @@ class Schedule:
                 for other in self.waiting:
                     self._waits_for_prefix(other)  # notes where they part
 
-    def _cached(self, handle: GenerationHandle) -> CachedSequence | None:
-        """Return the sequence of a request, if it is one of the cache."""
-        sequence = handle._sequence
-        return sequence if self.cache is not None and isinstance(sequence, CachedSequence) else None
+    def _cached(self, handle: GenerationHandle) -> Request | None:
+        """Return what the cache notes of a handle's sequence; None where it is none of a cache."""
+        return None if self.cache is None else request_of(handle._sequence)
 
     # Tiers: a request waits for them without standing in anybody's way ----------------------------
 
-    def _seeking(self) -> list[CachedSequence]:
+    def _seeking(self) -> list[Request]:
         """Return the sequences for which tiers are being searched."""
         self._sought = [one for one in self._sought if one.search is not None]
         return self._sought
@@ -115,7 +115,7 @@ class Schedule:
         if cached is not None and not self._waits_for_prefix(handle):
             self._is_ready(cached)
 
-    def _is_ready(self, cached: CachedSequence) -> bool:
+    def _is_ready(self, cached: Request) -> bool:
         """Whether a request need not wait for tiers; as many are searched for as can run."""
         cache = self.cache
         if cache is None or not cache.has_tiers:
@@ -140,7 +140,9 @@ class Schedule:
     def is_arrival(self) -> bool:
         """Whether a request need not wait for tiers any more."""
         cache = self.cache
-        return cache is not None and any(not cache.patience(one) for one in self._seeking())
+        return cache is not None and any(
+            one.search is not None and not one.search.left for one in self._seeking()
+        )
 
     def await_tiers(self) -> bool:
         """Wait a moment where nobody runs, and tiers are being searched; without the lock.
@@ -161,24 +163,24 @@ class Schedule:
 
     def _waits_for_prefix(self, head: GenerationHandle) -> bool:
         """Whether a request that runs, or is searched for, evaluates the prefix of this one."""
-        if self.cache is None or not isinstance(head._sequence, CachedSequence):
+        mine = self._cached(head)
+        if mine is None or self.cache is None:
             return False
-        mine = head._cells.ledger
-        size = self.cache.block_size
+        size, own = self.cache.block_size, mine.cells.ledger
         # States that cannot be cut are taken at the ends of blocks.
-        least = size if head._cells.needs_points else min(size, SHARED)
-        for sequence in (*(other._sequence for other in self.running), *self._seeking()):
-            theirs = sequence._cells.ledger
+        least = size if mine.cells.needs_points else min(size, SHARED)
+        running = [one for handle in self.running if (one := self._cached(handle)) is not None]
+        for other in (*running, *self._seeking()):
+            theirs = other.cells.ledger
             if (
-                isinstance(sequence, CachedSequence)
-                and sequence is not head._sequence
-                and sequence.namespace == head._sequence.namespace
+                other is not mine
+                and other.namespace == mine.namespace
                 and len(theirs) - theirs.n_evaluated > 1
             ):
-                same = common_prefix(theirs.part(0, len(theirs)), mine.part(0, len(mine)))
-                if theirs.n_evaluated < same and same - mine.n_evaluated >= least:
+                same = common_prefix(theirs.part(0, len(theirs)), own.part(0, len(own)))
+                if theirs.n_evaluated < same and same - own.n_evaluated >= least:
                     # Where they part, what cannot be rewound is wanted.
-                    sequence._cells.branches.add(same)
+                    other.cells.branches.add(same)
                     return True
         return False
 

@@ -1,7 +1,9 @@
 """The prefix cache: what was evaluated is kept, and every prompt begins with what is known of it.
 
 ===================  =============================================================================
-`cache.py`           `PrefixCache`: owns the parts below, and has all public methods
+`cache.py`           `PrefixCache`: makes the parts below, and checks what users pass
+`core.py`            `CacheCore`: the flow of a request through the parts
+`request.py`         `Request`: what a cache notes of a sequence
 `sequence.py`        `CachedSequence`: begins with what is known, and gives back what is new
 `lookup.py`          what is known of a prompt, and the plan that follows
 `admission.py`       what is taken over of a sequence that closes

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol
 
 from pykvcache.errors import KvCacheError
 from pykvcache.prefix.block_cache import Actions, BlockCache
@@ -18,9 +15,11 @@ from pykvcache.prefix.tree import Offer
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import CheckpointPolicy
 
-__all__ = ["BlockCheckpoints", "LiveCells", "Source", "admit"]
+if TYPE_CHECKING:
+    from pykvcache.prefix.request import Request
+    from pykvcache.prefix.tier_link import TierLink
 
-Row = npt.NDArray[np.float32]
+__all__ = ["Admission", "BlockCheckpoints", "LiveCells", "Source", "admit"]
 
 
 @dataclass(frozen=True)
@@ -92,15 +91,7 @@ class LiveCells:
             begin += size
         return found
 
-    def offer(
-        self,
-        n: int,
-        match: Match,
-        *,
-        ends: Iterable[int],
-        row: Row | None = None,
-        priority: int = 0,
-    ) -> Offer:
+    def offer(self, n: int, match: Match, request: Request, *, keep_logits: bool) -> Offer:
         """Return what the sequence can give of its first n tokens.
 
         Parameters
@@ -109,29 +100,88 @@ class LiveCells:
             Tokens that it holds as a fresh run would.
         match
             What is known of them: a state that is known is not taken again.
-        ends
-            Where prompts are likely to go on.
-        row
-            The logits after n tokens, where they are kept.
-        priority
-            Of the sequence.
+        request
+            Whose prompt, boundaries and priority tell where others are likely to go on.
+        keep_logits
+            Whether the logits after the prompt and after the text are kept.
         """
-        cells, points = self._cells, self._cells.points
-        windows = [(first, min(last, n)) for first, last in points.covered() if first < n]
-        windows += self._memory.windows(cells.live_id, n)
-        states = {one.n: EndState(one.state) for one in points.states if one.n <= n}
-        if self._memory.shape.needs_state and n not in states and n == cells.n_held:
+        offer = Offer(n, priority=request.priority)
+        places = {request.report.n_tokens, *request.boundaries}
+        offer.ends = sorted(end for end in places if 0 < end < n)
+        if not self._memory.shape.is_plain:
+            self._offer_more(offer, match)
+        if keep_logits:
+            for at in {n, request.report.n_tokens}:
+                if at <= n and (row := request.row_at(at)) is not None:
+                    state = offer.states.get(at, EndState()).state
+                    offer.states[at] = EndState(state, row.copy())
+        return offer
+
+    def _offer_more(self, offer: Offer, match: Match) -> None:
+        """Add the window cells and the states that there are."""
+        cells, points, n = self._cells, self._cells.points, offer.n
+        offer.windows = [(first, min(last, n)) for first, last in points.covered() if first < n]
+        offer.windows += self._memory.windows(cells.live_id, n)
+        offer.states = {one.n: EndState(one.state) for one in points.states if one.n <= n}
+        if self._memory.shape.needs_state and n not in offer.states and n == cells.n_held:
             known = match.end_at(n)
             if known is None or not known.has_state:
-                states[n] = EndState(self._memory.read_state(cells.live_id))
-        rows = {n: row} if row is not None else {}
-        if points.row is not None and points.row[0] <= n:
-            rows.setdefault(*points.row)
-        for at, logits in rows.items():
-            state = states.get(at, EndState()).state
-            states[at] = EndState(state, logits.copy())
-        places = sorted({end for end in ends if 0 < end < n})
-        return Offer(n, windows, states, places, priority)
+                offer.states[n] = EndState(self._memory.read_state(cells.live_id))
+
+
+class Admission:
+    """Takes over what sequences evaluated, into memory and into the tiers; the lock is held.
+
+    Parameters
+    ----------
+    memory, blocks, link
+        Those of the cache.
+    keep_logits
+        Whether the logits after prompts are kept.
+    """
+
+    def __init__(
+        self, memory: CacheMemory, blocks: BlockCache, link: TierLink, keep_logits: bool
+    ) -> None:
+        self._memory, self._blocks, self._link = memory, blocks, link
+        self._keep_logits = keep_logits
+
+    def give(self, request: Request, *, is_last: bool = True) -> None:
+        """Keep what a request may give, and release what it holds if its sequence closes."""
+        cells, blocks, keep = request.cells, self._blocks, request.keep
+        n = cells.n_fresh if keep is None else min(keep, cells.n_fresh)
+        wants = n > 0 and (blocks.max_bytes > 0 or self._link.has_tiers)
+        source = self._source(request, n) if wants else None
+        states: dict[int, EndState] = {}
+        with blocks.change() as actions:
+            if source is not None:
+                n = min(n, cells.n_fresh)  # what was parked may have been lost
+                tokens = cells.ledger.part(0, n).tobytes()
+                match = blocks.tree.match(tokens, request.namespace)
+                offer = source.offer(n, match, request, keep_logits=self._keep_logits)
+                if blocks.max_bytes:
+                    admit(blocks, source, tokens, request.namespace, offer, actions)
+                states = offer.states
+            if wants and self._link.has_tiers:
+                tokens = cells.ledger.part(0, n).tobytes()
+                ends = {at for at in (request.report.n_tokens, *request.boundaries, n) if at <= n}
+                self._link.write(tokens, request.namespace, ends, source, states)
+            if is_last:
+                blocks.release(request)
+
+    def _source(self, request: Request, n: int) -> LiveCells | None:
+        """Return where cells of a request are read from; None where memory has them already."""
+        cells = request.cells
+        if cells.seq_id is None:
+            tokens = cells.ledger.part(0, n).tobytes()
+            match = self._blocks.tree.match(tokens, request.namespace)
+            if self._blocks.tree.resume(match, n).n == n:
+                return None
+        try:
+            cells.attach()
+        except (KvCacheError, MemoryError):
+            return None  # a cache that cannot keep something goes without it
+        return LiveCells(self._memory, cells) if cells.n_fresh else None
 
 
 def admit(
@@ -160,7 +210,7 @@ def admit(
     owner
         What holds it from now on, all of it, even above the budget; None where it may leave.
     """
-    plan = blocks.plan(tokens, offer, namespace, is_limited=owner is None)
+    plan = blocks.tree.plan(tokens, offer, namespace, is_limited=owner is None)
     if plan is None:
         return
     holes = blocks.insert(tokens, plan, namespace, actions, owner)

@@ -21,6 +21,7 @@ from pykvcache.sequence.sequence import LlamaSequence
 __all__ = [
     "as_boundaries",
     "as_namespace",
+    "as_priority",
     "as_queue_bytes",
     "as_seconds",
     "as_tiers",
@@ -48,6 +49,11 @@ def as_boundaries(boundaries: Iterable[SupportsIndex], n: int) -> tuple[int, ...
     if isinstance(boundaries, str | bytes) or not isinstance(boundaries, Iterable):
         raise TypeError(f"boundaries must be a list of integers, not {type(boundaries).__name__}")
     return tuple(sorted({as_int(at, "a boundary", 0, n) for at in boundaries}))
+
+
+def as_priority(priority: SupportsIndex) -> int:
+    """Return a priority, of 32 bits."""
+    return as_int(priority, "priority", -(2**31), 2**31 - 1)
 
 
 def as_queue_bytes(value: SupportsIndex | None, ram_bytes: int) -> int:

@@ -15,7 +15,7 @@ from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog, St
 from pykvcache.prefix.match import Match, Resume
 from pykvcache.prefix.node import Component, MemoryShape
 from pykvcache.prefix.policies import Policy
-from pykvcache.prefix.tree import Hold, NameRoot, Offer, Plan, PrefixTree
+from pykvcache.prefix.tree import Hold, NameRoot, Plan, PrefixTree
 
 __all__ = ["CHUNK_BYTES", "NODE_BYTES", "Actions", "BlockCache", "Buffers"]
 
@@ -147,16 +147,19 @@ class BlockCache:
             self._reap()
             yield actions
             self.tree.fit()
-            self._trim()
+            if self._buffers.free_bytes or self.tree.evicted_bytes:
+                self._trim()
         except BaseException:
             self.drop_all(actions)
             raise
         finally:
             self._is_changing = False
-            removed, self.tree.removed = self.tree.removed, []
-            self.removed += len(removed)
-            actions.removed += removed
-            actions.publish(self._events)
+            if self.tree.removed:
+                actions.removed += self.tree.removed
+                self.removed += len(self.tree.removed)
+                self.tree.removed = []
+            if actions.stored or actions.removed or actions.cleared:
+                actions.publish(self._events)
 
     def _room(self) -> int:
         """Return how many bytes the tree may take: events may come at any time."""
@@ -181,16 +184,12 @@ class BlockCache:
 
     # Looking up and using -----------------------------------------------------------------------
 
-    def match(self, tokens: bytes, namespace: str) -> Match:
-        """Return the longest known beginning of some tokens; changes nothing."""
-        return self.tree.match(tokens, namespace)
-
     def hold(self, owner: object, match: Match, resume: Resume) -> None:
         """Keep what an owner uses until it releases it, holds something else, or is gone."""
-        new = self.tree.hold(match, resume)
-        self._let_go(self._holds.pop(id(owner), None), is_use=True)
+        new, key = self.tree.hold(match, resume), id(owner)
+        self.release(owner)
         if new is not None:
-            self._holds[id(owner)] = _Owned(weakref.ref(owner), new)
+            self._holds[key] = _Owned(weakref.ref(owner), new)
 
     def hold_as(self, owner: object, other: object) -> None:
         """Let an owner hold what another one does: a fork is made of the same cells."""
@@ -200,30 +199,22 @@ class BlockCache:
 
     def release(self, owner: object, *, is_use: bool = True) -> None:
         """Release what an owner holds, if anything; within a change."""
-        self._let_go(self._holds.pop(id(owner), None), is_use=is_use)
+        owned = self._holds.pop(id(owner), None)
+        if owned is not None:
+            self.tree.release(owned.hold, is_use=is_use)
 
     def holds(self, owner: object) -> bool:
         """Return whether an owner holds anything that is still kept."""
         owned = self._holds.get(id(owner))
         return owned is not None and owned.hold.node.parent is not None
 
-    def _let_go(self, owned: _Owned | None, *, is_use: bool) -> None:
-        if owned is not None:
-            self.tree.release(owned.hold, is_use=is_use)
-
     def _reap(self) -> None:
         """Release what owners held that are gone."""
         for key, owned in list(self._holds.items()):
             if owned.owner() is None:
-                self._let_go(self._holds.pop(key), is_use=False)
+                self.tree.release(self._holds.pop(key).hold, is_use=False)
 
     # Storing ------------------------------------------------------------------------------------
-
-    def plan(
-        self, tokens: bytes, offer: Offer, namespace: str, *, is_limited: bool = True
-    ) -> Plan | None:
-        """Return what of an offer is missing, and can fit; changes nothing."""
-        return self.tree.plan(tokens, offer, namespace, is_limited=is_limited)
 
     def insert(
         self,
@@ -249,7 +240,7 @@ class BlockCache:
         parent = before_it.node.name_at(known, size) if known else b""
         holes, hold = tree.insert(tokens, plan, namespace, keep=owner is not None)
         if hold is not None:
-            self._let_go(self._holds.pop(id(owner), None), is_use=False)
+            self.release(owner, is_use=False)
             self._holds[id(owner)] = _Owned(weakref.ref(owner), hold)
         match = tree.match(tokens, namespace)
         parent = parent or match.node.name_at(0, size)

@@ -1,4 +1,4 @@
-"""How a prompt begins: what is known of it, in use and in memory, and the plan that follows."""
+"""What is known of a prompt, in use and in memory, and how a sequence begins with it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pykvcache._convert import IntArray
+from pykvcache.model import LlamaModel
+from pykvcache.prefix.block_cache import BlockCache
 from pykvcache.prefix.match import Match, Resume
-from pykvcache.prefix.node import MemoryShape
+from pykvcache.prefix.memory import CacheMemory, Cells
+from pykvcache.prefix.node import Kind
+from pykvcache.prefix.report import Difference, Reason, ReuseReport
+from pykvcache.prefix.request import Request
 from pykvcache.prefix.tree import PrefixTree
+from pykvcache.sequence.cells import PutBack
 from pykvcache.sequence.ledger import common_prefix
 
-if TYPE_CHECKING:
-    from pykvcache.prefix.sequence import CachedSequence
-
-__all__ = ["Begin", "Live", "LiveIndex", "plan_begin"]
+__all__ = ["Begin", "Live", "LiveIndex", "PromptLookup", "plan_begin"]
 
 Row = npt.NDArray[np.float32]
 
@@ -41,53 +44,54 @@ class Live:
         How many tokens that is; it may not have evaluated all of them.
     """
 
-    parent: CachedSequence | None = None
+    parent: Request | None = None
     n: int = 0
-    nearest: CachedSequence | None = None
+    nearest: Request | None = None
     agrees: int = 0
 
 
 class LiveIndex:
-    """The sequences of a cache that are in use, as long as they exist."""
+    """The requests of a cache whose sequences are in use, as long as they exist."""
 
     __slots__ = ("_refs",)
 
     def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[CachedSequence]] = {}
+        self._refs: dict[int, weakref.ref[Request]] = {}
 
-    def add(self, sequence: CachedSequence) -> None:
+    def add(self, request: Request) -> None:
         """Add a sequence; one that is collected leaves by itself."""
-        key = id(sequence)
-        self._refs[key] = weakref.ref(sequence, partial(self._refs.pop, key))
+        key = id(request)
+        self._refs[key] = weakref.ref(request, partial(self._refs.pop, key))
 
-    def discard(self, sequence: CachedSequence) -> None:
-        """Remove a sequence."""
-        self._refs.pop(id(sequence), None)
+    def discard(self, request: Request) -> bool:
+        """Remove a sequence; return whether it was there."""
+        return self._refs.pop(id(request), None) is not None
 
-    def remove(self, namespace: str | None) -> list[CachedSequence]:
+    def remove(self, namespace: str | None) -> list[Request]:
         """Remove and return those of a namespace, or all."""
         gone = [one for one in self if namespace is None or one.namespace == namespace]
         for one in gone:
             self.discard(one)
         return gone
 
-    def __contains__(self, sequence: object) -> bool:
-        return id(sequence) in self._refs
+    def __contains__(self, request: object) -> bool:
+        return id(request) in self._refs
 
     def __len__(self) -> int:
         return len(self._refs)
 
-    def __iter__(self) -> Iterator[CachedSequence]:
+    def __iter__(self) -> Iterator[Request]:
         for ref in list(self._refs.values()):
-            if (sequence := ref()) is not None:
-                yield sequence
+            if (request := ref()) is not None:
+                yield request
 
-    def look_up(self, tokens: IntArray, namespace: str, new: CachedSequence) -> Live:
+    def look_up(self, tokens: IntArray, namespace: str, new: Request) -> Live:
         """Return what those of a namespace have of a prompt, but for a new one."""
         found = Live()
         fresh_agrees = 0
-        for other in self:
-            if other is new or other.namespace != namespace or other.is_closed:
+        for ref in list(self._refs.values()):
+            other = ref()
+            if other is None or other is new or other.namespace != namespace:
                 continue
             cells = other.cells
             same = common_prefix(cells.ledger.part(0, len(cells.ledger)), tokens)
@@ -105,26 +109,24 @@ class Begin:
 
     Attributes
     ----------
-    n
-        Tokens that it holds from the beginning.
-    usable
-        How many of these need no evaluation to give the next logits.
     parent
-        The sequence that it is forked from; None where it is made of blocks, or of nothing.
+        The sequence that it is forked from; None where it is restored from memory, or new.
+    n
+        Tokens of the fork.
+    resume
+        What of the tree it uses and keeps: all that it begins with where it is not forked.
     row
         The logits after the prompt, where they are known.
     """
 
+    parent: Request | None
     n: int
-    usable: int
-    parent: CachedSequence | None = None
+    resume: Resume
     row: Row | None = None
 
 
-def plan_begin(
-    tree: PrefixTree, match: Match, live: Live, n_tokens: int, live_row: Row | None
-) -> tuple[Begin, Resume]:
-    """Return how a prompt begins, and what of the tree it uses and keeps; changes nothing.
+def plan_begin(tree: PrefixTree, match: Match, live: Live, n_tokens: int) -> Begin:
+    """Return how a prompt begins; changes nothing.
 
     Parameters
     ----------
@@ -136,31 +138,132 @@ def plan_begin(
         What sequences in use have of it.
     n_tokens
         Tokens of the prompt.
-    live_row
-        The logits after the whole prompt, where ``live.parent`` has them.
     """
-    row = _row(match, n_tokens)
     # Logits are made by a decode: the last token is evaluated where they are not known.
-    resume = tree.resume(match, n_tokens if row is not None else n_tokens - 1)
-    if row is not None and resume.n < n_tokens:
-        row, resume = None, tree.resume(match, n_tokens - 1)
-    stored = Begin(resume.n, resume.n, row=row)
-    usable = _usable(tree.shape, live, n_tokens, live_row)
-    if live.parent is None or usable < stored.usable or not usable:
-        return stored, resume
-    whole = live.n == n_tokens
-    return Begin(live.n, usable, live.parent, live_row if whole else None), resume
+    resume, row = tree.resume(match, n_tokens - 1), None
+    end = match.end_at(n_tokens) if match.n == n_tokens and match.is_whole else None
+    if end is not None and end.row is not None:
+        whole = tree.resume(match, n_tokens)
+        if whole.n == n_tokens:
+            resume, row = whole, end.row
+    if (parent := live.parent) is None:
+        return Begin(None, 0, resume, row)
+    own_row = parent.row_at(n_tokens) if live.n == n_tokens else None
+    n_usable = live.n
+    if live.n == n_tokens and own_row is None:
+        n_usable = parent.cells.reachable(n_tokens - 1)
+    if not n_usable or n_usable < resume.n:
+        return Begin(None, 0, resume, row)
+    return Begin(parent, live.n, resume, own_row)
 
 
-def _row(match: Match, n_tokens: int) -> Row | None:
-    """Return the logits after a prompt that is known to its end."""
-    end = match.end_at(n_tokens)
-    return None if end is None else end.row
+class PromptLookup:
+    """Finds what is known of a prompt, and lets a sequence begin with it; the lock is held.
 
+    Parameters
+    ----------
+    model
+        Whose text explains differences.
+    memory, blocks, live
+        Those of the cache.
+    """
 
-def _usable(shape: MemoryShape, live: Live, n_tokens: int, row: Row | None) -> int:
-    """Return how many tokens of a fork need no evaluation to give the next logits."""
-    if live.n < n_tokens or row is not None:
-        return live.n
-    assert live.parent is not None
-    return live.parent.cells.reachable(n_tokens - 1)
+    def __init__(
+        self, model: LlamaModel, memory: CacheMemory, blocks: BlockCache, live: LiveIndex
+    ) -> None:
+        self._model, self._memory, self._blocks, self._live = model, memory, blocks, live
+        shape = memory.shape
+        self._part = "state" if shape.needs_state else "window" if shape.window_start else ""
+
+    def begin(self, request: Request) -> None:
+        """Let a sequence of which nothing was evaluated begin with what is known."""
+        ledger = request.cells.ledger
+        n = len(ledger)
+        if not n:
+            return
+        ids, space = ledger.part(0, n), request.namespace
+        live = self._live.look_up(ids, space, request)
+        with self._blocks.change():
+            tree = self._blocks.tree
+            match = tree.match(ids.tobytes(), space)
+            begin = plan_begin(tree, match, live, n)
+            after = match.next_token() if match.n < n else None
+            stored = self._cells_of(match, begin.resume)
+            tree.use(match, begin.resume, request.priority)
+            self._blocks.hold(request, match, begin.resume)
+        is_fork = self._execute(request, begin, stored)
+        usable = request.usable if is_fork else stored.n
+        if self._part == "state":
+            request.cells.branches = {*request.boundaries, max(match.n, live.agrees)}
+        difference, known = self._difference(ids, live, match.n, after), max(match.n, live.n)
+        reason = Reason(n, max(match.n, live.agrees), usable, difference, self._part, known)
+        if live.nearest is not None and live.agrees >= match.n:
+            reason.note_live(live.nearest.cells, live.agrees)
+        request.reason = reason
+        request.report = ReuseReport(
+            n,
+            live=usable if is_fork else 0,
+            ram=0 if is_fork else usable,
+            evaluated=n - usable,
+            first_difference=None if difference is None else difference.at,
+        )
+
+    def _cells_of(self, match: Match, resume: Resume) -> Cells:
+        """Return what is in memory of the tokens before a place."""
+        if not resume.n:
+            return Cells(0, [], [], 0)
+        first, window = resume.n, list[Any]()
+        if resume.window_first < resume.n:
+            first, window = match.chunks(Kind.WINDOW, resume.window_first, resume.n)
+        state = None if resume.state is None else resume.state.chunks[0].state
+        _, attention = match.chunks(Kind.ATTENTION, 0, resume.n)
+        return Cells(resume.n, attention, window, first, state)
+
+    def _execute(self, request: Request, begin: Begin, stored: Cells) -> bool:
+        """Do what was planned: the only part that touches the memory. Returns whether it forked."""
+        cells = request.cells
+        if begin.parent is not None:
+            begin.parent.cells.fork_into(cells, begin.n)
+            cells.row = begin.row
+            if request.usable >= stored.n:
+                return True
+            cells.release()  # no id was free, and what is parked cannot be cut so far
+        if stored.n:
+            cells.state = PutBack(
+                partial(self._memory.put, cells=stored),
+                self._memory.least_cut(stored) if self._part else 0,
+            )
+            cells.ledger.n_evaluated = stored.n
+            if stored.state is not None:
+                cells.points.add_state(stored.n, stored.state)
+            if begin.parent is None and begin.row is not None:
+                cells.row = begin.row
+        return False
+
+    def _difference(
+        self, ids: IntArray, live: Live, known: int, after: int | None
+    ) -> Difference | None:
+        """Return where a prompt differs from the nearest known one; None where it does not."""
+        if live.nearest is not None and live.agrees >= known:
+            theirs = live.nearest.cells.ledger
+            if live.agrees < min(len(ids), len(theirs)):
+                other = theirs.token_at(live.agrees)
+                return Difference(self._model, ids, live.agrees, other)
+        elif after is not None:
+            return Difference(self._model, ids, known, after)
+        return None
+
+    def renew(self, request: Request) -> bool:
+        """Let a sequence begin again with what was evaluated since; return whether that is more."""
+        cells = request.cells
+        known, n = request.usable, len(cells.ledger)
+        if cells.ledger.shifted_at is not None or known >= n - 1:
+            return False
+        ids = cells.ledger.part(0, n)
+        if self._live.look_up(ids, request.namespace, request).n <= known:
+            match = self._blocks.tree.match(ids.tobytes(), request.namespace)
+            if self._blocks.tree.resume(match, n - 1).n <= known:
+                return False
+        cells.release()
+        self.begin(request)
+        return True

@@ -39,19 +39,20 @@ class Pins:
 
     def __init__(self, pool: SequencePool, blocks: BlockCache) -> None:
         self._pool, self._blocks = pool, blocks
-        self._pins: dict[Pin, None] = {}
+        #: The pins that keep something.
+        self.some: dict[Pin, None] = {}
 
     def add(self, tokens: bytes, namespace: str, until: float | None) -> Pin:
         """Keep what is known of some tokens; the pool's lock is held."""
         blocks = self._blocks
         with blocks.change():
-            match = blocks.match(tokens, namespace)
+            match = blocks.tree.match(tokens, namespace)
             resume = blocks.tree.resume(match, match.n)
             pin = Pin(self, resume.n, until)
             if resume.n:
                 blocks.tree.use(match, resume)
                 blocks.hold(pin, match, resume)
-                self._pins[pin] = None  # before that nothing keeps it
+                self.some[pin] = None  # before that nothing keeps it
         return pin
 
     def keeps(self, pin: Pin) -> bool:
@@ -60,14 +61,14 @@ class Pins:
 
     def release(self, pin: Pin) -> None:
         """Release what a pin keeps."""
-        with self._pool.hold():
-            if self._pins.pop(pin, ...) is not ...:
+        with self._pool:
+            if self.some.pop(pin, ...) is not ...:
                 with self._blocks.change():
                     self._blocks.release(pin)
 
     def expire(self) -> None:
         """Release the pins whose time is over; the pool's lock is held."""
-        if self._pins:
+        if self.some:
             now = time.monotonic()
-            for pin in [pin for pin in self._pins if pin._is_over(now)]:
+            for pin in [pin for pin in self.some if pin._is_over(now)]:
                 self.release(pin)

@@ -14,7 +14,7 @@ from pykvcache.prefix.arguments import as_seconds
 from pykvcache.prefix.tiers.loader import Load
 
 if TYPE_CHECKING:
-    from pykvcache.prefix.cache import PrefixCache
+    from pykvcache.prefix.core import CacheCore
 
 __all__ = ["Prefetch", "Prefetches"]
 
@@ -93,7 +93,7 @@ class Prefetches:
         self._lock = threading.Lock()
         self._is_working = False
 
-    def add(self, one: Prefetch, cache: weakref.ref[PrefixCache]) -> None:
+    def add(self, one: Prefetch, core: weakref.ref[CacheCore]) -> None:
         """Let a prompt be brought after those that wait; given up where those are many."""
         with self._lock:
             if len(self._waiting) >= MAX_WAITING:
@@ -104,7 +104,7 @@ class Prefetches:
                 return
             self._is_working = True
         thread = threading.Thread(
-            target=self._work, args=(cache,), name="pykvcache-prefetch", daemon=True
+            target=self._work, args=(core,), name="pykvcache-prefetch", daemon=True
         )
         try:
             thread.start()
@@ -119,7 +119,7 @@ class Prefetches:
             for one in self._waiting:
                 one.cancel()
 
-    def _work(self, ref: weakref.ref[PrefixCache]) -> None:
+    def _work(self, ref: weakref.ref[CacheCore]) -> None:
         while True:
             with self._lock:
                 if not self._waiting:
@@ -127,9 +127,9 @@ class Prefetches:
                     return
                 one = self._waiting[0]
             try:
-                if (cache := ref()) is not None and not one.is_cancelled:
-                    cache.bring(one)
-                del cache
+                if (core := ref()) is not None and not one.is_cancelled:
+                    core.bring(one)
+                del core
             except Exception:  # nothing depends on it
                 one.cancel()
             finally:

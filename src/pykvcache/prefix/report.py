@@ -8,6 +8,7 @@ from pykvcache._convert import IntArray
 from pykvcache._drawing.html import bar_html
 from pykvcache.model import LlamaModel
 from pykvcache.prefix.tiers.tier import TierStats
+from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.text import piece_of, text_of
 
 __all__ = ["CacheStats", "Difference", "Reason", "ReuseReport"]
@@ -49,15 +50,15 @@ class ReuseReport:
     first_difference: int | None = None
     reason: str = ""
 
-    def plus(self, other: ReuseReport, sign: int = 1) -> ReuseReport:
-        """Return the sums of both, or the differences."""
+    def plus(self, new: ReuseReport, old: ReuseReport) -> ReuseReport:
+        """Return the sums with one report in place of another one."""
         return ReuseReport(
-            self.n_tokens + sign * other.n_tokens,
-            live=self.live + sign * other.live,
-            ram=self.ram + sign * other.ram,
-            disk=self.disk + sign * other.disk,
-            remote=self.remote + sign * other.remote,
-            evaluated=self.evaluated + sign * other.evaluated,
+            self.n_tokens + new.n_tokens - old.n_tokens,
+            live=self.live + new.live - old.live,
+            ram=self.ram + new.ram - old.ram,
+            disk=self.disk + new.disk - old.disk,
+            remote=self.remote + new.remote - old.remote,
+            evaluated=self.evaluated + new.evaluated - old.evaluated,
         )
 
     def _repr_html_(self) -> str:
@@ -165,6 +166,11 @@ class Reason:
     pending: int | None = None
     shifted: bool = False
     refused: list[str] = field(default_factory=list)
+
+    def note_live(self, cells: SequenceCells, agrees: int) -> None:
+        """Say how far a sequence in use was evaluated that agrees with so many tokens."""
+        if cells.n_fresh < agrees:
+            self.pending, self.shifted = cells.n_fresh, cells.ledger.shifted_at is not None
 
     def __str__(self) -> str:
         reasons = [] if self.difference is None else [str(self.difference)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +11,8 @@ import numpy.typing as npt
 from pykvcache._convert import as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import DeviceLost
-from pykvcache.prefix.report import Reason, ReuseReport
-from pykvcache.sequence.cells import SequenceCells
+from pykvcache.prefix.report import ReuseReport
+from pykvcache.prefix.request import Request
 from pykvcache.sequence.checkpoints import CheckpointPolicy
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.state.saved import Path
@@ -21,23 +20,9 @@ from pykvcache.state.saved import Path
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pykvcache.prefix.tier_link import Search
+    from pykvcache.prefix.core import CacheCore
 
-__all__ = ["CachedSequence"]
-
-
-class Owner(Protocol):
-    """What a sequence needs of its `PrefixCache`."""
-
-    @property
-    def keep_logits(self) -> bool:
-        """Whether the logits after each prompt are kept."""
-
-    def joined(self, sequence: CachedSequence, parent: CachedSequence) -> None:
-        """Take note of a fork."""
-
-    def give(self, sequence: CachedSequence, n: int | None) -> None:
-        """Take over what a sequence evaluated, or its first n tokens, before it closes."""
+__all__ = ["CachedSequence", "request_of"]
 
 
 class CachedSequence(LlamaSequence):
@@ -46,82 +31,37 @@ class CachedSequence(LlamaSequence):
     Closing it (or dropping it) gives the cache what it evaluated.
     """
 
-    _cache: Owner
-    _namespace: str
-    _report = ReuseReport()
-    _reason: Reason | None = None  # put into words when it is read
-    #: Tokens after which messages end.
-    boundaries: tuple[int, ...] = ()
-    #: Of what it gives to the cache: lower ones leave first.
-    priority: int = 0
-    #: The search of the tiers that it still waits for.
-    search: Search | None = None
-    #: Whether the tiers were asked; whether it counts as a request in the cache's figures.
-    is_searched = is_counted = False
+    _core: CacheCore
+    _request: Request
+
+    @classmethod
+    def _of(cls, context: LlamaContext, core: CacheCore, request: Request) -> Self:
+        self = cls._made(context, request.cells)
+        self._core, self._request = core, request
+        return self
 
     @property
     def reuse(self) -> ReuseReport:
         """How much of its prompt was known when it was made, or came from tiers since."""
-        if self._reason is not None and not self._report.reason:
-            self._report = replace(self._report, reason=str(self._reason))
-        return self._report
+        return self._request.reuse
 
     @property
     def namespace(self) -> str:
         """Whose tokens it shares."""
-        return self._namespace
-
-    @property
-    def cells(self) -> SequenceCells:
-        """What the context's memory holds of it."""
-        return self._cells
-
-    @property
-    def report(self) -> ReuseReport:
-        """As `reuse`, without the reason in words."""
-        return self._report
-
-    @property
-    def usable(self) -> int:
-        """How many of its tokens need no evaluation to give its next logits."""
-        cells = self._cells
-        n = cells.ledger.n_evaluated
-        if cells.row is None and n == len(cells.ledger):
-            # Logits are made by a decode: of the last token, and of what cannot be gone back over.
-            return cells.reachable(n - 1) if n else 0
-        return cells.reachable(n)
-
-    # What its cache notes -----------------------------------------------------------------------
-
-    def _join(self, cache: Owner, namespace: str) -> None:
-        self._cache, self._namespace = cache, namespace
-
-    def set_report(self, report: ReuseReport, reason: Reason) -> None:
-        """Say where its tokens come from."""
-        self._report, self._reason = report, reason
-
-    def set_origin(self, *, disk: int, remote: int) -> None:
-        """Say how many of its tokens in memory came from tiers just now."""
-        report = self._report
-        self._report = replace(report, ram=report.ram - disk - remote, disk=disk, remote=remote)
-
-    # What it does otherwise than a plain sequence -------------------------------------------------
+        return self._request.namespace
 
     def fork(self, n: SupportsIndex | None = None) -> Self:
         """As `LlamaSequence.fork`; the fork belongs to the cache, too."""
         child = super().fork(n)
-        child._join(self._cache, self._namespace)
-        child.priority = self.priority
-        child.is_searched = True
+        child._core = self._core
+        child._request = Request(child._cells, self.namespace, self._request.priority)
         with child._held():
-            self._cache.joined(child, self)
-            live = child.usable
-        child._report = ReuseReport(len(child), live=live, evaluated=len(child) - live)
+            self._core.join(child._request, self._request)
         return child
 
     def _evaluated(self, row: npt.NDArray[np.float32] | None) -> None:
-        cells, n = self._cells, len(self)
-        if row is not None and self._cache.keep_logits and n == self._report.n_tokens:
+        cells, n = self._cells, self._request.report.n_tokens
+        if row is not None and self._core.keep_logits and n == len(self):
             cells.points.row = n, row.copy()
             if not cells.points.has_state_at(n):
                 cells.checkpoint()  # where one token alone was new
@@ -147,18 +87,19 @@ class CachedSequence(LlamaSequence):
             How many of its first tokens the cache gets: without a model's thinking, say. None for
             all.
         """
-        n = None if keep is None else as_int(keep, "keep", 0)
+        if keep is not None:
+            self._request.keep = as_int(keep, "keep", 0)
         if not self.is_closed:
-            with self._cells.pool.hold():
+            with self._cells.pool:
                 if not self._closed:
                     try:
-                        self._cache.give(self, n)
+                        self._core.give(self._request)
                     except DeviceLost:
                         pass  # there is nothing left to give
-                    except Exception:  # of a policy of the user's
+                    finally:  # also where a policy of the user's raises
                         super().close()
-                        raise
-        super().close()
+        else:
+            super().close()
 
     def __del__(self) -> None:
         # In the middle of another call there is no giving: the cells are freed all the same, and
@@ -173,3 +114,8 @@ class CachedSequence(LlamaSequence):
                         self.close()
             finally:
                 cells.pool.lock.release()
+
+
+def request_of(sequence: LlamaSequence) -> Request | None:
+    """Return what the cache of a sequence notes of it; None where it belongs to none."""
+    return sequence._request if isinstance(sequence, CachedSequence) else None

@@ -100,7 +100,7 @@ class TierLink:
     ----------
     tiers
         The stores; there may be none.
-    context, memory, blocks
+    memory, blocks
         Those of the cache.
     root
         Names the root of a namespace.
@@ -108,31 +108,29 @@ class TierLink:
         How long evaluating takes.
     tier_seconds
         How long a request waits at most, set by hand.
-    keep_logits
-        Whether the logits after prompts are of use.
+    n_row
+        How many logits the end of a prompt has; 0 where they are of no use.
     """
 
     def __init__(
         self,
         tiers: Tiers,
-        context: LlamaContext,
         memory: CacheMemory,
         blocks: BlockCache,
         root: NameRoot,
         evaluation: EvaluationTime,
         tier_seconds: float | None,
         *,
-        keep_logits: bool,
+        n_row: int,
     ) -> None:
         self.tiers = tiers
-        self._ctx, self._memory, self._blocks = context, memory, blocks
-        self._root, self._evaluation = root, evaluation
+        #: Whether there are stores below memory.
+        self.has_tiers = len(tiers) > 0
+        self.root, self.evaluation = root, evaluation
+        self._memory, self._blocks = memory, blocks
         self._patience = Patience(tier_seconds)
-        self._n_row = context.model.n_vocab if keep_logits else 0
-        self._end_bytes = memory.end_bytes() if len(tiers) else 0
-
-    def __len__(self) -> int:
-        return len(self.tiers)
+        self._n_row = n_row
+        self._end_bytes = memory.end_bytes() if self.has_tiers else 0
 
     # Up -----------------------------------------------------------------------------------------
 
@@ -153,15 +151,15 @@ class TierLink:
             Called by a thread with what comes too late.
         """
         n, shape = len(tokens) // TOKEN_SIZE, self._memory.shape
-        if not len(self.tiers) or n - 1 <= known or n < shape.block_size:
+        if not self.has_tiers or n - 1 <= known or n < shape.block_size:
             return None
-        evaluation = self._evaluation.seconds(known, n)
+        evaluation = self.evaluation.seconds(known, n)
         loading = self.tiers.estimate((n - known) * shape.attention_bytes)
         is_awaited = self._patience.asks(evaluation, loading)
         if not is_awaited and not self._patience.tries():
             self.tiers.note_skipped()
             return None
-        load = self.tiers.load(self.wanted(tokens, namespace, known), deliver)
+        load = self.tiers.load(self._wanted(tokens, namespace, known), deliver)
         if not is_awaited:
             load.leave()
             load.start()
@@ -169,12 +167,19 @@ class TierLink:
         load.start()
         return Search(load, load.began + self._patience.wait(evaluation))
 
-    def wanted(self, tokens: bytes, namespace: str, known: int, most: int | None = None) -> Wanted:
+    def prefetch(self, tokens: bytes, namespace: str, known: int) -> Load:
+        """Return a search for what memory lacks of a prompt and has room for, for `Load.run`."""
+        shape = self._memory.shape
+        cell = max(1, shape.attention_bytes + shape.chunk_bytes // shape.block_size)
+        most = self._blocks.max_bytes // cell
+        return self.tiers.load(self._wanted(tokens, namespace, known, most), lambda load: None)
+
+    def _wanted(self, tokens: bytes, namespace: str, known: int, most: int | None = None) -> Wanted:
         """Return what a prompt could use that is not in memory: ``most`` tokens of it."""
         shape, n = self._memory.shape, len(tokens) // TOKEN_SIZE
         size = shape.block_size
-        match = self._blocks.match(tokens, namespace)
-        names = block_names(self._root(namespace), tokens, size * TOKEN_SIZE)
+        match = self._blocks.tree.match(tokens, namespace)
+        names = block_names(self.root(namespace), tokens, size * TOKEN_SIZE)
         first, last = next(reversed(match.windows()), (0, 0))
         # A state after the whole prompt is of no use without the logits there: it cannot be cut.
         limit = n if self._n_row or not shape.needs_state else n - 1
@@ -268,13 +273,11 @@ class TierLink:
         states
             States and logits by the number of tokens that they are after.
         """
-        if not len(self.tiers):
-            return
         size = self._memory.shape.block_size
-        names = block_names(self._root(namespace), tokens, size * TOKEN_SIZE)
+        names = block_names(self.root(namespace), tokens, size * TOKEN_SIZE)
         if not names:
             return
-        out = _Out(self._memory, self._blocks.match(tokens, namespace), source, states)
+        out = _Out(self._memory, self._blocks.tree.match(tokens, namespace), source, states)
         records = [
             Record(name, out.block(Kind.ATTENTION, i), place(names, tokens, size, i, namespace))
             for i, name in enumerate(names)
@@ -293,9 +296,9 @@ class TierLink:
 
     def forget(self, names: Sequence[bytes], tokens: bytes, namespace: str) -> None:
         """Remove blocks from the tiers, with what stands beside them and at the end of tokens."""
-        if len(self.tiers):
+        if self.has_tiers:
             size = self._memory.shape.block_size
-            of_tokens = block_names(self._root(namespace), tokens, size * TOKEN_SIZE)
+            of_tokens = block_names(self.root(namespace), tokens, size * TOKEN_SIZE)
             keys = [*names, *(window_key(name) for name in names)]
             if of_tokens:
                 keys.append(end_key(of_tokens[-1], tokens[len(of_tokens) * size * TOKEN_SIZE :]))

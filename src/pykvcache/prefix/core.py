@@ -1,0 +1,354 @@
+"""CacheCore: the flow of a request through a prefix cache, from lookup to admission."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from typing import SupportsIndex
+
+from pykvcache._convert import TokenInput
+from pykvcache.context import LlamaContext
+from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
+from pykvcache.prefix.admission import Admission
+from pykvcache.prefix.arguments import as_boundaries, as_namespace
+from pykvcache.prefix.block_cache import BlockCache
+from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names
+from pykvcache.prefix.events import AllBlocksCleared, EventLog, Lookup
+from pykvcache.prefix.lookup import LiveIndex, PromptLookup
+from pykvcache.prefix.memory import CacheMemory
+from pykvcache.prefix.pins import Pins
+from pykvcache.prefix.prefetch import Prefetch, Prefetches
+from pykvcache.prefix.report import ReuseReport
+from pykvcache.prefix.request import Request
+from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.prefix.tier_link import TierLink
+from pykvcache.prefix.tiers.loader import Load
+from pykvcache.sequence.cells import SequenceCells
+from pykvcache.sequence.checkpoints import CheckpointPolicy
+from pykvcache.sequence.ledger import Ledger
+from pykvcache.sequence.pool import pool_of
+
+__all__ = ["CacheCore"]
+
+_cores: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[CacheCore]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class CacheCore:
+    """What sequences and generators call of a `PrefixCache`, which checks what users pass.
+
+    The pool's lock is held in every method, where its description says nothing else. Sequences
+    keep it alive, also where the cache itself is gone.
+
+    Parameters
+    ----------
+    context
+        Of the cache.
+    memory, blocks, link, events
+        Its parts.
+    checkpoints
+        Where its sequences take checkpoints.
+    namespace
+        The default of `open`.
+    keep_logits
+        Whether the logits after each prompt are kept.
+
+    Raises
+    ------
+    ArgumentError
+        The context has a cache already.
+    """
+
+    def __init__(
+        self,
+        context: LlamaContext,
+        memory: CacheMemory,
+        blocks: BlockCache,
+        link: TierLink,
+        events: EventLog,
+        checkpoints: CheckpointPolicy,
+        namespace: str,
+        *,
+        keep_logits: bool,
+    ) -> None:
+        other = _cores.get(context, lambda: None)()
+        if other is not None and not other.is_closed:
+            raise ArgumentError("the context has a PrefixCache already: close it first", "context")
+        self.context, self.pool = context, pool_of(context)
+        self.blocks, self.link, self.events = blocks, link, events
+        self.keep_logits, self.has_tiers = keep_logits, link.has_tiers
+        self.live, self.pins = LiveIndex(), Pins(self.pool, blocks)
+        #: Requests since the beginning, those of which anything was known, and their sums.
+        self.n_requests = self.n_hits = 0
+        self.sums = ReuseReport()
+        self._memory, self._checkpoints, self._namespace = memory, checkpoints, namespace
+        self._n_vocab = context.model.n_vocab
+        self._native = context.native
+        self._lookup = PromptLookup(context.model, memory, blocks, self.live)
+        self._admission = Admission(memory, blocks, link, keep_logits)
+        self._prefetches = Prefetches()
+        self._is_closed = False
+        self._pid = os.getpid()
+        if self.has_tiers:
+            self.pool.note_time = link.evaluation.note
+            _with_tiers.add(self)
+            weakref.finalize(self, link.tiers.retire).atexit = False
+        _cores[context] = weakref.ref(self)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._memory.shape.block_size
+
+    # Sequences ----------------------------------------------------------------------------------
+
+    def open(
+        self,
+        prompt: str | TokenInput | None,
+        namespace: str | None = None,
+        *,
+        boundaries: Iterable[SupportsIndex] = (),
+        priority: int = 0,
+        keep: int | None = None,
+    ) -> CachedSequence:
+        """Return a sequence that begins with what is known of a prompt; no tier is asked.
+
+        Parameters
+        ----------
+        prompt, namespace, boundaries, priority
+            As for `PrefixCache.sequence`.
+        keep
+            Number of its first tokens that the cache gets at most, when it closes.
+        """
+        space = self.space(namespace)
+        cells = SequenceCells(self.pool, Ledger(), self._checkpoints)
+        request = Request(cells, space, priority)
+        sequence = CachedSequence._of(self.context, self, request)
+        if prompt is not None and not cells.ledger.append_plain(prompt, self._n_vocab):
+            sequence.append(prompt)
+        if not isinstance(boundaries, tuple) or boundaries:
+            request.boundaries = as_boundaries(boundaries, len(request))
+        request.keep = keep
+        if self.pins.some:
+            self.pins.expire()
+        self._lookup.begin(request)
+        self.live.add(request)
+        if prompt is not None:
+            self._count_new(request)
+        return sequence
+
+    def open_beside(self, first: Request) -> CachedSequence:
+        """Return a sequence of the same tokens, for another sample; it is no request of its own."""
+        own = self.open(None, first.namespace, priority=first.priority, keep=first.keep)
+        own._request.boundaries = first.boundaries
+        own._request.cells.ledger.append(first.cells.ledger.tokens)
+        return own
+
+    def join(self, child: Request, parent: Request) -> None:
+        """Take note of a fork: it holds what its parent does."""
+        child.is_searched = True
+        if parent in self.live:  # and was not cleared
+            self.live.add(child)
+            with self.blocks.change():
+                self.blocks.hold_as(child, parent)
+        live = child.usable
+        child.report = ReuseReport(len(child), live=live, evaluated=len(child) - live)
+
+    def renew(self, request: Request) -> None:
+        """Let a request begin again with what was evaluated since, where that is more."""
+        old = request.report
+        if request in self.live and self._lookup.renew(request):
+            self._count(request, old)
+
+    def give(self, request: Request) -> None:
+        """Keep what was evaluated for a request: called when its sequence is closed."""
+        if self.pins.some:
+            self.pins.expire()
+        if request.search is not None:
+            self.cancel_search(request)
+        if self.live.discard(request) and not self._is_closed:
+            self._admission.give(request)
+
+    # Tiers ----------------------------------------------------------------------------------------
+
+    def seek(self, request: Request) -> None:
+        """Begin to look for a prompt in the tiers, once; `is_ready` says when to wait no longer."""
+        if not request.is_searched:
+            request.is_searched = True
+            if self.has_tiers:
+                request.search = self.link.search(
+                    request.tokens, request.namespace, request.usable, _deliver_to(self)
+                )
+
+    def is_ready(self, request: Request) -> bool:
+        """Return whether a request need not wait for the tiers; it begins with what has come."""
+        self.seek(request)
+        if request.search is not None:
+            if request.search.left > 0:
+                return False
+            self.settle(request)
+        return True
+
+    def cancel_search(self, request: Request) -> None:
+        """Stop the search of a request that has ended."""
+        search, request.search = request.search, None
+        if search is not None:
+            search.load.cancel()
+
+    def settle(self, request: Request) -> None:
+        """Let a request begin with what has come of its search."""
+        search, request.search = request.search, None
+        if search is None or not search.load.leave():
+            return  # what comes later is delivered
+        found, old = search.load.found, request.report
+        if request not in self.live or found.n <= request.usable:
+            return
+        self.link.keep(search.load, request)
+        request.cells.release()
+        self._lookup.begin(request)
+        # Of what is restored from memory now, so much came from the tiers.
+        remote = min(found.count("remote", self.block_size), request.report.ram)
+        disk = min(found.count("disk", self.block_size), request.report.ram - remote)
+        request.set_origin(disk=disk, remote=remote)
+        self._count(request, old)
+
+    def deliver(self, load: Load) -> None:
+        """Keep what came too late for its request; takes the lock, in the thread that loaded it."""
+        with self.pool:
+            if not self.is_closed and self.blocks.max_bytes:
+                self.link.keep(load)
+
+    def prefetch(self, one: Prefetch) -> None:
+        """Let what the tiers have of a prompt be brought to memory, where anything can come."""
+        n = len(one.tokens) // TOKEN_SIZE
+        if self.has_tiers and self.blocks.max_bytes and n >= self.block_size:
+            self._prefetches.add(one, weakref.ref(self))
+        else:
+            one.end()
+
+    def bring(self, one: Prefetch) -> None:
+        """Load what the tiers have of a prompt, as far as it fits; takes the lock, in a thread."""
+        with self.pool:
+            if self.is_closed:
+                return
+            known = self._known(one)
+            load = self.link.prefetch(one.tokens, one.namespace, known)
+        one.load = load
+        if not one.is_cancelled:
+            load.run()
+        with self.pool:
+            if not self.is_closed and not one.is_cancelled and load.found.n:
+                self.link.keep(load)
+                one.n_tokens = max(0, self._known(one) - known)
+
+    def _known(self, one: Prefetch) -> int:
+        """Return how many tokens of a prompt memory lets a sequence go on from."""
+        match = self.blocks.tree.match(one.tokens, one.namespace)
+        return self.blocks.tree.resume(match, match.n).n
+
+    # Care -----------------------------------------------------------------------------------------
+
+    def forget(self, tokens: bytes, namespace: str) -> None:
+        """Drop some tokens, all that goes on from them, and all that only they need."""
+        with self.blocks.change() as actions:
+            self.blocks.forget(tokens, namespace)
+        self.link.forget(actions.removed, tokens, namespace)
+
+    def clear(self, namespace: str | None) -> None:
+        """Forget all of a namespace, or everything."""
+        tiers = self.link.tiers
+        with self.blocks.change():
+            self.blocks.clear(namespace)
+        tiers.cancel(namespace)
+        tiers.say_again(self.events.withdraw(namespace))
+        for request in self.live.remove(namespace):
+            self.cancel_search(request)
+            with self.blocks.change():
+                self.blocks.release(request)
+        if namespace is None:
+            tiers.forget_notices()
+            self.events.add(AllBlocksCleared())
+
+    # Figures --------------------------------------------------------------------------------------
+
+    def _count_new(self, request: Request) -> None:
+        """Count a request, and report it to those who subscribed to lookups."""
+        request.is_counted = True
+        self.n_requests += 1
+        self._count(request, ReuseReport())
+        if self.events.hears_lookups and (n := len(request)):
+            root, step = self.link.root(request.namespace), self.block_size * TOKEN_SIZE
+            names = tuple(block_names(root, request.tokens, step))
+            self.events.looked_up(Lookup(names, n, self.block_size))
+
+    def _count(self, request: Request, old: ReuseReport) -> None:
+        """Count what the report of a request says now, in place of what it said before."""
+        if request.is_counted:
+            new = request.report
+            self.sums = self.sums.plus(new, old)
+            self.n_hits += (new.evaluated < new.n_tokens) - (old.evaluated < old.n_tokens)
+
+    # Life -----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Forget everything; takes the lock. Tiers get what the sequences in use have evaluated."""
+        if os.getpid() != self._pid:
+            self._is_closed = True  # a forked child has none of its threads, and no context
+            return
+        with self.pool:
+            if self._is_closed:
+                return
+            if self.has_tiers and not self.context.is_closed:
+                for request in self.live:
+                    with contextlib.suppress(DeviceLost):
+                        self._admission.give(request, is_last=False)
+            with self.blocks.change():
+                self.blocks.clear(None)
+            self._is_closed = True
+            self._prefetches.cancel()
+            self.live.remove(None)
+            self._memory.close()
+        self.link.tiers.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it, or its context, was closed."""
+        return self._is_closed or self.context.is_closed
+
+    def space(self, namespace: str | None) -> str:
+        """Return the namespace of a call; raises `ClosedError` where the cache is closed."""
+        self.check_open()
+        return self._namespace if namespace is None else as_namespace(namespace)
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` where it, or its context, was closed."""
+        if self._native.is_closed:
+            raise ClosedError("the context of this cache is closed")
+        if self._is_closed:
+            raise ClosedError("the cache is closed")
+
+
+def _deliver_to(core: CacheCore) -> Callable[[Load], None]:
+    """Return what takes a load that comes too late; it does not keep the cache alive."""
+    ref = weakref.ref(core)
+
+    def deliver(load: Load) -> None:
+        if (found := ref()) is not None:
+            found.deliver(load)
+
+    return deliver
+
+
+#: Those with tiers, which have something to write when the interpreter exits.
+_with_tiers: weakref.WeakSet[CacheCore] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for core in list(_with_tiers):
+        with contextlib.suppress(Exception):
+            core.close()

@@ -1,0 +1,92 @@
+"""What a cache notes of a sequence of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache.prefix.report import Reason, ReuseReport
+from pykvcache.sequence.cells import SequenceCells
+
+if TYPE_CHECKING:
+    from pykvcache.prefix.tier_link import Search
+
+__all__ = ["Request"]
+
+
+class Request:
+    """A sequence as its cache sees it: what was asked for, and what came of that.
+
+    Attributes
+    ----------
+    cells
+        What the context's memory holds of the sequence.
+    namespace
+        Whose tokens it shares.
+    boundaries
+        Tokens after which messages end.
+    priority
+        Of what it gives to the cache: lower ones leave first.
+    keep
+        Number of its first tokens that the cache gets at most; None for all.
+    report
+        Where its tokens come from.
+    reason
+        Why there are no more; put into words when `reuse` is read.
+    search
+        The search of the tiers that it still waits for.
+    is_searched
+        Whether the tiers were asked.
+    is_counted
+        Whether it counts in the cache's figures.
+    """
+
+    def __init__(self, cells: SequenceCells, namespace: str, priority: int = 0) -> None:
+        self.cells, self.namespace, self.priority = cells, namespace, priority
+        self.boundaries: tuple[int, ...] = ()
+        self.keep: int | None = None
+        self.report = ReuseReport()
+        self.reason: Reason | None = None
+        self.search: Search | None = None
+        self.is_searched = self.is_counted = False
+
+    def __len__(self) -> int:
+        return len(self.cells.ledger)
+
+    @property
+    def tokens(self) -> bytes:
+        """All its tokens, as `token_bytes` gives them."""
+        return self.cells.ledger.part(0, len(self)).tobytes()
+
+    @property
+    def reuse(self) -> ReuseReport:
+        """The report, with the reason in words."""
+        if self.reason is not None and not self.report.reason:
+            self.report = replace(self.report, reason=str(self.reason))
+        return self.report
+
+    @property
+    def usable(self) -> int:
+        """How many of its tokens need no evaluation to give its next logits."""
+        cells = self.cells
+        n = cells.ledger.n_evaluated
+        if n == len(cells.ledger) and cells.row is None:
+            # Logits are made by a decode: of the last token, and of what cannot be gone back over.
+            return cells.reachable(n - 1) if n else 0
+        return cells.reachable(n)
+
+    def row_at(self, n: int) -> npt.NDArray[np.float32] | None:
+        """Return the logits after its first n tokens, where they are known."""
+        cells = self.cells
+        if n == len(self) and cells.row is not None:
+            return cells.row
+        row = cells.points.row
+        return row[1] if row is not None and row[0] == n else None
+
+    def set_origin(self, *, disk: int, remote: int) -> None:
+        """Say how many of its tokens in memory came from tiers just now."""
+        ram = self.report.ram - disk - remote
+        self.report = replace(self.report, ram=ram, disk=disk, remote=remote)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -32,8 +33,8 @@ _SHARE: Final = 0.005
 # No pause is longer, in seconds: the machine may have been busy with other things.
 _LONGEST_PAUSE: Final = 0.5
 
-#: A key is touched at most once in so many seconds; so many keys are remembered.
-_TOUCH_SECONDS, _TOUCHED = 60.0, 1 << 15
+#: Uses are passed on after so many seconds, or so many keys, where nothing is written before.
+_TOUCH_SECONDS, _TOUCH_KEYS = 20.0, 1 << 12
 
 
 @dataclass(eq=False)
@@ -48,20 +49,20 @@ class Chain:
         Whose they are.
     uses
         Keys of all records that a prompt uses, in the order of `BlockStore.touch`.
-    has_begun
-        Whether the thread has taken some of its items.
     removes
         Keys to remove instead.
     blocks
         The places of those that are full blocks, for events.
+    has_begun
+        Whether the thread has taken some of its items.
     """
 
     items: list[Item] = field(default_factory=list)
     namespace: str = ""
     uses: list[bytes] = field(default_factory=list)
-    has_begun: bool = False
     removes: list[bytes] = field(default_factory=list)
     blocks: dict[bytes, Place] = field(default_factory=dict)
+    has_begun: bool = False
 
     @property
     def n_bytes(self) -> int:
@@ -75,6 +76,10 @@ class Writer:
     Nothing waits for it: where the queue is full, the ends of chains are dropped and counted. While
     tokens are evaluated the thread pauses most of the time, unless a flush waits for it, or too
     much is queued.
+
+    Uses are passed on in batches: before a chain is written, which may evict records, and otherwise
+    after a while. A path is touched whole, and again after its end was written, so no record
+    becomes less recent than one that needs it.
 
     Parameters
     ----------
@@ -103,7 +108,8 @@ class Writer:
         self.n_bytes = self.n_items = 0
         self._progress, self._seen = progress, progress()
         self._queue: deque[Chain] = deque()
-        self._touched: OrderedDict[bytes, float] = OrderedDict()
+        self._uses: dict[bytes, list[bytes]] = {}  # paths by their last key, the latest one last
+        self._touch_at = math.inf
         self._changed = threading.Condition()
         self._n_waiting = 0  # flushes
         self._is_busy = self._is_closed = self._is_retired = False
@@ -162,7 +168,7 @@ class Writer:
             self._n_waiting += 1
             try:
                 self._changed.notify_all()
-                while self._queue or self._is_busy:
+                while self._queue or self._uses or self._is_busy:
                     left = until - time.monotonic()
                     if left <= 0:
                         return False
@@ -211,33 +217,53 @@ class Writer:
                 if not self._has_work():
                     return
                 self._is_busy = True
-                chain = self._queue[0]
+                chain = self._queue[0] if self._queue else Chain()
                 is_first, chain.has_begun = not chain.has_begun, True
                 items = self._take(chain)
-                if is_last := not chain.items:
+                is_last = not chain.items
+                if is_last and self._queue:
                     self._queue.popleft()
             began = time.thread_time()
             if chain.removes:
                 self.tier.discard(chain.removes)
-            if is_first and (items or self._is_due(chain.uses)):
-                # First, so that room for its end is not made by evicting its beginning.
-                self.tier.touch(chain.uses)
+            if is_first:
+                self._note_use(chain.uses)
+            if self._uses and (items or self._is_touch_due()):
+                self._touch()  # before room for the end is made, maybe by evicting the beginning
             if items:
                 self.tier.put(items, chain.blocks)
-            if is_last and items:
-                self.tier.touch(chain.uses)  # what was put is more recent than what it needs
+                if is_last:
+                    self._note_use(chain.uses)  # it has to be as recent as its new end
             del items  # its memory can be used again
             self._pause(time.thread_time() - began)
 
     def _has_work(self) -> bool:
-        """Wait for something to write; False where nothing will come. The lock is held."""
-        while not self._queue:
+        """Wait for something to do; False where nothing will come. The lock is held."""
+        while not (self._queue or (self._uses and self._is_touch_due())):
             if self._is_closed:
                 if self._is_retired:
                     self.tier.close()
                 return False
-            self._changed.wait()
+            self._changed.wait(self._touch_at - time.monotonic() if self._uses else None)
         return True
+
+    def _note_use(self, path: list[bytes]) -> None:
+        if path:
+            if not self._uses:
+                self._touch_at = time.monotonic() + _TOUCH_SECONDS
+            self._uses.pop(path[-1], None)
+            self._uses[path[-1]] = path
+
+    def _is_touch_due(self) -> bool:
+        """Return whether uses are passed on although nothing is written."""
+        if self._is_closed or self._n_waiting or time.monotonic() >= self._touch_at:
+            return True
+        return sum(map(len, self._uses.values())) > _TOUCH_KEYS
+
+    def _touch(self) -> None:
+        """Pass uses on in one call, whose first key is the most recent one."""
+        paths, self._uses = reversed(self._uses.values()), {}
+        self.tier.touch(list(dict.fromkeys(itertools.chain.from_iterable(paths))))
 
     def _is_urgent(self) -> bool:
         """Return whether a flush waits, or the queue grows; the lock is held."""
@@ -268,19 +294,3 @@ class Writer:
     def _count_off(self, items: list[Item]) -> None:
         self.n_bytes -= sum(memoryview(data).nbytes for _, data in items)
         self.n_items -= len(items)
-
-    def _is_due(self, keys: Sequence[bytes]) -> bool:
-        """Return whether a path is to be touched: any of its keys was not for a while.
-
-        A path is touched whole or not at all: otherwise its end would be more recent than what it
-        needs.
-        """
-        now = time.monotonic()
-        if all(self._touched.get(key, 0.0) > now for key in keys):
-            return False
-        for key in keys:
-            self._touched[key] = now + _TOUCH_SECONDS
-            self._touched.move_to_end(key)
-        while len(self._touched) > _TOUCHED:
-            self._touched.popitem(last=False)
-        return True

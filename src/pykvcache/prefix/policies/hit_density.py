@@ -25,15 +25,13 @@ def _bucket(age: int) -> int:
     return _SMALL[age] if age < 4096 else min(int(2 * math.log2(age / 8 + 1)), _BUCKETS - 1)
 
 
-# What kind of component it is: how many prompts in a row went on from each other up to it, whether
-# the last prompt that came by parted before it, how often it was used, and whether it has cells
-# for every token, or is a window or a state.
-_TURNS, _USES = 6, 6
-_CLASSES: Final = _TURNS * 2 * _USES
-_KINDS: Final = 2 * _CLASSES
+# A component's class: how often it was used (0, 1, 2 to 3, 4 to 7, 8 to 15, more), whether the last
+# prompt that came by parted before it, and whether it is attention cells, or a window or a state.
+_USES: Final = 6
+_CLASSES: Final = 4 * _USES
 
 #: Bytes of what is noted of a component that left, and of the tables.
-_GHOST_BYTES: Final = 380
+_GHOST_BYTES: Final = 280
 _TABLE_BYTES: Final = 100_000
 
 # What is believed where little was seen.
@@ -46,38 +44,25 @@ _USED, _UNUSED, _USED_INSIDE = range(3)
 class _Life:
     """What is noted of a component, from its last use on."""
 
-    __slots__ = (
-        "began",
-        "below",
-        "cut",
-        "is_over",
-        "key",
-        "kind",
-        "passed",
-        "place",
-        "start",
-        "turn",
-        "uses",
-    )
+    __slots__ = ("began", "cut", "group", "is_over", "passed", "place", "uses")
 
-    def __init__(self, turn: int, uses: int) -> None:
-        self.turn, self.uses = turn, uses
+    def __init__(self, uses: int = 0) -> None:
+        self.uses = uses
         self.passed = self.cut = self.is_over = False
         self.place = -1
-        self.below: _Life | None = None
-        self.began = self.kind = self.key = self.start = 0
+        self.began = self.group = 0
 
 
 class HitDensity(Policy):
     """Least hits to be expected per byte and time first (after LHD, NSDI 2018).
 
-    It counts after how many uses of the cache a component was used again, or was not, for each kind
-    of component, and goes on counting for a while after one left. For one of some kind and age this
-    gives the chance of a use within a time from now, divided by the time that it stays until then,
-    for the time where that is highest: its density (the Gittins index). Of some components drawn at
-    random the one with the least density, by tokens saved per byte, leaves. So it is LRU where
-    recent blocks come back, keeps a part where everything comes round in turn, and keeps what was
-    used often where that tells.
+    For each class of components it counts after how many uses of the cache they were used again,
+    also for a while after they were evicted. So for every class and age it knows the chance of a
+    use within any time from now. That chance over the expected time until then, for the time where
+    it is highest, is the density (the Gittins index). Of some components drawn at random, the one
+    whose density, in tokens saved per byte, is least is evicted. So it is LRU where recent blocks
+    come back, keeps a part where everything comes round in turn, and keeps what was used often
+    where that tells.
 
     Parameters
     ----------
@@ -100,7 +85,7 @@ class HitDensity(Policy):
         # Lives that ended with a use, without one, and with a use while others followed: new ones,
         # and all with the older counting less.
         self._new: list[int] = []
-        self._ended = np.zeros((3, _KINDS, _BUCKETS))
+        self._ended = np.zeros((3, _CLASSES, _BUCKETS))
         # Computed from the first eviction on: a cache with room for everything never needs it.
         self._density: list[float] = []
 
@@ -108,13 +93,12 @@ class HitDensity(Policy):
 
     def _begin(self, life: _Life, one: Component) -> None:
         life.began = self._now
+        has_cells = one.kind is Kind.ATTENTION
         uses = min(life.uses.bit_length(), _USES - 1)
-        life.kind = (min(life.turn, _TURNS - 1) * 2 + life.passed) * _USES + uses
-        if one.kind is not Kind.ATTENTION:
-            life.kind += _CLASSES
+        life.group = (2 * has_cells + life.passed) * _USES + uses
 
     def _end(self, life: _Life, how: int) -> None:
-        place = (how * _KINDS + life.kind) * _BUCKETS
+        place = (how * _CLASSES + life.group) * _BUCKETS
         self._new.append(place + _bucket(self._now - life.began))
 
     def _tick(self, now: int) -> None:
@@ -126,51 +110,19 @@ class HitDensity(Policy):
     def added(self, one: Component) -> None:
         """Begin a life; a component that comes back keeps the history that it had."""
         self._tick(one.last_use)
-        life = one.notes = _Life(self._turn(one), 0)
+        life = one.notes = _Life()
         if one.kind is Kind.ATTENTION:
-            self._remember(one, life)
+            ghost = self._ghosts.pop(one.key_at(one.start + one.sizes[0]), None)
+            if ghost is not None:
+                life.uses = ghost.uses + 1
+                self._end_ghost(ghost, _USED)
         self._begin(life, one)
-
-    def _remember(self, one: Component, life: _Life) -> None:
-        """Let a life go on from that of the same tokens when they left."""
-        ghost = self._ghosts.pop(one.key_at(one.start + one.sizes[0]), None)
-        if ghost is not None:
-            life.uses = ghost.uses + 1
-        while ghost is not None:
-            if not ghost.is_over:
-                self._end(ghost, _USED)
-                ghost.is_over = True
-            life.turn = max(life.turn, ghost.turn + 1)
-            ghost = ghost.below
-            if ghost is not None and not (
-                one.start < ghost.start <= one.end and one.key_at(ghost.start) == ghost.key
-            ):
-                break
 
     @property
     def n_bytes(self) -> int:  # type: ignore[override]
         """Bytes of the statistics, and of the lives of components that were evicted."""
         tables = _TABLE_BYTES if self.max_notes is None else min(_TABLE_BYTES, self.max_notes)
         return tables + _GHOST_BYTES * len(self._ghosts)
-
-    def _turn(self, one: Component) -> int:
-        """Return how many prompts in a row went on from each other, this one included."""
-        parent = one.parent
-        if parent is None or parent.notes is None:
-            return 0
-        if one.kind is not Kind.ATTENTION:
-            return int(parent.notes.turn)
-        siblings = parent.node.children.values()
-        if len(siblings) > 3:
-            return 1
-        for node in siblings:
-            other = node.attention
-            # What the prompt before had more, say an answer's end, is not another branch.
-            short = node.n_tokens <= max(one.sizes[0], one.start // 20)
-            passed = other is not None and other.notes is not None and other.notes.passed
-            if other is not one and not (passed and short):
-                return 1
-        return int(parent.notes.turn) + 1
 
     def used(self, one: Component) -> None:
         """Count a life that ended with a use, and begin another."""
@@ -184,8 +136,8 @@ class HitDensity(Policy):
     def split(self, head: Component, tail: Component) -> None:
         """Give the head the same life."""
         old = tail.notes
-        new = head.notes = _Life(old.turn, old.uses)
-        new.passed, new.began, new.kind = old.passed, old.began, old.kind
+        new = head.notes = _Life(old.uses)
+        new.passed, new.began, new.group = old.passed, old.began, old.group
         new.cut = tail.is_evictable
 
     def passed(self, one: Component) -> None:
@@ -211,31 +163,27 @@ class HitDensity(Policy):
             return
         if n_tokens < one.n_tokens:
             # The life goes on with the tokens that stay.
-            life = _Life(life.turn, life.uses)
+            life = _Life(life.uses)
             life.is_over = True
-        elif one.parent is not None and one.parent.notes is not None:
-            one.parent.notes.below = life
         # The key is that of the first chunk that leaves.
         end, left = one.start, one.n_tokens - n_tokens
         for size in one.sizes:
             end += size
             if end - one.start > left:
                 break
-        life.key, life.start = one.key_at(end), end
-        self._forget(self._ghosts.pop(life.key, None))
-        self._ghosts[life.key] = life
+        key = one.key_at(end)
+        if (older := self._ghosts.pop(key, None)) is not None:
+            self._end_ghost(older, _UNUSED)
+        self._ghosts[key] = life
         most = self._ghosts_per_leaf * (len(self._leaves) + 64)
         if self.max_notes is not None:
             most = min(most, self.max_notes // _GHOST_BYTES)
         while len(self._ghosts) > most:
-            self._forget(self._ghosts.popitem(last=False)[1])
+            self._end_ghost(self._ghosts.popitem(last=False)[1], _UNUSED)
 
-    def _forget(self, ghost: _Life | None) -> None:
-        if ghost is not None:
-            ghost.below = None
-            if not ghost.is_over:
-                self._end(ghost, _UNUSED)
-                ghost.is_over = True
+    def _end_ghost(self, ghost: _Life, how: int) -> None:
+        if not ghost.is_over:
+            self._end(ghost, how)
 
     # The choice ---------------------------------------------------------------------------------
 
@@ -272,7 +220,7 @@ class HitDensity(Policy):
         best, least = None, (math.inf, math.inf, math.inf)
         for one in self._drawn():
             life = one.notes
-            value = density[life.kind * _BUCKETS + _bucket(now - life.began)]
+            value = density[life.group * _BUCKETS + _bucket(now - life.began)]
             worth = (one.priority, value * one.weight, life.began)
             if worth < least:
                 best, least = one, worth
@@ -288,13 +236,13 @@ class HitDensity(Policy):
         self._ended *= self._decay
 
     def _weigh(self) -> None:
-        """Compute the density of each kind and age from what was counted."""
+        """Compute the density of each class and age from what was counted."""
         ended = self._ended.copy()
         # Lives that still go on reached their age as well.
         going_on = [one.notes for one in self._leaves if one.is_evictable]
         going_on += [life for life in self._ghosts.values() if not life.is_over]
         for life in going_on:
-            ended[_UNUSED, life.kind, _bucket(self._now - life.began)] += 1
+            ended[_UNUSED, life.group, _bucket(self._now - life.began)] += 1
         self._density = hit_density(ended).ravel().tolist()
 
 
@@ -308,17 +256,17 @@ def _reached(ended: _Table) -> _Table:
 
 
 def hit_density(ended: _Table) -> _Table:
-    """Return the hits per time to be expected of each kind at each age.
+    """Return the expected hits per time for each class and age.
 
-    The chance of a use at some age is learned from the leaves of all kinds together, and for each
-    kind, components that others follow included, by how much it is higher or lower (proportional
-    hazards): few lives are enough for that.
+    The chance of a use at some age is learned from the leaves of all classes together. A factor for
+    each class, learned from its components with and without children, says how much higher or lower
+    its chance is at all ages (proportional hazards): few lives are enough for that.
 
     Parameters
     ----------
     ended
         How many lives ended as leaves that were used, unused, and used while others followed;
-        shape (3, kinds, buckets).
+        shape (3, classes, buckets).
     """
     used, unused, inside = ended
     # Where nothing is known, the chance falls with age, which makes it LRU.

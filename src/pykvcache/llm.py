@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,6 +191,7 @@ class LLM(Closing):
             model if isinstance(model, LlamaModel) else LlamaModel(os.path.expanduser(model))
         )
         self._embedder: LlamaContext | None = None
+        self._embedding = threading.Lock()  # one batch at a time: its rows are read after it
         try:
             free = free_memory()
             if n_ctx is None:
@@ -500,11 +502,12 @@ class LLM(Closing):
             batch = LlamaBatch()
             for seq, i in enumerate(group):
                 batch.add_sequence(tokens[i], seq, logits_all=True)
-            if self._model.has_decoder:
-                ctx.clear_kv_cache()
-            ctx.decode(batch)
-            for seq, i in enumerate(group):
-                rows[i] = ctx.seq_embeddings(seq)
+            with self._embedding:
+                if self._model.has_decoder:
+                    ctx.clear_kv_cache()
+                ctx.decode(batch)
+                for seq, i in enumerate(group):
+                    rows[i] = ctx.seq_embeddings(seq)
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
         unit: npt.NDArray[np.float32] = rows / np.maximum(norms, np.finfo(np.float32).tiny)
         return unit
@@ -516,6 +519,10 @@ class LLM(Closing):
         return as_token_array(prompt)
 
     def _embedding_context(self) -> LlamaContext:
+        with self._embedding:
+            return self._make_embedder()
+
+    def _make_embedder(self) -> LlamaContext:
         if self._embedder is None:
             n = min(self._model.n_ctx_train, 2048)
             options: dict[str, Any] = {

@@ -242,12 +242,25 @@ class ChatStream:
         """The message so far."""
         return self._shown
 
-    def feed(self, text: str, *, is_end: bool = False) -> list[Delta]:
-        """Take some more text, with its special tokens; return what is certain now."""
+    def feed(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> list[Delta]:
+        """Take some more text, with its special tokens; return what is certain now.
+
+        Parameters
+        ----------
+        text
+            Follows what came before.
+        is_end
+            Nothing follows.
+        is_cut
+            The model would have written more: a call that it began stays as far as it goes.
+        """
         self._text += text
         if not text and not is_end:
             return []
         old, new = self._shown, parse_answer(self._form, self._text, partial=not is_end)
+        if is_cut and not new.tool_calls:
+            begun = parse_answer(self._form, self._text, partial=True)
+            new = begun if begun.tool_calls else new
         found = []
         if len(new.reasoning) > len(old.reasoning):
             found.append(Delta(reasoning=new.reasoning[len(old.reasoning) :]))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import logging
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from pykvcache._models import embedded_model_path
-from pykvcache.cli.options import CACHE_TYPES, number
+from pykvcache.cli.options import CACHE_TYPES, number, read_file
+from pykvcache.llm import as_tiers
 
 __all__ = ["serve"]
 
@@ -158,6 +159,21 @@ http://127.0.0.1:8080/ shows the cache live.
     show_default=True,
     help="Keep all cells of layers with a window.",
 )
+@click.option(
+    "--chat-template",
+    "template",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="A Jinja template in the place of the model's own.",
+)
+@click.option(
+    "--cors-origin",
+    "origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Web pages that may call it, such as https://chat.local; '*' for all. Default: those of "
+    "this machine.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Log failures only.")
 def serve(
     paths: tuple[str, ...],
@@ -169,15 +185,14 @@ def serve(
     max_body: int,
     api_keys: str | None,
     api_key: tuple[str, ...],
+    template: str | None,
+    origins: tuple[str, ...],
     quiet: bool,
     **options: Any,
 ) -> None:
     """Serve models over OpenAI's and Anthropic's APIs; no prefix is evaluated twice."""
     try:
-        import msgspec  # noqa: F401
-        import uvicorn
-
-        from pykvcache.serve import Models, find_models, make_app
+        from pykvcache.serve import Models, Responses, find_models, is_loopback, make_app, run
     except ImportError as error:
         raise click.ClickException(
             f"the server needs {error.name}: pip install 'pykvcache[serve]'"
@@ -189,41 +204,39 @@ def serve(
         )
     try:
         files = find_models(paths or (embedded_model_path(),), alias)
-    except (OSError, ValueError) as error:
+        stored = Responses(as_tiers(list(tiers)), options["secret"])
+    except (ImportError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    context = {
-        "n_ctx": options["n_ctx"],
-        "n_parallel": options["parallel"],
-        "n_threads": options["threads"],
-        "type_k": options["type_k"],
-        "type_v": options["type_v"],
-        "swa_full": options["swa_full"],
-        "cache": list(tiers),
-        "ram_bytes": None if ram_mib is None else ram_mib << 20,
-        "secret": options["secret"],
-        "tier_seconds": options["tier_seconds"],
-    }
+    names = ("n_ctx", "type_k", "type_v", "swa_full", "secret", "tier_seconds")
+    context = {name: options[name] for name in names}
+    context.update(
+        n_parallel=options["parallel"],
+        n_threads=options["threads"],
+        cache=list(tiers),
+        ram_bytes=None if ram_mib is None else ram_mib << 20,
+    )
     models = Models(
         files,
         context,
-        max_models=options["max_models"],
-        idle=options["idle"],
-        max_waiting=options["max_waiting"],
-        timeout=options["timeout"],
+        **{name: options[name] for name in ("max_models", "idle", "max_waiting", "timeout")},
+        template=None if template is None else read_file(template),
     )
-    app = make_app(models, keys=keys, max_body=max_body << 20)
+    app = make_app(models, keys=keys, max_body=max_body << 20, stored=stored, origins=origins)
     logging.basicConfig(
         format="%(asctime)s %(message)s",
         level=logging.WARNING if quiet else logging.INFO,
         stream=sys.stderr,
     )
-    config = uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False)
-    config.load()
-    socket = config.bind_socket()
-    address, port = socket.getsockname()[:2]
+    try:
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+    except OSError as error:
+        raise click.ClickException(f"{host}, port {port}: {error}") from None
+    address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     click.echo(f"pykvcache serves http://{shown}:{port} (models: {', '.join(files)})", err=True)
-    uvicorn.Server(config).run(sockets=[socket])
+    run(app, listener)
 
 
 def read_keys(path: str | None, given: tuple[str, ...]) -> dict[str, str] | None:
@@ -258,13 +271,3 @@ def read_keys(path: str | None, given: tuple[str, ...]) -> dict[str, str] | None
 
 def _name(key: str) -> str:
     return "key-" + hashlib.sha256(key.encode()).hexdigest()[:16]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reachable from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,18 +1,21 @@
 """``pykvcache serve``: the prefix cache behind OpenAI's and Anthropic's APIs (extra ``serve``).
 
 ====================  ==============================================================
-`app`                 routes, keys, errors, logs
+`app`, `server`       routes, keys, errors, logs; uvicorn
 `models`, `engine`    which models are loaded; a bounded queue in front of each
 `schemas`, `prompts`  what requests say; messages as tokens with their boundaries
+`answers`             what comes of a generation, as events or as one object
 `openai`              chat completions, completions, embeddings, models
 `anthropic`           messages, with cache diagnostics
 `responses`           responses that later ones go on with
 `llama_server`        llama-server's own endpoints
-`cache`, `metrics`    the prefix cache: seen and steered
+`cache`               the prefix cache: seen and steered
 ====================  ==============================================================
 """
 
-from pykvcache.serve.app import make_app
+from pykvcache.serve.app import is_loopback, make_app
 from pykvcache.serve.models import Models, find_models
+from pykvcache.serve.responses import Responses
+from pykvcache.serve.server import run
 
-__all__ = ["Models", "find_models", "make_app"]
+__all__ = ["Models", "Responses", "find_models", "is_loopback", "make_app", "run"]

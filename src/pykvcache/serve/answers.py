@@ -1,74 +1,191 @@
-"""What the endpoints share: samplers and events."""
+"""Answers: what comes of a generation, as the events of a stream or as one object."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
 
-import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
-from pykvcache.model import LlamaModel
-from pykvcache.sampling import Sampler
-from pykvcache.serve.errors import ApiError
-from pykvcache.serve.schemas import Sampling
+from pykvcache.openai_format import ChatStream, Delta, make_id, usage_of
+from pykvcache.serve.engine import Engine, Generation, Job, Piece
+from pykvcache.serve.http import Json, models_of, stream
 
-__all__ = ["dumps", "event", "sampler_of"]
-
-dumps = msgspec.json.encode
-
-
-def event(data: Any, name: str | None = None) -> bytes:
-    """Return one server-sent event."""
-    head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + dumps(data) + b"\n\n"
+__all__ = ["Part", "Parts", "Writer", "answer"]
 
 
-def sampler_of(request: Sampling, model: LlamaModel, **more: Any) -> Sampler:
-    """Return the sampler that a request asks for.
+class Writer(ABC):
+    """Writes one answer in the form of an API.
 
     Parameters
     ----------
-    request
-        Fields that are None take `Sampler`'s defaults.
-    model
-        For grammars and for biases by text.
-    **more
-        What the endpoint adds, such as ``json_schema``.
+    generation
+        What runs.
     """
-    names = (
-        "temperature",
-        "top_p",
-        "min_p",
-        "repeat_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-    )
-    options = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
-    if request.top_k is not None:
-        options["top_k"] = max(request.top_k, 0)  # -1 is vLLM's "all"
-    if request.seed is not None and request.seed >= 0:
-        options["seed"] = request.seed % (2**32 - 1)
-    if request.logit_bias:
-        options["logit_bias"] = _biases(request.logit_bias, model)
-    if request.grammar is not None:
-        options["grammar"] = request.grammar
-    if request.json_schema is not None:
-        options["json_schema"] = request.json_schema
-    options.update(more)
-    if "grammar" in options and "json_schema" in options:
-        raise ApiError(400, "grammar and a JSON schema exclude each other", param="grammar")
-    return Sampler(model=model, **options)
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        form = generation.job.format
+        self.streams = [] if form is None else [ChatStream(form) for _ in range(generation.job.n)]
+
+    @abstractmethod
+    def write(self, piece: Piece) -> Iterator[bytes]:
+        """Yield the events of what is new."""
+
+    @abstractmethod
+    def finish(self) -> Iterator[bytes]:
+        """Yield the events after the last piece."""
+
+    @abstractmethod
+    def body(self) -> Any:
+        """Return the whole answer, once it is finished."""
+
+    def keep(self) -> None:  # noqa: B027 (optional)
+        """Keep the answer, where the client wants that; called in a thread before `finish`."""
+
+    def deltas(self, piece: Piece) -> list[Delta]:
+        """Return what is new of a chat's message."""
+        reason = piece.finish_reason
+        is_cut = reason not in (None, "stop")
+        return self.streams[piece.index].feed(piece.raw, is_end=reason is not None, is_cut=is_cut)
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's ``usage`` so far."""
+        generation, job = self.generation, self.generation.job
+        usage = usage_of(generation.reuse, generation.n_generated, writes=job.use_cache)
+        if job.keep is not None:
+            usage["prompt_tokens_details"]["cache_write_tokens"] = generation.n_written()
+        model = generation.engine.llm.model
+        thought = [one.message.reasoning for one in self.streams if one.message.reasoning]
+        n = sum(len(model.tokenize(text, add_special=False)) for text in thought)
+        usage["completion_tokens_details"]["reasoning_tokens"] = n
+        return usage
 
 
-def _biases(given: Any, model: LlamaModel) -> dict[int, float]:
-    """Return biases by token id: of OpenAI's mapping, or of llama-server's pairs with text."""
-    pairs = given.items() if isinstance(given, dict) else given
-    found: dict[int, float] = {}
-    for key, value in pairs:
-        bias = -math.inf if value is False else float(value)
-        if isinstance(key, str) and not key.lstrip("-").isdigit():
-            ids = model.tokenize(key, add_special=False).tolist()
-        else:
-            ids = [int(key)]
-        found.update(dict.fromkeys(ids, -math.inf if bias <= -100 else bias))
-    return found
+async def answer(
+    http: Request,
+    name: str | None,
+    make_job: Callable[[Engine], Job],
+    make_writer: Callable[[Generation], Writer],
+    *,
+    is_stream: bool,
+) -> Response:
+    """Run a job and answer with what the writer makes of it.
+
+    Parameters
+    ----------
+    http
+        The request.
+    name
+        The model.
+    make_job
+        Called in a thread.
+    make_writer
+        Called when the job runs.
+    is_stream
+        Whether events are sent, or the body.
+    """
+    writers: list[Writer] = []
+
+    async def events() -> AsyncIterator[bytes]:
+        async with (
+            models_of(http).engine(name) as engine,
+            engine.generate(partial(make_job, engine)) as generation,
+        ):
+            writer = make_writer(generation)
+            writers.append(writer)
+            async for piece in generation.pieces(stream=is_stream):
+                for one in writer.write(piece):
+                    yield one
+            http.state.log = (generation.reuse, generation.n_generated)
+            await asyncio.to_thread(writer.keep)
+            for one in writer.finish():
+                yield one
+
+    if is_stream:
+        return await stream(http, events())
+    async with contextlib.aclosing(cast("Any", events())) as all_events:
+        async for _ in all_events:
+            pass
+    return Json(writers[0].body())
+
+
+# Parts of a message -------------------------------------------------------------------------------
+
+
+@dataclass
+class Part:
+    """A part of an assistant's message: its reasoning, its text, or one call of a tool.
+
+    Attributes
+    ----------
+    kind
+        ``"reasoning"``, ``"text"`` or ``"call"``.
+    index
+        Its place in the message.
+    id
+        Made for it.
+    call_id, name
+        Of a call.
+    text
+        What it says so far: of a call, its arguments as JSON.
+    """
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    id: str
+    call_id: str = ""
+    name: str = ""
+    text: str = ""
+
+
+class Parts:
+    """Cuts the deltas of one message into parts, of which the last one is open."""
+
+    def __init__(self) -> None:
+        self.all: list[Part] = []
+        self._open: tuple[str, int] | None = None
+
+    def cut(
+        self, deltas: list[Delta], *, is_end: bool
+    ) -> Iterator[tuple[Literal["open", "more", "close"], Part, str]]:
+        """Yield what happens to which part, and its new text."""
+        for delta in deltas:
+            call = delta.call
+            if call is not None:
+                key, text = ("call", call.index), call.arguments
+                new = Part("call", len(self.all), make_id("fc_"), call.id, call.name)
+            elif delta.reasoning:
+                key, text = ("reasoning", 0), delta.reasoning
+                new = Part("reasoning", len(self.all), make_id("rs_"))
+            else:
+                key, text = ("text", 0), delta.content
+                new = Part("text", len(self.all), make_id("msg_"))
+            if key != self._open:
+                yield from self._turn_to(key, new)
+            if text:
+                self.all[-1].text += text
+                yield "more", self.all[-1], text
+        if is_end:
+            if not self.all:  # an answer has one part at least
+                yield from self._turn_to(("text", 0), Part("text", 0, make_id("msg_")))
+            yield from self._close()
+
+    def _turn_to(
+        self, key: tuple[str, int], new: Part
+    ) -> Iterator[tuple[Literal["open", "close"], Part, str]]:
+        yield from self._close()
+        self._open = key
+        self.all.append(new)
+        yield "open", new, ""
+
+    def _close(self) -> Iterator[tuple[Literal["close"], Part, str]]:
+        if self._open is not None:
+            self._open = None
+            yield "close", self.all[-1], ""

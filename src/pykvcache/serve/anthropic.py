@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pykvcache.chat_format import ChatMessage
-from pykvcache.openai_format import ChatStream, Delta, make_id, parse_answer
-from pykvcache.serve.answers import event
-from pykvcache.serve.chat import ChatJob, chat_job
+from pykvcache.openai_format import make_id
+from pykvcache.serve.answers import Part, Parts, Writer, answer
 from pykvcache.serve.engine import Generation, Piece
 from pykvcache.serve.errors import ApiError
-from pykvcache.serve.http import Json, body_of, models_of, stream, tenant_of
-from pykvcache.serve.schemas import AnthropicRequest, ChatRequest, read
+from pykvcache.serve.http import Json, event, models_of, read, tenant_of
+from pykvcache.serve.prompts import MOST_BREAKPOINTS, chat_job
+from pykvcache.serve.schemas import AnthropicRequest, ChatRequest
 
 __all__ = ["Diagnoses", "count_tokens", "messages"]
 
-_STOPS = {
-    "length": "max_tokens",
-    "full": "model_context_window_exceeded",
-    "stop": "end_turn",
-    "aborted": "end_turn",
-}
+_STOPS = {"length": "max_tokens", "full": "model_context_window_exceeded"}
+_CHOICES = {None: None, "auto": "auto", "any": "required", "none": "none"}
+
+
+async def messages(http: Request) -> Response:
+    """``POST /v1/messages``."""
+    request = read(http, AnthropicRequest)
+    if request.max_tokens is None:
+        raise ApiError(400, "max_tokens is missing", param="max_tokens")
+    job = partial(chat_job, as_chat(request), tenant_of(http))
+    writer = partial(_MessageWriter, request, http.app.state.diagnoses)
+    return await answer(http, request.model, job, writer, is_stream=request.stream)
+
+
+async def count_tokens(http: Request) -> Response:
+    """``POST /v1/messages/count_tokens``."""
+    request = read(http, AnthropicRequest)
+    async with models_of(http).engine(request.model) as engine:
+        job = await asyncio.to_thread(chat_job, as_chat(request), tenant_of(http), engine)
+    return Json({"input_tokens": len(job.prompts[0])})
 
 
 # In -----------------------------------------------------------------------------------------------
@@ -42,99 +55,107 @@ def as_chat(request: AnthropicRequest) -> ChatRequest:
     Raises
     ------
     ApiError
-        400: content that this server cannot read.
+        400: content that this server cannot read, or more breakpoints than Anthropic allows.
     """
     found: list[dict[str, Any]] = []
     if request.system:
-        found.append({"role": "system", "content": _text_parts(request.system, "system")})
+        found.append({"role": "system", "content": _texts(request.system, "system")})
     for i, message in enumerate(request.messages):
         found += _messages(message, f"messages[{i}]")
+    tools = request.tools or []
+    marks = [tool["cache_control"] for tool in tools if tool.get("cache_control")]
+    if marks and found[:1] and found[0]["role"] == "system":
+        # Templates write tools around the system prompt, so both end together.
+        found[0].setdefault("cache_control", _mark(marks[-1]))
     if request.cache_control and found:
-        found[-1] = {**found[-1], "cache_control": request.cache_control}
+        found[-1]["cache_control"] = _mark(request.cache_control)
+    n = sum(_n_breakpoints(one) for one in (request.system, request.messages, tools))
+    if n > MOST_BREAKPOINTS:
+        told = f"{n} blocks have cache_control: at most {MOST_BREAKPOINTS}"
+        raise ApiError(400, told, param="messages")
     thinking = (request.thinking or {}).get("type")
+    choice = request.tool_choice or {}
     return ChatRequest(
         messages=found,
         model=request.model,
         max_tokens=request.max_tokens,
-        stream=request.stream,
         temperature=request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
         stop=request.stop_sequences,
-        tools=[_tool(tool) for tool in request.tools] if request.tools else None,
-        tool_choice=_tool_choice(request.tool_choice),
-        parallel_tool_calls=not (request.tool_choice or {}).get("disable_parallel_tool_use", False),
+        tools=[_tool(tool) for tool in tools] or None,
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
         chat_template_kwargs=None
         if thinking is None
         else {"enable_thinking": thinking != "disabled"},
-        continue_final_message=bool(found) and found[-1]["role"] == "assistant",
     )
 
 
-def _text_parts(content: Any, where: str) -> str | list[dict[str, Any]]:
+def _n_breakpoints(thing: Any) -> int:
+    if isinstance(thing, list):
+        return sum(map(_n_breakpoints, thing))
+    if isinstance(thing, dict):
+        return bool(thing.get("cache_control")) + _n_breakpoints(thing.get("content"))
+    return 0
+
+
+def _texts(content: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     parts = []
-    for block in content:
-        if (
-            not isinstance(block, dict)
-            or block.get("type") != "text"
-            or not isinstance(block.get("text"), str)
-        ):
-            raise ApiError(400, f"{where} has a block that is no text", param=where)
-        parts.append({key: block[key] for key in ("type", "text", "cache_control") if key in block})
+    for block in content if isinstance(content, list) else [content]:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind != "text" or not isinstance(block.get("text"), str):
+            what = "image input is not supported: " if kind == "image" else ""
+            told = f"{what}{where} has a block of type {kind!r}, and this server reads text"
+            raise ApiError(400, told, param=where)
+        part = {"type": "text", "text": block["text"]}
+        # Anthropic's default is 5 minutes.
+        if mark := block.get("cache_control"):
+            part["cache_control"] = _mark(mark)
+        parts.append(part)
     return parts
+
+
+def _mark(given: Any) -> dict[str, Any]:
+    return {"ttl": "5m", **given} if isinstance(given, dict) else {"ttl": given}
 
 
 def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Return an Anthropic message as one or more of OpenAI's: results of tools are their own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise ApiError(
-            400, f"{where}.role is {role!r}: 'user' or 'assistant'", param=f"{where}.role"
-        )
+        told = f"{where}.role is {role!r}: 'user' or 'assistant'"
+        raise ApiError(400, told, param=f"{where}.role")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise ApiError(
-            400, f"{where}.content is text, or a list of blocks", param=f"{where}.content"
-        )
-    texts: list[dict[str, Any]] = []
-    calls: list[dict[str, Any]] = []
+        told = f"{where}.content is text, or a list of blocks"
+        raise ApiError(400, told, param=f"{where}.content")
+    new: dict[str, Any] = {"role": role, "content": []}
     results: list[dict[str, Any]] = []
-    thinking = ""
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "text":
-            parts = _text_parts([block], where)
-            texts += parts if isinstance(parts, list) else []
-        elif kind == "tool_use":
+        if kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            new.setdefault("tool_calls", []).append(call)
         elif kind == "tool_result":
-            given = block.get("content") or ""
-            text = _text_parts(given, where)
-            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
-            if "cache_control" in block:
-                result["cache_control"] = block["cache_control"]
-            results.append(result)
-        elif kind == "thinking":
-            thinking += block.get("thinking", "")
-        elif kind != "redacted_thinking":
-            raise ApiError(
-                400,
-                f"{where} has a block of type {kind!r}: this server reads text and tools",
-                param=where,
+            text = _texts(block.get("content") or "", where)
+            results.append(
+                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
             )
-    found = results
-    if texts or calls or thinking or not results:
-        new: dict[str, Any] = {"role": role, "content": texts or ""}
-        if calls:
-            new["tool_calls"] = calls
-        if thinking:
-            new["reasoning_content"] = thinking
-        found.append(new)
-    return found
+        elif kind == "thinking":
+            new["reasoning_content"] = new.get("reasoning_content", "") + block.get("thinking", "")
+        elif kind != "redacted_thinking":
+            new["content"] += _texts([block], where)
+        if kind in ("tool_use", "tool_result") and block.get("cache_control"):
+            (results[-1] if kind == "tool_result" else new)["cache_control"] = _mark(
+                block["cache_control"]
+            )
+    is_empty = not new["content"] and len(new) == 2
+    return results if results and is_empty else [*results, new]
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -148,18 +169,14 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | None:
-    kind = (choice or {}).get("type")
+def _tool_choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
+    kind = choice.get("type")
     if kind == "tool":
-        return {"type": "function", "function": {"name": (choice or {}).get("name")}}
-    found = {None: None, "auto": "auto", "any": "required", "none": "none"}
-    if kind not in found:
-        raise ApiError(
-            400,
-            f"tool_choice.type is {kind!r}: 'auto', 'any', 'tool' or 'none'",
-            param="tool_choice",
-        )
-    return found[kind]
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind not in _CHOICES:
+        told = f"tool_choice.type is {kind!r}: 'auto', 'any', 'tool' or 'none'"
+        raise ApiError(400, told, param="tool_choice")
+    return _CHOICES[kind]
 
 
 # Why a prompt was not known -----------------------------------------------------------------------
@@ -173,26 +190,33 @@ class Fingerprint:
     model: str
     system: bytes
     tools: bytes
-    messages: list[bytes]
-    tokens: npt.NDArray[np.int32]
+    n_messages: int
+    messages: bytes
+    n_tokens: int
 
     @classmethod
-    def of(cls, request: AnthropicRequest, name: str, chat: ChatJob) -> Fingerprint:
+    def of(cls, request: AnthropicRequest, generation: Generation) -> Fingerprint:
         """Return that of a request."""
-        messages = [_digest(message) for message in request.messages]
-        system, tools = _digest(request.system), _digest(request.tools)
-        return cls(chat.job.namespace, name, system, tools, messages, chat.job.tokens)
+        return cls(
+            generation.job.namespace,
+            generation.engine.name,
+            _digest(request.system),
+            _digest(request.tools),
+            len(request.messages),
+            _digest(request.messages),
+            len(generation.job.prompts[0]),
+        )
 
 
 def _digest(thing: Any) -> bytes:
-    """Return a digest of what a part of a request says, wherever it sets breakpoints."""
-    return hashlib.sha256(json.dumps(_without_breakpoints(thing), sort_keys=True).encode()).digest()
+    """Return a digest of a part of a request, wherever it sets breakpoints."""
 
+    def plain(thing: Any) -> Any:
+        if isinstance(thing, dict):
+            return {key: plain(value) for key, value in thing.items() if key != "cache_control"}
+        return [plain(one) for one in thing] if isinstance(thing, list) else thing
 
-def _without_breakpoints(thing: Any) -> Any:
-    if isinstance(thing, dict):
-        return {k: _without_breakpoints(v) for k, v in thing.items() if k != "cache_control"}
-    return [_without_breakpoints(one) for one in thing] if isinstance(thing, list) else thing
+    return hashlib.sha256(json.dumps(plain(thing), sort_keys=True).encode()).digest()
 
 
 class Diagnoses:
@@ -208,26 +232,28 @@ class Diagnoses:
         while len(self._known) > self._most:
             self._known.popitem(last=False)
 
-    def why(self, previous: str, new: Fingerprint, cached: int) -> dict[str, Any] | None:
-        """Return ``cache_miss_reason``; None where the prefix of the previous request was reused.
+    def why(
+        self, previous: str, new: Fingerprint, request: AnthropicRequest, n_cached: int
+    ) -> dict[str, Any] | None:
+        """Return ``cache_miss_reason``; None where the request goes on from the previous one.
 
         Parameters
         ----------
         previous
             ``diagnostics.previous_message_id``.
-        new
+        new, request
             The request that is answered.
-        cached
+        n_cached
             Tokens of it that were not evaluated.
         """
         old = self._known.get(previous)
         if old is None or old.tenant != new.tenant:
             return {"type": "previous_message_not_found"}
-        missed = max(len(old.tokens) - cached, 0)
+        missed = max(old.n_tokens - n_cached, 0)
         for kind in ("model", "system", "tools"):
             if getattr(old, kind) != getattr(new, kind):
                 return {"type": f"{kind}_changed", "cache_missed_input_tokens": missed}
-        if new.messages[: len(old.messages)] != old.messages:
+        if _digest(request.messages[: old.n_messages]) != old.messages:
             return {"type": "messages_changed", "cache_missed_input_tokens": missed}
         return None
 
@@ -235,179 +261,104 @@ class Diagnoses:
 # Out ----------------------------------------------------------------------------------------------
 
 
-def _usage(generation: Generation, new: int) -> dict[str, Any]:
-    reuse = generation.reuse
-    cached = reuse.n_tokens - reuse.evaluated
-    written = sum(place.n_tokens for place in generation.job.breakpoints[-1:])
-    written = max(min(written - cached, reuse.evaluated), 0)
-    return {
-        "input_tokens": reuse.evaluated - written,
-        "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": written,
-        "output_tokens": new,
-    }
+class _MessageWriter(Writer):
+    """A message, whole or as events."""
 
+    def __init__(
+        self, request: AnthropicRequest, diagnoses: Diagnoses, generation: Generation
+    ) -> None:
+        super().__init__(generation)
+        self._parts = Parts()
+        self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._head = {
+            "id": make_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": generation.engine.name,
+        }
+        self._request, self._diagnoses = request, diagnoses
+        self._is_begun = False
 
-def _blocks(message: ChatMessage) -> list[dict[str, Any]]:
-    blocks: list[dict[str, Any]] = []
-    if message.reasoning:
-        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
-    if message.content or not (message.reasoning or message.tool_calls):
-        blocks.append({"type": "text", "text": message.content})
-    for call in message.tool_calls:
-        block = {"type": "tool_use", "id": call.id, "name": call.name}
-        blocks.append({**block, "input": call.arguments or {}})
-    return blocks
-
-
-def _stop(generation: Generation, piece: Piece, has_calls: bool) -> dict[str, Any]:
-    by = generation.stopped_by(piece.index)
-    if by is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": by}
-    reason = "tool_use" if has_calls else _STOPS.get(piece.finish_reason or "", "end_turn")
-    return {"stop_reason": reason, "stop_sequence": None}
-
-
-async def messages(http: Request) -> Response:
-    """``POST /v1/messages``."""
-    request = read(await body_of(http), AnthropicRequest)
-    if request.max_tokens is None:
-        raise ApiError(400, "max_tokens is missing", param="max_tokens")
-    name = models_of(http).resolve(request.model)
-    if request.stream:
-        return await stream(http, _stream(http, request, name))
-    async with models_of(http).engine(name) as engine:
-        chat = chat_job(as_chat(request), engine, tenant_of(http))
-        async with engine.generate(chat.job) as generation:
-            (piece,) = await generation.whole()
-            message = parse_answer(chat.format, piece.raw)
-            answer = {
-                **_start(http, request, name, chat, generation),
-                "content": _blocks(message),
-                **_stop(generation, piece, bool(message.tool_calls)),
-                "usage": _usage(generation, len(piece.tokens)),
+    def write(self, piece: Piece) -> Iterator[bytes]:
+        if not self._is_begun:
+            self._is_begun = True
+            self._diagnose()
+            yield self._event("message_start", message=self.body())
+        is_end = piece.finish_reason is not None
+        for what, part, text in self._parts.cut(self.deltas(piece), is_end=is_end):
+            if what == "open":
+                block = _block(part)
+                yield self._event("content_block_start", index=part.index, content_block=block)
+            elif what == "more":
+                yield self._event("content_block_delta", index=part.index, delta=_more(part, text))
+            else:
+                if part.kind == "reasoning":
+                    signature = {"type": "signature_delta", "signature": ""}
+                    yield self._event("content_block_delta", index=part.index, delta=signature)
+                yield self._event("content_block_stop", index=part.index)
+        if is_end:
+            by = self.generation.stopped_by(0)
+            reason = _STOPS.get(piece.finish_reason or "", "end_turn")
+            reason = "tool_use" if self.streams[0].has_calls and reason == "end_turn" else reason
+            self._stop = {
+                "stop_reason": reason if by is None else "stop_sequence",
+                "stop_sequence": by,
             }
-            http.state.log = (generation.reuse, generation.n_generated)
-    return Json(answer)
+
+    def finish(self) -> Iterator[bytes]:
+        yield self._event("message_delta", delta=self._stop, usage=self._usage())
+        yield self._event("message_stop")
+
+    def body(self) -> dict[str, Any]:
+        content = [_block(part, is_whole=True) for part in self._parts.all]
+        return {**self._head, "content": content, **self._stop, "usage": self._usage()}
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        return event({"type": kind, **data}, kind)
+
+    def _diagnose(self) -> None:
+        """Say why the request that is named was no prefix of this one."""
+        new = Fingerprint.of(self._request, self.generation)
+        previous = (self._request.diagnostics or {}).get("previous_message_id")
+        why = None
+        if isinstance(previous, str):
+            cached = self.generation.n_cached
+            why = self._diagnoses.why(previous, new, self._request, cached)
+        self._head["diagnostics"] = None if why is None else {"cache_miss_reason": why}  # type: ignore[assignment]
+        self._diagnoses.add(self._head["id"], new)
+
+    def _usage(self) -> dict[str, Any]:
+        generation = self.generation
+        written = generation.n_written()
+        long = generation.n_written(least_ttl=3600)
+        return {
+            "input_tokens": generation.reuse.evaluated - written,
+            "cache_read_input_tokens": generation.n_cached,
+            "cache_creation_input_tokens": written,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": written - long,
+                "ephemeral_1h_input_tokens": long,
+            },
+            "output_tokens": generation.n_generated,
+        }
 
 
-def _start(
-    http: Request, request: AnthropicRequest, name: str, chat: ChatJob, generation: Generation
-) -> dict[str, Any]:
-    message_id = make_id("msg_")
-    known: Diagnoses = http.app.state.diagnoses
-    new = Fingerprint.of(request, name, chat)
-    diagnostics = None
-    previous = (request.diagnostics or {}).get("previous_message_id")
-    if isinstance(previous, str):
-        reuse = generation.reuse
-        reason = known.why(previous, new, reuse.n_tokens - reuse.evaluated)
-        diagnostics = None if reason is None else {"cache_miss_reason": reason}
-    known.add(message_id, new)
-    return {
-        "id": message_id,
-        "type": "message",
-        "role": "assistant",
-        "model": name,
-        "diagnostics": diagnostics,
-    }
+def _block(part: Part, *, is_whole: bool = False) -> dict[str, Any]:
+    text = part.text if is_whole else ""
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    if part.kind == "text":
+        return {"type": "text", "text": text}
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError:  # it was cut
+        arguments = {}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}
 
 
-async def _stream(http: Request, request: AnthropicRequest, name: str) -> AsyncIterator[bytes]:
-    async with models_of(http).engine(name) as engine:
-        chat = chat_job(as_chat(request), engine, tenant_of(http))
-        async with engine.generate(chat.job) as generation:
-            parser = ChatStream(chat.format)
-            blocks = _BlockWriter()
-            is_first = True
-            async for piece in generation:
-                if is_first:
-                    start = _start(http, request, name, chat, generation)
-                    empty: dict[str, Any] = {
-                        "content": [],
-                        "stop_reason": None,
-                        "stop_sequence": None,
-                    }
-                    yield event(
-                        {
-                            "type": "message_start",
-                            "message": {**start, **empty, "usage": _usage(generation, 0)},
-                        },
-                        "message_start",
-                    )
-                    is_first = False
-                deltas = parser.feed(piece.raw, is_end=piece.finish_reason is not None)
-                for delta in deltas:
-                    for one in blocks.write(delta):
-                        yield one
-                if piece.finish_reason:
-                    for one in blocks.end():
-                        yield one
-                    stop = _stop(generation, piece, parser.has_calls)
-                    usage = _usage(generation, generation.n_generated)
-                    yield event(
-                        {"type": "message_delta", "delta": stop, "usage": usage}, "message_delta"
-                    )
-            http.state.log = (generation.reuse, generation.n_generated)
-    yield event({"type": "message_stop"}, "message_stop")
-
-
-class _BlockWriter:
-    """Writes deltas as content blocks: one open block at a time."""
-
-    def __init__(self) -> None:
-        self._index = -1
-        self._open: tuple[str, int] | None = None  # the kind of the open block, and of which call
-
-    def write(self, delta: Delta) -> list[bytes]:
-        """Return the events of one delta."""
-        found: list[bytes] = []
-        if delta.reasoning:
-            found += self._turn_to(
-                ("thinking", 0), {"type": "thinking", "thinking": "", "signature": ""}
-            )
-            found.append(self._delta({"type": "thinking_delta", "thinking": delta.reasoning}))
-        if delta.content:
-            found += self._turn_to(("text", 0), {"type": "text", "text": ""})
-            found.append(self._delta({"type": "text_delta", "text": delta.content}))
-        call = delta.call
-        if call is not None:
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-            found += self._turn_to(("tool_use", call.index), block)
-            if call.arguments:
-                found.append(
-                    self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-                )
-        return found
-
-    def end(self) -> list[bytes]:
-        """Return the events that end the last block; an answer without any gets an empty one."""
-        found = [] if self._index >= 0 else self._turn_to(("text", 0), {"type": "text", "text": ""})
-        found.append(self._stop())
-        return found
-
-    def _turn_to(self, kind: tuple[str, int], block: dict[str, Any]) -> list[bytes]:
-        if self._open == kind:
-            return []
-        found = [self._stop()] if self._open is not None else []
-        self._open = kind
-        self._index += 1
-        data = {"type": "content_block_start", "index": self._index, "content_block": block}
-        return [*found, event(data, "content_block_start")]
-
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        data = {"type": "content_block_delta", "index": self._index, "delta": delta}
-        return event(data, "content_block_delta")
-
-    def _stop(self) -> bytes:
-        return event({"type": "content_block_stop", "index": self._index}, "content_block_stop")
-
-
-async def count_tokens(http: Request) -> Response:
-    """``POST /v1/messages/count_tokens``."""
-    request = read(await body_of(http), AnthropicRequest)
-    name = models_of(http).resolve(request.model)
-    async with models_of(http).engine(name) as engine:
-        return Json(
-            {"input_tokens": len(chat_job(as_chat(request), engine, tenant_of(http)).job.tokens)}
-        )
+def _more(part: Part, text: str) -> dict[str, Any]:
+    if part.kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": text}
+    if part.kind == "text":
+        return {"type": "text_delta", "text": text}
+    return {"type": "input_json_delta", "partial_json": text}

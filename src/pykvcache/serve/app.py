@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from importlib import resources
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -20,11 +23,10 @@ from starlette.routing import Route
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.serve import anthropic, cache, llama_server, openai, responses
 from pykvcache.serve.errors import ApiError
-from pykvcache.serve.http import Handler, error_response, until_disconnect
-from pykvcache.serve.metrics import metrics
+from pykvcache.serve.http import Bodies, Handler, error_response, until_disconnect
 from pykvcache.serve.models import Models
 
-__all__ = ["make_app", "tenants_of"]
+__all__ = ["is_loopback", "make_app"]
 
 log = logging.getLogger("pykvcache.serve")
 
@@ -32,22 +34,13 @@ log = logging.getLogger("pykvcache.serve")
 PUBLIC = ("/", "/health", "/v1/health")
 
 
-def tenants_of(keys: Mapping[str, str]) -> dict[bytes, str]:
-    """Return tenants by the digests of their keys, so that keys are not kept.
-
-    Parameters
-    ----------
-    keys
-        Names of tenants by key. The name is the namespace of the prefix cache.
-    """
-    return {hashlib.sha256(key.encode()).digest(): name for key, name in keys.items()}
-
-
 def make_app(
     models: Models,
     *,
     keys: Mapping[str, str] | None = None,
     max_body: int = 32 << 20,
+    stored: responses.Responses | None = None,
+    origins: tuple[str, ...] = (),
 ) -> Starlette:
     """Return the application.
 
@@ -56,10 +49,16 @@ def make_app(
     models
         What it serves; closed with it.
     keys
-        Names of tenants by API key; None: no key is asked for.
+        Names of tenants by API key; None: no key is asked for, and the server must listen on
+        loopback only. The name is the namespace of the prefix cache.
     max_body
         Largest body of a request in bytes.
+    stored
+        Where responses are stored; default: in memory. Closed with it.
+    origins
+        Origins whose web pages may call it, ``"*"`` for all; default: pages of this machine.
     """
+    stored = responses.Responses() if stored is None else stored
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -70,15 +69,17 @@ def make_app(
             app.state.is_draining = True
             watcher.cancel()
             await models.close()
+            await asyncio.to_thread(stored.close)
 
     app = Starlette(routes=_routes(), lifespan=lifespan)
-    app.state.models = models
-    app.state.tenants = None if keys is None else tenants_of(keys)
-    app.state.max_body = max_body
-    app.state.is_draining = False
-    app.state.recent = cache.Recent()
-    app.state.responses = responses.StoredResponses()
-    app.state.diagnoses = anthropic.Diagnoses()
+    state = app.state
+    state.models, state.responses, state.origins = models, stored, origins
+    # Digests, so that keys are not kept.
+    state.tenants = None if keys is None else {_digest(k.encode()): keys[k] for k in keys}
+    state.bodies = Bodies(max_body)
+    state.is_draining = False
+    state.recent = cache.Recent()
+    state.diagnoses = anthropic.Diagnoses()
     return app
 
 
@@ -86,21 +87,26 @@ def _routes() -> list[Route]:
     get: dict[str, Handler] = {
         "/": page,
         "/health": llama_server.health,
-        "/metrics": metrics,
+        "/v1/health": llama_server.health,
+        "/metrics": cache.metrics,
         "/props": llama_server.props,
+        "/slots": llama_server.slots,
         "/cache": cache.show,
+        "/models": openai.list_models,
         "/v1/models": openai.list_models,
         "/v1/models/{id:path}": openai.show_model,
         "/v1/responses/{id}": responses.show_response,
     }
     post: dict[str, Handler] = {
         "/v1/chat/completions": openai.chat_completions,
+        "/v1/chat/completions/input_tokens": openai.count_input_tokens,
         "/v1/completions": openai.completions,
         "/v1/embeddings": openai.embeddings,
         "/v1/messages": anthropic.messages,
         "/v1/messages/count_tokens": anthropic.count_tokens,
         "/v1/responses": responses.create_response,
         "/completion": llama_server.completion,
+        "/completions": llama_server.completion,
         "/tokenize": llama_server.tokenize,
         "/detokenize": llama_server.detokenize,
         "/apply-template": llama_server.apply_template,
@@ -110,40 +116,103 @@ def _routes() -> list[Route]:
         "/cache/why": cache.why,
     }
     # llama-server's clients leave out the version.
-    for path in ("/chat/completions", "/embeddings", "/responses"):
+    for path in (
+        "/chat/completions",
+        "/chat/completions/input_tokens",
+        "/embeddings",
+        "/responses",
+    ):
         post[path] = post[f"/v1{path}"]
-    post["/completions"] = llama_server.completion
-    get["/models"] = openai.list_models
-    routes = [Route(path, _endpoint(handler), methods=["GET"]) for path, handler in get.items()]
-    routes += [Route(path, _endpoint(handler), methods=["POST"]) for path, handler in post.items()]
-    routes.append(
-        Route("/v1/responses/{id}", _endpoint(responses.delete_response), methods=["DELETE"])
-    )
-    routes.append(
-        Route("/{path:path}", _endpoint(_missing), methods=["GET", "POST", "DELETE", "PUT"])
-    )
-    return routes
+    found = [("GET", path, handler) for path, handler in get.items()]
+    found += [("POST", path, handler) for path, handler in post.items()]
+    found.append(("DELETE", "/v1/responses/{id}", responses.delete_response))
+    routes = [Route(path, _endpoint(handler), methods=[verb]) for verb, path, handler in found]
+    anything = ["GET", "POST", "DELETE", "PUT", "PATCH", "OPTIONS"]
+    return [*routes, Route("/{path:path}", _endpoint(_missing), methods=anything)]
 
 
 def _endpoint(handler: Handler) -> Handler:
-    """Return a handler with what all have in common: keys, errors, a line in the log."""
+    """Return a handler with what all have in common: keys, limits, errors, a line in the log."""
 
     async def endpoint(http: Request) -> Response:
         begin = time.perf_counter()
         http.state.tenant = ""
+        origin: str | None = None
         try:
+            origin = _check_origin(http)
+            if http.method == "OPTIONS" and origin is not None:
+                return Response(headers=_cors(origin))
             http.state.tenant = _authorize(http)
-            response = await until_disconnect(http, handler)
+            async with http.app.state.bodies.reading(http) as http.state.body:
+                response = await until_disconnect(http, handler)
         except ClientDisconnect:
             response = Response(status_code=499)
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.debug("request failed", exc_info=error)
             response = error_response(http, error)
-        response.background = _Log(http, response.status_code, begin)  # type: ignore[assignment]
+        if origin is not None:
+            response.headers.update(_cors(origin))
+        response.background = BackgroundTask(_log, http, response.status_code, begin)
         return response
 
     return endpoint
+
+
+# Who asks -----------------------------------------------------------------------------------------
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is of this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_origin(http: Request) -> str | None:
+    """Return the origin of the web page that asks, if one does and may.
+
+    Without keys a page of another site must not reach the server, neither by itself nor under a
+    name that leads to loopback.
+
+    Raises
+    ------
+    ApiError
+        403: it must not.
+    """
+    state, origin = http.app.state, http.headers.get("origin")
+    needs_loopback = state.tenants is None
+    if needs_loopback and not is_loopback(http.url.hostname or ""):
+        raise ApiError(
+            403, f"this server is not for the host {http.url.hostname!r}: it has no keys"
+        )
+    if origin is None:
+        return None
+    try:
+        is_local = is_loopback(urlsplit(origin).hostname or "")
+    except ValueError:
+        is_local = False
+    if is_local or origin in state.origins or "*" in state.origins:
+        return origin
+    if needs_loopback:
+        raise ApiError(403, f"pages of {origin} may not ask this server: see --cors-origin")
+    return None
+
+
+def _cors(origin: str) -> dict[str, str]:
+    return {
+        "Access-Control-Allow-Origin": origin,
+        "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
+        "Access-Control-Allow-Headers": "*, Authorization",
+        "Vary": "Origin",
+    }
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def _authorize(http: Request) -> str:
@@ -159,46 +228,36 @@ def _authorize(http: Request) -> str:
         return ""
     given = http.headers.get("authorization", "")
     key = given[7:] if given[:7].lower() == "bearer " else http.headers.get("x-api-key", "")
-    digest = hashlib.sha256(key.encode()).digest()
-    for known, tenant in tenants.items():
+    digest, found = _digest(key.encode("latin-1")), None
+    for known, tenant in tenants.items():  # all of them: the time tells nothing
         if hmac.compare_digest(known, digest):
-            return tenant
-    raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+            found = tenant
+    if found is None:
+        raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+    return found
 
 
-class _Log:
-    """Writes one line when an answer is sent: what was reused, and why not more."""
+# Logs and the page --------------------------------------------------------------------------------
 
-    def __init__(self, http: Request, status: int, begin: float) -> None:
-        self._http, self._status, self._begin = http, status, begin
 
-    async def __call__(self) -> None:
-        http, seconds = self._http, time.perf_counter() - self._begin
-        line = f"{http.method} {http.url.path} {self._status} {1e3 * seconds:.0f} ms"
-        tenant: str = http.state.tenant
-        if tenant:
-            line += f" [{tenant}]"
-        found: tuple[ReuseReport, int] | None = getattr(http.state, "log", None)
-        if found is not None:
-            reuse, new = found
-            cached, n = reuse.n_tokens - reuse.evaluated, reuse.n_tokens
-            line += f": {cached} of {n} tokens reused, {new} generated"
-            if reuse.reason:
-                line += f"; {reuse.reason}"
-            facts: dict[str, Any] = {
-                "time": time.time(),
-                "path": http.url.path,
-                "ms": 1e3 * seconds,
-                "prompt": reuse.n_tokens,
-                "cached": reuse.n_tokens - reuse.evaluated,
-                "generated": new,
-                "reason": reuse.reason,
-            }
-            http.app.state.recent.add(tenant, facts)
-        failure: ApiError | None = getattr(http.state, "failure", None)
-        if failure is not None:
-            line += f": {failure}"
-        log.log(logging.INFO if self._status < 500 else logging.ERROR, "%s", line)
+async def _log(http: Request, status: int, begin: float) -> None:
+    """Write one line when an answer is sent: what was reused, and why not more."""
+    ms, tenant = 1e3 * (time.perf_counter() - begin), http.state.tenant
+    path = http.url.path.encode("unicode_escape").decode("ascii")
+    line = f"{http.method} {path} {status} {ms:.0f} ms" + (f" [{tenant}]" if tenant else "")
+    found: tuple[ReuseReport, int] | None = getattr(http.state, "log", None)
+    if found is not None:
+        reuse, n_new = found
+        cached, n = reuse.n_tokens - reuse.evaluated, reuse.n_tokens
+        line += f": {cached} of {n} tokens reused, {n_new} generated"
+        line += f"; {reuse.reason}" if reuse.reason else ""
+        facts: dict[str, Any] = {"time": time.time(), "path": path, "ms": ms, "prompt": n}
+        facts.update(cached=cached, generated=n_new, reason=reuse.reason)
+        http.app.state.recent.add(tenant, facts)
+    failure: ApiError | None = getattr(http.state, "failure", None)
+    if failure is not None:
+        line += ": " + str(failure).encode("unicode_escape").decode("ascii")
+    log.log(logging.INFO if status < 500 else logging.ERROR, "%s", line)
 
 
 async def _missing(http: Request) -> Response:
@@ -208,4 +267,4 @@ async def _missing(http: Request) -> Response:
 async def page(http: Request) -> Response:
     """``GET /``: a page that shows the cache live."""
     text = resources.files("pykvcache.serve").joinpath("page.html").read_text(encoding="utf-8")
-    return HTMLResponse(text)
+    return HTMLResponse(text, headers={"Content-Security-Policy": "frame-ancestors 'none'"})

@@ -14,13 +14,19 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pykvcache.prefix.prometheus import CacheCollector
 from pykvcache.serve.engine import Engine
 from pykvcache.serve.errors import ApiError
-from pykvcache.serve.http import Json, body_of, models_of, tenant_of
+from pykvcache.serve.http import Json, models_of, read, tenant_of
 from pykvcache.serve.prompts import chat_prompt, common_prefix
-from pykvcache.serve.schemas import CacheRequest, WhyRequest, read
+from pykvcache.serve.schemas import CacheRequest, WhyRequest, decode, seconds
 
-__all__ = ["Recent", "clear", "pin", "prefetch", "show", "why"]
+__all__ = ["Recent", "clear", "metrics", "pin", "prefetch", "show", "why"]
+
+#: Characters of the tree that are shown.
+MOST_CHARACTERS = 100_000
+#: For how long `prefetch` waits; what takes longer comes all the same.
+PREFETCH_SECONDS = 10.0
 
 
 class Recent:
@@ -51,9 +57,10 @@ async def show(http: Request) -> Response:
 
 def _facts(engine: Engine, tenant: str) -> dict[str, Any]:
     llm = engine.llm
+    tree = str(llm.cache.tree(tenant))
     return {
         "stats": asdict(llm.cache.stats()),
-        "tree": str(llm.cache.tree(tenant)),
+        "tree": tree if len(tree) <= MOST_CHARACTERS else tree[:MOST_CHARACTERS] + "\n...",
         "cells_used": llm.context.n_cells_used,
         "cells": llm.context.n_ctx,
         "running": llm.generator.n_running,
@@ -63,60 +70,53 @@ def _facts(engine: Engine, tenant: str) -> dict[str, Any]:
 
 async def pin(http: Request) -> Response:
     """``POST /cache/pin``: keep a prefix, for ``ttl`` seconds."""
+    request, tenant = read(http, CacheRequest), tenant_of(http)
+    ttl = 3600.0 if request.ttl is None else seconds(request.ttl)
     return await _on_prefix(
-        http,
-        lambda engine, tokens, tenant, request: {
-            "n_tokens": engine.llm.cache.pin(
-                tokens, ttl=request.ttl or 3600.0, namespace=tenant
-            ).n_tokens
-        },
+        http, request, lambda engine, tokens: engine.pins.pin(tokens, ttl, tenant)
     )
 
 
 async def prefetch(http: Request) -> Response:
     """``POST /cache/prefetch``: bring what the tiers have of a prefix to memory."""
-
-    def run(
-        engine: Engine, tokens: npt.NDArray[np.int32], tenant: str, _: CacheRequest
-    ) -> dict[str, Any]:
-        engine.llm.cache.prefetch(tokens, namespace=tenant).wait(60.0)
-        return {"n_tokens": len(tokens)}
-
-    return await _on_prefix(http, run)
+    request, tenant = read(http, CacheRequest), tenant_of(http)
+    async with models_of(http).engine(request.model) as engine:
+        tokens = await asyncio.to_thread(_tokens, engine, request)
+        one = await asyncio.to_thread(engine.llm.cache.prefetch, tokens, namespace=tenant)
+        until = time.monotonic() + PREFETCH_SECONDS
+        while not one.is_done and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        return Json({"n_tokens": one.n_tokens, "is_done": one.is_done})
 
 
 async def clear(http: Request) -> Response:
     """``POST /cache/clear``: forget a branch, or all that the tenant has in memory."""
-    request = read(await body_of(http) or b"{}", CacheRequest)
+    request, tenant = decode(http.state.body or b"{}", CacheRequest), tenant_of(http)
     if request.prompt is None and request.messages is None:
         async with models_of(http).engine(request.model) as engine:
-            await asyncio.to_thread(engine.llm.cache.clear, tenant_of(http))
+            await asyncio.to_thread(engine.llm.cache.clear, tenant)
         return Json({"status": "ok"})
 
-    def run(
-        engine: Engine, tokens: npt.NDArray[np.int32], tenant: str, _: CacheRequest
-    ) -> dict[str, Any]:
+    def forget(engine: Engine, tokens: npt.NDArray[np.int32]) -> int:
         engine.llm.cache.forget(tokens, namespace=tenant)
-        return {"n_tokens": len(tokens)}
+        return len(tokens)
 
-    return await _on_prefix(http, run)
+    return await _on_prefix(http, request, forget)
 
 
 async def _on_prefix(
-    http: Request, run: Callable[[Engine, npt.NDArray[np.int32], str, CacheRequest], dict[str, Any]]
+    http: Request, request: CacheRequest, run: Callable[[Engine, npt.NDArray[np.int32]], int]
 ) -> Response:
-    request = read(await body_of(http), CacheRequest)
     async with models_of(http).engine(request.model) as engine:
-        tokens = _tokens(engine, request)
-        return Json(await asyncio.to_thread(run, engine, tokens, tenant_of(http), request))
+        n = await asyncio.to_thread(lambda: run(engine, _tokens(engine, request)))
+    return Json({"n_tokens": n})
 
 
 def _tokens(engine: Engine, request: CacheRequest) -> npt.NDArray[np.int32]:
-    model = engine.llm.model
     if request.messages is not None:
-        return chat_prompt(model, request.messages, tools=request.tools).tokens
+        return chat_prompt(engine, request.messages, tools=request.tools).tokens
     if isinstance(request.prompt, str):
-        return model.tokenize(request.prompt, parse_special=True)
+        return engine.llm.model.tokenize(request.prompt, parse_special=True)
     if request.prompt:
         return np.array(request.prompt, np.int32)
     raise ApiError(400, "prompt or messages is missing", param="prompt")
@@ -124,29 +124,58 @@ def _tokens(engine: Engine, request: CacheRequest) -> npt.NDArray[np.int32]:
 
 async def why(http: Request) -> Response:
     """``POST /cache/why``: where two transcripts part, and what it costs."""
-    request = read(await body_of(http), WhyRequest)
+    request = read(http, WhyRequest)
     async with models_of(http).engine(request.model) as engine:
-        model = engine.llm.model
-        before = chat_prompt(model, request.before, tools=request.tools)
-        after = chat_prompt(model, request.after, tools=request.tools)
-    same = common_prefix(before.tokens, after.tokens)
-    message = sum(end <= same for end in after.boundaries)
+        return Json(await asyncio.to_thread(_compare, engine, request))
 
-    def around(tokens: npt.NDArray[np.int32]) -> str:
-        return model.detokenize(tokens[same : same + 12], special=True)
 
-    return Json(
-        {
-            "first_difference": same if same < len(after.tokens) else None,
-            "message": message if same < len(after.tokens) else None,
-            "shared_text_end": model.detokenize(
-                after.tokens[max(same - 12, 0) : same], special=True
-            ),
-            "before": around(before.tokens),
-            "after": around(after.tokens),
-            "tokens_before": len(before.tokens),
-            "tokens_after": len(after.tokens),
-            "tokens_shared": same,
-            "tokens_evaluated": len(after.tokens) - same,
-        }
-    )
+def _compare(engine: Engine, request: WhyRequest) -> dict[str, Any]:
+    model = engine.llm.model
+    before = chat_prompt(engine, request.before, tools=request.tools).tokens
+    whole = chat_prompt(engine, request.after, tools=request.tools)
+    after = whole.tokens
+    same = common_prefix(before, after)
+    is_prefix = same == len(after)
+
+    def text(tokens: npt.NDArray[np.int32]) -> str:
+        return model.detokenize(tokens, special=True)
+
+    return {
+        "first_difference": None if is_prefix else same,
+        "message": None if is_prefix else sum(end <= same for end in whole.ends),
+        "shared_text_end": text(after[max(same - 12, 0) : same]),
+        "before": text(before[same : same + 12]),
+        "after": text(after[same : same + 12]),
+        "tokens_before": len(before),
+        "tokens_after": len(after),
+        "tokens_shared": same,
+        "tokens_evaluated": len(after) - same,
+    }
+
+
+async def metrics(http: Request) -> Response:
+    """``GET /metrics``: figures of the caches and queues of all loaded models, for Prometheus."""
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+
+    registry = CollectorRegistry()
+
+    def gauge(name: str, text: str) -> Gauge:
+        return Gauge(f"pykvcache_{name}", text, ["model"], registry=registry)
+
+    running = gauge("requests_running", "Requests in the batch")
+    waiting = gauge("requests_waiting", "Requests in the queue")
+    cells = gauge("cells_used", "Cells of the context in use")
+    collector: CacheCollector | None = None
+    for name, engine in models_of(http).loaded.items():
+        llm = engine.llm
+        running.labels(name).set(llm.generator.n_running)
+        waiting.labels(name).set(llm.generator.n_waiting)
+        cells.labels(name).set(llm.context.n_cells_used)
+        if collector is None:
+            collector = CacheCollector(llm.cache, name)
+        else:
+            collector.add(llm.cache, name)
+    if collector is not None:
+        registry.register(collector)
+    data = await asyncio.to_thread(generate_latest, registry)
+    return Response(data, media_type=CONTENT_TYPE_LATEST)

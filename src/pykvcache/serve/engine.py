@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache.chat_format import ChatFormat
 from pykvcache.generate.handle import FinishReason, GenerationHandle
 from pykvcache.llm import LLM
-from pykvcache.openai_format import usage_of
+from pykvcache.prefix.pins import Pin
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import TextStream
 from pykvcache.serve.errors import ApiError, context_exceeded
-from pykvcache.serve.prompts import Breakpoint
 
-__all__ = ["Engine", "Generation", "Job", "Piece", "Timings"]
+__all__ = ["Breakpoint", "Engine", "Generation", "Job", "Piece"]
+
+T = TypeVar("T")
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Breakpoint:
+    """A prefix to keep: the first ``n_tokens`` tokens, for ``ttl`` seconds."""
+
+    n_tokens: int
+    ttl: float
 
 
 @dataclass(frozen=True)
@@ -31,14 +43,14 @@ class Job:
 
     Attributes
     ----------
-    tokens
-        The prompt; int32, shape (n,).
+    prompts
+        Tokens of one prompt or several; int32, shape (n,) each.
     max_tokens
-        Tokens to generate at most; None: until the end, or until the context is full.
+        Tokens to generate at most, per sample; None: until the end, or until the context is full.
     sampler
         Copied for each sample.
     n
-        Samples of the prompt.
+        Samples of each prompt.
     stop
         Strings that end a text.
     logprobs
@@ -50,10 +62,14 @@ class Job:
     boundaries
         Numbers of tokens after which messages end.
     breakpoints
-        Prefixes to keep.
+        Prefixes of the first prompt to keep, the shortest first.
+    keep
+        How many of its first tokens go into the cache; None for all.
+    format
+        How the model writes reasoning and tool calls, for a chat.
     """
 
-    tokens: npt.NDArray[np.int32]
+    prompts: tuple[Tokens, ...]
     max_tokens: int | None
     sampler: Sampler
     n: int = 1
@@ -63,6 +79,8 @@ class Job:
     use_cache: bool = True
     boundaries: tuple[int, ...] = ()
     breakpoints: tuple[Breakpoint, ...] = ()
+    keep: int | None = None
+    format: ChatFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -91,126 +109,112 @@ class Piece:
     finish_reason: FinishReason | None = None
 
 
-@dataclass(frozen=True)
-class Timings:
-    """Times of a request, as llama-server names them."""
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    predicted_n: int
-    predicted_ms: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the members of ``timings``."""
-        return {
-            "cache_n": self.cache_n,
-            "prompt_n": self.prompt_n,
-            "prompt_ms": self.prompt_ms,
-            "prompt_per_token_ms": self.prompt_ms / max(self.prompt_n, 1),
-            "prompt_per_second": 1e3 * self.prompt_n / max(self.prompt_ms, 1e-6),
-            "predicted_n": self.predicted_n,
-            "predicted_ms": self.predicted_ms,
-            "predicted_per_token_ms": self.predicted_ms / max(self.predicted_n, 1),
-            "predicted_per_second": 1e3 * self.predicted_n / max(self.predicted_ms, 1e-6),
-        }
-
-
 class Generation:
-    """A job that runs: iterate over its pieces; leaving the ``with`` block ends it."""
+    """A job that runs. `pieces` gives what comes of it; `Engine.generate` makes and ends it."""
 
-    def __init__(self, job: Job, handles: list[GenerationHandle]) -> None:
-        self.job = job
+    def __init__(self, engine: Engine, job: Job, handles: list[GenerationHandle]) -> None:
+        self.engine, self.job = engine, job
         self._handles = handles
         self._ready = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        for handle in handles:
-            handle.watch(self._wake)
+        self._raw = [TextStream(job.stop) for _ in handles]
+        self._n_characters = [0] * len(handles)
+        self._n_tokens = [0] * len(handles)
 
-    def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed
-            self._loop.call_soon_threadsafe(self._ready.set)
-
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def pieces(self, *, stream: bool) -> AsyncIterator[Piece]:
+        """Yield what is new of each sample as it comes; unless `stream`, each sample once."""
+        for handle in self._handles:
+            handle.watch(self._waker(handle, every=stream))
         running = dict(enumerate(self._handles))
-        raw = [TextStream(self.job.stop) for _ in self._handles]
-        shown = [0] * len(self._handles)
-        counted = [0] * len(self._handles)
         while running:
             self._ready.clear()
             for i, handle in list(running.items()):
                 reason = handle.finish_reason  # before the text: what came until then is all
                 if reason == "error" and handle.error is not None:
                     raise handle.error
-                text = handle.text
-                tokens = handle.tokens[counted[i] :].tolist()
-                logprobs: list[dict[int, float]] = []
-                if self.job.logprobs:  # those of the last tokens may be on their way
-                    logprobs = handle.logprobs[counted[i] :]
-                    tokens = tokens[: len(logprobs)] if reason is None else tokens
-                if tokens or reason:
-                    written = self._written(raw[i], tokens, reason is not None)
-                    yield Piece(i, text[shown[i] :], written, tokens, logprobs, reason)
-                    shown[i] = len(text)
-                    counted[i] += len(tokens)
+                if not (reason or stream):
+                    continue
+                piece = self._take(i, reason)
+                if piece.tokens or reason:
+                    yield piece
                 if reason:
                     del running[i]
             if running:
                 await self._ready.wait()
 
-    def _written(self, stream: TextStream, tokens: list[int], is_end: bool) -> str:
-        """Return the text of some tokens with the special ones."""
-        model = self._handles[0].sequence.context.model
-        text = "".join(stream.feed(model.token_to_piece(token, special=True)) for token in tokens)
-        return text + stream.finish() if is_end else text
+    def _waker(self, handle: GenerationHandle, *, every: bool) -> Callable[[], None]:
+        def wake() -> None:
+            if every or handle.finish_reason is not None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed
+                    self._loop.call_soon_threadsafe(self._ready.set)
 
-    async def whole(self) -> list[Piece]:
-        """Wait for the end; return one piece for each sample."""
-        texts = [""] * len(self._handles)
-        raws = [""] * len(self._handles)
-        tokens: list[list[int]] = [[] for _ in self._handles]
-        logprobs: list[list[dict[int, float]]] = [[] for _ in self._handles]
-        reasons: list[FinishReason | None] = [None] * len(self._handles)
-        async for piece in self:
-            texts[piece.index] += piece.text
-            raws[piece.index] += piece.raw
-            tokens[piece.index] += piece.tokens
-            logprobs[piece.index] += piece.logprobs
-            reasons[piece.index] = piece.finish_reason
-        return [
-            Piece(i, *one)
-            for i, one in enumerate(zip(texts, raws, tokens, logprobs, reasons, strict=True))
-        ]
+        return wake
+
+    def _take(self, i: int, reason: FinishReason | None) -> Piece:
+        handle, n = self._handles[i], self._n_tokens[i]
+        text, tokens = handle.text, handle.tokens[n:].tolist()
+        logprobs: list[dict[int, float]] = []
+        if self.job.logprobs:  # those of the last tokens may be on their way
+            logprobs = handle.logprobs[n:]
+            tokens = tokens[: len(logprobs)] if reason is None else tokens
+        model, written = self.engine.llm.model, self._raw[i]
+        raw = "".join(written.feed(model.token_to_piece(token, special=True)) for token in tokens)
+        if reason:
+            raw += written.finish()
+        piece = Piece(i, text[self._n_characters[i] :], raw, tokens, logprobs, reason)
+        self._n_characters[i] = len(text)
+        self._n_tokens[i] += len(tokens)
+        return piece
 
     @property
     def reuse(self) -> ReuseReport:
-        """Where the tokens of the prompt came from."""
-        report = getattr(self._handles[0].sequence, "reuse", None)
-        n = len(self.job.tokens)
-        return report if report is not None else ReuseReport(n, evaluated=n)
+        """Where the tokens of the prompts came from, summed up."""
+        reports = [
+            getattr(handle.sequence, "reuse", ReuseReport(len(prompt), evaluated=len(prompt)))
+            for prompt, handle in zip(self.job.prompts, self._handles[:: self.job.n], strict=True)
+        ]
+        return reports[0] if len(reports) == 1 else sum_of(reports)
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens of the prompt that were not evaluated."""
+        reuse = self.reuse
+        return reuse.n_tokens - reuse.evaluated
 
     @property
     def n_generated(self) -> int:
         """Tokens of all samples so far."""
         return sum(len(handle.tokens) for handle in self._handles)
 
-    def usage(self) -> dict[str, Any]:
-        """Return OpenAI's ``usage`` so far."""
-        return usage_of(self.reuse, self.n_generated, writes=self.job.use_cache)
+    def n_written(self, *, least_ttl: float = 0, most_ttl: float = float("inf")) -> int:
+        """Return how many tokens of the prompt breakpoints of such a ttl wrote."""
+        n, cached = 0, self.n_cached
+        for place in self.job.breakpoints if self.job.use_cache else ():
+            new = max(place.n_tokens - cached, 0)
+            n += new if least_ttl <= place.ttl < most_ttl else 0
+            cached = max(cached, place.n_tokens)
+        return n
 
-    def timings(self) -> Timings:
-        """Return the times so far."""
+    def timings(self) -> dict[str, Any]:
+        """Return llama-server's ``timings``: the first token belongs to the prompt."""
         times = self._handles[0].times
         now = time.perf_counter()
         first = times.first_token or now
-        reuse = self.reuse
-        return Timings(
-            cache_n=reuse.n_tokens - reuse.evaluated,
-            prompt_n=reuse.evaluated,
-            prompt_ms=1e3 * (first - times.queued),
-            predicted_n=self.n_generated,
-            predicted_ms=1e3 * ((times.finished or now) - first),
-        )
+        n_prompt, n_new = self.reuse.evaluated, self.n_generated
+        prompt_ms = max(1e3 * (first - times.queued), 1e-3)
+        new_ms = 1e3 * ((times.finished or now) - first)
+        n_steps = max(n_new - len(self._handles), 0)
+        return {
+            "cache_n": self.n_cached,
+            "prompt_n": n_prompt,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": prompt_ms / max(n_prompt, 1),
+            "prompt_per_second": 1e3 * n_prompt / prompt_ms,
+            "predicted_n": n_new,
+            "predicted_ms": new_ms,
+            "predicted_per_token_ms": new_ms / n_steps if n_steps else 0.0,
+            "predicted_per_second": 1e3 / new_ms * n_steps if n_steps and new_ms else 0.0,
+        }
 
     def stopped_by(self, index: int) -> str | None:
         """Return the stop string that ended a sample."""
@@ -222,26 +226,94 @@ class Generation:
             if handle.finish_reason is None:
                 handle.abort()
 
+    def close(self) -> None:
+        """Free the cells of sequences that were made for it."""
+        for handle in self._handles[:: self.job.n]:
+            handle.sequence.close()
+
+
+def sum_of(reports: list[ReuseReport]) -> ReuseReport:
+    """Return the sums of several reports."""
+    total = ReuseReport()
+    for report in reports:
+        total = total.plus(report)
+    return total
+
+
+class PinBoard:
+    """The pins of all tenants on one cache: renewed rather than added up, and bounded.
+
+    Pins may keep half of the cache's memory. Where they would keep more, the tenant with the most
+    pinned tokens loses its oldest ones first.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._lock = threading.Lock()
+        self._pins: dict[tuple[str, bytes], Pin] = {}
+
+    def pin(self, tokens: Tokens, ttl: float, tenant: str) -> int:
+        """Keep a prefix for some seconds; return how many tokens of it are kept."""
+        key = tenant, tokens.tobytes()
+        with self._lock:
+            new = self._llm.cache.pin(tokens, ttl=ttl, namespace=tenant)
+            old = self._pins.pop(key, None)
+            if old is not None:
+                old.release()
+            self._pins[key] = new
+            self._make_room()
+            return new.n_tokens
+
+    def _make_room(self) -> None:
+        """Drop pins that are over, and those above the bound; no more than 256 of one tenant."""
+        sizes = {key: pin.n_tokens for key, pin in self._pins.items()}
+        for key in [key for key, n in sizes.items() if not n]:
+            del self._pins[key], sizes[key]
+        info = self._llm.context.memory_info
+        most = self._llm.cache.stats().max_ram_bytes // 2 // max(info.bytes_per_token, 1)
+        shares: dict[str, int] = {}
+        counts: dict[str, int] = {}
+        for (tenant, _), n in sizes.items():
+            shares[tenant] = shares.get(tenant, 0) + n
+            counts[tenant] = counts.get(tenant, 0) + 1
+        while sizes and (sum(shares.values()) > most or max(counts.values()) > 256):
+            loser = max(shares, key=lambda one: (counts[one] > 256, shares[one]))
+            key = next(key for key in sizes if key[0] == loser)
+            shares[loser] -= sizes.pop(key)
+            counts[loser] -= 1
+            self._pins.pop(key).release()
+
 
 class Engine:
     """Runs jobs on an `LLM`, whose generator gets a thread of its own.
 
     Parameters
     ----------
+    name
+        The model's name in requests.
     llm
         The model; closed with the engine.
     max_waiting
-        Jobs that may wait for a place; one more is refused with status 429.
+        Requests that may wait for a place; one more is refused with status 429.
     timeout
         Seconds after which a job ends with what it has; None: never.
+    template
+        Chat template in the place of the model's own.
     """
 
-    def __init__(self, llm: LLM, max_waiting: int = 64, timeout: float | None = None) -> None:
-        self.llm = llm
-        self._timeout = timeout
-        self.max_waiting = max_waiting
+    def __init__(
+        self,
+        name: str,
+        llm: LLM,
+        max_waiting: int = 64,
+        timeout: float | None = None,
+        template: str | None = None,
+    ) -> None:
+        self.name, self.llm, self.template = name, llm, template
+        self.pins = PinBoard(llm)
         self.last_used = time.monotonic()
         self.n_active = self._n_jobs = 0
+        self._max_waiting, self._timeout = max_waiting, timeout
         llm.generator.start()
 
     @property
@@ -249,58 +321,82 @@ class Engine:
         """Tokens that one sequence may have."""
         return self.llm.context.n_ctx_seq
 
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Count a request that computes; one that finds the queue full is refused."""
+        if self._n_jobs >= self.llm.context.n_seq_max + self._max_waiting:
+            raise ApiError(429, f"{self._max_waiting} requests wait already", retry_after=1)
+        self._n_jobs += 1
+        try:
+            yield
+        finally:
+            self._n_jobs -= 1
+
     @contextlib.asynccontextmanager
-    async def generate(self, job: Job) -> AsyncIterator[Generation]:
+    async def generate(self, make: Callable[[], Job]) -> AsyncIterator[Generation]:
         """Run a job; when the block is left, what still runs is aborted.
+
+        Parameters
+        ----------
+        make
+            Returns the job; called in a thread, as templates, tokens and grammars take time.
 
         Raises
         ------
         ApiError
-            400: the prompt does not fit; 429: too many jobs wait.
+            400: the prompt does not fit; 429: too many requests wait.
         """
-        n = len(job.tokens)
-        if not n:
-            raise ApiError(400, "the prompt has no tokens", param="prompt")
-        if n >= self.n_ctx:
-            raise context_exceeded(n, self.n_ctx)
-        if self._n_jobs >= self.llm.context.n_seq_max + self.max_waiting:
-            raise ApiError(429, f"{self.max_waiting} requests wait already", retry_after=1)
-        self._n_jobs += 1
-        try:
-            generation = Generation(job, await asyncio.to_thread(self._submit, job))
+        with self._admitted():
+            job = await asyncio.to_thread(make)
+            sizes = [len(prompt) for prompt in job.prompts]
+            if not all(sizes):
+                raise ApiError(400, "the prompt has no tokens", param="prompt")
+            if max(sizes) >= self.n_ctx:
+                raise context_exceeded(max(sizes), self.n_ctx)
+            generation = Generation(self, job, await asyncio.to_thread(self._submit, job))
             loop = asyncio.get_running_loop()
-            timer = (
-                None if self._timeout is None else loop.call_later(self._timeout, generation.abort)
-            )
+            timer = loop.call_later(self._timeout or 1e9, generation.abort)
             try:
                 yield generation
             finally:
-                if timer is not None:
-                    timer.cancel()
+                timer.cancel()
                 generation.abort()
-                if job.use_cache and job.breakpoints:
+                if job.breakpoints or not job.use_cache:
                     # Not awaited: what is cancelled must not wait.
-                    loop.run_in_executor(None, self._pin, job)
-        finally:
-            self._n_jobs -= 1
+                    loop.run_in_executor(None, self._clean_up, generation)
 
     def _submit(self, job: Job) -> list[GenerationHandle]:
-        limit = self.n_ctx - len(job.tokens)
-        if job.max_tokens is not None:
-            limit = min(limit, job.max_tokens)
+        handles: list[GenerationHandle] = []
         options: dict[str, Any] = {"n": job.n, "stop": job.stop, "logprobs": job.logprobs}
         if job.use_cache:
-            found = self.llm.generator.submit(
-                job.tokens, limit, job.sampler, namespace=job.namespace, **options
-            )
-        else:
-            sequence = LlamaSequence(self.llm.context, job.tokens)
-            found = self.llm.generator.submit(sequence, limit, job.sampler, **options)
-        return found if isinstance(found, list) else [found]
+            options["namespace"] = job.namespace
+        try:
+            for tokens in job.prompts:
+                limit = self.n_ctx - len(tokens)
+                if job.max_tokens is not None:
+                    limit = min(limit, job.max_tokens)
+                prompt: Any = tokens if job.use_cache else LlamaSequence(self.llm.context, tokens)
+                found = self.llm.generator.submit(prompt, limit, job.sampler, **options)
+                handles += found if isinstance(found, list) else [found]
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
+        return handles
 
-    def _pin(self, job: Job) -> None:
+    def _clean_up(self, generation: Generation) -> None:
+        """Pin what the client wants kept; free the cells of sequences that are no cache's."""
+        job = generation.job
+        if not job.use_cache:
+            generation.close()
+            return
         for place in job.breakpoints:
-            self.llm.cache.pin(job.tokens[: place.n_tokens], ttl=place.ttl, namespace=job.namespace)
+            self.pins.pin(job.prompts[0][: place.n_tokens], place.ttl, job.namespace)
+
+    async def embed(self, prompts: list[Tokens]) -> npt.NDArray[np.float32]:
+        """Return embeddings; float32, shape (n, n_embd)."""
+        with self._admitted():
+            return await asyncio.to_thread(self.llm.embed, prompts)
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:

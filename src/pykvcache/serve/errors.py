@@ -15,16 +15,14 @@ from pykvcache.errors import (
     UnsupportedOperation,
 )
 
-_REFUSALS = (ArgumentError, ChatTemplateError, GrammarError, OutOfRangeError, UnsupportedOperation)
-
 __all__ = ["ApiError", "as_api_error", "context_exceeded"]
 
+_REFUSALS = (ArgumentError, ChatTemplateError, GrammarError, OutOfRangeError, UnsupportedOperation)
+
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -69,9 +67,8 @@ class ApiError(Exception):
         self.status = status
         self.param = param
         self.code = code
-        self.type = type or _TYPES.get(
-            status, "server_error" if status >= 500 else "invalid_request_error"
-        )
+        default = "server_error" if status >= 500 else "invalid_request_error"
+        self.type = type or _TYPES.get(status, default)
         self.retry_after = retry_after
         self.facts = facts
 
@@ -91,7 +88,7 @@ def context_exceeded(n_tokens: int, n_ctx: int) -> ApiError:
     """Return the error of a prompt that does not fit the context."""
     return ApiError(
         400,
-        f"the prompt has {n_tokens} tokens, and the context has room for {n_ctx}",
+        f"the prompt has {n_tokens} tokens, which exceeds the available context size of {n_ctx}",
         param="messages",
         code="context_length_exceeded",
         type="exceed_context_size_error",
@@ -105,11 +102,12 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NoKvCacheSlot | PositionError):
-        return ApiError(
-            400, str(error), code="context_length_exceeded", type="exceed_context_size_error"
-        )
+        kind = "exceed_context_size_error"
+        return ApiError(400, str(error), code="context_length_exceeded", type=kind)
     if isinstance(error, ClosedError):
         return ApiError(503, "the model was unloaded: try again", retry_after=1)
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the request is nested too deeply")
     if isinstance(error, _REFUSALS):
         return ApiError(400, str(error), param=getattr(error, "what", None))
     return ApiError(500, f"{type(error).__name__}: {error}")

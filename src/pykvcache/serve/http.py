@@ -1,33 +1,44 @@
-"""What endpoints need of HTTP: bodies within a limit, JSON, event streams, who asks."""
+"""What endpoints need of HTTP: bodies within limits, JSON, event streams, the tenant."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from pykvcache.serve.answers import dumps, event
 from pykvcache.serve.errors import ApiError, as_api_error
+from pykvcache.serve.schemas import decode
 
 if TYPE_CHECKING:
     from pykvcache.serve.models import Models
 
 __all__ = [
+    "Bodies",
     "Handler",
     "Json",
-    "body_of",
     "error_response",
+    "event",
     "models_of",
+    "read",
     "stream",
     "tenant_of",
     "until_disconnect",
 ]
 
+S = TypeVar("S")
 Handler = Callable[[Request], Awaitable[Response]]
+
+#: Seconds within which a body has to arrive.
+BODY_SECONDS = 60.0
+#: A stream whose first event takes longer than this begins without it: proxies give up waiting.
+FIRST_EVENT_SECONDS = 10.0
+
+dumps = msgspec.json.encode
 
 
 class Json(Response):
@@ -46,29 +57,76 @@ def models_of(http: Request) -> Models:
 
 
 def tenant_of(http: Request) -> str:
-    """Return the namespace of whoever asks: that of the API key."""
+    """Return the namespace of the API key."""
     return cast("str", http.state.tenant)
 
 
-async def body_of(http: Request) -> bytes:
-    """Return the body of a request.
+# Bodies -------------------------------------------------------------------------------------------
+
+
+class Bodies:
+    """Reads bodies within limits: on one, on all that are read at once, and on their time.
+
+    Parameters
+    ----------
+    max_bytes
+        Largest body; all together may have 8 times as much.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._in_flight = 0
+
+    @contextlib.asynccontextmanager
+    async def reading(self, http: Request) -> AsyncIterator[bytes]:
+        """Give the body of a request, which counts until the block is left.
+
+        Raises
+        ------
+        ApiError
+            408, 413 or 429: it comes too slowly, is too large, or all bodies are.
+        """
+        parts: list[bytes] = []
+        try:
+            try:
+                await asyncio.wait_for(self._read(http, parts), BODY_SECONDS)
+            except asyncio.TimeoutError:
+                text = f"the body did not arrive within {BODY_SECONDS:.0f} seconds"
+                raise ApiError(408, text) from None
+            yield b"".join(parts)
+        finally:
+            self._in_flight -= sum(map(len, parts))
+
+    async def _read(self, http: Request, parts: list[bytes]) -> None:
+        size = 0
+        async for part in http.stream():
+            parts.append(part)
+            size += len(part)
+            self._in_flight += len(part)
+            if size > self._max_bytes:
+                raise ApiError(413, f"the body is larger than {self._max_bytes} bytes")
+            if self._in_flight > 8 * self._max_bytes:
+                raise ApiError(429, "too many large bodies at once", retry_after=1)
+
+
+def read(http: Request, kind: type[S]) -> S:
+    """Return the request that the body holds.
 
     Raises
     ------
     ApiError
-        413: it is larger than the server allows.
+        400: it is no such request.
     """
-    if not hasattr(http.state, "body"):
-        limit: int = http.app.state.max_body
-        parts: list[bytes] = []
-        size = 0
-        async for part in http.stream():
-            size += len(part)
-            if size > limit:
-                raise ApiError(413, f"the body is larger than {limit} bytes")
-            parts.append(part)
-        http.state.body = b"".join(parts)
-    return cast("bytes", http.state.body)
+    return decode(http.state.body, kind)
+
+
+# Answers ------------------------------------------------------------------------------------------
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """Return one server-sent event."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + dumps(data) + b"\n\n"
 
 
 def is_anthropic(http: Request) -> bool:
@@ -78,11 +136,12 @@ def is_anthropic(http: Request) -> bool:
 
 def error_response(http: Request, error: Exception) -> Response:
     """Return the answer to a request that failed."""
-    told = as_api_error(error)
+    told = http.state.failure = as_api_error(error)
     headers = {} if told.retry_after is None else {"Retry-After": str(told.retry_after)}
     if told.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    http.state.failure = told
+    if told.status in (408, 413):
+        headers["Connection"] = "close"  # the rest of the body is not read
     body = told.anthropic() if is_anthropic(http) else told.openai()
     return Json(body, status_code=told.status, headers=headers)
 
@@ -92,32 +151,46 @@ async def stream(http: Request, events: AsyncIterator[bytes]) -> Response:
 
     A failure after that is an event, as the status is sent already.
     """
+    first = asyncio.ensure_future(_next(events))
     try:
-        first = await anext(events)
-    except StopAsyncIteration:
-        first = b""
+        await asyncio.wait({first}, timeout=FIRST_EVENT_SECONDS)
+        if first.done():
+            first.result()
+    except BaseException:
+        first.cancel()
+        raise
 
     async def rest() -> AsyncIterator[bytes]:
         async with contextlib.aclosing(cast("Any", events)):
-            yield first
             try:
+                while not first.done():
+                    yield b": the prompt is being evaluated\n\n"
+                    await asyncio.wait({first}, timeout=FIRST_EVENT_SECONDS)
+                yield first.result()
                 async for one in events:
                     yield one
             except Exception as error:
-                told = as_api_error(error)
-                http.state.failure = told
+                told = http.state.failure = as_api_error(error)
                 if is_anthropic(http):
                     yield event(told.anthropic(), "error")
                 else:
                     yield event(told.openai())
+            finally:
+                if not first.done():
+                    first.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await first
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(rest(), media_type="text/event-stream", headers=headers)
 
 
+async def _next(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events, b"")
+
+
 async def until_disconnect(http: Request, handler: Handler) -> Response:
     """Run a handler; where the client goes away first, cancel it."""
-    await body_of(http)
     work = asyncio.ensure_future(handler(http))
     gone = asyncio.ensure_future(_disconnect(http))
     try:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pykvcache.errors import ContextCreateError, ModelLoadError
 from pykvcache.llm import LLM
 from pykvcache.serve.engine import Engine
 from pykvcache.serve.errors import ApiError
@@ -66,7 +67,7 @@ class Models:
         Models that are loaded at once; the one unused for longest makes room.
     idle
         Seconds after which an unused model is unloaded; None: never.
-    max_waiting, timeout
+    max_waiting, timeout, template
         For `Engine`.
     """
 
@@ -79,12 +80,13 @@ class Models:
         idle: float | None = None,
         max_waiting: int = 64,
         timeout: float | None = None,
+        template: str | None = None,
     ) -> None:
         self.files = files
         self._options = options
         self._max_models = max_models
         self._idle = idle
-        self._max_waiting, self._timeout = max_waiting, timeout
+        self._engine_options = max_waiting, timeout, template
         self._engines: dict[str, Engine] = {}
         self._changing = asyncio.Lock()
         self.started = int(time.time())
@@ -128,14 +130,24 @@ class Models:
 
     async def _load(self, name: str) -> Engine:
         while len(self._engines) >= self._max_models:
-            unused = [one for one in self._engines.values() if not one.n_active]
-            if not unused:
+            if not await self._unload_oldest():
                 raise ApiError(503, "all loaded models are busy", retry_after=5)
-            oldest = min(unused, key=lambda one: one.last_used)
-            await self._unload(next(n for n, one in self._engines.items() if one is oldest))
-        llm = await asyncio.to_thread(LLM, self.files[name], **self._options)
-        engine = self._engines[name] = Engine(llm, self._max_waiting, self._timeout)
+        while True:
+            try:
+                llm = await asyncio.to_thread(LLM, self.files[name], **self._options)
+                break
+            except (ContextCreateError, MemoryError, ModelLoadError):
+                if not await self._unload_oldest():
+                    raise
+        engine = self._engines[name] = Engine(name, llm, *self._engine_options)
         return engine
+
+    async def _unload_oldest(self) -> bool:
+        """Unload the model that is unused for longest; False where all are used."""
+        unused = [name for name, engine in self._engines.items() if not engine.n_active]
+        if unused:
+            await self._unload(min(unused, key=lambda name: self._engines[name].last_used))
+        return bool(unused)
 
     async def _unload(self, name: str) -> None:
         await asyncio.to_thread(self._engines.pop(name).close)

@@ -4,30 +4,71 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pykvcache.openai_format import (
-    ChatStream,
-    finish_reason,
-    head,
-    message_of,
-    parse_answer,
-    text_logprobs,
-    token_logprobs,
-)
-from pykvcache.serve.answers import event, sampler_of
-from pykvcache.serve.chat import ChatJob, chat_job
-from pykvcache.serve.engine import Engine, Job, Piece
+from pykvcache.openai_format import finish_reason, head, message_of, text_logprobs, token_logprobs
+from pykvcache.serve.answers import Writer, answer
+from pykvcache.serve.engine import Engine, Generation, Job, Piece
 from pykvcache.serve.errors import ApiError
-from pykvcache.serve.http import Json, body_of, models_of, stream, tenant_of
-from pykvcache.serve.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, read
+from pykvcache.serve.http import Json, event, models_of, read, tenant_of
+from pykvcache.serve.prompts import chat_job, chat_prompt, prompts_of, sampler_of
+from pykvcache.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Sampling,
+    TokenizeRequest,
+)
 
-__all__ = ["chat_completions", "completions", "embeddings", "list_models", "show_model"]
+__all__ = [
+    "chat_completions",
+    "completion_job",
+    "completions",
+    "count_input_tokens",
+    "embeddings",
+    "list_models",
+    "show_model",
+]
+
+
+class _ChoiceWriter(Writer):
+    """What chat completions and completions have in common: choices, usage, timings."""
+
+    prefix = kind = ""
+
+    def __init__(self, request: Sampling, generation: Generation) -> None:
+        super().__init__(generation)
+        self.request = request
+        self.head = head(self.prefix, self.kind, generation.engine.name)
+        self.choices: dict[int, dict[str, Any]] = {}
+        self.is_begun = False
+
+    def chunk(self, choice: dict[str, Any]) -> bytes:
+        """Return the event of one choice."""
+        is_timed = self.request.timings_per_token and self.is_begun
+        more = {"timings": self.generation.timings()} if is_timed else {}
+        return event({**self.head, "choices": [choice], **more})
+
+    def finish(self) -> Iterator[bytes]:
+        """Yield the usage, where it is wanted, and the end mark."""
+        if self.request.with_usage:
+            yield event({**self.head, "choices": [], **self.figures()})
+        yield b"data: [DONE]\n\n"
+
+    def body(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        choices = [choice for _, choice in sorted(self.choices.items())]
+        return {**self.head, "choices": choices, **self.figures()}
+
+    def figures(self) -> dict[str, Any]:
+        """Return what clients of OpenAI's and of llama-server's form read."""
+        return {"usage": self.usage(), "timings": self.generation.timings()}
 
 
 # Chat ---------------------------------------------------------------------------------------------
@@ -35,87 +76,76 @@ __all__ = ["chat_completions", "completions", "embeddings", "list_models", "show
 
 async def chat_completions(http: Request) -> Response:
     """``POST /v1/chat/completions``."""
-    request = read(await body_of(http), ChatRequest)
-    name = models_of(http).resolve(request.model)
-    if request.stream:
-        return await stream(http, _stream_chat(http, request, name))
-    async with models_of(http).engine(name) as engine:
-        chat = chat_job(request, engine, tenant_of(http))
-        async with engine.generate(chat.job) as generation:
-            pieces = await generation.whole()
-            choices = [_chat_choice(engine, chat, request, piece) for piece in pieces]
-            answer = {
-                **head("chatcmpl-", "chat.completion", name),
-                "choices": choices,
-                "usage": generation.usage(),
-                "timings": generation.timings().as_dict(),
-            }
-            http.state.log = (generation.reuse, generation.n_generated)
-    return Json(answer)
+    request = read(http, ChatRequest)
+    writer = partial(_ChunkWriter if request.stream else _ChatWriter, request)
+    job = partial(chat_job, request, tenant_of(http))
+    return await answer(http, request.model, job, writer, is_stream=request.stream)
 
 
-def _chat_choice(
-    engine: Engine, chat: ChatJob, request: ChatRequest, piece: Piece
-) -> dict[str, Any]:
-    message = parse_answer(chat.format, piece.raw)
-    reason = finish_reason(piece.finish_reason, has_calls=bool(message.tool_calls))
-    choice: dict[str, Any] = {
-        "index": piece.index,
-        "message": message_of(message),
-        "finish_reason": reason,
-        "logprobs": None,
-    }
-    if request.logprobs:
-        content = token_logprobs(
-            engine.llm.model, piece.tokens, piece.logprobs, request.top_logprobs or 0
-        )
-        choice["logprobs"] = {"content": content}
-    return choice
+class _ChatWriter(_ChoiceWriter):
+    """A whole chat completion."""
+
+    prefix, kind = "chatcmpl-", "chat.completion"
+
+    def write(self, piece: Piece) -> Iterator[bytes]:
+        self.deltas(piece)
+        message = self.streams[piece.index].message
+        reason = finish_reason(piece.finish_reason, has_calls=bool(message.tool_calls))
+        self.choices[piece.index] = {
+            "index": piece.index,
+            "message": message_of(message),
+            "finish_reason": reason,
+            "logprobs": self.logprobs(piece),
+        }
+        return iter(())
+
+    def logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        """Return the log-probabilities of some tokens; None where none are wanted."""
+        assert isinstance(self.request, ChatRequest)
+        if not self.request.logprobs:
+            return None
+        model, top = self.generation.engine.llm.model, self.request.top_logprobs or 0
+        return {"content": token_logprobs(model, piece.tokens, piece.logprobs, top)}
 
 
-async def _stream_chat(http: Request, request: ChatRequest, name: str) -> AsyncIterator[bytes]:
-    async with models_of(http).engine(name) as engine:
-        chat = chat_job(request, engine, tenant_of(http))
-        async with engine.generate(chat.job) as generation:
-            start = head("chatcmpl-", "chat.completion.chunk", name)
+class _ChunkWriter(_ChatWriter):
+    """A chat completion as chunks."""
 
-            def chunk(
-                index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
-            ) -> bytes:
-                choice = {"index": index, "delta": delta, "finish_reason": reason}
-                if logprobs is not None:
-                    choice["logprobs"] = logprobs
-                return event({**start, "choices": [choice]})
+    kind = "chat.completion.chunk"
 
-            for i in range(request.n):
-                yield chunk(i, {"role": "assistant", "content": None})
-            parsers = [ChatStream(chat.format) for _ in range(request.n)]
-            async for piece in generation:
-                parser = parsers[piece.index]
-                deltas = parser.feed(piece.raw, is_end=piece.finish_reason is not None)
-                logprobs = None
-                if request.logprobs:
-                    content = token_logprobs(
-                        engine.llm.model, piece.tokens, piece.logprobs, request.top_logprobs or 0
-                    )
-                    logprobs = {"content": content}
-                for delta in deltas:
-                    yield chunk(piece.index, delta.as_dict(), logprobs=logprobs)
-                    logprobs = None if logprobs is None else {"content": []}
-                if piece.finish_reason:
-                    reason = finish_reason(piece.finish_reason, has_calls=parser.has_calls)
-                    yield chunk(piece.index, {}, reason)
-            http.state.log = (generation.reuse, generation.n_generated)
-            if (request.stream_options or {}).get("include_usage"):
-                yield event(
-                    {
-                        **start,
-                        "choices": [],
-                        "usage": generation.usage(),
-                        "timings": generation.timings().as_dict(),
-                    }
-                )
-    yield b"data: [DONE]\n\n"
+    def __init__(self, request: ChatRequest, generation: Generation) -> None:
+        super().__init__(request, generation)
+        # Log-probabilities of text that is not certain yet.
+        self._waiting: dict[int, list[Any]] = {i: [] for i in range(generation.job.n)}
+
+    def write(self, piece: Piece) -> Iterator[bytes]:
+        i = piece.index
+        if not self.is_begun:
+            for k in self._waiting:
+                yield self._delta(k, {"role": "assistant", "content": None})
+            self.is_begun = True
+        if (logprobs := self.logprobs(piece)) is not None:
+            self._waiting[i] += logprobs["content"]
+        for delta in self.deltas(piece):
+            yield self._delta(i, delta.as_dict())
+        if piece.finish_reason:
+            reason = finish_reason(piece.finish_reason, has_calls=self.streams[i].has_calls)
+            yield self._delta(i, {}, reason)
+
+    def _delta(self, index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
+        choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": reason}
+        if self.request.logprobs:  # type: ignore[attr-defined]
+            choice["logprobs"] = {"content": self._waiting[index]}
+            self._waiting[index] = []
+        return self.chunk(choice)
+
+
+async def count_input_tokens(http: Request) -> Response:
+    """``POST /v1/chat/completions/input_tokens``, as llama-server has it."""
+    request = read(http, TokenizeRequest)
+    async with models_of(http).engine(request.model) as engine:
+        prompt = await asyncio.to_thread(chat_prompt, engine, request.messages, tools=request.tools)
+    return Json({"object": "chat.completion.input_tokens", "input_tokens": len(prompt.tokens)})
 
 
 # Completions --------------------------------------------------------------------------------------
@@ -123,141 +153,82 @@ async def _stream_chat(http: Request, request: ChatRequest, name: str) -> AsyncI
 
 async def completions(http: Request) -> Response:
     """``POST /v1/completions``."""
-    request = read(await body_of(http), CompletionRequest)
-    name = models_of(http).resolve(request.model)
-    if request.stream:
-        return await stream(http, _stream_completion(http, request, name))
-    choices: list[dict[str, Any]] = []
-    usages: list[dict[str, Any]] = []
-    timings: dict[str, Any] = {}
-    async with models_of(http).engine(name) as engine:
-        for prompt in prompts_of(request.prompt):
-            job = completion_job(request, engine, prompt, tenant_of(http))
-            async with engine.generate(job) as generation:
-                for piece in await generation.whole():
-                    choices.append(_text_choice(engine, request, prompt, piece, len(choices)))
-                usages.append(generation.usage())
-                timings = generation.timings().as_dict()
-                http.state.log = (generation.reuse, generation.n_generated)
-    answer = {
-        **head("cmpl-", "text_completion", name),
-        "choices": choices,
-        "usage": add_usages(usages),
-        "timings": timings,
-    }
-    return Json(answer)
+    request = read(http, CompletionRequest)
+    job = partial(completion_job, request, tenant_of(http), 16)
+    writer = partial(_TextWriter, request)
+    return await answer(http, request.model, job, writer, is_stream=request.stream)
 
 
 def completion_job(
-    request: CompletionRequest, engine: Engine, prompt: str | list[int], tenant: str
+    request: CompletionRequest, tenant: str, default: int | None, engine: Engine
 ) -> Job:
-    """Return the job of one prompt of a completion."""
+    """Return the job of a completion, whose texts have `default` tokens at most."""
     model = engine.llm.model
-    if isinstance(prompt, str):
-        tokens = model.tokenize(prompt, parse_special=True)
-    else:
-        tokens = np.array(prompt, np.int32)
-    limit = request.max_tokens
-    if limit is None:
-        limit = (
-            request.n_predict if request.n_predict is not None and request.n_predict >= 0 else None
-        )
-    n_logprobs = int(request.logprobs or 0) if request.logprobs is not True else 1
+    prompts = [_tokens(engine, parts) for parts in prompts_of(request.prompt)]
+    if len(prompts) * request.n > 2048:
+        raise ApiError(400, f"{len(prompts)} prompts, {request.n} samples: at most 2048", param="n")
+    says = any(n is not None for n in (request.max_tokens, request.n_predict))
     return Job(
-        tokens=tokens,
-        max_tokens=16 if limit is None and request.n_predict is None else limit,
+        prompts=tuple(prompts),
+        max_tokens=request.limit if says else default,
         sampler=sampler_of(request, model),
         n=request.n,
         stop=request.stops,
-        logprobs=n_logprobs or request.n_probs,
+        logprobs=int(request.logprobs or 0) or request.n_probs,
         namespace=tenant,
         use_cache=request.cache_prompt,
     )
 
 
-def prompts_of(given: Any) -> list[str | list[int]]:
-    """Return the prompts of a completion: texts, token ids, or both mixed in one.
-
-    Raises
-    ------
-    ApiError
-        400: something else.
-    """
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, dict):
-        text = given.get("prompt_string")
-        if not isinstance(text, str) or given.get("multimodal_data"):
-            raise ApiError(400, "prompt: this server reads text and token ids only", param="prompt")
-        return [text]
-    if isinstance(given, list) and given:
-        if all(isinstance(one, int) and not isinstance(one, bool) for one in given):
-            if not all(0 <= one < 2**31 for one in given):
-                raise ApiError(400, "prompt holds a token id that is out of range", param="prompt")
-            return [given]
-        return [prompt for one in given for prompt in prompts_of(one)]
-    raise ApiError(
-        400, "prompt is text, token ids, or a list of prompts, and not empty", param="prompt"
-    )
+def _tokens(engine: Engine, parts: list[str | list[int]]) -> Any:
+    """Return the tokens of texts and runs of ids; special tokens are added to a text in front."""
+    model = engine.llm.model
+    found = [
+        model.tokenize(part, parse_special=True, add_special=i == 0)
+        if isinstance(part, str)
+        else np.array(part, np.int32)
+        for i, part in enumerate(parts)
+    ]
+    return np.concatenate(found)
 
 
-def _text_choice(
-    engine: Engine, request: CompletionRequest, prompt: str | list[int], piece: Piece, index: int
-) -> dict[str, Any]:
-    text = piece.text
-    if request.echo:
-        before = prompt if isinstance(prompt, str) else engine.llm.model.detokenize(prompt)
-        text = before + text
-    choice: dict[str, Any] = {
-        "index": index,
-        "text": text,
-        "finish_reason": finish_reason(piece.finish_reason),
-        "logprobs": None,
-    }
-    if piece.logprobs:
-        choice["logprobs"] = text_logprobs(
-            engine.llm.model, piece.tokens, piece.logprobs, len(text) - len(piece.text)
-        )
-    return choice
+class _TextWriter(_ChoiceWriter):
+    """A text completion, whole or as chunks."""
 
+    prefix, kind = "cmpl-", "text_completion"
 
-def add_usages(usages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sum of several ``usage`` objects."""
-    total: dict[str, Any] = {}
-    for usage in usages:
-        for key, value in usage.items():
-            if isinstance(value, dict):
-                total[key] = add_usages([total.get(key, {}), value])
-            else:
-                total[key] = total.get(key, 0) + value
-    return total
+    def __init__(self, request: CompletionRequest, generation: Generation) -> None:
+        super().__init__(request, generation)
+        self._is_echo = request.echo
+        self._n_characters: dict[int, int] = {}
 
+    def write(self, piece: Piece) -> Iterator[bytes]:
+        i, model = piece.index, self.generation.engine.llm.model
+        self.is_begun = True
+        is_first = i not in self._n_characters
+        before = self._prompt(i) if self._is_echo and is_first else ""
+        at = self._n_characters.get(i, 0) + len(before)
+        self._n_characters[i] = at + len(piece.text)
+        choice: dict[str, Any] = {
+            "index": i,
+            "text": before + piece.text,
+            "finish_reason": finish_reason(piece.finish_reason),
+            "logprobs": None,
+        }
+        if piece.logprobs:
+            choice["logprobs"] = text_logprobs(model, piece.tokens, piece.logprobs, at)
+        self.choices[i] = choice
+        if choice["text"] or not piece.finish_reason:
+            yield self.chunk({**choice, "finish_reason": None})
+        if piece.finish_reason:
+            yield self.chunk({**choice, "text": "", "logprobs": None})
 
-async def _stream_completion(
-    http: Request, request: CompletionRequest, name: str
-) -> AsyncIterator[bytes]:
-    start = head("cmpl-", "text_completion", name)
-    usages: list[dict[str, Any]] = []
-    first = 0
-    async with models_of(http).engine(name) as engine:
-        for prompt in prompts_of(request.prompt):
-            job = completion_job(request, engine, prompt, tenant_of(http))
-            async with engine.generate(job) as generation:
-                async for piece in generation:
-                    index = first + piece.index
-                    choice = _text_choice(engine, request, "", piece, index)
-                    if piece.text or piece.finish_reason is None:
-                        yield event({**start, "choices": [{**choice, "finish_reason": None}]})
-                    if piece.finish_reason:
-                        yield event(
-                            {**start, "choices": [{**choice, "text": "", "logprobs": None}]}
-                        )
-                usages.append(generation.usage())
-                http.state.log = (generation.reuse, generation.n_generated)
-            first += request.n
-    if (request.stream_options or {}).get("include_usage"):
-        yield event({**start, "choices": [], "usage": add_usages(usages)})
-    yield b"data: [DONE]\n\n"
+    def _prompt(self, index: int) -> str:
+        given, k = self.request.prompt, index // self.generation.job.n  # type: ignore[attr-defined]
+        (parts,) = prompts_of(given)[k : k + 1]
+        if all(isinstance(part, str) for part in parts):
+            return "".join(str(part) for part in parts)
+        return self.generation.engine.llm.model.detokenize(self.generation.job.prompts[k])
 
 
 # Embeddings and models ----------------------------------------------------------------------------
@@ -265,41 +236,31 @@ async def _stream_completion(
 
 async def embeddings(http: Request) -> Response:
     """``POST /v1/embeddings``."""
-    request = read(await body_of(http), EmbeddingRequest)
+    request = read(http, EmbeddingRequest)
     if request.encoding_format not in ("float", "base64"):
-        raise ApiError(
-            400,
-            f"encoding_format is {request.encoding_format!r}: 'float' or 'base64'",
-            param="encoding_format",
-        )
-    prompts = prompts_of(request.input)
+        told = f"encoding_format is {request.encoding_format!r}: 'float' or 'base64'"
+        raise ApiError(400, told, param="encoding_format")
     name = models_of(http).resolve(request.model)
     async with models_of(http).engine(name) as engine:
-        rows = await asyncio.to_thread(engine.llm.embed, prompts)
-        n = sum(len(engine.llm.tokens_of(prompt)) for prompt in prompts)
+        given = prompts_of(request.input)
+        prompts = await asyncio.to_thread(lambda: [_tokens(engine, one) for one in given])
+        rows = await engine.embed(prompts)
     if request.dimensions is not None:
         if request.dimensions > rows.shape[1]:
-            raise ApiError(
-                400,
-                f"dimensions is {request.dimensions}: at most {rows.shape[1]}",
-                param="dimensions",
-            )
+            told = f"dimensions is {request.dimensions}: at most {rows.shape[1]}"
+            raise ApiError(400, told, param="dimensions")
         rows = rows[:, : request.dimensions]
         rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    data = []
-    for i, row in enumerate(rows):
-        value: Any = row.tolist()
-        if request.encoding_format == "base64":
-            value = base64.b64encode(row.astype("<f4").tobytes()).decode("ascii")
-        data.append({"object": "embedding", "index": i, "embedding": value})
-    return Json(
-        {
-            "object": "list",
-            "model": name,
-            "data": data,
-            "usage": {"prompt_tokens": n, "total_tokens": n},
-        }
-    )
+    values = [
+        base64.b64encode(row.astype("<f4").tobytes()).decode("ascii")
+        if request.encoding_format == "base64"
+        else row.tolist()
+        for row in rows
+    ]
+    data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(values)]
+    n = sum(map(len, prompts))
+    usage = {"prompt_tokens": n, "total_tokens": n}
+    return Json({"object": "list", "model": name, "data": data, "usage": usage})
 
 
 def _model_card(http: Request, name: str) -> dict[str, Any]:
@@ -309,29 +270,21 @@ def _model_card(http: Request, name: str) -> dict[str, Any]:
     card["status"] = {"value": "loaded" if engine else "unloaded"}
     if engine is not None:
         model = engine.llm.model
-        card["meta"] = {
-            "n_vocab": model.n_vocab,
-            "n_ctx": engine.n_ctx,
-            "n_ctx_train": model.n_ctx_train,
-            "n_embd": model.n_embd,
-            "n_params": model.n_params,
-            "size": model.size,
-        }
+        facts = ("n_vocab", "n_ctx_train", "n_embd", "n_params", "size")
+        card["meta"] = {"n_ctx": engine.n_ctx, **{fact: getattr(model, fact) for fact in facts}}
     return card
 
 
 async def list_models(http: Request) -> Response:
     """``GET /v1/models``."""
-    return Json(
-        {"object": "list", "data": [_model_card(http, name) for name in models_of(http).files]}
-    )
+    names = models_of(http).files
+    return Json({"object": "list", "data": [_model_card(http, name) for name in names]})
 
 
 async def show_model(http: Request) -> Response:
     """``GET /v1/models/{id}``."""
     name = http.path_params["id"]
     if name not in models_of(http).files:
-        raise ApiError(
-            404, f"the model {name!r} does not exist", param="model", code="model_not_found"
-        )
+        told = f"the model {name!r} does not exist"
+        raise ApiError(404, told, param="model", code="model_not_found")
     return Json(_model_card(http, name))

@@ -1,35 +1,38 @@
-"""From messages to tokens: the rendered chat, where its messages end, and what to pin."""
+"""From messages to a job: the rendered chat, where its messages end, what to pin, how to sample."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pykvcache.model import LlamaModel
+from pykvcache.openai_format import schema_of
+from pykvcache.sampling import Sampler
+from pykvcache.serve.engine import Breakpoint, Engine, Job
 from pykvcache.serve.errors import ApiError
-from pykvcache.serve.schemas import seconds
+from pykvcache.serve.schemas import ChatRequest, Sampling, seconds
 
-__all__ = ["Breakpoint", "ChatPrompt", "chat_prompt", "common_prefix", "plain_text"]
+__all__ = ["ChatPrompt", "chat_job", "chat_prompt", "common_prefix", "prompts_of", "sampler_of"]
 
-# Characters of Unicode's private area mark where content ends; they are taken out again.
-_MARK = "\ue4f1\ue4f2"
-_PIN = "\ue4f3"
-
-#: Breakpoints that one request may set, as OpenAI and Anthropic have it.
+#: Breakpoints of a request that are written, the latest ones.
 MOST_BREAKPOINTS = 4
+#: Ends of messages that become checkpoints, the latest ones and the first.
+MOST_BOUNDARIES = 16
+#: For how long a breakpoint is kept that names no ttl: OpenAI's default.
+DEFAULT_TTL = 1800.0
 
+# What `apply_chat_template` and `chat_format` take themselves.
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "template", "tool_choice"}
+_RESERVED |= {"parallel_tool_calls", "json_schema", "strict", "self"}
 
-@dataclass(frozen=True)
-class Breakpoint:
-    """A prefix to keep: the first ``n_tokens`` tokens, for ``ttl`` seconds."""
-
-    n_tokens: int
-    ttl: float
+_TEXTS = ("text", "input_text", "output_text", "refusal")
 
 
 @dataclass(frozen=True)
@@ -42,144 +45,114 @@ class ChatPrompt:
         As the template rendered it.
     tokens
         int32, shape (n,).
-    boundaries
-        Numbers of tokens after which a message ends.
+    ends
+        Numbers of tokens after which each message ends.
     breakpoints
         Prefixes that the client wants kept.
     """
 
     text: str
     tokens: npt.NDArray[np.int32]
-    boundaries: tuple[int, ...]
+    ends: tuple[int, ...]
     breakpoints: tuple[Breakpoint, ...]
 
-
-def plain_text(content: Any, where: str) -> str:
-    """Return the text of a message's content: a string, or parts of text."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        return ""
-    if not isinstance(content, list):
-        raise ApiError(
-            400, f"{where} is {type(content).__name__}: text, or a list of parts", param=where
-        )
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(
-            text, str
-        ):
-            raise ApiError(
-                400,
-                f"{where} has a part of type {kind!r}: this server reads text only",
-                param=where,
-            )
-        texts.append(text)
-    return "\n\n".join(texts)
+    @property
+    def boundaries(self) -> set[int]:
+        """Where other prompts are likely to part: after the first message, and the latest ones."""
+        return {
+            *self.ends[:1],
+            *self.ends[-MOST_BOUNDARIES:],
+            *(p.n_tokens for p in self.breakpoints),
+        }
 
 
 def chat_prompt(
-    model: LlamaModel,
+    engine: Engine,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     ttl: float | None = None,
     continues: bool = False,
+    answers: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
     """Render a conversation and find where its messages end.
 
     Parameters
     ----------
-    model
+    engine
         Whose template and tokenizer.
     messages
         In OpenAI's form.
     tools
         In OpenAI's form.
     ttl
-        Seconds for breakpoints that name none; default: 5 minutes.
+        Seconds for breakpoints that name none.
     continues
         The last message is the assistant's, and the answer goes on from it.
+    answers
+        Whether the prompt ends with the beginning of an answer.
     variables
         What else the template reads, such as ``enable_thinking``.
     """
     if not messages:
         raise ApiError(400, "messages is empty", param="messages")
-    marked = [_message(message, i, mark=True) for i, message in enumerate(messages)]
-    pins = [ttl_ for i, m in enumerate(messages) for ttl_ in _pins(m, i, ttl)]
-    if len(pins) > MOST_BREAKPOINTS:
-        raise ApiError(
-            400,
-            f"{len(pins)} breakpoints: at most {MOST_BREAKPOINTS} in a request",
-            param="messages",
-        )
-    if continues:
-        last = marked[-1]
-        if last.get("role") != "assistant":
-            raise ApiError(400, "the last message is not the assistant's", param="messages")
-    rendered = model.apply_chat_template(
-        marked, tools=tools, add_generation_prompt=not continues, **dict(variables or {})
+    given = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if continues and given[-1]["role"] != "assistant":
+        raise ApiError(400, "the last message is not the assistant's", param="messages")
+    model = engine.llm.model
+    text = model.apply_chat_template(
+        given,
+        tools=tools,
+        add_generation_prompt=answers and not continues,
+        template=engine.template,
+        **dict(variables or {}),
     )
+    ends = _ends(text, [message["content"] for message in given])
     if continues:
-        rendered = rendered[: rendered.rindex(_MARK) + len(_MARK)]
-    text, ends, pinned = _take_marks(rendered)
+        text = text[: ends[-1]]
     tokens = model.tokenize(text, add_special=False, parse_special=True)
-    boundaries = sorted({_n_tokens(model, text[:end], tokens) for end in ends} - {0})
-    places = [_n_tokens(model, text[:end], tokens) for end in pinned]
-    breakpoints = tuple(Breakpoint(n, t) for n, t in zip(places, pins, strict=False) if n)
-    return ChatPrompt(text, tokens, tuple(boundaries), breakpoints)
+    after = _counter(model, text, tokens)
+    places = [
+        Breakpoint(after(at), kept)
+        for at, kept in _breakpoints(text, ends, messages, DEFAULT_TTL if ttl is None else ttl)
+    ]
+    places = [place for place in places if place.n_tokens][-MOST_BREAKPOINTS:]
+    return ChatPrompt(text, tokens, tuple(map(after, ends)), tuple(places))
 
 
-def _message(message: Mapping[str, Any], i: int, *, mark: bool) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a message as templates take it: text as content, arguments of calls as objects."""
-    where = f"messages[{i}]"
-    role = message.get("role")
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise ApiError(400, f"{where} has no role", param=f"{where}.role")
-    new = {
-        key: value
-        for key, value in message.items()
-        if key not in ("cache_control", "prompt_cache_breakpoint")
-    }
-    new["role"] = "system" if role == "developer" else role
-    content = message.get("content")
     if content is None and not message.get("tool_calls") and not message.get("reasoning_content"):
         raise ApiError(400, f"{where} has no content", param=f"{where}.content")
-    if isinstance(content, list) and any(_is_pin(part) for part in content):
-        text = "\n\n".join(
-            plain_text([part], f"{where}.content") + (_PIN if _is_pin(part) else "")
-            for part in content
-        )
-    else:
-        text = plain_text(content, f"{where}.content")
-    if _is_pin(message):
-        text += _PIN
-    new["content"] = text + (_MARK if mark else "")
+    marks = ("cache_control", "prompt_cache_breakpoint")
+    new = {key: value for key, value in message.items() if key not in marks}
+    new["role"] = "system" if role == "developer" else role
+    new["content"] = "\n\n".join(_texts(content, f"{where}.content"))
     if message.get("tool_calls"):
         new["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
     return new
 
 
-def _is_pin(thing: Any) -> bool:
-    return isinstance(thing, Mapping) and bool(
-        thing.get("prompt_cache_breakpoint") or thing.get("cache_control")
-    )
-
-
-def _pins(message: Mapping[str, Any], i: int, ttl: float | None) -> list[float]:
-    """Return how long each breakpoint of a message is kept, in the order of the text."""
-    content = message.get("content")
-    things = [*(content if isinstance(content, list) else []), message]
+def _texts(content: Any, where: str) -> list[str]:
+    """Return the texts of a message's content: of a string, or of parts."""
+    if isinstance(content, str) or content is None:
+        return [content or ""]
+    if not isinstance(content, list):
+        told = f"{where} is {type(content).__name__}: text, or a list of parts"
+        raise ApiError(400, told, param=where)
     found = []
-    for thing in things:
-        if _is_pin(thing):
-            wish = thing.get("prompt_cache_breakpoint") or thing.get("cache_control")
-            if not isinstance(wish, Mapping):
-                raise ApiError(400, "a breakpoint is an object", param=f"messages[{i}]")
-            found.append(seconds(wish["ttl"]) if "ttl" in wish else ttl or 300.0)
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+        if kind not in _TEXTS or not isinstance(text, str):
+            what = "image input is not supported: " if "image" in str(kind) else ""
+            told = f"{what}{where} has a part of type {kind!r}, and this server reads text only"
+            raise ApiError(400, told, param=where)
+        found.append(text)
     return found
 
 
@@ -197,26 +170,71 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _take_marks(rendered: str) -> tuple[str, list[int], list[int]]:
-    """Return the text without marks, and where those of messages and of breakpoints stood."""
-    parts: list[str] = []
-    ends: list[int] = []
-    pins: list[int] = []
-    n = 0
-    for i, piece in enumerate(rendered.split(_MARK)):
-        if i:
-            ends.append(n)
-        for k, part in enumerate(piece.split(_PIN)):
-            if k:
-                pins.append(n)
-            parts.append(part)
-            n += len(part)
-    return "".join(parts), ends, pins
+# Places in the text -------------------------------------------------------------------------------
 
 
-def _n_tokens(model: LlamaModel, text: str, tokens: npt.NDArray[np.int32]) -> int:
-    """Return how many tokens lie before a place in the text; a token across it does not count."""
-    return common_prefix(model.tokenize(text, add_special=False, parse_special=True), tokens)
+def _ends(text: str, contents: Sequence[str]) -> list[int]:
+    """Return where each content ends in the rendered text.
+
+    Templates may trim contents, or leave them out: one that is not there ends with the one before.
+    """
+    found, at = [], 0
+    for content in contents:
+        content = content.strip()
+        begin = text.find(content, at)
+        at = begin + len(content) if begin >= 0 else at
+        found.append(at)
+    return found
+
+
+def _breakpoints(
+    text: str, ends: Sequence[int], messages: Sequence[Mapping[str, Any]], ttl: float
+) -> Iterator[tuple[int, float]]:
+    """Yield where breakpoints are, and how many seconds each is kept."""
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        at = ends[i - 1] if i else 0
+        for part in content if isinstance(content, list) else []:
+            part_text = part["text"].strip() if isinstance(part.get("text"), str) else ""
+            begin = text.find(part_text, at, ends[i])
+            at = begin + len(part_text) if begin >= 0 else at
+            if (kept := _ttl(part, i, ttl)) is not None:
+                yield at, kept
+        if (kept := _ttl(message, i, ttl)) is not None:
+            yield ends[i], kept
+
+
+def _ttl(thing: Mapping[str, Any], i: int, default: float) -> float | None:
+    """Return how many seconds a message or part wants to be kept; None without a breakpoint."""
+    wish = thing.get("prompt_cache_breakpoint") or thing.get("cache_control")
+    if wish is None:
+        return None
+    if not isinstance(wish, Mapping):
+        raise ApiError(400, "a breakpoint is an object", param=f"messages[{i}]")
+    return seconds(wish["ttl"]) if wish.get("ttl") is not None else default
+
+
+def _counter(model: LlamaModel, text: str, tokens: npt.NDArray[np.int32]) -> Callable[[int], int]:
+    """Return what tells how many tokens lie before a place in the text.
+
+    A token across the place does not count.
+    """
+    sizes = [len(model.token_to_piece(token, special=True)) for token in tokens.tolist()]
+    ends = np.array(list(accumulate(sizes)), np.int64)
+    more = int(ends[-1]) - len(text.encode("utf-8", "surrogatepass")) if len(ends) else 0
+    if 0 <= more <= 1:  # some tokenizers put a space in front
+
+        def count(at: int) -> int:
+            n_bytes = len(text[:at].encode("utf-8", "surrogatepass"))
+            return int(np.searchsorted(ends, n_bytes + more, side="right"))
+
+        return count
+
+    def tokenize(at: int) -> int:
+        before = model.tokenize(text[:at], add_special=False, parse_special=True)
+        return common_prefix(before, tokens)
+
+    return tokenize
 
 
 def common_prefix(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
@@ -224,3 +242,154 @@ def common_prefix(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> i
     n = min(len(one), len(other))
     differ = np.flatnonzero(one[:n] != other[:n])
     return int(differ[0]) if len(differ) else n
+
+
+# Jobs ---------------------------------------------------------------------------------------------
+
+
+def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
+    """Return what the engine runs for a chat.
+
+    Raises
+    ------
+    ApiError
+        400: the messages, tools or formats are not what they should be.
+    """
+    if request.add_generation_prompt and request.continue_final_message:
+        raise ApiError(400, "add_generation_prompt and continue_final_message exclude each other")
+    variables = dict(request.chat_template_kwargs or {})
+    if not _RESERVED.isdisjoint(variables):
+        names = ", ".join(sorted(_RESERVED & variables.keys()))
+        raise ApiError(400, f"chat_template_kwargs sets {names}", param="chat_template_kwargs")
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
+    tools = None if request.tool_choice == "none" else request.tools or None
+    is_last_ours = request.messages[-1:] != [] and request.messages[-1].get("role") == "assistant"
+    continues = request.continue_final_message or (
+        request.add_generation_prompt is None and is_last_ours
+    )
+    prompt = chat_prompt(
+        engine,
+        request.messages,
+        tools=tools,
+        ttl=request.cache_ttl,
+        continues=continues,
+        answers=request.add_generation_prompt is not False,
+        variables=variables,
+    )
+    n, places, keep = len(prompt.tokens), prompt.breakpoints, None
+    if request.is_explicit:
+        keep = max((place.n_tokens for place in places), default=0)
+    elif request.cache_ttl is not None and (not places or places[-1].n_tokens < n):
+        places = (*places[1 - MOST_BREAKPOINTS :], Breakpoint(n, request.cache_ttl))
+    schema: Any = schema_of(request.response_format)
+    form = engine.llm.model.chat_format(
+        tools=tools,
+        tool_choice=request.tool_choice or "auto",  # type: ignore[arg-type]
+        parallel_tool_calls=request.parallel_tool_calls,
+        json_schema=request.json_schema if schema is None else schema,  # type: ignore[arg-type]
+        strict=False,
+        template=engine.template,
+        **variables,
+    )
+    request.json_schema = None  # the format has it
+    held = {} if form.grammar is None or request.grammar is not None else {"chat_format": form}
+    return Job(
+        prompts=(prompt.tokens,),
+        max_tokens=request.limit,
+        sampler=sampler_of(request, engine.llm.model, **held),
+        n=request.n,
+        stop=(*request.stops, *form.stop),
+        logprobs=max(request.top_logprobs or 0, 1) if request.logprobs else 0,
+        namespace=tenant,
+        use_cache=request.cache_prompt and keep != 0,
+        boundaries=tuple(sorted(prompt.boundaries - {0, n})),
+        breakpoints=places,
+        keep=keep,
+        format=form,
+    )
+
+
+def sampler_of(request: Sampling, model: LlamaModel, **more: Any) -> Sampler:
+    """Return the sampler that a request asks for.
+
+    Parameters
+    ----------
+    request
+        Fields that are None take `Sampler`'s defaults.
+    model
+        For grammars and for biases by text.
+    **more
+        What the endpoint adds, such as ``chat_format``.
+    """
+    names = ["temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty"]
+    names += ["presence_penalty", "grammar", "json_schema"]
+    options = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
+    if request.top_k is not None:
+        options["top_k"] = max(request.top_k, 0)  # -1 is vLLM's "all"
+    if request.seed is not None and request.seed >= 0:
+        options["seed"] = request.seed % (2**32 - 1)
+    biases = _biases(request.logit_bias, model) if request.logit_bias else {}
+    if request.ignore_eos:
+        ends = [token for token in range(model.n_vocab) if model.is_eog(token)]
+        biases.update(dict.fromkeys(ends, -math.inf))
+    if biases:
+        options["logit_bias"] = biases
+    if "grammar" in options and "json_schema" in options:
+        raise ApiError(400, "grammar and a JSON schema exclude each other", param="grammar")
+    return Sampler(model=model, **options, **more)
+
+
+def _biases(given: Any, model: LlamaModel) -> dict[int, float]:
+    """Return biases by token id: of OpenAI's mapping, or of llama-server's pairs with text."""
+    found: dict[int, float] = {}
+    for key, value in given.items() if isinstance(given, dict) else given:
+        bias = -math.inf if value is False else float(value)
+        if isinstance(key, str) and not key.lstrip("-").isdecimal():
+            ids = model.tokenize(key, add_special=False).tolist()
+        else:
+            ids = [int(key)]
+        found.update(dict.fromkeys(ids, -math.inf if bias <= -100 else bias))
+    return found
+
+
+def prompts_of(given: Any, *, depth: int = 0) -> list[list[str | list[int]]]:
+    """Return the prompts of a completion, each as texts and runs of token ids in their order.
+
+    Raises
+    ------
+    ApiError
+        400: something else, or more than 2,048 prompts.
+    """
+    if isinstance(given, str):
+        return [[given]]
+    if isinstance(given, dict):
+        text = given.get("prompt_string")
+        if not isinstance(text, str) or given.get("multimodal_data"):
+            raise ApiError(400, "prompt: this server reads text and token ids only", param="prompt")
+        return [[text]]
+    if isinstance(given, list) and given and depth < 2:
+        if any(isinstance(one, int) and not isinstance(one, bool) for one in given):
+            return [_mixed(given)]
+        if len(given) > 2048:
+            raise ApiError(400, f"{len(given)} prompts: at most 2048", param="prompt")
+        return [prompt for one in given for prompt in prompts_of(one, depth=depth + 1)]
+    raise ApiError(
+        400, "prompt is text, token ids, or a list of prompts, and not empty", param="prompt"
+    )
+
+
+def _mixed(given: list[Any]) -> list[str | list[int]]:
+    parts: list[str | list[int]] = []
+    for one in given:
+        if isinstance(one, str):
+            parts.append(one)
+        elif isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 2**31:
+            if not parts or isinstance(parts[-1], str):
+                parts.append([])
+            parts[-1].append(one)  # type: ignore[union-attr]
+        else:
+            raise ApiError(400, "prompt holds something that is no token id", param="prompt")
+    return parts

@@ -2,48 +2,89 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pykvcache.chat_format import ChatMessage
-from pykvcache.openai_format import ChatStream, Delta, make_id, message_of, parse_answer
-from pykvcache.serve.answers import event
-from pykvcache.serve.chat import chat_job
+from pykvcache.openai_format import make_id, message_of
+from pykvcache.prefix.stores import BlockStore, Envelope, Rejection, open_store
+from pykvcache.serve.answers import Part, Parts, Writer, answer
 from pykvcache.serve.engine import Generation, Piece
 from pykvcache.serve.errors import ApiError
-from pykvcache.serve.http import Json, body_of, models_of, stream, tenant_of
-from pykvcache.serve.schemas import ChatRequest, ResponseRequest, read
+from pykvcache.serve.http import Json, event, read, tenant_of
+from pykvcache.serve.prompts import chat_job
+from pykvcache.serve.schemas import ChatRequest, ResponseRequest
 
-__all__ = ["StoredResponses", "create_response", "delete_response", "show_response"]
+__all__ = ["Responses", "create_response", "delete_response", "show_response"]
 
 
-@dataclass(frozen=True)
-class Stored:
+# Stored responses ---------------------------------------------------------------------------------
+
+
+class Stored(msgspec.Struct):
     """A response, and the conversation up to its end."""
 
-    tenant: str
     body: dict[str, Any]
     messages: list[dict[str, Any]]
 
 
-class StoredResponses:
-    """The last responses by id; each tenant finds its own only."""
+class Responses:
+    """Stored responses by tenant and id, in memory and in the tiers of the cache.
 
-    def __init__(self, most: int = 4096) -> None:
-        self._most = most
-        self._known: OrderedDict[str, Stored] = OrderedDict()
+    With tiers they outlive the server, and machines that share a tier share them. The tenant is
+    part of the name under which a response lies, so no other finds it.
 
-    def add(self, new: Stored) -> None:
-        """Remember a response; the oldest is forgotten."""
-        self._known[new.body["id"]] = new
-        while len(self._known) > self._most:
-            self._known.popitem(last=False)
+    Parameters
+    ----------
+    tiers
+        Folders and addresses, as for `PrefixCache`.
+    secret
+        Encrypts what lies in the tiers.
+    max_bytes
+        Memory for the last ones.
+    """
+
+    #: The largest response that goes to the tiers.
+    MOST_BYTES = 8 << 20
+
+    def __init__(
+        self, tiers: Sequence[Any] = (), secret: str | None = None, max_bytes: int = 64 << 20
+    ) -> None:
+        self._stores: list[BlockStore] = [open_store(tier) for tier in tiers]
+        self._envelope = Envelope(model=b"pykvcache.responses", layout=b"1", secret=secret)
+        self._max_bytes = max_bytes
+        self._known: OrderedDict[bytes, bytes] = OrderedDict()
+        self._n_bytes = 0
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def _key(response_id: str, tenant: str) -> bytes:
+        names = msgspec.json.encode(["pykvcache.response.1", tenant, response_id])
+        return hashlib.sha256(names).digest()
+
+    def add(self, new: Stored, tenant: str) -> None:
+        """Store a response."""
+        key, data = self._key(new.body["id"], tenant), msgspec.json.encode(new)
+        self._remember(key, data)
+        if len(data) <= self.MOST_BYTES:
+            for store in self._stores:
+                store.put([(self._envelope.name(key), self._envelope.seal(key, data))])
+
+    def _remember(self, key: bytes, data: bytes) -> None:
+        with self._lock:
+            self._known[key] = data
+            self._n_bytes += len(data)
+            while self._n_bytes > self._max_bytes:
+                self._n_bytes -= len(self._known.popitem(last=False)[1])
 
     def get(self, response_id: str, tenant: str) -> Stored:
         """Return a response.
@@ -53,22 +94,74 @@ class StoredResponses:
         ApiError
             404: it is not stored, or another tenant's.
         """
-        found = self._known.get(response_id)
-        if found is None or found.tenant != tenant:
-            raise ApiError(
-                404, f"the response {response_id!r} is not stored", param="previous_response_id"
-            )
-        return found
+        key = self._key(response_id, tenant)
+        data = self._known.get(key) or self._load(key)
+        if data is None:
+            told = f"the response {response_id!r} is not stored"
+            raise ApiError(404, told, param="previous_response_id")
+        return msgspec.json.decode(data, type=Stored)
+
+    def _load(self, key: bytes) -> bytes | None:
+        name = self._envelope.name(key)
+        for store in self._stores:
+            if store.contains([name]):
+                buffer = bytearray(self.MOST_BYTES + self._envelope.overhead)
+                if store.get_into([name], [buffer]):
+                    found = self._envelope.open(key, buffer)
+                    if not isinstance(found, Rejection):
+                        store.touch([name])
+                        return bytes(found)
+        return None
 
     def remove(self, response_id: str, tenant: str) -> None:
         """Forget a response."""
         self.get(response_id, tenant)
-        del self._known[response_id]
+        key = self._key(response_id, tenant)
+        with self._lock:
+            self._n_bytes -= len(self._known.pop(key, b""))
+        for store in self._stores:
+            store.discard([self._envelope.name(key)])
+
+    def close(self) -> None:
+        """Close the stores."""
+        for store in self._stores:
+            store.close()
 
 
-def _stored(http: Request) -> StoredResponses:
-    found: StoredResponses = http.app.state.responses
+def _stored(http: Request) -> Responses:
+    found: Responses = http.app.state.responses
     return found
+
+
+async def create_response(http: Request) -> Response:
+    """``POST /v1/responses``."""
+    request, tenant = read(http, ResponseRequest), tenant_of(http)
+    before: list[dict[str, Any]] = []
+    if request.previous_response_id is not None:
+        stored = await asyncio.to_thread(_stored(http).get, request.previous_response_id, tenant)
+        before = stored.messages
+    asked = [*before, *messages_of(request)]
+    job = partial(chat_job, as_chat(request, asked), tenant)
+
+    def store(body: dict[str, Any], message: dict[str, Any]) -> None:
+        if request.store:
+            _stored(http).add(Stored(body, [*asked, message]), tenant)
+
+    writer = partial(_ResponseWriter, request, store)
+    return await answer(http, request.model, job, writer, is_stream=request.stream)
+
+
+async def show_response(http: Request) -> Response:
+    """``GET /v1/responses/{id}``."""
+    get = _stored(http).get
+    return Json((await asyncio.to_thread(get, http.path_params["id"], tenant_of(http))).body)
+
+
+async def delete_response(http: Request) -> Response:
+    """``DELETE /v1/responses/{id}``."""
+    response_id = http.path_params["id"]
+    await asyncio.to_thread(_stored(http).remove, response_id, tenant_of(http))
+    return Json({"id": response_id, "object": "response", "deleted": True})
 
 
 # In -----------------------------------------------------------------------------------------------
@@ -91,49 +184,38 @@ def messages_of(request: ResponseRequest) -> list[dict[str, Any]]:
             else:
                 found.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
-            found.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": item.get("call_id"),
-                    "content": item.get("output", ""),
-                }
-            )
+            output = item.get("output", "")
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind != "reasoning":
-            raise ApiError(
-                400,
-                f"input[{i}] is of type {kind!r}: this server reads text and tools",
-                param="input",
-            )
+            told = f"input[{i}] is of type {kind!r}: this server reads text and tools"
+            raise ApiError(400, told, param="input")
     return found
 
 
-def as_chat(request: ResponseRequest, before: list[dict[str, Any]]) -> ChatRequest:
+def as_chat(request: ResponseRequest, messages: list[dict[str, Any]]) -> ChatRequest:
     """Return the same request in the form of chat completions."""
     head = [{"role": "system", "content": request.instructions}] if request.instructions else []
     form = (request.text or {}).get("format") or {}
-    wish = None
     if form.get("type") == "json_schema":
-        wish = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-    elif form.get("type") == "json_object":
-        wish = {"type": "json_object"}
+        form = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
     choice = request.tool_choice
     if isinstance(choice, dict) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
     return ChatRequest(
-        messages=[*head, *before, *messages_of(request)],
+        messages=[*head, *messages],
         model=request.model,
-        stream=request.stream,
         temperature=request.temperature,
         top_p=request.top_p,
         max_tokens=request.max_output_tokens,
-        tools=[_tool(tool) for tool in request.tools] if request.tools else None,
+        tools=[_tool(tool) for tool in request.tools or ()] or None,
         tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls,
-        response_format=wish,
+        response_format=form or None,
         reasoning_effort=(request.reasoning or {}).get("effort"),
-        prompt_cache_key=request.prompt_cache_key,
+        cache_prompt=request.cache_prompt,
         prompt_cache_options=request.prompt_cache_options,
         prompt_cache_retention=request.prompt_cache_retention,
+        add_generation_prompt=True,
     )
 
 
@@ -141,297 +223,150 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise ApiError(400, "tools: this server knows functions only", param="tools")
     keys = ("name", "description", "parameters", "strict")
-    return {
-        "type": "function",
-        "function": {key: tool[key] for key in keys if tool.get(key) is not None},
-    }
+    function = {key: tool[key] for key in keys if tool.get(key) is not None}
+    return {"type": "function", "function": function}
 
 
 # Out ----------------------------------------------------------------------------------------------
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+class _ResponseWriter(Writer):
+    """A response, whole or as events."""
 
+    def __init__(
+        self,
+        request: ResponseRequest,
+        store: Callable[[dict[str, Any], dict[str, Any]], None],
+        generation: Generation,
+    ) -> None:
+        super().__init__(generation)
+        self._request, self._store = request, store
+        self._parts = Parts()
+        self._n_events = 0
+        self._state: dict[str, Any] = {"status": "in_progress"}
+        self._id, self._created = make_id("resp_"), time.time()
 
-def _message_item(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
-    content = [_text_part(text)] if status == "completed" else []
-    return {
-        "id": item_id,
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": content,
-    }
+    def write(self, piece: Piece) -> Iterator[bytes]:
+        if not self._n_events:
+            yield self._event("response.created", response=self.body())
+            yield self._event("response.in_progress", response=self.body())
+        is_end = piece.finish_reason is not None
+        for what, part, text in self._parts.cut(self.deltas(piece), is_end=is_end):
+            yield from getattr(self, f"_{what}")(part, text)
+        if is_end:
+            is_whole = piece.finish_reason == "stop"
+            self._state = {"status": "completed" if is_whole else "incomplete"}
+            if is_whole:
+                self._state["completed_at"] = time.time()
+            else:
+                self._state["incomplete_details"] = {"reason": "max_output_tokens"}
 
+    def keep(self) -> None:
+        self._store(self.body(), message_of(self.streams[0].message))
 
-def _reasoning_item(item_id: str, text: str) -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
+    def finish(self) -> Iterator[bytes]:
+        kind, timings = f"response.{self._state['status']}", self.generation.timings()
+        yield self._event(kind, response=self.body(), timings=timings)
 
+    def _event(self, kind: str, **data: Any) -> bytes:
+        found = event({"type": kind, "sequence_number": self._n_events, **data}, kind)
+        self._n_events += 1
+        return found
 
-def _call_item(
-    item_id: str, call_id: str | None, name: str, arguments: str, status: str = "completed"
-) -> dict[str, Any]:
-    return {
-        "id": item_id,
-        "type": "function_call",
-        "call_id": call_id,
-        "name": name,
-        "arguments": arguments,
-        "status": status,
-    }
+    def _open(self, part: Part, _: str) -> Iterator[bytes]:
+        item = _item(part, "in_progress")
+        yield self._event("response.output_item.added", output_index=part.index, item=item)
+        if part.kind == "text":
+            text = _output_text("")
+            yield self._event("response.content_part.added", **_place(part), part=text)
 
+    def _more(self, part: Part, text: str) -> Iterator[bytes]:
+        more: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
+        yield self._event(f"response.{_NAMES[part.kind]}.delta", **_place(part), delta=text, **more)
 
-def _items(message: ChatMessage) -> list[dict[str, Any]]:
-    found = []
-    if message.reasoning:
-        found.append(_reasoning_item(make_id("rs_"), message.reasoning))
-    if message.content or not (message.tool_calls or message.reasoning):
-        found.append(_message_item(make_id("msg_"), message.content))
-    for call in message.tool_calls:
-        found.append(_call_item(make_id("fc_"), call.id, call.name, call.arguments_json))
-    return found
+    def _close(self, part: Part, _: str) -> Iterator[bytes]:
+        done: dict[str, Any] = {"text": part.text}
+        if part.kind == "call":
+            done = {"name": part.name, "arguments": part.text}
+        elif part.kind == "text":
+            done["logprobs"] = []
+        yield self._event(f"response.{_NAMES[part.kind]}.done", **_place(part), **done)
+        if part.kind == "text":
+            text = _output_text(part.text)
+            yield self._event("response.content_part.done", **_place(part), part=text)
+        item = _item(part, "completed")
+        yield self._event("response.output_item.done", output_index=part.index, item=item)
 
+    def body(self) -> dict[str, Any]:
+        request = self._request
+        is_over = self._state["status"] != "in_progress"
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self.generation.engine.name,
+            "output": [_item(part, "completed") for part in self._parts.all],
+            "parallel_tool_calls": request.parallel_tool_calls,
+            "previous_response_id": request.previous_response_id,
+            "prompt_cache_key": request.prompt_cache_key,
+            "reasoning": request.reasoning or {"effort": None, "summary": None},
+            "store": request.store,
+            "temperature": request.temperature,
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_p": request.top_p,
+            "truncation": request.truncation or "disabled",
+            "usage": self._usage() if is_over else None,
+            **self._state,
+        }
 
-def _body(request: ResponseRequest, name: str, response_id: str, created: float) -> dict[str, Any]:
-    return {
-        "id": response_id,
-        "object": "response",
-        "created_at": created,
-        "status": "in_progress",
-        "background": False,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "metadata": request.metadata or {},
-        "model": name,
-        "output": [],
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": request.previous_response_id,
-        "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": request.reasoning or {"effort": None, "summary": None},
-        "store": request.store,
-        "temperature": request.temperature,
-        "text": request.text or {"format": {"type": "text"}},
-        "tool_choice": request.tool_choice or "auto",
-        "tools": request.tools or [],
-        "top_p": request.top_p,
-        "truncation": request.truncation or "disabled",
-        "usage": None,
-        "user": request.user,
-    }
-
-
-def _end(
-    body: dict[str, Any], piece: Piece, generation: Generation, items: list[dict[str, Any]]
-) -> dict[str, Any]:
-    usage = generation.usage()
-    is_cut = piece.finish_reason in ("length", "full")
-    details = usage["prompt_tokens_details"]
-    return {
-        **body,
-        "status": "incomplete" if is_cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "output": items,
-        "usage": {
+    def _usage(self) -> dict[str, Any]:
+        generation, usage = self.generation, self.usage()
+        hours = generation.n_written(least_ttl=43_200)
+        details = {
+            **usage["prompt_tokens_details"],
+            "cache_write_tokens_details": {
+                "ttl_30m_tokens": usage["prompt_tokens_details"]["cache_write_tokens"] - hours,
+                "ttl_12h_tokens": hours,
+            },
+        }
+        return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": details,
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
-        },
-    }
+        }
 
 
-def _keep(
-    http: Request,
-    request: ResponseRequest,
-    before: list[dict[str, Any]],
-    body: dict[str, Any],
-    message: ChatMessage,
-) -> None:
-    if not request.store:
-        return
-    answer = message_of(message)
-    messages = [*before, *messages_of(request), answer]
-    _stored(http).add(Stored(tenant_of(http), body, messages))
+_NAMES = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
-async def create_response(http: Request) -> Response:
-    """``POST /v1/responses``."""
-    request = read(await body_of(http), ResponseRequest)
-    before: list[dict[str, Any]] = []
-    if request.previous_response_id is not None:
-        before = _stored(http).get(request.previous_response_id, tenant_of(http)).messages
-    name = models_of(http).resolve(request.model)
-    if request.stream:
-        return await stream(http, _stream(http, request, name, before))
-    async with models_of(http).engine(name) as engine:
-        chat = chat_job(as_chat(request, before), engine, tenant_of(http))
-        body = _body(request, name, make_id("resp_"), time.time())
-        async with engine.generate(chat.job) as generation:
-            (piece,) = await generation.whole()
-            message = parse_answer(chat.format, piece.raw)
-            body = _end(body, piece, generation, _items(message))
-            http.state.log = (generation.reuse, generation.n_generated)
-    _keep(http, request, before, body, message)
-    return Json(body)
+def _place(part: Part) -> dict[str, Any]:
+    place = {"item_id": part.id, "output_index": part.index}
+    return place if part.kind == "call" else {**place, "content_index": 0}
 
 
-async def _stream(
-    http: Request, request: ResponseRequest, name: str, before: list[dict[str, Any]]
-) -> AsyncIterator[bytes]:
-    body = _body(request, name, make_id("resp_"), time.time())
-    writer = _ItemWriter()
-    async with models_of(http).engine(name) as engine:
-        chat = chat_job(as_chat(request, before), engine, tenant_of(http))
-        async with engine.generate(chat.job) as generation:
-            yield writer.event("response.created", response=body)
-            yield writer.event("response.in_progress", response=body)
-            parser = ChatStream(chat.format)
-            async for piece in generation:
-                deltas = parser.feed(piece.raw, is_end=piece.finish_reason is not None)
-                for delta in deltas:
-                    for one in writer.write(delta):
-                        yield one
-                if piece.finish_reason:
-                    for one in writer.end():
-                        yield one
-                    body = _end(body, piece, generation, writer.items)
-            http.state.log = (generation.reuse, generation.n_generated)
-    _keep(http, request, before, body, parser.message)
-    kind = "response.completed" if body["status"] == "completed" else "response.incomplete"
-    yield writer.event(kind, response=body)
+def _output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-class _ItemWriter:
-    """Writes deltas as output items: one open item at a time."""
-
-    def __init__(self) -> None:
-        self.items: list[dict[str, Any]] = []
-        self._n = 0
-        self._kind: tuple[str, int] | None = None
-        self._id = ""
-        self._text = ""
-        self._call: tuple[str, str] = ("", "")
-
-    def event(self, kind: str, **data: Any) -> bytes:
-        """Return an event with the next number."""
-        found = event({"type": kind, "sequence_number": self._n, **data}, kind)
-        self._n += 1
-        return found
-
-    def write(self, delta: Delta) -> list[bytes]:
-        """Return the events of one delta."""
-        found: list[bytes] = []
-        at = len(self.items)
-        if delta.call is not None:
-            if self._kind != ("call", delta.call.index):
-                found += self._close()
-                at = len(self.items)
-                self._open(("call", delta.call.index), "fc_")
-                self._call = (delta.call.id, delta.call.name)
-                item = _call_item(self._id, *self._call, "", "in_progress")
-                found.append(self.event("response.output_item.added", output_index=at, item=item))
-            self._text += delta.call.arguments
-            found.append(
-                self.event(
-                    "response.function_call_arguments.delta",
-                    item_id=self._id,
-                    output_index=at,
-                    delta=delta.call.arguments,
-                )
-            )
-        elif delta.reasoning:
-            if self._kind != ("reasoning", 0):
-                found += self._close()
-                at = len(self.items)
-                self._open(("reasoning", 0), "rs_")
-                item = {"id": self._id, "type": "reasoning", "summary": [], "content": []}
-                found.append(self.event("response.output_item.added", output_index=at, item=item))
-            self._text += delta.reasoning
-            found.append(
-                self.event(
-                    "response.reasoning_text.delta",
-                    item_id=self._id,
-                    output_index=at,
-                    content_index=0,
-                    delta=delta.reasoning,
-                )
-            )
-        elif delta.content:
-            found += self._open_message()
-            self._text += delta.content
-            found.append(
-                self.event(
-                    "response.output_text.delta",
-                    item_id=self._id,
-                    output_index=len(self.items),
-                    content_index=0,
-                    delta=delta.content,
-                    logprobs=[],
-                )
-            )
-        return found
-
-    def _open_message(self) -> list[bytes]:
-        if self._kind == ("message", 0):
-            return []
-        found = self._close()
-        at = len(self.items)
-        self._open(("message", 0), "msg_")
-        item = _message_item(self._id, "", "in_progress")
-        found.append(self.event("response.output_item.added", output_index=at, item=item))
-        part = {"item_id": self._id, "output_index": at, "content_index": 0, "part": _text_part("")}
-        found.append(self.event("response.content_part.added", **part))
-        return found
-
-    def end(self) -> list[bytes]:
-        """Return the events that end the last item; an answer without any gets an empty message."""
-        found = [] if self.items or self._kind else self._open_message()
-        return found + self._close()
-
-    def _open(self, kind: tuple[str, int], prefix: str) -> None:
-        self._kind, self._id, self._text = kind, make_id(prefix), ""
-
-    def _close(self) -> list[bytes]:
-        """Return the events that end the open item."""
-        if self._kind is None:
-            return []
-        at, found = len(self.items), list[bytes]()
-        place = {"item_id": self._id, "output_index": at}
-        if self._kind[0] == "call":
-            item = _call_item(self._id, *self._call, self._text)
-            kind = "response.function_call_arguments.done"
-            found.append(self.event(kind, **place, name=self._call[1], arguments=self._text))
-        elif self._kind[0] == "reasoning":
-            item = _reasoning_item(self._id, self._text)
-            found.append(
-                self.event(
-                    "response.reasoning_text.done", **place, content_index=0, text=self._text
-                )
-            )
-        else:
-            item = _message_item(self._id, self._text)
-            done = {"content_index": 0, "text": self._text, "logprobs": []}
-            found.append(self.event("response.output_text.done", **place, **done))
-            part = {"content_index": 0, "part": _text_part(self._text)}
-            found.append(self.event("response.content_part.done", **place, **part))
-        found.append(self.event("response.output_item.done", output_index=at, item=item))
-        self.items.append(item)
-        self._kind = None
-        return found
-
-
-async def show_response(http: Request) -> Response:
-    """``GET /v1/responses/{id}``."""
-    return Json(_stored(http).get(http.path_params["id"], tenant_of(http)).body)
-
-
-async def delete_response(http: Request) -> Response:
-    """``DELETE /v1/responses/{id}``."""
-    response_id = http.path_params["id"]
-    _stored(http).remove(response_id, tenant_of(http))
-    return Json({"id": response_id, "object": "response", "deleted": True})
+def _item(part: Part, status: str) -> dict[str, Any]:
+    item: dict[str, Any] = {"id": part.id, "status": status}
+    is_over = status == "completed"
+    if part.kind == "call":
+        arguments = part.text if is_over else ""
+        facts = {"call_id": part.call_id, "name": part.name, "arguments": arguments}
+        return {**item, "type": "function_call", **facts}
+    if part.kind == "reasoning":
+        content = [{"type": "reasoning_text", "text": part.text}] if is_over else []
+        return {**item, "type": "reasoning", "summary": [], "content": content}
+    content = [_output_text(part.text)] if is_over else []
+    return {**item, "type": "message", "role": "assistant", "content": content}

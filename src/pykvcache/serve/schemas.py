@@ -19,68 +19,102 @@ __all__ = [
     "Sampling",
     "TokenizeRequest",
     "WhyRequest",
-    "read",
+    "decode",
+    "seconds",
 ]
 
 S = TypeVar("S")
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Seed = Annotated[int, Meta(ge=-1, le=2**63 - 1)]
-Samples = Annotated[int, Meta(ge=1, le=128)]
-Temperature = Annotated[float, Meta(ge=0, le=1e4)]
+Limit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-1e6, le=1e6)]
+Temperature = Annotated[float, Meta(ge=0, le=1e4)]
+Samples = Annotated[int, Meta(ge=1, le=128)]
+#: More log-probabilities per token than this are memory for nothing.
+Likeliest = Annotated[int, Meta(ge=0, le=100)]
+Bias = dict[str, float] | Annotated[list[tuple[int | str, float | bool]], Meta(max_length=100_000)]
+Stops = str | Annotated[list[str], Meta(max_length=64)]
 Object = dict[str, Any]
 
 
-class Sampling(Struct, kw_only=True):
-    """What every generating endpoint knows of sampling; None takes the server's default."""
+class CacheFields(Struct, kw_only=True):
+    """How a request steers the cache."""
 
-    model: str | None = None
-    stream: bool = False
-    temperature: Temperature | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    repeat_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    seed: Seed | None = None
-    logit_bias: dict[str, float] | list[tuple[int | str, float | bool]] | None = None
-    stop: str | list[str] | None = None
-    grammar: str | None = None
-    json_schema: Object | bool | None = None
     cache_prompt: bool = True
     prompt_cache_key: str | None = None
     prompt_cache_options: Object | None = None
     prompt_cache_retention: str | None = None
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        if self.stop is None:
-            return ()
-        given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        return tuple(text for text in given if text)
-
-    @property
     def cache_ttl(self) -> float | None:
-        """Seconds for which breakpoints without a ttl of their own are kept."""
+        """Seconds for which the request wants its breakpoints kept; None where it does not say."""
         ttl = (self.prompt_cache_options or {}).get("ttl")
         if ttl is None and self.prompt_cache_retention == "24h":
             return 86_400.0
         return None if ttl is None else seconds(ttl)
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether only what breakpoints name goes into the cache."""
+        mode = (self.prompt_cache_options or {}).get("mode", "implicit")
+        if mode not in ("implicit", "explicit"):
+            raise ApiError(
+                400,
+                f"prompt_cache_options.mode is {mode!r}: 'implicit' or 'explicit'",
+                param="prompt_cache_options.mode",
+            )
+        return bool(mode == "explicit")
+
+
+class Sampling(CacheFields, kw_only=True):
+    """What every generating endpoint knows of sampling; None takes the server's default."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: Object | None = None
+    n: Samples = 1
+    max_tokens: Limit | None = None
+    max_completion_tokens: Count | None = None
+    n_predict: Limit | None = None
+    temperature: Temperature | None = None
+    top_k: Limit | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repeat_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
+    logit_bias: Bias | None = None
+    ignore_eos: bool = False
+    stop: Stops | None = None
+    grammar: str | None = None
+    json_schema: Object | bool | None = None
+    timings_per_token: bool = False
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens to generate at most; None: until the end."""
+        given = (self.max_completion_tokens, self.max_tokens, self.n_predict)
+        found = [n for n in given if n is not None]
+        return found[0] if found and found[0] >= 0 else None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        given = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        return tuple(text for text in given if text)
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool((self.stream_options or {}).get("include_usage"))
 
 
 class ChatRequest(Sampling, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: list[Object]
-    n: Samples = 1
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    n_predict: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    stream_options: Object | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: Object | None = None
@@ -91,28 +125,15 @@ class ChatRequest(Sampling, kw_only=True):
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    timings_per_token: bool = False
-
-    @property
-    def limit(self) -> int | None:
-        """Tokens to generate at most; None: until the end."""
-        given = (self.max_completion_tokens, self.max_tokens, self.n_predict)
-        found = [n for n in given if n is not None and n >= 0]
-        return found[0] if found else None
 
 
 class CompletionRequest(Sampling, kw_only=True):
     """``POST /v1/completions`` and llama-server's ``POST /completion``."""
 
     prompt: str | list[Any] | Object
-    n: Samples = 1
-    max_tokens: Count | None = None
-    n_predict: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     echo: bool = False
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | bool | None = None
-    n_probs: Count = 0
-    stream_options: Object | None = None
-    suffix: str | None = None
+    logprobs: Likeliest | bool | None = None
+    n_probs: Likeliest = 0
     return_tokens: bool = False
 
 
@@ -123,7 +144,6 @@ class EmbeddingRequest(Struct, kw_only=True):
     model: str | None = None
     encoding_format: str = "float"
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    user: str | None = None
 
 
 class AnthropicRequest(Struct, kw_only=True):
@@ -137,16 +157,15 @@ class AnthropicRequest(Struct, kw_only=True):
     temperature: Share | None = None
     top_k: Count | None = None
     top_p: Share | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Meta(max_length=64)] | None = None
     tools: list[Object] | None = None
     tool_choice: Object | None = None
     thinking: Object | None = None
-    metadata: Object | None = None
     cache_control: Object | None = None
     diagnostics: Object | None = None
 
 
-class ResponseRequest(Struct, kw_only=True):
+class ResponseRequest(CacheFields, kw_only=True):
     """``POST /v1/responses``."""
 
     input: str | list[Object] = ""
@@ -164,21 +183,19 @@ class ResponseRequest(Struct, kw_only=True):
     text: Object | None = None
     reasoning: Object | None = None
     metadata: Object | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: Object | None = None
     truncation: str | None = None
-    user: str | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """``POST /tokenize``, ``/detokenize`` and ``/apply-template``."""
+    """``POST /tokenize``, ``/detokenize``, ``/apply-template`` and ``.../input_tokens``."""
 
     content: str = ""
     prompt: str | None = None
     tokens: list[int] = []
     messages: list[Object] = []
     tools: list[Object] | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool = True
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
@@ -191,7 +208,7 @@ class CacheRequest(Struct, kw_only=True):
     prompt: str | list[int] | None = None
     messages: list[Object] | None = None
     tools: list[Object] | None = None
-    ttl: Annotated[float, Meta(gt=0)] | None = None
+    ttl: float | str | None = None
     model: str | None = None
 
 
@@ -204,8 +221,8 @@ class WhyRequest(Struct, kw_only=True):
     model: str | None = None
 
 
-def read(body: bytes, kind: type[S]) -> S:
-    """Decode a request body.
+def decode(body: bytes, kind: type[S]) -> S:
+    """Return a request.
 
     Raises
     ------
@@ -218,21 +235,29 @@ def read(body: bytes, kind: type[S]) -> S:
         text = str(error)
         at = text.rpartition(" - at `$.")[2].rstrip("`") if " - at `$." in text else None
         raise ApiError(400, text, param=at) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply") from None
 
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_LONGEST = 7 * 86_400
 
 
 def seconds(ttl: Any) -> float:
-    """Return a ttl such as ``"5m"`` or ``"12h"``, or a number of seconds, in seconds."""
-    if isinstance(ttl, int | float) and not isinstance(ttl, bool) and ttl > 0:
-        return float(ttl)
-    if isinstance(ttl, str) and ttl[:-1].isdigit() and ttl[-1:] in _UNITS and int(ttl[:-1]):
-        return float(ttl[:-1]) * _UNITS[ttl[-1]]
+    """Return a ttl such as ``"5m"`` or ``"12h"``, or a number of seconds, in seconds.
+
+    Raises
+    ------
+    ApiError
+        400: it is neither, or not above 0 and at most a week.
+    """
+    found = 0.0
+    if isinstance(ttl, int | float) and not isinstance(ttl, bool):
+        found = float(ttl)
+    elif isinstance(ttl, str) and len(ttl) < 10 and ttl[-1:] in _UNITS and ttl[:-1].isdecimal():
+        found = float(ttl[:-1]) * _UNITS[ttl[-1]]
+    if 0 < found <= _LONGEST:
+        return found
     raise ApiError(
-        400, f"ttl is {ttl!r}: a number of seconds, or text such as '5m' or '1h'", param="ttl"
+        400, f"ttl is {ttl!r}: '5m', '12h' or a number of seconds, at most a week", param="ttl"
     )

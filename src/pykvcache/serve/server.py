@@ -1,0 +1,74 @@
+"""uvicorn with what it lacks: limits on slow headers, and an end on the second signal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+__all__ = ["run"]
+
+#: A connection that for so long neither sends a whole request nor waits for an answer is closed.
+IDLE_SECONDS = 30.0
+#: Connections at once; one more gets status 503.
+MOST_CONNECTIONS = 1024
+#: For how long running requests may go on after the first signal.
+DRAIN_SECONDS = 120
+
+
+class PatientProtocol(H11Protocol):
+    """Closes connections whose request does not come."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to watch."""
+        super().connection_made(transport)
+        self._n_done = -1
+        self._look()
+
+    def _look(self) -> None:
+        if self.transport.is_closing():
+            return
+        n_done = self._n_requests()
+        if n_done is not None and n_done == self._n_done:
+            self.transport.close()
+            return
+        self._n_done = -1 if n_done is None else n_done
+        self.loop.call_later(IDLE_SECONDS, self._look)
+
+    def _n_requests(self) -> int | None:
+        """Return what changes with each request; None where one is answered now."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            return None
+        return id(cycle)
+
+
+class Server(uvicorn.Server):
+    """Drains at the first signal and ends at the second, whichever they are."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take note of a signal."""
+        if self.should_exit:
+            os._exit(128 + sig)  # blocks are written whole or not at all
+        self.config.loaded_app.state.is_draining = True
+        super().handle_exit(sig, frame)
+
+
+def run(app: Starlette, listener: socket.socket) -> None:
+    """Serve until a signal comes."""
+    config = uvicorn.Config(
+        app,
+        http=PatientProtocol,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+        proxy_headers=False,
+    )
+    Server(config).run(sockets=[listener])

@@ -498,7 +498,8 @@ class LLM(Closing):
                     ctx.n_ubatch,
                 )
         rows = np.empty((len(given), self._model.n_embd), np.float32)
-        for group in _groups([len(ids) for ids in tokens], ctx.n_ubatch, ctx.n_seq_max):
+        most = 1 if ctx.memory_info.n_swa else ctx.n_seq_max  # a window takes one at a time
+        for group in _groups([len(ids) for ids in tokens], ctx.n_ubatch, most):
             batch = LlamaBatch()
             for seq, i in enumerate(group):
                 batch.add_sequence(tokens[i], seq, logits_all=True)

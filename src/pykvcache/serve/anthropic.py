@@ -74,6 +74,7 @@ def as_chat(request: AnthropicRequest) -> ChatRequest:
         told = f"{n} blocks have cache_control: at most {MOST_BREAKPOINTS}"
         raise ApiError(400, told, param="messages")
     thinking = (request.thinking or {}).get("type")
+    thinks = {} if thinking is None else {"enable_thinking": thinking != "disabled"}
     choice = request.tool_choice or {}
     return ChatRequest(
         messages=found,
@@ -86,9 +87,10 @@ def as_chat(request: AnthropicRequest) -> ChatRequest:
         tools=[_tool(tool) for tool in tools] or None,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
-        chat_template_kwargs=None
-        if thinking is None
-        else {"enable_thinking": thinking != "disabled"},
+        chat_template_kwargs={**thinks, **(request.chat_template_kwargs or {})},
+        seed=request.seed,
+        grammar=request.grammar,
+        cache_prompt=request.cache_prompt,
     )
 
 

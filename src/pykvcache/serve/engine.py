@@ -60,7 +60,7 @@ class Job:
     use_cache
         Whether to begin with what is known, and to keep what is evaluated.
     boundaries
-        Numbers of tokens after which messages end.
+        Numbers of tokens of the only prompt after which messages end.
     breakpoints
         Prefixes of the first prompt to keep, the shortest first.
     keep
@@ -236,7 +236,7 @@ def sum_of(reports: list[ReuseReport]) -> ReuseReport:
     """Return the sums of several reports."""
     total = ReuseReport()
     for report in reports:
-        total = total.plus(report)
+        total = total.plus(report, ReuseReport())
     return total
 
 
@@ -370,6 +370,8 @@ class Engine:
         options: dict[str, Any] = {"n": job.n, "stop": job.stop, "logprobs": job.logprobs}
         if job.use_cache:
             options["namespace"] = job.namespace
+            options["keep"] = job.keep
+            options["boundaries"] = job.boundaries
         try:
             for tokens in job.prompts:
                 limit = self.n_ctx - len(tokens)

@@ -295,6 +295,8 @@ def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
         **variables,
     )
     request.json_schema = None  # the format has it
+    if keep is None and form.supports_reasoning and not tools:
+        keep = n  # templates leave the thinking of earlier turns out; only calls may need it again
     held = {} if form.grammar is None or request.grammar is not None else {"chat_format": form}
     return Job(
         prompts=(prompt.tokens,),

@@ -38,9 +38,13 @@ Stops = str | Annotated[list[str], Meta(max_length=64)]
 Object = dict[str, Any]
 
 
-class CacheFields(Struct, kw_only=True):
-    """How a request steers the cache."""
+class Common(Struct, kw_only=True):
+    """What every generating endpoint reads; None takes the server's default."""
 
+    stream: bool = False
+    seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
+    grammar: str | None = None
+    chat_template_kwargs: Object | None = None
     cache_prompt: bool = True
     prompt_cache_key: str | None = None
     prompt_cache_options: Object | None = None
@@ -67,11 +71,10 @@ class CacheFields(Struct, kw_only=True):
         return bool(mode == "explicit")
 
 
-class Sampling(CacheFields, kw_only=True):
-    """What every generating endpoint knows of sampling; None takes the server's default."""
+class Sampling(Common, kw_only=True):
+    """What chats and completions read."""
 
     model: str | None = None
-    stream: bool = False
     stream_options: Object | None = None
     n: Samples = 1
     max_tokens: Limit | None = None
@@ -84,11 +87,9 @@ class Sampling(CacheFields, kw_only=True):
     repeat_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
     logit_bias: Bias | None = None
     ignore_eos: bool = False
     stop: Stops | None = None
-    grammar: str | None = None
     json_schema: Object | bool | None = None
     timings_per_token: bool = False
 
@@ -122,7 +123,6 @@ class ChatRequest(Sampling, kw_only=True):
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
-    chat_template_kwargs: Object | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
@@ -146,14 +146,13 @@ class EmbeddingRequest(Struct, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1)] | None = None
 
 
-class AnthropicRequest(Struct, kw_only=True):
+class AnthropicRequest(Common, kw_only=True):
     """``POST /v1/messages``."""
 
     messages: list[Object]
     model: str
     max_tokens: Count | None = None
     system: str | list[Object] | None = None
-    stream: bool = False
     temperature: Share | None = None
     top_k: Count | None = None
     top_p: Share | None = None
@@ -165,7 +164,7 @@ class AnthropicRequest(Struct, kw_only=True):
     diagnostics: Object | None = None
 
 
-class ResponseRequest(CacheFields, kw_only=True):
+class ResponseRequest(Common, kw_only=True):
     """``POST /v1/responses``."""
 
     input: str | list[Object] = ""
@@ -173,7 +172,6 @@ class ResponseRequest(CacheFields, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
-    stream: bool = False
     max_output_tokens: Count | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None

@@ -151,7 +151,7 @@ class PrefixCache(Closing):
         envelope = Envelope(
             model=digests["model"], layout=digests["layout"], secret=secret, memory=memory.take
         )
-        link = TierLink(
+        self._link = TierLink(
             Tiers(
                 stores,
                 envelope,
@@ -172,7 +172,7 @@ class PrefixCache(Closing):
             context,
             memory,
             self._blocks,
-            link,
+            self._link,
             self._events,
             checkpoints,
             namespace,
@@ -392,7 +392,7 @@ class PrefixCache(Closing):
                 max_ram_bytes=blocks.max_bytes,
                 stored=blocks.stored,
                 removed=blocks.removed,
-                tiers=core.link.tiers.stats(),
+                tiers=self._link.tiers.stats(),
                 hits=core.n_hits,
             )
 
@@ -407,7 +407,7 @@ class PrefixCache(Closing):
             For how long at most; None for as long as it takes.
         """
         self._core.check_open()  # without the lock: another thread may be evaluating for long
-        return self._core.link.tiers.flush(as_wait(seconds, "seconds"))
+        return self._link.tiers.flush(as_wait(seconds, "seconds"))
 
     # Life -----------------------------------------------------------------------------------------
 

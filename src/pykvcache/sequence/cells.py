@@ -484,7 +484,8 @@ class SequenceCells:
         """Keep window cells that the memory will drop, as far as they are not kept yet."""
         native, size = self._native, self.policy.chunk
         begin, end = native.window_range(self.live_id)
-        begin = max([begin, *(last for first, last in self.points.covered() if first <= begin)])
+        # Of those before the last kept ones a budget has let some go.
+        begin = max([begin, *(last for _, last in self.points.covered())])
         cell = native.block_bytes("window")
         while begin < end:
             n = min(end, begin - begin % size + size) - begin

@@ -231,13 +231,22 @@ class SequencePool(lib.Turns):
             yield from cells.points
 
     def _forget_checkpoint(self) -> bool:
-        """Forget one: window cells before a sequence's last window, then a state."""
+        """Forget one: window cells before the last windows of a sequence, and spare states, first.
+
+        Of the sequence with the most window cells two windows stay longer than states that lie
+        before another one, and the last window stays longest.
+        """
         points = [cells.points for cells in self._members]
         longest = max((one.windows for one in points), key=len, default=[])
-        if longest and longest[0].end <= longest[-1].end - 2 * self.ctx.model.n_swa:
-            victim: Checkpoint | WindowChunk = longest[0]
+        beyond = longest[-1].end - longest[0].end if longest else 0
+        n_swa = self.ctx.model.n_swa
+        victim: Checkpoint | WindowChunk
+        if longest and beyond >= 2 * n_swa:
+            victim = longest[0]
         elif found := [gap for one in points for gap in one.gaps()]:
             victim = min(found, key=lambda one: one[0])[1]
+        elif longest and beyond >= n_swa:
+            victim = longest[0]
         elif (last := next(self._points(), None)) is not None:
             victim = last
         else:

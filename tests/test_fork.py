@@ -94,7 +94,6 @@ ENDS = {
 }
 
 
-@pytest.mark.xfail(reason="closing a cache in a child, to be mended", strict=False)
 @pytest.mark.parametrize("end", ENDS)
 def test_the_child_refuses_and_the_parent_goes_on(child: Child, model: Any, end: str) -> None:
     code = START + "pid = os.fork()\nif pid == 0:" + REFUSED + OWN + "    " + ENDS[end]
@@ -102,7 +101,6 @@ def test_the_child_refuses_and_the_parent_goes_on(child: Child, model: Any, end:
     assert_quiet(child(code, model("llama").path, timeout=60))
 
 
-@pytest.mark.xfail(reason="closing a cache in a child, to be mended", strict=False)
 def test_a_fork_while_other_threads_are_at_work_does_not_hang(child: Child, model: Any) -> None:
     work = """
 stop = False

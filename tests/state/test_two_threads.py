@@ -42,7 +42,6 @@ def pair(
     return one, two
 
 
-@pytest.mark.xfail(reason="states keep two windows now", strict=False)
 @pytest.mark.parametrize(("name", "options"), SHAPES)
 def test_two_threads_do_what_one_does(
     name: str,
@@ -53,8 +52,11 @@ def test_two_threads_do_what_one_does(
 ) -> None:
     one, two = pair(name, options, make_context, model)
     one.decode(WORDS)
-    state, content = one.get_state(0), one.sequence_state(0).to_bytes()
+    state = one.get_state(0)
     assert len(state) > LARGE
+    one.clear_kv_cache()
+    one.set_state(state, 0)  # of a window it has what llama.cpp writes
+    content = one.sequence_state(0).to_bytes()
     # Into nothing, over itself, over another, and beside cells that others hold.
     for seq, words in ((0, WORDS[:0]), (0, WORDS), (1, WORDS[200:]), (2, WORDS[::-1])):
         for ctx in (one, two):

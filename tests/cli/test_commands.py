@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ pytest.importorskip("click", reason="pip install 'pykvcache[cli]'")
 
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, Sampler, embedded_model_path
 from pykvcache.cli import main
-from pykvcache.cli.info import cache_bytes
+from pykvcache.cli.info import context_bytes
 
 Capture = pytest.CaptureFixture[str]
 
@@ -85,9 +86,7 @@ def test_info_says_what_the_context_says(name: str, model_folder: Path, capsys: 
     facts = json.loads(out_of(capsys, "info", path, "--n-ctx", "512", "--json"))
     with (
         LlamaModel(path) as model,
-        LlamaContext(
-            model, n_ctx=512, n_seq_max=1, swa_full=False, embeddings=not model.has_decoder
-        ) as ctx,
+        LlamaContext(model, n_ctx=512, embeddings=not model.has_decoder) as ctx,
     ):
         memory = ctx.memory_info
         assert facts["memory"] == ctx.memory_kind
@@ -96,22 +95,24 @@ def test_info_says_what_the_context_says(name: str, model_folder: Path, capsys: 
             assert facts["can_rewind"] == memory.can_remove_partial
             assert facts["bytes_per_token"] == memory.bytes_per_token
             assert facts["cache_bytes"] == memory.bytes_total
+            computed = sum(one.compute for one in ctx.memory_breakdown().values())
+            assert facts["compute_bytes"] == computed
     table = out_of(capsys, "info", "-m", path)
     assert re.search(rf"^architecture +{facts['architecture']}$", table, re.M)
 
 
+@pytest.mark.parametrize("swa_full", [True, False])
 @pytest.mark.parametrize("n_seq_max", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba"])
-def test_cache_bytes_of_any_size_without_making_it(
-    name: str, n_seq_max: int, model_folder: Path
+def test_bytes_of_any_size_without_making_it(
+    name: str, n_seq_max: int, swa_full: bool, model_folder: Path
 ) -> None:
+    options: dict[str, Any] = {"n_seq_max": n_seq_max, "type_k": "bf16", "swa_full": swa_full}
     with LlamaModel(make_model(name, model_folder)) as model:
         for n_ctx in (64, 700, 5000, 9000):
-            with LlamaContext(
-                model, n_ctx=n_ctx, n_seq_max=n_seq_max, type_k="bf16", swa_full=False
-            ) as ctx:
+            with LlamaContext(model, n_ctx=n_ctx, **options) as ctx:
                 real = ctx.memory_info.bytes_total
-            assert cache_bytes(model, n_ctx, n_seq_max, "bf16", "f16") == real
+            assert context_bytes(model, n_ctx, **options).cache == real
 
 
 @pytest.fixture

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from pykvcache.cli.options import cache_type_options, model_path, number
 from pykvcache.cli.terminal import load_model, table
 
-__all__ = ["cache_bytes", "info"]
+__all__ = ["context_bytes", "info"]
 
 _EPILOG = """
 \b
@@ -22,7 +22,7 @@ Examples:
 
 #: Cells of a cache come in multiples of this.
 CELLS = 256
-#: Tokens of a compute step, which a window's cache has room for beside the window.
+#: Tokens of a compute step, the default of contexts; a window's cache has room for them, too.
 N_UBATCH = 512
 
 
@@ -42,8 +42,19 @@ N_UBATCH = 512
     help="Tell what a cache of so many tokens takes, rounded up to a multiple of 256. Default: the "
     "trained context.",
 )
-@click.option("--n-seq-max", type=number(1, 256), default=1, help="Sequences that share it.")
+@click.option(
+    "--n-seq-max",
+    type=number(1, 256),
+    default=8,
+    show_default=True,
+    help="Sequences that share it.",
+)
 @cache_type_options
+@click.option(
+    "--swa-full/--no-swa-full",
+    default=True,
+    help="Keep all cells of layers with a sliding window, or the window alone.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Write a JSON object.")
 def info(
     file: str,
@@ -52,19 +63,28 @@ def info(
     n_seq_max: int,
     type_k: str,
     type_v: str,
+    swa_full: bool,
     as_json: bool,
 ) -> None:
-    """Show what kind of memory a GGUF has, what it can do, and what it costs."""
-    facts = describe(model or file, n_ctx, n_seq_max, type_k, type_v)
+    """Show what kind of memory a GGUF has, what it can do, and what it costs.
+
+    The bytes are those of a context with the same options and otherwise the defaults.
+    """
+    facts = describe(
+        model or file,
+        n_ctx,
+        n_seq_max=n_seq_max,
+        type_k=type_k,
+        type_v=type_v,
+        swa_full=swa_full,
+    )
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False, indent=1))
     else:
         table([(name.replace("_", " "), _text(name, value)) for name, value in facts.items()])
 
 
-def describe(
-    path: str, n_ctx: int | None, n_seq_max: int, type_k: str, type_v: str
-) -> dict[str, Any]:
+def describe(path: str, n_ctx: int | None, **options: Any) -> dict[str, Any]:
     """Return the facts of a file, by name."""
     with load_model(path) as model:
         facts: dict[str, Any] = {
@@ -84,7 +104,7 @@ def describe(
             "sliding_window": model.n_swa,
             "chat_template": model.chat_template is not None,
         }
-        memory = _memory(model, n_seq_max, type_k, type_v)
+        memory, _ = _try(model, CELLS, **options)
         facts["memory"] = memory.kind
         if memory.kind == "none":
             return facts
@@ -99,42 +119,49 @@ def describe(
         )
         wanted = n_ctx or max(1, min(model.n_ctx_train, 2**31 - 1))
         facts["cache_tokens"] = wanted
-        facts["cache_types"] = f"{type_k}, {type_v}"
-        facts["cache_bytes"] = cache_bytes(model, wanted, n_seq_max, type_k, type_v)
+        facts["cache_types"] = f"{options['type_k']}, {options['type_v']}"
+        cost = context_bytes(model, wanted, **options)
+        facts["cache_bytes"] = cost.cache
+        facts["compute_bytes"] = cost.compute
     return facts
 
 
-def _memory(model: Any, n_seq_max: int, type_k: str, type_v: str, n_ctx: int = CELLS) -> Any:
+class ContextBytes(NamedTuple):
+    """What a context takes."""
+
+    cache: int
+    compute: int
+
+
+def _try(model: Any, n_ctx: int, **options: Any) -> tuple[Any, ContextBytes]:
     from pykvcache import LlamaContext
 
-    n_ubatch = N_UBATCH if model.n_swa else max(32, n_seq_max)
     with LlamaContext(
         model,
         n_ctx=n_ctx,
-        n_seq_max=n_seq_max,
-        n_batch=n_ubatch,
-        n_ubatch=n_ubatch,
-        type_k=type_k,  # type: ignore[arg-type]
-        type_v=type_v,  # type: ignore[arg-type]
-        swa_full=False,
+        n_batch=N_UBATCH,
+        n_ubatch=N_UBATCH,
         embeddings=not model.has_decoder,
+        **options,
     ) as ctx:
-        return ctx.memory_info
+        compute = sum(one.compute for one in ctx.memory_breakdown().values())
+        return ctx.memory_info, ContextBytes(ctx.memory_info.bytes_total, compute)
 
 
-def cache_bytes(model: Any, n_ctx: int, n_seq_max: int, type_k: str, type_v: str) -> int:
-    """Return what the cache of ``n_ctx`` cells takes, in bytes, without making a large one.
+def context_bytes(model: Any, n_ctx: int, *, n_seq_max: int = 1, **options: Any) -> ContextBytes:
+    """Return what a context of ``n_ctx`` cells takes, in bytes, without making a large one.
 
     A cache grows by the same number of bytes per cell from where its windows are full: two small
-    ones tell the rest.
+    ones tell the rest. What is computed takes at least what two small ones tell.
     """
     n_ctx = -(-n_ctx // CELLS) * CELLS
     full = -(-(model.n_swa * n_seq_max + N_UBATCH) // CELLS) * CELLS + CELLS
     sizes = (n_ctx,) if n_ctx <= full + CELLS else (full, full + CELLS)
-    found = [_memory(model, n_seq_max, type_k, type_v, size).bytes_total for size in sizes]
+    found = [_try(model, size, n_seq_max=n_seq_max, **options)[1] for size in sizes]
     if len(found) == 1:
-        return int(found[0])
-    return int(found[0] + (found[1] - found[0]) * (n_ctx - full) // CELLS)
+        return found[0]
+    more = (n_ctx - full) // CELLS
+    return ContextBytes(*(a + (b - a) * more for a, b in zip(*found, strict=True)))
 
 
 def _text(name: str, value: Any) -> str:

@@ -65,8 +65,10 @@ def test_plot_shows_every_cell_once_and_what_is_shared() -> None:
         assert used == ctx.n_cells_used == 15
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba", "qwen2vl"])
-@pytest.mark.parametrize("kv_unified", [True, False])
+@pytest.mark.parametrize(
+    ("name", "kv_unified"),
+    [("llama", False), ("gemma3", True), ("mamba", True), ("jamba", False), ("qwen2vl", True)],
+)
 def test_every_memory_has_a_picture(name: str, kv_unified: bool, model_folder: Path) -> None:
     with (
         LlamaModel(make_model(name, model_folder)) as model,
@@ -181,4 +183,5 @@ def test_names_are_text_and_no_formulas(tmp_path: Path) -> None:
         assert max(map(len, labels)) < 30
         for space in spaces:
             assert repr(space) in str(cache.tree())
+        for space in spaces[:2]:
             ElementTree.fromstring(cache.plot(space)._repr_svg_())

@@ -30,17 +30,19 @@ endforeach()
 # Of a tree of one's own, the files that read its private headers are tried first.
 if(PYKVCACHE_OWN_LLAMA_CPP AND NOT "${PYKVCACHE_FITS}" STREQUAL "${LLAMA_CPP_SOURCE_DIR} ${PYKVCACHE_PLAIN}")
   set(native "${PROJECT_SOURCE_DIR}/src/pykvcache/_native")
+  set(folders . context facts guard probe state text threads)
+  list(TRANSFORM folders PREPEND "${native}/")
   if(PYKVCACHE_PLAIN)
     set(tried plain/edit.cpp)
   else()
     set(tried fast/moves.cpp fast/state_place.cpp)
   endif()
-  list(APPEND tried probe_cells.cpp probe_kv.cpp probe_state.cpp)
+  list(APPEND tried probe/probe_cells.cpp probe/probe_kv.cpp probe/probe_state.cpp)
   list(TRANSFORM tried PREPEND "${native}/")
   list(TRANSFORM PYKVCACHE_HAS PREPEND "-D" OUTPUT_VARIABLE macros)
   set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
   try_compile(fits "${CMAKE_CURRENT_BINARY_DIR}/pin" SOURCES ${tried}
-    CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${native};${LLAMA_CPP_SOURCE_DIR}/src;${LLAMA_CPP_SOURCE_DIR}/include;${LLAMA_CPP_SOURCE_DIR}/ggml/include"
+    CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${folders};${LLAMA_CPP_SOURCE_DIR}/src;${LLAMA_CPP_SOURCE_DIR}/include;${LLAMA_CPP_SOURCE_DIR}/ggml/include"
     COMPILE_DEFINITIONS ${macros} CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON OUTPUT_VARIABLE said)
   unset(CMAKE_TRY_COMPILE_TARGET_TYPE)
   set(worked "${fits}")

@@ -12,6 +12,7 @@ from prefix.accounts import check_accounts
 from pykvcache import BatchGenerator, LlamaContext, LlamaSequence, PrefixCache
 from pykvcache.errors import ArgumentError
 from pykvcache.prefix.cache import core_of
+from pykvcache.prefix.sequence import CachedSequence
 
 Make = Callable[..., LlamaContext]
 Fresh = Callable[..., Logits]
@@ -110,3 +111,16 @@ def test_what_belongs_to_prompts_of_a_cache_is_refused_elsewhere(make_context: M
                 generator.submit([5, 6, 7], 2, **wrong)  # type: ignore[arg-type]
         assert not generator.n_waiting
         assert cache.stats().requests == 0
+
+
+def test_users_see_their_own_methods_alone() -> None:
+    """What generators and sequences call checks nothing, and is not on the objects of users."""
+    own = {name for name in dir(PrefixCache) if not name.startswith("_")}
+    assert own == {
+        *("block_size", "context", "events", "is_closed"),
+        *("sequence", "pin", "prefetch", "forget", "clear", "tree", "plot", "stats", "flush"),
+        "close",
+    }
+    plain = {name for name in dir(LlamaSequence) if not name.startswith("_")}
+    cached = {name for name in dir(CachedSequence) if not name.startswith("_")}
+    assert cached - plain == {"namespace", "reuse"}

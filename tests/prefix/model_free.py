@@ -120,9 +120,11 @@ class Model:
                     states[at] = EndState(state)
         windows = [(max(0, n - self.cells), n)] if self.kinds.window else []
         offer = Offer(n, windows, states, [len(prompt)], priority)
-        plan = self.tree.plan(tokens, offer, namespace)
+        match = self.tree.match(tokens, namespace)
+        plan = self.tree.plan(match, offer)
         if plan is not None:
-            fill(self.tree.insert(tokens, plan, namespace)[0])
+            match, _ = self.tree.insert(tokens, plan, match)
+            fill(self.tree.holes(match))
 
     def ask(self, prompt: Tokens, answer: Tokens = (), namespace: str = "") -> int:  # type: ignore[assignment]
         """Begin, evaluate, give and release; return how many tokens of the prompt were new."""
@@ -130,6 +132,7 @@ class Model:
         self.give(prompt, [*answer], begun, namespace)
         if hold is not None:
             self.tree.release(hold)
+            self.tree.fit()
         new = len(prompt) - begun
         self.evaluated += new
         return new

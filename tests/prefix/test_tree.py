@@ -38,6 +38,7 @@ def test_random_requests_keep_every_account_right(kinds, policy):
                 check_tree(tree, [one for one in [hold, *(one[3] for one in open_)] if one])
                 if hold:
                     tree.release(hold, is_use=rng.random() < 0.7)
+                    tree.fit()
                 check_tree(tree, [one[3] for one in open_ if one[3]])
             if rng.random() < 0.05:
                 tree.forget(token_bytes(prompt), space)

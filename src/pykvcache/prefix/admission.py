@@ -160,7 +160,7 @@ class Admission:
                 match = blocks.tree.match(tokens, request.namespace)
                 offer = source.offer(n, match, request, keep_logits=self._keep_logits)
                 if blocks.max_bytes:
-                    admit(blocks, source, tokens, request.namespace, offer, actions)
+                    admit(blocks, source, tokens, match, request.namespace, offer, actions)
                 states = offer.states
             if wants and self._link.has_tiers:
                 tokens = cells.ledger.part(0, n).tobytes()
@@ -188,6 +188,7 @@ def admit(
     blocks: BlockCache,
     source: Source,
     tokens: bytes,
+    match: Match,
     namespace: str,
     offer: Offer,
     actions: Actions,
@@ -203,6 +204,8 @@ def admit(
         Where its cells come from.
     tokens, namespace
         Whose cells they are.
+    match
+        What is known of the tokens.
     offer
         What there is.
     actions
@@ -210,10 +213,10 @@ def admit(
     owner
         What holds it from now on, all of it, even above the budget; None where it may leave.
     """
-    plan = blocks.tree.plan(tokens, offer, namespace, is_limited=owner is None)
+    plan = blocks.tree.plan(match, offer, is_limited=owner is None)
     if plan is None:
         return
-    holes = blocks.insert(tokens, plan, namespace, actions, owner)
+    holes = blocks.insert(tokens, plan, match, namespace, actions, owner)
     try:
         for one in holes:
             _fill(one, source)

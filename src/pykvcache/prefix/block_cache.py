@@ -220,13 +220,14 @@ class BlockCache:
         self,
         tokens: bytes,
         plan: Plan,
+        match: Match,
         namespace: str,
         actions: Actions,
         owner: object | None = None,
     ) -> list[Component]:
         """Insert what a plan says, within a change, and evict what leaves for it.
 
-        An owner holds all of it from then on.
+        An owner holds all of it from then on. ``match`` is what the plan was made of.
 
         Returns
         -------
@@ -234,15 +235,13 @@ class BlockCache:
             Those with chunks that are None, for the caller to fill; or for `abandon`.
         """
         tree, size = self.tree, self.shape.block_size
-        before_it, n_removed = tree.match(tokens, namespace), len(tree.removed)
-        known = before_it.n // size
+        known, n_removed = match.n // size, len(tree.removed)
         # Before anything leaves: what was known may leave for what is new.
-        parent = before_it.node.name_at(known, size) if known else b""
-        holes, hold = tree.insert(tokens, plan, namespace, keep=owner is not None)
+        parent = match.node.name_at(known, size) if known else b""
+        match, hold = tree.insert(tokens, plan, match, keep=owner is not None)
         if hold is not None:
             self.release(owner, is_use=False)
             self._holds[id(owner)] = _Owned(weakref.ref(owner), hold)
-        match = tree.match(tokens, namespace)
         parent = parent or match.node.name_at(0, size)
         text = tokens[known * size * TOKEN_SIZE :]
         if len(tree.removed) > n_removed:
@@ -254,7 +253,7 @@ class BlockCache:
             text = text[: n * size * TOKEN_SIZE]
             actions.stored = Stored(parent, before, text, size, namespace)
             self.stored += n
-        return holes
+        return tree.holes(match)
 
     def abandon(self, holes: list[Component], actions: Actions) -> None:
         """Drop what was inserted just now and cannot be filled."""

@@ -37,18 +37,19 @@ class Match:
 
     def nodes(self) -> list[Node]:
         """Return the nodes on the way, the first first."""
-        return list(self.node.path())[::-1]
+        return self.node.path()[::-1]
 
     def next_token(self) -> int | None:
         """Return a token that follows it in the tree, the most recent one; None at an end."""
-        if not self.is_whole:
-            at = (self.n - self.node.start) * TOKEN_SIZE
-            return int.from_bytes(self.node.tokens[at : at + TOKEN_SIZE], "little")
-        followers = list(self.node.children.values())
-        if not followers:
-            return None
-        latest = max(followers, key=lambda node: node.attention.last_use if node.attention else 0)
-        return int.from_bytes(latest.tokens[:TOKEN_SIZE], "little")
+        node, at = self.node, (self.n - self.node.start) * TOKEN_SIZE
+        if self.n == node.end:
+            latest, at = -1, 0
+            for child in self.node.children.values():
+                if child.attention is not None and child.attention.last_use > latest:
+                    latest, node = child.attention.last_use, child
+            if latest < 0:
+                return None
+        return int.from_bytes(node.tokens[at : at + TOKEN_SIZE], "little")
 
     def windows(self) -> list[Range]:
         """Return the tokens whose window cells are there."""

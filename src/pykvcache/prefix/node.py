@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 from pykvcache._ranges import Range, deepest
@@ -75,12 +76,12 @@ class MemoryShape:
     chunk_bytes: int = 0
     split: Split = _halves
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether attention cells alone let a prompt go on, anywhere."""
         return self.window_start is None and not self.needs_state
 
-    @property
+    @cached_property
     def weight(self) -> float:
         """Tokens that a byte of cells saves, those of windows and of attention together."""
         each = self.attention_bytes + self.window_bytes
@@ -284,8 +285,8 @@ class Node:
         What follows, by its first token.
     tokens : bytes
         Its tokens, as `token_bytes` gives them.
-    start : int
-        Tokens of the path before its first one.
+    start, end : int
+        Tokens of the path before its first one, and up to its last one.
     attention, window, state : Component or None
         What it holds. Every node in a tree but a root has attention cells.
     namespace : str or None
@@ -297,6 +298,7 @@ class Node:
         "_names",
         "attention",
         "children",
+        "end",
         "namespace",
         "parent",
         "start",
@@ -309,7 +311,7 @@ class Node:
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.tokens = tokens
-        self.start = start
+        self.start, self.end = start, start + len(tokens) // TOKEN_SIZE
         self.attention: Component | None = None
         self.window: Component | None = None
         self.state: Component | None = None
@@ -323,12 +325,7 @@ class Node:
     @property
     def n_tokens(self) -> int:
         """How many tokens it has."""
-        return len(self.tokens) // TOKEN_SIZE
-
-    @property
-    def end(self) -> int:
-        """Tokens of the path up to its end."""
-        return self.start + len(self.tokens) // TOKEN_SIZE
+        return self.end - self.start
 
     @property
     def is_root(self) -> bool:
@@ -349,12 +346,13 @@ class Node:
             if one is not None:
                 yield one
 
-    def path(self) -> Iterator[Node]:
-        """Yield this node and those before it, the last first, without the root."""
-        node = self
+    def path(self) -> list[Node]:
+        """Return this node and those before it, the last first, without the root."""
+        found, node = list[Node](), self
         while node.parent is not None:
-            yield node
+            found.append(node)
             node = node.parent
+        return found
 
     def below(self) -> Iterator[Node]:
         """Yield the nodes that follow, each before those that follow it."""
@@ -439,6 +437,7 @@ class Node:
     def shorten(self, n_tokens: int, block_size: int) -> list[bytes]:
         """Keep the first tokens; return the names of the blocks that end beyond, where known."""
         self.tokens = self.tokens[: n_tokens * TOKEN_SIZE]
+        self.end = self.start + n_tokens
         if self._names is None:
             return []
         n = self.n_blocks(block_size)

@@ -219,7 +219,17 @@ class TierLink:
             offer.states[found.n] = end
         source: Source = _LoadedCells(self._memory, found)
         with self._blocks.change() as actions:
-            admit(self._blocks, source, wanted.tokens, wanted.namespace, offer, actions, owner)
+            match = self._blocks.tree.match(wanted.tokens, wanted.namespace)
+            admit(
+                self._blocks,
+                source,
+                wanted.tokens,
+                match,
+                wanted.namespace,
+                offer,
+                actions,
+                owner,
+            )
 
     def _end_state(self, found: Loaded) -> EndState:
         """Return the state and the logits after what came; raises where the memory refuses them."""

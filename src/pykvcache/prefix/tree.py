@@ -101,7 +101,7 @@ class Plan:
 class PrefixTree:
     """A radix tree over tokens that keeps to a budget in bytes.
 
-    `match` and `plan` change nothing. `use`, `insert`, `hold`, `release`, `fit`, `forget` and
+    `match` and `plan` change nothing. What was released leaves with the next `fit`. `use`, `insert`, `hold`, `release`, `fit`, `forget` and
     `clear` do; the names of blocks that left are in `removed` until somebody takes them. Nothing
     here is safe for several threads: the cache that owns the tree has the lock.
 
@@ -161,7 +161,7 @@ class PrefixTree:
         namespace
             Whose tokens to look among.
         """
-        node, at = self._root(namespace), 0
+        node, at = self._roots.get(namespace) or self._new_root(namespace), 0
         while (child := node.children.get(tokens[at : at + TOKEN_SIZE])) is not None:
             text = child.tokens
             if not tokens.startswith(text, at):
@@ -172,8 +172,10 @@ class PrefixTree:
 
     def resume(self, match: Match, limit: int) -> Resume:
         """Return where a prompt can go on, after at most so many tokens; changes nothing."""
-        shape = self.shape
-        n = shape.deepest(min(match.n, limit), match.windows(), match.states())
+        shape, limit = self.shape, min(match.n, limit)
+        if shape.is_plain:
+            return Resume(limit, limit)
+        n = shape.deepest(limit, match.windows(), match.states())
         state = None
         if shape.needs_state:
             state = next((node.state for node in match.nodes() if node.end == n), None)
@@ -188,18 +190,18 @@ class PrefixTree:
         not counted as used.
         """
         self.clock += 1
-        if not match.is_whole:
+        if match.n < match.node.end:
             # The prompt parts within a node, or ends there.
             self._split_at_chunk(match.node, match.n)
             assert match.node.attention is not None
             self.policy.passed(match.node.attention)
         node = self._node_of(match.node, resume.n)
-        used = self._split_at_chunk(node, resume.n)
-        for each in used.path():
+        for each in self._split_at_chunk(node, resume.n).path():
             assert each.attention is not None
             self._count_use(each.attention, priority)
-        for one in self._windows(node, resume.window_first, resume.n):
-            self._count_use(one, priority)
+        if resume.window_first < resume.n:
+            for one in self._windows(node, resume.window_first, resume.n):
+                self._count_use(one, priority)
         if resume.state is not None:
             self._count_use(resume.state, priority)
 
@@ -212,23 +214,19 @@ class PrefixTree:
 
     def _count_use(self, one: Component, priority: int) -> None:
         one.uses += 1
-        self._touch(one, priority)
-        self.policy.used(one)
-
-    def _touch(self, one: Component, priority: int) -> None:
-        """Take note that a component is wanted now; the policy ranks one that was spare."""
         one.last_use = self.clock
         one.priority = max(one.priority, priority)
-        self._promote(one)
+        if one.is_spare:
+            self._promote(one)
+        self.policy.used(one)
 
     def _promote(self, one: Component) -> None:
         """Let the policy rank a component that was spare."""
-        if one.is_spare:
-            one.is_spare = False
-            del self._spare[one]
-            self.policy.added(one)
-            if one.is_evictable:
-                self.policy.evictable(one)
+        one.is_spare = False
+        del self._spare[one]
+        self.policy.added(one)
+        if one.is_evictable:
+            self.policy.evictable(one)
 
     def _windows(self, node: Node, first: int, n: int) -> list[Component]:
         """Return the window cells of the tokens of ``[first, n)`` on the path to a node.
@@ -236,7 +234,7 @@ class PrefixTree:
         A node is split where they begin: what lies before them stays as it was, spare or not.
         """
         found: list[Component] = []
-        for each in list(node.path()):
+        for each in node.path():
             if each.end <= first:
                 break
             if each.window is None or each.window.start >= n:
@@ -251,10 +249,9 @@ class PrefixTree:
 
     def _split_at_chunk(self, node: Node, n: int) -> Node:
         """Split a node at the last chunk that ends at n tokens or before; return what is before."""
-        if node.is_root or n >= node.end:
+        if n >= node.end or node.parent is None:
             return node
-        at = self._chunk_before(node, n)
-        return self._boundary(node, at)
+        return self._boundary(node, self._chunk_before(node, n))
 
     @staticmethod
     def _chunk_before(node: Node, n: int) -> int:
@@ -269,12 +266,9 @@ class PrefixTree:
 
     def _boundary(self, node: Node, at: int) -> Node:
         """Return the node that ends at a token of this one, which is split there if need be."""
-        if node.is_root or at == node.end:
+        if at == node.end or node.parent is None:
             return node
-        if at == node.start:
-            assert node.parent is not None
-            return node.parent
-        return self._split(node, at)
+        return node.parent if at == node.start else self._split(node, at)
 
     def _split(self, node: Node, at: int) -> Node:
         """Split a node after some tokens of its path; return the new node of the first ones."""
@@ -337,7 +331,7 @@ class PrefixTree:
     def hold(self, match: Match, resume: Resume) -> Hold | None:
         """Keep what was used just now until it is released; None where that is nothing."""
         node = self._node_of(match.node, resume.n)
-        if node.is_root:
+        if node.parent is None:
             return None
         if resume.n < node.end and (at := self._chunk_before(node, resume.n)) < resume.n:
             # What follows the chunk in which it ends may leave.
@@ -347,8 +341,9 @@ class PrefixTree:
         if resume.window_first < resume.n:
             first = self._node_of(node, resume.window_first + 1).start
         hold = Hold(node, first, resume.state)
-        for one in list(self._held_by(hold)):
-            self._promote(one)
+        for one in self._held_by(hold):
+            if one.is_spare:
+                self._promote(one)
             one.held += 1
         return hold
 
@@ -356,13 +351,13 @@ class PrefixTree:
         """Return a hold on what another one keeps; None where that was cleared."""
         if hold.node.parent is None:
             return None
-        for one in list(self._held_by(hold)):
+        for one in self._held_by(hold):
             one.held += 1
         return Hold(hold.node, hold.window_first, hold.state)
 
     def release(self, hold: Hold, *, is_use: bool = True) -> None:
         """Release a hold; now counts as the last use of what it kept, or does not."""
-        released = list(self._held_by(hold))
+        released = self._held_by(hold)
         for one in released:
             one.held -= 1
         if is_use:
@@ -377,45 +372,43 @@ class PrefixTree:
                 self.policy.evictable(one)
         if not self.shape.is_plain and hold.node.parent is not None:
             self._drop_useless(hold.node)
-        self.fit()
 
     @staticmethod
-    def _held_by(hold: Hold) -> Iterator[Component]:
-        """Yield the components that a hold keeps; none once they were cleared."""
-        if hold.node.parent is None:
-            return
-        if hold.node.attention is not None:
-            yield hold.node.attention
+    def _held_by(hold: Hold) -> list[Component]:
+        """Return the components that a hold keeps; none once they were cleared."""
+        node = hold.node
+        if node.parent is None or node.attention is None:
+            return []
+        found = [node.attention]
         if hold.state is not None:
-            yield hold.state
-        for node in hold.node.path():
-            if node.end <= hold.window_first:
-                return
+            found.append(hold.state)
+        while node.parent is not None and node.end > hold.window_first:
             if node.window is not None:
-                yield node.window
+                found.append(node.window)
+            node = node.parent
+        return found
 
     # Inserting ----------------------------------------------------------------------------------
 
-    def plan(
-        self, tokens: bytes, offer: Offer, namespace: str = "", *, is_limited: bool = True
-    ) -> Plan | None:
+    def plan(self, match: Match, offer: Offer, *, is_limited: bool = True) -> Plan | None:
         """Return what of an offer is missing and can fit; None where that is nothing.
 
         Parameters
         ----------
-        tokens
-            Of the sequence.
+        match
+            What is known of the offered tokens.
         offer
-            What it has.
-        namespace
-            Whose.
+            What the sequence has.
         is_limited
             Whether it has to fit into the budget.
         """
-        shape, match = self.shape, self.match(tokens[: offer.n * TOKEN_SIZE], namespace)
-        windows = [*match.windows(), *offer.windows]
-        states = {*match.states(), *(at for at, end in offer.states.items() if end.has_state)}
-        n = shape.deepest(offer.n, windows, states)
+        shape, windows, states = self.shape, offer.windows, set(offer.states)
+        n = offer.n
+        if not shape.is_plain:
+            windows = [*match.windows(), *windows]
+            states = {at for at, end in offer.states.items() if end.has_state}
+            states.update(match.states())
+            n = shape.deepest(n, windows, states)
         ends, slack = [end for end in offer.ends if end < n], shape.slack
         budget = self.max_bytes if is_limited else math.inf
         while n and self._least_bytes(n, [*ends, n], slack, offer) > budget:
@@ -425,7 +418,7 @@ class PrefixTree:
                 ends = []
             else:
                 n = shape.deepest(self._fewer(n, offer), windows, states)
-        missing = self._missing_windows(match, offer, n)
+        missing = [] if shape.window_start is None else self._missing_windows(match, offer, n)
         taken = {
             at: end
             for at, end in offer.states.items()
@@ -467,8 +460,7 @@ class PrefixTree:
     def _missing_windows(self, match: Match, offer: Offer, n: int) -> list[Range]:
         """Return the tokens of an offer whose window cells the tree lacks and can use."""
         shape = self.shape
-        if shape.window_start is None:
-            return []
+        assert shape.window_start is not None
         wanted = union((first, min(last, n)) for first, last in offer.windows if first < n)
         if shape.needs_state:
             # A prompt goes on from states alone: other windows are of no use.
@@ -478,8 +470,8 @@ class PrefixTree:
         return overlaps(wanted, gaps(match.windows(), n))
 
     def insert(
-        self, tokens: bytes, plan: Plan, namespace: str = "", *, keep: bool = False
-    ) -> tuple[list[Component], Hold | None]:
+        self, tokens: bytes, plan: Plan, match: Match, *, keep: bool = False
+    ) -> tuple[Match, Hold | None]:
         """Insert what a plan says, its cells without contents, and evict what leaves for it.
 
         Parameters
@@ -488,22 +480,21 @@ class PrefixTree:
             Of a sequence.
         plan
             What `plan` returned just now.
-        namespace
-            Whose.
+        match
+            What it was made of.
         keep
             Whether to hold all of it, even above the budget.
 
         Returns
         -------
-        components : list of Component
-            Those with chunks that are None, the last first, for the caller to fill.
+        match : Match
+            What is there now of the plan's tokens; `holes` says what is to be filled.
         hold : Hold or None
             What was held.
         """
         self.clock += 1
-        tokens = tokens[: plan.n * TOKEN_SIZE]
-        match = self.match(tokens, namespace)
-        node = match.node
+        tokens, namespace = tokens[: plan.n * TOKEN_SIZE], str(match.node.root.namespace)
+        node = self._node_of(match.node, plan.n)
         if plan.n > match.n:
             node = self._append(
                 self._boundary(node, match.n), tokens[match.n * TOKEN_SIZE :], plan.priority
@@ -522,13 +513,23 @@ class PrefixTree:
             # The others go first, whatever the policy thinks of something that was never used.
             match = Match(node, node.end)
             hold = self.hold(match, self.resume(match, plan.n))
-            self.fit()
-            if hold is not None and not keep:
-                self.release(hold, is_use=False)
-                hold = None
-        self.fit()
-        left = self.match(tokens, namespace).node.path()
-        return [one for each in left for one in each.components() if one.n_missing], hold
+        fits = self.fit()
+        if hold is not None and not keep:
+            self.release(hold, is_use=False)
+            hold = None
+            if not fits:
+                self.fit()
+        return self.match(tokens, namespace), hold
+
+    @staticmethod
+    def holes(match: Match) -> list[Component]:
+        """Return the components of a path with chunks that are None, the last first."""
+        return [
+            one
+            for node in match.node.path()
+            for one in (node.attention, node.window)
+            if one is not None and one.chunks and one.chunks[0] is None
+        ]
 
     def discard(self, components: Iterable[Component]) -> None:
         """Drop what was inserted and cannot be filled: components of one path, the last first."""
@@ -566,7 +567,7 @@ class PrefixTree:
 
     def _add_windows(self, node: Node, first: int, last: int, priority: int) -> None:
         """Add spare window cells for tokens of a path that has none for them."""
-        for each in list(node.path()):
+        for each in node.path():
             if each.end <= first:
                 return
             limit = each.end if each.window is None else each.window.start
@@ -627,7 +628,10 @@ class PrefixTree:
         if node.state is not None and node.end == end:
             wanted.append(node.state)
         for one in wanted:
-            self._touch(one, plan.priority)
+            one.last_use = self.clock
+            one.priority = max(one.priority, plan.priority)
+            if one.is_spare:
+                self._promote(one)
             if one.is_evictable:
                 self.policy.evictable(one)  # which has another priority now
 
@@ -880,10 +884,8 @@ class PrefixTree:
         for root in self.roots(namespace):
             yield from root.below()
 
-    def _root(self, namespace: str) -> Node:
-        """Return the root of a namespace; it is kept as long as something follows it."""
-        if (root := self._roots.get(namespace)) is not None:
-            return root
+    def _new_root(self, namespace: str) -> Node:
+        """Return a root for a namespace; it is kept once something follows it."""
         return new_root(namespace, None if self._root_name is None else self._root_name(namespace))
 
     def _keep_root(self, root: Node) -> None:

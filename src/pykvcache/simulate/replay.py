@@ -63,8 +63,8 @@ def replay(trace: Trace, policy: str | Policy, n_blocks: int) -> Result:
         tokens = ids.astype("<u4", copy=False).tobytes()
         match = tree.match(tokens)
         tree.use(match, tree.resume(match, match.n))
-        plan = tree.plan(tokens, Offer(len(ids)))
+        plan = tree.plan(match, Offer(len(ids)))
         if plan is not None:
-            tree.insert(tokens, plan)
+            tree.insert(tokens, plan, match)
         hits += min(match.n * trace.block_size, length)
     return Result(name, n_blocks, hits, trace.n_tokens)

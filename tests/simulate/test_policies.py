@@ -1,0 +1,315 @@
+"""Each policy against traces small enough to work out by hand, and policies of a user's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from pykvcache import LlamaContext, PrefixCache
+from pykvcache.errors import KvCacheError
+from pykvcache.prefix.block_hash import token_bytes
+from pykvcache.prefix.node import Component, Kind, MemoryShape
+from pykvcache.prefix.policies import DEFAULT, POLICIES, Policy, make_policy
+from pykvcache.prefix.policies.hit_density import HitDensity
+from pykvcache.prefix.policies.simple import LRU, CostAware
+from pykvcache.prefix.tree import Offer, PrefixTree
+
+Make = Callable[..., LlamaContext]
+
+
+def ask(tree: PrefixTree, tokens: bytes) -> int:
+    """Use what is there of a prompt, and insert the rest; return how many tokens were there."""
+    match = tree.match(tokens)
+    tree.use(match, tree.resume(match, match.n))
+    plan = tree.plan(tokens, Offer(len(tokens) // 4))
+    if plan is not None:
+        tree.insert(tokens, plan)
+    return match.n
+
+
+def prompts(policy: str | Policy, budget: int, text: str) -> PrefixTree:
+    """A tree after some prompts; each letter is a block of one token and one byte."""
+    tree = PrefixTree(MemoryShape(1), policy, max_bytes=budget)
+    for word in text.split():
+        ask(tree, token_bytes([ord(letter) for letter in word]))
+    return tree
+
+
+def kept(tree: PrefixTree) -> str:
+    """The letters that are there, in the order of the alphabet."""
+    letters = (chr(c) for node in tree.nodes() for c in memoryview(node.tokens).cast("I"))
+    return "".join(sorted(letters))
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "text", "expected"),
+    [
+        # a was used after b and c were.
+        ("lru", 3, "a b c a d", "acd"),
+        ("vllm", 3, "a b c a d", "acd"),
+        ("fifo", 3, "a b c a d", "bcd"),
+        # The end of the older prompt goes, block by block.
+        ("lru", 5, "abcd xyz", "abxyz"),
+        ("fifo", 5, "abcd xyz", "abxyz"),
+        # A beginning that others go on from stays with them.
+        ("lru", 4, "ab abcd xy", "abxy"),
+        ("fifo", 4, "ab abcd xy", "abxy"),
+        # b was used twice, a once.
+        ("lfu", 2, "a a b b b c", "bc"),
+        ("lfu", 3, "a a b b b c x", "abx"),
+        # Used again is protected: what comes once does not push it out.
+        ("slru", 5, "a a b b c d e f g", "abefg"),
+        ("lru", 5, "a a b b c d e f g", "cdefg"),
+        # Protection is for 80 % at most (4 of 5); a was used least recently and is on probation.
+        ("slru", 5, "a b c d e a b c d e x", "bcdex"),
+        # One small place, of ten: what passes it once leaves, what was used moves on.
+        ("s3fifo", 10, "a a b b c d e f g h i j k l", "abefghijkl"),
+        # k and l left the small queue; k comes back and stays where scans do not reach.
+        ("s3fifo", 4, "a a b b c c k l k m n o p", "bckp"),
+        # The whole prompt leaves, not only as much of it as must.
+        ("llama-server", 5, "abcd xyz", "xyz"),
+        ("mlx-lm", 5, "abcd xyz", "xyz"),
+        # A prompt that was loaded is stored anew, or is not.
+        ("llama-server", 4, "ab cd ab e", "abe"),
+        ("mlx-lm", 4, "ab cd ab e", "cde"),
+        # What a stored prompt went on from goes right after it.
+        ("mlx-lm", 6, "a xyz abc w", "abcw"),
+        ("mlx-lm", 6, "a abc xyz w vu", "uvwxyz"),
+    ],
+)
+def test_what_is_kept(policy: str, budget: int, text: str, expected: str) -> None:
+    assert kept(prompts(policy, budget, text)) == expected
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_stays_is_a_tree_within_its_budget(policy: str, seed: int) -> None:
+    """Random prompts over three letters: no block stays whose beginning has left."""
+    dice = random.Random(seed)
+    tree = PrefixTree(MemoryShape(1), policy, max_bytes=(budget := dice.randint(3, 20)))
+    words: list[str] = []
+    for _ in range(120):
+        base = dice.choice(words) if words and dice.random() < 0.6 else ""
+        words.append(base[: dice.randint(0, 9)] + "".join(dice.choices("abc", k=3)))
+        tokens = token_bytes([ord(letter) for letter in words[-1]])
+        found = tree.match(tokens).n
+        assert ask(tree, tokens) == found
+        assert tree.n_bytes == sum(node.n_tokens for node in tree.nodes()) <= budget
+        assert all(node.parent is not None for node in tree.nodes())
+        if not tree.policy.declines:
+            assert tree.match(tokens).n == min(len(words[-1]), budget)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_equals_the_lower_priority_leaves_first(policy: str) -> None:
+    tree = PrefixTree(MemoryShape(1), policy, max_bytes=3)
+    for letter, priority in (("a", 1), ("b", 0), ("c", 1), ("d", 1)):
+        tokens = token_bytes([ord(letter)])
+        plan = tree.plan(tokens, Offer(1, priority=priority))
+        assert plan is not None
+        tree.insert(tokens, plan)
+    assert kept(tree) == "acd"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompts_that_share_a_beginning_store_it_once(policy: str) -> None:
+    assert kept(prompts(policy, 100, "abcx abcy abcz abc ab")) == "abcxyz"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_caches_of_one_name_share_nothing(policy: str) -> None:
+    first, second = make_policy(policy), make_policy(policy)
+    assert first is not second
+    assert make_policy(first) is first
+
+
+def test_the_default_is_one_of_them() -> None:
+    assert DEFAULT in POLICIES
+    with pytest.raises(ValueError, match="no policy 'best': known are lru, "):
+        make_policy("best")
+    with pytest.raises(TypeError, match="not int"):
+        make_policy(3)  # type: ignore[arg-type]
+
+
+# cost-aware and hit-density -----------------------------------------------------------------
+
+
+def test_cost_aware_lets_old_fame_fade() -> None:
+    many = " ".join("bcdefghijklmnopqrstuvwxyz")
+    assert "a" in kept(prompts("cost-aware", 4, f"a a a {many[:10]}"))
+    assert "a" not in kept(prompts("cost-aware", 4, f"a a a {many}"))
+    assert "a" in kept(prompts("lfu", 4, f"a a a {many}"))
+
+
+def test_cost_aware_knows_that_later_tokens_cost_more() -> None:
+    policy = CostAware()
+    tree = PrefixTree(MemoryShape(64), policy, max_bytes=10**9)
+    for n, token in ((64 * 400, 1), (64, 2)):
+        ask(tree, token_bytes([token] * n))
+    short, long = sorted((node.attention for node in tree.nodes()), key=lambda one: one.end)  # type: ignore[union-attr]
+    assert policy.priority(long) > 2 * policy.priority(short)  # type: ignore[arg-type]
+
+
+def hit_share(policy: str, trace: list[list[int]], budget: int) -> float:
+    tree = PrefixTree(MemoryShape(1), policy, max_bytes=budget)
+    return sum(ask(tree, token_bytes(prompt)) for prompt in trace) / sum(map(len, trace))
+
+
+def documents(n: int, length: int) -> list[list[int]]:
+    return [[1000 * i + j for j in range(length)] for i in range(n)]
+
+
+def test_hit_density_keeps_a_part_of_what_comes_round_in_turn() -> None:
+    """Where LRU evicts each document just before it comes again; half of them fit."""
+    trace = documents(20, 10) * 30
+    assert hit_share("lru", trace, 100) == 0
+    assert hit_share("hit-density", trace, 100) > 0.3
+
+
+def test_hit_density_keeps_what_was_used_lately_where_that_comes_back() -> None:
+    """Sessions one after the other, each of ten prompts: what is over never comes back."""
+    trace = [x[: 5 + n] for x in documents(100, 20) for n in range(10)]
+    assert hit_share("hit-density", trace, 40) > hit_share("lru", trace, 40) - 0.01 > 0.6
+
+
+def test_hit_density_keeps_popular_beginnings_among_what_comes_once() -> None:
+    popular = documents(10, 10)
+    trace = [
+        popular[i // 4 % 10] + [10**6 + i]
+        if i % 4 == 0
+        else [10**7 + 100 * i + j for j in range(10)]
+        for i in range(2000)
+    ]
+    assert hit_share("lru", trace, 150) < 0.01
+    assert hit_share("hit-density", trace, 150) > 0.1
+
+
+def test_hit_density_gives_equal_results_for_equal_calls() -> None:
+    trace = [x[: 1 + (i * j) % 17] for i, x in enumerate(documents(200, 17)) for j in (1, 3, 7)]
+    assert len({hit_share("hit-density", trace, 200) for _ in range(3)}) == 1
+
+
+def test_hit_density_remembers_a_bounded_number_of_components() -> None:
+    policy = HitDensity()
+    tree = PrefixTree(MemoryShape(1), policy, max_bytes=30)
+    for i in range(3000):
+        ask(tree, token_bytes([i]))
+    assert len(policy._leaves) <= 31
+    assert len(policy._ghosts) <= 4 * (31 + 64)
+
+
+def test_hit_density_computes_nothing_before_something_has_to_leave() -> None:
+    """A cache with room for everything would spend milliseconds for no choice."""
+    policy = HitDensity()
+    tree = PrefixTree(MemoryShape(1), policy, max_bytes=1000)
+    for i in range(1000):
+        ask(tree, token_bytes([i]))
+        ask(tree, token_bytes([i // 2]))
+    assert not policy._density
+    ask(tree, token_bytes([1000]))
+    assert policy._density
+    assert tree.n_blocks == 1000
+
+
+# A policy of a user's own -------------------------------------------------------------------
+
+
+class MostRecentFirst(LRU):
+    def priority(self, one: Component) -> int:
+        return -one.last_use
+
+
+def test_a_policy_is_one_class() -> None:
+    assert kept(prompts(MostRecentFirst(), 3, "a b c d")) in ("abc", "abd")
+
+
+class Wrong(LRU):
+    """A policy whose choice or whose note-taking goes wrong once."""
+
+    def __init__(self, where: str, what: object) -> None:
+        super().__init__()
+        self.where, self.what, self.n = where, what, 0
+
+    def _go_wrong(self, where: str) -> None:
+        if where == self.where and self.n == 0:
+            self.n += 1
+            if isinstance(self.what, BaseException):
+                raise self.what
+
+    def added(self, one: Component) -> None:
+        self._go_wrong("added")
+        super().added(one)
+
+    def used(self, one: Component) -> None:
+        self._go_wrong("used")
+        super().used(one)
+
+    def removing(self, one: Component, n_tokens: int) -> None:
+        self._go_wrong("removing")
+        super().removing(one, n_tokens)
+
+    def victim(self) -> Component | None:
+        first = self.n == 0
+        self._go_wrong("victim")
+        if self.where == "victim" and first:
+            return self.what(self) if callable(self.what) else self.what  # type: ignore[return-value]
+        return super().victim()
+
+
+def inner(policy: LRU) -> Component:
+    """A component that others follow."""
+    one = policy.victim()
+    assert one is not None
+    while one.parent is not None:
+        one = one.parent
+    return one
+
+
+def foreign(policy: LRU) -> Component:
+    """A component of no tree."""
+    victim = policy.victim()
+    assert victim is not None
+    return Component(victim.node, Kind.ATTENTION, 0, 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "error"),
+    [
+        ("victim", "a text", TypeError),
+        ("victim", 7, TypeError),
+        ("victim", inner, ValueError),
+        ("victim", foreign, ValueError),
+        ("victim", ZeroDivisionError("mine"), ZeroDivisionError),
+        ("added", ZeroDivisionError("mine"), ZeroDivisionError),
+        ("used", ZeroDivisionError("mine"), ZeroDivisionError),
+        ("removing", ZeroDivisionError("mine"), ZeroDivisionError),
+    ],
+    ids=["text", "number", "inner", "foreign", "victim", "added", "used", "removing"],
+)
+def test_a_policy_that_goes_wrong_is_one_error_and_the_cache_goes_on(
+    where: str, what: object, error: type[Exception], make_context: Make
+) -> None:
+    """The error comes out of one call; the cache is empty then, and is used as before."""
+    ctx = make_context("llama", n_ctx=512)
+    dice = random.Random(3)
+    shared = [dice.randrange(5, 50) for _ in range(24)]
+    with PrefixCache(ctx, block_size=8, ram_bytes=60_000, policy=Wrong(where, what)) as cache:
+        caught: list[Exception] = []
+        for i in range(30):
+            prompt = shared + [dice.randrange(5, 50) for _ in range(60)]
+            sequence = None
+            try:
+                sequence = cache.sequence(prompt)
+                sequence.evaluate()
+                sequence.close()
+            except Exception as problem:
+                caught.append(problem)
+            assert sequence is None or sequence.close() is None, i
+        (problem,) = caught
+        assert isinstance(problem, error)
+        assert isinstance(problem, (KvCacheError, ZeroDivisionError, TypeError))
+        with cache.sequence([*shared, 7]) as sequence:
+            assert sequence.reuse.ram == 24
+        assert cache.stats().ram_bytes <= 60_000

@@ -89,7 +89,8 @@ class Wanted:
         size = self.shape.block_size
         most = min(self.limit, n_blocks * size + size - 1)
         for n in range(most, max(self.known, size - 1), -1):
-            if n > n_blocks * size or (self.shape.needs_state and n % size == 0):
+            is_whole = n == self.n_tokens and self.n_row > 0
+            if n > n_blocks * size or (n % size == 0 and (self.shape.needs_state or is_whole)):
                 yield n
 
     def window_blocks(self, n: int) -> range:
@@ -281,6 +282,8 @@ class Load:
             ):
                 tier.discard([key], refused=True)
                 continue
+            if shape.needs_state and n == wanted.n_tokens and not end.has_row(wanted.n_row):
+                continue  # a state cannot go back a token, to have its logits evaluated
             return end, tier
         return None
 

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ uvicorn = pytest.importorskip("uvicorn")
 
 from pykvcache import embedded_model_path  # noqa: E402
 from pykvcache.serve import Models, make_app  # noqa: E402
+
+TEMPLATES = Path(__file__).parents[2] / "vendor/llama.cpp/models/templates"
 
 KEYS = {"key-of-ann": "ann", "key-of-bob": "bob"}
 
@@ -38,6 +41,22 @@ def serving(keys: dict[str, str] | None = None, **options: Any) -> Iterator[str]
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive(), "the server did not end"
+
+
+@pytest.fixture(scope="session")
+def thinking() -> str:
+    """The template of a model that thinks and calls tools."""
+    path = TEMPLATES / "Qwen-Qwen3-0.6B.jinja"
+    if not path.exists():
+        pytest.skip("the templates are in llama.cpp's sources")
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def thinker(thinking: str) -> Iterator[str]:
+    """A server whose model, it is told, thinks and calls tools."""
+    with serving(models={"template": thinking}) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

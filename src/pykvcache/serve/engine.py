@@ -252,6 +252,9 @@ class PinBoard:
         self._lock = threading.Lock()
         self._pins: dict[tuple[str, bytes], Pin] = {}
 
+    def __len__(self) -> int:
+        return len(self._pins)
+
     def pin(self, tokens: Tokens, ttl: float, tenant: str) -> int:
         """Keep a prefix for some seconds; return how many tokens of it are kept."""
         key = tenant, tokens.tobytes()

@@ -63,7 +63,7 @@ class Responses:
         self._envelope = Envelope(model=b"pykvcache.responses", layout=b"1", secret=secret)
         self._max_bytes = max_bytes
         self._known: OrderedDict[bytes, bytes] = OrderedDict()
-        self._n_bytes = 0
+        self.n_bytes = 0
         self._lock = threading.Lock()
 
     @staticmethod
@@ -82,9 +82,9 @@ class Responses:
     def _remember(self, key: bytes, data: bytes) -> None:
         with self._lock:
             self._known[key] = data
-            self._n_bytes += len(data)
-            while self._n_bytes > self._max_bytes:
-                self._n_bytes -= len(self._known.popitem(last=False)[1])
+            self.n_bytes += len(data)
+            while self.n_bytes > self._max_bytes:
+                self.n_bytes -= len(self._known.popitem(last=False)[1])
 
     def get(self, response_id: str, tenant: str) -> Stored:
         """Return a response.
@@ -118,7 +118,7 @@ class Responses:
         self.get(response_id, tenant)
         key = self._key(response_id, tenant)
         with self._lock:
-            self._n_bytes -= len(self._known.pop(key, b""))
+            self.n_bytes -= len(self._known.pop(key, b""))
         for store in self._stores:
             store.discard([self._envelope.name(key)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -252,7 +253,7 @@ def seconds(ttl: Any) -> float:
     found = 0.0
     if isinstance(ttl, int | float) and not isinstance(ttl, bool):
         found = float(ttl)
-    elif isinstance(ttl, str) and len(ttl) < 10 and ttl[-1:] in _UNITS and ttl[:-1].isdecimal():
+    elif isinstance(ttl, str) and re.fullmatch("[0-9]{1,8}[smhd]", ttl):
         found = float(ttl[:-1]) * _UNITS[ttl[-1]]
     if 0 < found <= _LONGEST:
         return found

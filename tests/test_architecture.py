@@ -26,6 +26,7 @@ LAYERS = [
     {"_json_schema"},
     {"chat_format"},
     {"_fingerprint", "_model_file", "_model_facts", "_devices", "_codec"},
+    {"adapters"},
     {"model", "_models"},
     {"sampling", "_params", "state"},
     {"kv"},

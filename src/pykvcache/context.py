@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import numpy.typing as npt
 from pykvcache._closing import Closing
 from pykvcache._native import lib
 from pykvcache._params import check_params
+from pykvcache.adapters import AdapterInput, Adapters, ControlVector, LoraAdapter
 from pykvcache.decoding import DecodeMethods
 from pykvcache.enums import (
     AttentionType,
@@ -52,7 +54,7 @@ class LlamaContext(
     What there is, by theme, in the order in which ``help()`` goes on below:
 
     close it, set it
-        `close`, `is_closed`, `set_n_threads`, `perf`, `perf_reset`
+        `close`, `is_closed`, `set_n_threads`, `set_adapters`, `adapters`, `perf`, `perf_reset`
     decode and generate
         `decode`, `encode`, `generate`, `abort`, `logits`, `embeddings`, `seq_embeddings`
     copy, remove and move what a sequence holds
@@ -125,6 +127,8 @@ class LlamaContext(
         YaRN overrides; -1 (0 for ``yarn_orig_ctx``) takes the model's.
     no_perf
         Do not measure times.
+    adapters
+        LoRA adapters and control vectors to compute with, as for `set_adapters`.
 
     Raises
     ------
@@ -173,16 +177,25 @@ class LlamaContext(
         yarn_beta_slow: float = -1.0,
         yarn_orig_ctx: int = 0,
         no_perf: bool = False,
+        adapters: Sequence[AdapterInput] = (),
     ) -> None:
         given = locals()
         if not isinstance(model, LlamaModel):
             raise TypeError(f"model must be a LlamaModel, not {type(model).__name__}")
         model.native.adds_special()  # raises ClosedError before anything is computed
         params = check_params(model, given)
+        wanted = Adapters(model, adapters)
         self._model = model
         self._type_k: GgmlType = params["type_k"]
         self._type_v: GgmlType = params["type_v"]
         self._native = lib.Context(model.native, params)
+        self._adapters = Adapters(model)
+        if wanted.items:
+            try:
+                self._use(wanted)
+            except BaseException:
+                self._native.close()
+                raise
         if self._native.index_use is False:
             # llama.cpp says so once per process, and later.
             _log.warning(
@@ -198,6 +211,40 @@ class LlamaContext(
         self._native.set_n_threads(
             n_threads, n_threads if n_threads_batch is None else n_threads_batch
         )
+
+    def set_adapters(self, adapters: Sequence[AdapterInput]) -> None:
+        """Compute with other adapters from now on (``llama_set_adapters_lora``).
+
+        Keys and values depend on them. So where they change, the memory is emptied: a
+        `LlamaSequence` evaluates its tokens again when it is used, a prefix cache goes on with the
+        blocks of these adapters, and states of others are refused.
+
+        Parameters
+        ----------
+        adapters
+            `LoraAdapter` and `ControlVector` objects, alone or as tuples with a scale; those with
+            scale 0 have no effect. Empty: the model alone.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An adapter is given twice, or belongs to another model.
+        UnsupportedOperation
+            This context cannot compute with them, or layers of the model lie on RPC servers.
+            The ones before stay in use.
+        ReentryError
+            A callback of a sequence of this context called it.
+        """
+        self._use(Adapters(self._model, adapters))
+
+    def _use(self, adapters: Adapters) -> None:
+        adapters.apply(self._native)
+        self._adapters = adapters
+
+    @property
+    def adapters(self) -> tuple[tuple[LoraAdapter | ControlVector, float], ...]:
+        """The adapters in use, each with its scale."""
+        return self._adapters.items
 
     def perf(self) -> PerfData:
         """Return llama.cpp's own figures since the last `perf_reset`."""

@@ -24,9 +24,10 @@ from pykvcache._fingerprint import file_ids, model_fingerprint
 from pykvcache._model_facts import ModelFacts
 from pykvcache._model_file import readable_path
 from pykvcache._native import lib
+from pykvcache.adapters import ControlVector, LoraAdapter
 from pykvcache.chat_format import ChatFormat, ChatMessage, ToolChoice, make_chat_format
 from pykvcache.enums import LoadMode, LoadModeName, SplitMode, SplitModeName
-from pykvcache.errors import ArgumentError
+from pykvcache.errors import ArgumentError, ModelLoadError
 
 __all__ = ["LlamaModel"]
 
@@ -182,6 +183,51 @@ class LlamaModel(ModelFacts, Closing):
     @cached_property
     def _digest(self) -> str:
         return model_fingerprint(self._files, self.metadata)
+
+    # Adapters --------------------------------------------------------------------------
+
+    def load_adapter(self, path: str | os.PathLike[str]) -> LoraAdapter:
+        """Load a LoRA adapter of this model (``llama_adapter_lora_init``).
+
+        Decodes of this model's contexts wait meanwhile.
+
+        Parameters
+        ----------
+        path
+            A GGUF file, as llama.cpp's ``convert_lora_to_gguf.py`` writes it.
+
+        Raises
+        ------
+        ModelLoadError
+            The file is missing, damaged, no adapter, or one of another model.
+        UnsupportedOperation
+            The model has no weights, or lies on RPC servers.
+        """
+        return LoraAdapter(self, path)
+
+    def load_control_vector(self, path: str | os.PathLike[str]) -> ControlVector:
+        """Load a control vector of this model, as llama.cpp's ``cvector-generator`` writes it.
+
+        Parameters
+        ----------
+        path
+            A GGUF file with tensors ``direction.1``, ``direction.2``, ... of type F32.
+
+        Raises
+        ------
+        ModelLoadError
+            The file is missing, damaged, or of another model.
+        """
+        self._native.adds_special()  # raises ClosedError
+        name = as_path(path)
+        if not os.path.isfile(name):
+            raise ModelLoadError.of(name, "there is no such file")
+        native = self._native
+        found = lib.control_vector(os.fsencode(name), native.n_layer, native.n_embd)
+        try:
+            return ControlVector(found)
+        except ArgumentError as error:
+            raise ModelLoadError.of(name, str(error)) from None
 
     # Special tokens --------------------------------------------------------------------
 

@@ -350,6 +350,26 @@ class Decoding(Batch):
     def encode(self, rows: Rows) -> None: ...
 
 @disjoint_base
+class Adapter:
+    metadata: dict[str, str]
+    invocation: tuple[int, ...]
+    def __new__(cls, model: Model, path: bytes) -> Self: ...
+
+def control_vector(path: bytes, n_layer: int, n_embd: int) -> _Floats: ...
+
+@disjoint_base
+class Adapted(Decoding):
+    adapter_names: tuple[str, ...]
+    adapters_epoch: int
+    def set_adapters(
+        self,
+        names: tuple[str, ...],
+        adapters: tuple[Adapter, ...],
+        scales: tuple[float, ...],
+        control: _Floats | None = None,
+    ) -> None: ...
+
+@disjoint_base
 class Sampler:
     def __new__(
         cls,
@@ -423,7 +443,7 @@ class Lane(Writer):
     def take(self, ctx: Decoding, row: _Floats) -> int | None: ...
 
 @disjoint_base
-class Context(Decoding):
+class Context(Adapted):
     def decode_pending(
         self, ledger: Tokens, seq_id: SupportsIndex, end: int, want_row: bool
     ) -> tuple[bool, _Floats | None]: ...
@@ -452,6 +472,7 @@ class Turns:
     def drop(self, one: Any) -> None: ...
     def later(self, call: Callable[[], object]) -> bool: ...
     def reap(self) -> None: ...
+    def renounce(self) -> None: ...
 
 @final
 class Checked:

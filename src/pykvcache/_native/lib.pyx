@@ -29,6 +29,7 @@ from pykvcache._native cimport libstate as lib
 import _signal
 import atexit
 import collections
+import contextlib
 import logging
 import os
 import sys
@@ -92,6 +93,7 @@ include "context/rows.pxi"
 include "context/outputs.pxi"
 include "context/batch.pxi"
 include "context/decode.pxi"
+include "context/adapters.pxi"
 include "context/sampler.pxi"
 include "context/lanes.pxi"
 include "context/steps.pxi"

@@ -61,6 +61,24 @@ cdef extern from "guarded.h" namespace "pykv" nogil:
     int32_t sampler_accept(llama_sampler*, llama_token)
 
 
+cdef extern from "adapters.h" namespace "pykv" nogil:
+    cppclass llama_adapter_lora "llama_adapter_lora":
+        pass
+    cppclass adapter_lock:
+        void lock_shared()
+        void unlock_shared()
+    shared_ptr[adapter_lock] new_adapter_lock() except +
+    cppclass adapter_set:
+        vector[llama_adapter_lora*] loras
+        vector[float] scales
+        vector[float] control
+    llama_adapter_lora* adapter_load(llama_model*, const char* path, adapter_lock&, string& problem)
+    void adapter_free(llama_adapter_lora*, adapter_lock&)
+    int32_t adapter_metadata(const llama_adapter_lora*, vector[string]& out)
+    vector[llama_token] adapter_invocation(const llama_adapter_lora*) except +
+    int32_t control_load(const char* path, int32_t n_layer, int32_t n_embd, vector[float]& out, string& problem)
+
+
 cdef extern from "devices.h" namespace "pykv" nogil:
     vector[string] device_names() except +
     cppclass device_facts:

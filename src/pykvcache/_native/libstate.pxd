@@ -130,7 +130,8 @@ cdef extern from "sequences.h" namespace "pykv" nogil:
     const int32_t NOTHING_DONE
     const int32_t REFUSED
     cdef cppclass sequence_facts:
-        bool open(llama_context*)
+        bool open(llama_context*, adapter_lock*)
+        int32_t adapt(adapter_set&, adapter_set& before)
         void close()
         const memory* cells()
         uint64_t epoch()

@@ -157,15 +157,15 @@ class Admission:
             if source is not None:
                 n = min(n, cells.n_fresh)  # what was parked may have been lost
                 tokens = cells.ledger.part(0, n).tobytes()
-                match = blocks.tree.match(tokens, request.namespace)
+                match = blocks.tree.match(tokens, request.space)
                 offer = source.offer(n, match, request, keep_logits=self._keep_logits)
                 if blocks.max_bytes:
-                    admit(blocks, source, tokens, match, request.namespace, offer, actions)
+                    admit(blocks, source, tokens, match, request.space, offer, actions)
                 states = offer.states
             if wants and self._link.has_tiers:
                 tokens = cells.ledger.part(0, n).tobytes()
                 ends = {at for at in (request.report.n_tokens, *request.boundaries, n) if at <= n}
-                self._link.write(tokens, request.namespace, ends, source, states)
+                self._link.write(tokens, request.space, ends, source, states)
             if is_last:
                 blocks.release(request)
 
@@ -174,7 +174,7 @@ class Admission:
         cells = request.cells
         if cells.seq_id is None:
             tokens = cells.ledger.part(0, n).tobytes()
-            match = self._blocks.tree.match(tokens, request.namespace)
+            match = self._blocks.tree.match(tokens, request.space)
             if self._blocks.tree.resume(match, n).n == n:
                 return None
         try:

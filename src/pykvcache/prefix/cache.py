@@ -30,6 +30,7 @@ from pykvcache.prefix.policies import DEFAULT, Policy
 from pykvcache.prefix.prefetch import Prefetch
 from pykvcache.prefix.report import CacheStats
 from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.prefix.space import split_space
 from pykvcache.prefix.stores import Envelope
 from pykvcache.prefix.tier_link import TierLink, least_seconds
 from pykvcache.prefix.tiers.cost_model import EvaluationTime
@@ -133,8 +134,11 @@ class PrefixCache(Closing):
         )
         digests = memory.digests()
 
-        def root(namespace: str) -> bytes:
-            return root_name(**digests, block_size=self._block_size, namespace=namespace)
+        def root(space: str) -> bytes:
+            namespace, adapters = split_space(space)
+            return root_name(
+                **digests, block_size=self._block_size, namespace=namespace, adapters=adapters
+            )
 
         checkpoints = BlockCheckpoints(
             as_int(checkpoint_bytes, "checkpoint_bytes", 0, 2**62),
@@ -268,7 +272,7 @@ class PrefixCache(Closing):
         with self._pool:
             space = self._core.space(namespace)
             ids = as_tokens(self.context, tokens)[: self.context.n_ctx_seq]
-            one = Prefetch(ids.tobytes(), space)
+            one = Prefetch(ids.tobytes(), self._core.current_space(space))
             self._core.prefetch(one)
         return one
 
@@ -302,7 +306,7 @@ class PrefixCache(Closing):
             space = self._core.space(namespace)
             ids = as_tokens(self.context, tokens)
             until = None if ttl is None else time.monotonic() + as_seconds(ttl, "ttl")
-            return self._core.pins.add(ids.tobytes(), space, until)
+            return self._core.pins.add(ids.tobytes(), self._core.current_space(space), until)
 
     def forget(self, tokens: str | TokenInput, *, namespace: str | None = None) -> None:
         """Drop some tokens, all that goes on from them, and all that only they need.
@@ -337,12 +341,13 @@ class PrefixCache(Closing):
         Parameters
         ----------
         namespace
-            Whose; default: all of them.
+            Whose, with the adapters that are in use; default: all of them.
         """
         wanted = None if namespace is None else as_namespace(namespace)
         with self._pool:
             self._core.check_open()
-            return view_tree(self._blocks.tree, self.context.model, wanted)
+            space = None if wanted is None else self._core.current_space(wanted)
+            return view_tree(self._blocks.tree, self.context.model, space)
 
     def plot(self, namespace: str | None = None) -> Figure:
         """Draw what is kept: tokens from left to right, branches below each other.

@@ -24,6 +24,7 @@ from pykvcache.prefix.prefetch import Prefetch, Prefetches
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.prefix.request import Request
 from pykvcache.prefix.sequence import CachedSequence
+from pykvcache.prefix.space import adapters_digest, space_of
 from pykvcache.prefix.tier_link import TierLink
 from pykvcache.prefix.tiers.loader import Load
 from pykvcache.sequence.cells import SequenceCells
@@ -91,6 +92,7 @@ class CacheCore:
         self._lookup = PromptLookup(context.model, memory, blocks, self.live)
         self._admission = Admission(memory, blocks, link, keep_logits)
         self._prefetches = Prefetches()
+        self._adapters = set[bytes]()  # digests of those that were in use
         self._is_closed = False
         self._pid = os.getpid()
         if self.has_tiers:
@@ -125,6 +127,7 @@ class CacheCore:
             Number of its first tokens that the cache gets at most, when it closes.
         """
         space = self.space(namespace)
+        self._note_adapters()
         cells = SequenceCells(self.pool, Ledger(), self._checkpoints)
         request = Request(cells, space, priority)
         sequence = CachedSequence._of(self.context, self, request)
@@ -166,6 +169,7 @@ class CacheCore:
 
     def give(self, request: Request) -> None:
         """Keep what was evaluated for a request: called when its sequence is closed."""
+        self._note_adapters()
         if self.pins.some:
             self.pins.expire()
         if request.search is not None:
@@ -181,7 +185,7 @@ class CacheCore:
             request.is_searched = True
             if self.has_tiers:
                 request.search = self.link.search(
-                    request.tokens, request.namespace, request.usable, _deliver_to(self)
+                    request.tokens, request.space, request.usable, _deliver_to(self)
                 )
 
     def is_ready(self, request: Request) -> bool:
@@ -254,17 +258,19 @@ class CacheCore:
 
     def forget(self, tokens: bytes, namespace: str) -> None:
         """Drop some tokens, all that goes on from them, and all that only they need."""
-        with self.blocks.change() as actions:
-            self.blocks.forget(tokens, namespace)
-        self.link.forget(actions.removed, tokens, namespace)
+        for space in self._spaces(namespace):
+            with self.blocks.change() as actions:
+                self.blocks.forget(tokens, space)
+            self.link.forget(actions.removed, tokens, space)
 
     def clear(self, namespace: str | None) -> None:
         """Forget all of a namespace, or everything."""
         tiers = self.link.tiers
-        with self.blocks.change():
-            self.blocks.clear(namespace)
-        tiers.cancel(namespace)
-        tiers.say_again(self.events.withdraw(namespace))
+        for space in [None] if namespace is None else self._spaces(namespace):
+            with self.blocks.change():
+                self.blocks.clear(space)
+            tiers.cancel(space)
+            tiers.say_again(self.events.withdraw(space))
         for request in self.live.remove(namespace):
             self.cancel_search(request)
             with self.blocks.change():
@@ -272,6 +278,21 @@ class CacheCore:
         if namespace is None:
             tiers.forget_notices()
             self.events.add(AllBlocksCleared())
+
+    def current_space(self, namespace: str) -> str:
+        """Return what a namespace is kept under with the adapters that are in use now."""
+        return space_of(namespace, self._note_adapters())
+
+    def _spaces(self, namespace: str) -> list[str]:
+        """Return what a namespace may be kept under, with all adapters that were in use."""
+        self._note_adapters()
+        return [space_of(namespace), *(space_of(namespace, one) for one in self._adapters)]
+
+    def _note_adapters(self) -> bytes:
+        digest = adapters_digest(self._native.adapter_names)
+        if digest:
+            self._adapters.add(digest)
+        return digest
 
     # Figures --------------------------------------------------------------------------------------
 
@@ -281,7 +302,7 @@ class CacheCore:
         self.n_requests += 1
         self._count(request, ReuseReport())
         if self.events.hears_lookups and (n := len(request)):
-            root, step = self.link.root(request.namespace), self.block_size * TOKEN_SIZE
+            root, step = self.link.root(request.space), self.block_size * TOKEN_SIZE
             names = tuple(block_names(root, request.tokens, step))
             self.events.looked_up(Lookup(names, n, self.block_size))
 

@@ -181,11 +181,11 @@ class PromptLookup:
         n = len(ledger)
         if not n:
             return
-        ids, space = ledger.part(0, n), request.namespace
-        live = self._live.look_up(ids, space, request)
+        ids = ledger.part(0, n)
+        live = self._live.look_up(ids, request.namespace, request)
         with self._blocks.change():
             tree = self._blocks.tree
-            match = tree.match(ids.tobytes(), space)
+            match = tree.match(ids.tobytes(), request.space)
             begin = plan_begin(tree, match, live, n)
             after = match.next_token() if match.n < n else None
             stored = self._cells_of(match, begin.resume)
@@ -261,7 +261,7 @@ class PromptLookup:
             return False
         ids = cells.ledger.part(0, n)
         if self._live.look_up(ids, request.namespace, request).n <= known:
-            match = self._blocks.tree.match(ids.tobytes(), request.namespace)
+            match = self._blocks.tree.match(ids.tobytes(), request.space)
             if self._blocks.tree.resume(match, n - 1).n <= known:
                 return False
         cells.release()

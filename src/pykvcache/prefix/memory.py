@@ -267,7 +267,7 @@ class CacheMemory:
             parts = [(part.to_json(), None) for part in ctx._layouts]
         else:
             parts = [2, *(part.to_json() for part in ctx._layouts)]  # the second version
-        layout = repr((parts, fingerprint.causal, fingerprint.n_swa, fingerprint.adapters))
+        layout = repr((parts, fingerprint.causal, fingerprint.n_swa, ()))
         return {
             "model": bytes.fromhex(fingerprint.model),
             "rope": bytes.fromhex(fingerprint.rope_digest),

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache.prefix.report import Reason, ReuseReport
+from pykvcache.prefix.space import adapters_digest, space_of
 from pykvcache.sequence.cells import SequenceCells
 
 if TYPE_CHECKING:
@@ -55,6 +56,12 @@ class Request:
 
     def __len__(self) -> int:
         return len(self.cells.ledger)
+
+    @property
+    def space(self) -> str:
+        """What its tokens are kept under: its namespace, with the adapters that are in use now."""
+        names = self.cells.pool.ctx.native.adapter_names
+        return space_of(self.namespace, adapters_digest(names))
 
     @property
     def tokens(self) -> bytes:

@@ -12,6 +12,7 @@ from pykvcache._drawing.tree import Bar, draw_tree
 from pykvcache.model import LlamaModel
 from pykvcache.prefix.block_hash import TOKEN_SIZE
 from pykvcache.prefix.node import Node
+from pykvcache.prefix.space import namespace_of
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.text import text_of
 
@@ -135,7 +136,8 @@ def view_tree(tree: PrefixTree, model: LlamaModel, namespace: str | None) -> Cac
         while waiting:
             node, depth = waiting.pop()
             if node is not root:
-                nodes.append(_view(node, depth, str(root.namespace), tree, model, node in held))
+                space = namespace_of(str(root.namespace))
+                nodes.append(_view(node, depth, space, tree, model, node in held))
             children = sorted(node.children.values(), key=_created, reverse=True)
             waiting += [(child, depth + 1) for child in children]
     return CacheTree(tuple(nodes), tree.shape.block_size)

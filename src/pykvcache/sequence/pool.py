@@ -55,6 +55,9 @@ class Member(Protocol):
     def park(self) -> None:
         """Give back all cells and the id, and keep the state."""
 
+    def release(self) -> None:
+        """Give back all cells and the id, and keep nothing."""
+
 
 class SequencePool(lib.Turns):
     """Lends the ids of one context, least recently used first back; one per context.
@@ -269,6 +272,11 @@ class SequencePool(lib.Turns):
                 else:
                     del self._lent[seq_id]
             self.dropped.popleft()
+
+    def renounce(self) -> None:
+        """Count nothing that sequences hold: it was computed with other adapters."""
+        for cells in list(self._members):
+            cells.release()
 
 
 _pools: weakref.WeakKeyDictionary[LlamaContext, SequencePool] = weakref.WeakKeyDictionary()

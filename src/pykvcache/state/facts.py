@@ -48,7 +48,7 @@ class Fingerprint:
     rope_digest
         SHA-256 of the same of every layer, byte by byte in docs/state-format.md.
     adapters
-        LoRA adapters in use; none can be, yet.
+        Digests and scales of the adapters in use.
     model_name
         ``general.name`` of the model, its first 100 characters; empty where it or the file has
         none. Not compared: for people.
@@ -106,8 +106,16 @@ class Fingerprint:
                 value=self.model,
                 limit=here.model,
             )
-        for what in ("memory", "causal", "adapters"):
+        for what in ("memory", "causal"):
             need_equal(what, getattr(self, what), getattr(here, what))
+        if self.adapters != here.adapters:
+            raise StateLayoutMismatch(
+                f"the state was computed with {_named(self.adapters)}, and this context computes "
+                f"with {_named(here.adapters)}: set_adapters() first, or evaluate the text again",
+                what="adapters",
+                value=self.adapters,
+                limit=here.adapters,
+            )
         if self.rope.get(_INDEX) != here.rope.get(_INDEX):
             held, known = (_HOW.get(one.rope.get(_INDEX), _UNSAID) for one in (self, here))
             raise StateLayoutMismatch(
@@ -142,6 +150,18 @@ class Fingerprint:
         )
 
 
+def _named(adapters: tuple[str, ...]) -> str:
+    """Return adapters for people: digests cut short."""
+    shown = (f"{kind} {digest[:16]} ({scale})" for kind, digest, scale in map(_split, adapters))
+    return f"the adapters {', '.join(shown)}" if adapters else "no adapters"
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    kind, _, rest = name[:200].partition(":")
+    digest, _, scale = rest.partition(":")
+    return kind, digest, scale
+
+
 _TYPES = {
     "model": str,
     "architecture": str,
@@ -157,7 +177,7 @@ _TYPES = {
 
 
 def fingerprint_of(native: lib.Context, model: str) -> Fingerprint:
-    """Ask a context; ``model`` is its model's fingerprint."""
+    """Ask a context, without its adapters; ``model`` is its model's fingerprint."""
     m = native.model
     digest = hashlib.sha256()
     first: dict[str, float] = {}

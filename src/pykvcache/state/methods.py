@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -373,8 +374,15 @@ class StateMethods(PartialStateMethods):
         return layouts_from_native(native, rotations)
 
     @cached_property
-    def _fingerprint(self) -> Fingerprint:
+    def _plain_fingerprint(self) -> Fingerprint:
         return fingerprint_of(self._native, self._model.fingerprint)
+
+    @property
+    def _fingerprint(self) -> Fingerprint:
+        names = self._native.adapter_names
+        return (
+            replace(self._plain_fingerprint, adapters=names) if names else self._plain_fingerprint
+        )
 
     def _split(self, state: ByteArray, *, whole: bool) -> list[list[Part]]:
         return split(self._native, state, self._layouts, whole=whole)

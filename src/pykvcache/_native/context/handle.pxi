@@ -9,6 +9,7 @@ cdef class Handle:
     cdef lib.sequence_facts seqs
     cdef const lib.memory* mem
     cdef shared_ptr[lib.llama_model] model_ref
+    cdef shared_ptr[lib.adapter_lock] model_adapters
     cdef lib.device_links links
     cdef lib.owned_mutex lock
     cdef lib.abort_flag abort_flag
@@ -38,6 +39,7 @@ cdef class Handle:
         self.generation = _generation
         self.model = model
         self.model_ref = model.share()
+        self.model_adapters = model.adapters
         self.n_vocab = model.n_vocab
         self.n_embd_out = model.n_embd_out
         _fill_context_params(&p, params)
@@ -49,7 +51,9 @@ cdef class Handle:
         _sync_log()
         with nogil:
             lib.begin_notes()
+            self.model_adapters.get().lock_shared()
             ctx = lib.context_new(self.model_ref.get(), p)
+            self.model_adapters.get().unlock_shared()
         self.ctx = ctx
         notes = _notes()
         _drain_log()
@@ -59,7 +63,7 @@ cdef class Handle:
             raise ContextCreateError(f"cannot create a context: {why}")
         # It reads the rotation's factors, wherever they lie.
         with nogil:
-            is_open = self.seqs.open(ctx)
+            is_open = self.seqs.open(ctx, self.model_adapters.get())
         _check_lost(self.links, "create")
         if not is_open:
             raise _caught_error("create")

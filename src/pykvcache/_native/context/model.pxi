@@ -23,6 +23,7 @@ cdef class Model:
 
     cdef shared_ptr[lib.llama_model] ref
     cdef int generation
+    cdef shared_ptr[lib.adapter_lock] adapters
     cdef const lib.llama_vocab* vocab
     cdef lib.text_vocab texts
     cdef lib.model_facts facts
@@ -48,6 +49,7 @@ cdef class Model:
         cdef vector[shared_ptr[rpc_server]] servers
         cdef lib.ggml_backend_dev_t device
         self.generation = _generation
+        self.adapters = lib.new_adapter_lock()
         p.n_gpu_layers = params["n_gpu_layers"]
         p.split_mode = <lib.llama_split_mode><int>params["split_mode"]
         p.load_mode = <lib.llama_load_mode><int>params["load_mode"]

@@ -1,7 +1,7 @@
 # Decodes that keep the ledgers of sequences: what is held and by what name is noted in the same hold of
 # the lock, so that no other thread can change the memory between a decode and what is known of it.
 
-cdef class Context(Decoding):
+cdef class Context(Adapted):
     """What a context can do: this class and those that it is made of."""
 
     cdef lib.choices choices

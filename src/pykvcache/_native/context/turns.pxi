@@ -16,12 +16,14 @@ cdef class Turns:
     # Whether no other turn may begin within this one.
     cdef bint _is_exclusive
     cdef Handle _context
+    cdef uint64_t _adapters_epoch
     cdef readonly Py_ssize_t depth
     cdef readonly uint64_t turns
 
     def __cinit__(self, context not None, *args):
         self._context = context.native
         self.lock = _RLock()
+        (<Adapted>self._context).turn = self.lock
         self.dropped = collections.deque()
         self._due = collections.deque()
 
@@ -47,9 +49,12 @@ cdef class Turns:
         _defer_sigint()
         self.depth += 1
         self.turns += 1
-        if self.dropped:
+        if self.dropped or self._adapters_epoch != (<Adapted>self._context).adapters_epoch:
             try:
                 self.reap()
+                if self._adapters_epoch != (<Adapted>self._context).adapters_epoch:
+                    self.renounce()
+                    self._adapters_epoch = (<Adapted>self._context).adapters_epoch
             except BaseException:
                 self.give()
                 raise
@@ -95,6 +100,9 @@ cdef class Turns:
 
     def reap(self):
         """Free what was dropped; the lock is held. Does nothing here."""
+
+    def renounce(self):
+        """Count nothing that sequences hold: it was computed with other adapters. Does nothing here."""
 
 
 @cython.final

@@ -2,6 +2,7 @@
 // keeps what is known of the sequences in step (sequences.h): no other class can make the key.
 #pragma once
 
+#include "adapters.h"
 #include "guarded.h"
 #include "probe.h"
 #include "probe_state.h"
@@ -68,6 +69,10 @@ inline int32_t run_decode(edit_key, llama_context * ctx, const llama_batch & bat
         return code;
     });
 }
+
+// Compute with other adapters from now on: the graphs are made anew at once, so that what does not fit is found here.
+// 1 where llama.cpp refuses the control vector.
+int32_t use_adapters(edit_key, llama_context * ctx, adapter_set & set) noexcept;
 
 inline int32_t run_encode(edit_key, llama_context * ctx, const llama_batch & batch) noexcept {
     return guarded<int32_t>(CAUGHT, [&] {

@@ -1,6 +1,8 @@
 // Changing a context's memory, and what is known of its sequences with it.
 #include <algorithm>
 #include <limits>
+#include <mutex>
+#include <shared_mutex>
 
 #include "edit.h"
 #include "sequences.h"
@@ -9,7 +11,8 @@ namespace pykv {
 
 constexpr llama_pos END = std::numeric_limits<llama_pos>::max();
 
-bool sequence_facts::open(llama_context * context) noexcept {
+bool sequence_facts::open(llama_context * context, adapter_lock * adapters) noexcept {
+    model_adapters = adapters;
     mem = memory_new(context);
     if (!mem) {
         return false;
@@ -154,6 +157,21 @@ void sequence_facts::roll_back_coupled(const llama_batch & batch) noexcept {
 int32_t sequence_facts::clear(bool data) noexcept {
     const int32_t code = kind(mem) != MEMORY_NONE ? clear_cells({}, mem, data) : 0;
     cleared();
+    return code;
+}
+
+int32_t sequence_facts::adapt(adapter_set & set, adapter_set & before) noexcept {
+    int32_t code;
+    {
+        const std::shared_lock<adapter_lock> read(*model_adapters);
+        code = use_adapters({}, ctx, set);
+        if (code != 0) {
+            return use_adapters({}, ctx, before) == 0 ? code : NOTHING_DONE;
+        }
+    }
+    code = clear(false);
+    input_keys.fill(0);
+    rows.forget();
     return code;
 }
 
@@ -353,7 +371,11 @@ int32_t sequence_facts::decode(const llama_batch & batch, bool is_first) noexcep
     }
     ++changes;
     begin_notes();
-    const int32_t code = run_decode({}, ctx, batch);
+    int32_t code;
+    {
+        const std::shared_lock<adapter_lock> read(*model_adapters);
+        code = run_decode({}, ctx, batch);
+    }
     if (code == 0) {
         decoded(batch);
         note_earlier({}, ctx, mem, batch, states);
@@ -378,7 +400,11 @@ int32_t sequence_facts::encode(const llama_batch & batch) noexcept {
     }
     ++changes;
     begin_notes();
-    const int32_t code = run_encode({}, ctx, batch);
+    int32_t code;
+    {
+        const std::shared_lock<adapter_lock> read(*model_adapters);
+        code = run_encode({}, ctx, batch);
+    }
     if (code != 0) {
         rows.forget();
         return code;

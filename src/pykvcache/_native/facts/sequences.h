@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "adapters.h"
 #include "held_rows.h"
 #include "llama.h"
 #include "prefix_versions.h"
@@ -32,7 +33,8 @@ class sequence_facts {
     sequence_facts & operator=(const sequence_facts &) = delete;
     ~sequence_facts();
 
-    bool open(llama_context * ctx) noexcept;  // false: caught
+    // `adapters`: the model's, which outlives this. False: caught.
+    bool open(llama_context * ctx, adapter_lock * adapters) noexcept;
     void close() noexcept;
 
     // Facts -----------------------------------------------------------------------------------------
@@ -100,6 +102,9 @@ class sequence_facts {
     int32_t apply_pending() noexcept;
     // The number of cells that moved, or CAUGHT.
     int64_t compact() noexcept;
+    // Compute with other adapters. What is held was computed without them: all of it goes, and what an encoder read.
+    // After CAUGHT and 1 nothing has gone, and `before` is in use again; NOTHING_DONE where even that failed.
+    int32_t adapt(adapter_set & set, adapter_set & before) noexcept;
 
     // Make a sequence hold a state that was found to fit. `firsts`: where sequences begin, by sequence.
     // 1; or 0, and nothing changed, where only replace() can do it.
@@ -137,6 +142,7 @@ class sequence_facts {
     static constexpr size_t N_SEQ = 256;  // LLAMA_MAX_SEQ
 
     llama_context *             ctx = nullptr;
+    adapter_lock *              model_adapters = nullptr;
     memory *                    mem = nullptr;
     llama_seq_id                n_seq_max = 0;
     bool                        whole = false;

@@ -1,0 +1,119 @@
+# LoRA adapters, and the contexts that compute with them.
+
+cdef class Adapter:
+    """Own a ``llama_adapter_lora``; freed when neither a program nor a context has it any more."""
+
+    cdef lib.llama_adapter_lora* it
+    cdef shared_ptr[lib.llama_model] model_ref
+    cdef shared_ptr[lib.adapter_lock] lock
+    cdef int generation
+    cdef readonly dict metadata
+    cdef readonly tuple invocation
+
+    def __cinit__(self, Model model not None, bytes path not None):
+        cdef const char* c_path = path
+        cdef string problem
+        cdef vector[string] texts
+        cdef size_t i
+        self.generation = _generation
+        self.model_ref = model.share()
+        self.lock = model.adapters
+        if model.vocab_only:
+            raise UnsupportedOperation("load_adapter", "the model was loaded with vocab_only=True: it has no weights")
+        if lib.is_remote(model.links):
+            raise UnsupportedOperation("load_adapter", "layers of the model lie on RPC servers")
+        _sync_log()
+        with nogil:
+            lib.begin_notes()
+            self.it = lib.adapter_load(self.model_ref.get(), c_path, self.lock.get()[0], problem)
+        notes = _notes()
+        _drain_log()
+        if self.it == NULL:
+            if lib.caught_memory():
+                raise MemoryError(f"not enough memory to load {os.fsdecode(path)!r}")
+            why = _text(problem) or _text(lib.caught()) or notes or "llama.cpp gave no reason"
+            raise ModelLoadError.of(os.fsdecode(path), why)
+        if lib.adapter_metadata(self.it, texts) == lib.CAUGHT:
+            raise _caught_error("load_adapter")
+        self.metadata = {_text(texts[i]): _text(texts[i + 1]) for i in range(0, texts.size(), 2)}
+        self.invocation = tuple(lib.adapter_invocation(self.it))
+
+    def __dealloc__(self):
+        if self.it != NULL and self.generation == _generation:
+            with nogil:
+                lib.adapter_free(self.it, self.lock.get()[0])
+
+
+def control_vector(bytes path not None, int32_t n_layer, int32_t n_embd):
+    """Return the directions of a control vector's file: float32, shape (n_layer, n_embd)."""
+    cdef const char* c_path = path
+    cdef vector[float] values
+    cdef string problem
+    cdef int32_t code
+    cdef size_t i
+    with nogil:
+        code = lib.control_load(c_path, n_layer, n_embd, values, problem)
+    _drain_log()
+    if code == lib.CAUGHT:
+        raise _caught_error("load_control_vector")
+    if not problem.empty():
+        raise ModelLoadError.of(os.fsdecode(path), _text(problem))
+    found = np.empty((n_layer, n_embd), np.float32)
+    cdef float[:, ::1] out = found
+    memcpy(&out[0, 0], values.data(), values.size() * sizeof(float))
+    return found
+
+
+cdef class Adapted(Decoding):
+    """``llama_set_adapters_lora`` and ``llama_set_adapter_cvec``, behind checks."""
+
+    cdef lib.adapter_set used
+    # What keeps them, and the lock of the context's sequences.
+    cdef tuple adapters
+    cdef object turn
+    #: What names them; empty without any.
+    cdef readonly tuple adapter_names
+    #: Changes with every switch: what sequences held before one counts for nothing.
+    cdef readonly uint64_t adapters_epoch
+
+    def __cinit__(self, *args):
+        self.adapter_names = ()
+
+    def set_adapters(self, tuple names not None, tuple adapters not None, tuple scales not None, const float[::1] control=None):
+        """Compute with these from now on; whatever the memory holds goes. All or nothing."""
+        cdef lib.adapter_set wanted
+        cdef Adapter one
+        cdef int32_t code
+        if self.turn is not None and self.turn._is_owned():
+            raise ReentryError("adapters cannot change in the middle of a call of this context's sequences")
+        for adapter, scale in zip(adapters, scales):
+            one = <Adapter?>adapter
+            if one.model_ref.get() != self.model_ref.get():
+                raise ArgumentError("an adapter belongs to another model, or to one loaded again", "adapters")
+            wanted.loras.push_back(one.it)
+            wanted.scales.push_back(<float>scale)
+        if control is not None:
+            wanted.control.assign(&control[0], &control[0] + control.shape[0])
+        if lib.is_remote(self.links):
+            raise UnsupportedOperation("set_adapters", "layers of the model lie on RPC servers")
+        with contextlib.nullcontext() if self.turn is None else self.turn:
+            self.lock_write()
+            try:
+                _sync_log()
+                with nogil:
+                    lib.begin_notes()
+                    code = self.seqs.adapt(wanted, self.used)
+                notes = _notes()
+                _drain_log()
+                if code == lib.NOTHING_DONE:
+                    raise self.fail("set_adapters")
+                if code != 0:
+                    why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
+                    raise UnsupportedOperation("set_adapters", f"this context cannot compute with them: {why}")
+                self.forget_outputs("the adapters changed")
+                self.used = wanted
+                self.adapters = adapters
+                self.adapter_names = names
+                self.adapters_epoch += 1
+            finally:
+                self.lock.unlock()

@@ -1,0 +1,199 @@
+"""LoRA adapters and control vectors: what changes keys and values beside a model's weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache._convert import as_float, as_path
+from pykvcache._lists import as_list
+from pykvcache._native import lib
+from pykvcache._paths import file_id
+from pykvcache.errors import ArgumentError, ModelLoadError
+
+if TYPE_CHECKING:
+    from pykvcache.model import LlamaModel
+
+__all__ = ["AdapterInput", "Adapters", "ControlVector", "LoraAdapter"]
+
+
+class LoraAdapter:
+    """A LoRA adapter of a model, made by `LlamaModel.load_adapter`.
+
+    It changes nothing by itself: contexts use it (`LlamaContext.set_adapters`). Its memory is freed
+    when neither the program nor a context has it any more, or with the model.
+    """
+
+    kind = "lora"
+
+    def __init__(self, model: LlamaModel, path: str | os.PathLike[str]) -> None:
+        self._path = as_path(path)
+        try:
+            known = file_id(self._path)
+            digest = hashlib.sha256()
+            with open(self._path, "rb") as file:
+                while piece := file.read(1 << 20):
+                    digest.update(piece)
+        except OSError as error:
+            raise ModelLoadError(f"cannot read the adapter: {error}") from error
+        self._native = lib.Adapter(model.native, os.fsencode(self._path))
+        if file_id(self._path) != known:
+            raise ModelLoadError.of(self._path, "it was changed while it was loaded")
+        self._digest, self._model = digest.hexdigest(), model.native
+
+    def belongs_to(self, model: LlamaModel) -> bool:
+        """Whether it was loaded for this model, and not for one that was loaded again."""
+        return self._model is model.native
+
+    @property
+    def native(self) -> lib.Adapter:
+        """The object of the compiled layer."""
+        return self._native
+
+    @property
+    def path(self) -> str:
+        """The path it was loaded from."""
+        return self._path
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file, in hexadecimal: what names it in states and in a prefix cache."""
+        return self._digest
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Metadata of the file, without arrays."""
+        return dict(self._native.metadata)
+
+    @property
+    def invocation_tokens(self) -> tuple[int, ...]:
+        """Tokens that switch an activated adapter (aLoRA) on; empty for others.
+
+        Such an adapter was trained to compute from these tokens on: what comes before them is the
+        base model's.
+        """
+        return self._native.invocation
+
+    def __repr__(self) -> str:
+        return f"<LoraAdapter {os.path.basename(self._path)!r}, {self._digest[:16]}>"
+
+
+class ControlVector:
+    """Directions that are added to what layers put out (``llama_set_adapter_cvec``).
+
+    Parameters
+    ----------
+    values
+        One direction per layer: float32, shape (n_layer, n_embd). The first layer takes none: its
+        row is zero.
+
+    Raises
+    ------
+    ValueError
+        Another shape, numbers that are not finite, or a direction for the first layer.
+    """
+
+    kind = "control"
+
+    def __init__(self, values: npt.ArrayLike) -> None:
+        found = np.array(values, np.float32, order="C")
+        if found.ndim != 2 or found.shape[0] < 2:
+            raise ArgumentError(
+                f"values have shape {found.shape}: (n_layer, n_embd) is expected",
+                "values",
+                found.shape,
+            )
+        if not np.isfinite(found).all():
+            raise ArgumentError("values are not all finite", "values")
+        if found[0].any():
+            raise ArgumentError("the first layer takes no direction", "values")
+        found.setflags(write=False)
+        self._values = found
+        self._digest = hashlib.sha256(found.astype("<f4", copy=False).tobytes()).hexdigest()
+
+    @property
+    def values(self) -> npt.NDArray[np.float32]:
+        """The directions; float32, shape (n_layer, n_embd), read-only."""
+        return self._values
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the values, in hexadecimal."""
+        return self._digest
+
+    def __repr__(self) -> str:
+        return f"<ControlVector of {len(self._values)} layers, {self._digest[:16]}>"
+
+
+#: An adapter, alone or with its scale.
+AdapterInput: TypeAlias = LoraAdapter | ControlVector | tuple[LoraAdapter | ControlVector, float]
+
+
+class Adapters:
+    """What a context computes with beside its model: adapters with scales other than zero.
+
+    Parameters
+    ----------
+    model
+        The context's.
+    given
+        Adapters, alone or with a scale.
+    """
+
+    def __init__(self, model: LlamaModel, given: Sequence[AdapterInput] = ()) -> None:
+        found = [_pair(one) for one in as_list(given, "adapters", "adapters")]
+        self.items = tuple((one, scale) for one, scale in found if scale)
+        shape = model.native.n_layer, model.native.n_embd
+        seen = set[int]()
+        for one, _ in found:
+            if id(one) in seen:
+                raise ArgumentError(f"{one!r} is given twice: give it once, scaled", "adapters")
+            seen.add(id(one))
+            if isinstance(one, LoraAdapter) and not one.belongs_to(model):
+                raise ArgumentError(
+                    f"{one!r} belongs to another model, or to one loaded again", "adapters"
+                )
+            if isinstance(one, ControlVector) and one.values.shape != shape:
+                raise ArgumentError(
+                    f"the control vector has shape {one.values.shape}; the model's is {shape}",
+                    "adapters",
+                    one.values.shape,
+                    shape,
+                )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What tells them from others: digests and scales, sorted."""
+        return tuple(sorted(f"{one.kind}:{one.digest}:{scale!r}" for one, scale in self.items))
+
+    def apply(self, context: lib.Context) -> None:
+        """Let a context compute with them; what it holds goes where they are others than before."""
+        if context.adapter_names == self.names:
+            return
+        loras = [(one, scale) for one, scale in self.items if isinstance(one, LoraAdapter)]
+        control = None
+        vectors = [
+            one.values[1:] * np.float32(scale)
+            for one, scale in self.items
+            if isinstance(one, ControlVector)
+        ]
+        if vectors:
+            control = np.ascontiguousarray(np.sum(vectors, axis=0, dtype=np.float32)).reshape(-1)
+        natives, scales = tuple(one.native for one, _ in loras), tuple(s for _, s in loras)
+        context.set_adapters(self.names, natives, scales, control)
+
+
+def _pair(given: object) -> tuple[LoraAdapter | ControlVector, float]:
+    one, scale = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
+    if not isinstance(one, LoraAdapter | ControlVector):
+        raise TypeError(
+            "adapters must be LoraAdapter or ControlVector objects, or tuples of one and its "
+            f"scale, not {type(one).__name__}"
+        )
+    # As llama.cpp has it: scales that are the same there have the same name here.
+    return one, float(np.float32(as_float(scale, "scale", -1e6, 1e6)))

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NoReturn,
+    Protocol,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    cast,
+)
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +22,7 @@ import numpy.typing as npt
 from pykvcache._convert import as_bool, as_float, as_int
 from pykvcache._grammar import check_grammar
 from pykvcache._json_schema import as_schema, schema_grammar
+from pykvcache._lists import as_list
 from pykvcache._native import lib
 from pykvcache.chat_format import ChatFormat
 from pykvcache.errors import ArgumentError
@@ -24,6 +34,26 @@ __all__ = ["Sampler"]
 
 N = TypeVar("N", lib.Model, lib.Context)
 FloatArray = npt.NDArray[np.float32]
+
+#: A stage of the program's own: token ids and their logits, to new logits.
+StageCall: TypeAlias = Callable[
+    [npt.NDArray[np.int32], npt.NDArray[np.float32]], "npt.NDArray[Any] | None"
+]
+
+#: The stages, in llama.cpp's order.
+_ORDER = (
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typical_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+)
+#: What DRY does not count repetitions across, as in llama.cpp.
+DRY_BREAKERS = ("\n", ":", '"', "*")
 
 #: ``LLAMA_DEFAULT_SEED``: llama.cpp then takes a random one.
 RANDOM_SEED = 0xFFFFFFFF
@@ -41,18 +71,20 @@ class HasContext(Protocol):
 class Sampler:
     """Choose tokens with llama.cpp's samplers.
 
-    In this order: ``logit_bias``, grammar, penalties, ``top_k``, ``top_p``, ``min_p``,
-    ``temperature``, choice. One sampler keeps the history of one text (penalties, grammar,
-    random state): use one per sequence, from one thread at a time. `clone` and ``copy.copy``
-    give another one with the same history; from there each goes its own way. Tokens are chosen in
-    compiled code: `generate` and requests refuse a subclass that has a `sample` of its own. For a
-    choice of your own take `LlamaSequence.logits` and append the token.
+    In this order: ``logit_bias``, grammar, then the stages: penalties, DRY, ``top_n_sigma``,
+    ``top_k``, ``typical_p``, ``top_p``, ``min_p``, XTC and ``temperature``, or those that
+    ``stages`` names; at last the choice. One sampler keeps the history of one text (penalties,
+    grammar, random state): use one per sequence, from one thread at a time. `clone` and
+    ``copy.copy`` give another one with the same history; from there each goes its own way. Tokens
+    are chosen in compiled code: `generate` and requests refuse a subclass that has a `sample` of
+    its own; ``stages`` takes calls of yours.
 
     Parameters
     ----------
     temperature
-        0 takes the token with the largest logit (greedy) after ``logit_bias``, grammar and
-        penalties; ``top_k``, ``top_p``, ``min_p`` and ``seed`` then change nothing. At most 1e4.
+        0 takes the token with the largest logit (greedy) after ``logit_bias``, grammar,
+        penalties, DRY and calls in ``stages``; the other stages and ``seed`` then change nothing.
+        At most 1e4.
     top_k
         Keep the k most likely tokens; 0 keeps all.
     top_p, min_p
@@ -60,8 +92,32 @@ class Sampler:
     repeat_penalty, frequency_penalty, presence_penalty, penalty_last_n
         Penalties over the last n tokens; 1, 0 and 0 turn them off, and 0 tokens turn off all
         three. Within [1e-6, 1e6], [-1e6, 1e6], [-1e6, 1e6] and [0, 2^20].
+    typical_p
+        Locally typical sampling, in (0, 1]; 1 turns it off.
+    top_n_sigma
+        Keep logits that are at most this many standard deviations below the largest; 0 keeps all.
+    xtc_probability, xtc_threshold
+        XTC: with this probability leave out all tokens of at least this probability but the least
+        likely of them. Both in [0, 1]; probability 0 turns it off.
+    dry_multiplier, dry_base, dry_allowed_length, dry_last_n, dry_sequence_breakers
+        DRY: a token that would continue a repetition of n tokens loses
+        ``multiplier * base ** (n - allowed_length)``; within the last ``dry_last_n`` tokens, and
+        not across the breakers. Multiplier 0 turns it off. Needs ``model``.
+    mirostat, mirostat_tau, mirostat_eta
+        Mirostat 1 or 2 chooses, after penalties, DRY and temperature alone: with a surprise of tau
+        bits, learned at a rate of eta. 0 turns it off. Version 1 needs ``model``.
+    adaptive_target, adaptive_decay
+        Adaptive-p, after all stages: favour tokens whose probability is near the target in
+        [0, 1]; None turns it off. Decay in [0, 0.99].
+    stages
+        Which stages there are, in their order: out of ``"penalties"``, ``"dry"``,
+        ``"top_n_sigma"``, ``"top_k"``, ``"typical_p"``, ``"top_p"``, ``"min_p"``, ``"xtc"`` and
+        ``"temperature"``, each once. And calls of your own: ``call(ids, logits)`` gets the
+        candidates that are left (int32 and float32, shape (n,)), and returns their new logits,
+        ``-inf`` for those that must not be chosen, or changes them in place and returns None. It
+        must not call the context. What it raises ends the call that asked for a token.
     seed
-        Same seed, same choices, in [0, 2^32 - 2]; ``None`` draws a random one.
+        Same seed, same choices, in [0, 2^32 - 2]; ``None`` and -1 draw a random one.
     logit_bias
         What to add to the logits of some tokens, by token id: within [-1e6, 1e6], or
         ``-math.inf`` for tokens that are never to be chosen.
@@ -109,6 +165,21 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
         penalty_last_n: int = 64,
+        typical_p: float = 1.0,
+        top_n_sigma: float = 0.0,
+        xtc_probability: float = 0.0,
+        xtc_threshold: float = 0.1,
+        dry_multiplier: float = 0.0,
+        dry_base: float = 1.75,
+        dry_allowed_length: int = 2,
+        dry_last_n: int = 1024,
+        dry_sequence_breakers: Sequence[str] = DRY_BREAKERS,
+        mirostat: int = 0,
+        mirostat_tau: float = 5.0,
+        mirostat_eta: float = 0.1,
+        adaptive_target: float | None = None,
+        adaptive_decay: float = 0.9,
+        stages: Sequence[str | StageCall] | None = None,
         seed: int | None = None,
         logit_bias: Mapping[int, float] | None = None,
         grammar: str | None = None,
@@ -160,12 +231,33 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
             "frequency_penalty": as_float(frequency_penalty, "frequency_penalty", -1e6, 1e6),
             "presence_penalty": as_float(presence_penalty, "presence_penalty", -1e6, 1e6),
             "penalty_last_n": as_int(penalty_last_n, "penalty_last_n", 0, 2**20),
-            "seed": RANDOM_SEED if seed is None else as_int(seed, "seed", 0, 2**32 - 2),
+            "typical_p": as_float(typical_p, "typical_p", 1e-6, 1.0),
+            "top_n_sigma": as_float(top_n_sigma, "top_n_sigma", 0.0, 1e6),
+            "xtc_probability": as_float(xtc_probability, "xtc_probability", 0.0, 1.0),
+            "xtc_threshold": as_float(xtc_threshold, "xtc_threshold", 0.0, 1.0),
+            "dry_multiplier": as_float(dry_multiplier, "dry_multiplier", 0.0, 1e6),
+            "dry_base": as_float(dry_base, "dry_base", 1.0, 1e6),
+            "dry_allowed_length": as_int(dry_allowed_length, "dry_allowed_length", 0, 2**20),
+            "dry_last_n": as_int(dry_last_n, "dry_last_n", 0, 2**20),
+            "dry_sequence_breakers": _breakers(dry_sequence_breakers),
+            "mirostat": as_int(mirostat, "mirostat", 0, 2),
+            "mirostat_tau": as_float(mirostat_tau, "mirostat_tau", 0.0, 1e4),
+            "mirostat_eta": as_float(mirostat_eta, "mirostat_eta", 0.0, 1e4),
+            "adaptive_target": None
+            if adaptive_target is None
+            else as_float(adaptive_target, "adaptive_target", 0.0, 1.0),
+            "adaptive_decay": as_float(adaptive_decay, "adaptive_decay", 0.0, 0.99),
+            "stages": _stages(stages),
+            "seed": _seed(seed),
             "logit_bias": _bias(logit_bias),
             "grammar": grammar,
             "grammar_root": grammar_root,
         }
-        self._native = lib.Sampler(self._params, native_model, begin)
+        wanted = native_stages(self._params)
+        for what, is_used in (("dry_multiplier", "dry" in wanted), ("mirostat", mirostat == 1)):
+            if is_used and model is None:
+                raise ArgumentError(f"{what} needs model=: it is made for one vocabulary", "model")
+        self._native = lib.Sampler(self._params | {"native_stages": wanted}, native_model, begin)
 
     @property
     def native(self) -> lib.Sampler:
@@ -254,12 +346,12 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         Parameters
         ----------
         seed
-            Begin with another seed, in [0, 2^32 - 2], for other choices from here on.
+            Begin with another seed, in [0, 2^32 - 2], for other choices from here on; -1 draws one.
         """
         clone = object.__new__(type(self))
         clone.__dict__.update(self.__dict__)
         if seed is not None:
-            clone._params = dict(self._params, seed=as_int(seed, "seed", 0, 2**32 - 2))
+            clone._params = dict(self._params, seed=_seed(seed))
         clone._native = self._native.clone(clone._params)
         return clone
 
@@ -268,6 +360,12 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
         settings = {name: self._params[name] for name in self._params if "grammar" not in name}
         settings["seed"] = self.seed
         return Sampler(**settings, chat_format=chat_format, model=model)
+
+    @property
+    def stages(self) -> tuple[str | StageCall, ...] | None:
+        """The stages that were named; None for the default ones."""
+        stages: tuple[str | StageCall, ...] | None = self._params["stages"]
+        return stages
 
     @property
     def seed(self) -> int | None:
@@ -297,10 +395,30 @@ logit_bias={2: -1.5}, grammar=None, grammar_root='root', model=None)
             "logit_bias": reprlib.repr(shown["logit_bias"]),
             "grammar": _SHORT.repr(shown["grammar"]),
         }
+        shown = {k: v for k, v in shown.items() if _QUIET.get(k, _SHOWN) != v}
         settings = (f"{name}={texts.get(name) or repr(v)}" for name, v in shown.items())
         return f"Sampler({', '.join(settings)})"
 
 
+#: Settings that are shown where they are not these.
+_SHOWN = object()
+_QUIET: dict[str, object] = {
+    "typical_p": 1.0,
+    "top_n_sigma": 0.0,
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+    "dry_multiplier": 0.0,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_last_n": 1024,
+    "dry_sequence_breakers": DRY_BREAKERS,
+    "mirostat": 0,
+    "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1,
+    "adaptive_target": None,
+    "adaptive_decay": 0.9,
+    "stages": None,
+}
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 60
 
@@ -325,6 +443,76 @@ def check_sampler(sampler: object) -> Sampler:
     if "_native" not in own:
         raise TypeError(f"{kind.__name__}.__init__ does not call Sampler.__init__")
     return cast(Sampler, sampler)
+
+
+def native_stages(params: Mapping[str, Any]) -> tuple[str | StageCall, ...]:
+    """Return the stages that do something, in their order."""
+    wanted = _ORDER if params["stages"] is None else params["stages"]
+    is_greedy = params["temperature"] == 0
+    if is_greedy or (params["mirostat"] and params["stages"] is None):
+        kept = ("penalties", "dry") if is_greedy else ("penalties", "dry", "temperature")
+        wanted = [one for one in wanted if callable(one) or one in kept]
+    penalises = params["penalty_last_n"] and (
+        params["repeat_penalty"] != 1 or params["frequency_penalty"] or params["presence_penalty"]
+    )
+    is_on = {
+        "penalties": penalises,
+        "dry": params["dry_multiplier"] and params["dry_last_n"],
+        "top_n_sigma": params["top_n_sigma"],
+        "top_k": params["top_k"],
+        "typical_p": params["typical_p"] < 1,
+        "top_p": params["top_p"] < 1,
+        "min_p": params["min_p"],
+        "xtc": params["xtc_probability"],
+        "temperature": True,
+    }
+    found = [one for one in wanted if callable(one) or is_on[one]]
+    if params["adaptive_target"] is not None and not is_greedy and not params["mirostat"]:
+        found.append("adaptive")
+    return tuple(found)
+
+
+def _stages(given: Sequence[str | StageCall] | None) -> tuple[str | StageCall, ...] | None:
+    if given is None:
+        return None
+    if isinstance(given, str):
+        raise TypeError("stages must be a list of names and calls, not a str")
+    found = tuple(as_list(given, "stages", "names and calls"))
+    for i, one in enumerate(found):
+        if callable(one):
+            continue
+        if not isinstance(one, str):
+            raise TypeError(f"a stage must be a name or a call, not {type(one).__name__}")
+        if one not in _ORDER:
+            raise ArgumentError(
+                f"{one!r} is no stage: there are {', '.join(_ORDER)}, and calls", "stages", one
+            )
+        if one in found[:i]:
+            raise ArgumentError(f"stages names {one!r} twice", "stages", one)
+    return found
+
+
+def _breakers(given: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise TypeError("dry_sequence_breakers must be a list of texts, not a str")
+    found = tuple(as_list(given, "dry_sequence_breakers", "texts"))
+    for one in found:
+        if not isinstance(one, str):
+            raise TypeError(f"dry_sequence_breakers holds a {type(one).__name__}, not texts only")
+        if not one or "\0" in one or len(one.encode("utf-8", "surrogatepass")) > 40:
+            raise ArgumentError(
+                "each of dry_sequence_breakers has 1 to 40 bytes, without NUL",
+                "dry_sequence_breakers",
+                one,
+            )
+    return found
+
+
+def _seed(seed: int | None) -> int:
+    if seed is None:
+        return RANDOM_SEED
+    found = as_int(seed, "seed", -1, 2**32 - 2)
+    return RANDOM_SEED if found == -1 else found
 
 
 def _native(value: object, what: str, kind: type[N]) -> N:

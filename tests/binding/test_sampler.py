@@ -24,7 +24,7 @@ RANGES = {
     "presence_penalty": (-1e6, 1e6),
     "top_k": (0, 2**31 - 1),
     "penalty_last_n": (0, 2**20),
-    "seed": (0, 2**32 - 2),
+    "seed": (-1, 2**32 - 2),
 }
 INTEGERS = ["top_k", "penalty_last_n", "seed"]
 

@@ -13,6 +13,7 @@ from cpython.buffer cimport (
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.sequence cimport PySequence_Fast_ITEMS
 from libc.math cimport INFINITY, NAN, exp, log

@@ -9,7 +9,33 @@ from pykvcache._native.libllama cimport *
 
 
 cdef extern from "probe_sampler.h" namespace "pykv" nogil:
-    struct sampler_settings:
+    struct grammar_fault:
+        string why
+        int64_t at
+
+    llama_sampler* sampler_chat_grammar(
+        const llama_vocab*, const char* grammar, const char* root, const char* prefix,
+        const vector[string]& triggers)
+    llama_sampler* sampler_clone(const llama_sampler*)
+    int32_t sampler_reset(llama_sampler*)
+    int32_t find_grammar_fault(const llama_vocab*, const char* grammar, grammar_fault& fault)
+    int32_t grammar_rule_name(const llama_vocab*, const char* grammar, uint32_t index, string& name)
+
+
+cdef extern from "stages.h" namespace "pykv" nogil:
+    enum stage_kind:
+        STAGE_PENALTIES
+        STAGE_DRY
+        STAGE_TOP_N_SIGMA
+        STAGE_TOP_K
+        STAGE_TYPICAL_P
+        STAGE_TOP_P
+        STAGE_MIN_P
+        STAGE_XTC
+        STAGE_TEMPERATURE
+        STAGE_ADAPTIVE
+
+    cppclass sampler_settings:
         int32_t penalty_last_n
         float repeat_penalty
         float frequency_penalty
@@ -20,21 +46,31 @@ cdef extern from "probe_sampler.h" namespace "pykv" nogil:
         float temperature
         bool greedy
         uint32_t seed
+        float typical_p
+        float top_n_sigma
+        float xtc_probability
+        float xtc_threshold
+        float dry_multiplier
+        float dry_base
+        int32_t dry_allowed_length
+        int32_t dry_last_n
+        int32_t mirostat
+        float mirostat_tau
+        float mirostat_eta
+        int32_t n_vocab
+        float adaptive_target
+        float adaptive_decay
+        const llama_vocab* vocab
+        vector[string] breakers
 
-    struct grammar_fault:
-        string why
-        int64_t at
+    ctypedef bool (*stage_call)(void* self, const llama_token* ids, float* logits, size_t n) noexcept
+    ctypedef void (*stage_hold)(void* self, bool is_kept) noexcept
 
+    llama_sampler* sampler_chain()
     llama_sampler* sampler_penalties(const sampler_settings&)
-    llama_sampler* sampler_cuts(const sampler_settings&)
     llama_sampler* sampler_choice(const sampler_settings&)
-    llama_sampler* sampler_chat_grammar(
-        const llama_vocab*, const char* grammar, const char* root, const char* prefix,
-        const vector[string]& triggers)
-    llama_sampler* sampler_clone(const llama_sampler*)
-    int32_t sampler_reset(llama_sampler*)
-    int32_t find_grammar_fault(const llama_vocab*, const char* grammar, grammar_fault& fault)
-    int32_t grammar_rule_name(const llama_vocab*, const char* grammar, uint32_t index, string& name)
+    int32_t sampler_add(llama_sampler* chain, stage_kind, const sampler_settings&)
+    int32_t sampler_add_call(llama_sampler* chain, void* self, stage_call, stage_hold)
 
 
 cdef extern from "choice.h" namespace "pykv" nogil:
@@ -57,6 +93,8 @@ cdef extern from "choice.h" namespace "pykv" nogil:
         llama_sampler* cuts
         llama_sampler* choice
         float temperature
+        bool has_call
+        bool is_narrowed_further
         vector[llama_logit_bias] bias
         llama_token where
         choice_stage stage

@@ -1,6 +1,7 @@
 #include "choice.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -141,12 +142,16 @@ int32_t chooser::narrowed(const float * row, int32_t n, candidate_list & list, b
     }
     if (cuts) {
         // Divided by the temperature the largest must stay finite: infinity less itself is NaN.
-        if (largest > LOGIT_MAX * temperature || -largest > LOGIT_MAX * temperature) {
+        if (temperature > 0 && std::abs(largest) > LOGIT_MAX * temperature) {
             for (size_t t = 0; t < found.size; ++t) {
                 found.data[t].logit -= largest;
             }
         }
         llama_sampler_apply(cuts, &found);
+        if (is_narrowed_further) {
+            largest = largest_logit(found);
+            return largest == INF ? CHOICE_TOO_LARGE : largest == -INF ? CHOICE_NONE_LEFT : CHOSEN;
+        }
     }
     return CHOSEN;
 }
@@ -201,6 +206,9 @@ int32_t chooser::choose(const float * row, int32_t n, candidate_list & list, lla
         stage = STAGE_ACCEPT;
         if (penalties) {
             llama_sampler_accept(penalties, token);
+        }
+        if (is_narrowed_further) {
+            llama_sampler_accept(cuts, token);
         }
     });
     return code == CAUGHT ? CAUGHT : problem;

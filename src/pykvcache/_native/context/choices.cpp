@@ -67,11 +67,13 @@ void choices::run(int32_t n_vocab) noexcept {
         }
     };
     size_t cost = 0;
+    bool   has_call = false;
     for (const one & each : all) {
         cost += each.sampler->cost(n_vocab);
+        has_call |= each.sampler->has_call;
     }
     const size_t most = std::min({lists.size(), all.size(), cost / COST_PER_THREAD});
-    choosing(*this, n_vocab).run(most > 1 && have_own_samplers() ? int(most) : 1);
+    choosing(*this, n_vocab).run(most > 1 && !has_call && have_own_samplers() ? int(most) : 1);
 }
 
 }  // namespace pykv

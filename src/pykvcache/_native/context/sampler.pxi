@@ -5,6 +5,65 @@ cdef enum:
     PIECE_MAX = 2048
 
 
+cdef dict _STAGES = {
+    "penalties": lib.STAGE_PENALTIES,
+    "dry": lib.STAGE_DRY,
+    "top_n_sigma": lib.STAGE_TOP_N_SIGMA,
+    "top_k": lib.STAGE_TOP_K,
+    "typical_p": lib.STAGE_TYPICAL_P,
+    "top_p": lib.STAGE_TOP_P,
+    "min_p": lib.STAGE_MIN_P,
+    "xtc": lib.STAGE_XTC,
+    "temperature": lib.STAGE_TEMPERATURE,
+    "adaptive": lib.STAGE_ADAPTIVE,
+}
+
+
+cdef class _Call:
+    """A stage that is a call of the program's, and what it raised."""
+
+    cdef object call
+    cdef object error
+
+    def __cinit__(self, call):
+        self.call = call
+
+
+cdef void _hold_stage(void* box, cbool is_kept) noexcept with gil:
+    if is_kept:
+        Py_INCREF(<object>box)
+    else:
+        Py_DECREF(<object>box)
+
+
+cdef cbool _call_stage(void* box, const lib.llama_token* ids, float* logits, size_t n) noexcept with gil:
+    """Let a program change logits; what it raises is raised again by the call that asked for a token."""
+    cdef _Call own = <_Call>box
+    cdef int32_t[::1] to_ids
+    cdef float[::1] values
+    try:
+        given_ids, given = np.empty(n, np.int32), np.empty(n, np.float32)
+        if n == 0:
+            return True
+        to_ids, values = given_ids, given
+        memcpy(&to_ids[0], ids, n * sizeof(int32_t))
+        memcpy(&values[0], logits, n * sizeof(float))
+        changed = own.call(given_ids, given)
+        result = np.asarray(given if changed is None else changed)
+        if result.shape != (n,) or result.dtype.kind not in "fiu":
+            raise ArgumentError(
+                f"a stage returned an array of shape {result.shape} and type {result.dtype}: float32, shape ({n},) "
+                "is expected, or None", what="stages", value=result.shape, limit=(n,))
+        values = np.ascontiguousarray(result, np.float32)
+        if not (np.asarray(values) < np.inf).all():
+            raise ArgumentError("a stage returned NaN or infinity", what="stages")
+        memcpy(logits, &values[0], n * sizeof(float))
+        return True
+    except BaseException as error:
+        own.error = error
+        return False
+
+
 cdef class Sampler:
     """Own the ``llama_sampler`` of each stage; the grammar keeps its model."""
 
@@ -13,6 +72,8 @@ cdef class Sampler:
     cdef shared_ptr[lib.llama_model] model_ref
     cdef vector[lib.llama_token_data] candidates
     cdef dict params
+    # Its stages that are calls of the program's.
+    cdef list calls
     # The highest token that the bias names; -1 without one.
     cdef int32_t last_bias
     # Of the last logits, or the grammar's model; 0 before.
@@ -21,6 +82,7 @@ cdef class Sampler:
     def __cinit__(self, dict params not None, Model model, tuple begin=None, Sampler source=None):
         cdef lib.sampler_settings s
         self.params = params
+        self.calls = []
         self.it.temperature = params["temperature"]
         self.last_bias = -1
         for token, bias in params["logit_bias"].items():
@@ -39,23 +101,58 @@ cdef class Sampler:
             if model is None:
                 raise ArgumentError("a grammar needs a model", what="model")
             self.parse(params["grammar"].encode(), params["grammar_root"].encode(), begin)
-        if s.penalty_last_n and (s.repeat_penalty != 1 or s.frequency_penalty or s.presence_penalty):
-            self.it.penalties = _made(lib.sampler_penalties(s))
-        if not s.greedy:
-            self.it.cuts = _made(lib.sampler_cuts(s))
+        self.add_stages(s, params["native_stages"])
         self.it.choice = _made(lib.sampler_choice(s))
+
+    cdef int add_stages(self, lib.sampler_settings& s, tuple stages) except -1:
+        """Make the stages between grammar and choice; penalties that come first stand alone."""
+        cdef int32_t code
+        if "dry" in stages:
+            if self.model.vocab_type == 0:
+                raise UnsupportedOperation("Sampler", "DRY needs a vocabulary, and the model has none")
+            self.model_ref = self.model.share()
+            s.vocab = self.model.vocab
+            for text in self.params["dry_sequence_breakers"]:
+                s.breakers.push_back(text.encode("utf-8", "surrogatepass"))
+        if s.mirostat == 1:
+            s.n_vocab = self.model.n_vocab
+        if stages and stages[0] == "penalties":
+            self.it.penalties = _made(lib.sampler_penalties(s))
+            stages = stages[1:]
+        if stages:
+            self.it.cuts = _made(lib.sampler_chain())
+        for stage in stages:
+            if callable(stage):
+                box = _Call(stage)
+                self.calls.append(box)
+                self.it.has_call = True
+                code = lib.sampler_add_call(self.it.cuts, <void*>box, _call_stage, _hold_stage)
+            else:
+                code = lib.sampler_add(self.it.cuts, <lib.stage_kind><int32_t>_STAGES[stage], s)
+            if code == lib.CAUGHT:
+                raise _caught_error("Sampler")
+            if callable(stage) or stage in ("penalties", "dry", "typical_p", "xtc", "adaptive"):
+                self.it.is_narrowed_further = True
+        return 0
 
     cdef int take(self, Sampler source) except -1:
         """Copy the stages of another sampler with their history."""
+        cdef lib.sampler_settings s
         self.model_ref = source.model_ref
         self.n_vocab = source.n_vocab
         self.it.grammar = _copied(source.it.grammar)
         self.it.penalties = _copied(source.it.penalties)
         self.it.cuts = _copied(source.it.cuts)
+        self.it.has_call = source.it.has_call
+        self.it.is_narrowed_further = source.it.is_narrowed_further
+        self.calls = source.calls
         if self.params["seed"] == source.params["seed"]:
             self.it.choice = _copied(source.it.choice)
         else:
-            self.it.choice = _made(lib.sampler_choice(_settings(self.params)))
+            s = _settings(self.params)
+            if s.mirostat == 1:
+                s.n_vocab = self.model.n_vocab
+            self.it.choice = _made(lib.sampler_choice(s))
         return 0
 
     cdef int check_pieces(self) except -1:
@@ -120,6 +217,7 @@ cdef class Sampler:
         """Forget the tokens that were accepted; the seed and the grammar start again."""
         if (lib.sampler_reset(self.it.grammar) == lib.CAUGHT
                 or lib.sampler_reset(self.it.penalties) == lib.CAUGHT
+                or (self.it.cuts != NULL and lib.sampler_reset(self.it.cuts) == lib.CAUGHT)
                 or lib.sampler_reset(self.it.choice) == lib.CAUGHT):
             raise _caught_error("reset")
 
@@ -144,7 +242,8 @@ cdef class Sampler:
                 if lib.caught_memory():
                     raise _caught_error("accept")
                 raise ArgumentError(f"the grammar does not allow token {t} here", what="token", value=t)
-        if self.it.penalties != NULL and lib.sampler_accept(self.it.penalties, t) == lib.CAUGHT:
+        if ((self.it.penalties != NULL and lib.sampler_accept(self.it.penalties, t) == lib.CAUGHT)
+                or (self.it.is_narrowed_further and lib.sampler_accept(self.it.cuts, t) == lib.CAUGHT)):
             if ahead != NULL:
                 lib.llama_sampler_free(ahead)
             raise _caught_error("accept")
@@ -169,11 +268,16 @@ cdef class Sampler:
         cdef int32_t code
         result = np.full(row.shape[0], -np.inf, np.float32)
         cdef float[::1] out = result
-        code = self.it.narrow(&row[0], self.check_row(ctx, row), self.candidates)
+        cdef lib.llama_sampler* cuts = self.it.cuts
+        cdef int32_t n = self.check_row(ctx, row)
+        self.it.cuts = _copied(cuts)  # some stages draw random numbers
+        code = self.it.narrow(&row[0], n, self.candidates)
+        lib.llama_sampler_free(self.it.cuts)
+        self.it.cuts = cuts
         if code != lib.CHOSEN:
             raise self.problem(code, ctx is None)
         found = self.it.found
-        if self.it.cuts == NULL:
+        if self.params["temperature"] == 0:
             if lib.sampler_apply(self.it.choice, &found) == lib.CAUGHT:
                 raise _caught_error("logprobs")
             out[found.data[found.selected].id] = 0
@@ -221,6 +325,11 @@ cdef class Sampler:
         """What to raise where no token was chosen."""
         cdef int32_t where = self.it.where
         if code == lib.CAUGHT:
+            for one in self.calls:
+                error = (<_Call>one).error
+                if error is not None:
+                    (<_Call>one).error = None
+                    return error
             stage = self.it.stage
             return _caught_error("grammar" if stage == lib.STAGE_GRAMMAR else
                                  "accept" if stage == lib.STAGE_ACCEPT else "sample")
@@ -251,6 +360,21 @@ cdef lib.sampler_settings _settings(dict params):
     s.min_p = params["min_p"]
     s.temperature = params["temperature"]
     s.greedy = params["temperature"] == 0
+    s.typical_p = params["typical_p"]
+    s.top_n_sigma = params["top_n_sigma"]
+    s.xtc_probability = params["xtc_probability"]
+    s.xtc_threshold = params["xtc_threshold"]
+    s.dry_multiplier = params["dry_multiplier"]
+    s.dry_base = params["dry_base"]
+    s.dry_allowed_length = params["dry_allowed_length"]
+    s.dry_last_n = params["dry_last_n"]
+    s.mirostat = params["mirostat"]
+    s.mirostat_tau = params["mirostat_tau"]
+    s.mirostat_eta = params["mirostat_eta"]
+    s.n_vocab = 0
+    s.adaptive_target = params["adaptive_target"] or 0
+    s.adaptive_decay = params["adaptive_decay"]
+    s.vocab = NULL
     s.seed = params["seed"]
     return s
 

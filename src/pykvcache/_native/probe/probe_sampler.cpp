@@ -13,9 +13,6 @@ namespace pykv {
 
 namespace {
 
-// Only the graph of a backend sampler asks for the size of the vocabulary.
-constexpr int32_t ANY_VOCAB = INT32_MAX;
-
 const char * skip_space(const char * pos) {
     while (*pos == ' ' || *pos == '\t' || *pos == '\r' || *pos == '\n' || *pos == '#') {
         if (*pos == '#') {
@@ -152,36 +149,6 @@ llama_sampler * chat_sampler(std::unique_ptr<chat_grammar> it) {
 }
 
 }  // namespace
-
-llama_sampler * sampler_penalties(const sampler_settings & s) noexcept {
-    return guarded<llama_sampler *>(nullptr, [&] {
-        return llama_sampler_init_penalties(
-            ANY_VOCAB, s.penalty_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty);
-    });
-}
-
-llama_sampler * sampler_cuts(const sampler_settings & s) noexcept {
-    return guarded<llama_sampler *>(nullptr, [&] {
-        llama_sampler_ptr chain(llama_sampler_chain_init(llama_sampler_chain_default_params()));
-        if (s.top_k > 0) {
-            llama_sampler_chain_add(chain.get(), llama_sampler_init_top_k(s.top_k));
-        }
-        if (s.top_p < 1) {
-            llama_sampler_chain_add(chain.get(), llama_sampler_init_top_p(s.top_p, 1));
-        }
-        if (s.min_p > 0) {
-            llama_sampler_chain_add(chain.get(), llama_sampler_init_min_p(s.min_p, 1));
-        }
-        llama_sampler_chain_add(chain.get(), llama_sampler_init_temp(s.temperature));
-        return chain.release();
-    });
-}
-
-llama_sampler * sampler_choice(const sampler_settings & s) noexcept {
-    return guarded<llama_sampler *>(nullptr, [&] {
-        return s.greedy ? llama_sampler_init_greedy() : llama_sampler_init_dist(s.seed);
-    });
-}
 
 llama_sampler * sampler_chat_grammar(const llama_vocab * vocab, const char * grammar, const char * root, const char * prefix,
                                      const std::vector<std::string> & triggers) noexcept {

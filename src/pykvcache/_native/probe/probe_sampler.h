@@ -9,23 +9,6 @@
 
 namespace pykv {
 
-struct sampler_settings {
-    int32_t  penalty_last_n;
-    float    repeat_penalty;
-    float    frequency_penalty;
-    float    presence_penalty;
-    int32_t  top_k;
-    float    top_p;
-    float    min_p;
-    float    temperature;
-    bool     greedy;
-    uint32_t seed;
-};
-
-// The stages of a choice. Null if something was caught; see caught().
-llama_sampler * sampler_penalties(const sampler_settings & s) noexcept;
-llama_sampler * sampler_cuts(const sampler_settings & s) noexcept;  // top-k, top-p, min-p, temperature
-llama_sampler * sampler_choice(const sampler_settings & s) noexcept;
 // The grammar of a chat format: it has read `prefix` already, or begins where one of `triggers`, regular expressions,
 // matches the text so far.
 llama_sampler * sampler_chat_grammar(const llama_vocab * vocab, const char * grammar, const char * root, const char * prefix,

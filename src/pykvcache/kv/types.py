@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._convert import as_int
 from pykvcache._drawing.norms import draw_norms
+from pykvcache._lists import as_list
 from pykvcache.errors import ArgumentError, OutOfRangeError, UnsupportedOperation
 from pykvcache.kv.view import CacheView
 
@@ -193,6 +195,56 @@ class SequenceKV(Generic[A]):
             window=window,
         )
 
+    @staticmethod
+    def concat(parts: Sequence[SequenceKV], *, first: SupportsIndex = 0) -> SequenceKV:
+        """Return the tokens of several sequences one after the other, at new positions.
+
+        For texts that were evaluated apart, such as documents: `LlamaContext.write_kv` rotates the
+        keys to their new places. It is an approximation: a token of a later part was computed
+        without those of the parts before it, so that logits differ from those of a fresh run.
+
+        Parameters
+        ----------
+        parts
+            Taken with ``kv(seq_id, rope=False)``: keys before rotation.
+        first
+            Position of the first token.
+
+        Raises
+        ------
+        ValueError
+            There is no part, keys are rotated, parts are of different layers, or two tokens of a
+            part share a position.
+        UnsupportedOperation
+            A part has a recurrent state, which cannot be joined to another, or several positions
+            per token (M-RoPE).
+        """
+        found = as_list(parts, "parts", "SequenceKV")
+        if not found:
+            raise ArgumentError("there is no part to concatenate", "parts")
+        for part in found:
+            _need_joinable(part, found[0])
+        begin = as_int(first, "first", 0, 2**31 - 2)
+        positions, windows = [], []
+        for part in found:
+            order = np.argsort(part.positions, kind="stable")
+            known = np.asarray(part.positions)[order]
+            if (known[1:] == known[:-1]).any():
+                raise ArgumentError("two tokens of a part share a position", "parts")
+            places = np.empty(len(part), np.int32)
+            places[order] = np.arange(begin, begin + len(part), dtype=np.int32)
+            positions.append(places)
+            if part.window is not None:
+                at = np.searchsorted(known, part.window.positions)
+                windows.append(replace(part.window, positions=(begin + at).astype(np.int32)))
+            begin += len(part)
+        window = None
+        if windows:
+            window = SequenceKV(
+                np.concatenate([one.positions for one in windows]), _joined(windows), rope=False
+            )
+        return SequenceKV(np.concatenate(positions), _joined(found), window=window, rope=False)
+
 
 # A repr must work whatever was put there.
 
@@ -216,6 +268,41 @@ def _span(positions: object) -> str:
         return _shown(positions)
     where = f" at {positions.min()}..{positions.max()}" if len(positions) else ""
     return f"{len(positions)} token{'' if len(positions) == 1 else 's'}{where}"
+
+
+def _need_joinable(part: SequenceKV, other: SequenceKV) -> None:
+    """Refuse a part that cannot be joined to another."""
+    if not isinstance(part, SequenceKV):
+        raise TypeError(f"parts must be SequenceKV objects, not {type(part).__name__}")
+    if part.recurrent is not None:
+        raise UnsupportedOperation(
+            "concat", "a recurrent state cannot be joined to another", "sequence"
+        )
+    if part.extended is not None:
+        raise UnsupportedOperation("concat", "tokens have several positions (M-RoPE)", "sequence")
+    if part.rope:
+        raise ArgumentError(
+            "keys of a part are rotated to their positions: take it with kv(seq_id, rope=False)",
+            "parts",
+        )
+    mine, theirs = ([layer.layer for layer in one.layers] for one in (part, other))
+    if mine != theirs or (part.window is None) != (other.window is None):
+        raise ArgumentError("the parts are of different layers", "parts")
+    if part.window is not None:
+        assert other.window is not None
+        _need_joinable(part.window, other.window)
+
+
+def _joined(parts: Sequence[SequenceKV]) -> list[LayerKV]:
+    """Return the layers of several sequences, their tokens one after the other."""
+    return [
+        LayerKV(
+            np.concatenate([np.asarray(layer.keys) for layer in layers]),
+            np.concatenate([np.asarray(layer.values) for layer in layers]),
+            layers[0].layer,
+        )
+        for layers in zip(*(part.layers for part in parts), strict=True)
+    ]
 
 
 def _taken(layer: LayerKV[Any], index: npt.NDArray[np.intp]) -> LayerKV[Any]:

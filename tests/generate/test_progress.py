@@ -14,10 +14,18 @@ from pykvcache import BatchGenerator, LlamaContext, Sampler
 Make = Callable[..., LlamaContext]
 
 
+class Kept(BatchGenerator):
+    """A generator that keeps its handles, without which requests end."""
+
+    handles: list[object]
+
+
 def submit(ctx: LlamaContext) -> BatchGenerator:
-    generator = BatchGenerator(ctx)
-    for i in range(3):
-        generator.submit([5 + i], 6, Sampler(temperature=1, seed=1), n=1 + 2 * (i == 1))
+    generator = Kept(ctx)
+    sampler = Sampler(temperature=1, seed=1)
+    generator.handles = [
+        generator.submit([5 + i], 6, sampler, n=1 + 2 * (i == 1)) for i in range(3)
+    ]
     return generator
 
 

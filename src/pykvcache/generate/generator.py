@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import weakref
@@ -11,8 +12,15 @@ from typing import TYPE_CHECKING, SupportsIndex, overload
 from pykvcache._closing import Closing
 from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ArgumentError, ClosedError, DecodeAborted, ReentryError
+from pykvcache.errors import (
+    ArgumentError,
+    ClosedError,
+    DecodeAborted,
+    KvCacheError,
+    ReentryError,
+)
 from pykvcache.generate.handle import GenerationHandle
+from pykvcache.generate.request import GenerationRequest
 from pykvcache.generate.schedule import Schedule
 from pykvcache.generate.step import Stepper
 from pykvcache.prefix.cache import PrefixCache, core_of
@@ -29,6 +37,9 @@ if TYPE_CHECKING:
     from typing import Literal
 
 __all__ = ["BatchGenerator"]
+
+#: Tokens of a request without a limit.
+MOST = 2**31 - 1
 
 
 class BatchGenerator(Closing):
@@ -114,7 +125,7 @@ class BatchGenerator(Closing):
     def submit(  # type: ignore[overload-overlap]
         self,
         prompt: str | TokenInput | LlamaSequence,
-        max_tokens: SupportsIndex,
+        max_tokens: SupportsIndex | None = None,
         sampler: Sampler | None = None,
         *,
         n: Literal[1] = 1,
@@ -130,7 +141,7 @@ class BatchGenerator(Closing):
     def submit(
         self,
         prompt: str | TokenInput | LlamaSequence,
-        max_tokens: SupportsIndex,
+        max_tokens: SupportsIndex | None = None,
         sampler: Sampler | None = None,
         *,
         n: int,
@@ -145,7 +156,7 @@ class BatchGenerator(Closing):
     def submit(
         self,
         prompt: str | TokenInput | LlamaSequence,
-        max_tokens: SupportsIndex,
+        max_tokens: SupportsIndex | None = None,
         sampler: Sampler | None = None,
         *,
         n: SupportsIndex = 1,
@@ -165,7 +176,7 @@ class BatchGenerator(Closing):
             meanwhile. Of several generations of one sequence (`LlamaSequence.generate`, another
             generator's) the newest goes on: an older request ends with `OvertakenError`.
         max_tokens
-            Tokens to generate at most.
+            Tokens to generate at most; None: until it ends, or the context is full.
         sampler
             Copied for this request. Default: greedy.
         n
@@ -199,7 +210,7 @@ class BatchGenerator(Closing):
         UnsupportedOperation
             A stop string, and the model has no vocabulary.
         """
-        limit = as_int(max_tokens, "max_tokens", 0, 2**31 - 1)
+        limit = MOST if max_tokens is None else as_int(max_tokens, "max_tokens", 0, MOST)
         count = as_int(n, "n", 1, 2**16)
         n_logprobs = as_int(logprobs, "logprobs", 0, self._ctx.model.n_vocab)
         rank = as_int(priority, "priority", -(2**31), 2**31 - 1)
@@ -223,11 +234,11 @@ class BatchGenerator(Closing):
                     "the prompt has no tokens: there is nothing to evaluate", "prompt", 0, 1
                 )
             check_length(self._ctx, len(sequence))
-            handles = []
+            requests = []
             for i in range(count):
                 own = sequence if i == 0 else self._beside(sequence)
                 self._order += 1
-                handle = GenerationHandle(
+                request = GenerationRequest(
                     self,
                     own,
                     limit,
@@ -238,13 +249,14 @@ class BatchGenerator(Closing):
                     self._order,
                     owns=sequence is not prompt or i > 0,
                 )
-                handles.append(handle)
+                requests.append(request)
+            handles = [GenerationHandle(one) for one in requests]
             if limit:
-                handles[0]._siblings = handles[1:]
-                self._schedule.add(handles[0])
-                self._schedule.seek(handles[0])
+                requests[0]._siblings = requests[1:]
+                self._schedule.add(requests[0])
+                self._schedule.seek(requests[0])
             else:
-                self._end_empty(handles)
+                self._end_empty(requests)
         self._wake()
         return handles[0] if count == 1 else handles
 
@@ -298,12 +310,12 @@ class BatchGenerator(Closing):
         return own
 
     @staticmethod
-    def _end_empty(handles: list[GenerationHandle]) -> None:
+    def _end_empty(requests: list[GenerationRequest]) -> None:
         """End requests of no tokens."""
-        for handle in handles:
-            handle._end("length")
-            if handle._owns:
-                handle._sequence.close()
+        for request in requests:
+            request._end("length")
+            if request._owns:
+                request._sequence.close()
 
     @staticmethod
     def _sampler_of(sampler: Sampler, i: int) -> Sampler:
@@ -340,13 +352,14 @@ class BatchGenerator(Closing):
                 if pool.depth > 1:
                     raise ReentryError("step() was called in the middle of a step")
                 made = self._stepper.step()
-            for handle, _ in made:
-                if handle._watchers:
-                    handle._notify()
+            for request, _ in made:
+                if request._watchers:
+                    request._notify()
             is_waiting = not made and self._schedule.await_tiers()
         if self._n_awaiting or self._thread is not None:
             self._wake()  # who begins to wait looks again, once it is noted here
-        return made
+        found = [(request.handle(), token) for request, token in made]
+        return [(handle, token) for handle, token in found if handle is not None]
 
     def run(self, *, progress: bool | None = None) -> None:
         """Make steps until no request is left.
@@ -427,6 +440,15 @@ class BatchGenerator(Closing):
 
     def _end_aborted(self) -> None:
         self._stepper.aborted = True
+        lock = self._pool.lock
+        # Now, where no step is under way and no thread makes them. It may be a finalizer's call.
+        if not self._has_thread and not self._native.is_inherited and lock.acquire(blocking=False):
+            try:
+                if self._pool.is_quiet:
+                    with contextlib.suppress(KvCacheError), self._pool.hold():
+                        self._stepper.drop_aborted()
+            finally:
+                lock.release()
         self._wake()
 
     def _wake(self) -> None:
@@ -461,14 +483,14 @@ class BatchGenerator(Closing):
                 self._driver = None
         return True
 
-    def _wait_for(self, handle: GenerationHandle, i: int) -> int | None:
-        """Return token i of a handle; None where it ended before."""
+    def _wait_for(self, request: GenerationRequest, i: int) -> int | None:
+        """Return token i of a request; None where it ended before."""
         while True:
-            if i < len(handle._tokens):
-                return handle._tokens[i]
-            if handle._finish is not None:
-                if handle._error is not None and handle._finish == "error":
-                    raise handle._error
+            if i < len(request._tokens):
+                return request._tokens[i]
+            if request.finish_reason is not None:
+                if request._error is not None and request.finish_reason == "error":
+                    raise request._error
                 return None
             if not self._take_turn():
                 self._await_change()

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from pykvcache._convert import IntArray
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError
 from pykvcache.sampling import Sampler
+from pykvcache.sequence.logprobs import likeliest
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import Stop, TextState, TextStream
 
-__all__ = ["FinishReason", "GenerationHandle", "RequestTimes"]
+if TYPE_CHECKING:
+    from pykvcache.generate.handle import GenerationHandle
+
+__all__ = ["FinishReason", "GenerationRequest", "RequestTimes"]
 
 # Stubtest takes a Literal of several for no union.
 FinishReason = (
@@ -51,20 +54,32 @@ class RequestTimes:
 
 
 class Driver(Protocol):
-    """What a handle needs of the `BatchGenerator` that makes its tokens."""
+    """What a request needs of the `BatchGenerator` that makes its tokens."""
 
-    def _wait_for(self, handle: GenerationHandle, i: int) -> int | None:
-        """Return token i of a handle, making steps if no other thread does; None where it ended."""
+    def _wait_for(self, request: GenerationRequest, i: int) -> int | None:
+        """Return token i of a request, making steps if need be; None where it ended before."""
 
     def _end_aborted(self) -> None:
-        """Let the next step end what was aborted."""
+        """End what was aborted: now, or in the step that is under way."""
 
 
-class GenerationHandle:
-    """A generation that was submitted to a `BatchGenerator`, which makes it.
+class GenerationRequest:
+    """A generation as its generator sees it; users hold a `GenerationHandle`, which can be dropped.
 
-    Iterating gives its tokens as they come, from the first one on, and drives the generator where
-    nobody else does; ``async for`` does so in a thread. Any thread may use it.
+    Parameters
+    ----------
+    driver
+        Makes its tokens.
+    sequence
+        The sequence it continues.
+    max_tokens
+        Tokens to generate at most.
+    sampler, stop, n_logprobs, priority
+        As for `BatchGenerator.submit`.
+    order
+        Requests that came earlier have a smaller one.
+    owns
+        Whether the sequence is closed at the end.
     """
 
     def __init__(
@@ -101,7 +116,9 @@ class GenerationHandle:
         self._priority = priority
         self._order = order
         self._owns = owns
-        self._siblings: list[GenerationHandle] = []
+        self._siblings: list[GenerationRequest] = []
+        #: The object that the user holds; None where it was dropped.
+        self.handle: Callable[[], GenerationHandle | None] = lambda: None
         self._tokens = self._lane.tokens
         self._logprobs: list[dict[int, float]] = []
         self._finish: FinishReason | None = None
@@ -160,7 +177,7 @@ class GenerationHandle:
         ``"stop"`` (an end-of-generation token, or a stop), ``"length"`` (``max_tokens``),
         ``"full"`` (it has all the room that there is), ``"aborted"``, ``"error"`` (see `error`).
         """
-        return self._finish
+        return "aborted" if self._finish is None and self._abort else self._finish
 
     @property
     def error(self) -> Exception | None:
@@ -179,8 +196,24 @@ class GenerationHandle:
 
     def abort(self) -> None:
         """End it before its next token; its tokens stay. Does nothing where it has ended."""
-        self._abort = True
-        self._driver._end_aborted()
+        if self._finish is None and not self._abort:
+            self._abort = True
+            self._driver._end_aborted()
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether its sequence is its own, which nobody sees but by its handle."""
+        return self._owns
+
+    @property
+    def n_tokens(self) -> int:
+        """How many new tokens there are so far."""
+        return len(self._tokens)
+
+    @property
+    def n_logprobs(self) -> int:
+        """How many of the likeliest tokens are noted for each."""
+        return self._n_logprobs
 
     @property
     def stop_string(self) -> str | None:
@@ -201,37 +234,12 @@ class GenerationHandle:
         for call in self._watchers:
             call()
 
-    def wait(self) -> GenerationHandle:
-        """Wait until it has ended, making steps if no other thread does; raises its error."""
-        for _ in self:
-            pass
-        return self
-
-    def __iter__(self) -> Iterator[int]:
-        i = 0
-        while True:
-            token = self._driver._wait_for(self, i)
-            if token is None:
-                return
-            yield token
-            i += 1
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        import asyncio  # whoever comes here has it already; to others it is a tenth of the import
-
-        i = 0
-        while True:
-            if i < len(self._tokens):
-                token: int | None = self._tokens[i]
-            else:
-                token = await asyncio.to_thread(self._driver._wait_for, self, i)
-            if token is None:
-                return
-            yield token
-            i += 1
+    def token(self, i: int) -> int | None:
+        """Return token i, making steps if no other thread does; None where it ended before."""
+        return self._driver._wait_for(self, i)
 
     def __repr__(self) -> str:
-        return f"<GenerationHandle: {len(self._tokens)} tokens, {self._finish or 'not finished'}>"
+        return f"<GenerationRequest: {len(self._tokens)} tokens, {self.finish_reason or 'not finished'}>"
 
     # For the generator ------------------------------------------------------------------------
 
@@ -268,6 +276,8 @@ class GenerationHandle:
 
     def _end(self, reason: FinishReason, error: Exception | None = None) -> None:
         if self._finish is None:
+            if self._abort and reason != "error":
+                reason = "aborted"  # as it says already
             if self._stop.strings:
                 with contextlib.suppress(ClosedError):  # the model's: its text is gone
                     self._text = self._read_text(True)
@@ -275,16 +285,3 @@ class GenerationHandle:
             self.times.finished = time.perf_counter()
             self._finish = reason
             self._notify()
-
-
-def likeliest(row: npt.NDArray[np.float32], n: int, chosen: int) -> dict[int, float]:
-    """Return log-probabilities of the n likeliest tokens, in that order, and of one more."""
-    n = min(n, len(row))
-    top = np.argpartition(row, len(row) - n)[len(row) - n :]
-    top = top[np.argsort(-row[top], kind="stable")]
-    wide = row.astype(np.float64)
-    largest = wide.max()
-    total = largest + np.log(np.exp(wide - largest).sum())
-    found = {int(t): float(wide[t] - total) for t in top}
-    found.setdefault(chosen, float(wide[chosen] - total))
-    return found

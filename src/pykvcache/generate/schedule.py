@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 
 from pykvcache.context import LlamaContext
-from pykvcache.generate.handle import GenerationHandle
+from pykvcache.generate.request import GenerationRequest
 from pykvcache.prefix.core import CacheCore
 from pykvcache.prefix.request import Request
 from pykvcache.prefix.sequence import request_of
@@ -20,12 +20,12 @@ SHARED = 16
 HEADROOM = 16
 
 
-def rank(handle: GenerationHandle) -> tuple[int, int]:
+def rank(handle: GenerationRequest) -> tuple[int, int]:
     """Return what orders handles: larger priority first, then first come."""
     return -handle._priority, handle._order
 
 
-def missing(handle: GenerationHandle) -> int:
+def missing(handle: GenerationRequest) -> int:
     """Return how many cells a request needs that it does not hold."""
     cells = handle._cells
     ledger = cells.ledger
@@ -52,8 +52,8 @@ class Schedule:
         self.cache = cache
         self.pool = pool
         self.max_sequences = max_sequences
-        self.waiting: list[GenerationHandle] = []
-        self.running: list[GenerationHandle] = []
+        self.waiting: list[GenerationRequest] = []
+        self.running: list[GenerationRequest] = []
         #: On within a step: nobody who runs, or starts, is parked then.
         self.stage = Stage()
         self._sought: list[Request] = []
@@ -65,7 +65,7 @@ class Schedule:
         """Return how many requests are left, samples that wait for their prompt too."""
         return sum(1 + len(handle._siblings) for handle in (*self.waiting, *self.running))
 
-    def add(self, handle: GenerationHandle) -> None:
+    def add(self, handle: GenerationRequest) -> None:
         """Let a request wait for its turn."""
         insort(self.waiting, handle, key=rank)
 
@@ -74,7 +74,7 @@ class Schedule:
         i = 0
         while i < len(self.waiting):
             head = self.waiting[i]
-            cached = self._cached(head)
+            cached = self.cached(head)
             if cached is not None and cached.search is not None and not self._is_ready(cached):
                 i += 1
                 continue
@@ -98,7 +98,7 @@ class Schedule:
                 for other in self.waiting:
                     self._waits_for_prefix(other)  # notes where they part
 
-    def _cached(self, handle: GenerationHandle) -> Request | None:
+    def cached(self, handle: GenerationRequest) -> Request | None:
         """Return what the cache notes of a handle's sequence; None where it is none of a cache."""
         return None if self.cache is None else request_of(handle._sequence)
 
@@ -109,9 +109,9 @@ class Schedule:
         self._sought = [one for one in self._sought if one.search is not None]
         return self._sought
 
-    def seek(self, handle: GenerationHandle) -> None:
+    def seek(self, handle: GenerationRequest) -> None:
         """Let the tiers be searched for a new request, unless it waits for another one."""
-        cached = self._cached(handle)
+        cached = self.cached(handle)
         if cached is not None and not self._waits_for_prefix(handle):
             self._is_ready(cached)
 
@@ -161,15 +161,15 @@ class Schedule:
             search.load.done.wait(min(search.left, 0.005))
         return True
 
-    def _waits_for_prefix(self, head: GenerationHandle) -> bool:
+    def _waits_for_prefix(self, head: GenerationRequest) -> bool:
         """Whether a request that runs, or is searched for, evaluates the prefix of this one."""
-        mine = self._cached(head)
+        mine = self.cached(head)
         if mine is None or self.cache is None:
             return False
         size, own = self.cache.block_size, mine.cells.ledger
         # States that cannot be cut are taken at the ends of blocks.
         least = size if mine.cells.needs_points else min(size, SHARED)
-        running = [one for handle in self.running if (one := self._cached(handle)) is not None]
+        running = [one for handle in self.running if (one := self.cached(handle)) is not None]
         for other in (*running, *self._seeking()):
             theirs = other.cells.ledger
             if (
@@ -184,7 +184,7 @@ class Schedule:
                     return True
         return False
 
-    def _fits(self, head: GenerationHandle) -> bool:
+    def _fits(self, head: GenerationRequest) -> bool:
         if len(self.running) >= self.max_sequences:
             return False
         if not self.ctx.kv_unified or self.ctx.memory_kind == "recurrent":
@@ -197,7 +197,7 @@ class Schedule:
         idle = sum(other.n_held for other in self.pool.idle_members((head._cells,)))
         return needed <= free + idle
 
-    def suspend(self, handle: GenerationHandle) -> None:
+    def suspend(self, handle: GenerationRequest) -> None:
         """Park a running request; it continues when there is room again."""
         self.add(handle)
         self._stop(handle)
@@ -212,10 +212,10 @@ class Schedule:
         self.suspend(self.running[-1])
         return True
 
-    def remove(self, handle: GenerationHandle) -> None:
+    def remove(self, handle: GenerationRequest) -> None:
         """Remove a request that has ended, and free what it owned."""
         self._stop(handle)
-        cached = self._cached(handle)
+        cached = self.cached(handle)
         if cached is not None and self.cache is not None:
             self.cache.cancel_search(cached)
         if handle in self.waiting:
@@ -223,7 +223,7 @@ class Schedule:
         if handle._owns:
             handle._sequence.close()
 
-    def _stop(self, handle: GenerationHandle) -> None:
+    def _stop(self, handle: GenerationRequest) -> None:
         if handle in self.running:
             self.running.remove(handle)
             handle._cells.stage = None

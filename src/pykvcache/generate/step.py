@@ -8,7 +8,7 @@ import numpy as np
 
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError, DecodeAborted, NoKvCacheSlot, OvertakenError
-from pykvcache.generate.handle import FinishReason, GenerationHandle
+from pykvcache.generate.request import FinishReason, GenerationRequest
 from pykvcache.generate.schedule import Schedule
 from pykvcache.sequence.cells import Row, SequenceCells, most_tokens
 
@@ -18,7 +18,7 @@ __all__ = ["Stepper"]
 class Share(NamedTuple):
     """What one sequence has in a batch: its tokens up to ``end``, with logits if that is all."""
 
-    handle: GenerationHandle
+    handle: GenerationRequest
     end: int
     row: int  # index in the batch of the last token; -1 where no logits are wanted
 
@@ -40,15 +40,15 @@ class Stepper:
         self._most = most_tokens(ctx)
         self.aborted = False  # whether a handle was, of those that wait perhaps
         self._rows = lib.Rows(max(16, schedule.max_sequences), 1)
-        self._looks: list[GenerationHandle] = []  # those whose last token is to be looked at
+        self._looks: list[GenerationRequest] = []  # those whose last token is to be looked at
         # Those that made the last step and will make the next one, if nothing comes between.
-        self._owners: tuple[GenerationHandle, ...] = ()
+        self._owners: tuple[GenerationRequest, ...] = ()
         self._lanes: tuple[lib.Lane, ...] = ()
         self._cells: tuple[SequenceCells, ...] = ()
         self._n_waiting = 0
         self._turns = 0  # of the pool, after the last step
 
-    def step(self) -> list[tuple[GenerationHandle, int]]:
+    def step(self) -> list[tuple[GenerationRequest, int]]:
         """Make one decode; return the tokens that came of it."""
         schedule = self._schedule
         if self._looks:
@@ -80,7 +80,7 @@ class Stepper:
             return False
         return True
 
-    def _step_together(self) -> list[tuple[GenerationHandle, int]] | None:
+    def _step_together(self) -> list[tuple[GenerationRequest, int]] | None:
         """Make a step where nothing has changed; None, and nothing done, where something has."""
         pool, looks = self._schedule.pool, self._looks
         try:
@@ -114,10 +114,10 @@ class Stepper:
                 self._schedule.remove(handle)
             self._looks.pop()
 
-    def _step(self) -> list[tuple[GenerationHandle, int]]:
+    def _step(self) -> list[tuple[GenerationRequest, int]]:
         schedule = self._schedule
-        self._drop_aborted()
-        made: list[tuple[GenerationHandle, int]] = []
+        self.drop_aborted()
+        made: list[tuple[GenerationRequest, int]] = []
         schedule.admit()
         before = schedule.running.copy(), schedule.waiting.copy()
         together, done = True, False
@@ -143,7 +143,7 @@ class Stepper:
             self._regroup()
         return made
 
-    def _ready(self) -> list[GenerationHandle]:
+    def _ready(self) -> list[GenerationRequest]:
         """Return the requests that wait for one token and were not changed from outside."""
         able = [handle for handle in self._schedule.running if not handle._siblings]
         others = self._native.not_ready([handle._lane for handle in able], able)
@@ -169,9 +169,9 @@ class Stepper:
 
     def _collect(
         self,
-        handles: list[GenerationHandle],
-        made: list[tuple[GenerationHandle, int]],
-        ready: list[GenerationHandle],
+        handles: list[GenerationRequest],
+        made: list[tuple[GenerationRequest, int]],
+        ready: list[GenerationRequest],
     ) -> list[Share]:
         """Fill the batch: first who generates, one token each, then parts of prompts."""
         self._rows.clear()
@@ -221,7 +221,7 @@ class Stepper:
             room -= end - begin
         return shares
 
-    def _put(self, handle: GenerationHandle, end: int) -> Share:
+    def _put(self, handle: GenerationRequest, end: int) -> Share:
         cells = handle._cells
         begin = cells.ledger.n_evaluated
         is_all = end == len(cells.ledger)
@@ -235,9 +235,9 @@ class Stepper:
 
     def _decode(
         self,
-        ready: list[GenerationHandle],
+        ready: list[GenerationRequest],
         shares: list[Share],
-        made: list[tuple[GenerationHandle, int]],
+        made: list[tuple[GenerationRequest, int]],
     ) -> bool:
         """Decode and hand out tokens; False, and nothing done, where that cannot be done so."""
         self._check_room(len(self._rows) + len(ready))
@@ -286,7 +286,7 @@ class Stepper:
     # Out ----------------------------------------------------------------------------------------
 
     def _advance(
-        self, handle: GenerationHandle, row: Row, made: list[tuple[GenerationHandle, int]]
+        self, handle: GenerationRequest, row: Row, made: list[tuple[GenerationRequest, int]]
     ) -> None:
         """Let a request choose its next token; a failure ends this request alone."""
         handle._sequence._evaluated(row)
@@ -295,6 +295,9 @@ class Stepper:
             if sibling._sequence.is_closed:
                 sibling._end("error", ClosedError("the sequence was closed meanwhile"))
             elif self._branch(handle, sibling):
+                cached = self._schedule.cached(sibling)
+                if cached is not None:
+                    cached.set_shared()
                 self._choose(sibling, row, made)
             if sibling._finish is None:
                 self._schedule.add(sibling)
@@ -304,7 +307,7 @@ class Stepper:
         self._choose(handle, row, made)
 
     def _choose(
-        self, handle: GenerationHandle, row: Row, made: list[tuple[GenerationHandle, int]]
+        self, handle: GenerationRequest, row: Row, made: list[tuple[GenerationRequest, int]]
     ) -> None:
         self._looks.append(handle)
         token = handle._lane.take(self._native, row)
@@ -312,7 +315,7 @@ class Stepper:
             made.append((handle, token))
         self._look()
 
-    def _branch(self, handle: GenerationHandle, sibling: GenerationHandle) -> bool:
+    def _branch(self, handle: GenerationRequest, sibling: GenerationRequest) -> bool:
         """Let another sample begin with what was evaluated for this one; tell whether it is all."""
         mine, other = handle._cells, sibling._cells
         n = len(mine.ledger)
@@ -325,7 +328,7 @@ class Stepper:
         mine.fork_into(other, n)
         return True
 
-    def _drop_aborted(self) -> None:
+    def drop_aborted(self) -> None:
         """End those that were aborted; `abort` marks the request first, and then tells of it."""
         if not self.aborted:
             return
@@ -337,7 +340,7 @@ class Stepper:
             self.aborted = True
             raise
 
-    def _end_aborted(self, handle: GenerationHandle) -> None:
+    def _end_aborted(self, handle: GenerationRequest) -> None:
         for one in [sibling for sibling in handle._siblings if sibling._abort]:
             one._end("aborted")
             one._sequence.close()
@@ -347,7 +350,7 @@ class Stepper:
 
     def _end(
         self,
-        handle: GenerationHandle,
+        handle: GenerationRequest,
         reason: FinishReason,
         error: Exception | None = None,
         *,
@@ -367,7 +370,7 @@ class Stepper:
         self._ungroup()
         self._schedule.remove(handle)
 
-    def _refuse(self, handle: GenerationHandle, error: NoKvCacheSlot) -> None:
+    def _refuse(self, handle: GenerationRequest, error: NoKvCacheSlot) -> None:
         """End the only request that runs, for which there is no room."""
         if handle._cells.seq_id is None:
             self._end(handle, "error", error)  # ids and cells that somebody uses by hand

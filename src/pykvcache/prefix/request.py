@@ -93,6 +93,11 @@ class Request:
         row = cells.points.row
         return row[1] if row is not None and row[0] == n else None
 
+    def set_shared(self) -> None:
+        """Say that its prompt was evaluated for the request that it was forked from."""
+        n = len(self)
+        self.report, self.reason = ReuseReport(n, live=n), None
+
     def set_origin(self, *, disk: int, remote: int) -> None:
         """Say how many of its tokens in memory came from tiers just now."""
         ram = self.report.ram - disk - remote

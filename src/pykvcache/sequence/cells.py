@@ -603,8 +603,8 @@ def check_length(ctx: LlamaContext, n: int) -> None:
         why += f", n_seq_max {ctx.n_seq_max} without kv_unified"
     raise NoKvCacheSlot(
         f"the sequence has {n} tokens, and one sequence has room for {ctx.n_ctx_seq} ({why}): "
-        'truncate or discard some, generate with on_full="shift" or "stop", or make the context '
-        "with a larger n_ctx",
+        "truncate or discard some, or make the context with a larger n_ctx. "
+        'LlamaSequence.generate goes on with on_full="shift"',
         1,
         n_tokens=n,
         n_cells=ctx.n_ctx_seq,

@@ -27,6 +27,7 @@ from pykvcache.sampling import Sampler, check_sampler
 from pykvcache.sequence.cells import SequenceCells, most_tokens
 from pykvcache.sequence.checkpoints import POINTS, CheckpointPolicy
 from pykvcache.sequence.ledger import Ledger, common_prefix
+from pykvcache.sequence.logprobs import TokenLogprob, likeliest, named
 from pykvcache.sequence.pool import pool_of
 from pykvcache.sequence.saved import load_sequence, save_sequence
 from pykvcache.sequence.text import Stop, StopInput, TextStream, text_of
@@ -41,6 +42,9 @@ _ON_FULL = ("raise", "stop", "shift")
 # Stubtest takes a Literal of several for no union.
 OnFull = Literal["raise"] | Literal["stop"] | Literal["shift"]
 FinishReason = Literal["stop"] | Literal["length"] | Literal["full"]
+
+#: Tokens of a generation without a limit.
+MOST = 2**31 - 1
 
 
 class LlamaSequence(Closing):
@@ -329,12 +333,13 @@ class LlamaSequence(Closing):
 
     def generate(
         self,
-        max_tokens: SupportsIndex,
+        max_tokens: SupportsIndex | None = None,
         sampler: Sampler | None = None,
         *,
         stop: StopInput = (),
-        on_full: OnFull = "raise",
+        on_full: OnFull | None = None,
         n_keep: SupportsIndex = 4,
+        logprobs: SupportsIndex = 0,
     ) -> Generation:
         """Generate tokens; each that is yielded is in `tokens`, and no other.
 
@@ -344,7 +349,7 @@ class LlamaSequence(Closing):
         Parameters
         ----------
         max_tokens
-            Tokens to yield at most.
+            Tokens to yield at most; None: until it ends, or the cache is full.
         sampler
             Default: greedy.
         stop
@@ -352,14 +357,18 @@ class LlamaSequence(Closing):
         on_full
             What a full cache does: ``"raise"`` `NoKvCacheSlot`, ``"stop"``, or ``"shift"``: keep
             the first ``n_keep`` tokens, drop half of the rest, go on (where the memory cannot
-            shift, the rest is evaluated again).
+            shift, the rest is evaluated again). Default: ``"raise"``, and ``"stop"`` without
+            ``max_tokens``.
         n_keep
             For ``"shift"``: tokens at the beginning that stay (attention sinks).
+        logprobs
+            How many of the likeliest tokens to give the log-probabilities of, per token.
 
         Returns
         -------
         Generation
-            An iterator of token ids with a ``finish_reason``.
+            An iterator of token ids with a ``finish_reason``, ``logprobs`` and
+            ``token_logprobs``.
 
         Raises
         ------
@@ -368,19 +377,22 @@ class LlamaSequence(Closing):
         UnsupportedOperation
             A stop string, and the model has no vocabulary; raised by the call itself.
         """
-        return self._generation(max_tokens, sampler, stop, on_full, n_keep, as_text=False)
+        return self._generation(max_tokens, sampler, stop, on_full, n_keep, logprobs, as_text=False)
 
     def _generation(
         self,
-        max_tokens: SupportsIndex,
+        max_tokens: SupportsIndex | None,
         sampler: Sampler | None,
         stop: StopInput,
-        on_full: OnFull,
+        on_full: OnFull | None,
         n_keep: SupportsIndex,
+        logprobs: SupportsIndex,
         *,
         as_text: bool,
     ) -> Generation:
         sampler = Sampler(temperature=0) if sampler is None else check_sampler(sampler)
+        if on_full is None:
+            on_full = "stop" if max_tokens is None else "raise"
         if not isinstance(on_full, str):
             raise TypeError(f"on_full must be a str, not {type(on_full).__name__}")
         if on_full not in _ON_FULL:
@@ -396,22 +408,24 @@ class LlamaSequence(Closing):
         sampler.native.check(self._context.model.native)
         return Generation(
             self,
-            as_int(max_tokens, "max_tokens", 0, 2**31 - 1),
+            MOST if max_tokens is None else as_int(max_tokens, "max_tokens", 0, MOST),
             sampler,
             stops,
             on_full,
-            as_int(n_keep, "n_keep", 0, 2**31 - 1),
+            as_int(n_keep, "n_keep", 0, MOST),
+            as_int(logprobs, "logprobs", 0, self._context.model.n_vocab),
             as_text=as_text,
         )
 
     def stream(
         self,
-        max_tokens: SupportsIndex,
+        max_tokens: SupportsIndex | None = None,
         sampler: Sampler | None = None,
         *,
         stop: StopInput = (),
-        on_full: OnFull = "raise",
+        on_full: OnFull | None = None,
         n_keep: SupportsIndex = 4,
+        logprobs: SupportsIndex = 0,
     ) -> TextGeneration:
         """Generate text, as soon as it is certain; parameters as for `generate`.
 
@@ -426,7 +440,7 @@ class LlamaSequence(Closing):
             The model has no vocabulary; raised by the call itself.
         """
         return TextGeneration(
-            self._generation(max_tokens, sampler, stop, on_full, n_keep, as_text=True)
+            self._generation(max_tokens, sampler, stop, on_full, n_keep, logprobs, as_text=True)
         )
 
     # Life -----------------------------------------------------------------------------------
@@ -619,6 +633,7 @@ class Generation(Iterator[int]):
         stop: Stop,
         on_full: OnFull,
         n_keep: int,
+        n_logprobs: int = 0,
         *,
         as_text: bool = False,
     ) -> None:
@@ -628,6 +643,9 @@ class Generation(Iterator[int]):
         self._stop = stop
         self._on_full = on_full
         self._n_keep = n_keep
+        self._n_logprobs = n_logprobs
+        self._chosen: list[int] = []
+        self._logprobs: list[dict[int, float]] = []
         self._text = TextStream(stop.strings) if as_text or stop.strings else None
         self._finish: FinishReason | None = None
 
@@ -639,6 +657,20 @@ class Generation(Iterator[int]):
         ``"full"`` where the cache is full and ``on_full="stop"``.
         """
         return self._finish
+
+    @property
+    def logprobs(self) -> list[dict[int, float]]:
+        """For each token so far the log-probabilities that the model gave, by token id; a copy.
+
+        The ``logprobs`` likeliest, and the one that was chosen; empty if none were asked for.
+        """
+        return [dict(one) for one in self._logprobs]
+
+    @property
+    def token_logprobs(self) -> list[TokenLogprob]:
+        """The same with the text of each token."""
+        model = self._sequence.context.model
+        return named(model, self._chosen, self._logprobs, self._n_logprobs)
 
     def __next__(self) -> int:
         token = self._next()[0]
@@ -686,7 +718,12 @@ class Generation(Iterator[int]):
                 if self._on_full == "stop":
                     return "full"
                 self._shift()
-        return None if writer.write(sequence.context.native, row) else "stop"
+        if not writer.write(sequence.context.native, row):
+            return "stop"
+        if self._n_logprobs:
+            self._chosen.append(writer.last)
+            self._logprobs.append(likeliest(row, self._n_logprobs, writer.last))
+        return None
 
     def _helps(self) -> bool:
         """Whether fewer tokens would fit; not where an id is missing."""
@@ -723,6 +760,16 @@ class TextGeneration(Iterator[str]):
     def finish_reason(self) -> FinishReason | None:
         """Why the text ended, as for `Generation`; None before."""
         return self._tokens.finish_reason
+
+    @property
+    def logprobs(self) -> list[dict[int, float]]:
+        """As for `Generation`."""
+        return self._tokens.logprobs
+
+    @property
+    def token_logprobs(self) -> list[TokenLogprob]:
+        """As for `Generation`."""
+        return self._tokens.token_logprobs
 
     def __next__(self) -> str:
         while not self._finished:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Stop", "StopInput", "TextRules", "TextState", "TextStream", "piece_of", "text_of"]
 
-#: What ends a generation: a string, a token id, or several of both.
-StopInput = str | SupportsIndex | Iterable[str | SupportsIndex]
+#: What ends a generation: a string, a token id, or several of both; None for nothing.
+StopInput = str | SupportsIndex | Iterable[str | SupportsIndex] | None
 
 
 def text_of(model: LlamaModel, tokens: TokenInput) -> str | None:
@@ -56,7 +56,7 @@ class Stop:
         TypeError
             Something is neither a string nor an integer.
         """
-        if type(stop) is tuple and not stop:
+        if stop is None or (type(stop) is tuple and not stop):
             return _NO_STOP
         items: list[str | SupportsIndex]
         if isinstance(stop, str) or hasattr(stop, "__index__"):

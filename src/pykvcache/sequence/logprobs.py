@@ -1,0 +1,77 @@
+"""Log-probabilities of chosen tokens and of the likeliest ones, by id and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from pykvcache.model import LlamaModel
+
+__all__ = ["TokenLogprob", "likeliest", "named"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token, its text, and the logarithm of the probability that the model gave it.
+
+    Attributes
+    ----------
+    token
+        Token id.
+    text
+        Its text; bytes that are no character by themselves are U+FFFD.
+    logprob
+        Natural logarithm of the probability, before any stage of the sampler.
+    top
+        The likeliest tokens at its place, the likeliest first; empty for those in this list.
+    """
+
+    token: int
+    text: str
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+def likeliest(row: npt.NDArray[np.float32], n: int, chosen: int) -> dict[int, float]:
+    """Return log-probabilities of the n likeliest tokens, in that order, and of one more."""
+    n = min(n, len(row))
+    top = np.argpartition(row, len(row) - n)[len(row) - n :]
+    top = top[np.argsort(-row[top], kind="stable")]
+    wide = row.astype(np.float64)
+    largest = wide.max()
+    total = largest + np.log(np.exp(wide - largest).sum())
+    found = {int(t): float(wide[t] - total) for t in top}
+    found.setdefault(chosen, float(wide[chosen] - total))
+    return found
+
+
+def named(
+    model: LlamaModel, tokens: Iterable[int], rows: Iterable[Mapping[int, float]], n: int
+) -> list[TokenLogprob]:
+    """Return tokens with their text and that of the n likeliest.
+
+    Parameters
+    ----------
+    model
+        Whose tokens they are.
+    tokens
+        The chosen ones.
+    rows
+        For each what `likeliest` returned.
+    n
+        How many of the likeliest to name.
+    """
+
+    def one(token: int, value: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
+        text = model.token_to_piece(token).decode("utf-8", "replace")
+        return TokenLogprob(token, text, value, top)
+
+    return [
+        one(token, row[token], tuple(one(*pair) for pair in list(row.items())[:n]))
+        for token, row in zip(tokens, rows, strict=False)
+    ]

@@ -41,6 +41,13 @@ BYTES_PER_THREAD = 16 * 2**20
 THREADS_MAX = 512
 
 
+def _flash(given: Any) -> Any:
+    """Return a choice of flash attention, of which True and False are two."""
+    if isinstance(given, bool):
+        return FlashAttention.ENABLED if given else FlashAttention.DISABLED
+    return given
+
+
 def usable_cpus(
     cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> int:
@@ -99,7 +106,7 @@ def check_params(model: LlamaModel, given: Mapping[str, Any]) -> dict[str, Any]:
         "n_threads_batch": as_int(batch_threads, "n_threads_batch", 1, 512),
         "type_k": choose(given["type_k"], GgmlType, "type_k", _TYPES),
         "type_v": choose(given["type_v"], GgmlType, "type_v", _TYPES),
-        "flash_attn": choose(given["flash_attn"], FlashAttention, "flash_attn", _FLASH),
+        "flash_attn": choose(_flash(given["flash_attn"]), FlashAttention, "flash_attn", _FLASH),
         "pooling_type": choose(given["pooling_type"], PoolingType, "pooling_type", _POOLING),
         "attention_type": choose(
             given["attention_type"], AttentionType, "attention_type", _ATTENTION

@@ -108,7 +108,7 @@ class LlamaContext(
         ``"f32"``, ``"f16"``, ``"bf16"``, ``"q8_0"``, ``"q5_1"``, ``"q5_0"``,
         ``"q4_1"``, ``"q4_0"`` or ``"iq4_nl"``.
     flash_attn
-        ``"auto"``, ``"enabled"`` or ``"disabled"``.
+        ``"auto"``, ``"enabled"`` (True) or ``"disabled"`` (False).
     n_threads, n_threads_batch
         Threads for one token and for more. Default for more: the CPUs that affinity and
         cgroups leave this process, or `n_threads` if that is given; for one token one thread
@@ -160,7 +160,7 @@ class LlamaContext(
         swa_full: bool = True,
         type_k: GgmlTypeName | GgmlType = "f16",
         type_v: GgmlTypeName | GgmlType = "f16",
-        flash_attn: FlashAttentionName | FlashAttention = "auto",
+        flash_attn: FlashAttentionName | FlashAttention | bool = "auto",
         n_threads: int | None = None,
         n_threads_batch: int | None = None,
         embeddings: bool = False,

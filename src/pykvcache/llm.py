@@ -246,7 +246,7 @@ class LLM(Closing):
         prompts: str,
         *,
         n: Literal[1] = 1,
-        max_tokens: SupportsIndex = ...,
+        max_tokens: SupportsIndex | None = ...,
         sampler: Sampler | None = ...,
         stop: StopInput = ...,
         logprobs: SupportsIndex = ...,
@@ -259,7 +259,7 @@ class LLM(Closing):
         prompts: str,
         *,
         n: int,
-        max_tokens: SupportsIndex = ...,
+        max_tokens: SupportsIndex | None = ...,
         sampler: Sampler | None = ...,
         stop: StopInput = ...,
         logprobs: SupportsIndex = ...,
@@ -272,7 +272,7 @@ class LLM(Closing):
         prompts: Sequence[Prompt],
         *,
         n: Literal[1] = 1,
-        max_tokens: SupportsIndex = ...,
+        max_tokens: SupportsIndex | None = ...,
         sampler: Sampler | None = ...,
         stop: StopInput = ...,
         logprobs: SupportsIndex = ...,
@@ -285,7 +285,7 @@ class LLM(Closing):
         prompts: Sequence[Prompt],
         *,
         n: int,
-        max_tokens: SupportsIndex = ...,
+        max_tokens: SupportsIndex | None = ...,
         sampler: Sampler | None = ...,
         stop: StopInput = ...,
         logprobs: SupportsIndex = ...,
@@ -297,7 +297,7 @@ class LLM(Closing):
         prompts: Prompt | Sequence[Prompt],
         *,
         n: int = 1,
-        max_tokens: SupportsIndex = 128,
+        max_tokens: SupportsIndex | None = 128,
         sampler: Sampler | None = None,
         stop: StopInput = (),
         logprobs: SupportsIndex = 0,
@@ -312,7 +312,7 @@ class LLM(Closing):
         n
             Samples per prompt; they share the evaluation of the prompt.
         max_tokens
-            Tokens to generate at most.
+            Tokens to generate at most; None: until it ends, or the context is full.
         sampler
             Copied for each sample. Default: greedy.
         stop
@@ -345,7 +345,11 @@ class LLM(Closing):
         return results[0] if is_one else results
 
     def _submit(
-        self, prompt: Prompt, max_tokens: SupportsIndex, sampler: Sampler | None, **options: Any
+        self,
+        prompt: Prompt,
+        max_tokens: SupportsIndex | None,
+        sampler: Sampler | None,
+        **options: Any,
     ) -> list[GenerationHandle]:
         found = self._generator.submit(prompt, max_tokens, sampler, **options)
         return found if isinstance(found, list) else [found]
@@ -458,10 +462,9 @@ class LLM(Closing):
         if form.grammar is not None:
             base = Sampler(temperature=0) if sampler is None else sampler
             sampler = base.with_format(form, self._model)
-        given = [stop] if isinstance(stop, str) or hasattr(stop, "__index__") else list(stop)
+        given = [stop] if isinstance(stop, str) or hasattr(stop, "__index__") else list(stop or ())
         stops = [*given, *form.stop]
-        limit = self._ctx.n_ctx_seq if max_tokens is None else max_tokens
-        (handle,) = self._submit(tokens, limit, sampler, stop=stops)
+        (handle,) = self._submit(tokens, max_tokens, sampler, stop=stops)
         return form, handle, TextStream([one for one in stops if isinstance(one, str)])
 
     def _piece(self, written: TextStream, token: int) -> str:
@@ -546,7 +549,7 @@ class LLM(Closing):
         self,
         prompt: Prompt,
         *,
-        max_tokens: SupportsIndex = 16,
+        max_tokens: SupportsIndex | None = 16,
         stop: StopInput = (),
         logprobs: SupportsIndex = 0,
         echo: bool = False,
@@ -657,7 +660,7 @@ class LLM(Closing):
         def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
             return {**start, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
 
-        yield chunk({"role": "assistant", "content": None})
+        yield chunk({"role": "assistant", "content": ""})
         stream = ChatStream(form)
         with _aborting(handle):
             for token in handle:

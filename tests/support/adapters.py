@@ -47,7 +47,7 @@ def _plan(name: str) -> Blueprint:
 
 def pairs(name: str, seed: int, *, rank: int = 4) -> dict[str, tuple[Floats, Floats]]:
     """Return A (rank, n_in) and B (n_out, rank) by tensor, large enough to matter."""
-    found = {}
+    found = dict[str, tuple[Floats, Floats]]()
     for tensor, plan in _plan(name).tensors.items():
         if len(plan.shape) == 2 and tensor.endswith(TARGETS):
             rng = np.random.default_rng([seed, len(found)])

@@ -105,6 +105,7 @@ class Handle:
     n_seq_max: int
     embeddings: bool
     causal: bool
+    swa_full: bool
     pooling_type: int
     def __new__(cls, model: Model, params: dict[str, Any]) -> Self: ...
     @property

@@ -186,7 +186,11 @@ class SequenceState(Saved):
         held = window.positions[:n]
         if not np.array_equal(held[held > last + 1 - self._fingerprint.n_swa], seen):
             raise UnsupportedOperation(
-                "slice", f"the window has dropped cells that position {last + 1} would see", "state"
+                "slice",
+                f"the state lacks window cells that position {last + 1} would see: it keeps those "
+                "of two windows at most. Rewind the sequence in its context first, and take the "
+                "state then",
+                "state",
             )
         return window.take(slice(0, n))
 

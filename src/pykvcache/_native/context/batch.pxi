@@ -141,7 +141,21 @@ cdef class Batch(Outputs):
                 break
             seen[s] = True
             single += 1
-        return <int32_t>max(same, single)
+        same = max(same, single)
+        # What fits one step of an empty memory costs nothing that is held.
+        if same < n and start == 0 and n <= self.n_ubatch and self.is_empty_window():
+            return <int32_t>n
+        return <int32_t>same
+
+    cdef bint is_empty_window(self) noexcept:
+        """Whether this is a cache with a window, in one pool, in which no sequence holds anything."""
+        cdef int32_t s
+        if self.kind != lib.MEMORY_SLIDING_WINDOW or self.streams:
+            return False
+        for s in range(<int32_t>self.n_seq_max):
+            if self.seqs.next_pos(s) != 0:
+                return False
+        return True
 
     cdef bint same_sequences(self, int64_t a, int64_t b, int32_t width) noexcept:
         cdef int32_t j

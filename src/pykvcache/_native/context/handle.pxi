@@ -23,7 +23,7 @@ cdef class Handle:
     cdef bint broken
     cdef readonly int32_t max_position
     cdef readonly uint32_t n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max
-    cdef readonly bint embeddings, causal
+    cdef readonly bint embeddings, causal, swa_full
     cdef readonly int pooling_type
     cdef int32_t n_vocab, n_embd_out
     cdef lib.context_facts effective
@@ -86,6 +86,7 @@ cdef class Handle:
                                   and (self.n_seq_max == 1 or not self.effective.kv_unified))
         self.pooling_type = self.effective.pooling_type
         self.embeddings = p.embeddings
+        self.swa_full = p.swa_full
         if lib.picks_blocks(self.mem) and self.n_seq_max > 1 and not self.streams:
             raise ContextCreateError(
                 "this memory attends to blocks of one sequence's cells, which sequences in one pool "

@@ -161,6 +161,7 @@ int32_t sequence_facts::clear(bool data) noexcept {
 }
 
 int32_t sequence_facts::adapt(adapter_set & set, adapter_set & before) noexcept {
+    ++changes;
     int32_t code;
     {
         const std::shared_lock<adapter_lock> read(*model_adapters);

@@ -72,7 +72,7 @@ class LlamaContext(
     bytes as llama.cpp writes them, in memory
         `get_state`, `set_state`, `state_size`, `get_partial_state`, `set_partial_state`
     facts
-        `model`, `n_ctx`, `n_ctx_seq`, `n_batch`, `n_ubatch`, `n_seq_max`, `max_position`,
+        `model`, `fingerprint`, `n_ctx`, `n_ctx_seq`, `n_batch`, `n_ubatch`, `n_seq_max`, `max_position`,
         `kv_unified`, `flash_attn`, `type_k`, `type_v`, `pooling_type`, `n_threads`,
         `n_threads_batch`, `tokens_evaluated`, `native`
 

@@ -259,7 +259,7 @@ class CacheMemory:
         differ in them share blocks.
         """
         ctx = self._ctx
-        fingerprint = ctx._fingerprint
+        fingerprint = ctx.fingerprint
         parts: Any
         if not self.has_layout:
             parts = ctx.memory_info  # nothing leaves this context

@@ -49,6 +49,7 @@ def load_sequence(cells: SequenceCells, path: Path, *, convert: bool) -> None:
 
 def _fill(cells: SequenceCells, state: SequenceState, *, convert: bool) -> None:
     ctx, ledger = cells.pool.ctx, cells.ledger
+    state.fingerprint.check(ctx.fingerprint)  # first: tokens of another model look damaged
     tokens = state.tokens
     if tokens is None:
         raise StateDamaged(

@@ -158,7 +158,7 @@ class StateMethods(PartialStateMethods):
         """
         if seq_id is None:
             raise TypeError("seq_id must be an integer, not None: see context_state")
-        fingerprint = self._fingerprint
+        fingerprint = self.fingerprint
         state, firsts = self._native.take_state(seq_id, spare=True)
         parts = [streams[0] for streams in self._split(state, whole=False)]
         first = firsts[0][1] if firsts else 0
@@ -208,7 +208,7 @@ class StateMethods(PartialStateMethods):
                 f"state must be a SequenceState, not {type(state).__name__}: "
                 "the order is restore_sequence(state, seq_id)"
             )
-        state.fingerprint.check(self._fingerprint)
+        state.fingerprint.check(self.fingerprint)
         parts = self._fitted([[part] for part in state.parts], convert=convert)
         set_parts(self._native, seq_id, parts, [(index(seq_id), state.first)])
 
@@ -285,7 +285,7 @@ class StateMethods(PartialStateMethods):
         ValueError, TypeError, UnsupportedOperation, ModelLoadError
             As for `sequence_state`.
         """
-        fingerprint = self._fingerprint
+        fingerprint = self.fingerprint
         state, firsts = self._native.take_state(None)
         parts = self._split(state, whole=True)
         return ContextState(parts, fingerprint, dict(firsts), tokens=tokens, metadata=metadata)
@@ -304,7 +304,7 @@ class StateMethods(PartialStateMethods):
         self._check_open()
         if not isinstance(state, ContextState):
             raise TypeError(f"state must be a ContextState, not {type(state).__name__}")
-        state.fingerprint.check(self._fingerprint)
+        state.fingerprint.check(self.fingerprint)
         for streams, layout in zip(state.parts, self._layouts, strict=False):
             if layout.part != "recurrent" and len(streams) != layout.n_stream:
                 raise StateLayoutMismatch(
@@ -378,7 +378,14 @@ class StateMethods(PartialStateMethods):
         return fingerprint_of(self._native, self._model.fingerprint)
 
     @property
-    def _fingerprint(self) -> Fingerprint:
+    def fingerprint(self) -> Fingerprint:
+        """The model and the settings that states of this context were computed with.
+
+        Raises
+        ------
+        ModelLoadError
+            The model's file was changed since it was loaded, so that it cannot be named.
+        """
         names = self._native.adapter_names
         return (
             replace(self._plain_fingerprint, adapters=names) if names else self._plain_fingerprint

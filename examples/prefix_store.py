@@ -24,6 +24,11 @@ path = sys.argv[1] if len(sys.argv) > 1 else embedded_model_path()
 with tempfile.TemporaryDirectory() as store, LlamaModel(path) as model:
     for end in ENDS:
         with LlamaContext(model, n_ctx=512) as ctx:
+            if ctx.memory_kind != "attention":
+                sys.exit(
+                    f"{path} has {ctx.memory_kind} memory, of which no part stands for some tokens "
+                    "alone: examples/prefix_cache.py works with every model"
+                )
             prompt = model.tokenize(STORY + end)
             # A block's name depends on all tokens up to its end: so do its keys and values.
             names = [

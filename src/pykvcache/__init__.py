@@ -7,13 +7,13 @@ every call that succeeds the next logits are right for what the sequence holds.
 What is made or called by hand is here; the rest is in its modules:
 
 =================  ==================================================================
-`errors`           every exception
+`errors`           every exception; here are those that programs catch most
 `chat_format`      messages that a model wrote: content, reasoning, tool calls
 `enums`            the choices of options, which are also taken as text
 `state`            states of sequences and contexts: in memory, in files
 `kv`               keys, values and recurrent states as arrays
 `arrays`           array caches, which need no model
-`generate`         what a `BatchGenerator` hands out
+`generate`         what else a `BatchGenerator` hands out
 `introspection`    what a context tells of its cells and buffers
 `prefix`           of a prefix cache: reports, stores, policies
 `simulate`         policies of eviction on traces of requests
@@ -28,16 +28,28 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from pykvcache import errors
-from pykvcache.errors import KvCacheError
+from pykvcache.errors import (
+    ChatParseError,
+    ClosedError,
+    ContextCreateError,
+    DecodeAborted,
+    GrammarError,
+    KvCacheError,
+    ModelLoadError,
+    NoKvCacheSlot,
+    StateError,
+    UnsupportedOperation,
+)
 
 if TYPE_CHECKING:
     from pykvcache import arrays, enums, kv, state
     from pykvcache._devices import Device, devices
     from pykvcache._models import embedded_model_path
     from pykvcache._native.lib import system_info
+    from pykvcache.adapters import ControlVector, LoraAdapter
     from pykvcache.batch import LlamaBatch
     from pykvcache.context import LlamaContext
-    from pykvcache.generate import BatchGenerator
+    from pykvcache.generate import BatchGenerator, GenerationHandle
     from pykvcache.llm import LLM
     from pykvcache.model import LlamaModel
     from pykvcache.pictures import CellHistory
@@ -57,6 +69,7 @@ _HOMES = {
     "CheckpointPolicy": "sequence",
     "Device": "_devices",
     "FolderStore": "prefix.stores",
+    "GenerationHandle": "generate",
     "LLM": "llm",
     "LlamaBatch": "batch",
     "LoraAdapter": "adapters",
@@ -84,21 +97,31 @@ __all__ = [
     "LLM",
     "BatchGenerator",
     "CellHistory",
+    "ChatParseError",
     "CheckpointPolicy",
+    "ClosedError",
+    "ContextCreateError",
     "ControlVector",
+    "DecodeAborted",
     "Device",
     "FolderStore",
+    "GenerationHandle",
+    "GrammarError",
     "KvCacheError",
     "LlamaBatch",
     "LlamaContext",
     "LlamaModel",
     "LlamaSequence",
     "LoraAdapter",
+    "ModelLoadError",
+    "NoKvCacheSlot",
     "ObjectStore",
     "PrefixCache",
     "RedisStore",
     "Sampler",
     "SequenceState",
+    "StateError",
+    "UnsupportedOperation",
     "__version__",
     "arrays",
     "describe_state",

@@ -72,8 +72,8 @@ class LlamaContext(
     bytes as llama.cpp writes them, in memory
         `get_state`, `set_state`, `state_size`, `get_partial_state`, `set_partial_state`
     facts
-        `model`, `fingerprint`, `n_ctx`, `n_ctx_seq`, `n_batch`, `n_ubatch`, `n_seq_max`, `max_position`,
-        `kv_unified`, `flash_attn`, `type_k`, `type_v`, `pooling_type`, `n_threads`,
+        `model`, `fingerprint`, `n_ctx`, `n_ctx_seq`, `n_batch`, `n_ubatch`, `n_seq_max`,
+        `max_position`, `kv_unified`, `flash_attn`, `type_k`, `type_v`, `pooling_type`, `n_threads`,
         `n_threads_batch`, `tokens_evaluated`, `native`
 
     Every method takes the context's lock, so threads may share a context; they wait

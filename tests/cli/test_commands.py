@@ -60,6 +60,70 @@ def test_generate_follows_a_grammar(tmp_path: Path, capsys: Capture) -> None:
     assert said.strip() in ("yes", "no")
 
 
+def test_generate_follows_a_schema(tmp_path: Path, capsys: Capture) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    (tmp_path / "a.json").write_text(json.dumps(schema))
+    for given in (json.dumps(schema), str(tmp_path / "a.json")):
+        said = out_of(capsys, "generate", "It is", "-n", "40", "-t", "0", "--json-schema", given)
+        assert json.loads(said)["a"] in (True, False)
+    assert main(["generate", "It is", "--json-schema", '{"multipleOf": 2}']) == 1
+    assert main(["generate", "It is", "--json-schema", "{}", "--grammar", "x"]) == 2
+
+
+def test_generate_tells_log_probabilities(capsys: Capture) -> None:
+    for samples in ("1", "2"):
+        args = ("-n", "4", "-t", "0", "--json", "--logprobs", "2", "--samples", samples)
+        for line in out_of(capsys, "generate", "Once upon a time", *args).splitlines():
+            found = json.loads(line)
+            assert "".join(one["text"] for one in found["logprobs"]) == found["text"]
+            assert [len(one["top"]) for one in found["logprobs"]] == [2] * 4
+    assert main(["generate", "Once", "--logprobs", "2"]) == 2
+
+
+def test_generate_keeps_prefixes_for_later_commands(tmp_path: Path, capsys: Capture) -> None:
+    prompt = "Once upon a time there was a king. " * 12
+    first = out_of(capsys, "generate", prompt, "-n", "6", "-t", "0", "--cache", str(tmp_path / "b"))
+    assert list((tmp_path / "b").rglob("*"))
+    assert first == out_of(
+        capsys, "generate", prompt, "-n", "6", "-t", "0", "--cache", str(tmp_path / "b")
+    )
+    assert first == out_of(capsys, "generate", prompt, "-n", "6", "-t", "0")
+
+
+def test_generate_takes_a_template(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }} and{% endfor %}")
+    args = ("-n", "6", "-t", "0", "--swa-window")
+    said = out_of(
+        capsys, "generate", "Lucy", "--chat", "--template", str(tmp_path / "own.jinja"), *args
+    )
+    with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=512) as ctx:
+        tokens = model.tokenize("Lucy and", add_special=False)
+        right = "".join(LlamaSequence(ctx, tokens).stream(6))
+    assert said.strip() == right.strip()
+    assert main(["generate", "Lucy", "--template", str(tmp_path / "own.jinja")]) == 2
+
+
+def test_embed_writes_a_row_per_text(tmp_path: Path, capsys: Capture) -> None:
+    rows = [json.loads(line) for line in out_of(capsys, "embed", "a kite", "a mill").splitlines()]
+    assert [round(float(np.linalg.norm(row)), 4) for row in rows] == [1, 1]
+    (tmp_path / "texts").write_text("a kite\na mill\n")
+    found = out_of(capsys, "embed", "--lines", "--file", str(tmp_path / "texts"))
+    assert np.allclose([json.loads(line) for line in found.splitlines()], rows, atol=1e-3)
+    assert main(["embed", "a", "--file", "b"]) == 2
+
+
+def test_shells_can_complete(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert "_PYKVCACHE_COMPLETE" in out_of(capsys, "completion", shell)
+    assert main(["completion", "tcsh"]) == 2
+    monkeypatch.setenv("_PYKVCACHE_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "pykvcache gen")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    with pytest.raises(SystemExit):
+        main([])
+    assert "generate" in capsys.readouterr().out
+
+
 def test_generate_reads_a_file(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "prompt").write_text("Once upon a time")
     said = out_of(capsys, "generate", "--file", str(tmp_path / "prompt"), "-n", "5", "-t", "0")

@@ -91,7 +91,10 @@ def said_in(ctx: LlamaContext, path: Path) -> list[str]:
     [
         (["one", "two"], ["one", "two"], "holds this talk"),
         (["one", "two", "/rewind"], ["one"], "holds this talk"),
-        (["one", "/rewind"], ["one"], "holds another talk"),
+        (["one", "/rewind"], [], "holds this talk"),
+        (["one", "two", "/fork b", "/rewind"], ["one"], "holds this talk"),
+        (["one", "two", "/fork b", "/switch main", "/rewind"], ["one"], "holds this talk"),
+        (["one", "two", "/rewind", "/fork b", "/switch main"], ["one"], "holds this talk"),
         (["one", "/fork b", "two", "/switch main"], ["one", "two"], "holds branch b"),
         (["one", "/fork b", "two", "/switch main"], ["one", "two"], "not kept: branch main"),
         (["one", "/fork b", "two", "/switch main", "three"], ["one", "three"], "branch b"),

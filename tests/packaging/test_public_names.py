@@ -25,16 +25,16 @@ def test_every_public_name_is_there_once() -> None:
 
 
 def test_the_top_level_is_a_page() -> None:
-    """Errors, choices of options and return types are in their modules."""
+    """Choices of options and return types are in their modules, and most errors."""
     assert len(pykvcache.__all__) <= 40
+    assert sum(name in errors.__all__ for name in pykvcache.__all__) <= 10
     assert not [name for name in dir(pykvcache) if name[0] == "_" and name != "__version__"]
-    for name in set(pykvcache.__all__) - {"KvCacheError"}:
+    for name in set(pykvcache.__all__) - set(errors.__all__):
         one = getattr(pykvcache, name)
         if inspect.ismodule(one):
             assert one.__name__ == f"pykvcache.{name}"
             assert one.__all__
         else:
-            assert name not in errors.__all__
             assert name not in pykvcache.enums.__all__
 
 

@@ -12,7 +12,9 @@ import click
 from pykvcache.cli.bench import bench
 from pykvcache.cli.cache import cache
 from pykvcache.cli.chat import chat
+from pykvcache.cli.completion import completion
 from pykvcache.cli.demo import demo
+from pykvcache.cli.embed import embed
 from pykvcache.cli.generate import generate
 from pykvcache.cli.info import info
 from pykvcache.cli.rpc_server import rpc_server
@@ -49,7 +51,10 @@ def app() -> None:
     """llama.cpp's KV cache as a Python object: generate, chat, look inside, save and restore."""
 
 
-for command in (generate, chat, info, tokenize, state, cache, serve, bench, demo, rpc_server):
+for command in (
+    *(generate, chat, embed, info, tokenize, state, cache, serve, bench, demo),
+    *(rpc_server, completion),
+):
     app.add_command(command)
 
 

@@ -17,8 +17,11 @@ from pykvcache.cli.options import (
     model_option,
     n_ctx_option,
     number,
+    read_file,
     sampling_options,
     stop_text,
+    swa_option,
+    template_option,
     threads_option,
 )
 from pykvcache.cli.terminal import is_terminal, load_model, note, open_context
@@ -52,6 +55,7 @@ _ENDS = "(Ctrl-D, or /exit, ends the chat)"
     help="A file: the talk is read from it, and kept in it after every turn.",
 )
 @click.option("--system", help="The system message of a new talk.")
+@template_option
 @click.option(
     "-n",
     "--max-tokens",
@@ -70,16 +74,19 @@ _ENDS = "(Ctrl-D, or /exit, ends the chat)"
 @sampling_options
 @n_ctx_option
 @cache_type_options
+@swa_option
 @threads_option
 def chat(
     model: str,
     session: str | None,
     system: str | None,
+    template: str | None,
     max_tokens: int,
     stop: tuple[str, ...],
     n_ctx: int,
     type_k: Any,
     type_v: Any,
+    swa_full: bool,
     threads: int | None,
     **sampling: Any,
 ) -> None:
@@ -94,14 +101,21 @@ def chat(
         )
     if session is not None:
         _check_folder(session)
+    text = None if template is None else read_file(template)
     with (
         load_model(model) as loaded,
         open_context(
-            loaded, n_ctx=n_ctx, n_seq_max=8, type_k=type_k, type_v=type_v, n_threads=threads
+            loaded,
+            n_ctx=n_ctx,
+            n_seq_max=8,
+            type_k=type_k,
+            type_v=type_v,
+            swa_full=swa_full,
+            n_threads=threads,
         ) as ctx,
     ):
         sampler = make_sampler(**sampling)
-        commands = Commands(ctx, system, session)
+        commands = Commands(ctx, system, session, text)
         commands.begin()
         max_tokens = min(max_tokens, max(1, ctx.n_ctx_seq // 2))
         while True:

@@ -33,8 +33,14 @@ HELP = """\
 class Commands:
     """The branches of a chat, and what can be done with them."""
 
-    def __init__(self, ctx: LlamaContext, system: str | None, session: str | None) -> None:
-        self._ctx, self._system = ctx, system
+    def __init__(
+        self,
+        ctx: LlamaContext,
+        system: str | None,
+        session: str | None,
+        template: str | None = None,
+    ) -> None:
+        self._ctx, self._system, self._template = ctx, system, template
         self._session = None if session is None else Session(session)
         self._branches: dict[str, Talk] = {}
         self._name = "main"
@@ -61,7 +67,9 @@ class Commands:
                 self._load(self._session.path)
                 return
         messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-        self._branches[self._name] = Talk(LlamaSequence(self._ctx), messages)
+        self._branches[self._name] = Talk(
+            LlamaSequence(self._ctx), messages, template=self._template
+        )
         if not self.talk.has_template:
             note("(the model has no chat template: it goes on with your text, line by line)")
             if self._system is not None:
@@ -78,8 +86,7 @@ class Commands:
             self._keep()
         held = [name for name, one in self._branches.items() if session.holds(one)]
         if self._name in held:
-            if talk.turns:
-                note(f"({session.path} holds this talk: the same command goes on with it)")
+            note(f"({session.path} holds this talk: the same command goes on with it)")
         elif held:
             note(f"({session.path} holds branch {held[0]}: the same command goes on with it)")
         elif session.exists:
@@ -186,6 +193,7 @@ class Commands:
             f"({_turns(gone)} taken back: {_turns(len(self.talk.turns))} left, "
             f"{len(self.talk.sequence)} tokens)"
         )
+        self._keep()
 
     def _fork(self, words: list[str]) -> None:
         number = len(self._branches)
@@ -220,7 +228,7 @@ class Commands:
 
     def _load(self, path: str) -> None:
         facts = facts_of(path)  # another program may write it meanwhile
-        talk = load_talk(self._ctx, path)
+        talk = load_talk(self._ctx, path, self._template)
         old = self._branches.get(self._name)
         self._branches[self._name] = talk
         if old is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -18,10 +20,13 @@ from pykvcache.cli.options import (
     read_text,
     sampling_options,
     stop_text,
+    swa_option,
+    template_option,
     threads_option,
 )
 from pykvcache.cli.talk import closing
 from pykvcache.cli.terminal import load_model, note, open_context, shown, watched
+from pykvcache.sequence.logprobs import TokenLogprob
 
 __all__ = ["generate"]
 
@@ -32,6 +37,8 @@ Examples:
   pykvcache generate "One day" --samples 3 --seed 1     three texts, one evaluation of the prompt
   echo "Tom has a" | pykvcache generate -t 0 --json
   pykvcache generate --file long.txt -m model.gguf --chat
+  pykvcache generate --file long.txt -m model.gguf --cache ~/.cache/blocks    evaluated once for all
+  pykvcache generate "A kite:" --json-schema kite.json
 """
 
 
@@ -59,10 +66,30 @@ Examples:
 )
 @click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
 @click.option("--system", help="With --chat: the system message.")
+@template_option
 @click.option("--grammar", type=click.Path(), help="A file with a GBNF grammar to follow.")
+@click.option(
+    "--json-schema",
+    metavar="SCHEMA",
+    help="A JSON schema to follow: a file, or the schema itself, which begins with {.",
+)
+@click.option(
+    "--logprobs",
+    type=number(0, 1000),
+    default=0,
+    metavar="N",
+    help="With --json: the log-probabilities of each token and of the N likeliest.",
+)
+@click.option(
+    "--cache",
+    "cache_place",
+    metavar="PLACE",
+    help="A folder or address where evaluated prefixes are kept, for this and later commands.",
+)
 @sampling_options
 @n_ctx_option
 @cache_type_options
+@swa_option
 @threads_option
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per text.")
 def generate(
@@ -74,10 +101,15 @@ def generate(
     samples: int,
     chat: bool,
     system: str | None,
+    template: str | None,
     grammar: str | None,
+    json_schema: str | None,
+    logprobs: int,
+    cache_place: str | None,
     n_ctx: int,
     type_k: Any,
     type_v: Any,
+    swa_full: bool,
     threads: int | None,
     as_json: bool,
     **sampling: Any,
@@ -87,77 +119,122 @@ def generate(
     Several samples of one prompt are forks of one evaluation, and are generated together, with
     one decode per step.
     """
-    from pykvcache import BatchGenerator, LlamaSequence
+    from pykvcache import BatchGenerator, LlamaSequence, PrefixCache
+    from pykvcache.llm import as_tiers
+    from pykvcache.prefix.sequence import CachedSequence
 
-    if system is not None and not chat:
-        raise click.UsageError("--system goes with --chat")
+    for what, value, needed in (("system", system, chat), ("template", template, chat)):
+        if value is not None and not needed:
+            raise click.UsageError(f"--{what} goes with --chat")
+    if logprobs and not as_json:
+        raise click.UsageError("--logprobs goes with --json")
+    if grammar is not None and json_schema is not None:
+        raise click.UsageError("--grammar and --json-schema were given: one of them")
     text = read_text(prompt, file)
-    with load_model(model) as loaded:
+    with load_model(model) as loaded, ExitStack() as stack:
         if grammar is not None:
             sampling.update(grammar=read_file(grammar), model=loaded)
+        if json_schema is not None:
+            is_text = json_schema.lstrip().startswith("{")
+            schema = json_schema if is_text else read_file(json_schema)
+            sampling.update(json_schema=schema, model=loaded)
         sampler = make_sampler(**sampling)
         given: Any = text
         if chat:
             messages = [{"role": "system", "content": system}] if system is not None else []
             messages.append({"role": "user", "content": text})
-            rendered = loaded.apply_chat_template(messages)
+            own = None if template is None else read_file(template)
+            rendered = loaded.apply_chat_template(messages, template=own)
             given = loaded.tokenize(rendered, add_special=False, parse_special=True)
             stop += closing(rendered)
-        with open_context(
-            loaded,
-            n_ctx=n_ctx,
-            n_seq_max=min(samples, 64),
-            type_k=type_k,
-            type_v=type_v,
-            n_threads=threads,
-        ) as ctx:
-            start = time.perf_counter()
-            with LlamaSequence(ctx, given) as sequence:
-                n_prompt = len(sequence)
-                if n_prompt == 0:
-                    raise click.UsageError("the prompt has no tokens")
-                if n_prompt > ctx.n_ctx_seq and ctx.memory_kind != "recurrent":
-                    raise click.ClickException(
-                        f"the prompt has {n_prompt} tokens, and the cache has room for "
-                        f"{ctx.n_ctx_seq}: give a larger --n-ctx"
-                    )
-                with watched(ctx, n_prompt):
-                    sequence.logits()  # evaluates; the first token is chosen from them
-                evaluated = time.perf_counter() - start
-                if samples == 1:
-                    texts = [_stream(sequence, max_tokens, sampler, stop, echo=not as_json)]
-                else:
-                    generator = BatchGenerator(ctx)
-                    handles = generator.submit(sequence, max_tokens, sampler, n=samples, stop=stop)
-                    generator.run()
-                    texts = [(h.text, len(h.tokens), h.finish_reason) for h in handles]
-                    if not as_json:
-                        for number, (each, _, _) in enumerate(texts):
-                            click.secho(f"--- {number}", dim=True)
-                            click.echo(each)
-            seconds = time.perf_counter() - start
-            n_new = sum(n for _, n, _ in texts)
-            if as_json:
-                for each, n, reason in texts:
-                    line = {"text": each, "n_prompt": n_prompt, "n_tokens": n, "finish": reason}
-                    click.echo(json.dumps(line, ensure_ascii=False))
-            if shown():
-                rate = n_new / max(seconds - evaluated, 1e-9)
-                note(
-                    f"[{n_prompt} tokens in {evaluated:.2f} s, {n_new} generated, {rate:.0f} "
-                    f"tokens/s, {texts[0][2]}]"
+        ctx = stack.enter_context(
+            open_context(
+                loaded,
+                n_ctx=n_ctx,
+                n_seq_max=min(samples, 64),
+                type_k=type_k,
+                type_v=type_v,
+                swa_full=swa_full,
+                n_threads=threads,
+            )
+        )
+        start = time.perf_counter()
+        cache: PrefixCache | None = None
+        sequence: LlamaSequence
+        if cache_place is None:
+            sequence = LlamaSequence(ctx, given)
+        else:
+            cache = stack.enter_context(PrefixCache(ctx, tiers=as_tiers(cache_place)))
+            sequence = cache.sequence(given)
+        with sequence:
+            n_prompt = len(sequence)
+            if n_prompt == 0:
+                raise click.UsageError("the prompt has no tokens")
+            if n_prompt > ctx.n_ctx_seq and ctx.memory_kind != "recurrent":
+                raise click.ClickException(
+                    f"the prompt has {n_prompt} tokens, and the cache has room for "
+                    f"{ctx.n_ctx_seq}: give a larger --n-ctx"
                 )
+            reused = ""
+            if isinstance(sequence, CachedSequence):
+                reused = f", {n_prompt - sequence.reuse.evaluated} of them reused,"
+            with watched(ctx, n_prompt):
+                sequence.logits()  # evaluates; the first token is chosen from them
+            evaluated = time.perf_counter() - start
+            if samples == 1:
+                found = [_stream(sequence, max_tokens, sampler, stop, logprobs, echo=not as_json)]
+            else:
+                generator = BatchGenerator(ctx if cache is None else cache)
+                found = generator.submit(
+                    sequence, max_tokens, sampler, n=samples, stop=stop, logprobs=logprobs
+                )
+                generator.run()
+                if not as_json:
+                    for number, each in enumerate(found):
+                        click.secho(f"--- {number}", dim=True)
+                        click.echo(each.text)
+        seconds = time.perf_counter() - start
+        n_new = sum(len(each.tokens) for each in found)
+        if as_json:
+            for each in found:
+                line = {
+                    "text": each.text,
+                    "n_prompt": n_prompt,
+                    "n_tokens": len(each.tokens),
+                    "finish": each.finish_reason,
+                }
+                if logprobs:
+                    line["logprobs"] = [_named(one) for one in each.token_logprobs]
+                click.echo(json.dumps(line, ensure_ascii=False))
+        if shown():
+            rate = n_new / max(seconds - evaluated, 1e-9)
+            note(
+                f"[{n_prompt} tokens{reused} in {evaluated:.2f} s, {n_new} generated, {rate:.0f} "
+                f"tokens/s, {found[0].finish_reason}]"
+            )
+
+
+def _named(one: TokenLogprob) -> dict[str, Any]:
+    """Return a token's log-probability for JSON."""
+    found = {"token": one.token, "text": one.text, "logprob": one.logprob}
+    return found | ({"top": [_named(other) for other in one.top]} if one.top else {})
 
 
 def _stream(
-    sequence: Any, max_tokens: int, sampler: Any, stop: tuple[str, ...], *, echo: bool
-) -> tuple[str, int, str | None]:
+    sequence: Any, max_tokens: int, sampler: Any, stop: tuple[str, ...], n: int, *, echo: bool
+) -> Any:
+    """Generate and show a text; return it as a handle would."""
     before, pieces = len(sequence), []
-    stream = sequence.stream(max_tokens, sampler, stop=stop, on_full="stop")
+    stream = sequence.stream(max_tokens, sampler, stop=stop, on_full="stop", logprobs=n)
     for piece in stream:
         pieces.append(piece)
         if echo:
             click.echo(piece, nl=False)
     if echo:
         click.echo()
-    return "".join(pieces), len(sequence) - before, stream.finish_reason
+    return SimpleNamespace(
+        text="".join(pieces),
+        tokens=sequence.tokens[before:],
+        finish_reason=stream.finish_reason,
+        token_logprobs=stream.token_logprobs,
+    )

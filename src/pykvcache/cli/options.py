@@ -25,6 +25,8 @@ __all__ = [
     "read_text",
     "sampling_options",
     "stop_text",
+    "swa_option",
+    "template_option",
     "threads_option",
 ]
 
@@ -77,6 +79,20 @@ n_ctx_option = click.option(
     show_default=True,
     help="Cells of the cache, in tokens, rounded up to a multiple of 256; 0: as many as the model "
     "was trained with.",
+)
+
+
+template_option = click.option(
+    "--template",
+    type=click.Path(),
+    metavar="FILE",
+    help="A Jinja chat template to use in place of the model's own.",
+)
+swa_option = click.option(
+    "--swa-full/--swa-window",
+    default=True,
+    show_default=True,
+    help="Of models with a sliding window: keep all cells (for rewinds and shifts), or fewer.",
 )
 
 

@@ -81,6 +81,7 @@ class Talk:
     text: str = ""
     beside: dict[str, Any] = field(default_factory=dict)  # what a file had with it, and keeps
     is_whole: bool = True  # False while tokens and text may not be those of the messages
+    template: str | None = None  # in place of the model's own
 
     @property
     def context(self) -> LlamaContext:
@@ -89,8 +90,14 @@ class Talk:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model says what a conversation looks like."""
-        return self.context.model.chat_template is not None
+        """Whether there is a template that says what a conversation looks like."""
+        return self.template is not None or self.context.model.chat_template is not None
+
+    def render(self, messages: list[dict[str, str]], *, answer: bool = True) -> str:
+        """Return messages as text; with `answer` up to where the assistant's begins."""
+        own = {} if self.template is None else {"template": self.template}
+        model = self.context.model
+        return model.apply_chat_template(messages, add_generation_prompt=answer, **own)
 
     # Turns ----------------------------------------------------------------------------------
 
@@ -168,7 +175,7 @@ class Talk:
             self.sequence.append(added)
             self.text, self.is_whole = self.text + added, True
             return
-        whole = model.apply_chat_template(self.messages)
+        whole = self.render(self.messages)
         if not self.text:
             self._begin_with_system(whole)
         if not (self.text and whole.startswith(self.text)):
@@ -214,13 +221,13 @@ class Talk:
                 turns.append(Turn(len(tokens), len(text)))
             try:
                 part = self.messages[: i + 1]
-                whole = model.apply_chat_template(part, add_generation_prompt=False)
+                whole = self.render(part, answer=False)
             except ChatTemplateError:
                 if i + 1 == len(self.messages) and turns:
                     raise
                 continue  # it wants a user's message first
             if not whole.startswith(text):  # it puts earlier messages otherwise when more follow
-                whole = model.apply_chat_template(self.messages, add_generation_prompt=False)
+                whole = self.render(self.messages, answer=False)
                 ids = model.tokenize(whole, add_special=False, parse_special=True).tolist()
                 n = sum(m["role"] == "user" for m in self.messages)
                 return ids, [Turn() for _ in range(n)], whole
@@ -244,7 +251,7 @@ class Talk:
         """Let the first turn begin after the system message, which stays when turns are dropped."""
         model, first = self.context.model, self.messages[:-1]
         try:
-            text = model.apply_chat_template(first, add_generation_prompt=False) if first else ""
+            text = self.render(first, answer=False) if first else ""
         except ChatTemplateError:  # it wants a user's message
             return
         if text and whole.startswith(text):
@@ -275,7 +282,7 @@ class Talk:
         if first.is_known and last.is_known:
             return first.n_tokens + len(self.sequence) - last.n_tokens
         messages = [*self.messages[: self._users()[0]], self.messages[-1]]
-        whole = self.context.model.apply_chat_template(messages)
+        whole = self.render(messages)
         return len(self.context.model.tokenize(whole, add_special=False, parse_special=True))
 
     def _users(self) -> list[int]:
@@ -285,7 +292,7 @@ class Talk:
         (first, second), (at, end) = self.turns[:2], self._users()[:2]
         messages = self.messages[:at] + self.messages[end:]
         if not (first.is_known and second.is_known):
-            whole = self.context.model.apply_chat_template(messages)
+            whole = self.render(messages)
             self.is_whole = False
             self.messages, self.turns = messages, [Turn() for _ in self.turns[1:]]
             self._put(whole)
@@ -321,7 +328,7 @@ class Talk:
         """Return another talk that begins with all of this one."""
         messages = [dict(message) for message in self.messages]
         one = Talk(self.sequence.fork(), messages, list(self.turns), self.text, dict(self.beside))
-        one.is_whole = self.is_whole
+        one.is_whole, one.template = self.is_whole, self.template
         return one
 
     # Files ----------------------------------------------------------------------------------

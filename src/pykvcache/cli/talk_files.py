@@ -14,7 +14,7 @@ from pykvcache.state import ContextState, SequenceState, StateInfo, describe_sta
 __all__ = ["load_talk"]
 
 
-def load_talk(ctx: LlamaContext, path: str) -> Talk:
+def load_talk(ctx: LlamaContext, path: str, template: str | None = None) -> Talk:
     """Read a talk; of one that the chat saved nothing is evaluated again.
 
     Also a file of `LlamaSequence.save` with ``{"messages": [...]}`` beside it, where the model has
@@ -33,7 +33,8 @@ def load_talk(ctx: LlamaContext, path: str) -> Talk:
         messages = _messages((note or beside)["messages"])
         beside["messages"] = messages
         turns, text = _turns(note) if note else ([], "")
-        if not note and (ctx.model.chat_template is None or not messages):
+        has_template = template is not None or ctx.model.chat_template is not None
+        if not note and not (has_template and messages):
             raise ValueError("messages alone are no text")
     except (KeyError, TypeError, ValueError, OverflowError):
         # Damage is said first.
@@ -43,13 +44,13 @@ def load_talk(ctx: LlamaContext, path: str) -> Talk:
             "of a role and a text each"
         ) from None
     try:
-        talk = Talk(LlamaSequence.load(ctx, path), messages, turns, text, beside)
+        talk = Talk(LlamaSequence.load(ctx, path), messages, turns, text, beside, template=template)
     except StateLayoutMismatch as error:
         raise _other_types(path, found, ctx) or error from None
     n_tokens = len(talk.sequence)
     if not (note and note.get("n_tokens", n_tokens) == n_tokens and _fits(talk)):
         why = "the model has no template to make them so"
-        if ctx.model.chat_template is not None:
+        if talk.has_template:
             try:
                 talk.lay_out()
                 return talk

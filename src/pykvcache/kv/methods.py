@@ -93,6 +93,11 @@ class KvMethods:
             rest of an aborted decode. With ``rope=False``: M-RoPE. With ``copy=False``: the
             cache is on a device, the cells are not evenly spaced, or NumPy lacks the type.
         """
+        if seq_id is None:
+            raise TypeError(
+                "seq_id is None: a LlamaSequence has an id once it is evaluated (evaluate()), and "
+                "none while it is parked"
+            )
         copy, rope, wanted = as_bool(copy, "copy"), as_bool(rope, "rope"), _wanted(dtype)
         if not copy and (not rope or wanted not in (None, "stored")):
             raise ArgumentError(

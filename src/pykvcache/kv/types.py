@@ -141,6 +141,8 @@ class SequenceKV(Generic[A]):
     def plot(self) -> Figure:
         """Draw the lengths of keys and values by layer, head and token (needs ``pykvcache[plot]``).
 
+        Layers that see a window are blank where it holds no token.
+
         Returns
         -------
         matplotlib.figure.Figure
@@ -151,12 +153,20 @@ class SequenceKV(Generic[A]):
         ImportError
             matplotlib is not installed.
         """
+        parts = [self] if self.window is None else [self, self.window]
+        places = np.unique(np.concatenate([np.asarray(part.positions) for part in parts]))
         layers = [
-            (layer.layer, np.asarray(layer.keys), np.asarray(layer.values))
-            for layer in self.layers
+            (
+                layer.layer,
+                _spread(layer.keys, part.positions, places),
+                _spread(layer.values, part.positions, places),
+            )
+            for part in parts
+            for layer in part.layers
             if isinstance(layer, LayerKV)
         ]
-        return draw_norms(self.positions, layers, f"{len(self)} tokens")
+        layers.sort(key=lambda layer: layer[0])
+        return draw_norms(places, layers, f"{len(self)} tokens")
 
     def select(self, tokens: npt.ArrayLike) -> SequenceKV[A]:
         """Return what is left of some tokens; they keep their positions.
@@ -303,6 +313,18 @@ def _joined(parts: Sequence[SequenceKV]) -> list[LayerKV]:
         )
         for layers in zip(*(part.layers for part in parts), strict=True)
     ]
+
+
+def _spread(
+    array: Any, positions: npt.NDArray[np.int32], places: npt.NDArray[np.int32]
+) -> npt.NDArray[np.float32]:
+    """Return the rows of an array at their places, NaN at the others."""
+    rows = np.asarray(array, np.float32)
+    if len(places) == len(positions):
+        return rows  # several tokens may share a position
+    found = np.full((len(places), *rows.shape[1:]), np.nan, np.float32)
+    found[np.searchsorted(places, positions)] = rows
+    return found
 
 
 def _taken(layer: LayerKV[Any], index: npt.NDArray[np.intp]) -> LayerKV[Any]:

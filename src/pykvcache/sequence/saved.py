@@ -39,12 +39,13 @@ def save_sequence(
     return cells.pool.ctx.sequence_state(seq_id, evaluated, note).save(path, sync=sync)
 
 
-def load_sequence(cells: SequenceCells, path: Path, *, convert: bool) -> None:
-    """Fill a new sequence from a file."""
+def load_sequence(cells: SequenceCells, path: Path, *, convert: bool) -> Any:
+    """Fill a new sequence from a file; return what was given with it."""
     name = as_path(path)
     state = SequenceState.load(name, mapped=False)
     with naming(name):
         _fill(cells, state, convert=convert)
+    return (state.metadata or {}).get(METADATA)
 
 
 def _fill(cells: SequenceCells, state: SequenceState, *, convert: bool) -> None:

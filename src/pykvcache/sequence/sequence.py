@@ -87,6 +87,8 @@ class LlamaSequence(Closing):
     True
     """
 
+    _metadata: Any = None
+
     def __init__(
         self,
         context: LlamaContext,
@@ -300,6 +302,14 @@ class LlamaSequence(Closing):
                 child.row = mine.row
             return self._made(self._context, child)
 
+    @property
+    def metadata(self) -> Any:
+        """What `save` was given with the file that it was loaded from; None for others.
+
+        Forks have none.
+        """
+        return self._metadata
+
     # Evaluation -----------------------------------------------------------------------------
 
     def evaluate(self) -> None:
@@ -488,6 +498,8 @@ class LlamaSequence(Closing):
     ) -> LlamaSequence:
         """Return the sequence that a file holds; nothing of it is evaluated again.
 
+        Its `metadata` is what `save` was given.
+
         Parameters
         ----------
         context
@@ -513,7 +525,7 @@ class LlamaSequence(Closing):
         sequence = cls(context, checkpoints=checkpoints)
         with sequence._held():
             try:
-                load_sequence(sequence._cells, path, convert=convert)
+                sequence._metadata = load_sequence(sequence._cells, path, convert=convert)
             except BaseException:
                 sequence._cells.release()
                 raise

@@ -1,0 +1,42 @@
+"""``pykvcache embed``."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from pykvcache.cli.options import model_option, read_file, read_text
+from pykvcache.cli.terminal import load_model
+
+__all__ = ["embed"]
+
+_EPILOG = """
+\b
+Examples:
+  pykvcache embed "a red kite" "a small bakery" -m model.gguf
+  pykvcache embed --lines --file names.txt -m model.gguf > rows.jsonl
+"""
+
+
+@click.command(short_help="Write embeddings of texts.", epilog=_EPILOG)
+@click.argument("texts", nargs=-1)
+@model_option
+@click.option("-f", "--file", type=click.Path(), help="Read the text from a file.")
+@click.option("--lines", is_flag=True, help="Every line of the file, or of the pipe, is a text.")
+def embed(texts: tuple[str, ...], model: str, file: str | None, lines: bool) -> None:
+    """Write the embedding of each of TEXTS, of unit length, as a JSON list of numbers per line.
+
+    Without TEXTS that of standard input.
+    """
+    from pykvcache import LLM
+
+    if texts and (file is not None or lines):
+        raise click.UsageError("texts, and --file or --lines, were given: one of them")
+    given = list(texts)
+    if not given:
+        whole = read_file(file) if file is not None else read_text(None, None)
+        given = whole.splitlines() if lines else [whole]
+    with load_model(model) as loaded, LLM(loaded, n_ctx=256, n_parallel=1, ram_bytes=0) as llm:
+        for row in llm.embed(given):
+            click.echo(json.dumps([round(float(x), 7) for x in row]))

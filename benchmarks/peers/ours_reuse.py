@@ -31,7 +31,7 @@ def places(n_bytes: int, n: int, *, is_new: bool) -> list[Any]:
 def copy(ctx: LlamaContext, sequence: LlamaSequence, blocks: list[Any], size: int = 64) -> None:
     """Copy all full blocks of a sequence."""
     cells = sequence._cells
-    assert ctx.native.get_blocks(cells.live_id, 0, size, blocks[: cells.n_fresh // size])
+    assert ctx.native.get_blocks(cells.ledger.seq_id, 0, size, blocks[: cells.n_fresh // size])
 
 
 def cell_bytes(ctx: LlamaContext) -> int:
@@ -178,7 +178,8 @@ def filled(prompts: list[Any]) -> PrefixTree:
     tree = PrefixTree(MemoryShape(64), DEFAULT, max_bytes=1 << 40)
     for ids in prompts:
         tokens = token_bytes(ids)
-        plan = tree.plan(tokens, Offer(len(ids)))
+        match = tree.match(tokens)
+        plan = tree.plan(match, Offer(len(ids)))
         assert plan is not None
-        tree.insert(tokens, plan)
+        tree.insert(tokens, plan, match)
     return tree

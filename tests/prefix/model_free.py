@@ -123,7 +123,7 @@ class Model:
         match = self.tree.match(tokens, namespace)
         plan = self.tree.plan(match, offer)
         if plan is not None:
-            match, _ = self.tree.insert(tokens, plan, match)
+            match, _ = self.tree.insert(tokens, plan, match, namespace)
             fill(self.tree.holes(match))
 
     def ask(self, prompt: Tokens, answer: Tokens = (), namespace: str = "") -> int:  # type: ignore[assignment]

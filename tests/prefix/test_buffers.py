@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from pykvcache.prefix.buffers import MIN_POOLED_BYTES, BufferPool
+from pykvcache.prefix.memory import MIN_POOLED_BYTES, BufferPool
 
 SIZE = MIN_POOLED_BYTES
 

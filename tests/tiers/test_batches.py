@@ -9,6 +9,7 @@ import pytest
 
 from memory.kit import Logits
 from pykvcache import BatchGenerator, LlamaContext, PrefixCache
+from pykvcache.prefix.sequence import request_of
 from pykvcache.prefix.stores import MemoryStore
 from tiers.slow import SlowStore
 from tiers.test_damage import write
@@ -91,9 +92,11 @@ def test_when_the_first_one_leaves_the_next_one_looks(
     write(make_context("llama"), gate.store, SHARED)
     cache = PrefixCache(make_context("llama", n_ctx=1024), block_size=SIZE, tiers=[gate], **WAIT)
     generator = BatchGenerator(cache)
-    mine = cache.open(prompts(1)[0], search=False)
-    handles = [generator.submit(mine, 2), *(generator.submit(one, 2) for one in prompts(4)[1:])]
-    assert mine.search is not None
+    handles = [generator.submit(one, 2) for one in prompts(4)]
+    mine = handles[0]._sequence
+    request = request_of(mine)
+    assert request is not None
+    assert request.search is not None
     if how == "abort":
         handles[0].abort()
     else:

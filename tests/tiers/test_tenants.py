@@ -49,7 +49,7 @@ def test_processes_share_with_their_namespace_and_secret_alone(
             sequence.evaluate()
             assert sequence.reuse.evaluated == n
             native, block = context.native, np.empty(8 * context.native.block_bytes(), np.uint8)
-            assert native.get_block(sequence._cells.live_id, 0, 8, block)
+            assert native.get_block(sequence._cells.ledger.seq_id, 0, 8, block)
         parts = [block[i : i + 32].tobytes() for i in range(0, len(block), 512)]
         for store, before in zip(stores, written, strict=True):
             after = contents(store)

@@ -233,7 +233,7 @@ class BatchGenerator(Closing):
                 raise ArgumentError(
                     "the prompt has no tokens: there is nothing to evaluate", "prompt", 0, 1
                 )
-            check_length(self._ctx, len(sequence))
+            check_length(self._pool, len(sequence))
             requests = []
             for i in range(count):
                 own = sequence if i == 0 else self._beside(sequence)

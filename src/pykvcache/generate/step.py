@@ -10,7 +10,7 @@ from pykvcache._native import lib
 from pykvcache.errors import ClosedError, DecodeAborted, NoKvCacheSlot, OvertakenError
 from pykvcache.generate.request import FinishReason, GenerationRequest
 from pykvcache.generate.schedule import Schedule
-from pykvcache.sequence.cells import Row, SequenceCells, most_tokens
+from pykvcache.sequence.cells import Row, SequenceCells
 
 __all__ = ["Stepper"]
 
@@ -37,7 +37,7 @@ class Stepper:
         ctx = schedule.ctx
         self._native = ctx.native
         self._n_batch = ctx.n_batch
-        self._most = most_tokens(ctx)
+        self._most = schedule.pool.most_tokens
         self.aborted = False  # whether a handle was, of those that wait perhaps
         self._rows = lib.Rows(max(16, schedule.max_sequences), 1)
         self._looks: list[GenerationRequest] = []  # those whose last token is to be looked at
@@ -245,7 +245,10 @@ class Stepper:
         for share in shares:
             share.handle._cells.row = None
         parts: list[tuple[lib.Tokens, int, int, int]]
-        parts = [(s.handle._cells.ledger, s.handle._cells.live_id, s.end, s.row) for s in shares]
+        parts = []
+        for share in shares:
+            ledger = share.handle._cells.ledger
+            parts.append((ledger, ledger.seq_id, share.end, share.row))
         try:
             if ready:
                 lanes = [handle._lane for handle in ready]

@@ -66,10 +66,11 @@ class Source(Protocol):
         """Return the cells of consecutive chunks; raises `KvCacheError` where they are missing."""
 
 
+@dataclass(frozen=True)
 class LiveCells:
     """The cells of a sequence that has an id, and what was taken while it was evaluated.
 
-    Parameters
+    Attributes
     ----------
     memory
         Of the cache.
@@ -77,17 +78,17 @@ class LiveCells:
         Of the sequence.
     """
 
-    def __init__(self, memory: CacheMemory, cells: SequenceCells) -> None:
-        self._memory, self._cells = memory, cells
+    memory: CacheMemory
+    cells: SequenceCells
 
     def read(self, kind: Kind, begin: int, sizes: Sequence[int]) -> list[Buffer]:
         """Return cells of chunks; window cells that were taken before are shared."""
         if kind is Kind.ATTENTION:
-            return self._memory.read(kind, self._cells.live_id, begin, sizes)
+            return self.memory.read(kind, self.cells.ledger.seq_id, begin, sizes)
         found: list[Buffer] = []
         for size in sizes:
-            chunks = self._cells.window_cells(begin, begin + size)
-            found.append(self._memory.join(kind, chunks))
+            chunks = self.cells.window_cells(begin, begin + size)
+            found.append(self.memory.join(kind, chunks))
             begin += size
         return found
 
@@ -107,8 +108,8 @@ class LiveCells:
         """
         offer = Offer(n, priority=request.priority)
         places = {request.report.n_tokens, *request.boundaries}
-        offer.ends = sorted(end for end in places if 0 < end < n)
-        if not self._memory.shape.is_plain:
+        offer.ends = sorted(places)
+        if not self.memory.shape.is_plain:
             self._offer_more(offer, match)
         if keep_logits:
             for at in {n, request.report.n_tokens}:
@@ -119,14 +120,14 @@ class LiveCells:
 
     def _offer_more(self, offer: Offer, match: Match) -> None:
         """Add the window cells and the states that there are."""
-        cells, points, n = self._cells, self._cells.points, offer.n
+        cells, points, n = self.cells, self.cells.points, offer.n
         offer.windows = [(first, min(last, n)) for first, last in points.covered() if first < n]
-        offer.windows += self._memory.windows(cells.live_id, n)
+        offer.windows += self.memory.windows(cells.ledger.seq_id, n)
         offer.states = {one.n: EndState(one.state) for one in points.states if one.n <= n}
-        if self._memory.shape.needs_state and n not in offer.states and n == cells.n_held:
+        if self.memory.shape.needs_state and n not in offer.states and n == cells.n_held:
             known = match.end_at(n)
             if known is None or not known.has_state:
-                offer.states[n] = EndState(self._memory.read_state(cells.live_id))
+                offer.states[n] = EndState(self.memory.read_state(cells.ledger.seq_id))
 
 
 class Admission:
@@ -149,20 +150,22 @@ class Admission:
     def give(self, request: Request, *, is_last: bool = True) -> None:
         """Keep what a request may give, and release what it holds if its sequence closes."""
         cells, blocks, keep = request.cells, self._blocks, request.keep
-        n = cells.n_fresh if keep is None else min(keep, cells.n_fresh)
+        n = cells.n_fresh
+        if keep is not None:
+            n = min(n, keep)
         wants = n > 0 and (blocks.max_bytes > 0 or self._link.has_tiers)
         source = self._source(request, n) if wants else None
         states: dict[int, EndState] = {}
         with blocks.change() as actions:
-            if source is not None:
-                n = min(n, cells.n_fresh)  # what was parked may have been lost
+            n = min(n, cells.n_fresh)  # what was parked may have been lost
+            if source is not None and n:
                 tokens = cells.ledger.part(0, n).tobytes()
                 match = blocks.tree.match(tokens, request.space)
                 offer = source.offer(n, match, request, keep_logits=self._keep_logits)
                 if blocks.max_bytes:
                     admit(blocks, source, tokens, match, request.space, offer, actions)
                 states = offer.states
-            if wants and self._link.has_tiers:
+            if wants and n and self._link.has_tiers:
                 tokens = cells.ledger.part(0, n).tobytes()
                 ends = {at for at in (request.report.n_tokens, *request.boundaries, n) if at <= n}
                 self._link.write(tokens, request.space, ends, source, states)
@@ -181,7 +184,7 @@ class Admission:
             cells.attach()
         except (KvCacheError, MemoryError):
             return None  # a cache that cannot keep something goes without it
-        return LiveCells(self._memory, cells) if cells.n_fresh else None
+        return LiveCells(self._memory, cells)
 
 
 def admit(

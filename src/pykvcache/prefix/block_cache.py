@@ -144,7 +144,9 @@ class BlockCache:
         self._is_changing = True
         actions = Actions()
         try:
-            self._reap()
+            for key, owned in list(self._holds.items()):
+                if owned.owner() is None:  # dropped without a release
+                    self.tree.release(self._holds.pop(key).hold, is_use=False)
             yield actions
             self.tree.fit()
             if self._buffers.free_bytes or self.tree.evicted_bytes:
@@ -208,12 +210,6 @@ class BlockCache:
         owned = self._holds.get(id(owner))
         return owned is not None and owned.hold.node.parent is not None
 
-    def _reap(self) -> None:
-        """Release what owners held that are gone."""
-        for key, owned in list(self._holds.items()):
-            if owned.owner() is None:
-                self.tree.release(self._holds.pop(key).hold, is_use=False)
-
     # Storing ------------------------------------------------------------------------------------
 
     def insert(
@@ -238,7 +234,7 @@ class BlockCache:
         known, n_removed = match.n // size, len(tree.removed)
         # Before anything leaves: what was known may leave for what is new.
         parent = match.node.name_at(known, size) if known else b""
-        match, hold = tree.insert(tokens, plan, match, keep=owner is not None)
+        match, hold = tree.insert(tokens, plan, match, namespace, keep=owner is not None)
         if hold is not None:
             self.release(owner, is_use=False)
             self._holds[id(owner)] = _Owned(weakref.ref(owner), hold)

@@ -230,7 +230,8 @@ class PrefixCache(Closing):
         TypeError, ValueError
             An argument is wrong; a boundary is beyond the prompt.
         """
-        rank = as_priority(priority)
+        is_plain = type(priority) is int and abs(priority) < 2**31
+        rank = int(priority) if is_plain else as_priority(priority)
         core = self._core
         with self._pool:
             sequence = core.open(prompt, namespace, boundaries=boundaries, priority=rank)
@@ -385,12 +386,12 @@ class PrefixCache(Closing):
             core, sums, blocks = self._core, self._core.sums, self._blocks
             return CacheStats(
                 requests=core.n_requests,
-                n_tokens=sums.n_tokens,
-                live=sums.live,
-                ram=sums.ram,
-                disk=sums.disk,
-                remote=sums.remote,
-                evaluated=sums.evaluated,
+                n_tokens=sums["n_tokens"],
+                live=sums["live"],
+                ram=sums["ram"],
+                disk=sums["disk"],
+                remote=sums["remote"],
+                evaluated=sums["evaluated"],
                 ram_bytes=blocks.nbytes,
                 ram_blocks=blocks.tree.n_blocks,
                 ram_checkpoints=blocks.n_states,

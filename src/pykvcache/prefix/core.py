@@ -34,6 +34,9 @@ from pykvcache.sequence.pool import pool_of
 
 __all__ = ["CacheCore"]
 
+#: What of reports is summed up.
+_COUNTED = ("n_tokens", "live", "ram", "disk", "remote", "evaluated")
+
 _cores: weakref.WeakKeyDictionary[LlamaContext, weakref.ref[CacheCore]] = (
     weakref.WeakKeyDictionary()
 )
@@ -85,7 +88,7 @@ class CacheCore:
         self.live, self.pins = LiveIndex(), Pins(self.pool, blocks)
         #: Requests since the beginning, those of which anything was known, and their sums.
         self.n_requests = self.n_hits = 0
-        self.sums = ReuseReport()
+        self.sums = dict.fromkeys(_COUNTED, 0)
         self._memory, self._checkpoints, self._namespace = memory, checkpoints, namespace
         self._n_vocab = context.model.n_vocab
         self._native = context.native
@@ -126,11 +129,14 @@ class CacheCore:
         keep
             Number of its first tokens that the cache gets at most, when it closes.
         """
-        space = self.space(namespace)
-        self._note_adapters()
+        self.check_open()
+        space = self._namespace if namespace is None else as_namespace(namespace)
+        if self._native.adapter_names:
+            self._note_adapters()
         cells = SequenceCells(self.pool, Ledger(), self._checkpoints)
         request = Request(cells, space, priority)
-        sequence = CachedSequence._of(self.context, self, request)
+        sequence = CachedSequence._made(self.context, cells)
+        sequence._core, sequence._request = self, request
         if prompt is not None and not cells.ledger.append_plain(prompt, self._n_vocab):
             sequence.append(prompt)
         if not isinstance(boundaries, tuple) or boundaries:
@@ -169,7 +175,8 @@ class CacheCore:
 
     def give(self, request: Request) -> None:
         """Keep what was evaluated for a request: called when its sequence is closed."""
-        self._note_adapters()
+        if self._native.adapter_names:
+            self._note_adapters()
         if self.pins.some:
             self.pins.expire()
         if request.search is not None:
@@ -301,7 +308,7 @@ class CacheCore:
         request.is_counted = True
         self.n_requests += 1
         self._count(request, ReuseReport())
-        if self.events.hears_lookups and (n := len(request)):
+        if self.events.listeners and (n := len(request)):
             root, step = self.link.root(request.space), self.block_size * TOKEN_SIZE
             names = tuple(block_names(root, request.tokens, step))
             self.events.looked_up(Lookup(names, n, self.block_size))
@@ -310,7 +317,8 @@ class CacheCore:
         """Count what the report of a request says now, in place of what it said before."""
         if request.is_counted:
             new = request.report
-            self.sums = self.sums.plus(new, old)
+            for name in _COUNTED:
+                self.sums[name] += getattr(new, name) - getattr(old, name)
             self.n_hits += (new.evaluated < new.n_tokens) - (old.evaluated < old.n_tokens)
 
     # Life -----------------------------------------------------------------------------------------
@@ -338,7 +346,7 @@ class CacheCore:
     @property
     def is_closed(self) -> bool:
         """Whether it, or its context, was closed."""
-        return self._is_closed or self.context.is_closed
+        return self._is_closed or self._native.is_closed
 
     def space(self, namespace: str | None) -> str:
         """Return the namespace of a call; raises `ClosedError` where the cache is closed."""

@@ -171,7 +171,7 @@ class EventLog:
     ) -> None:
         self._events: deque[_Waiting] = deque()
         self._callbacks: list[Callable[[CacheEvent], object]] = []
-        self._listeners: list[Callable[[Lookup], object]] = []
+        self.listeners: list[Callable[[Lookup], object]] = []
         #: Upper bound on `nbytes`.
         self.max_bytes = max_bytes
         self._later = later
@@ -193,16 +193,11 @@ class EventLog:
 
         Lookups do not wait to be taken out. Without a subscriber no prompt is named for them.
         """
-        return _joined(self._listeners, callback)
-
-    @property
-    def hears_lookups(self) -> bool:
-        """Whether a function is subscribed to lookups."""
-        return bool(self._listeners)
+        return _joined(self.listeners, callback)
 
     def looked_up(self, lookup: Lookup) -> None:
         """Call the functions that are subscribed to lookups."""
-        self._say(self._listeners, lookup)
+        self._say(self.listeners, lookup)
 
     def _say(self, callbacks: list[Callable[[T], object]], event: T) -> None:
         call = partial(_call, callbacks, event)

@@ -17,7 +17,7 @@ from pykvcache.prefix.block_cache import BlockCache
 from pykvcache.prefix.match import Match, Resume
 from pykvcache.prefix.memory import CacheMemory, Cells
 from pykvcache.prefix.node import Kind
-from pykvcache.prefix.report import Difference, Reason, ReuseReport
+from pykvcache.prefix.report import BEFORE, Difference, Reason, ReuseReport
 from pykvcache.prefix.request import Request
 from pykvcache.prefix.tree import PrefixTree
 from pykvcache.sequence.cells import PutBack
@@ -195,11 +195,16 @@ class PromptLookup:
         usable = request.usable if is_fork else stored.n
         if self._part == "state":
             request.cells.branches = {*request.boundaries, max(match.n, live.agrees)}
-        difference, known = self._difference(ids, live, match.n, after), max(match.n, live.n)
-        reason = Reason(n, max(match.n, live.agrees), usable, difference, self._part, known)
+        difference = self._difference(ids, live, match.n, after)
+        agrees = max(match.n, live.agrees)
+        reason = request.reason = Reason(
+            n, agrees, usable, difference, self._part, max(match.n, live.n)
+        )
         if live.nearest is not None and live.agrees >= match.n:
-            reason.note_live(live.nearest.cells, live.agrees)
-        request.reason = reason
+            cells = live.nearest.cells
+            if cells.n_fresh < live.agrees:
+                reason.pending = cells.n_fresh
+                reason.shifted = cells.ledger.shifted_at is not None
         request.report = ReuseReport(
             n,
             live=usable if is_fork else 0,
@@ -244,14 +249,15 @@ class PromptLookup:
         self, ids: IntArray, live: Live, known: int, after: int | None
     ) -> Difference | None:
         """Return where a prompt differs from the nearest known one; None where it does not."""
+        at, other = known, after
         if live.nearest is not None and live.agrees >= known:
             theirs = live.nearest.cells.ledger
-            if live.agrees < min(len(ids), len(theirs)):
-                other = theirs.token_at(live.agrees)
-                return Difference(self._model, ids, live.agrees, other)
-        elif after is not None:
-            return Difference(self._model, ids, known, after)
-        return None
+            at = live.agrees
+            other = theirs.token_at(at) if at < min(len(ids), len(theirs)) else None
+        if other is None:
+            return None
+        shown = ids[max(0, at - BEFORE) : at + 1].copy()
+        return Difference(self._model, shown, at, other)
 
     def renew(self, request: Request) -> bool:
         """Let a sequence begin again with what was evaluated since; return whether that is more."""

@@ -84,7 +84,7 @@ class Match:
             Where the first chunk begins: at ``begin`` or before it.
         """
         first, found = end, list[Chunk]()
-        for node in self.nodes():
+        for node in reversed(self.node.path()):
             one = node.attention if kind is Kind.ATTENTION else node.window
             if one is None or node.end <= begin or one.start >= end:
                 continue

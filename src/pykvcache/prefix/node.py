@@ -180,6 +180,8 @@ class Component:
         Cells of each chunk, or the one state; None where they are still to be read.
     sizes : list of int
         Tokens of each chunk.
+    start : int
+        Tokens of the path before its first one; of a state those before it.
     n_tokens, n_bytes : int
         Tokens and bytes of all chunks. A state has no tokens.
     uses, created, last_use : int
@@ -213,6 +215,7 @@ class Component:
         "priority",
         "sizes",
         "stamp",
+        "start",
         "uses",
         "weight",
     )
@@ -222,7 +225,7 @@ class Component:
         self.kind = kind
         self.chunks: list[Any] = []
         self.sizes: list[int] = []
-        self.n_tokens = self.n_bytes = 0
+        self.start, self.n_tokens, self.n_bytes = node.start, 0, 0
         self.uses = self.held = 0
         self.created = self.last_use = now
         self.priority = priority
@@ -241,11 +244,6 @@ class Component:
         return self.node.end
 
     @property
-    def start(self) -> int:
-        """Tokens of the path before its first one."""
-        return self.node.end - self.n_tokens
-
-    @property
     def parent(self) -> Component | None:
         """The attention component before it; None at the beginning of a prompt."""
         node = self.node if self.kind else self.node.parent
@@ -254,7 +252,10 @@ class Component:
     @property
     def n_missing(self) -> int:
         """How many of its chunks are still to be read: the first ones."""
-        return sum(cells is None for cells in self.chunks)
+        n = 0
+        while n < len(self.chunks) and self.chunks[n] is None:
+            n += 1
+        return n
 
     @property
     def is_evictable(self) -> bool:

@@ -8,13 +8,12 @@ from pykvcache._convert import IntArray
 from pykvcache._drawing.html import bar_html
 from pykvcache.model import LlamaModel
 from pykvcache.prefix.tiers.tier import TierStats
-from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.text import piece_of, text_of
 
-__all__ = ["CacheStats", "Difference", "Reason", "ReuseReport"]
+__all__ = ["BEFORE", "CacheStats", "Difference", "Reason", "ReuseReport"]
 
 #: Tokens of text that are shown before the one that differs.
-_BEFORE = 8
+BEFORE = 8
 
 
 @dataclass(frozen=True)
@@ -108,15 +107,26 @@ class CacheStats:
     hits: int = 0
 
 
+@dataclass(frozen=True)
 class Difference:
     """The first token of a prompt that differs from the nearest known one.
 
-    It copies what it shows: the prompt may be edited later, and the other one may be gone.
+    Attributes
+    ----------
+    model
+        Whose text is shown.
+    tokens
+        Some tokens of the prompt, up to the one that differs; a copy, since it may be edited later.
+    at
+        The place of that token.
+    other
+        The nearest known prompt's token there.
     """
 
-    def __init__(self, model: LlamaModel, tokens: IntArray, at: int, other: int) -> None:
-        self.model, self.at, self.other = model, at, other
-        self.tokens: IntArray = tokens[max(0, at - _BEFORE) : at + 1].copy()
+    model: LlamaModel
+    tokens: IntArray
+    at: int
+    other: int
 
     def __str__(self) -> str:
         at, own = self.at, int(self.tokens[-1])
@@ -166,11 +176,6 @@ class Reason:
     pending: int | None = None
     shifted: bool = False
     refused: list[str] = field(default_factory=list)
-
-    def note_live(self, cells: SequenceCells, agrees: int) -> None:
-        """Say how far a sequence in use was evaluated that agrees with so many tokens."""
-        if cells.n_fresh < agrees:
-            self.pending, self.shifted = cells.n_fresh, cells.ledger.shifted_at is not None
 
     def __str__(self) -> str:
         reasons = [] if self.difference is None else [str(self.difference)]

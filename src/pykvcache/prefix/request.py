@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from pykvcache.prefix.report import Reason, ReuseReport
-from pykvcache.prefix.space import adapters_digest, space_of
+from pykvcache.prefix.space import MARK, adapters_digest, space_of
 from pykvcache.sequence.cells import SequenceCells
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Request"]
 
 
+@dataclass(eq=False)
 class Request:
     """A sequence as its cache sees it: what was asked for, and what came of that.
 
@@ -45,14 +46,16 @@ class Request:
         Whether it counts in the cache's figures.
     """
 
-    def __init__(self, cells: SequenceCells, namespace: str, priority: int = 0) -> None:
-        self.cells, self.namespace, self.priority = cells, namespace, priority
-        self.boundaries: tuple[int, ...] = ()
-        self.keep: int | None = None
-        self.report = ReuseReport()
-        self.reason: Reason | None = None
-        self.search: Search | None = None
-        self.is_searched = self.is_counted = False
+    cells: SequenceCells
+    namespace: str
+    priority: int = 0
+    boundaries: tuple[int, ...] = ()
+    keep: int | None = None
+    report: ReuseReport = field(default_factory=ReuseReport)
+    reason: Reason | None = None
+    search: Search | None = None
+    is_searched: bool = False
+    is_counted: bool = False
 
     def __len__(self) -> int:
         return len(self.cells.ledger)
@@ -60,7 +63,9 @@ class Request:
     @property
     def space(self) -> str:
         """What its tokens are kept under: its namespace, with the adapters that are in use now."""
-        names = self.cells.pool.ctx.native.adapter_names
+        names = self.cells.pool.native.adapter_names
+        if not names and self.namespace[:1] != MARK:
+            return self.namespace
         return space_of(self.namespace, adapters_digest(names))
 
     @property

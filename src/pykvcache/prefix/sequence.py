@@ -34,12 +34,6 @@ class CachedSequence(LlamaSequence):
     _core: CacheCore
     _request: Request
 
-    @classmethod
-    def _of(cls, context: LlamaContext, core: CacheCore, request: Request) -> Self:
-        self = cls._made(context, request.cells)
-        self._core, self._request = core, request
-        return self
-
     @property
     def reuse(self) -> ReuseReport:
         """How much of its prompt was known when it was made, or came from tiers since."""

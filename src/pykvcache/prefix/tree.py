@@ -57,7 +57,7 @@ class Offer:
     states
         States by the number of tokens that they are after.
     ends
-        Numbers of tokens that prompts are likely to go on from: the prompt's end, the text's end,
+        Numbers of tokens that prompts are likely to go on from, before the last: the prompt's end,
         boundaries of messages. Their windows and states are kept before spare ones.
     priority
         Of the sequence: lower ones leave first.
@@ -101,9 +101,9 @@ class Plan:
 class PrefixTree:
     """A radix tree over tokens that keeps to a budget in bytes.
 
-    `match` and `plan` change nothing. What was released leaves with the next `fit`. `use`, `insert`, `hold`, `release`, `fit`, `forget` and
-    `clear` do; the names of blocks that left are in `removed` until somebody takes them. Nothing
-    here is safe for several threads: the cache that owns the tree has the lock.
+    `match` and `plan` change nothing. `use`, `insert`, `hold`, `release`, `fit`, `forget` and
+    `clear` do; what was released leaves with the next `fit`. The names of blocks that left are in
+    `removed` until the cache takes them. Not safe for several threads: the cache has the lock.
 
     A component leaves with everything that is useless without it, and never before what needs it:
     attention cells leave from the ends of the tree, windows that are no longer complete leave
@@ -315,7 +315,7 @@ class PrefixTree:
         return head
 
     def _count(self, one: Component) -> None:
-        """Count the bytes of a component as they are now."""
+        """Count the bytes and tokens of a component as they are now."""
         shape = self.shape
         if one.kind is Kind.STATE:
             n_bytes = sum(end.nbytes for end in one.chunks)
@@ -323,6 +323,7 @@ class PrefixTree:
             one.n_tokens = sum(one.sizes)
             n_bytes = one.n_tokens * shape.cell_bytes(one.kind)
             n_bytes += len(one.sizes) * shape.chunk_bytes
+        one.start = one.node.end - one.n_tokens
         self.n_bytes += n_bytes - one.n_bytes
         one.n_bytes = n_bytes
 
@@ -409,7 +410,7 @@ class PrefixTree:
             states = {at for at, end in offer.states.items() if end.has_state}
             states.update(match.states())
             n = shape.deepest(n, windows, states)
-        ends, slack = [end for end in offer.ends if end < n], shape.slack
+        ends, slack = [end for end in offer.ends if 0 < end < n], shape.slack
         budget = self.max_bytes if is_limited else math.inf
         while n and self._least_bytes(n, [*ends, n], slack, offer) > budget:
             if slack:
@@ -419,11 +420,10 @@ class PrefixTree:
             else:
                 n = shape.deepest(self._fewer(n, offer), windows, states)
         missing = [] if shape.window_start is None else self._missing_windows(match, offer, n)
-        taken = {
-            at: end
-            for at, end in offer.states.items()
-            if 0 < at <= n and end.adds_to(match.end_at(at))
-        }
+        taken: dict[int, EndState] = {}
+        for at, end in offer.states.items():
+            if 0 < at <= n and end.adds_to(match.end_at(at)):
+                taken[at] = end
         if n <= match.n and not missing and not taken:
             return None
         return Plan(n, missing, taken, [*ends, n], slack, offer.priority)
@@ -470,7 +470,7 @@ class PrefixTree:
         return overlaps(wanted, gaps(match.windows(), n))
 
     def insert(
-        self, tokens: bytes, plan: Plan, match: Match, *, keep: bool = False
+        self, tokens: bytes, plan: Plan, match: Match, namespace: str = "", *, keep: bool = False
     ) -> tuple[Match, Hold | None]:
         """Insert what a plan says, its cells without contents, and evict what leaves for it.
 
@@ -482,6 +482,8 @@ class PrefixTree:
             What `plan` returned just now.
         match
             What it was made of.
+        namespace
+            Whose.
         keep
             Whether to hold all of it, even above the budget.
 
@@ -493,7 +495,7 @@ class PrefixTree:
             What was held.
         """
         self.clock += 1
-        tokens, namespace = tokens[: plan.n * TOKEN_SIZE], str(match.node.root.namespace)
+        tokens = tokens[: plan.n * TOKEN_SIZE]
         node = self._node_of(match.node, plan.n)
         if plan.n > match.n:
             node = self._append(
@@ -503,11 +505,14 @@ class PrefixTree:
             self._add_windows(node, first, last, plan.priority)
         for at, end in plan.states.items():
             self._add_state(self._boundary(self._node_of(node, at), at), end, plan.priority)
+        has_more = not self.shape.is_plain
         for each in node.path():
             assert each.attention is not None
             each.attention.last_use = self.clock
-        for end_at in plan.ends:
-            self._keep_end(node, end_at, plan)
+            has_more |= each.state is not None
+        if has_more:
+            for end_at in plan.ends:
+                self._keep_end(node, end_at, plan)
         hold = None
         if keep or not self.policy.declines:
             # The others go first, whatever the policy thinks of something that was never used.
@@ -519,7 +524,9 @@ class PrefixTree:
             hold = None
             if not fits:
                 self.fit()
-        return self.match(tokens, namespace), hold
+        if node.parent is None or node.end < plan.n:  # it has left, or its end
+            return self.match(tokens, namespace), hold
+        return Match(node, plan.n), hold
 
     @staticmethod
     def holes(match: Match) -> list[Component]:
@@ -639,8 +646,9 @@ class PrefixTree:
 
     def fit(self) -> bool:
         """Evict until the budget is kept, or all that is left is held: False then."""
-        while (excess := self.used_bytes - self.max_bytes) > 0:
-            one = next(iter(self._spare), None) or self.policy.victim()
+        policy, has_notes = self.policy, self.shape.node_bytes > 0
+        while (excess := self.n_bytes + (policy.n_bytes if has_notes else 0) - self.max_bytes) > 0:
+            one = next(iter(self._spare), None) or policy.victim()
             if one is None:
                 return False
             if not self._is_ours:
@@ -712,6 +720,8 @@ class PrefixTree:
         self.removed += node.shorten(n_tokens, self.shape.block_size)
         del one.sizes[n:], one.chunks[n:]
         self._count(one)
+        if node.window is not None:
+            self._count(node.window)
         if n_tokens:
             self.n_bytes += self._overhead(node)
             self.n_blocks += node.n_blocks(self.shape.block_size)

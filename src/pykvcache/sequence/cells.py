@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -13,7 +14,6 @@ import numpy.typing as npt
 
 from pykvcache._native import lib
 from pykvcache._ranges import Range, deepest
-from pykvcache.context import LlamaContext
 from pykvcache.errors import (
     NoKvCacheSlot,
     PartialStateError,
@@ -25,30 +25,26 @@ from pykvcache.sequence.checkpoints import CheckpointPolicy, Checkpoints, Window
 from pykvcache.sequence.ledger import Ledger
 from pykvcache.sequence.pool import SequencePool, Stage
 
-__all__ = ["PutBack", "SequenceCells", "check_length", "least_cut", "most_tokens"]
+__all__ = ["PutBack", "SequenceCells", "check_length", "least_cut"]
 
 Row = npt.NDArray[np.float32]
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True, eq=False)
 class PutBack:
-    """What is kept of a parked sequence: called with an id, it makes the memory hold it there.
+    """What is kept of a parked sequence.
 
     Attributes
     ----------
+    put
+        Called with an id, it makes the memory hold the sequence there.
     least
         To how many tokens a window of it can be cut, or more; to fewer the cells are missing.
     """
 
-    __slots__ = ("__weakref__", "_put", "least")
-
-    def __init__(self, put: Callable[[int], object], least: int) -> None:
-        self._put = put
-        self.least = least
-
-    def __call__(self, seq_id: int) -> None:
-        """Make the memory hold it under an id."""
-        self._put(seq_id)
+    put: Callable[[int], object]
+    least: int
 
 
 class Twins:
@@ -100,7 +96,7 @@ class SequenceCells:
         self.branches: set[int] = set()  # where others went another way: places for checkpoints
         self.stage: Stage | None = None
         self._twins: tuple[tuple[int, int], Twins] | None = None  # and what they hold by name
-        self._native = pool.ctx.native
+        self._native = pool.native
         self.needs_points = self._native.has_rest
         self._has_state, self._has_window = self._native.has_state_part, self._native.has_window
         pool.join(self)
@@ -121,12 +117,6 @@ class SequenceCells:
         self._row = None if row is None else (self.ledger.edits, row)
 
     @property
-    def live_id(self) -> int:
-        """The id of a sequence that has one."""
-        assert self.seq_id is not None
-        return self.seq_id
-
-    @property
     def is_pinned(self) -> bool:
         """Whether it takes part in what runs now, and cannot be parked."""
         return self.pins > 0 or (self.stage is not None and self.stage.is_on)
@@ -141,20 +131,21 @@ class SequenceCells:
                 self._unpark(self.state)
             else:
                 self._emptied()
-        self.pool.touch(self.live_id)
+        else:
+            self.pool.touch(self.seq_id)
         self._verify()
-        return self.live_id
+        return self.ledger.seq_id
 
     def _own(self, seq_id: int) -> None:
         self.seq_id = self.ledger.seq_id = seq_id
 
     def _disown(self) -> None:
-        self.pool.take_back(self.live_id)
+        self.pool.take_back(self.ledger.seq_id)
         self.seq_id, self.ledger.seq_id = None, -1
 
     def _unpark(self, state: PutBack) -> None:
         try:
-            self.with_room(partial(state, self.live_id))
+            self.with_room(partial(state.put, self.ledger.seq_id))
         except BaseException:
             self._disown()
             raise
@@ -177,7 +168,7 @@ class SequenceCells:
         self._disown()
 
     def _taken_out(self) -> PutBack:
-        return _taken_out(self._native, self.live_id, self.n_held)
+        return _taken_out(self._native, self.ledger.seq_id, self.n_held)
 
     @property
     def twins(self) -> Twins:
@@ -192,7 +183,7 @@ class SequenceCells:
 
     def release(self) -> None:
         """Free everything; the ledger stays."""
-        self.state = self.row = None
+        self.state = self._row = None
         self.points = Checkpoints()
         if self.seq_id is not None:
             self._disown()
@@ -202,17 +193,17 @@ class SequenceCells:
 
     def note(self) -> None:
         """Remember what the memory holds now, to find out later whether others changed it."""
-        self.ledger.version = self._native.prefix_version(self.live_id)
+        self.ledger.version = self._native.prefix_version(self.ledger.seq_id)
 
     def _verify(self) -> None:
         """Drop what was changed by hand, or lost when a decode of another sequence failed."""
-        n, last = self.n_held, self._native.seq_pos(self.live_id, True)
+        n, last = self.ledger.n_held, self._native.seq_pos(self.ledger.seq_id, True)
         # A decode that was stopped leaves states behind that no position shows.
-        is_cut = self.needs_points and self._native.needs_removal(self.live_id)
-        if n and self._native.holds_prefix(self.live_id, self.ledger.version):
+        is_cut = self.needs_points and self._native.needs_removal(self.ledger.seq_id)
+        if n and self._native.holds_prefix(self.ledger.seq_id, self.ledger.version):
             is_whole = self._go_back(self.ledger.n_evaluated) if is_cut else last == n - 1
             if is_whole or (
-                last >= n and not is_cut and self._native.seq_rm(self.live_id, n, None)
+                last >= n and not is_cut and self._native.seq_rm(self.ledger.seq_id, n, None)
             ):
                 return
         if n or last >= 0 or is_cut:
@@ -220,14 +211,14 @@ class SequenceCells:
 
     def _restart(self) -> None:
         """Begin again with an empty memory."""
-        self._native.seq_rm(self.live_id, None, None)
+        self._native.seq_rm(self.ledger.seq_id, None, None)
         self._emptied()
 
     def _emptied(self) -> None:
         self.ledger.holds(0)
         self.ledger.shifted_at = None
-        # Other tokens may take their place.
-        self.points.drop_after(0)
+        if self.needs_points or self.points.row is not None:
+            self.points.drop_after(0)  # other tokens may take their place
 
     # Rewinding --------------------------------------------------------------------------------
 
@@ -239,19 +230,19 @@ class SequenceCells:
         n = self.ledger.n_evaluated
         if n == 0:
             self._restart()
-        elif not self._native.seq_rm(self.live_id, n, None):
+        elif not self._native.seq_rm(self.ledger.seq_id, n, None):
             return False
         self._holds(n)
         return True
 
     def rewind(self, n: int) -> None:
         """Make the memory hold the first n evaluated tokens, or fewer where it cannot."""
-        if n == self.n_held and self._native.can_resume(self.live_id, n):
+        if n == self.ledger.n_held and self._native.can_resume(self.ledger.seq_id, n):
             return
         if n == 0:
             self._restart()
-        elif self._native.can_resume(self.live_id, n) and self._native.seq_rm(
-            self.live_id, n, None
+        elif self._native.can_resume(self.ledger.seq_id, n) and self._native.seq_rm(
+            self.ledger.seq_id, n, None
         ):
             self._holds(n)
         elif not self._go_back(n):
@@ -288,7 +279,7 @@ class SequenceCells:
 
     def _put_back(self, n: int) -> None:
         """Make the memory hold the first n tokens, out of its own cells and of checkpoints."""
-        native, seq_id = self._native, self.live_id
+        native, seq_id = self._native, self.ledger.seq_id
         attention: list[tuple[npt.NDArray[np.uint8], int, int]] = []
         cell = native.block_bytes()
         if cell or self._has_window:
@@ -318,8 +309,8 @@ class SequenceCells:
             if begin < until:
                 cells = np.empty((until - begin) * layout.cell_bytes, np.uint8)
                 size = until - begin
-                if not native.get_block(self.live_id, begin, size, cells, "window"):
-                    raise PartialStateError("window cells are missing", self.live_id, begin)
+                if not native.get_block(self.ledger.seq_id, begin, size, cells, "window"):
+                    raise PartialStateError("window cells are missing", self.ledger.seq_id, begin)
                 found.append((cells, size, size))
                 begin = until
             if chunk is None or begin >= end:
@@ -365,14 +356,14 @@ class SequenceCells:
         """Drop held tokens and move those after them down; UnsupportedOperation changes nothing."""
         native = self._native
         try:
-            native.remove(self.live_id, begin, end)
+            native.remove(self.ledger.seq_id, begin, end)
         except UnsupportedOperation:
             if not (native.can_shift() and self._is_shared() and self._is_whole_in_state()):
                 raise
             # Shared cells cannot be moved: out and in again, they are its own.
             self.park()
             self.attach()
-            native.remove(self.live_id, begin, end)
+            native.remove(self.ledger.seq_id, begin, end)
         self.points.drop_after(begin)
         ledger = self.ledger
         at = ledger.shifted_at
@@ -389,7 +380,7 @@ class SequenceCells:
     def _is_whole_in_state(self) -> bool:
         """Whether a state has all of its cells: of a window it has what the next token sees."""
         try:
-            self._native.state_size(self.live_id)
+            self._native.state_size(self.ledger.seq_id)
         except UnsupportedOperation:
             return False
         is_attention = self._native.memory_kind == "attention"
@@ -401,7 +392,8 @@ class SequenceCells:
         """Compute what is pending; with `want_row` the logits after the last token."""
         ledger = self.ledger
         n = len(ledger)
-        check_length(self.pool.ctx, n)
+        if n > self.pool.most_tokens:
+            check_length(self.pool, n)
         if ledger.n_evaluated == n and (not want_row or self.row is not None):
             return self.row
         self._begin(n, want_row)
@@ -428,13 +420,14 @@ class SequenceCells:
 
         def run() -> tuple[bool, Row | None]:
             try:
-                return self._native.decode_pending(self.ledger, self.live_id, end, want_row)
+                return self._native.decode_pending(self.ledger, self.ledger.seq_id, end, want_row)
             except BaseException:
                 self.failed()
                 raise
 
-        self.row = None
-        done, self.row = self.with_room(run)
+        self._row = None
+        done, row = self.with_room(run)
+        self.row = row
         if done:
             self.pool.count_step((self,))
         return done
@@ -471,7 +464,7 @@ class SequenceCells:
         native = self._native
         try:
             if self._has_state:
-                state = native.get_state_part(self.live_id)
+                state = native.get_state_part(self.ledger.seq_id)
                 if state.nbytes <= self.policy.max_bytes:
                     self.points.add_state(self.n_held, state)
             if self._has_window:
@@ -483,14 +476,14 @@ class SequenceCells:
     def _take_window(self) -> None:
         """Keep window cells that the memory will drop, as far as they are not kept yet."""
         native, size = self._native, self.policy.chunk
-        begin, end = native.window_range(self.live_id)
+        begin, end = native.window_range(self.ledger.seq_id)
         # Of those before the last kept ones a budget has let some go.
         begin = max([begin, *(last for _, last in self.points.covered())])
         cell = native.block_bytes("window")
         while begin < end:
             n = min(end, begin - begin % size + size) - begin
             cells = np.empty(n * cell, np.uint8)
-            if native.get_block(self.live_id, begin, n, cells, "window"):
+            if native.get_block(self.ledger.seq_id, begin, n, cells, "window"):
                 cells.setflags(write=False)
                 self.points.add_window(WindowChunk(begin, n, n, cells))
             begin += n
@@ -535,9 +528,9 @@ class SequenceCells:
         whole = n == self.n_held
         try:
             if whole:
-                self._native.seq_cp(self.live_id, child.live_id, None, None, "fork")
+                self._native.seq_cp(self.ledger.seq_id, child.ledger.seq_id, None, None, "fork")
             else:
-                self._native.copy_prefix(self.live_id, child.live_id, n)
+                self._native.copy_prefix(self.ledger.seq_id, child.ledger.seq_id, n)
             child.ledger.n_evaluated = n
         except UnsupportedOperation:
             # Parts cannot be copied: all of it, to be rewound when it is used.
@@ -546,7 +539,7 @@ class SequenceCells:
             ):
                 child._restart()
                 return
-            self._native.seq_cp(self.live_id, child.live_id, None, None, "fork")
+            self._native.seq_cp(self.ledger.seq_id, child.ledger.seq_id, None, None, "fork")
             child.ledger.n_evaluated = n
             child.ledger.stale = self._beyond(n)
         child.note()
@@ -579,16 +572,11 @@ def _taken_out(native: lib.Context, seq_id: int, n: int) -> PutBack:
     return PutBack(lambda dst: native.set_state(dst, [data], None), least)
 
 
-def most_tokens(ctx: LlamaContext) -> int:
-    """Return how many tokens one sequence can have: its cells, and the positions of the model."""
-    positions = ctx.max_position + 1
-    return positions if ctx.memory_kind == "recurrent" else min(ctx.n_ctx_seq, positions)
-
-
-def check_length(ctx: LlamaContext, n: int) -> None:
+def check_length(pool: SequencePool, n: int) -> None:
     """Refuse what could not be evaluated if it were alone, before anybody leaves for it."""
-    if n <= most_tokens(ctx):
+    if n <= pool.most_tokens:
         return
+    ctx = pool.ctx
     if ctx.memory_kind == "recurrent" or n <= ctx.n_ctx_seq:
         last = ctx.max_position
         raise PositionError(

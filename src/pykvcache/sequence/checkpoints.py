@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -104,6 +104,7 @@ class CheckpointPolicy:
 POINTS = CheckpointPolicy()
 
 
+@dataclass(slots=True, eq=False)
 class Checkpoints:
     """The checkpoints of one sequence: states, window cells, and its logits at one place.
 
@@ -117,14 +118,9 @@ class Checkpoints:
         After how many tokens, and the logits there: a cache keeps those after a prompt.
     """
 
-    __slots__ = ("row", "states", "windows")
-
-    def __init__(
-        self, states: Iterable[Checkpoint] = (), windows: Iterable[WindowChunk] = ()
-    ) -> None:
-        self.states = list(states)
-        self.windows = list(windows)
-        self.row: tuple[int, npt.NDArray[np.float32]] | None = None
+    states: list[Checkpoint] = field(default_factory=list)
+    windows: list[WindowChunk] = field(default_factory=list)
+    row: tuple[int, npt.NDArray[np.float32]] | None = None
 
     def __iter__(self) -> Iterator[Checkpoint | WindowChunk]:
         yield from self.states
@@ -160,7 +156,7 @@ class Checkpoints:
 
     def up_to(self, n: int) -> Checkpoints:
         """Return those of the first n tokens, for a fork."""
-        found = Checkpoints((point for point in self.states if point.n <= n), self.windows)
+        found = Checkpoints([point for point in self.states if point.n <= n], self.windows)
         found._cut_windows(n)
         return found
 

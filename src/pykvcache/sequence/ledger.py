@@ -37,7 +37,8 @@ class Ledger(lib.Tokens):
     def __init__(self, tokens: IntArray = _NOTHING, n_evaluated: int = 0) -> None:
         self.stale: IntArray = _NOTHING
         self.shifted_at: int | None = None
-        super().__init__(tokens, n_evaluated)
+        lib.Tokens.append(self, tokens)
+        self.n_evaluated = n_evaluated
 
     @property
     def pending(self) -> IntArray:

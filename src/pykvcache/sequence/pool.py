@@ -68,6 +68,9 @@ class SequencePool(lib.Turns):
 
     def __init__(self, ctx: LlamaContext) -> None:
         self._ctx = weakref.ref(ctx)
+        self.native, self._n_seq_max = ctx.native, ctx.n_seq_max
+        #: How many tokens one sequence can have.
+        self.most_tokens = _most_tokens(ctx)
         # Who has which id; who was used last stands last. A sequence that is collected is dropped.
         self._lent: OrderedDict[int, weakref.ref[Member]] = OrderedDict()
         # All that exist, parked ones too.
@@ -140,7 +143,7 @@ class SequencePool(lib.Turns):
         """Free the cells of an id, and let it be lent again."""
         # After an InternalError all is cleared before anything is used.
         with contextlib.suppress(InternalError):
-            self.ctx.native.seq_rm(seq_id, None, None)
+            self.native.seq_rm(seq_id, None, None)
         self._lent.pop(seq_id, None)
 
     def touch(self, seq_id: int) -> None:
@@ -156,9 +159,8 @@ class SequencePool(lib.Turns):
 
     def _free_id(self) -> int | None:
         # From above: who works by hand begins at 0.
-        ctx = self.ctx
-        for seq_id in range(ctx.n_seq_max - 1, -1, -1):
-            if seq_id not in self._lent and ctx.native.seq_pos(seq_id, True) < 0:
+        for seq_id in range(self._n_seq_max - 1, -1, -1):
+            if seq_id not in self._lent and self.native.seq_pos(seq_id, True) < 0:
                 return seq_id
         return None
 
@@ -277,6 +279,12 @@ class SequencePool(lib.Turns):
         """Count nothing that sequences hold: it was computed with other adapters."""
         for cells in list(self._members):
             cells.release()
+
+
+def _most_tokens(ctx: LlamaContext) -> int:
+    """Return how many tokens one sequence can have: its cells, and the positions of the model."""
+    positions = ctx.max_position + 1
+    return positions if ctx.memory_kind == "recurrent" else min(ctx.n_ctx_seq, positions)
 
 
 _pools: weakref.WeakKeyDictionary[LlamaContext, SequencePool] = weakref.WeakKeyDictionary()

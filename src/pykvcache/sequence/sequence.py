@@ -24,7 +24,7 @@ from pykvcache.errors import (
 )
 from pykvcache.errors._shown import shown
 from pykvcache.sampling import Sampler, check_sampler
-from pykvcache.sequence.cells import SequenceCells, most_tokens
+from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import POINTS, CheckpointPolicy
 from pykvcache.sequence.ledger import Ledger, common_prefix
 from pykvcache.sequence.logprobs import TokenLogprob, likeliest, named
@@ -171,7 +171,7 @@ class LlamaSequence(Closing):
     @property
     def is_closed(self) -> bool:
         """Whether it, or its context, was closed."""
-        return self._closed or self._context.is_closed
+        return self._closed or self._cells.pool.native.is_closed
 
     def __len__(self) -> int:
         return len(self._cells.ledger)
@@ -576,13 +576,13 @@ class LlamaSequence(Closing):
         return lib.Checked(self._cells.pool, self._check_open)
 
     def _check_open(self) -> None:
-        if self._context.is_closed:
+        if self._cells.pool.native.is_closed:
             raise ClosedError("the context of this sequence is closed")
         if self._closed:
             raise ClosedError("the sequence is closed")
 
     def _row(self) -> npt.NDArray[np.float32]:
-        if not len(self):
+        if not len(self._cells.ledger):
             raise ArgumentError(
                 "the sequence has no tokens: there is nothing to evaluate", "tokens", 0, 1
             )
@@ -740,7 +740,7 @@ class Generation(Iterator[int]):
     def _helps(self) -> bool:
         """Whether fewer tokens would fit; not where an id is missing."""
         sequence = self._sequence
-        is_long = len(sequence) > most_tokens(sequence.context)
+        is_long = len(sequence) > sequence._cells.pool.most_tokens
         return is_long or sequence.seq_id is not None
 
     def _shift(self) -> None:

@@ -95,7 +95,6 @@ def test_a_state_outlives_a_longer_end_in_its_block(make_context: Make) -> None:
         assert evaluated == 2
 
 
-@pytest.mark.xfail(reason="logits of ends are not all read from tiers yet", strict=False)
 @pytest.mark.parametrize("is_prefetched", [False, True])
 @pytest.mark.parametrize("n", [21, 24, 25, 32])
 @pytest.mark.parametrize("case", [c for c in SERVED if c.has_states], ids=str)

@@ -99,9 +99,6 @@ def test_more_blocks_are_in_memory_than_a_tier_has_states_for(
             assert sequence.reuse.disk + sequence.reuse.remote == 0
 
 
-@pytest.mark.xfail(
-    reason="states in the middle of a prompt are not written to tiers yet", strict=False
-)
 @pytest.mark.parametrize("n", [40, 43])
 @pytest.mark.parametrize("is_prefetched", [False, True])
 @pytest.mark.parametrize("case", WITHOUT_ROWS, ids=str)

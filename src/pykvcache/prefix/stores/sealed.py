@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pykvcache.prefix.stores.base import (
@@ -78,7 +78,6 @@ class SealedStore(BlockStore):
         sizes: Sequence[int],
         *,
         exact: bool = False,
-        seen: Callable[[memoryview], object] = lambda _: None,
     ) -> list[memoryview]:
         """Return the contents of the leading run of intact blocks, without a second copy.
 
@@ -90,8 +89,6 @@ class SealedStore(BlockStore):
             Upper bound on the size of each content, in bytes.
         exact : bool
             Whether the sizes are exact: a longer block is damaged, and is removed.
-        seen : callable
-            Called with each content as soon as it is there.
         """
         names = self._names(keys)
         found: list[memoryview] = []
@@ -100,7 +97,7 @@ class SealedStore(BlockStore):
             self.store.expect(names)
         for begin in range(0, len(names), step):
             part = slice(begin, begin + step)
-            found += self._get(keys[part], names[part], sizes[part], exact=exact, seen=seen)
+            found += self._get(keys[part], names[part], sizes[part], exact=exact)
             if len(found) < min(begin + step, len(names)):
                 break
         return found
@@ -112,7 +109,6 @@ class SealedStore(BlockStore):
         sizes: Sequence[int],
         *,
         exact: bool,
-        seen: Callable[[memoryview], object],
     ) -> list[memoryview]:
         # Reused memory may still hold this very block, which would complete one that was cut.
         if exact:
@@ -131,7 +127,6 @@ class SealedStore(BlockStore):
             if isinstance(content, Rejection):
                 self._reject(name, content)
                 break
-            seen(content)
             found.append(content)
         return found
 

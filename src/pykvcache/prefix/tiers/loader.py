@@ -236,15 +236,18 @@ class Load:
         """Return the deepest place that all is there for, and the end record that belongs to it."""
         wanted = self.wanted
         shape, size = wanted.shape, wanted.shape.block_size
-        places = list(wanted.places(depth))
+        places, below = list(wanted.places(depth)), min(wanted.limit + 1, depth * size)
         for _ in range(_MAX_TRIES):
-            at = self._deepest_end(places)
-            if at is None:
+            n = self._deepest_end(places) or 0
+            if shape.needs_state:
+                # Prompts may have ended within blocks, too.
+                least = max(n, wanted.known, size - 1)
+                n = self._deepest_end([i for i in range(below - 1, least, -1) if i % size]) or n
+            if not n:
                 break
-            n = places[at]
             if self._has_windows(n) == n and (end := self._end(n)) is not None:
                 return n, end
-            places = places[at + 1 :]
+            places, below = [i for i in places if i < n], min(below, n)
         if shape.needs_state:
             return 0, None
         n = min(depth * size, wanted.limit // size * size)
@@ -255,14 +258,14 @@ class Load:
         return 0, None
 
     def _deepest_end(self, places: Sequence[int]) -> int | None:
-        """Return which of some places is the first that a tier has an end record for."""
+        """Return the first of some places that a tier has an end record for."""
         keys = [self.wanted.end_key(n) for n in places]
         best: int | None = None
         for tier in self.tiers:
             there = tier.present(keys if best is None else keys[:best])
             if True in there:
                 best = there.index(True)
-        return best
+        return None if best is None else places[best]
 
     def _end(self, n: int) -> tuple[End, Tier] | None:
         """Return the end record after n tokens; None where it is missing or wrong."""

@@ -134,10 +134,6 @@ class Notices:
                 self._waiting.append((BlockRemoved(gone, self.medium), None))
         self._send()
 
-    def is_known(self, key: bytes) -> bool:
-        """Whether a block was said to be there."""
-        return key in self._known
-
     def oldest(self) -> list[bytes]:
         """Return some of those that were noted or used longest ago; the next call has others."""
         with self._lock:

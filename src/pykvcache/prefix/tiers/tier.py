@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pykvcache.prefix.stores.base import BlockStore, check_facts
 from pykvcache.prefix.stores.envelope import Envelope
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["Tier", "TierStats"]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("pykvcache.prefix")
 
@@ -119,7 +121,6 @@ class Tier:
         self.refused = self.raised = self.too_slow = 0
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
-        self._is_logged = False
 
     def __repr__(self) -> str:
         return f"<Tier: {self.sealed.store!r}>"
@@ -131,36 +132,20 @@ class Tier:
         if not keys:
             return 0
         began, failures = time.perf_counter(), self._failures()
-        try:
-            n = max(0, min(len(keys), int(self.sealed.contains(keys))))
-        except Exception as error:
-            self._raised(error)
-            n = 0
+        n = self._call(lambda: max(0, min(len(keys), int(self.sealed.contains(keys)))), 0)
         self.speed.note(1, 0, time.perf_counter() - began)
-        if n < len(keys) and self._failures() == failures:
-            self.notices.removed(keys[n : n + 1])
-            self._is_gone(keys[n : n + 1])
+        self._note_missing(keys[n : n + 1], failures)
         return n
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether it is there; only so many are asked for as is cheap."""
-        asked = keys[: self.n_probes]
-        try:
-            there = [bool(one) for one in self.sealed.present(asked)] if asked else []
-        except Exception as error:
-            self._raised(error)
-            there = []
+        asked, there = keys[: self.n_probes], list[bool]()
+        if asked:
+            there = self._call(lambda: [bool(one) for one in self.sealed.present(asked)], there)
         self._is_gone(key for key, is_there in zip(asked, there, strict=False) if not is_there)
         return (there + [False] * len(keys))[: len(keys)]
 
-    def get(
-        self,
-        keys: Sequence[bytes],
-        size: int,
-        *,
-        exact: bool = False,
-        seen: Callable[[memoryview], object] = lambda _: None,
-    ) -> list[memoryview]:
+    def get(self, keys: Sequence[bytes], size: int, *, exact: bool = False) -> list[memoryview]:
         """Return the contents of the leading run that is right.
 
         Parameters
@@ -168,29 +153,29 @@ class Tier:
         keys
             Keys of a chain.
         size
-            Bytes of each content at most, or exactly.
+            Bytes of each content: an upper bound, or exact.
         exact
             Which of these.
-        seen
-            Called with each content as soon as it is there, in their order.
         """
         began, failures = time.perf_counter(), self._failures()
-        try:
-            found = self.sealed.get(keys, [size] * len(keys), exact=exact, seen=seen)
-        except Exception as error:
-            self._raised(error)
-            return []
+        nothing = list[memoryview]()
+        found = self._call(lambda: self.sealed.get(keys, [size] * len(keys), exact=exact), nothing)
+        if found is nothing:
+            return found
         n_bytes = sum(map(len, found))
         self.speed.note(1, n_bytes, time.perf_counter() - began)
         with self._lock:
             self.read += len(found)
             self.read_bytes += n_bytes
         self.note_known(keys[: len(found)])
-        if len(found) < len(keys) and self._failures() == failures:
-            gone = keys[len(found)]
-            self.notices.removed([gone])
-            self._is_gone([gone])
+        self._note_missing(keys[len(found) : len(found) + 1], failures)
         return found
+
+    def _note_missing(self, keys: Sequence[bytes], failures: int) -> None:
+        """Note that blocks are not there, unless the store has failed since."""
+        if keys and self._failures() == failures:
+            self.notices.removed(keys)
+            self._is_gone(keys)
 
     def estimate(self, n_bytes: int) -> float:
         """Return how many seconds reading so much is thought to take."""
@@ -203,10 +188,7 @@ class Tier:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark blocks as used."""
-        try:
-            self.sealed.touch(keys)
-        except Exception as error:
-            self._raised(error)
+        self._call(lambda: self.sealed.touch(keys), None)
 
     # Writing --------------------------------------------------------------------------------
 
@@ -247,10 +229,8 @@ class Tier:
         keys = [key for key, _ in items]
         there = self.present(keys)
         new = [item for item, known in zip(items, there, strict=True) if not known]
-        try:
-            n = max(0, min(len(new), int(self.sealed.put(new)))) if new else 0
-        except Exception as error:
-            self._raised(error)
+        n = self._call(lambda: max(0, min(len(new), int(self.sealed.put(new)))), -1) if new else 0
+        if n < 0:
             return
         with self._lock:
             self.written += n
@@ -284,31 +264,28 @@ class Tier:
         self._is_gone(keys)
         with self._lock:
             self.refused += len(keys) if refused else 0
-        try:
-            self.sealed.discard(keys)
-        except Exception as error:
-            self._raised(error)
+        self._call(lambda: self.sealed.discard(keys), 0)
         self.notices.removed(keys)
 
     def close(self) -> None:
         """Close the store, where it is the cache's own."""
         if self.owned:
-            try:
-                self.sealed.close()
-            except Exception as error:
-                self._raised(error)
+            self._call(self.sealed.close, None)
 
     def _failures(self) -> int:
         """Return how often the store gave no answer: then nothing is known to be gone."""
         counters = self.sealed.counters
         return self.raised + counters.failed + counters.timed_out + counters.skipped
 
-    def _raised(self, error: Exception) -> None:
-        """Note an exception that a store should not raise: one from outside this package may."""
-        self.raised += 1
-        if not self._is_logged:
-            self._is_logged = True
-            _log.warning("a store raised: %r: %s", self.sealed.store, error)
+    def _call(self, ask: Callable[[], _T], otherwise: _T) -> _T:
+        """Ask the store. A store of this package raises nothing; what others raise ends here."""
+        try:
+            return ask()
+        except Exception as error:
+            self.raised += 1
+            if self.raised == 1:
+                _log.warning("a store raised: %r: %s", self.sealed.store, error)
+            return otherwise
 
     def stats(self, pending: int, pending_bytes: int, dropped: int) -> TierStats:
         """Return the figures so far."""

@@ -1,0 +1,143 @@
+"""What prompts use stays in every tier, and what is trimmed leaves what can be used."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from memory.kit import Case, Logits, apart
+from pykvcache import LlamaContext, PrefixCache
+from pykvcache.cli import main
+from pykvcache.prefix.stores import BlockStore, MemoryStore, open_store
+from pykvcache.prefix.stores.folder_index import block_cost
+from stores.servers import PATIENT, redis_server
+from tiers.kit import clear_memory
+from tiers.test_tiers import SIZE, WAIT, words
+
+Make = Callable[..., LlamaContext]
+Fresh = Callable[..., Logits]
+POPULAR = words(1, 41)
+KINDS = ["llama", "gemma3", "jamba", "mamba"]
+
+
+def reusable(ctx: LlamaContext, store: BlockStore, prompt: list[int]) -> int:
+    """How many tokens of a prompt a new cache takes from a store."""
+    with (
+        PrefixCache(ctx, block_size=SIZE, tiers=[store], **WAIT) as cache,
+        cache.sequence(prompt) as sequence,
+    ):
+        return sequence.reuse.disk + sequence.reuse.remote
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("ram", [0, 64 << 20], ids=["read from the tier", "served from memory"])
+def test_a_popular_prompt_stays_in_a_tier_that_is_full(
+    ram: int, name: str, make_context: Make
+) -> None:
+    """Reading was no use once: the prompt was first in, first out, however often it came."""
+    ctx = make_context(name)
+    with (
+        MemoryStore() as probe,
+        PrefixCache(ctx, block_size=SIZE, tiers=[probe], **WAIT) as cache,
+        cache.sequence(POPULAR) as sequence,
+    ):
+        sequence.evaluate()
+        sequence.close()
+        assert cache.flush(60)
+        room = 8 * sum(entry.size + 320 for entry in probe.entries())
+    store = MemoryStore(room)
+    with PrefixCache(ctx, block_size=SIZE, tiers=[store], ram_bytes=ram, **WAIT) as cache:
+        for i in range(40):
+            with cache.sequence(words(10 + i, 41) if i % 5 else POPULAR) as sequence:
+                sequence.evaluate()
+                if i and not i % 5:
+                    assert sequence.reuse.evaluated <= SIZE, i
+    assert store.counters.removed > 50
+    assert reusable(ctx, store, POPULAR) >= 40 - SIZE
+
+
+def trim(address: str, n_bytes: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "trim", address, str(n_bytes)]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("where", ["folder", "redis", "objects"])
+def test_the_command_trims_what_was_used_longest_ago(
+    where: str, make_context: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ctx = make_context("llama")
+    prompts = [words(i, 41) for i in range(6)]
+    with redis_server(tmp_path) as server:
+        address = {
+            "folder": str(tmp_path / "folder"),
+            "redis": server.url,
+            "objects": f"file://{tmp_path}/objects",
+        }[where]
+        options = PATIENT if where == "redis" else {}
+        with PrefixCache(
+            ctx, block_size=SIZE, tiers=[open_store(address, **options)], **WAIT
+        ) as cache:
+            for prompt in (*prompts, *prompts[:2]):
+                with cache.sequence(prompt) as sequence:
+                    sequence.evaluate()
+                assert cache.flush(60)
+                if where == "redis":
+                    time.sleep(1.05)  # its clock of uses has seconds
+            cache._link.tiers.tiers[0].sealed.store.close()
+        with open_store(address, **options) as store:
+            sizes = [entry.size for entry in store.entries()]
+        index = 0
+        if where == "folder":  # it counts units of the disk, and its index
+            sizes = [block_cost(size) for size in sizes]
+            index = (tmp_path / "folder" / "index.sqlite").stat().st_size
+        trim(address, sum(sizes) * 2 // 5 + index, capsys)
+        with open_store(address, **options) as store:
+            left = [reusable(ctx, store, prompt) for prompt in prompts]
+        assert left[:2] == [40, 40]
+        assert left[2:5] == [0, 0, 0]
+
+
+class Counting(MemoryStore):
+    """A store that notes what was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[bytes] = set()
+
+    def get_into(self, keys: Sequence[bytes], buffers: Sequence[bytearray]) -> int:  # type: ignore[override]
+        n = super().get_into(keys, buffers)
+        self.seen.update(keys[:n])
+        return n
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_trim_leaves_can_be_used(name: str, make_context: Make, fresh_logits: Fresh) -> None:
+    """Prompts that share beginnings, and stores of every size: more is never worse."""
+    dice, base = random.Random(0), words(1, 60)
+    prompts = [base[: dice.randrange(10, 60)] + words(10 + i, 20) for i in range(10)]
+    ctx, store = make_context(name, n_ctx=1024), Counting()
+    with PrefixCache(ctx, block_size=SIZE, tiers=[store], **WAIT) as cache:
+        for prompt in (*prompts, *dice.choices(prompts, k=15)):
+            with cache.sequence(prompt) as sequence:
+                sequence.evaluate()
+    size = sum(entry.size + 320 for entry in store.entries())
+    evaluated = []
+    for tenths in (10, 8, 6, 4, 2, 1):
+        store.trim(size * tenths // 10)
+        store.seen.clear()
+        with PrefixCache(ctx, block_size=SIZE, tiers=[store], ram_bytes=0, **WAIT) as cache:
+            cache._link.tiers.writers[0].offer = lambda chain: None  # type: ignore[method-assign]
+            for prompt in prompts:
+                with cache.sequence(prompt) as sequence:
+                    assert apart(sequence.logits(), fresh_logits(name, prompt)) < 1e-2
+            evaluated.append(cache.stats().evaluated)
+            clear_memory(cache)
+        if name == "llama":
+            assert {entry.key for entry in store.entries()} == store.seen, "something is useless"
+    assert evaluated == sorted(evaluated)
+    assert evaluated[0] <= SIZE * len(prompts)
+    assert Case(name).has_states

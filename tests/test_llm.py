@@ -266,7 +266,7 @@ def test_a_completion_has_the_members_that_clients_know(llm: LLM) -> None:
     assert set(choice["logprobs"]) == names
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert all(value <= 0 for value in choice["logprobs"]["token_logprobs"])
-    echoed = llm.create_completion(START, max_tokens=4, temperature=0, echo=True)
+    echoed = llm(START, max_tokens=4, temperature=0, echo=True)
     assert isinstance(echoed, dict)
     assert START in echoed["choices"][0]["text"]
 

@@ -589,6 +589,10 @@ class LLM(Closing):
             made["logprobs"] = text_logprobs(self._model, ids, found.logprobs, len(before))
         return {**start, "choices": [made], "usage": found.usage}
 
+    def __call__(self, prompt: Prompt, **options: Any) -> dict[str, Any] | Iterator[dict[str, Any]]:
+        """Do what `create_completion` does, by the name that users of llama-cpp-python know."""
+        return self.create_completion(prompt, **options)
+
     @staticmethod
     def _chunks(
         handle: GenerationHandle,

@@ -95,7 +95,7 @@ class Talk:
 
     def render(self, messages: list[dict[str, str]], *, answer: bool = True) -> str:
         """Return messages as text; with `answer` up to where the assistant's begins."""
-        own = {} if self.template is None else {"template": self.template}
+        own: dict[str, Any] = {} if self.template is None else {"template": self.template}
         model = self.context.model
         return model.apply_chat_template(messages, add_generation_prompt=answer, **own)
 

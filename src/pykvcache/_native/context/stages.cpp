@@ -5,7 +5,6 @@
 #include <memory>
 #include <stdexcept>
 
-#include "llama-cpp.h"
 
 namespace pykv {
 

@@ -621,6 +621,7 @@ class LLM(Closing):
         max_tokens: SupportsIndex | None = None,
         stop: StopInput = (),
         stream: bool = False,
+        template: str | None = None,
         **sampling: Any,
     ) -> dict[str, Any] | Iterator[dict[str, Any]]:
         """Return OpenAI's chat completion as a dict, or with `stream` an iterator of chunks.
@@ -633,13 +634,16 @@ class LLM(Closing):
             ``{"type": "json_object"}``, with a ``schema`` if wanted, or OpenAI's ``json_schema``.
         stream
             Yield chunks as the answer comes.
+        template
+            Another chat template than the model's own.
         **sampling
             As for `Sampler`: ``temperature``, ``top_p``, ``seed``...
         """
         schema = schema_of(response_format)
-        sampler = Sampler(**sampling)
+        own = {} if template is None else {"template": template}
+        sampler = Sampler(model=self._model, **sampling)
         form, handle, written = self._submit_chat(
-            messages, tools, tool_choice, schema, max_tokens, sampler, stop, {}
+            messages, tools, tool_choice, schema, max_tokens, sampler, stop, own
         )
         name = Path(self._model.path).name
         if stream:

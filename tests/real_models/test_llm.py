@@ -18,10 +18,11 @@ pytest.importorskip("pykvcache._native.lib", reason="not built", exc_type=Import
 pytest.importorskip("jinja2")
 
 from pykvcache import LLM, LlamaContext, LlamaSequence, Sampler
+from pykvcache.errors import ArgumentError
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
-CAPITAL = "The capital of France is"
+CAPITAL = "Japan: Tokyo. Italy: Rome. Egypt: Cairo. Spain: Madrid. France:"
 SCHEMA = {
     "type": "object",
     "properties": {"town": {"type": "string", "maxLength": 20}, "big": {"type": "boolean"}},
@@ -30,7 +31,7 @@ SCHEMA = {
 }
 #: The base model was not taught a chat: turns in plain words.
 TEMPLATE = (
-    "{% for m in messages %}{{ 'Question' if m.role == 'user' else 'Answer' }}: {{ m.content }}\n"
+    "{{ bos_token }}{% for m in messages %}{{ 'Question' if m.role == 'user' else 'Answer' }}: {{ m.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
 )
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
@@ -45,7 +46,16 @@ def llm() -> Iterator[LLM]:
 
 def test_it_knows_the_capital(llm: LLM) -> None:
     assert " Paris" in llm.generate(CAPITAL, max_tokens=4).text
-    answer = llm.chat(MESSAGES, template=TEMPLATE, max_tokens=12, stop="\n")
+    turns = [
+        {"role": "user", "content": "Japan"},
+        {"role": "assistant", "content": "Tokyo"},
+        {"role": "user", "content": "Italy"},
+        {"role": "assistant", "content": "Rome"},
+        {"role": "user", "content": "Spain"},
+        {"role": "assistant", "content": "Madrid"},
+        {"role": "user", "content": "France"},
+    ]
+    answer = llm.chat(turns, template=TEMPLATE, max_tokens=12, stop="\n")
     assert "Paris" in answer.content
 
 
@@ -67,14 +77,22 @@ def test_a_long_prompt_is_evaluated_once(llm: LLM) -> None:
     assert [one.reuse.evaluated for one in samples[1:]] == [0, 0]
 
 
-def test_content_and_response_formats_follow_schemas(llm: LLM) -> None:
-    answer = llm.chat(MESSAGES, json_schema=SCHEMA, template=TEMPLATE, max_tokens=100)
-    assert set(json.loads(answer.content)) == {"town", "big"}
-    form = {"type": "json_object", "schema": SCHEMA}
+def test_text_follows_a_schema(llm: LLM) -> None:
+    prompt = "The town with the Eiffel Tower as JSON: "
+    for seed in (None, 1, 2):
+        temperature = 0 if seed is None else 0.8
+        sampler = Sampler(temperature=temperature, seed=seed, json_schema=SCHEMA, model=llm.model)
+        found = llm.generate(prompt, max_tokens=100, sampler=sampler)
+        assert set(json.loads(found.text)) == {"town", "big"}
+
+
+def test_a_chat_completion_takes_a_template(llm: LLM) -> None:
     found: Any = llm.create_chat_completion(
-        MESSAGES, response_format=form, max_tokens=100, temperature=0
+        MESSAGES, template=TEMPLATE, max_tokens=8, temperature=0
     )
-    assert set(json.loads(found["choices"][0]["message"]["content"])) == {"town", "big"}
+    assert found["choices"][0]["message"]["content"]
+    with pytest.raises(ArgumentError, match="template"):
+        llm.create_chat_completion(MESSAGES)  # the base model has none
 
 
 def test_streams_are_the_text(llm: LLM) -> None:

@@ -31,7 +31,8 @@ SCHEMA = {
 }
 #: The base model was not taught a chat: turns in plain words.
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ 'Question' if m.role == 'user' else 'Answer' }}: {{ m.content }}\n"
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ 'Question' if m.role == 'user' else 'Answer' }}: {{ m.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
 )
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]

@@ -343,7 +343,7 @@ def test_files_that_are_no_adapters_are_refused(folder: Path, tmp_path: Path) ->
         (b"GGUF", None),
         (good[: len(good) // 2], None),
         (good.replace(b"lora_b", b"lora_c"), "suffix"),
-        (good.replace(b"adapter.type", b"adapter.tipe"), "lora"),
+        (good.replace(b"adapter.type", b"adapter.typo"), "lora"),
         (make_model("llama", folder).read_bytes(), "adapter"),
         (write_adapter(tmp_path / "x.gguf", "llama", arch="gemma3").read_bytes(), "arch"),
         (write_adapter(tmp_path / "y.gguf", "llama", alpha=float("nan")).read_bytes(), "alpha"),

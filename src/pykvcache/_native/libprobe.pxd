@@ -76,7 +76,8 @@ cdef extern from "adapters.h" namespace "pykv" nogil:
     void adapter_free(llama_adapter_lora*, adapter_lock&)
     int32_t adapter_metadata(const llama_adapter_lora*, vector[string]& out)
     vector[llama_token] adapter_invocation(const llama_adapter_lora*) except +
-    int32_t control_load(const char* path, int32_t n_layer, int32_t n_embd, vector[float]& out, string& problem)
+    int32_t control_load(
+        const char* path, int32_t n_layer, int32_t n_embd, vector[float]& out, string& problem)
 
 
 cdef extern from "devices.h" namespace "pykv" nogil:

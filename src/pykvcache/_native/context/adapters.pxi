@@ -19,7 +19,8 @@ cdef class Adapter:
         self.model_ref = model.share()
         self.lock = model.adapters
         if model.vocab_only:
-            raise UnsupportedOperation("load_adapter", "the model was loaded with vocab_only=True: it has no weights")
+            raise UnsupportedOperation(
+                "load_adapter", "the model was loaded with vocab_only=True: it has no weights")
         if lib.is_remote(model.links):
             raise UnsupportedOperation("load_adapter", "layers of the model lie on RPC servers")
         _sync_log()
@@ -79,7 +80,9 @@ cdef class Adapted(Decoding):
     def __cinit__(self, *args):
         self.adapter_names = ()
 
-    def set_adapters(self, tuple names not None, tuple adapters not None, tuple scales not None, const float[::1] control=None):
+    def set_adapters(
+            self, tuple names not None, tuple adapters not None, tuple scales not None,
+            const float[::1] control=None):
         """Compute with these from now on; whatever the memory holds goes. All or nothing."""
         cdef lib.adapter_set wanted
         cdef Adapter one
@@ -109,7 +112,8 @@ cdef class Adapted(Decoding):
                     raise self.fail("set_adapters")
                 if code != 0:
                     why = _text(lib.caught()) or notes or "llama.cpp gave no reason"
-                    raise UnsupportedOperation("set_adapters", f"this context cannot compute with them: {why}")
+                    raise UnsupportedOperation(
+                        "set_adapters", f"this context cannot compute with them: {why}")
                 self.forget_outputs("the adapters changed")
                 self.used = wanted
                 self.adapters = adapters

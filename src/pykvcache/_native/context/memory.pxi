@@ -286,8 +286,8 @@ cdef class Memory(Handle):
         if lib.window_dropped(self.mem, seq):
             raise UnsupportedOperation(
                 operation, "the sliding window has dropped cells of this sequence: "
-                + ("a state, a fork or another sequence took their place; decode again, or, of a LlamaSequence, "
-                   "discard(..., reevaluate=True)" if self.swa_full else
+                + ("a state, a fork or another sequence took their place; decode again, or, of a "
+                   "LlamaSequence, discard(..., reevaluate=True)" if self.swa_full else
                    "create the context with swa_full=True, or decode again"), "sequence")
         return 0
 

@@ -52,8 +52,9 @@ cdef cbool _call_stage(void* box, const lib.llama_token* ids, float* logits, siz
         result = np.asarray(given if changed is None else changed)
         if result.shape != (n,) or result.dtype.kind not in "fiu":
             raise ArgumentError(
-                f"a stage returned an array of shape {result.shape} and type {result.dtype}: float32, shape ({n},) "
-                "is expected, or None", what="stages", value=result.shape, limit=(n,))
+                f"a stage returned an array of shape {result.shape} and type {result.dtype}: "
+                f"float32, shape ({n},) is expected, or None",
+                what="stages", value=result.shape, limit=(n,))
         values = np.ascontiguousarray(result, np.float32)
         if not (np.asarray(values) < np.inf).all():
             raise ArgumentError("a stage returned NaN or infinity", what="stages")

@@ -23,12 +23,15 @@ KEYS = {"key-of-ann": "ann", "key-of-bob": "bob"}
 
 
 @contextlib.contextmanager
-def serving(keys: dict[str, str] | None = None, **options: Any) -> Iterator[str]:
+def serving(
+    keys: dict[str, str] | None = None, http: Any = "auto", **options: Any
+) -> Iterator[str]:
     """Run a server for the block; gives its address."""
     context = {"n_ctx": 2048, "ram_bytes": 32 << 20, **options.pop("llm", {})}
     models = Models({"stories": embedded_model_path()}, context, **options.pop("models", {}))
     app = make_app(models, keys=keys, **options)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", http=http)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, request_response
 
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.serve import anthropic, cache, llama_server, openai, responses
@@ -32,6 +32,8 @@ log = logging.getLogger("pykvcache.serve")
 
 #: Paths that need no key.
 PUBLIC = ("/", "/health", "/v1/health")
+#: Paths that are asked for every few seconds: they are not logged.
+WATCHED = (*PUBLIC, "/cache", "/metrics", "/slots")
 
 
 def make_app(
@@ -72,6 +74,7 @@ def make_app(
             await asyncio.to_thread(stored.close)
 
     app = Starlette(routes=_routes(), lifespan=lifespan)
+    app.router.default = request_response(_endpoint(_missing))
     state = app.state
     state.models, state.responses, state.origins = models, stored, origins
     # Digests, so that keys are not kept.
@@ -257,7 +260,8 @@ async def _log(http: Request, status: int, begin: float) -> None:
     failure: ApiError | None = getattr(http.state, "failure", None)
     if failure is not None:
         line += ": " + str(failure).encode("unicode_escape").decode("ascii")
-    log.log(logging.INFO if status < 500 else logging.ERROR, "%s", line)
+    level = logging.DEBUG if http.url.path in WATCHED and status < 400 else logging.INFO
+    log.log(level if status < 500 else logging.ERROR, "%s", line)
 
 
 async def _missing(http: Request) -> Response:

@@ -94,10 +94,12 @@ async def clear(http: Request) -> Response:
     request, tenant = decode(http.state.body or b"{}", CacheRequest), tenant_of(http)
     if request.prompt is None and request.messages is None:
         async with models_of(http).engine(request.model) as engine:
+            await asyncio.to_thread(engine.pins.clear, tenant)
             await asyncio.to_thread(engine.llm.cache.clear, tenant)
         return Json({"status": "ok"})
 
     def forget(engine: Engine, tokens: npt.NDArray[np.int32]) -> int:
+        engine.pins.clear(tenant, tokens.tobytes())
         engine.llm.cache.forget(tokens, namespace=tenant)
         return len(tokens)
 

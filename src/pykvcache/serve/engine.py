@@ -267,6 +267,13 @@ class PinBoard:
             self._make_room()
             return new.n_tokens
 
+    def clear(self, tenant: str, tokens: bytes = b"") -> None:
+        """Release the pins of a tenant that begin with some tokens."""
+        with self._lock:
+            for key in [key for key in self._pins if key[0] == tenant]:
+                if key[1].startswith(tokens):
+                    self._pins.pop(key).release()
+
     def _make_room(self) -> None:
         """Drop pins that are over, and those above the bound; no more than 256 of one tenant."""
         sizes = {key: pin.n_tokens for key, pin in self._pins.items()}

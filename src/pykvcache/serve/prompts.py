@@ -98,8 +98,12 @@ def chat_prompt(
     if not messages:
         raise ApiError(400, "messages is empty", param="messages")
     given = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    if continues and given[-1]["role"] != "assistant":
-        raise ApiError(400, "the last message is not the assistant's", param="messages")
+    if continues and [message["role"] == "assistant" for message in given[-2:]][-2:] not in (
+        [True],
+        [False, True],
+    ):
+        told = "an answer goes on from one message of the assistant, the last one"
+        raise ApiError(400, told, param="messages")
     model = engine.llm.model
     text = model.apply_chat_template(
         given,

@@ -4,7 +4,7 @@
     python -m benchmarks --only calls --quick     one group, little, into build/bench/
 
 Groups: calls, throughput, generate, prefix, tiers, reuse, state, arrays, footprint, growth,
-portable; and real, which is measured only where it is named.
+portable; and real and serve, which are measured only where they are named.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from benchmarks.harness import Plan, closing
 from benchmarks.models import BUILD, ROOT
 from benchmarks.settings import EQUAL
 
-#: Measured only where it is named: it needs a model of 250 MB.
-NAMED = ("real",)
+#: Measured only where they are named: they need a model of 250 MB, and the server.
+NAMED = ("real", "serve")
 GROUPS = (
     *("calls", "throughput", "generate", "prefix", "tiers", "reuse", "state"),
     *("arrays", "footprint", "growth", "portable"),

@@ -233,6 +233,8 @@ def serve(
         )
     except OSError as error:
         raise click.ClickException(f"{host}, port {port}: {error}") from None
+    # asyncio does so for sockets of its own only; tokens would wait 40 ms for an acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     click.echo(f"pykvcache serves http://{shown}:{port} (models: {', '.join(files)})", err=True)

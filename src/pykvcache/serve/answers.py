@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -46,8 +45,8 @@ class Writer(ABC):
     def body(self) -> Any:
         """Return the whole answer, once it is finished."""
 
-    def keep(self) -> None:  # noqa: B027 (optional)
-        """Keep the answer, where the client wants that; called in a thread before `finish`."""
+    async def keep(self) -> None:  # noqa: B027 (optional)
+        """Keep the answer, where the client wants that; called before `finish`."""
 
     def deltas(self, piece: Piece) -> list[Delta]:
         """Return what is new of a chat's message."""
@@ -104,7 +103,7 @@ async def answer(
                 for one in writer.write(piece):
                     yield one
             http.state.log = (generation.reuse, generation.n_generated)
-            await asyncio.to_thread(writer.keep)
+            await writer.keep()
             for one in writer.finish():
                 yield one
 

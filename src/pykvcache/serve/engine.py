@@ -357,13 +357,8 @@ class Engine:
             400: the prompt does not fit; 429: too many requests wait.
         """
         with self._admitted():
-            job = await asyncio.to_thread(make)
-            sizes = [len(prompt) for prompt in job.prompts]
-            if not all(sizes):
-                raise ApiError(400, "the prompt has no tokens", param="prompt")
-            if max(sizes) >= self.n_ctx:
-                raise context_exceeded(max(sizes), self.n_ctx)
-            generation = Generation(self, job, await asyncio.to_thread(self._submit, job))
+            job, handles = await asyncio.to_thread(self._begin, make)
+            generation = Generation(self, job, handles)
             loop = asyncio.get_running_loop()
             timer = loop.call_later(self._timeout or 1e9, generation.abort)
             try:
@@ -374,6 +369,15 @@ class Engine:
                 if job.breakpoints or not job.use_cache:
                     # Not awaited: what is cancelled must not wait.
                     loop.run_in_executor(None, self._clean_up, generation)
+
+    def _begin(self, make: Callable[[], Job]) -> tuple[Job, list[GenerationHandle]]:
+        job = make()
+        sizes = [len(prompt) for prompt in job.prompts]
+        if not all(sizes):
+            raise ApiError(400, "the prompt has no tokens", param="prompt")
+        if max(sizes) >= self.n_ctx:
+            raise context_exceeded(max(sizes), self.n_ctx)
+        return job, self._submit(job)
 
     def _submit(self, job: Job) -> list[GenerationHandle]:
         handles: list[GenerationHandle] = []

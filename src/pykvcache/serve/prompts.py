@@ -32,6 +32,12 @@ DEFAULT_TTL = 1800.0
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "template", "tool_choice"}
 _RESERVED |= {"parallel_tool_calls", "json_schema", "strict", "self"}
 
+# Fields that `Sampler` has by the same names.
+_SAMPLING = ("temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty")
+_SAMPLING += ("presence_penalty", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold")
+_SAMPLING += ("dry_multiplier", "dry_base", "dry_allowed_length", "mirostat", "mirostat_tau")
+_SAMPLING += ("mirostat_eta", "grammar", "json_schema")
+
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -330,9 +336,8 @@ def sampler_of(request: Sampling, model: LlamaModel, **more: Any) -> Sampler:
     **more
         What the endpoint adds, such as ``chat_format``.
     """
-    names = ["temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty"]
-    names += ["presence_penalty", "grammar", "json_schema"]
-    options = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
+    options = {name: getattr(request, name) for name in _SAMPLING}
+    options = {name: value for name, value in options.items() if value is not None}
     if request.top_k is not None:
         options["top_k"] = max(request.top_k, 0)  # -1 is vLLM's "all"
     if request.seed is not None and request.seed >= 0:

@@ -144,8 +144,7 @@ async def create_response(http: Request) -> Response:
     job = partial(chat_job, as_chat(request, asked), tenant)
 
     def store(body: dict[str, Any], message: dict[str, Any]) -> None:
-        if request.store:
-            _stored(http).add(Stored(body, [*asked, message]), tenant)
+        _stored(http).add(Stored(body, [*asked, message]), tenant)
 
     writer = partial(_ResponseWriter, request, store)
     return await answer(http, request.model, job, writer, is_stream=request.stream)
@@ -264,8 +263,10 @@ class _ResponseWriter(Writer):
             else:
                 self._state["incomplete_details"] = {"reason": "max_output_tokens"}
 
-    def keep(self) -> None:
-        self._store(self.body(), message_of(self.streams[0].message))
+    async def keep(self) -> None:
+        if self._request.store:
+            message = message_of(self.streams[0].message)
+            await asyncio.to_thread(self._store, self.body(), message)
 
     def finish(self) -> Iterator[bytes]:
         kind, timings = f"response.{self._state['status']}", self.generation.timings()

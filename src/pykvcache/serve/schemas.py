@@ -88,6 +88,16 @@ class Sampling(Common, kw_only=True):
     repeat_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
+    typical_p: Share | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Share | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    mirostat: Annotated[int, Meta(ge=0, le=2)] | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
     logit_bias: Bias | None = None
     ignore_eos: bool = False
     stop: Stops | None = None

@@ -9,7 +9,7 @@ from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 __all__ = ["run"]
 
@@ -21,7 +21,7 @@ MOST_CONNECTIONS = 1024
 DRAIN_SECONDS = 120
 
 
-class PatientProtocol(H11Protocol):
+class PatientProtocol(AutoHTTPProtocol):
     """Closes connections whose request does not come."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -33,10 +33,12 @@ _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "templat
 _RESERVED |= {"parallel_tool_calls", "json_schema", "strict", "self"}
 
 # Fields that `Sampler` has by the same names.
-_SAMPLING = ("temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty")
-_SAMPLING += ("presence_penalty", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold")
-_SAMPLING += ("dry_multiplier", "dry_base", "dry_allowed_length", "mirostat", "mirostat_tau")
-_SAMPLING += ("mirostat_eta", "grammar", "json_schema")
+_SAMPLING = (
+    *("temperature", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"),
+    *("xtc_threshold", "repeat_penalty", "frequency_penalty", "presence_penalty"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length"),
+    *("mirostat", "mirostat_tau", "mirostat_eta", "grammar", "json_schema"),
+)
 
 _TEXTS = ("text", "input_text", "output_text", "refusal")
 

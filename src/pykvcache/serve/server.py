@@ -21,10 +21,10 @@ MOST_CONNECTIONS = 1024
 DRAIN_SECONDS = 120
 
 
-class PatientProtocol(AutoHTTPProtocol):
+class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     """Closes connections whose request does not come."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to watch."""
         super().connection_made(transport)
         self._n_done = -1

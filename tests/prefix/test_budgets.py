@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memory.kit import CASES, Case, Logits, apart
+from memory.kit import CASES, Logits, apart
 from prefix.accounts import check_accounts
 from pykvcache import LlamaContext, PrefixCache
 

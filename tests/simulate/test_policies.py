@@ -23,9 +23,9 @@ def ask(tree: PrefixTree, tokens: bytes) -> int:
     """Use what is there of a prompt, and insert the rest; return how many tokens were there."""
     match = tree.match(tokens)
     tree.use(match, tree.resume(match, match.n))
-    plan = tree.plan(tokens, Offer(len(tokens) // 4))
+    plan = tree.plan(match, Offer(len(tokens) // 4))
     if plan is not None:
-        tree.insert(tokens, plan)
+        tree.insert(tokens, plan, match)
     return match.n
 
 
@@ -107,9 +107,10 @@ def test_of_equals_the_lower_priority_leaves_first(policy: str) -> None:
     tree = PrefixTree(MemoryShape(1), policy, max_bytes=3)
     for letter, priority in (("a", 1), ("b", 0), ("c", 1), ("d", 1)):
         tokens = token_bytes([ord(letter)])
-        plan = tree.plan(tokens, Offer(1, priority=priority))
+        match = tree.match(tokens)
+        plan = tree.plan(match, Offer(1, priority=priority))
         assert plan is not None
-        tree.insert(tokens, plan)
+        tree.insert(tokens, plan, match)
     assert kept(tree) == "acd"
 
 

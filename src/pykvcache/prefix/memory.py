@@ -95,7 +95,8 @@ class CacheMemory:
             attention,
             window,
             native.window_needed if window else None,
-            slack=n_swa // 4,
+            # With states a prompt may part where one was taken, and nowhere else.
+            slack=0 if native.has_state_part else n_swa // 4,
             needs_state=native.has_state_part,
             node_bytes=node_bytes,
             chunk_bytes=chunk_bytes,

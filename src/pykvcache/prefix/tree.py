@@ -413,10 +413,11 @@ class PrefixTree:
         ends, slack = [end for end in offer.ends if 0 < end < n], shape.slack
         budget = self.max_bytes if is_limited else math.inf
         while n and self._least_bytes(n, [*ends, n], slack, offer) > budget:
-            if slack:
-                slack = 0
-            elif ends:
+            if ends:
                 ends = []
+            elif slack:
+                # Where prompts may part, before the end, is where it ends now.
+                n, slack = shape.deepest(max(0, n - slack), windows, states), 0
             else:
                 n = shape.deepest(self._fewer(n, offer), windows, states)
         missing = [] if shape.window_start is None else self._missing_windows(match, offer, n)

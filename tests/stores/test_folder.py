@@ -356,15 +356,18 @@ def test_a_folder_that_may_only_be_read(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with FolderStore(root) as store:
         store.put(BLOCKS)
+    (hidden := tmp_path / "hidden").mkdir()
     for path in [tmp_path, *tmp_path.parents[:3], root, *root.rglob("*")]:
         with contextlib.suppress(PermissionError):
             path.chmod(path.stat().st_mode | 0o055 if path.is_dir() else 0o444)
     root.chmod(0o555)
+    hidden.chmod(0)
     try:
         code = f"""
             import os
             import pykvcache.cli.app
             from pykvcache.cli import main
+            from pykvcache.errors import StoreError
             from pykvcache.prefix.stores import FolderStore
             from pykvcache.prefix.stores.conformance import chain
             blocks = chain(12, "folder")
@@ -382,6 +385,12 @@ def test_a_folder_that_may_only_be_read(tmp_path: Path) -> None:
             assert store.counters.denied > 0, store.counters
             found = {{(entry.key, entry.size) for entry in store.entries()}}
             assert found == {{(key, len(data)) for key, data in blocks}}
+            try:
+                FolderStore({str(hidden)!r})
+            except StoreError as error:
+                assert "Permission denied" in str(error)
+            else:
+                raise AssertionError("a folder that may not be read is no store")
             for command, code in (("du", 0), ("ls", 0), ("trim", 1), ("clear", 1)):
                 more = {{"trim": ["0"], "clear": ["--yes"]}}.get(command, [])
                 assert main(["cache", command, {str(root)!r}, *more]) == code, command
@@ -390,6 +399,7 @@ def test_a_folder_that_may_only_be_read(tmp_path: Path) -> None:
         subprocess.run(command, check=True, timeout=60, cwd=TESTS)
     finally:
         root.chmod(0o755)
+        hidden.chmod(0o755)
 
 
 def test_what_cannot_be_a_folder_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,7 +243,7 @@ class FolderStore(BlockStore):
     Raises
     ------
     StoreError
-        The folder does not exist and cannot be made, or ``max_bytes`` is too small.
+        The folder cannot be made or may not be read, or ``max_bytes`` is too small.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int = 10 << 30) -> None:
@@ -253,8 +253,9 @@ class FolderStore(BlockStore):
         try:
             # An empty name is not the current folder.
             os.makedirs(self.path if name else "", mode=0o700, exist_ok=True)
+            os.listdir(self.path)  # a folder that may only be read is still of use
         except (OSError, ValueError) as error:
-            text = f"{shown(name)} cannot be a folder: {getattr(error, 'strerror', None) or error}"
+            text = f"{shown(name)} cannot be a folder of blocks: {getattr(error, 'strerror', None) or error}"
             raise StoreError(text, "path", self.path) from error
         self._files = BlockFiles(self.path)
         self._index = FolderIndex(os.path.join(self.path, "index.sqlite"))

@@ -14,14 +14,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 WITH_CODE = [p for p in sorted(DOCS.rglob("*.md")) if read_blocks(p.read_text(encoding="utf-8"))]
 
 
-# To be rewritten for the new prefix cache.
-BEHIND = {"prefix-cache.md", "structured-output.md"}
-
-
 @pytest.mark.parametrize("path", WITH_CODE, ids=lambda p: p.relative_to(DOCS).as_posix())
 def test_code_prints_what_the_document_says(path: Path) -> None:
-    if path.name in BEHIND:
-        pytest.xfail("the page is behind the code")
     blocks = read_blocks(path.read_text(encoding="utf-8"))
     for block, output in zip(blocks, outputs(blocks), strict=True):
         assert agrees(block, output), f"{path}: {block.code}\nprints\n{output}"

@@ -411,10 +411,17 @@ class PrefixTree:
             states.update(match.states())
             n = shape.deepest(n, windows, states)
         ends, slack = [end for end in offer.ends if 0 < end < n], shape.slack
+        parting = list[int]()
+        if shape.needs_state and (at := shape.deepest(max([0, *ends]) - 1, windows, states)) > 0:
+            # The last place before the prompt's end. Other prompts can begin there, too.
+            parting = [at]
+            ends = sorted({*ends, at})
         budget = self.max_bytes if is_limited else math.inf
         while n and self._least_bytes(n, [*ends, n], slack, offer) > budget:
-            if ends:
-                ends = []
+            if ends != parting:
+                ends = parting
+            elif parting:
+                n, ends, parting = parting[0], [], []
             elif slack:
                 # Where prompts may part, before the end, is where it ends now.
                 n, slack = shape.deepest(max(0, n - slack), windows, states), 0
@@ -444,7 +451,7 @@ class PrefixTree:
             size += covered * shape.window_bytes
             size += shape.chunk_bytes * (covered // shape.block_size + 1 + len(ends))
         if shape.needs_state:
-            size += max((end.nbytes for end in offer.states.values()), default=0)
+            size += len(ends) * max([end.nbytes for end in offer.states.values()], default=0)
         # What the policy notes may grow by what leaves.
         return size + (self.policy.n_bytes + self.max_bytes // 128 if shape.node_bytes else 0)
 
@@ -860,11 +867,10 @@ class PrefixTree:
             return  # what follows belongs to other prompts
         for each in reversed(list(node.below())):
             self._drop_leaf(each)
-        while not node.is_root:
-            before = node.parent
-            if before is None or not self._drop_leaf(node):
+        for each in node.path():
+            # One that nothing goes on from left with what followed it.
+            if each.parent is not None and not self._drop_leaf(each):
                 return
-            node = before
 
     def _drop_leaf(self, node: Node) -> bool:
         """Drop a node that nothing follows or holds; return whether it left."""

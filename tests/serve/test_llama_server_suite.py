@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from support.builds import ROOT
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 

@@ -48,9 +48,9 @@ def test_so_many_shared_tokens_are_waited_for(
     ctx, trunk = make_context("llama", n_ctx=1024, n_seq_max=8), words(1, shared)
     with PrefixCache(ctx, block_size=64) as cache:
         generator = BatchGenerator(cache)
-        for i in range(8):
-            generator.submit([*trunk, 5 + i, *words(i, 8)], 1)
+        handles = [generator.submit([*trunk, 5 + i, *words(i, 8)], 1) for i in range(8)]
         generator.run()
+        assert all(handle.finish_reason for handle in handles)
     once = shared + 8 * 9
     assert (ctx.tokens_evaluated == once) if is_once else ctx.tokens_evaluated > once
 
@@ -64,9 +64,9 @@ def test_what_is_left_of_a_shared_prefix_after_a_part_is_evaluated_once_too(
     ctx, trunk = make_context(name, n_ctx=2048, n_seq_max=9), words(1, n)
     with PrefixCache(ctx, block_size=SIZE) as cache:
         generator = BatchGenerator(cache, n_chunk=32)
-        for i in range(8):
-            generator.submit([*trunk, 5 + i, *words(i, 7)], 1)
+        handles = [generator.submit([*trunk, 5 + i, *words(i, 7)], 1) for i in range(8)]
         generator.run()
+        assert all(handle.finish_reason for handle in handles)
     # Where the memory cannot be cut, a state is taken where the prompts part.
     assert ctx.tokens_evaluated == n + 8 * 8
 

@@ -10,7 +10,7 @@ from pykvcache.errors import KvCacheError
 from pykvcache.prefix.block_cache import Actions, BlockCache
 from pykvcache.prefix.match import Match
 from pykvcache.prefix.memory import Buffer, CacheMemory
-from pykvcache.prefix.node import Component, EndState, Kind
+from pykvcache.prefix.node import EndState, Kind
 from pykvcache.prefix.tree import Offer
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import CheckpointPolicy
@@ -222,12 +222,7 @@ def admit(
     holes = blocks.insert(tokens, plan, match, namespace, actions, owner)
     try:
         for one in holes:
-            _fill(one, source)
+            n = one.n_missing
+            one.chunks[:n] = source.read(one.kind, one.start, one.sizes[:n])
     except (KvCacheError, MemoryError):
         blocks.abandon(holes, actions)
-
-
-def _fill(one: Component, source: Source) -> None:
-    """Read the chunks of a component that are None, which come first."""
-    n = one.n_missing
-    one.chunks[:n] = source.read(one.kind, one.start, one.sizes[:n])

@@ -131,10 +131,9 @@ class CacheCore:
         """
         self.check_open()
         space = self._namespace if namespace is None else as_namespace(namespace)
-        if self._native.adapter_names:
-            self._note_adapters()
         cells = SequenceCells(self.pool, Ledger(), self._checkpoints)
-        request = Request(cells, space, priority)
+        request = Request(cells, space, space, priority)
+        self._enter(request)
         sequence = CachedSequence._made(self.context, cells)
         sequence._core, sequence._request = self, request
         if prompt is not None and not cells.ledger.append_plain(prompt, self._n_vocab):
@@ -170,13 +169,14 @@ class CacheCore:
     def renew(self, request: Request) -> None:
         """Let a request begin again with what was evaluated since, where that is more."""
         old = request.report
+        self._enter(request)
         if request in self.live and self._lookup.renew(request):
             self._count(request, old)
 
     def give(self, request: Request) -> None:
         """Keep what was evaluated for a request: called when its sequence is closed."""
-        if self._native.adapter_names:
-            self._note_adapters()
+        if self._native.adapter_names or self._adapters:
+            self._enter(request)
         if self.pins.some:
             self.pins.expire()
         if request.search is not None:
@@ -216,6 +216,7 @@ class CacheCore:
         if search is None or not search.load.leave():
             return  # what comes later is delivered
         found, old = search.load.found, request.report
+        self._enter(request)
         if request not in self.live or found.n <= request.usable:
             return
         self.link.keep(search.load, request)
@@ -286,6 +287,11 @@ class CacheCore:
             tiers.forget_notices()
             self.events.add(AllBlocksCleared())
 
+    def _enter(self, request: Request) -> None:
+        """Let a request share what was computed with the adapters that are in use now."""
+        if self._native.adapter_names or self._adapters or request.namespace[:1] == "\0":
+            request.space = self.current_space(request.namespace)
+
     def current_space(self, namespace: str) -> str:
         """Return what a namespace is kept under with the adapters that are in use now."""
         return space_of(namespace, self._note_adapters())
@@ -333,6 +339,7 @@ class CacheCore:
                 return
             if self.has_tiers and not self.context.is_closed:
                 for request in self.live:
+                    self._enter(request)
                     with contextlib.suppress(DeviceLost):
                         self._admission.give(request, is_last=False)
             with self.blocks.change():

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pykvcache.prefix.report import Reason, ReuseReport
-from pykvcache.prefix.space import MARK, adapters_digest, space_of
 from pykvcache.sequence.cells import SequenceCells
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ class Request:
         What the context's memory holds of the sequence.
     namespace
         Whose tokens it shares.
+    space
+        What its tokens are kept under: the namespace, with the adapters that are in use.
     boundaries
         Tokens after which messages end.
     priority
@@ -48,6 +49,7 @@ class Request:
 
     cells: SequenceCells
     namespace: str
+    space: str
     priority: int = 0
     boundaries: tuple[int, ...] = ()
     keep: int | None = None
@@ -59,14 +61,6 @@ class Request:
 
     def __len__(self) -> int:
         return len(self.cells.ledger)
-
-    @property
-    def space(self) -> str:
-        """What its tokens are kept under: its namespace, with the adapters that are in use now."""
-        names = self.cells.pool.native.adapter_names
-        if not names and self.namespace[:1] != MARK:
-            return self.namespace
-        return space_of(self.namespace, adapters_digest(names))
 
     @property
     def tokens(self) -> bytes:

@@ -48,7 +48,9 @@ class CachedSequence(LlamaSequence):
         """As `LlamaSequence.fork`; the fork belongs to the cache, too."""
         child = super().fork(n)
         child._core = self._core
-        child._request = Request(child._cells, self.namespace, self._request.priority)
+        child._request = Request(
+            child._cells, self.namespace, self._request.space, self._request.priority
+        )
         with child._held():
             self._core.join(child._request, self._request)
         return child

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-__all__ = ["MARK", "adapters_digest", "namespace_of", "space_of", "split_space"]
+__all__ = ["adapters_digest", "namespace_of", "space_of", "split_space"]
 
-#: Spaces with adapters begin with it.
-MARK = "\0"
-_SIZE = 64
+_MARK, _SIZE = "\0", 64
 _NO_ADAPTERS = "-" * _SIZE
 
 
@@ -24,13 +22,13 @@ def space_of(namespace: str, adapters: bytes = b"") -> str:
     Without adapters the namespace itself, unless it looks like a space with some.
     """
     if adapters:
-        return f"{MARK}{adapters.hex()}{namespace}"
-    return f"{MARK}{_NO_ADAPTERS}{namespace}" if namespace.startswith(MARK) else namespace
+        return f"{_MARK}{adapters.hex()}{namespace}"
+    return f"{_MARK}{_NO_ADAPTERS}{namespace}" if namespace.startswith(_MARK) else namespace
 
 
 def split_space(space: str) -> tuple[str, bytes]:
     """Return the namespace of a space, and the digest of its adapters."""
-    if not space.startswith(MARK):
+    if not space.startswith(_MARK):
         return space, b""
     digest, namespace = space[1 : 1 + _SIZE], space[1 + _SIZE :]
     return namespace, b"" if digest == _NO_ADAPTERS else bytes.fromhex(digest)

@@ -69,8 +69,10 @@ MODEL_FREE = {
     "events",
     "match",
     "node",
+    "plan",
     "policies",
     "tree",
+    "windows",
 }
 # Outside the standard library. Whatever is not NumPy is an extra: imported where it is used.
 REQUIRED = {"numpy"}

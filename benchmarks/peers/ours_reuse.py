@@ -14,8 +14,9 @@ from benchmarks.peers.prompts import play, strangers
 from pykvcache import LlamaContext, LlamaModel, LlamaSequence, PrefixCache, Sampler
 from pykvcache.prefix.block_hash import token_bytes
 from pykvcache.prefix.node import MemoryShape
+from pykvcache.prefix.plan import Offer
 from pykvcache.prefix.policies import DEFAULT
-from pykvcache.prefix.tree import Offer, PrefixTree
+from pykvcache.prefix.tree import PrefixTree
 
 CACHED, COPIED = "with a cache", "copying the blocks"
 ALONE = (CACHED, "without", COPIED)

@@ -11,6 +11,7 @@ from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.events import BlockRemoved, BlockStored, CacheEvent, _size
 from pykvcache.prefix.node import Component, Kind, Node
 from pykvcache.prefix.tree import PrefixTree
+from pykvcache.prefix.windows import is_resumable
 
 
 def check_accounts(cache: PrefixCache, heard: Iterable[CacheEvent] | None = None) -> None:
@@ -72,7 +73,7 @@ def check_cells(node: Node, tree: PrefixTree) -> None:
             for cells, n in zip(one.chunks, one.sizes, strict=True):
                 assert cells.nbytes == n * cell
     if not node.children and not node.attention.held:
-        assert tree._goes_on(node, tree._reach(node)), "a dead end"
+        assert is_resumable(tree.shape, node), "a dead end"
     if node.window is not None:
         assert is_useful(tree, node), "a window that is not complete"
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pykvcache.prefix.block_hash import TOKEN_SIZE, token_bytes
 from pykvcache.prefix.match import Match, Resume
 from pykvcache.prefix.node import Component, EndState, Kind, MemoryShape, Node
+from pykvcache.prefix.plan import Hold, Offer
 from pykvcache.prefix.policies import Policy
-from pykvcache.prefix.tree import Hold, Offer, PrefixTree
+from pykvcache.prefix.tree import PrefixTree
+from pykvcache.prefix.windows import is_resumable
 
 Tokens = list[int]
 
@@ -192,7 +194,7 @@ def check_tree(tree: PrefixTree, holds: list[Hold] = ()) -> None:  # type: ignor
         if tree._root_name is not None:
             assert len(node.names(shape.block_size)) == node.n_blocks(shape.block_size)
         if not node.children and not node.attention.held:
-            assert tree._goes_on(node, tree._reach(node)), f"{node} is a dead end"
+            assert is_resumable(tree.shape, node), f"{node} is a dead end"
         if node.window is not None:
             assert is_useful(tree, node), f"the window of {node} is in no complete one"
     for root in tree.roots():
@@ -229,7 +231,7 @@ def check_chunks(node: Node, shape: MemoryShape) -> None:
 
 def is_useful(tree: PrefixTree, node: Node) -> bool:
     """Return whether some prompt can go on from an end whose window holds cells of a node."""
-    if tree._goes_on(node, tree._reach(node)):
+    if is_resumable(tree.shape, node):
         return True
     return any(
         child.window is not None

@@ -11,6 +11,8 @@
 `tree.py`            `PrefixTree`: which tokens are known, with which cells; what leaves first
 `node.py`            `Node` and `Component`: attention cells, window cells, a state
 `match.py`           `Match`: what a lookup in the tree finds
+`plan.py`            `Offer` and `Plan`: what a sequence has, and what of it is missing
+`windows.py`         which window cells are of use
 `block_hash.py`      names of blocks: a hash chain over all tokens before
 `memory.py`          `CacheMemory`: the one seam to llama.cpp's memory
 `tier_link.py`       `TierLink`: the one seam to the tiers

@@ -11,7 +11,7 @@ from pykvcache.prefix.block_cache import Actions, BlockCache
 from pykvcache.prefix.match import Match
 from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import EndState, Kind
-from pykvcache.prefix.tree import Offer
+from pykvcache.prefix.plan import Offer
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import CheckpointPolicy
 

@@ -10,12 +10,13 @@ from typing import NamedTuple, Protocol
 
 from pykvcache._native import lib
 from pykvcache.errors import ReentryError
-from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names
+from pykvcache.prefix.block_hash import TOKEN_SIZE, NameRoot, block_names
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, EventLog, Stored
 from pykvcache.prefix.match import Match, Resume
 from pykvcache.prefix.node import Component, MemoryShape
+from pykvcache.prefix.plan import Hold, Plan
 from pykvcache.prefix.policies import Policy
-from pykvcache.prefix.tree import Hold, NameRoot, Plan, PrefixTree
+from pykvcache.prefix.tree import PrefixTree
 
 __all__ = ["CHUNK_BYTES", "NODE_BYTES", "Actions", "BlockCache", "Buffers"]
 

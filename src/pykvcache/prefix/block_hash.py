@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,6 +14,7 @@ from pykvcache.errors import ArgumentError
 __all__ = [
     "NAME_SIZE",
     "TOKEN_SIZE",
+    "NameRoot",
     "block_names",
     "common_tokens",
     "end_key",
@@ -28,6 +29,13 @@ NAME_SIZE: Final = 32
 TOKEN_SIZE: Final = 4
 
 _FORMAT = b"pykvcache.block.1"
+
+
+class NameRoot(Protocol):
+    """Returns the name that the blocks of a namespace begin with."""
+
+    def __call__(self, namespace: str, /) -> bytes:
+        """Name a root."""
 
 
 def root_name(

@@ -14,16 +14,16 @@ from pykvcache.context import LlamaContext
 from pykvcache.errors import KvCacheError, UnsupportedOperation
 from pykvcache.prefix.admission import Source, admit
 from pykvcache.prefix.block_cache import BlockCache
-from pykvcache.prefix.block_hash import TOKEN_SIZE, block_names, end_key, window_key
+from pykvcache.prefix.block_hash import TOKEN_SIZE, NameRoot, block_names, end_key, window_key
 from pykvcache.prefix.match import Match
 from pykvcache.prefix.memory import Buffer, CacheMemory
 from pykvcache.prefix.node import EndState, Kind
+from pykvcache.prefix.plan import Offer
 from pykvcache.prefix.tiers.cost_model import EvaluationTime, Patience
 from pykvcache.prefix.tiers.loader import Load, Loaded, Wanted
 from pykvcache.prefix.tiers.notices import place
 from pykvcache.prefix.tiers.records import End
 from pykvcache.prefix.tiers.stack import Record, Tiers
-from pykvcache.prefix.tree import NameRoot, Offer
 
 __all__ = ["Search", "TierLink", "least_seconds"]
 

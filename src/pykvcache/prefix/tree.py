@@ -5,97 +5,17 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from pykvcache._ranges import Range, gaps, overlaps, union
 from pykvcache.errors import ArgumentError
-from pykvcache.prefix.block_hash import TOKEN_SIZE, common_tokens
+from pykvcache.prefix.block_hash import TOKEN_SIZE, NameRoot, common_tokens
 from pykvcache.prefix.match import Match, Resume
 from pykvcache.prefix.node import Component, EndState, Kind, MemoryShape, Node, cut, new_root
+from pykvcache.prefix.plan import Hold, Offer, Plan
 from pykvcache.prefix.policies import Policy, make_policy
+from pykvcache.prefix.windows import incomplete, is_resumable
 
 __all__ = ["Hold", "Offer", "Plan", "PrefixTree"]
-
-
-class NameRoot(Protocol):
-    """Returns the name that the blocks of a namespace begin with."""
-
-    def __call__(self, namespace: str, /) -> bytes:
-        """Name a root."""
-
-
-@dataclass(slots=True)
-class Hold:
-    """What a sequence or a pin keeps in the tree, until it is released.
-
-    Attributes
-    ----------
-    node
-        The node that it ends in: its attention cells, and so all those before them, are kept.
-    window_first
-        First token whose window cells are kept; the end of the node where none are.
-    state
-        The state that is kept; None where none is.
-    """
-
-    node: Node
-    window_first: int
-    state: Component | None
-
-
-@dataclass
-class Offer:
-    """What a closing sequence can give for its tokens.
-
-    Attributes
-    ----------
-    n
-        Its tokens; all of their attention cells can be read.
-    windows
-        Tokens whose window cells can be read.
-    states
-        States by the number of tokens that they are after.
-    ends
-        Numbers of tokens that prompts are likely to go on from, before the last: the prompt's end,
-        boundaries of messages. Their windows and states are kept before spare ones.
-    priority
-        Of the sequence: lower ones leave first.
-    """
-
-    n: int
-    windows: list[Range] = field(default_factory=list)
-    states: dict[int, EndState] = field(default_factory=dict)
-    ends: list[int] = field(default_factory=list)
-    priority: int = 0
-
-
-@dataclass
-class Plan:
-    """What of an offer is to be inserted: all that is missing, as far as it can fit.
-
-    Attributes
-    ----------
-    n
-        Tokens that can be kept.
-    windows
-        Tokens whose window cells are missing.
-    states
-        States that are missing.
-    ends
-        Where prompts are likely to go on.
-    slack
-        Tokens before their windows that are kept with them.
-    priority
-        Of the sequence.
-    """
-
-    n: int
-    windows: list[Range]
-    states: dict[int, EndState]
-    ends: list[int]
-    slack: int
-    priority: int
 
 
 class PrefixTree:
@@ -779,7 +699,7 @@ class PrefixTree:
             # Windows before it may have been of use for what went on from it.
             above = node.parent
             while above is not None and above.window is not None:
-                if self._goes_on(above, self._reach(above)):
+                if is_resumable(self.shape, above):
                     break
                 self._drop_incomplete(above, lost)
                 if above.window is not None:
@@ -794,58 +714,12 @@ class PrefixTree:
         """Return whether a node has followers or holders, or a prompt can go on from its end."""
         if node.children or (node.attention is not None and node.attention.held):
             return True
-        return self._goes_on(node, self._reach(node))
-
-    def _goes_on(self, node: Node, reach: float) -> bool:
-        """Return whether a prompt can go on from the end of a node.
-
-        Parameters
-        ----------
-        node
-            The node.
-        reach
-            How many tokens before its end have window cells.
-        """
-        shape = self.shape
-        if shape.needs_state and (node.state is None or not node.state.chunks[0].has_state):
-            return False
-        return shape.window_start is None or node.end - shape.window_start(node.end) <= reach
-
-    def _reach(self, node: Node) -> float:
-        """Return how many tokens up to the end of a node have window cells without a gap."""
-        start, end, n = self.shape.window_start, node.end, 0
-        for each in node.path():
-            one = each.window
-            if one is None or start is None:
-                return n
-            n += one.n_tokens
-            if one.n_tokens < each.n_tokens or n > end - start(end):
-                return n
-        return math.inf
+        return is_resumable(self.shape, node)
 
     def _drop_incomplete(self, top: Node, lost: list[Node]) -> None:
         """Drop window cells of a node, and of what follows it, that are in no complete window."""
-        before = math.inf if top.parent is None or top.parent.is_root else self._reach(top.parent)
-        waiting, incomplete, connected = [(top, before)], list[Node](), set[Node]()
-        while waiting:
-            node, reach = waiting.pop()
-            one = node.window
-            is_full = one is not None and one.n_tokens == node.n_tokens
-            n = 0 if one is None else one.n_tokens
-            reach = reach + n if is_full else n
-            if self._goes_on(node, reach):
-                # So can whatever follows it.
-                connected |= {node} if is_full else set()
-                continue
-            incomplete.append(node)
-            followers = (child for child in node.children.values() if child.window is not None)
-            waiting.extend((child, reach) for child in followers)
-        for node in reversed(incomplete):
-            if not connected.isdisjoint(node.children.values()):
-                if node.window is not None and node.window.n_tokens == node.n_tokens:
-                    connected.add(node)
-            else:
-                self._drop_from(node, lost)
+        for node in incomplete(self.shape, top):
+            self._drop_from(node, lost)
 
     def _drop_from(self, node: Node, lost: list[Node]) -> None:
         """Drop the window and the state of a node that nothing goes on from."""

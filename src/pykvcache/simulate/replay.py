@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from pykvcache._integers import as_int
 from pykvcache.prefix.node import MemoryShape
+from pykvcache.prefix.plan import Offer
 from pykvcache.prefix.policies import Policy
-from pykvcache.prefix.tree import Offer, PrefixTree
+from pykvcache.prefix.tree import PrefixTree
 from pykvcache.simulate.traces import Trace, check_trace
 
 __all__ = ["Result", "replay"]

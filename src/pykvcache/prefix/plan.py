@@ -1,0 +1,83 @@
+"""What is to be kept in the tree: what a sequence offers, what is missing of it, what is held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pykvcache._ranges import Range
+from pykvcache.prefix.node import Component, EndState, Node
+
+__all__ = ["Hold", "Offer", "Plan"]
+
+
+@dataclass(slots=True)
+class Hold:
+    """What a sequence or a pin keeps in the tree, until it is released.
+
+    Attributes
+    ----------
+    node
+        The node that it ends in: its attention cells, and so all those before them, are kept.
+    window_first
+        First token whose window cells are kept; the end of the node where none are.
+    state
+        The state that is kept; None where none is.
+    """
+
+    node: Node
+    window_first: int
+    state: Component | None
+
+
+@dataclass
+class Offer:
+    """What a closing sequence can give for its tokens.
+
+    Attributes
+    ----------
+    n
+        Its tokens; all of their attention cells can be read.
+    windows
+        Tokens whose window cells can be read.
+    states
+        States by the number of tokens that they are after.
+    ends
+        Numbers of tokens that prompts are likely to go on from, before the last: the prompt's end,
+        boundaries of messages. Their windows and states are kept before spare ones.
+    priority
+        Of the sequence: lower ones leave first.
+    """
+
+    n: int
+    windows: list[Range] = field(default_factory=list)
+    states: dict[int, EndState] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+    priority: int = 0
+
+
+@dataclass
+class Plan:
+    """What of an offer is to be inserted: all that is missing, as far as it can fit.
+
+    Attributes
+    ----------
+    n
+        Tokens that can be kept.
+    windows
+        Tokens whose window cells are missing.
+    states
+        States that are missing.
+    ends
+        Where prompts are likely to go on.
+    slack
+        Tokens before their windows that are kept with them.
+    priority
+        Of the sequence.
+    """
+
+    n: int
+    windows: list[Range]
+    states: dict[int, EndState]
+    ends: list[int]
+    slack: int
+    priority: int

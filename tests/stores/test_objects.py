@@ -19,6 +19,7 @@ from pykvcache.errors import StoreError
 from pykvcache.prefix.stores import (
     BlockStore,
     Envelope,
+    MemoryStore,
     ObjectStore,
     Rejection,
     SealedStore,
@@ -222,6 +223,19 @@ def test_a_bit_that_flips_and_a_cut_in_a_folder(tmp_path: Path) -> None:
         assert store.put(BLOCKS) == 1
         assert len(store.get(KEYS, sizes)) == 12
         assert store.rejections == {Rejection.DAMAGED: 2}
+
+
+def test_a_store_of_a_users_own_has_addresses() -> None:
+    class Mine(MemoryStore):
+        schemes = frozenset({"mine"})
+
+        def __init__(self, url: str, max_bytes: int = 1 << 20) -> None:
+            super().__init__(max_bytes)
+            self.url = url
+
+    with open_store("mine://somewhere", max_bytes=5) as store:
+        assert isinstance(store, Mine)
+        assert store.url == "mine://somewhere"
 
 
 def test_addresses_name_stores(tmp_path: Path) -> None:

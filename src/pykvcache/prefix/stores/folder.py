@@ -255,7 +255,8 @@ class FolderStore(BlockStore):
             os.makedirs(self.path if name else "", mode=0o700, exist_ok=True)
             os.listdir(self.path)  # a folder that may only be read is still of use
         except (OSError, ValueError) as error:
-            text = f"{shown(name)} cannot be a folder of blocks: {getattr(error, 'strerror', None) or error}"
+            why = getattr(error, "strerror", None) or error
+            text = f"{shown(name)} cannot be a folder of blocks: {why}"
             raise StoreError(text, "path", self.path) from error
         self._files = BlockFiles(self.path)
         self._index = FolderIndex(os.path.join(self.path, "index.sqlite"))

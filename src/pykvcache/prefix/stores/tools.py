@@ -16,13 +16,9 @@ from pykvcache.errors._shown import shown
 from pykvcache.prefix.stores.base import BlockStore, StoreEntry
 from pykvcache.prefix.stores.envelope import Envelope, Rejection, fresh
 from pykvcache.prefix.stores.folder import FolderStore
-from pykvcache.prefix.stores.objects import ObjectStore
-from pykvcache.prefix.stores.redis import RedisClusterStore, RedisStore
+from pykvcache.prefix.stores.redis import RedisStore
 
 __all__ = ["Usage", "open_existing", "open_store", "usage", "verify"]
-
-# A new store adds its name here; its `schemes` are the addresses that lead to it.
-_STORES: tuple[type[Any], ...] = (RedisStore, RedisClusterStore, ObjectStore)
 
 # Timeouts of a server in seconds, where no request of a model waits.
 _PATIENT = {"timeout": 30.0, "connect_timeout": 5.0}
@@ -38,7 +34,7 @@ def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> Bl
     where : str, PathLike or BlockStore
         A folder is a `FolderStore`, ``redis://`` and its kin a `RedisStore`, ``redis+cluster://``
         a `RedisClusterStore`, ``s3://``, ``gs://``, ``az://``, ``file://`` an `ObjectStore`. A
-        store is returned as it is.
+        store is returned as it is. A class of your own is found by its `schemes`.
     **options
         Passed to the class.
 
@@ -57,12 +53,18 @@ def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> Bl
 
 
 def _kind_of(scheme: str) -> type[Any]:
-    for kind in _STORES:
-        if scheme in kind.schemes:
-            return kind
-    known = ", ".join(sorted(frozenset().union(*(kind.schemes for kind in _STORES))))
-    text = f"{shown(scheme)[1:-1]}:// is not a store: known are {known}"
-    raise StoreError(text, value=scheme, limit=known)
+    """Return the class of a store, of a user's as well, whose addresses begin like this."""
+    known: dict[str, type[BlockStore]] = {}
+    kinds: list[type[BlockStore]] = [BlockStore]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for one in vars(kind).get("schemes", ()):
+            known.setdefault(one, kind)
+    if scheme in known:
+        return known[scheme]
+    names = ", ".join(sorted(known))
+    text = f"{shown(scheme)[1:-1]}:// is not a store: known are {names}"
+    raise StoreError(text, value=scheme, limit=names)
 
 
 def open_existing(where: str) -> BlockStore:

@@ -15,7 +15,7 @@ pytest.importorskip("msgspec")
 uvicorn = pytest.importorskip("uvicorn")
 
 from pykvcache import embedded_model_path  # noqa: E402
-from pykvcache.serve import Models, make_app  # noqa: E402
+from pykvcache.serve import Defaults, Models, make_app  # noqa: E402
 
 TEMPLATES = Path(__file__).parents[2] / "vendor/llama.cpp/models/templates"
 
@@ -58,7 +58,7 @@ def thinking() -> str:
 @pytest.fixture(scope="session")
 def thinker(thinking: str) -> Iterator[str]:
     """A server whose model, it is told, thinks and calls tools."""
-    with serving(models={"template": thinking}) as found:
+    with serving(models={"defaults": Defaults(thinking)}) as found:
         yield found
 
 

@@ -22,6 +22,8 @@ def main() -> None:
         parser.add_argument(name)
     for name in ("--chat-template", "--chat-template-file", "-ctv", "--cors-origins"):
         parser.add_argument(name)
+    for name in ("--temp", "--seed", "--reasoning"):
+        parser.add_argument(name)
     parser.add_argument("--parallel", type=int, default=4)
     parser.add_argument("--kv-unified", action="store_true")
     given, _ = parser.parse_known_args()
@@ -38,6 +40,12 @@ def main() -> None:
         "--type-k": given.ctk,
         "--type-v": given.ctv,
         "--chat-template": template(given.chat_template, given.chat_template_file),
+        "--temperature": given.temp,
+        "--seed": given.seed,
+        "--chat-template-kwargs": {
+            "on": '{"enable_thinking": true}',
+            "off": '{"enable_thinking": false}',
+        }.get(given.reasoning or ""),
         "--cors-origin": "*" if given.cors_origins is None else None,
     }
     found = [part for name, value in options.items() if value for part in (name, value)]

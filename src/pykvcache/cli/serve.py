@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import socket
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import click
 
 from pykvcache._models import embedded_model_path
-from pykvcache.cli.options import CACHE_TYPES, number, read_file
+from pykvcache.cli.options import CACHE_TYPES, make_sampler, number, read_file, sampling_options
 from pykvcache.llm import as_tiers
 
 __all__ = ["serve"]
@@ -167,6 +168,13 @@ http://127.0.0.1:8080/ shows the cache live.
     help="A Jinja template in the place of the model's own.",
 )
 @click.option(
+    "--chat-template-kwargs",
+    "variables",
+    metavar="JSON",
+    help="What templates read besides, such as '{\"enable_thinking\": false}'.",
+)
+@sampling_options
+@click.option(
     "--cors-origin",
     "origins",
     multiple=True,
@@ -186,13 +194,22 @@ def serve(
     api_keys: str | None,
     api_key: tuple[str, ...],
     template: str | None,
+    variables: str | None,
     origins: tuple[str, ...],
     quiet: bool,
     **options: Any,
 ) -> None:
     """Serve models over OpenAI's and Anthropic's APIs; no prefix is evaluated twice."""
     try:
-        from pykvcache.serve import Models, Responses, find_models, is_loopback, make_app, run
+        from pykvcache.serve import (
+            Defaults,
+            Models,
+            Responses,
+            find_models,
+            is_loopback,
+            make_app,
+            run,
+        )
     except ImportError as error:
         raise click.ClickException(
             f"the server needs {error.name}: pip install 'pykvcache[serve]'"
@@ -219,7 +236,11 @@ def serve(
         files,
         context,
         **{name: options[name] for name in ("max_models", "idle", "max_waiting", "timeout")},
-        template=None if template is None else read_file(template),
+        defaults=Defaults(
+            None if template is None else read_file(template),
+            json_object(variables or "{}"),
+            sampling_of(options),
+        ),
     )
     app = make_app(models, keys=keys, max_body=max_body << 20, stored=stored, origins=origins)
     logging.basicConfig(
@@ -239,6 +260,24 @@ def serve(
     shown = f"[{address}]" if ":" in address else address
     click.echo(f"pykvcache serves http://{shown}:{port} (models: {', '.join(files)})", err=True)
     run(app, listener)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Return what a JSON object holds."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"{text} is not a JSON object")
+    return found
+
+
+def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a `Sampler`, checked."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
+    make_sampler(**{name: options[name] for name in names})
+    return {name: options[name] for name in names if options[name] is not None}
 
 
 def read_keys(path: str | None, given: tuple[str, ...]) -> dict[str, str] | None:

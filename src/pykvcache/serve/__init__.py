@@ -14,8 +14,9 @@
 """
 
 from pykvcache.serve.app import is_loopback, make_app
+from pykvcache.serve.engine import Defaults
 from pykvcache.serve.models import Models, find_models
 from pykvcache.serve.responses import Responses
 from pykvcache.serve.server import run
 
-__all__ = ["Models", "Responses", "find_models", "is_loopback", "make_app", "run"]
+__all__ = ["Defaults", "Models", "Responses", "find_models", "is_loopback", "make_app", "run"]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,10 +23,29 @@ from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import TextStream
 from pykvcache.serve.errors import ApiError, context_exceeded
 
-__all__ = ["Breakpoint", "Engine", "Generation", "Job", "Piece"]
+__all__ = ["Breakpoint", "Defaults", "Engine", "Generation", "Job", "Piece"]
 
 T = TypeVar("T")
 Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What holds where a request does not say otherwise.
+
+    Attributes
+    ----------
+    template
+        Chat template in the place of the model's own.
+    variables
+        What templates read besides, such as ``enable_thinking``.
+    sampling
+        For `Sampler`.
+    """
+
+    template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -307,8 +326,8 @@ class Engine:
         Requests that may wait for a place; one more is refused with status 429.
     timeout
         Seconds after which a job ends with what it has; None: never.
-    template
-        Chat template in the place of the model's own.
+    defaults
+        What holds where a request does not say otherwise.
     """
 
     def __init__(
@@ -317,9 +336,10 @@ class Engine:
         llm: LLM,
         max_waiting: int = 64,
         timeout: float | None = None,
-        template: str | None = None,
+        defaults: Defaults | None = None,
     ) -> None:
-        self.name, self.llm, self.template = name, llm, template
+        self.name, self.llm = name, llm
+        self.defaults = Defaults() if defaults is None else defaults
         self.pins = PinBoard(llm)
         self.last_used = time.monotonic()
         self.n_active = self._n_jobs = 0

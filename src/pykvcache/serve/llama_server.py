@@ -152,7 +152,7 @@ async def props(http: Request) -> Response:
                 "model_path": model.path,
                 "model_alias": engine.name,
                 "total_slots": context.n_seq_max,
-                "chat_template": engine.template or model.chat_template or "",
+                "chat_template": engine.defaults.template or model.chat_template or "",
                 "default_generation_settings": {"n_ctx": engine.n_ctx, "params": {}},
             }
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from pykvcache.errors import ContextCreateError, ModelLoadError
 from pykvcache.llm import LLM
-from pykvcache.serve.engine import Engine
+from pykvcache.serve.engine import Defaults, Engine
 from pykvcache.serve.errors import ApiError
 
 __all__ = ["Models", "find_models"]
@@ -67,7 +67,7 @@ class Models:
         Models that are loaded at once; the one unused for longest makes room.
     idle
         Seconds after which an unused model is unloaded; None: never.
-    max_waiting, timeout, template
+    max_waiting, timeout, defaults
         For `Engine`.
     """
 
@@ -80,13 +80,13 @@ class Models:
         idle: float | None = None,
         max_waiting: int = 64,
         timeout: float | None = None,
-        template: str | None = None,
+        defaults: Defaults | None = None,
     ) -> None:
         self.files = files
         self._options = options
         self._max_models = max_models
         self._idle = idle
-        self._engine_options = max_waiting, timeout, template
+        self._engine_options = max_waiting, timeout, defaults
         self._engines: dict[str, Engine] = {}
         self._changing = asyncio.Lock()
         self.started = int(time.time())

@@ -163,7 +163,6 @@ def completion_job(
     request: CompletionRequest, tenant: str, default: int | None, engine: Engine
 ) -> Job:
     """Return the job of a completion, whose texts have `default` tokens at most."""
-    model = engine.llm.model
     prompts = [_tokens(engine, parts) for parts in prompts_of(request.prompt)]
     if len(prompts) * request.n > 2048:
         raise ApiError(400, f"{len(prompts)} prompts, {request.n} samples: at most 2048", param="n")
@@ -171,7 +170,7 @@ def completion_job(
     return Job(
         prompts=tuple(prompts),
         max_tokens=request.limit if says else default,
-        sampler=sampler_of(request, model),
+        sampler=sampler_of(request, engine),
         n=request.n,
         stop=request.stops,
         logprobs=int(request.logprobs or 0) or request.n_probs,

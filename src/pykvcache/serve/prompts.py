@@ -112,13 +112,14 @@ def chat_prompt(
     ):
         told = "an answer goes on from one message of the assistant, the last one"
         raise ApiError(400, told, param="messages")
+    variables = _variables(variables, engine)
     model = engine.llm.model
     text = model.apply_chat_template(
         given,
         tools=tools,
         add_generation_prompt=answers and not continues,
-        template=engine.template,
-        **dict(variables or {}),
+        template=engine.defaults.template,
+        **variables,
     )
     ends = _ends(text, [message["content"] for message in given])
     if continues:
@@ -131,6 +132,15 @@ def chat_prompt(
     ]
     places = [place for place in places if place.n_tokens][-MOST_BREAKPOINTS:]
     return ChatPrompt(text, tokens, tuple(map(after, ends)), tuple(places))
+
+
+def _variables(given: Mapping[str, Any] | None, engine: Engine) -> dict[str, Any]:
+    """Return the variables of a template; a client sets no others."""
+    found = {**engine.defaults.variables, **(given or {})}
+    if names := sorted(_RESERVED & found.keys()):
+        told = f"chat_template_kwargs sets {', '.join(names)}"
+        raise ApiError(400, told, param="chat_template_kwargs")
+    return found
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -269,10 +279,7 @@ def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
     """
     if request.add_generation_prompt and request.continue_final_message:
         raise ApiError(400, "add_generation_prompt and continue_final_message exclude each other")
-    variables = dict(request.chat_template_kwargs or {})
-    if not _RESERVED.isdisjoint(variables):
-        names = ", ".join(sorted(_RESERVED & variables.keys()))
-        raise ApiError(400, f"chat_template_kwargs sets {names}", param="chat_template_kwargs")
+    variables = _variables(request.chat_template_kwargs, engine)
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
         if request.reasoning_effort == "none":
@@ -303,7 +310,7 @@ def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
         parallel_tool_calls=request.parallel_tool_calls,
         json_schema=request.json_schema if schema is None else schema,  # type: ignore[arg-type]
         strict=False,
-        template=engine.template,
+        template=engine.defaults.template,
         **variables,
     )
     request.json_schema = None  # the format has it
@@ -313,7 +320,7 @@ def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
     return Job(
         prompts=(prompt.tokens,),
         max_tokens=request.limit,
-        sampler=sampler_of(request, engine.llm.model, **held),
+        sampler=sampler_of(request, engine, **held),
         n=request.n,
         stop=(*request.stops, *form.stop),
         logprobs=max(request.top_logprobs or 0, 1) if request.logprobs else 0,
@@ -326,20 +333,21 @@ def chat_job(request: ChatRequest, tenant: str, engine: Engine) -> Job:
     )
 
 
-def sampler_of(request: Sampling, model: LlamaModel, **more: Any) -> Sampler:
+def sampler_of(request: Sampling, engine: Engine, **more: Any) -> Sampler:
     """Return the sampler that a request asks for.
 
     Parameters
     ----------
     request
-        Fields that are None take `Sampler`'s defaults.
-    model
-        For grammars and for biases by text.
+        Fields that are None take the server's defaults, or `Sampler`'s.
+    engine
+        Whose defaults, and whose vocabulary.
     **more
         What the endpoint adds, such as ``chat_format``.
     """
-    options = {name: getattr(request, name) for name in _SAMPLING}
-    options = {name: value for name, value in options.items() if value is not None}
+    model, options = engine.llm.model, dict(engine.defaults.sampling)
+    asked = {name: getattr(request, name) for name in _SAMPLING}
+    options.update({name: value for name, value in asked.items() if value is not None})
     if request.top_k is not None:
         options["top_k"] = max(request.top_k, 0)  # -1 is vLLM's "all"
     if request.seed is not None and request.seed >= 0:

@@ -211,3 +211,47 @@ def test_other_machines_need_keys(tmp_path: Path) -> None:
     found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert found.returncode == 2
     assert "--api-keys" in found.stderr
+
+
+def test_the_first_signal_drains_and_the_second_ends(tmp_path: Path) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 4000, "stream": True, "temperature": 1}
+    process, address = start("--n-ctx", "8192", folder=tmp_path)
+    try:
+        with httpx.stream("POST", address + CHAT, json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            assert process.poll() is None, "the request still runs"
+            assert any(next(lines) for _ in range(4))
+            process.send_signal(signal.SIGTERM)
+            process.wait(10)
+        assert process.returncode == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_operators_set_defaults(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ greeting }} {{ messages[0].content }}")
+    process, address = start(
+        *("--temperature", "0", "--chat-template", os.fspath(template)),
+        *("--chat-template-kwargs", '{"greeting": "Once upon"}'),
+        folder=tmp_path / "cache",
+    )
+    try:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "a time"}]}
+        rendered = httpx.post(f"{address}/apply-template", json=body, timeout=60).json()["prompt"]
+        assert rendered == "Once upon a time"
+        body["chat_template_kwargs"] = {"greeting": "Twice upon"}
+        rendered = httpx.post(f"{address}/apply-template", json=body).json()["prompt"]
+        assert rendered == "Twice upon a time"
+        body |= {"max_tokens": 8, "n": 2}
+        answer = httpx.post(address + CHAT, json=body, timeout=60).json()
+        assert len({choice["message"]["content"] for choice in answer["choices"]}) == 1
+        body["chat_template_kwargs"] = {"template": "x"}
+        assert httpx.post(f"{address}/apply-template", json=body).status_code == 400
+    finally:
+        process.kill()
+        process.communicate()

@@ -13,7 +13,8 @@ httpx = pytest.importorskip("httpx")
 
 from pykvcache import LLM, embedded_model_path  # noqa: E402
 from pykvcache.serve import Responses  # noqa: E402
-from pykvcache.serve.engine import Engine, PinBoard  # noqa: E402
+from pykvcache.serve.engine import Engine  # noqa: E402
+from pykvcache.serve.pins import PinBoard  # noqa: E402
 from pykvcache.serve.prompts import chat_prompt  # noqa: E402
 from serve.conftest import KEYS  # noqa: E402
 

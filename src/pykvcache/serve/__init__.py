@@ -9,7 +9,7 @@
 `anthropic`           messages, with cache diagnostics
 `responses`           responses that later ones go on with
 `llama_server`        llama-server's own endpoints
-`cache`               the prefix cache: seen and steered
+`cache`, `pins`       the prefix cache: seen and steered
 ====================  ==============================================================
 """
 

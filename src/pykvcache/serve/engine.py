@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,12 +15,12 @@ import numpy.typing as npt
 from pykvcache.chat_format import ChatFormat
 from pykvcache.generate.handle import FinishReason, GenerationHandle
 from pykvcache.llm import LLM
-from pykvcache.prefix.pins import Pin
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.sampling import Sampler
 from pykvcache.sequence.sequence import LlamaSequence
 from pykvcache.sequence.text import TextStream
 from pykvcache.serve.errors import ApiError, context_exceeded
+from pykvcache.serve.pins import PinBoard
 
 __all__ = ["Breakpoint", "Defaults", "Engine", "Generation", "Job", "Piece"]
 
@@ -257,60 +256,6 @@ def sum_of(reports: list[ReuseReport]) -> ReuseReport:
     for report in reports:
         total = total.plus(report, ReuseReport())
     return total
-
-
-class PinBoard:
-    """The pins of all tenants on one cache: renewed rather than added up, and bounded.
-
-    Pins may keep half of the cache's memory. Where they would keep more, the tenant with the most
-    pinned tokens loses its oldest ones first.
-    """
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        self._lock = threading.Lock()
-        self._pins: dict[tuple[str, bytes], Pin] = {}
-
-    def __len__(self) -> int:
-        return len(self._pins)
-
-    def pin(self, tokens: Tokens, ttl: float, tenant: str) -> int:
-        """Keep a prefix for some seconds; return how many tokens of it are kept."""
-        key = tenant, tokens.tobytes()
-        with self._lock:
-            new = self._llm.cache.pin(tokens, ttl=ttl, namespace=tenant)
-            old = self._pins.pop(key, None)
-            if old is not None:
-                old.release()
-            self._pins[key] = new
-            self._make_room()
-            return new.n_tokens
-
-    def clear(self, tenant: str, tokens: bytes = b"") -> None:
-        """Release the pins of a tenant that begin with some tokens."""
-        with self._lock:
-            for key in [key for key in self._pins if key[0] == tenant]:
-                if key[1].startswith(tokens):
-                    self._pins.pop(key).release()
-
-    def _make_room(self) -> None:
-        """Drop pins that are over, and those above the bound; no more than 256 of one tenant."""
-        sizes = {key: pin.n_tokens for key, pin in self._pins.items()}
-        for key in [key for key, n in sizes.items() if not n]:
-            del self._pins[key], sizes[key]
-        info = self._llm.context.memory_info
-        most = self._llm.cache.stats().max_ram_bytes // 2 // max(info.bytes_per_token, 1)
-        shares: dict[str, int] = {}
-        counts: dict[str, int] = {}
-        for (tenant, _), n in sizes.items():
-            shares[tenant] = shares.get(tenant, 0) + n
-            counts[tenant] = counts.get(tenant, 0) + 1
-        while sizes and (sum(shares.values()) > most or max(counts.values()) > 256):
-            loser = max(shares, key=lambda one: (counts[one] > 256, shares[one]))
-            key = next(key for key in sizes if key[0] == loser)
-            shares[loser] -= sizes.pop(key)
-            counts[loser] -= 1
-            self._pins.pop(key).release()
 
 
 class Engine:

@@ -79,7 +79,6 @@ REQUIRED = {"numpy"}
 EXTRAS = {
     "arrays": {"safetensors"},
     "_drawing": {"matplotlib"},
-    "cli": {"msgspec", "uvicorn"},
     "demo": {"rich"},
     "generate": {"rich"},
     "prefix": {"zmq", "msgpack", "prometheus_client"},
@@ -91,7 +90,7 @@ EXTRAS = {
 NEEDS_EXTRA = {
     "chat": {"jinja2"},
     "cli": {"click"},
-    "serve": {"starlette", "msgspec", "prometheus_client"},
+    "serve": {"starlette", "uvicorn", "msgspec", "prometheus_client"},
 }
 
 

@@ -55,7 +55,7 @@ def open_store(where: str | os.PathLike[str] | BlockStore, **options: Any) -> Bl
 def _kind_of(scheme: str) -> type[Any]:
     """Return the class of a store, of a user's as well, whose addresses begin like this."""
     known: dict[str, type[BlockStore]] = {}
-    kinds: list[type[BlockStore]] = [BlockStore]
+    kinds: list[Any] = [BlockStore]
     for kind in kinds:
         kinds += kind.__subclasses__()
         for one in vars(kind).get("schemes", ()):

@@ -93,7 +93,7 @@ def test_when_the_first_one_leaves_the_next_one_looks(
     cache = PrefixCache(make_context("llama", n_ctx=1024), block_size=SIZE, tiers=[gate], **WAIT)
     generator = BatchGenerator(cache)
     handles = [generator.submit(one, 2) for one in prompts(4)]
-    mine = handles[0]._sequence
+    mine = handles[0].sequence
     request = request_of(mine)
     assert request is not None
     assert request.search is not None

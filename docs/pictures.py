@@ -42,13 +42,13 @@ def norms(ctx: LlamaContext) -> None:
 def history(ctx: LlamaContext) -> None:
     """Draw requests that come and go."""
     seen, generator = CellHistory(ctx), BatchGenerator(ctx)
-    generator.submit(STORY, 60, Sampler(seed=1), n=3)
+    handles = list(generator.submit(STORY, 60, Sampler(seed=1), n=3))
     steps = 0
     while generator.step():
         seen()
         steps += 1
         if steps == 30:
-            generator.submit("Once upon a time", 80)
+            handles.append(generator.submit("Once upon a time", 80))
     seen.seconds = [float(i) for i in range(len(seen))]
     figure = seen.plot()
     figure.axes[0].set_xlabel("step")

@@ -108,11 +108,12 @@ def test_history_counts_own_and_shared_cells() -> None:
     with LlamaModel(embedded_model_path()) as model, LlamaContext(model, n_ctx=512) as ctx:
         history, generator = CellHistory(ctx), BatchGenerator(ctx)
         history()
-        generator.submit("Once upon a time", 6, n=2)
+        handles = generator.submit("Once upon a time", 6, n=2)
         while generator.step():
             history()
             assert sum(history.own[-1].values()) + history.shared[-1] == ctx.n_cells_used
         assert len(history) > 4
+        assert len(handles) == 2
         assert history.own[0] == {}
         assert max(history.shared) > 0
         assert "<svg" in (history._repr_svg_() or "")

@@ -81,8 +81,9 @@ class Many(Worker):
         best = float("inf")
         with BatchGenerator(self.context) as generator:
             # With the token that the first step chooses as long as those of `do_decode`.
-            for prompt in self.endless(parallel, steps + 3, depth - 1):
-                generator.submit(prompt, steps + 3)
+            prompts = self.endless(parallel, steps + 3, depth - 1)
+            kept = [generator.submit(prompt, steps + 3) for prompt in prompts]
+            assert kept, "dropped handles would end their requests"
             for _ in range(2):
                 generator.step()
             for _ in range(steps):

@@ -46,10 +46,6 @@ class LoraAdapter:
             raise ModelLoadError.of(self._path, "it was changed while it was loaded")
         self._digest, self._model = digest.hexdigest(), model.native
 
-    def belongs_to(self, model: LlamaModel) -> bool:
-        """Whether it was loaded for this model, and not for one that was loaded again."""
-        return self._model is model.native
-
     @property
     def native(self) -> lib.Adapter:
         """The object of the compiled layer."""
@@ -154,7 +150,7 @@ class Adapters:
             if id(one) in seen:
                 raise ArgumentError(f"{one!r} is given twice: give it once, scaled", "adapters")
             seen.add(id(one))
-            if isinstance(one, LoraAdapter) and not one.belongs_to(model):
+            if isinstance(one, LoraAdapter) and one._model is not model.native:
                 raise ArgumentError(
                     f"{one!r} belongs to another model, or to one loaded again", "adapters"
                 )

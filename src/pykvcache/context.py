@@ -25,6 +25,7 @@ from pykvcache.enums import (
     RopeScalingType,
     RopeScalingTypeName,
 )
+from pykvcache.errors import ClosedError
 from pykvcache.facts import PerfData
 from pykvcache.introspection import IntrospectionMethods
 from pykvcache.kv import KvMethods
@@ -235,6 +236,8 @@ class LlamaContext(
         ReentryError
             A callback of a sequence of this context called it.
         """
+        if self.is_closed:
+            raise ClosedError("the context is closed")
         self._use(Adapters(self._model, adapters))
 
     def _use(self, adapters: Adapters) -> None:

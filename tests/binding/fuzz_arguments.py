@@ -15,10 +15,12 @@ from binding import fuzz_plausible as right
 from binding import fuzz_values as values
 from pykvcache import (
     CheckpointPolicy,
+    ControlVector,
     KvCacheError,
     LlamaBatch,
     LlamaContext,
     LlamaModel,
+    LoraAdapter,
     Sampler,
     SequenceState,
 )
@@ -37,6 +39,15 @@ class Arguments:
     path: Path
     pool: dict[type, list[Any]]
     closed: list[Any]
+
+    def adapters(self) -> Any:
+        """Adapters for a context: mostly none."""
+        rng, kinds = self.rng, (LoraAdapter, ControlVector)
+        if rng.random() < 0.6:
+            return rng.choice([(), [], (), 5])
+        found = [self.one(rng.choice(kinds)) for _ in range(rng.randrange(1, 3))]
+        scales = [0.5, -2, 0, 1e30, float("nan"), "x"]
+        return [one if rng.random() < 0.5 else (one, rng.choice(scales)) for one in found]
 
     def one(self, kind: type) -> Any:
         """A live object of that kind."""
@@ -209,6 +220,8 @@ MADE: Mapping[str, Callable[[Arguments], Any]] = {
     "state": lambda a: a.kept(a.rng.choice([SequenceState, SequenceState, ContextState])),
     "partial_state": lambda a: a.one(PartialState),
     "states": lambda a: [a.kept(SequenceState) for _ in range(a.rng.randrange(4))],
+    "adapters": Arguments.adapters,
+    "parts": lambda a: [a.one(SequenceKV) for _ in range(a.rng.randrange(3))],
     "data": Arguments.saved,
     "caches": Arguments.caches,
     "here": lambda a: a.one(Fingerprint),

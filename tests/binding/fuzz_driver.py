@@ -38,12 +38,14 @@ from pykvcache import (
     BatchGenerator,
     CellHistory,
     CheckpointPolicy,
+    ControlVector,
     Device,
     KvCacheError,
     LlamaBatch,
     LlamaContext,
     LlamaModel,
     LlamaSequence,
+    LoraAdapter,
     PrefixCache,
     Sampler,
     SequenceState,
@@ -54,7 +56,7 @@ from pykvcache import (
 )
 from pykvcache.errors import InternalError, InvalidBatch
 from pykvcache.facts import PerfData
-from pykvcache.generate import GenerationHandle
+from pykvcache.generate import GenerationHandle, HandleStream
 from pykvcache.introspection import BufferBytes, CellTable, MemoryInfo, SequenceRange
 from pykvcache.kv import (
     CacheView,
@@ -68,6 +70,7 @@ from pykvcache.kv import (
 from pykvcache.prefix.report import ReuseReport
 from pykvcache.sequence import Generation, TextGeneration
 from pykvcache.state import ContextState, Fingerprint, LlamaStateFile, PartialState, StateInfo
+from support.adapters import pairs, write_adapter
 from support.models import RIGHT, make_model
 
 BUILTIN = (TypeError, CallersOwn)
@@ -76,6 +79,7 @@ KINDS: tuple[type, ...] = (LlamaContext, LlamaModel, LlamaBatch, Sampler)
 KINDS += (LlamaSequence, BatchGenerator, PrefixCache)
 GIVEN: tuple[type, ...] = (SequenceState, ContextState, PartialState)
 GIVEN += (SequenceKV, CacheView, Fingerprint, GenerationHandle)
+GIVEN += (LoraAdapter, ControlVector, HandleStream)
 """Made by methods of others, and kept."""
 PLAIN = (CellTable, LayerKV, LayerState, MemoryInfo, PerfData, RecurrentState, SequenceRange)
 PLAIN += (StateInfo, CheckpointPolicy, LlamaStateFile, ReuseReport, BufferBytes, Device)
@@ -140,6 +144,14 @@ class Fuzz(Arguments):
             PrefixCache: [],
             **{kind: [] for kind in GIVEN},
         }
+        if pairs(name, 1):
+            adapter = write_adapter(folder / f"{name}-{os.getpid()}.lora.gguf", name)
+            self.pool[LoraAdapter].append(self.models[0].load_adapter(adapter))
+            adapter.unlink()
+        model = self.models[0]
+        values = np.zeros((max(2, model.n_layer), model.n_embd), np.float32)
+        values[1:] = 0.01
+        self.pool[ControlVector].append(ControlVector(values))
         self.closed = []
         self.options: dict[int, tuple[Any, Any]] = {}
         self.checked = 0
@@ -167,7 +179,9 @@ class Fuzz(Arguments):
             self.journal.flush()
         try:
             result = function(*args, **named)
-            if inspect.isgenerator(result) or isinstance(result, Generation | TextGeneration):
+            if inspect.isgenerator(result) or isinstance(
+                result, Generation | TextGeneration | HandleStream
+            ):
                 result = list(result)
         except Exception as error:
             if isinstance(error, InternalError):
@@ -245,6 +259,8 @@ class Fuzz(Arguments):
         if ctx.is_closed or args[0].is_closed:
             return
         with LlamaContext(*args, **named) as new:
+            ctx.clear_kv_cache()
+            ctx.set_adapters(new.adapters)
             for given, wanted in itertools.zip_longest(answers(ctx), answers(new), fillvalue=str):
                 if isinstance(wanted, type) or isinstance(given, type):
                     right = given is wanted
@@ -263,7 +279,9 @@ class Fuzz(Arguments):
             self.step_aside()
             return
         # Contexts are what this is about.
-        kind = rng.choices((*KINDS, *GIVEN), (40, 4, 4, 2, 8, 3, 3, 3, 1, 1, 2, 3, 1, 1))[0]
+        kind = rng.choices((*KINDS, *GIVEN), (40, 4, 4, 2, 8, 3, 3, 3, 1, 1, 2, 3, 1, 1, 1, 1, 1))[
+            0
+        ]
         if not self.pool[kind]:
             kind = LlamaContext
         closed = [one for one in self.closed if isinstance(one, kind)]

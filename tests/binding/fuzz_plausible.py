@@ -115,8 +115,11 @@ FLAGS += [
 ]
 FRACTIONS = ["temperature", "top_p", "min_p", "repeat_penalty"]
 FRACTIONS += ["frequency_penalty", "presence_penalty"]
+FRACTIONS += ["typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier"]
+FRACTIONS += ["dry_base", "mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay"]
 FRACTIONS += ["yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"]
 COUNTS = ["top_k", "penalty_last_n", "seed", "yarn_orig_ctx"]
+COUNTS += ["dry_allowed_length", "dry_last_n", "mirostat", "first"]
 COUNTS += ["n_gpu_layers", "split_mode", "main_gpu"]
 
 NAMED: Mapping[str, Callable[[Random], Any]] = {
@@ -188,6 +191,10 @@ NAMED: Mapping[str, Callable[[Random], Any]] = {
     "source": lambda r: np.random.default_rng(r.randrange(99)).normal(size=320).astype("f4"),
     "logit_bias": lambda r: r.choice([None, {}, {5: 1.0, 6: float("-inf")}, {MAX: 1}, {-1: 2}, 5]),
     "grammar_root": lambda r: r.choice(["root", "x", "", "\0"]),
+    "stages": lambda r: r.choice(
+        [None, [], ["top_k", "temperature"], [lambda ids, logits: None], ["x"], "top_k", [3]]
+    ),
+    "dry_sequence_breakers": lambda r: r.choice([("\n",), [], ["ab", ":"], "x", [""], [3]]),
     "template": lambda r: r.choice(TEMPLATES),
     "messages": lambda r: r.choice([MESSAGES, MESSAGES, MESSAGES, [], "ab", [5], None]),
     "tools": lambda r: r.choice([None, [], MESSAGES, [{"type": "function"}], "x"]),

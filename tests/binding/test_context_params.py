@@ -65,6 +65,8 @@ def test_a_numpy_integer_is_an_integer(model: Any) -> None:
 @pytest.mark.parametrize("name", ENUMS)
 @pytest.mark.parametrize("value", ["", "f17", "q8_k", 99, -7, 2**40, 1.0, None, True, [0], b"f16"])
 def test_unknown_choices_are_refused_by_name(model: Any, name: str, value: Any) -> None:
+    if (name, value) == ("flash_attn", True):
+        pytest.skip("flash attention takes flags")
     with pytest.raises((ValueError, TypeError), match=name):
         LlamaContext(model("llama"), **{name: value})
 

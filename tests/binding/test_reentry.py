@@ -148,7 +148,7 @@ def work(ctx):
         generator = BatchGenerator(ctx) if how == "batch" else None
         while True:
             if generator is not None:
-                generator.submit(prompt, 200, sampler)
+                handle = generator.submit(prompt, 200, sampler)
                 generator.run()
             else:
                 one = cache.sequence(prompt) if cache else LlamaSequence(ctx, prompt)

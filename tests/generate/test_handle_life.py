@@ -157,8 +157,14 @@ def test_steps_tell_of_handles_that_are_there(ctx: LlamaContext) -> None:
         kept = generator.submit(TEXT, 4)
         generator.submit(sequence, 4)
         made = [pair for _ in range(6) for pair in generator.step()]
-        assert {handle for handle, _ in made} == {kept}
-        assert [token for _, token in made] == kept.tokens.tolist()
+        assert [token for handle, token in made if handle is kept] == kept.tokens.tolist()
+        # The sequence goes on, and `while generator.step()` sees that.
+        others = [token for handle, token in made if handle is not kept]
+        assert others == sequence.tokens[-4:].tolist()
+        with LlamaSequence(ctx, TEXT) as other:
+            generator.submit(TEXT, 4)
+            generator.submit(other, 3)
+            assert sum(len(generator.step()) for _ in range(5)) == 3
 
 
 def test_abort_from_another_thread_while_steps_are_made(ctx: LlamaContext) -> None:

@@ -72,8 +72,9 @@ def test_samples_stay_in_the_namespace_of_their_prompt(make_context: Make) -> No
     generator.run()
     assert cache.sequence(prompt).reuse.evaluated == 40
     mine = LlamaSequence(ctx, words(2, 40))
-    generator.submit(mine, 3, n=3)
+    forks = generator.submit(mine, 3, n=3)
     generator.run()
+    del forks
     assert cache.sequence(words(2, 40)).reuse.evaluated == 40
 
 

@@ -42,8 +42,7 @@ def test_what_prompts_share_is_evaluated_twice_at_most(
             before = ctx.tokens_evaluated
             if batched:
                 generator = BatchGenerator(cache)
-                generator.submit(prompt, 1)
-                generator.run()
+                generator.submit(prompt, 1).wait()
             else:
                 with cache.sequence(prompt) as sequence:
                     logits = sequence.logits()

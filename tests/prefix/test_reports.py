@@ -234,8 +234,9 @@ def test_tokens_that_nobody_has_evaluated_are_not_known(case: Case, make_context
 def test_samples_and_sequences_without_a_prompt_are_no_requests(make_context: Make) -> None:
     cache = PrefixCache(make_context("llama"), block_size=8)
     generator = BatchGenerator(cache)
-    generator.submit(list(range(7, 27)), 3, n=3)
+    handles = generator.submit(list(range(7, 27)), 3, n=3)
     generator.run()
+    assert {handle.finish_reason for handle in handles} <= {"length", "stop"}
     cache.sequence().close()
     assert (cache.stats().requests, cache.stats().hits) == (1, 0)
     assert cache.stats().n_tokens == 20

@@ -128,7 +128,8 @@ def test_what_is_not_a_stop_raises() -> None:
     for wrong in ("", ["a", ""], 10, [-1]):
         with pytest.raises(ValueError, match="stop"):
             Stop.of(wrong, 10)
-    for mistyped in (b"x", [b"x"], 1.5, [None], None, [True]):
+    assert not Stop.of(None, 10)
+    for mistyped in (b"x", [b"x"], 1.5, [None], [True]):
         with pytest.raises(TypeError, match="stop"):
             Stop.of(mistyped, 10)  # type: ignore[arg-type]
 

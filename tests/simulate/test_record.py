@@ -55,9 +55,9 @@ def test_requests_of_a_batch_are_looked_up_once(make_context: Make) -> None:
         stop = cache.events.subscribe_lookups(heard.append)
         generator = BatchGenerator(cache)
         prompts = [[5 + i, *range(10, 40)] for i in (1, 1, 2)]  # the second waits for the first
-        for prompt in prompts:
-            generator.submit(prompt, 2)
+        handles = [generator.submit(prompt, 2) for prompt in prompts]
         generator.run()
+        del handles
         stop()
         cache.sequence([7, 8])
     assert [lookup.n_tokens for lookup in heard] == [31, 31, 31]

@@ -109,8 +109,9 @@ def _measure(ctx: Any, n: int, repeat: int) -> dict[str, float]:
                 timed("generate_32", list, sequence.generate(32, sampler))
                 sequence.truncate(n)
                 generator = BatchGenerator(ctx)
-                generator.submit(sequence, 32, sampler, n=8)
+                handles = generator.submit(sequence, 32, sampler, n=8)
                 timed("generate_8x32", generator.run)
+                del handles
             timed("put_back", ctx.set_state, state, 0)
             ctx.clear_kv_cache()
             timed("load", LlamaSequence.load, ctx, path).close()

@@ -19,7 +19,7 @@ from pykvcache.errors import (
     KvCacheError,
     ReentryError,
 )
-from pykvcache.generate.handle import GenerationHandle
+from pykvcache.generate.handle import GenerationHandle, handle_of
 from pykvcache.generate.request import GenerationRequest
 from pykvcache.generate.schedule import Schedule
 from pykvcache.generate.step import Stepper
@@ -360,8 +360,11 @@ class BatchGenerator(Closing):
             is_waiting = not made and self._schedule.await_tiers()
         if self._n_awaiting or self._thread is not None:
             self._wake()  # who begins to wait looks again, once it is noted here
-        found = [(request.handle(), token) for request, token in made]
-        return [(handle, token) for handle, token in found if handle is not None]
+        return [
+            (handle, token)
+            for request, token in made
+            if (handle := request.handle() or handle_of(request)) is not None
+        ]
 
     def run(self, *, progress: bool | None = None) -> None:
         """Make steps until no request is left.

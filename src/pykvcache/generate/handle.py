@@ -14,7 +14,7 @@ from pykvcache.sequence.sequence import LlamaSequence
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["FinishReason", "GenerationHandle", "HandleStream", "RequestTimes"]
+__all__ = ["FinishReason", "GenerationHandle", "HandleStream", "RequestTimes", "handle_of"]
 
 
 class GenerationHandle:
@@ -156,6 +156,11 @@ class GenerationHandle:
     def __repr__(self) -> str:
         n, reason = len(self._request.tokens), self.finish_reason
         return f"<GenerationHandle: {n} tokens, {reason or 'not finished'}>"
+
+
+def handle_of(request: GenerationRequest) -> GenerationHandle | None:
+    """Return a new handle of a request whose own was dropped; None where that has ended it."""
+    return None if request.is_owned else GenerationHandle(request)
 
 
 class _AsyncTokens:

@@ -223,6 +223,8 @@ def _flat(slot: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
 
 
 def _consecutive(positions: npt.NDArray[np.int32], first: int, what: str) -> None:
+    if np.ndim(positions) != 1:
+        raise CacheValueError(f"{what} must be a vector", what, np.ndim(positions), 1)
     expected = first + np.arange(len(positions))
     wrong = np.flatnonzero(positions != expected)
     if wrong.size:

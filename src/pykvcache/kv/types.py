@@ -152,8 +152,12 @@ class SequenceKV(Generic[A]):
         ------
         ImportError
             matplotlib is not installed.
+        ValueError
+            Arrays do not fit their positions.
         """
         parts = [self] if self.window is None else [self, self.window]
+        for part in parts:
+            _need_drawable(part)
         places = np.unique(np.concatenate([np.asarray(part.positions) for part in parts]))
         layers = [
             (
@@ -313,6 +317,21 @@ def _joined(parts: Sequence[SequenceKV]) -> list[LayerKV]:
         )
         for layers in zip(*(part.layers for part in parts), strict=True)
     ]
+
+
+def _need_drawable(part: SequenceKV[Any]) -> None:
+    """Refuse arrays that do not fit their positions."""
+    n = len(part.positions) if np.ndim(part.positions) == 1 else -1
+    for layer in part.layers:
+        if isinstance(layer, LayerKV):
+            for array in (layer.keys, layer.values):
+                if len(shape := np.shape(array)) != 3 or shape[0] != n:
+                    raise ArgumentError(
+                        f"layer {layer.layer} has arrays of shape {shape}: (n_tokens, n_head_kv, "
+                        "head_dim) is expected, for as many tokens as there are positions",
+                        "layers",
+                        shape,
+                    )
 
 
 def _spread(

@@ -591,8 +591,8 @@ def check_length(pool: SequencePool, n: int) -> None:
         why += f", n_seq_max {ctx.n_seq_max} without kv_unified"
     raise NoKvCacheSlot(
         f"the sequence has {n} tokens, and one sequence has room for {ctx.n_ctx_seq} ({why}): "
-        "truncate or discard some, or make the context with a larger n_ctx. "
-        'LlamaSequence.generate goes on with on_full="shift"',
+        'truncate or discard some, let LlamaSequence.generate(on_full="shift") do so, or make the '
+        "context with a larger n_ctx",
         1,
         n_tokens=n,
         n_cells=ctx.n_ctx_seq,

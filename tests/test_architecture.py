@@ -19,9 +19,8 @@ PACKAGE = ROOT / "src" / "pykvcache"
 # and inside a folder anything goes. A new module needs a place here, and a reason for it.
 LAYERS = [
     {"errors", "enums", "_closing", "_drawing"},
-    {"_integers", "_lists", "_paths", "_ranges"},
+    {"_arguments", "_ranges"},
     {"_native", "arrays", "prefix/stores"},
-    {"_convert"},
     {"batch", "_grammar", "_json_pattern", "chat"},
     {"_json_schema"},
     {"chat_format"},
@@ -52,15 +51,13 @@ ONLY = {
     "errors": set(),
     "_drawing": set(),
     "enums": set(),
-    "_integers": {"errors"},
-    "_lists": set(),
-    "_paths": {"errors"},
+    "_arguments": {"errors"},
     "_ranges": set(),
     "_closing": set(),
-    "arrays": {"errors", "_integers", "_paths"},
-    "_native": {"errors", "_integers"},
-    "prefix/stores": {"errors", "_integers", "_lists", "_paths"},
-    "simulate": {"errors", "_fork", "_integers", "_lists", "_native", "_paths", "prefix"},
+    "arrays": {"errors", "_arguments"},
+    "_native": {"errors", "_arguments"},
+    "prefix/stores": {"errors", "_arguments"},
+    "simulate": {"errors", "_arguments", "_native", "prefix"},
 }
 # What of the prefix cache works without the compiled layer: a folder or file each, which imports
 # errors and others of these.
@@ -203,10 +200,8 @@ def test_the_tree_and_the_simulator_need_no_model() -> None:
                 assert ours(name) in {
                     None,
                     "errors",
-                    "_integers",
+                    "_arguments",
                     "_ranges",
-                    "_lists",
-                    "_paths",
                     inside[0],
                 }, f"{path.name} imports {name}"
 

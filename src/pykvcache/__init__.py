@@ -141,7 +141,7 @@ _UNBUILT = (
 
 # What works in a subinterpreter, where the compiled layer does not.
 _FREE = (
-    *("arrays", "errors", "enums", "simulate", "_native", "_integers", "_paths", "_models"),
+    *("arrays", "errors", "enums", "simulate", "_native", "_arguments", "_models"),
     *(f"prefix.{name}" for name in ("blocks", "policies", "runs", "stores", "tree")),
 )
 

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pykvcache._convert import as_float
+from pykvcache._arguments import as_float
 from pykvcache._native import lib
 from pykvcache.enums import DeviceKind
-from pykvcache.errors import ArgumentError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import ArgumentError, shown
 
 __all__ = ["Device", "devices"]
 

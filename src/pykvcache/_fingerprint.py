@@ -8,8 +8,8 @@ import os
 import struct
 from collections.abc import Mapping
 
+from pykvcache._arguments import file_id, parts_of
 from pykvcache._native import lib
-from pykvcache._paths import file_id, parts_of
 from pykvcache.errors import ModelLoadError
 
 __all__ = ["FileIds", "file_ids", "model_fingerprint"]

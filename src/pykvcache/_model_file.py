@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from pykvcache._paths import parts_of
+from pykvcache._arguments import parts_of
 from pykvcache.errors import ModelLoadError
 
 __all__ = ["readable_path"]

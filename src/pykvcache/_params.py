@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pykvcache._convert import as_bool, as_float, as_int, choose
+from pykvcache._arguments import as_bool, as_float, as_int, choose
 from pykvcache.enums import (
     AttentionType,
     FlashAttention,

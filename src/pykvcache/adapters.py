@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._convert import as_float, as_path
-from pykvcache._lists import as_list
+from pykvcache._arguments import as_float, as_list, as_path, file_id
 from pykvcache._native import lib
-from pykvcache._paths import file_id
 from pykvcache.errors import ArgumentError, ModelLoadError
 
 if TYPE_CHECKING:

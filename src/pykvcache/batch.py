@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._convert import IntArray, TokenInput, as_bool, as_int, as_token_array
+from pykvcache._arguments import IntArray, TokenInput, as_bool, as_int, as_token_array
 from pykvcache._native import lib
 from pykvcache.errors import ArgumentError, InternalError
 

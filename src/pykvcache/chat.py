@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from pykvcache._convert import as_bool
+from pykvcache._arguments import as_bool
 from pykvcache.errors import ArgumentError, ChatTemplateError
 
 try:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
-from pykvcache._convert import TokenInput, as_bool, as_token_array
+from pykvcache._arguments import TokenInput, as_bool, as_token_array
 from pykvcache._json_schema import as_schema, convertible, violation
 from pykvcache.errors import ArgumentError, ChatParseError, ChatTemplateError, UnsupportedOperation
 

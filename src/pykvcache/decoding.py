@@ -8,7 +8,7 @@ from typing import SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._convert import TokenInput, as_int, as_token_array
+from pykvcache._arguments import TokenInput, as_int, as_token_array
 from pykvcache._native import lib
 from pykvcache.batch import LlamaBatch
 from pykvcache.facts import ContextFacts

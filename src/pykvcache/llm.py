@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._arguments import TokenInput, as_int, as_token_array
 from pykvcache._closing import Closing
-from pykvcache._convert import TokenInput, as_int, as_token_array
 from pykvcache.batch import LlamaBatch
 from pykvcache.chat_format import ChatFormat, ChatMessage, ToolCall, ToolChoice
 from pykvcache.context import LlamaContext

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, SupportsIndex
 
-from pykvcache._closing import Closing
-from pykvcache._convert import (
+from pykvcache._arguments import (
     IntArray,
     TokenInput,
     as_bool,
@@ -19,6 +18,7 @@ from pykvcache._convert import (
     as_token_array,
     choose,
 )
+from pykvcache._closing import Closing
 from pykvcache._devices import beside, chosen, endpoints, shares, takes_layers
 from pykvcache._fingerprint import file_ids, model_fingerprint
 from pykvcache._model_facts import ModelFacts

@@ -19,10 +19,9 @@ from typing import (
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._convert import as_bool, as_float, as_int
+from pykvcache._arguments import as_bool, as_float, as_int, as_list
 from pykvcache._grammar import check_grammar
 from pykvcache._json_schema import as_schema, schema_grammar
-from pykvcache._lists import as_list
 from pykvcache._native import lib
 from pykvcache.chat_format import ChatFormat
 from pykvcache.errors import ArgumentError

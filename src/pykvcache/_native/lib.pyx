@@ -40,7 +40,7 @@ import weakref
 
 import numpy as np
 
-from pykvcache._integers import as_index
+from pykvcache._arguments import as_index
 from pykvcache.errors import (
     ArgumentError,
     ClosedError,
@@ -69,7 +69,7 @@ from pykvcache.errors import (
     StateTruncated,
     UnsupportedOperation,
 )
-from pykvcache.errors._shown import shown
+from pykvcache.errors import shown
 
 # llama.cpp's own limit of sequences per context (LLAMA_MAX_SEQ).
 cdef enum:

@@ -9,9 +9,8 @@ from typing import Any, SupportsIndex, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pykvcache import _integers
-from pykvcache.errors import CacheDTypeError, CacheValueError
-from pykvcache.errors._shown import shown
+from pykvcache import _arguments
+from pykvcache.errors import CacheDTypeError, CacheValueError, shown
 
 __all__ = [
     "MOST",
@@ -47,7 +46,7 @@ def as_int(
 
     A bool, or a value without ``__index__``, is a `TypeError`.
     """
-    return _integers.as_int(value, name, minimum, maximum, CacheValueError)
+    return _arguments.as_int(value, name, minimum, maximum, CacheValueError)
 
 
 def as_ints(name: str, values: Iterable[SupportsIndex]) -> NDArray[np.int64]:

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pykvcache.arrays._checks import as_float_dtype, as_int, as_storable, check_shape, converted
-from pykvcache.errors import CacheLayerError, CacheOrderError, CacheValueError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheLayerError, CacheOrderError, CacheValueError, shown
 
 __all__ = ["FlatKVCache"]
 

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import click
 
-from pykvcache._paths import FileId
+from pykvcache._arguments import FileId
 from pykvcache.cli.session import Session, facts_of
 from pykvcache.cli.talk import Figures, Talk
 from pykvcache.cli.talk_files import load_talk

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from pykvcache._paths import FileId, file_id
+from pykvcache._arguments import FileId, file_id
 from pykvcache.cli.talk import Talk
 
 __all__ = ["Session", "facts_of"]

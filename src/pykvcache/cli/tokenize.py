@@ -8,7 +8,7 @@ import click
 
 from pykvcache.cli.options import model_option, read_text
 from pykvcache.cli.terminal import load_model
-from pykvcache.errors._shown import shown
+from pykvcache.errors import shown
 
 __all__ = ["tokenize"]
 

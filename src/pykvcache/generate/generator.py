@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, SupportsIndex, overload
 
+from pykvcache._arguments import TokenInput, as_bool, as_int
 from pykvcache._closing import Closing
-from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import (
     ArgumentError,

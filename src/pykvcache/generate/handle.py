@@ -6,7 +6,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from pykvcache._convert import IntArray
+from pykvcache._arguments import IntArray
 from pykvcache.generate.request import FinishReason, GenerationRequest, RequestTimes
 from pykvcache.sequence.logprobs import TokenLogprob, named
 from pykvcache.sequence.sequence import LlamaSequence

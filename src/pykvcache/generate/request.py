@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from pykvcache._convert import IntArray
+from pykvcache._arguments import IntArray
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError
 from pykvcache.sampling import Sampler

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._convert import as_int
+from pykvcache._arguments import as_int
 from pykvcache.arrays import ArraysCache, KVCache, RotatingKVCache
 from pykvcache.errors import CacheValueError
 from pykvcache.kv.types import LayerKV, LayerState, RecurrentState, SequenceKV

@@ -8,11 +8,10 @@ from typing import Any, Literal, SupportsIndex, overload
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._arguments import as_bool
 from pykvcache._codec import NATURAL, as_floats, as_stored
-from pykvcache._convert import as_bool
 from pykvcache._native import lib
-from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation
-from pykvcache.errors._shown import shown
+from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation, shown
 from pykvcache.kv.rope import rotate
 from pykvcache.kv.types import LayerKV, LayerState, RecurrentState, SequenceKV
 from pykvcache.kv.view import CacheView

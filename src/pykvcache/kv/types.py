@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._convert import as_int
+from pykvcache._arguments import as_int, as_list
 from pykvcache._drawing.norms import draw_norms
-from pykvcache._lists import as_list
 from pykvcache.errors import ArgumentError, OutOfRangeError, UnsupportedOperation
 from pykvcache.kv.view import CacheView
 

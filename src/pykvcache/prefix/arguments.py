@@ -10,10 +10,9 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from pykvcache._convert import IntArray, TokenInput, as_int
+from pykvcache._arguments import IntArray, TokenInput, as_int
 from pykvcache.context import LlamaContext
-from pykvcache.errors import ArgumentError, UnsupportedOperation
-from pykvcache.errors._shown import shown
+from pykvcache.errors import ArgumentError, UnsupportedOperation, shown
 from pykvcache.prefix.stores import BlockStore
 from pykvcache.prefix.tiers.stack import TierInput
 from pykvcache.sequence.sequence import LlamaSequence

@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, SupportsIndex
 
+from pykvcache._arguments import TokenInput, as_bool, as_int
 from pykvcache._closing import Closing
-from pykvcache._convert import TokenInput, as_bool, as_int
 from pykvcache.context import LlamaContext
 from pykvcache.prefix.admission import BlockCheckpoints
 from pykvcache.prefix.arguments import (

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import SupportsIndex
 
-from pykvcache._convert import TokenInput
+from pykvcache._arguments import TokenInput
 from pykvcache.context import LlamaContext
 from pykvcache.errors import ArgumentError, ClosedError, DeviceLost
 from pykvcache.prefix.admission import Admission

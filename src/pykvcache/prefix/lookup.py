@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._convert import IntArray
+from pykvcache._arguments import IntArray
 from pykvcache.model import LlamaModel
 from pykvcache.prefix.block_cache import BlockCache
 from pykvcache.prefix.match import Match, Resume

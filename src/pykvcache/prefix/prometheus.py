@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pykvcache.errors import ArgumentError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.report import CacheStats
 

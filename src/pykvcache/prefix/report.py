@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pykvcache._convert import IntArray
+from pykvcache._arguments import IntArray
 from pykvcache._drawing.html import bar_html
 from pykvcache.model import LlamaModel
 from pykvcache.prefix.tiers.tier import TierStats

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._convert import as_int
+from pykvcache._arguments import as_int
 from pykvcache.context import LlamaContext
 from pykvcache.errors import DeviceLost
 from pykvcache.prefix.report import ReuseReport

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from pykvcache._integers import as_int
-from pykvcache.errors import ArgumentError, ClosedError
-from pykvcache.errors._shown import shown
+from pykvcache._arguments import as_int
+from pykvcache.errors import ArgumentError, ClosedError, shown
 from pykvcache.prefix.cache import PrefixCache
 from pykvcache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._integers import as_int
+from pykvcache._arguments import as_int
 from pykvcache._native import lib
 from pykvcache._ranges import Range, union
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvcache._convert import IntArray
+from pykvcache._arguments import IntArray
 from pykvcache._native import lib
 
 __all__ = ["Ledger", "common_prefix"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pykvcache._convert import as_path
+from pykvcache._arguments import as_path
 from pykvcache.errors import StateDamaged
 from pykvcache.state import SequenceState
 from pykvcache.state.naming import naming

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from pykvcache._arguments import IntArray, TokenInput, as_bool, as_int, as_token_array
 from pykvcache._closing import Closing
-from pykvcache._convert import IntArray, TokenInput, as_bool, as_int, as_token_array
 from pykvcache._drawing.html import bar_html
 from pykvcache._native import lib
 from pykvcache.context import LlamaContext
@@ -21,8 +21,8 @@ from pykvcache.errors import (
     OvertakenError,
     PositionError,
     UnsupportedOperation,
+    shown,
 )
-from pykvcache.errors._shown import shown
 from pykvcache.sampling import Sampler, check_sampler
 from pykvcache.sequence.cells import SequenceCells
 from pykvcache.sequence.checkpoints import POINTS, CheckpointPolicy

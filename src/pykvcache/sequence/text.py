@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, cast
 
-from pykvcache._convert import TokenInput, as_int
+from pykvcache._arguments import TokenInput, as_int
 from pykvcache.errors import ArgumentError, ClosedError, UnsupportedOperation
 
 if TYPE_CHECKING:

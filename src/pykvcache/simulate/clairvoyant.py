@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from pykvcache._integers import as_int
+from pykvcache._arguments import as_int
 from pykvcache.simulate.replay import Result
 from pykvcache.simulate.traces import Trace, check_trace
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from pykvcache._paths import as_file_name
+from pykvcache._arguments import as_file_name
 from pykvcache.prefix.events import EventLog, Lookup, as_dict
 
 __all__ = ["record"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pykvcache._integers import as_int
+from pykvcache._arguments import as_int
 from pykvcache.prefix.node import MemoryShape
 from pykvcache.prefix.plan import Offer
 from pykvcache.prefix.policies import Policy

@@ -12,11 +12,8 @@ from typing import SupportsFloat
 
 import numpy as np
 
-from pykvcache._integers import as_int
-from pykvcache._lists import as_list
-from pykvcache._paths import as_file_name
-from pykvcache.errors import ArgumentError
-from pykvcache.errors._shown import shown
+from pykvcache._arguments import as_file_name, as_int, as_list
+from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.policies import DEFAULT, POLICIES
 from pykvcache.simulate.clairvoyant import BOUND, most_hits
 from pykvcache.simulate.replay import Result, replay

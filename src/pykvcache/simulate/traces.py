@@ -14,11 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache._integers import as_int
-from pykvcache._lists import as_list
-from pykvcache._paths import as_file_name
-from pykvcache.errors import ArgumentError
-from pykvcache.errors._shown import shown
+from pykvcache._arguments import as_file_name, as_int, as_list
+from pykvcache.errors import ArgumentError, shown
 
 __all__ = ["Trace", "check_trace", "read_trace"]
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Final
 
-from pykvcache._integers import as_index, as_int
-from pykvcache.errors import ArgumentError
-from pykvcache.errors._shown import shown
+from pykvcache._arguments import as_index, as_int
+from pykvcache.errors import ArgumentError, shown
 from pykvcache.simulate.traces import Trace
 
 __all__ = ["WORKLOADS", "workload"]

@@ -6,8 +6,8 @@ import contextlib
 import os
 from collections.abc import Sequence
 
+from pykvcache._arguments import check_regular, places
 from pykvcache._native import lib
-from pykvcache._paths import check_regular, places
 from pykvcache.errors import StateFileError, StateFileNotFound
 
 __all__ = ["check_regular", "file_error", "write_atomically"]

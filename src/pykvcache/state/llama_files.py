@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._convert import TokenInput, as_bool, as_path, as_token_array
+from pykvcache._arguments import TokenInput, as_bool, as_path, as_token_array
 from pykvcache._native import lib
 from pykvcache.errors import (
     StateDamaged,

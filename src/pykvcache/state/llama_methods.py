@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import SupportsIndex
 
-from pykvcache._convert import TokenInput, as_path
+from pykvcache._arguments import TokenInput, as_path
 from pykvcache.errors import (
     ArgumentError,
     StateFormatError,

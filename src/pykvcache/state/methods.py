@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy.typing as npt
 
-from pykvcache._convert import TokenInput, as_bool, as_path
+from pykvcache._arguments import TokenInput, as_bool, as_path
 from pykvcache._native import lib
 from pykvcache.errors import ClosedError, StateLayoutMismatch
 from pykvcache.model import LlamaModel

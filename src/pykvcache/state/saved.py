@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 
-from pykvcache._convert import as_bool, as_path
+from pykvcache._arguments import as_bool, as_path
 from pykvcache.enums import GgmlType
 from pykvcache.errors import ArgumentError, StateDamaged, StateFormatError
 from pykvcache.state.atomic import write_atomically

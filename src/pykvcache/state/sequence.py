@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pykvcache._convert import TokenInput, as_int, as_token_array
+from pykvcache._arguments import TokenInput, as_int, as_token_array
 from pykvcache.errors import (
     ArgumentError,
     StateDamaged,

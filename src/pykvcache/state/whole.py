@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pykvcache._convert import TokenInput, as_int, as_token_array
-from pykvcache.errors import ArgumentError, SequenceIdError, StateDamaged
-from pykvcache.errors._shown import shown
+from pykvcache._arguments import TokenInput, as_int, as_token_array
+from pykvcache.errors import ArgumentError, SequenceIdError, StateDamaged, shown
 from pykvcache.state.container import Container, Tensor
 from pykvcache.state.facts import Fingerprint
 from pykvcache.state.files import json_of, layouts_of, read_ints, read_part, write_ints, write_part

@@ -13,8 +13,7 @@ from pykvcache.arrays._checks import MOST, as_int, as_kind, check_size
 from pykvcache.arrays.mlx.base import Arrays, BaseCache
 from pykvcache.arrays.mlx.rows import Counts, Rows, announced, row_counts, row_indices, summed
 from pykvcache.arrays.mlx.token_pair import plain_numbers
-from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheDTypeError, CacheOrderError, CacheValueError, NotSupported, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self

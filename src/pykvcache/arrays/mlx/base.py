@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from pykvcache.arrays._checks import as_int, check_size
 from pykvcache.arrays.mlx.rows import LARGEST, LARGEST_SIZE
 from pykvcache.arrays.mlx.token_pair import TokenPair
-from pykvcache.errors import CacheValueError, NotSupported
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheValueError, NotSupported, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self

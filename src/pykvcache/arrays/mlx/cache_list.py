@@ -12,8 +12,7 @@ from pykvcache.arrays._checks import as_int, as_kind, check_size
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache
 from pykvcache.arrays.mlx.base import Arrays, BaseCache, restored_on_error
 from pykvcache.arrays.mlx.rows import Counts
-from pykvcache.errors import CacheValueError, NotSupported
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheValueError, NotSupported, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self

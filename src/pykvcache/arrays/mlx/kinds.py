@@ -20,8 +20,7 @@ from pykvcache.arrays.mlx.cache_list import CacheList, check_depth
 from pykvcache.arrays.mlx.kv_cache import BatchKVCache, ChunkedKVCache, KVCache
 from pykvcache.arrays.mlx.quantized import QuantizedKVCache
 from pykvcache.arrays.mlx.rotating import BatchRotatingKVCache, RotatingKVCache
-from pykvcache.errors import CacheValueError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheValueError, shown
 
 __all__ = [
     "KvCacheKind",

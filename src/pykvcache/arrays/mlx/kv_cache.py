@@ -25,8 +25,7 @@ from pykvcache.arrays.mlx.rows import (
     take_rows,
 )
 from pykvcache.arrays.mlx.token_pair import TokenPair, joined
-from pykvcache.errors import CacheOrderError, CacheValueError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheOrderError, CacheValueError, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self

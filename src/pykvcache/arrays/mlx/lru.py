@@ -12,8 +12,7 @@ from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx.base import BaseCache, as_caches
 from pykvcache.arrays.mlx.tokens import Tokens, token_list
 from pykvcache.arrays.mlx.trie import PromptTrie
-from pykvcache.errors import CacheValueError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheValueError, shown
 
 __all__ = ["LRUPromptCache"]
 

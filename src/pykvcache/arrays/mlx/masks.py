@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx.base import BaseCache, Mask, as_caches
 from pykvcache.arrays.mlx.rows import Counts, row_counts
-from pykvcache.errors import CacheDTypeError, CacheValueError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheDTypeError, CacheValueError, shown
 
 __all__ = ["create_attention_mask", "create_causal_mask"]
 

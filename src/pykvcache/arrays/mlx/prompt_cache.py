@@ -17,7 +17,7 @@ from typing import Any, Literal, SupportsIndex, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pykvcache._paths import as_file_name, check_regular, places
+from pykvcache._arguments import as_file_name, check_regular, places
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx.arrays_cache import ArraysCache
 from pykvcache.arrays.mlx.base import BaseCache, as_caches
@@ -31,8 +31,7 @@ from pykvcache.arrays.mlx.kinds import (
 )
 from pykvcache.arrays.mlx.kv_cache import KVCache
 from pykvcache.arrays.mlx.rotating import RotatingKVCache
-from pykvcache.errors import CacheDTypeError, CacheValueError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheDTypeError, CacheValueError, shown
 
 __all__ = [
     "ROTATING_DEFAULT_KEEP",

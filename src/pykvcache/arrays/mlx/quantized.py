@@ -14,8 +14,7 @@ from pykvcache.arrays.mlx.base import Arrays, BaseCache, Mask, meta_ints, state_
 from pykvcache.arrays.mlx.masks import history_mask
 from pykvcache.arrays.mlx.rows import LARGEST
 from pykvcache.arrays.mlx.token_pair import TokenPair
-from pykvcache.errors import CacheDTypeError, CacheValueError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheDTypeError, CacheValueError, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self

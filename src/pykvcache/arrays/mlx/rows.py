@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays.mlx.token_pair import TokenPair
-from pykvcache.errors import CacheDTypeError, CacheValueError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheDTypeError, CacheValueError, shown
 
 __all__ = [
     "LARGEST",

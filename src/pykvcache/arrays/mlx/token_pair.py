@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import check_shape
-from pykvcache.errors import CacheDTypeError, CacheValueError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheDTypeError, CacheValueError, shown
 
 __all__ = ["STEP", "TokenPair", "grow", "grown_capacity", "joined", "plain_numbers"]
 

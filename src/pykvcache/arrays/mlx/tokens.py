@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from pykvcache.arrays._checks import as_int
 from pykvcache.arrays.mlx.rows import row_counts
 from pykvcache.arrays.mlx.token_pair import grow, grown_capacity
-from pykvcache.errors import CacheValueError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheValueError, shown
 
 __all__ = ["TokenBuffer", "Tokens", "token_list"]
 

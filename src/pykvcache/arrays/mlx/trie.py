@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pykvcache.arrays.mlx.tokens import Tokens, token_list
-from pykvcache.errors import CacheKeyError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheKeyError, shown
 
 __all__ = ["PromptTrie", "PromptTrieResult"]
 

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykvcache.arrays._checks import as_int, as_ints
-from pykvcache.errors import CacheLayerError, CacheValueError, PositionError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheLayerError, CacheValueError, PositionError, shown
 
 __all__ = [
     "MAX_POSITION",

@@ -11,8 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 from pykvcache.arrays._checks import as_float_dtype, as_int, as_ints, as_storable, converted
 from pykvcache.arrays.ollama.batch import Batch, as_copy, as_layer, as_place, as_range
 from pykvcache.arrays.ollama.cache import CacheConfig, OllamaCache
-from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheOrderError, CacheValueError, NotSupported, shown
 
 __all__ = ["EncoderCache"]
 

@@ -15,8 +15,7 @@ from numpy.typing import DTypeLike
 
 from pykvcache.arrays._checks import MOST, as_int
 from pykvcache.arrays.ollama.cache import Cache
-from pykvcache.errors import CacheValueError, NoSlot, NotSupported, ReprocessInputs
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheValueError, NoSlot, NotSupported, ReprocessInputs, shown
 
 __all__ = ["CheckpointCache", "Input", "InputCache", "Slot"]
 

@@ -12,8 +12,7 @@ from pykvcache.arrays._checks import MOST, as_float_dtype, as_int, as_storable, 
 from pykvcache.arrays.ollama.batch import Batch, as_copy, as_layer, as_place, as_range
 from pykvcache.arrays.ollama.causal import CausalCache
 from pykvcache.arrays.ollama.layers import ShiftFn
-from pykvcache.errors import CacheValueError, NotSupported
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheValueError, NotSupported, shown
 
 __all__ = ["CheckpointRing", "RecurrentCache"]
 

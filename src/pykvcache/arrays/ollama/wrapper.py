@@ -10,8 +10,7 @@ from numpy.typing import DTypeLike, NDArray
 from pykvcache.arrays._checks import MOST, as_int, as_ints
 from pykvcache.arrays.ollama.batch import UNLIMITED, Batch, as_copy, as_layer, as_place, as_range
 from pykvcache.arrays.ollama.cache import Cache, CacheConfig, OllamaCache
-from pykvcache.errors import CacheLayerError, CacheOrderError, CacheValueError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import CacheLayerError, CacheOrderError, CacheValueError, shown
 
 __all__ = ["WrapperCache"]
 

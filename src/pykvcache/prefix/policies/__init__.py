@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from pykvcache.errors import ArgumentError
-from pykvcache.errors._shown import shown
+from pykvcache.errors import ArgumentError, shown
 from pykvcache.prefix.policies.base import ByPriority, Policy
 from pykvcache.prefix.policies.hit_density import HitDensity
 from pykvcache.prefix.policies.queues import S3FIFO, SLRU

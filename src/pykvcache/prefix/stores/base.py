@@ -15,10 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pykvcache._integers import as_int
-from pykvcache._lists import as_list
-from pykvcache.errors import ClosedError, StoreError
-from pykvcache.errors._shown import shown
+from pykvcache._arguments import as_int, as_list
+from pykvcache.errors import ClosedError, StoreError, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from pykvcache._paths import as_file_name
-from pykvcache.errors import StoreError
-from pykvcache.errors._shown import shown
+from pykvcache._arguments import as_file_name
+from pykvcache.errors import StoreError, shown
 from pykvcache.prefix.stores.base import (
     KEY_SIZE,
     BlockStore,

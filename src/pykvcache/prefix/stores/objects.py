@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from pykvcache._integers import as_int
+from pykvcache._arguments import as_int
 from pykvcache.errors import StoreError
 from pykvcache.prefix.stores.base import (
     KEY_SIZE,

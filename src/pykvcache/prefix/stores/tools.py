@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pykvcache._paths import as_path
-from pykvcache.errors import StoreError
-from pykvcache.errors._shown import shown
+from pykvcache._arguments import as_path
+from pykvcache.errors import StoreError, shown
 from pykvcache.prefix.stores.base import BlockStore, StoreEntry
 from pykvcache.prefix.stores.envelope import Envelope, Rejection, fresh
 from pykvcache.prefix.stores.folder import FolderStore

@@ -1,0 +1,315 @@
+"""What the package takes as arguments: integers, flags, lists, tokens, names of files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import operator
+import os
+import re
+import secrets
+import stat
+from array import array as c_array
+from collections.abc import Iterable, Mapping, Sequence, Set
+from enum import IntEnum
+from typing import Any, NamedTuple, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from pykvcache.errors import ArgumentError, DetailedError, shown
+
+__all__ = [
+    "FileId",
+    "IntArray",
+    "Places",
+    "TokenInput",
+    "as_bool",
+    "as_file_name",
+    "as_float",
+    "as_index",
+    "as_int",
+    "as_list",
+    "as_path",
+    "as_token_array",
+    "check_regular",
+    "choose",
+    "file_id",
+    "parts_of",
+    "places",
+]
+
+
+def as_index(value: SupportsIndex, what: str) -> int:
+    """Return an integer, of any size; a ``bool`` or ``float`` is not one.
+
+    Raises
+    ------
+    TypeError
+        It is a truth value, or has no ``__index__``.
+    """
+    if type(value) is int:
+        return value
+    # bool has __index__, but a truth value is never meant as a number.
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
+    try:
+        return operator.index(value)
+    except TypeError:  # arrays have __index__, whatever is in them
+        if not isinstance(value, np.ndarray):
+            raise
+    raise TypeError(f"{what} must be an integer, not {type(value).__name__}: {shown(value)}")
+
+
+def as_int(
+    value: SupportsIndex,
+    what: str,
+    lo: int | None = None,
+    hi: int | None = None,
+    error: type[DetailedError] = ArgumentError,
+) -> int:
+    """Return an integer in ``[lo, hi]``, None for no limit; `error` names value and limit."""
+    number = value if type(value) is int else as_index(value, what)
+    if (lo is not None and number < lo) or (hi is not None and number > hi):
+        limit = (
+            f"at least {lo}"
+            if hi is None
+            else f"at most {hi}"
+            if lo is None
+            else f"in [{lo}, {hi}]"
+        )
+        passed = hi if lo is None or number >= lo else lo
+        raise error(
+            f"{what} is {shown(number)}: it must be {limit}", what=what, value=number, limit=passed
+        )
+    return number
+
+
+_T = TypeVar("_T")
+
+
+def as_list(values: Iterable[_T], what: str, of: str) -> list[_T]:
+    """Return what is iterated over.
+
+    Raises
+    ------
+    TypeError
+        Nothing can be; an array without dimensions says that it can.
+    """
+    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
+        raise TypeError(f"{what} must be a sequence of {of}, not {type(values).__name__}")
+    return list(values)
+
+
+#: Bytes, time, device and inode.
+FileId: TypeAlias = tuple[int, int, int, int]
+
+
+def as_path(
+    value: str | os.PathLike[str],
+    what: str = "path",
+    order: str = "",
+    error: type[DetailedError] = ArgumentError,
+) -> str:
+    """Return a file name as text; the error of a method names the order of its arguments."""
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        hint = f": the order is {order}" if order else ""
+        raise TypeError(f"{what} must be a str or an os.PathLike, not {type(value).__name__}{hint}")
+    raw = value if isinstance(value, (str, bytes)) else type(value).__fspath__(value)
+    if not isinstance(raw, (str, bytes)):
+        raise TypeError(
+            f"{what} must be a str or an os.PathLike, not {type(value).__name__}, "
+            f"whose __fspath__() gives {type(raw).__name__}"
+        )
+    name = os.fsdecode(raw)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError as found:
+        at = found.start
+        text = f"{what} is {shown(name)}: character {at} is none that a file name can hold"
+        raise error(text, what, name, at) from None
+    return name
+
+
+def as_file_name(
+    value: str | os.PathLike[str], what: str = "path", error: type[DetailedError] = ArgumentError
+) -> str:
+    """Return a name as text that a file can have: `as_path`, and no null character."""
+    name = as_path(value, what, error=error)
+    if "\0" in name:
+        at = name.index("\0")
+        text = f"{what} is {shown(name)}: character {at} is none that a file name can hold"
+        raise error(text, what, name, at)
+    return name
+
+
+def check_regular(path: str) -> int:
+    """Return the permissions of a file; a pipe would wait, a device would be replaced."""
+    if "\0" in path:
+        raise OSError(errno.EINVAL, "a file name holds no NUL")
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return stat.S_IMODE(mode)
+
+
+class Places(NamedTuple):
+    """Where a file is written first, what it replaces then, and the permissions of that."""
+
+    temporary: str
+    target: str
+    mode: int | None
+
+
+def places(path: str) -> Places:
+    """Return where a file is written such that its name always stands for a whole one."""
+    mode = None
+    with contextlib.suppress(FileNotFoundError):
+        mode = check_regular(path)
+    # A symbolic link stays, and what it leads to is replaced.
+    target = os.path.realpath(path) if os.path.islink(path) else path
+    folder, name = os.path.split(target)
+    # 40 characters are at most 160 of the 255 bytes that a name may have.
+    temporary = os.path.join(folder, f".{name[:40]}.{secrets.token_hex(8)}.tmp")
+    return Places(temporary, target, mode)
+
+
+def file_id(path: str) -> FileId:
+    """Return what changes when a file is written or replaced."""
+    facts = os.stat(path)
+    return facts.st_size, facts.st_mtime_ns, facts.st_dev, facts.st_ino
+
+
+def parts_of(path: str) -> list[str]:
+    """Return the names of all parts of a split model by the name of one; none of another file."""
+    found = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path, re.DOTALL)
+    if found is None:
+        return []
+    return [f"{found[1]}{i + 1:05d}{found[2]}" for i in range(int(found[3]))]
+
+
+IntArray = npt.NDArray[np.int32]
+#: What is accepted as tokens: an integer array, or a sequence of integers.
+TokenInput = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
+
+_MESSAGES = ": model.apply_chat_template makes text of messages, model.tokenize tokens of text"
+
+E = TypeVar("E", bound=IntEnum)
+INT32 = np.iinfo(np.int32)
+INT32_DTYPE = np.dtype(np.int32)
+
+
+def as_bool(value: object, what: str) -> bool:
+    """Return a flag; 0, 1 and "no" are not flags."""
+    if value is True or value is False:
+        return value
+    if not isinstance(value, np.bool_):
+        raise TypeError(f"{what} must be True or False, not {type(value).__name__}")
+    return bool(value)
+
+
+def as_float(value: object, what: str, lo: float, hi: float) -> float:
+    """Return a finite number in ``[lo, hi]``; a ``bool`` or a text is not one."""
+    # Arrays have __float__ too, whatever their size; asking a protocol takes 20 us.
+    if type(value) not in (float, int) and (
+        isinstance(value, (bool, np.bool_, str, np.ndarray)) or not isinstance(value, SupportsFloat)
+    ):
+        raise TypeError(f"{what} must be a number, not {type(value).__name__}: {shown(value)}")
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:  # an integer past 1e308
+        number = math.inf
+    if not math.isfinite(number) or not lo <= number <= hi:
+        raise ArgumentError(
+            f"{what} is {shown(value)}: it must be in [{lo:g}, {hi:g}]", what, value, (lo, hi)
+        )
+    return number
+
+
+def as_token_array(tokens: TokenInput, what: str = "tokens") -> IntArray:
+    """Return a contiguous int32 vector, without a copy where it already is one.
+
+    Raises
+    ------
+    TypeError
+        For floats, booleans, strings and other things that hold no integers.
+    ValueError
+        For arrays of another rank, and values that do not fit an int32.
+    """
+    if isinstance(tokens, np.ndarray):
+        if (
+            type(tokens) is np.ndarray
+            and tokens.dtype is INT32_DTYPE
+            and tokens.ndim == 1
+            and tokens.flags.c_contiguous
+        ):
+            return cast(IntArray, tokens)
+        array = tokens
+    else:
+        if isinstance(tokens, (str, bytes)):
+            raise TypeError(
+                f"{what} must be integers, not {type(tokens).__name__}: tokenize it first"
+            )
+        if isinstance(tokens, (list, tuple)) and set(map(type, tokens)) == {int}:
+            # Many times faster than one after the other.
+            try:
+                return np.frombuffer(c_array("i", tokens), np.int32)
+            except OverflowError:
+                pass  # said below with the value
+        if isinstance(tokens, Mapping):
+            raise TypeError(f"{what} must be integers, not a mapping{_MESSAGES}")
+        if isinstance(tokens, Set):
+            raise TypeError(f"{what} must be integers in order, not a {type(tokens).__name__}")
+        try:
+            items = list(tokens)
+        except TypeError:
+            kind = type(tokens).__name__
+            raise TypeError(f"{what} must be a sequence of integers, not {kind}") from None
+        values: list[int] = []
+        for token in items:
+            try:
+                values.append(as_int(token, what, INT32.min, INT32.max))
+            except TypeError:
+                hint = _MESSAGES if isinstance(token, Mapping) else ""
+                kind, at = type(token).__name__, len(values)
+                raise TypeError(f"{what} must be integers, not {kind} (at {at}){hint}") from None
+        return np.array(values, dtype=np.int32)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{what} must have an integer dtype, not {array.dtype}")
+    if array.ndim != 1:
+        raise ArgumentError(
+            f"{what} must have one dimension, not {array.ndim}", what, array.ndim, 1
+        )
+    if array.dtype != np.int32:
+        if array.size and (int(array.max()) > INT32.max or int(array.min()) < INT32.min):
+            raise ArgumentError(
+                f"{what} hold values that do not fit an int32",
+                what=what,
+                limit=(int(INT32.min), int(INT32.max)),
+            )
+        return np.ascontiguousarray(array, dtype=np.int32)
+    return np.ascontiguousarray(array)
+
+
+def choose(value: str | int, kind: type[E], what: str, names: Mapping[str, E]) -> E:
+    """Return an enum member from itself, its value or its name; ``ValueError`` lists the names."""
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str):
+        found = names.get(value.lower())
+        if found is not None:
+            return found
+    elif isinstance(value, int) and not isinstance(value, bool):
+        if value in kind.__members__.values():
+            return kind(value)
+    else:
+        raise TypeError(f"{what} must be a string or a {kind.__name__}, not {type(value).__name__}")
+    raise ArgumentError(
+        f"{what} is {shown(value)}: it must be one of {', '.join(sorted(names))}",
+        what,
+        value,
+        tuple(sorted(names)),
+    )

@@ -179,10 +179,10 @@ class Fuzz(Arguments):
             self.journal.flush()
         try:
             result = function(*args, **named)
-            if inspect.isgenerator(result) or isinstance(
-                result, Generation | TextGeneration | HandleStream
-            ):
+            if inspect.isgenerator(result) or isinstance(result, Generation | TextGeneration):
                 result = list(result)
+            elif isinstance(result, HandleStream):
+                list(result)
         except Exception as error:
             if isinstance(error, InternalError):
                 raise Unexpected(f"{what}{args!r}{named!r}: no check foresaw this") from error
